@@ -1,0 +1,26 @@
+"""fp8_e4m3 and fp8_e5m2 (OCP 8-bit floating point v1.0, https://arxiv.org/abs/2209.05433), saturating."""
+
+import torch
+from torch import Tensor
+
+from hf_quant.formats._format import Format
+from hf_quant.kernels.codes import CodeSpec
+
+
+def _fp8(name: str, dtype: torch.dtype) -> Format:
+    limit = torch.finfo(dtype).max
+
+    def encode(values: Tensor) -> Tensor:
+        return values.clamp(-limit, limit).to(dtype)
+
+    return Format(
+        spec=CodeSpec(name, 8, dtype),
+        max=limit,
+        round=encode,
+        granularities=("row", "group", "tensor", "block"),
+        scale_dtype="float32",
+    )
+
+
+FP8_E4M3 = _fp8("fp8_e4m3", torch.float8_e4m3fn)
+FP8_E5M2 = _fp8("fp8_e5m2", torch.float8_e5m2)

@@ -1,0 +1,39 @@
+"""int8, int4, int3, int2: equally spaced codes.
+
+int8 is symmetric in [-127, 127] and stored as it is. The others store code + 2**(bits - 1); with a zero point z (both
+q and z unsigned) a weight is (q - z) * scale. Their symmetric scale is amax / (2**(bits - 1) - 0.5), so that the full
+range of codes is used: -amax rounds to the lowest code, +amax to the highest.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_quant.formats._format import Format
+from hf_quant.kernels.codes import CodeSpec
+
+
+def _packed_integer(bits: int, planes: tuple[int, ...], group_size: int, symmetric: bool) -> Format:
+    low = -(2 ** (bits - 1))
+
+    def encode(values: Tensor) -> Tensor:
+        return values.round().sub_(low).clamp_(0, 2**bits - 1).to(torch.uint8)
+
+    return Format(
+        spec=CodeSpec(f"int{bits}", bits, torch.int32, planes, tuple(float(low + q) for q in range(2**bits))),
+        max=-low - 0.5,
+        round=encode,
+        granularity="group",
+        group_size=group_size,
+        symmetric=symmetric,
+        allows_asymmetric=True,
+    )
+
+
+INT8 = Format(
+    spec=CodeSpec("int8", 8, torch.int8),
+    max=127.0,
+    round=lambda values: values.round().clamp_(-127, 127).to(torch.int8),
+)
+INT4 = _packed_integer(4, (4,), group_size=128, symmetric=True)
+INT3 = _packed_integer(3, (2, 1), group_size=128, symmetric=False)
+INT2 = _packed_integer(2, (2,), group_size=64, symmetric=False)

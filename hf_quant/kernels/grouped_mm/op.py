@@ -1,0 +1,128 @@
+"""`grouped_mm`: products of MoE experts. Rows of x are sorted by expert; each meets its own expert's weight."""
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels._op import define_op
+from hf_quant.kernels.rowwise.op import row_max
+from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
+from hf_quant.kernels.weight_only.op import check_weight, weight_only_mm_backward_reference, weight_only_mm_reference
+
+
+def check(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    offsets: Tensor,
+    activation: str | None,
+    format: str,
+    group_size: int,
+) -> None:
+    """Raise ValueError unless x is [M, K], qdata [E, N, words], bias None or [E, N], offsets [E] int32."""
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [M, K] in fp16, bf16 or fp32")
+    if qdata.dim() != 3 or scale.dim() != 3:
+        raise ValueError(f"qdata is {qdata.dim()}-D and scale {scale.dim()}-D; both must be 3-D")
+    if activation is not None:
+        row_max(activation)
+    check_weight(qdata, scale, zero_point, global_scale, format, group_size, x.shape[1])
+    if offsets.shape != qdata.shape[:1] or offsets.dtype != torch.int32:
+        raise ValueError(
+            f"offsets is {tuple(offsets.shape)} {offsets.dtype}; needs [{qdata.shape[0]}] torch.int32, "
+            "the end of each expert's rows"
+        )
+    if bias is not None and bias.shape != qdata.shape[:2]:
+        raise ValueError(f"bias is {tuple(bias.shape)}; needs {tuple(qdata.shape[:2])}")
+
+
+def grouped_mm_reference(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    offsets: Tensor,
+    *,
+    activation: str | None,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    """x [M, K], experts [E, N, K] -> [M, N] in x's dtype; rows offsets[e-1]..offsets[e] meet expert e.
+
+    `activation` quantizes each row of x first (None: not). Rows at or past offsets[-1] give zeros.
+    Not differentiable: see `modules`.
+    """
+    check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
+    y = x.new_zeros(x.shape[0], qdata.shape[1])
+    start = 0
+    for e, end in enumerate(offsets.tolist()):
+        if end > start:
+            weight = (
+                qdata[e],
+                scale[e],
+                None if zero_point is None else zero_point[e],
+                None if global_scale is None else global_scale[e],
+                None if bias is None else bias[e],
+            )
+            if activation is None:
+                y[start:end] = weight_only_mm_reference(x[start:end], *weight, format=format, group_size=group_size)
+            else:
+                y[start:end] = dynamic_mm_reference(
+                    x[start:end], *weight, activation=activation, format=format, group_size=group_size
+                )
+        start = end
+    return y
+
+
+def _grouped_mm_fake(
+    x, qdata, scale, zero_point, global_scale, bias, offsets, *, activation, format, group_size
+):
+    check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
+    return x.new_empty((x.shape[0], qdata.shape[1]))
+
+
+grouped_mm = define_op("grouped_mm", grouped_mm_reference, _grouped_mm_fake)
+
+
+def grouped_mm_backward_reference(
+    grad: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    offsets: Tensor,
+    *,
+    format: str,
+    group_size: int,
+    K: int,
+) -> Tensor:
+    """Gradient of `grouped_mm` with respect to x: grad [M, N] -> [M, K] in grad's dtype."""
+    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
+    grad_x = grad.new_zeros(grad.shape[0], K)
+    start = 0
+    for e, end in enumerate(offsets.tolist()):
+        if end > start:
+            grad_x[start:end] = weight_only_mm_backward_reference(
+                grad[start:end],
+                qdata[e],
+                scale[e],
+                None if zero_point is None else zero_point[e],
+                None if global_scale is None else global_scale[e],
+                format=format,
+                group_size=group_size,
+                K=K,
+            )
+        start = end
+    return grad_x
+
+
+def _grouped_mm_backward_fake(grad, qdata, scale, zero_point, global_scale, offsets, *, format, group_size, K):
+    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
+    return grad.new_empty((grad.shape[0], K))
+
+
+grouped_mm_backward = define_op("grouped_mm_backward", grouped_mm_backward_reference, _grouped_mm_backward_fake)

@@ -1,0 +1,108 @@
+"""Products with quantized activations: `int8_scaled_mm`, `fp8_scaled_mm`, and `dynamic_mm` which quantizes x itself.
+
+None is differentiable; `modules` wraps them in an autograd.Function with the exact gradient to the input.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels._op import define_op
+from hf_quant.kernels.rowwise.op import quantize_rowwise_reference, row_max
+from hf_quant.kernels.weight_only.op import check as check_weight_only
+from hf_quant.kernels.weight_only.op import dequantize_reference
+
+
+def check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """Raise ValueError unless a [M, K], b [N, K] of `dtype`, a_scale [M, 1], b_scale [N, 1] fp32, bias None or [N]."""
+    if a.dtype != dtype or b.dtype != dtype:
+        raise ValueError(f"a is {a.dtype} and b is {b.dtype}; both must be {dtype}")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a is {tuple(a.shape)}, b is {tuple(b.shape)}; needs [M, K] and [N, K]")
+    M, N = a.shape[0], b.shape[0]
+    if a_scale.shape != (M, 1) or b_scale.shape != (N, 1):
+        raise ValueError(
+            f"a_scale is {tuple(a_scale.shape)}, b_scale is {tuple(b_scale.shape)}; needs [{M}, 1] and [{N}, 1]"
+        )
+    if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
+        raise ValueError(f"a_scale is {a_scale.dtype}, b_scale is {b_scale.dtype}; both must be torch.float32")
+    if bias is not None and bias.shape != (N,):
+        raise ValueError(f"bias is {tuple(bias.shape)}; needs [{N}]")
+
+
+def _scaled_mm(a, b, a_scale, b_scale, bias, out_dtype):
+    accumulator = a.double() @ b.double().t()  # int8: sums stay below 2**53, hence exact
+    y = accumulator.float() * a_scale * b_scale.t()
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def int8_scaled_mm_reference(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
+) -> Tensor:
+    """(a @ b.T) * a_scale * b_scale.T + bias; a [M, K], b [N, K] int8; scales [M, 1], [N, 1] fp32 -> [M, N]."""
+    check(a, b, a_scale, b_scale, bias, torch.int8)
+    return _scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
+
+
+def _int8_scaled_mm_fake(a, b, a_scale, b_scale, bias, *, out_dtype):
+    check(a, b, a_scale, b_scale, bias, torch.int8)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+int8_scaled_mm = define_op("int8_scaled_mm", int8_scaled_mm_reference, _int8_scaled_mm_fake)
+
+
+def fp8_scaled_mm_reference(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
+) -> Tensor:
+    """(a @ b.T) * a_scale * b_scale.T + bias; a [M, K], b [N, K] float8_e4m3fn; scales fp32 -> [M, N]."""
+    check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
+    return _scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
+
+
+def _fp8_scaled_mm_fake(a, b, a_scale, b_scale, bias, *, out_dtype):
+    check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+fp8_scaled_mm = define_op("fp8_scaled_mm", fp8_scaled_mm_reference, _fp8_scaled_mm_fake)
+
+
+def dynamic_mm_reference(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    activation: str,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    """Quantize each row of x to `activation` ("int8", "fp8_e4m3"), then multiply with the weight of any format.
+
+    x [..., K], w [N, K] -> (codes(x) @ dequant(w).T) * row_scale(x) + bias, in x's dtype; accumulated in fp32.
+    """
+    check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    codes, row_scale = quantize_rowwise_reference(x, format=activation)
+    weight = dequantize_reference(
+        qdata,
+        scale,
+        zero_point,
+        global_scale,
+        format=format,
+        group_size=group_size,
+        K=x.shape[-1],
+        dtype=torch.float32,
+    )
+    y = (codes.float() @ weight.t()) * row_scale
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _dynamic_mm_fake(x, qdata, scale, zero_point, global_scale, bias, *, activation, format, group_size):
+    row_max(activation)
+    check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    return x.new_empty((*x.shape[:-1], qdata.shape[0]))
+
+
+dynamic_mm = define_op("dynamic_mm", dynamic_mm_reference, _dynamic_mm_fake)

@@ -1,0 +1,112 @@
+"""The vocabulary of quantization: what one tensor, and one layer, is quantized to.
+
+These records are plain data (standard library only): the plan makes them, `config.json` stores them, modules and
+kernels read them.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+GRANULARITIES = ("tensor", "row", "group", "block")
+BLOCK_SIZE = 128  # the only block of "block" granularity: 128 x 128, as DeepSeek-V3 and vLLM store fp8
+
+
+@dataclass(frozen=True)
+class TensorQuant:
+    """How one tensor is stored in low bits.
+
+    Attributes:
+        format: key of `hf_quant.FORMATS`, e.g. "int4", "fp8_e4m3", "nf4".
+        granularity: what shares a scale: "tensor", "row" (one output channel, or one token), "group"
+            (`group_size` consecutive values of a row), "block" (128 x 128).
+        group_size: values per scale along K; set if and only if `granularity` is "group".
+        symmetric: no zero point.
+        scale_dtype: dtype of the stored scale, e.g. "bfloat16", "float8_e4m3fn" (then with one fp32 `global_scale`).
+        dynamic: activations only; the scale is computed per token at run time.
+    """
+
+    format: str
+    granularity: str
+    group_size: int | None = None
+    symmetric: bool = True
+    scale_dtype: str = "float32"
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity is {self.granularity!r}; allowed: {', '.join(GRANULARITIES)}")
+        if (self.group_size is not None) != (self.granularity == "group"):
+            raise ValueError(
+                f"granularity {self.granularity!r} with group_size {self.group_size}: "
+                'group_size is given with granularity "group" and only then'
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        extent = f"g{self.group_size}" if self.granularity == "group" else self.granularity
+        return f"{self.format} {extent}" + ("" if self.symmetric else " asym")
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """The scheme of one layer: its weight, and its input if that is quantized too.
+
+    Attributes:
+        weight: how the weight is stored.
+        activation: how the input is quantized on the fly before the product; None keeps it in 16 bit.
+        sparsity: None, or "2:4".
+    """
+
+    weight: TensorQuant
+    activation: TensorQuant | None = None
+    sparsity: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "LinearScheme":
+        """Inverse of `to_dict`. Raises ValueError on fields that this version does not know."""
+        known = {"weight", "activation", "sparsity"}
+        if not isinstance(fields, dict) or set(fields) - known or "weight" not in fields:
+            raise ValueError(f"a scheme is {{weight, activation, sparsity}}, got {fields!r}")
+        activation = fields.get("activation")
+        return cls(
+            weight=_tensor_quant(fields["weight"]),
+            activation=None if activation is None else _tensor_quant(activation),
+            sparsity=fields.get("sparsity"),
+        )
+
+    def __str__(self) -> str:
+        activation = "" if self.activation is None else f", {self.activation.format} activations"
+        return f"{self.weight}{activation}" + (f", {self.sparsity}" if self.sparsity else "")
+
+
+def _tensor_quant(fields: Any) -> TensorQuant:
+    try:
+        return TensorQuant(**fields)
+    except TypeError as error:
+        raise ValueError(f"not a tensor quantization record: {fields!r} ({error})") from None
+
+
+# Names that the field uses for whole schemes: what a user may write for `weights`. Values are QuantizerConfig fields.
+PRESETS: dict[str, dict[str, Any]] = {
+    "W8A16": {"weights": "int8"},
+    "W4A16": {"weights": "int4"},
+    "W4A16_ASYM": {"weights": "int4", "symmetric": False},
+    "W3A16": {"weights": "int3"},
+    "W2A16": {"weights": "int2"},
+    "W8A16_FP8": {"weights": "fp8_e4m3"},
+    "W6A16_FP6": {"weights": "fp6_e3m2"},
+    "NF4": {"weights": "nf4"},
+    "MXFP4A16": {"weights": "mxfp4"},
+    "NVFP4A16": {"weights": "nvfp4"},
+    "W8A8": {"weights": "int8", "activations": "int8"},
+    "W8A8_FP8": {"weights": "fp8_e4m3", "activations": "fp8"},
+    "FP8_BLOCK": {"weights": "fp8_e4m3", "activations": "fp8", "granularity": "block"},
+    "W4A8": {"weights": "int4", "activations": "int8"},
+    "W4A8_FP8": {"weights": "int4", "activations": "fp8"},
+}
