@@ -1,0 +1,70 @@
+# `make demo` and `make test` do everything on a machine with python3 (3.10 or newer), make and git.
+
+# The first interpreter that is new enough; `make PYTHON=python3.12 test` picks another.
+CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10 python3.14
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$p" && break; done)
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One test process per core, but no more than 4: each holds torch and a host library, about 1 GB.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))
+PYTEST_ARGS ?=
+
+# The stamps carry the hash of what they were installed from: a changed pin or dependency installs again.
+HASH := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+STYLE_STAMP := $(VENV)/.style-$(HASH)
+DEMO_STAMP := $(VENV)/.demo-$(HASH)
+DEV_STAMP := $(VENV)/.dev-$(HASH)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+PIP_INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
+
+.PHONY: help demo test style check clean
+
+help:
+	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
+	@echo "make test    install into $(VENV) and run every test"
+	@echo "make check   style checks (ruff, typos, house rules); make style repairs what can be repaired"
+	@echo "make clean   remove $(VENV) and what builds and tests leave behind"
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python 3.10 or newer found (tried: $(CANDIDATES)). Install one, or name it: make PYTHON=/path/to/python3 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One recipe per stamp: the first needs seconds, so that a style error shows before torch is installed.
+$(STYLE_STAMP): | $(BIN)/python
+	$(PIP_INSTALL) ruff typos
+	@rm -f $(VENV)/.style-*; touch $@
+
+$(DEMO_STAMP): | $(BIN)/python
+	@echo "Installing hf-quant with the tested versions into $(VENV) (some minutes the first time) ..."
+	$(PIP_INSTALL) -e ".[demo]"
+	@rm -f $(VENV)/.demo-*; touch $@
+
+$(DEV_STAMP): | $(BIN)/python
+	@echo "Installing hf-quant and its test tools into $(VENV) (some minutes the first time) ..."
+	$(PIP_INSTALL) -e ".[dev]"
+	@rm -f $(VENV)/.dev-*; touch $@
+
+demo: $(DEMO_STAMP)
+	$(BIN)/hf-quant demo
+
+# One thread per process: two processes with two threads each on two cores only wait for each other.
+test: $(DEV_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15 $(PYTEST_ARGS)
+
+check: $(STYLE_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/typos
+	$(BIN)/python scripts/check_house_rules.py
+
+style: $(STYLE_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

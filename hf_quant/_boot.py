@@ -1,0 +1,114 @@
+"""Registers hf_quant with a host library as soon as that library's list of quantizers is loaded.
+
+A quantized checkpoint must load where hf_quant is installed but not imported. Neither transformers nor diffusers looks
+for plugins; torch does: `import torch` calls the entry points of the group `torch.backends`, here `boot`. It runs while
+torch is only half imported, in processes that may never touch a quantized model, so it does nothing but put a finder
+into `sys.meta_path`. When `transformers.quantizers.auto` or `diffusers.quantizers.auto` has been executed, the finder
+imports the adapter of that host and calls its `register()`. Unset: TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch).
+
+What this asks of the package:
+
+- `hf_quant/__init__.py` runs inside `import torch`, too (Python imports a package before its submodules). It imports
+  nothing but the standard library, `_boot` and `_version`, resolves the public names by `__getattr__` (PEP 562) and
+  ends with `boot()`. So `import hf_quant` needs no host either, and registers with every host, loaded or not yet.
+- Each adapter in `_ADAPTERS` has an idempotent `register() -> None` and ends by calling it: when somebody imports the
+  adapter first, the host is loaded in the middle of the adapter, where this module leaves it to that last line.
+- `hf_quant/integrations/__init__.py` imports `transformers.quantizers.auto` before anything else, so that no other
+  module in there can be half imported at the moment of registration.
+- A module that the adapters need imports no module of transformers at its top that loads `transformers.quantizers.auto`
+  or is about to (`modeling_utils`, `PreTrainedModel`); `quantizers.base`, `utils.quantization_config`, `cache_utils`,
+  `core_model_loading`, `pytorch_utils` are fine.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+
+
+_ADAPTERS = {
+    "transformers.quantizers.auto": "hf_quant.integrations.transformers",
+    "diffusers.quantizers.auto": "hf_quant.integrations.diffusers",
+}
+
+
+def boot() -> None:
+    """Register with the hosts that are loaded, and watch for those that are not. Never raises; may be called again."""
+    if not any(isinstance(finder, _HostFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _HostFinder())
+    for host in _ADAPTERS:
+        module = sys.modules.get(host)
+        if module is None:
+            continue
+        if _is_loading(host) or _is_loading("torch"):
+            module.__class__ = _AwaitedModule
+        else:
+            _register(host)
+
+
+class _HostFinder:
+    """Finds nothing itself: has the loader of a host's quantizer list tell us when it is done."""
+
+    def find_spec(self, name: str, path=None, target=None):
+        """The spec that the other finders give for a host's quantizer list, None for any other module."""
+        if name not in _ADAPTERS:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                _call_after_exec(spec.loader, name)
+                return spec
+        return None
+
+
+def _call_after_exec(loader, host: str) -> None:
+    """Make `loader.exec_module` register once, then be itself again (inspect and pickle see the host's own loader)."""
+    exec_module = loader.exec_module
+
+    def exec_and_register(module: ModuleType) -> None:
+        loader.exec_module = exec_module
+        exec_module(module)
+        if _is_loading("torch"):  # another plugin of torch imports the host while torch starts
+            module.__class__ = _AwaitedModule
+        else:
+            _register(host)
+
+    loader.exec_module = exec_and_register
+
+
+class _AwaitedModule(ModuleType):
+    """A host's quantizer list that was half executed when `boot` ran, because it imported torch itself.
+
+    No finder sees the end of that import; but whoever wants the list must read an attribute of the module, and the
+    first read after the end registers.
+    """
+
+    def __getattribute__(self, name: str):
+        if not name.startswith("__") and not (_is_loading(self.__name__) or _is_loading("torch")):
+            self.__class__ = ModuleType
+            _register(self.__name__)
+        return super().__getattribute__(name)
+
+
+def _is_loading(name: str) -> bool:
+    """True while the module is being executed (the flag that the import system itself goes by)."""
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
+
+
+def _register(host: str) -> None:
+    """Import the host's adapter and call its `register`; a failure is one warning, never the host's problem."""
+    try:
+        adapter = import_module(_ADAPTERS[host])
+        if not _is_loading(adapter.__name__):
+            adapter.register()
+    # A broken or half removed installation can raise anything, and this runs inside somebody else's import.
+    except Exception as error:  # noqa: BLE001
+        # logging, not warnings: under `python -W error` a warning would be raised here.
+        import logging
+
+        logging.getLogger("hf_quant").warning(
+            "hf_quant could not register with %s, so checkpoints quantized by it will not load in this process: "
+            "%s: %s. Reinstall hf-quant, or uninstall it.",
+            host.partition(".")[0],
+            type(error).__name__,
+            error,
+        )
