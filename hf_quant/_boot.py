@@ -1,10 +1,11 @@
 """Registers hf_quant with a host library as soon as that library's list of quantizers is loaded.
 
-A quantized checkpoint must load where hf_quant is installed but not imported. Neither transformers nor diffusers looks
-for plugins; torch does: `import torch` calls the entry points of the group `torch.backends`, here `boot`. It runs while
-torch is only half imported, in processes that may never touch a quantized model, so it does nothing but put a finder
-into `sys.meta_path`. When `transformers.quantizers.auto` or `diffusers.quantizers.auto` has been executed, the finder
-imports the adapter of that host and calls its `register()`. Unset: TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch).
+A quantized checkpoint must load where hf_quant is installed but not imported. Neither transformers nor diffusers
+looks for plugins; torch does: `import torch` calls the entry points of the group `torch.backends`, here `boot`. That
+happens while torch is only half imported, in processes that may never touch a quantized model, so `boot` does nothing
+but put a finder into `sys.meta_path`. When `transformers.quantizers.auto` or `diffusers.quantizers.auto` has been
+executed, the finder imports the adapter of that host and calls its `register()`. torch's own switch for such entry
+points, TORCH_DEVICE_BACKEND_AUTOLOAD=0, keeps torch from calling `boot`.
 
 What this asks of the package:
 
@@ -15,9 +16,9 @@ What this asks of the package:
   adapter first, the host is loaded in the middle of the adapter, where this module leaves it to that last line.
 - `hf_quant/integrations/__init__.py` imports `transformers.quantizers.auto` before anything else, so that no other
   module in there can be half imported at the moment of registration.
-- A module that the adapters need imports no module of transformers at its top that loads `transformers.quantizers.auto`
-  or is about to (`modeling_utils`, `PreTrainedModel`); `quantizers.base`, `utils.quantization_config`, `cache_utils`,
-  `core_model_loading`, `pytorch_utils` are fine.
+- What the adapters need imports at its top no module of transformers that loads `transformers.quantizers.auto` or may
+  be loading it (`modeling_utils`, `from transformers import PreTrainedModel`, `from transformers.quantizers import`);
+  `quantizers.base`, `utils.quantization_config`, `cache_utils`, `core_model_loading`, `pytorch_utils` are fine.
 """
 
 import sys
@@ -65,7 +66,7 @@ def _call_after_exec(loader, host: str) -> None:
     exec_module = loader.exec_module
 
     def exec_and_register(module: ModuleType) -> None:
-        loader.exec_module = exec_module
+        del loader.exec_module  # the instance attribute set below
         exec_module(module)
         if _is_loading("torch"):  # another plugin of torch imports the host while torch starts
             module.__class__ = _AwaitedModule
@@ -86,7 +87,7 @@ class _AwaitedModule(ModuleType):
         if not name.startswith("__") and not (_is_loading(self.__name__) or _is_loading("torch")):
             self.__class__ = ModuleType
             _register(self.__name__)
-        return super().__getattribute__(name)
+        return ModuleType.__getattribute__(self, name)
 
 
 def _is_loading(name: str) -> bool:

@@ -1,0 +1,1 @@
+"""Unit tests; the directories mirror the package. Not part of the wheel."""
