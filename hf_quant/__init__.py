@@ -1,0 +1,71 @@
+"""hf_quant: quantize any Hugging Face model on load, run it fast, save it, load it back.
+
+Importing it registers "hf_quant" with transformers and diffusers, as soon as each is imported. The public names are
+resolved at first use: this file also runs inside `import torch` (see `_boot`), where it must cost nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hf_quant._boot import boot
+from hf_quant._version import __version__
+
+
+if TYPE_CHECKING:
+    from hf_quant.checkpoint import load_quantized_, save_quantized
+    from hf_quant.config import QuantizerConfig
+    from hf_quant.formats import FORMATS
+    from hf_quant.modules import QuantEmbedding, QuantExperts, QuantLinear
+    from hf_quant.planning import QuantPlan, plan
+    from hf_quant.quantize import dequantize_, quantize_
+    from hf_quant.scheme import PRESETS, LinearScheme, TensorQuant
+
+_HOME = {
+    "FORMATS": "formats",
+    "LinearScheme": "scheme",
+    "PRESETS": "scheme",
+    "QuantEmbedding": "modules",
+    "QuantExperts": "modules",
+    "QuantLinear": "modules",
+    "QuantPlan": "planning",
+    "QuantizerConfig": "config",
+    "TensorQuant": "scheme",
+    "dequantize_": "quantize",
+    "load_quantized_": "checkpoint",
+    "plan": "planning",
+    "quantize_": "quantize",
+    "save_quantized": "checkpoint",
+}
+
+__all__ = [
+    "FORMATS",
+    "LinearScheme",
+    "PRESETS",
+    "QuantEmbedding",
+    "QuantExperts",
+    "QuantLinear",
+    "QuantPlan",
+    "QuantizerConfig",
+    "TensorQuant",
+    "__version__",
+    "dequantize_",
+    "load_quantized_",
+    "plan",
+    "quantize_",
+    "save_quantized",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+boot()

@@ -1,0 +1,334 @@
+"""`QuantizerConfig`: what a user writes, and what `config.json` stores."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_quant._version import __version__
+from hf_quant.algorithms import ALGORITHMS
+from hf_quant.formats import ALIASES, FORMATS
+from hf_quant.scheme import GRANULARITIES, PRESETS, LinearScheme, TensorQuant
+
+
+FORMAT_VERSION = 1  # of the checkpoint: bytes, tensor names, config fields
+GROUP_SIZES = (32, 64, 96, 128, 192, 256)
+ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+SCHEME_FIELDS = (
+    "weights",
+    "activations",
+    "activation_scale",
+    "granularity",
+    "group_size",
+    "symmetric",
+    "scale_dtype",
+    "algorithm",
+    "sparsity",
+)
+
+
+class QuantMethod(str, Enum):
+    """The name under which the hosts know this plugin; diffusers reads `.value`, JSON needs a str."""
+
+    HF_QUANT = "hf_quant"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class QuantizerConfig(QuantizationConfigMixin):
+    """How to quantize a model; for transformers, diffusers and `hf_quant.quantize_`.
+
+    Args:
+        weights: format ("int8", "int4", "int3", "int2", "fp8", "fp8_e5m2", "fp6", "fp6_e2m3", "nf4", "mxfp4",
+            "nvfp4"), preset ("W4A16", "W8A8", ...; see `hf_quant.PRESETS`), or None: only what `modules` names.
+        activations: None (16 bit), "int8" or "fp8": inputs of linear layers and experts, quantized on the fly.
+        activation_scale: "dynamic": one scale per token.
+        granularity: what shares a scale: "row", "group", "tensor" or "block" (128 x 128, fp8); None: the format's.
+        group_size: weights per scale with granularity "group"; a multiple of 32 from 32 to 256.
+        symmetric: False stores a zero point (int4, int3, int2); None: the format's default.
+        scale_dtype: dtype of stored scales; None: the format's. "float8_e4m3fn" halves the cost of group scales
+            (double quantization).
+        algorithm: how values are chosen ("absmax", "mse", "hqq"); None: the best data-free one for the format.
+        sparsity: None.
+        kv_cache: None.
+        modules: {pattern: format, preset, dict of the fields above, or None = keep 16 bit}. A pattern is a module
+            name, a glob ("*.down_proj") or a regular expression ("re:..."); exact names win, then the first match.
+            An entry stands alone: it takes nothing from the fields above, and beats every default exclusion.
+        modules_to_not_convert: names or patterns that stay in 16 bit; None: the output embedding and the modules
+            that the model keeps in fp32.
+        quantization_device: where to compute the quantization, e.g. "cuda"; None: where the weight is loaded.
+
+    Raises:
+        ValueError: on unknown fields, formats and combinations.
+    """
+
+    def __init__(
+        self,
+        weights: str | None = "int8",
+        activations: str | None = None,
+        *,
+        activation_scale: str = "dynamic",
+        granularity: str | None = None,
+        group_size: int | None = None,
+        symmetric: bool | None = None,
+        scale_dtype: str | None = None,
+        algorithm: str | None = None,
+        sparsity: str | None = None,
+        kv_cache: str | dict | None = None,
+        modules: dict[str, str | dict | None] | None = None,
+        modules_to_not_convert: list[str] | None = None,
+        quantization_device: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.quant_method = QuantMethod.HF_QUANT
+        self._read_stored(kwargs)
+        self.weights = weights
+        self.activations = activations
+        self.activation_scale = activation_scale
+        self.granularity = granularity
+        self.group_size = group_size
+        self.symmetric = symmetric
+        self.scale_dtype = scale_dtype
+        self.algorithm = algorithm
+        self.sparsity = sparsity
+        self.kv_cache = kv_cache
+        self.modules = dict(modules or {})
+        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.quantization_device = None if quantization_device is None else str(quantization_device)
+        self._check()
+
+    def _read_stored(self, kwargs: dict[str, Any]) -> None:
+        """Take over what a checkpoint's config.json holds beside the user's fields; reject everything else."""
+        method = kwargs.pop("quant_method", "hf_quant")
+        if str(method) != "hf_quant":
+            raise ValueError(f"quant_method is {method!r}; this configuration class reads 'hf_quant' only")
+        version = kwargs.pop("format_version", FORMAT_VERSION)
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ValueError(f"format_version is {version!r}; needs an integer from 1 to {FORMAT_VERSION}")
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"the checkpoint has format_version {version}, hf_quant {__version__} reads up to {FORMAT_VERSION}: "
+                "install a newer hf_quant"
+            )
+        self.format_version = version
+        self.hf_quant_version = str(kwargs.pop("hf_quant_version", __version__))
+        self.plan: list[dict[str, Any]] | None = kwargs.pop("plan", None)
+        if kwargs:
+            raise ValueError("; ".join(_unknown("field", name, self.user_fields()) for name in kwargs))
+
+    @classmethod
+    def user_fields(cls) -> list[str]:
+        """Names of the arguments that a user may give."""
+        return [*SCHEME_FIELDS, "kv_cache", "modules", "modules_to_not_convert", "quantization_device"]
+
+    def _check(self) -> None:
+        if self.kv_cache is not None:
+            raise ValueError(f"kv_cache is {self.kv_cache!r}; this version quantizes weights and activations only")
+        if self.weights is not None:
+            resolve_scheme(self.scheme_fields(), torch.bfloat16)
+        elif self.activations is not None:
+            raise ValueError("activations without weights: a quantized product needs quantized weights")
+        for pattern, entry in self.modules.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"modules has the pattern {pattern!r}; patterns are strings")
+            compile_pattern(pattern)
+            if entry is not None:
+                try:
+                    resolve_scheme(entry_fields(entry), torch.bfloat16)
+                except ValueError as error:
+                    raise ValueError(f"modules[{pattern!r}]: {error}") from None
+        for pattern in self.modules_to_not_convert or ():
+            if not isinstance(pattern, str):
+                raise ValueError(f"modules_to_not_convert has {pattern!r}; needs a list of names or patterns")
+            compile_pattern(pattern)
+        if self.weights is None and not any(entry is not None for entry in self.modules.values()):
+            raise ValueError("weights is None and `modules` names no format: nothing to quantize")
+
+    def scheme_fields(self) -> dict[str, Any]:
+        """The fields that make up the default scheme."""
+        return {name: getattr(self, name) for name in SCHEME_FIELDS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-native fields; `QuantizerConfig.from_dict(config.to_dict())` equals the config."""
+        fields = {
+            "quant_method": self.quant_method.value,
+            "format_version": self.format_version,
+            "hf_quant_version": self.hf_quant_version,
+            **{name: getattr(self, name) for name in self.user_fields()},
+            "plan": self.plan,
+        }
+        return json.loads(json.dumps(fields))
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What a user may change while loading a checkpoint that is quantized already: nothing but these."""
+        return {"quantization_device": self.quantization_device}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, QuantizerConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        shown = {n: getattr(self, n) for n in self.user_fields()}
+        default = {"activation_scale": "dynamic", "modules": {}}
+        given = ", ".join(f"{n}={v!r}" for n, v in shown.items() if v != default.get(n))
+        return f"QuantizerConfig({given})"
+
+
+def as_config(config: "QuantizerConfig | str | dict") -> QuantizerConfig:
+    """A config from what a user may pass: a config, a format or preset name, or a dict of fields."""
+    if isinstance(config, QuantizerConfig):
+        return config
+    if isinstance(config, str):
+        return QuantizerConfig(config)
+    if isinstance(config, dict):
+        return QuantizerConfig(**config)
+    raise ValueError(f"config is a {type(config).__name__}; needs a QuantizerConfig, a format name or a dict")
+
+
+def entry_fields(entry: str | dict) -> dict[str, Any]:
+    """Scheme fields of one value of `modules`."""
+    if isinstance(entry, str):
+        return {"weights": entry}
+    if not isinstance(entry, dict):
+        raise ValueError(f"got {entry!r}; needs a format name, a dict of scheme fields, or None")
+    for name in entry:
+        if name not in SCHEME_FIELDS:
+            raise ValueError(_unknown("field", name, SCHEME_FIELDS))
+    return entry
+
+
+def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearScheme, str | None]:
+    """(scheme, algorithm) from scheme fields, for a weight of `dtype`. Raises ValueError on what does not exist."""
+    fields = _expand_preset(fields)
+    format = FORMATS[fields["weights"]]
+    activation = _activation(fields)
+    if fields.get("sparsity") is not None:
+        raise ValueError(f"sparsity is {fields['sparsity']!r}; this version supports None only")
+    algorithm = fields.get("algorithm")
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise ValueError(_unknown("algorithm", algorithm, ALGORITHMS))
+    granularity, group_size = _granularity(fields)
+    symmetric = fields.get("symmetric")
+    if symmetric is False and not format.allows_asymmetric:
+        raise ValueError(f"symmetric is False, but {format.name} has no zero point; int4, int3 and int2 have one")
+    if symmetric not in (None, True, False):
+        raise ValueError(f"symmetric is {symmetric!r}; needs True, False or None")
+    weight = TensorQuant(
+        format=format.name,
+        granularity=granularity,
+        group_size=group_size,
+        symmetric=format.symmetric if symmetric is None else symmetric,
+        scale_dtype=_scale_dtype(fields, granularity, activation, dtype),
+    )
+    return LinearScheme(weight, activation), algorithm
+
+
+def _expand_preset(fields: dict[str, Any]) -> dict[str, Any]:
+    name = fields.get("weights")
+    if not isinstance(name, str):
+        raise ValueError(f"weights is {name!r}; needs a format or preset name")
+    preset = {p.lower(): f for p, f in PRESETS.items()}.get(name.lower())
+    given = {n: v for n, v in fields.items() if v is not None and n != "weights"}
+    if preset is None:
+        expanded = {"weights": name.lower(), **given}
+    else:
+        for n in given.keys() & preset.keys():
+            if given[n] != preset[n]:
+                raise ValueError(f"preset {name!r} sets {n}={preset[n]!r}, but {n}={given[n]!r} is given too")
+        expanded = {**preset, **given}
+    expanded["weights"] = ALIASES.get(expanded["weights"], expanded["weights"])
+    if expanded["weights"] not in FORMATS:
+        raise ValueError(_unknown("format or preset", name, [*FORMATS, *ALIASES, *PRESETS]))
+    return expanded
+
+
+def _activation(fields: dict[str, Any]) -> TensorQuant | None:
+    name = fields.get("activations")
+    if name is not None and (not isinstance(name, str) or name.lower() not in ACTIVATIONS):
+        raise ValueError(f"activations is {name!r}; allowed: None, 'int8', 'fp8' (fewer bits lose the model's output)")
+    scale = fields.get("activation_scale") or "dynamic"
+    if scale != "dynamic":
+        raise ValueError(f"activation_scale is {scale!r}; this version computes scales per token: 'dynamic'")
+    return None if name is None else TensorQuant(ACTIVATIONS[name.lower()], "row")
+
+
+def _granularity(fields: dict[str, Any]) -> tuple[str, int | None]:
+    format = FORMATS[fields["weights"]]
+    granularity, group_size = fields.get("granularity"), fields.get("group_size")
+    if granularity is None:
+        granularity = format.granularity if group_size is None else "group"
+    if granularity not in GRANULARITIES:
+        raise ValueError(_unknown("granularity", granularity, GRANULARITIES))
+    if granularity not in format.granularities:
+        raise ValueError(
+            f"{format.name} has no granularity {granularity!r}; allowed: {', '.join(format.granularities)}"
+        )
+    if granularity != "group":
+        if group_size is not None:
+            raise ValueError(f"group_size is {group_size!r} with granularity {granularity!r}; it needs 'group'")
+        return granularity, None
+    group_size = group_size or format.group_size or 128
+    if format.fixed_group_size and group_size != format.group_size:
+        raise ValueError(f"group_size is {group_size!r}, but {format.name} is defined with {format.group_size}")
+    if not format.fixed_group_size and (isinstance(group_size, bool) or group_size not in GROUP_SIZES):
+        raise ValueError(f"group_size is {group_size!r}; allowed: {', '.join(map(str, GROUP_SIZES))}")
+    return granularity, group_size
+
+
+def _scale_dtype(fields: dict[str, Any], granularity: str, activation: TensorQuant | None, dtype: torch.dtype) -> str:
+    format, given = FORMATS[fields["weights"]], fields.get("scale_dtype")
+    if given is not None:
+        given = str(given).removeprefix("torch.")
+        if given not in SCALE_DTYPES:
+            raise ValueError(_unknown("scale_dtype", given, SCALE_DTYPES))
+        if format.fixed_group_size and given != format.scale_dtype:
+            raise ValueError(f"scale_dtype is {given!r}, but {format.name} is defined with {format.scale_dtype}")
+        if given == "float8_e4m3fn" and granularity != "group":
+            raise ValueError("scale_dtype 'float8_e4m3fn' needs granularity 'group': there it saves memory")
+        return given
+    model_dtype = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
+    if format.fixed_group_size:
+        return format.scale_dtype
+    if granularity == "group":
+        return model_dtype
+    # Integer products are scaled in fp32; one fp32 per row costs 0.01 bits.
+    return "float32" if format.scale_dtype == "float32" or activation is not None else model_dtype
+
+
+def compile_pattern(pattern: str) -> re.Pattern | None:
+    """The regular expression of a "re:..." pattern, None for a name or a glob. Raises ValueError if it is invalid."""
+    if not pattern.startswith("re:"):
+        return None
+    try:
+        return re.compile(pattern[3:])
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a module name is the pattern, or matches it as a glob or "re:" expression (whole name)."""
+    expression = compile_pattern(pattern)
+    return bool(expression.fullmatch(name)) if expression else fnmatchcase(name, pattern)
+
+
+def excludes(pattern: str, name: str) -> bool:
+    """Whether an entry of `modules_to_not_convert` covers a module: a match, or its path holds these components."""
+    if matches(pattern, name):
+        return True
+    return not pattern.startswith("re:") and f".{pattern.strip('.')}." in f".{name}."
+
+
+def _unknown(what: str, given: object, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(str(given), known, n=3)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"
+    return f"unknown {what} {given!r}; {hint}"

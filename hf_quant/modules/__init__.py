@@ -1,0 +1,36 @@
+"""Quantized modules: subclasses of the host's classes with plain packed tensors and one op call in `forward`."""
+
+from hf_quant.modules._base import (
+    PACKED_NAMES,
+    QuantizedModule,
+    convert_module_,
+    packed_key,
+    quantized_class,
+    register_module,
+    restore_module_,
+    stored_dtype,
+)
+from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
+from hf_quant.modules.embedding import QuantEmbedding
+from hf_quant.modules.experts import QuantExperts, expert_weight_names, register_experts
+from hf_quant.modules.linear import QuantLinear
+
+
+__all__ = [
+    "PACKED_NAMES",
+    "QuantConv1d",
+    "QuantConv2d",
+    "QuantConv3d",
+    "QuantEmbedding",
+    "QuantExperts",
+    "QuantLinear",
+    "QuantizedModule",
+    "convert_module_",
+    "expert_weight_names",
+    "packed_key",
+    "quantized_class",
+    "register_experts",
+    "register_module",
+    "restore_module_",
+    "stored_dtype",
+]

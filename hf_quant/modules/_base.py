@@ -1,0 +1,311 @@
+"""What every quantized module shares: packed parameters in place of the 16-bit weight, and the way back.
+
+A quantized module *is* an instance of a subclass of the class it replaces: conversion swaps `__class__` and the
+parameters of one object, so hooks, attributes, names and isinstance checks stay. Its packed tensors are frozen integer
+parameters (buffers are not offloaded or sharded by the hosts; floating-point ones are cast by them): scales and fp8
+codes are stored as an integer view of their bits, on disk too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant.algorithms import PackedWeight, empty_packed, geometry, quantize_matrix
+from hf_quant.formats import FORMATS
+from hf_quant.kernels import dequantize
+from hf_quant.scheme import LinearScheme
+from hf_quant.weight_proxy import WeightProxy
+
+
+PACKED_NAMES = PackedWeight._fields  # qdata, scale, zero_point, global_scale
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The integer dtype under which a tensor of `dtype` is stored: its bit view if it is floating-point."""
+    return _BITS[dtype.itemsize] if dtype.is_floating_point else dtype
+
+
+def packed_key(part: str, weight_name: str) -> str:
+    """Parameter name of a part ("qdata", "scale", ...) of a weight: `qdata`, or `qdata_gate_up_proj` for experts.
+
+    The weight's own name comes last, so that hosts' patterns for "weight..." and "...gate_up_proj" do not match.
+    """
+    return part if weight_name == "weight" else f"{part}_{weight_name}"
+
+
+def weight_property(name: str) -> property:
+    """A class property that returns the placeholder while loading, and the proxy once the weight is packed."""
+
+    def get(self: "QuantizedModule") -> Tensor:
+        placeholder = self._parameters.get(name)
+        if placeholder is not None:
+            return placeholder
+        if name not in self.weight_names:
+            raise AttributeError(name)  # an experts class without a gate has no gate_up_proj
+        if torch.compiler.is_compiling():
+            # Unused unless more than its dtype or shape is read: the compiler drops it.
+            return self.dequantize_weight(name)
+        return WeightProxy(self, name)
+
+    return property(get)
+
+
+class QuantizedModule(nn.Module):
+    """Mixin of all quantized modules. Instances come from `convert_module_`, not from a constructor.
+
+    Attributes:
+        scheme: the LinearScheme of its weights.
+        kind: "linear", "experts", "embedding" or "conv", as the plan names it.
+        algorithm: how the codes are chosen, also when a new weight is assigned.
+        compute_dtype: dtype of the 16-bit weight that it stands for.
+        weight_names: the host's names of the quantized weights.
+    """
+
+    kind: str
+    weight_names: tuple[str, ...] = ("weight",)
+    host_class: type[nn.Module]
+    quantized_base: type["QuantizedModule"]
+    scheme: LinearScheme
+    algorithm: str | None
+    compute_dtype: torch.dtype
+    _is_hf_initialized = True  # the host must not draw random values into the proxy
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        # PEFT builds adapters by `type(base_layer)(in, out, ...)`: that is a plain layer.
+        return cls.host_class(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return _rebuild, (self.host_class, self.quantized_base), self.__dict__
+
+    @classmethod
+    def derive_for(cls, host_class: type[nn.Module]) -> type["QuantizedModule"]:
+        """The quantized counterpart of a host class that this class serves."""
+        return quantized_class(host_class)
+
+    @classmethod
+    def weight_names_of(cls, module: nn.Module) -> tuple[str, ...]:
+        """Names of the weights of a host module that get quantized."""
+        return ("weight",)
+
+    # Shapes: how the host's weight maps to matrices [..., N, K].
+
+    def weight_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the weight as the host has it."""
+        return self._weight_shapes[name]
+
+    @classmethod
+    def matrix_shape_of(cls, module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape [..., N, K], as a matrix, of a weight that has `shape` in the host module."""
+        return shape
+
+    def matrix_shape(self, name: str) -> tuple[int, ...]:
+        """Shape [..., N, K] of the weight as a matrix."""
+        return self.matrix_shape_of(self, self.weight_shape(name))
+
+    def to_matrix(self, name: str, weight: Tensor) -> Tensor:
+        """The host's weight as [..., N, K]."""
+        return weight
+
+    def from_matrix(self, name: str, matrix: Tensor) -> Tensor:
+        """Inverse of `to_matrix`."""
+        return matrix
+
+    # Packed tensors.
+
+    def packed(self, name: str = "weight") -> PackedWeight:
+        """The quantized weight with scales and fp8 codes in their true dtype (views, no copies)."""
+        parameters, quant = self._parameters, self.scheme.weight
+        zero_point = parameters.get(packed_key("zero_point", name))
+        global_scale = parameters.get(packed_key("global_scale", name))
+        qdata = parameters[packed_key("qdata", name)]
+        if self._float_codes is not None:
+            qdata = qdata.view(self._float_codes)
+        return PackedWeight(
+            qdata,
+            parameters[packed_key("scale", name)].view(getattr(torch, quant.scale_dtype)),
+            zero_point,
+            None if global_scale is None else global_scale.view(torch.float32),
+        )
+
+    def packed_device(self, name: str = "weight") -> torch.device:
+        return self._parameters[packed_key("qdata", name)].device
+
+    def set_packed_(self, name: str, packed: PackedWeight) -> None:
+        """Register the packed tensors (true dtypes) as frozen integer parameters."""
+        for part, tensor in zip(PACKED_NAMES, packed):
+            if tensor is not None:
+                stored = tensor.view(stored_dtype(tensor.dtype))
+                self.register_parameter(packed_key(part, name), nn.Parameter(stored, requires_grad=False))
+
+    def quantize(self, name: str, weight: Tensor, *, fqn: str | None = None) -> PackedWeight:
+        """Quantize a weight of the host's shape with the module's scheme; nothing is assigned.
+
+        Raises ValueError if its shape is not `weight_shape(name)` or it contains NaN or inf.
+        """
+        fqn = fqn or name
+        if tuple(weight.shape) != tuple(self.weight_shape(name)):
+            raise ValueError(f"{fqn} is {tuple(weight.shape)}; needs {tuple(self.weight_shape(name))}")
+        return quantize_matrix(self.to_matrix(name, weight), self.scheme.weight, self.algorithm, name=fqn)
+
+    def dequantize_weight(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
+        """The weight in the host's shape, in `dtype` (default: compute_dtype)."""
+        *_, N, K = self.matrix_shape(name)
+        matrix = dequantize(
+            *self.packed(name),
+            format=self.scheme.weight.format,
+            group_size=geometry(self.scheme.weight, N, K)[1],
+            K=K,
+            dtype=dtype or self.compute_dtype,
+        )
+        return self.from_matrix(name, matrix)
+
+    @torch.no_grad()
+    def requantize_weight_(self, name: str, weight: Tensor) -> None:
+        """Replace the weight: quantize it with the module's scheme, in place of the old codes."""
+        for part, tensor in zip(PACKED_NAMES, self.quantize(name, weight.to(self.packed_device(name)))):
+            if tensor is not None:
+                self._parameters[packed_key(part, name)].copy_(tensor.view(stored_dtype(tensor.dtype)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.weight_names:
+            super().__setattr__(name, value)
+        elif isinstance(value, WeightProxy) and value.module.scheme == self.scheme:
+            for part in PACKED_NAMES:  # tying: share the codes
+                source = value.module._parameters.get(packed_key(part, value.name_in_module))
+                if source is not None:
+                    self._parameters[packed_key(part, name)] = source
+        elif isinstance(value, Tensor) and value.device.type == "meta":
+            self._parameters[name] = nn.Parameter(value, requires_grad=False)  # a placeholder to load into
+        elif isinstance(value, Tensor):
+            self.requantize_weight_(name, value.detach())
+        else:
+            raise TypeError(f"cannot assign {type(value).__name__} as {name!r}; needs a tensor")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        return self
+
+    def extra_repr(self) -> str:
+        host = self.host_class.extra_repr(self)
+        return f"{host}, {self.scheme}" if host else str(self.scheme)
+
+
+_BASES: dict[type[nn.Module], type[QuantizedModule]] = {}
+_CLASSES: dict[type[nn.Module], type[QuantizedModule]] = {}
+
+
+def register_module(host_class: type[nn.Module], quantized: type[QuantizedModule]) -> None:
+    """Make instances of `host_class`, and of its subclasses, quantizable as `quantized`."""
+    quantized.host_class, quantized.quantized_base = host_class, quantized
+    _BASES[host_class] = _CLASSES[host_class] = quantized
+
+
+def quantized_class(host_class: type[nn.Module]) -> type[QuantizedModule] | None:
+    """The quantized counterpart of a module class, None if there is none or it is quantized itself."""
+    if issubclass(host_class, QuantizedModule):
+        return None
+    if host_class not in _CLASSES:
+        base = next((_BASES[c] for c in host_class.__mro__ if c in _BASES), None)
+        if base is None:
+            return None
+        # The subclass's own methods come first: what its `super().forward` reaches is the quantized layer.
+        derive_class(host_class, base, (host_class, base))
+    return _CLASSES[host_class]
+
+
+def derive_class(
+    host_class: type[nn.Module], base: type[QuantizedModule], bases: tuple[type, ...]
+) -> type[QuantizedModule]:
+    """Make (once) the quantized counterpart of a host class as a subclass of `bases`."""
+    if host_class not in _CLASSES:
+        namespace = {"host_class": host_class, "quantized_base": base}
+        _CLASSES[host_class] = type(f"Quant{host_class.__name__}", bases, namespace)
+    return _CLASSES[host_class]
+
+
+def _rebuild(host_class: type[nn.Module], base: type[QuantizedModule]) -> QuantizedModule:
+    """Unpickle: an instance of the quantized counterpart, which another process may not have derived yet."""
+    module = host_class.__new__(host_class)
+    module.__class__ = base.derive_for(host_class)
+    return module
+
+
+@torch.no_grad()
+def convert_module_(
+    module: nn.Module,
+    scheme: LinearScheme,
+    *,
+    algorithm: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    name: str = "",
+    keep_placeholder: bool = False,
+) -> QuantizedModule:
+    """Turn a module into its quantized counterpart, in place; its weights on the meta device give empty codes.
+
+    `device` is where the quantization is computed; the codes go where the weight was. `keep_placeholder` leaves the
+    meta weight beside the empty codes for a loader to fill. Raises ValueError, with the module unchanged, if a weight
+    cannot be quantized.
+    """
+    host_class = type(module)
+    quantized = quantized_class(host_class)
+    if quantized is None:
+        raise ValueError(f"{name or 'module'} is a {host_class.__name__}, which has no quantized counterpart")
+    weights = {n: module._parameters[n] for n in quantized.weight_names_of(module)}
+    first = next(iter(weights.values()))
+    state = dict(module.__dict__)
+    module.__class__ = quantized
+    module.__dict__.update(
+        scheme=scheme,
+        algorithm=algorithm,
+        compute_dtype=dtype or first.dtype,
+        weight_names=tuple(weights),
+        _weight_shapes={n: tuple(w.shape) for n, w in weights.items()},
+        _float_codes=_float_codes(scheme),
+        _hf_quantized_needs_local_tp=True,
+    )
+    try:
+        packed = {}
+        for n, weight in weights.items():
+            if weight.device.type == "meta":
+                packed[n] = empty_packed(module.matrix_shape(n), scheme.weight, "meta")
+            else:
+                source = weight.detach() if device is None else weight.detach().to(device)
+                fqn = f"{name}.{n}" if name else n
+                packed[n] = PackedWeight(
+                    *(t if t is None else t.to(weight.device) for t in module.quantize(n, source, fqn=fqn))
+                )
+    except ValueError:
+        module.__class__ = host_class
+        module.__dict__.clear()
+        module.__dict__.update(state)
+        raise
+    for n in weights:
+        if not (keep_placeholder and weights[n].device.type == "meta"):
+            del module._parameters[n]
+        module.set_packed_(n, packed[n])
+    return module
+
+
+@torch.no_grad()
+def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -> nn.Module:
+    """Inverse of `convert_module_`: the host's class with the dequantized weights, in place; they may train again."""
+    weights = {n: module.dequantize_weight(n, dtype) for n in module.weight_names}
+    for n in module.weight_names:
+        for part in PACKED_NAMES:
+            module._parameters.pop(packed_key(part, n), None)
+    module.__class__ = module.host_class
+    for attribute in ("scheme", "algorithm", "compute_dtype", "weight_names", "_weight_shapes", "_float_codes"):
+        del module.__dict__[attribute]
+    module.__dict__.pop("_hf_quantized_needs_local_tp", None)
+    for n, weight in weights.items():
+        module.register_parameter(n, nn.Parameter(weight))
+    return module
+
+
+def _float_codes(scheme: LinearScheme) -> torch.dtype | None:
+    dtype = FORMATS[scheme.weight.format].spec.dtype
+    return dtype if dtype.is_floating_point else None

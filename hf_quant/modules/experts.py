@@ -1,0 +1,88 @@
+"""`QuantExperts`: the fused 3-D expert parameters of transformers 5 (`gate_up_proj`, `down_proj` [E, N, K]).
+
+Any module class that follows transformers' experts interface (`@use_experts_implementation`: Mixtral, Qwen3-MoE,
+gpt-oss and some sixty others) is served, recognized by its attributes; no 16-bit copy of an expert is ever made.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant.modules._base import QuantizedModule, derive_class, packed_key, weight_property
+from hf_quant.modules._functional import grouped_linear
+
+
+def expert_weight_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the fused expert weights of a module, () if it does not follow the experts interface."""
+    if not hasattr(module, "_apply_gate") or not hasattr(module, "num_experts"):
+        return ()
+    names = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+    parameters = (module._parameters.get(n) for n in names)
+    fused = all(p is not None and p.dim() == 3 and p.is_floating_point() for p in parameters)
+    return names if fused and not getattr(module, "has_post_expert_norm", False) else ()
+
+
+class QuantExperts(QuantizedModule):
+    """Experts of one MoE layer with packed weights; `qdata_gate_up_proj`, `scale_gate_up_proj`, ... [E, N, ...].
+
+    forward(hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k]) -> [T, H]; differentiable in hidden_states
+    and top_k_weights.
+    """
+
+    kind = "experts"
+    gate_up_proj = weight_property("gate_up_proj")
+    up_proj = weight_property("up_proj")
+    down_proj = weight_property("down_proj")
+
+    @classmethod
+    def weight_names_of(cls, module: nn.Module) -> tuple[str, ...]:
+        return expert_weight_names(module)
+
+    @classmethod
+    def derive_for(cls, host_class: type[nn.Module]) -> type[QuantizedModule]:
+        return derive_class(host_class, QuantExperts, (QuantExperts, host_class))
+
+    @classmethod
+    def matrix_shape_of(cls, module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0], *shape[:0:-1]) if module.is_transposed else shape
+
+    def to_matrix(self, name: str, weight: Tensor) -> Tensor:
+        return weight.transpose(-1, -2) if self.is_transposed else weight
+
+    def from_matrix(self, name: str, matrix: Tensor) -> Tensor:
+        return matrix.transpose(-1, -2).contiguous() if self.is_transposed else matrix
+
+    def _project(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
+        scheme = self.scheme
+        return grouped_linear(
+            x,
+            self.packed(name),
+            self._parameters[f"{name}_bias"] if getattr(self, "has_bias", False) else None,
+            offsets,
+            activation=None if scheme.activation is None else scheme.activation.format,
+            format=scheme.weight.format,
+            group_size=scheme.weight.group_size or (128 if scheme.weight.granularity == "block" else x.shape[-1]),
+        )
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        num_experts = self._parameters[packed_key("qdata", "down_proj")].shape[0]
+        num_tokens, top_k = top_k_index.shape
+        expert, order = torch.sort(top_k_index.reshape(-1))
+        # An id past the last expert (expert parallelism marks other ranks' tokens so) sorts behind every offset.
+        bounds = torch.arange(num_experts, device=expert.device)
+        offsets = torch.searchsorted(expert, bounds, right=True, out_int32=True)
+        x = hidden_states[order // top_k]
+        up = self._project("gate_up_proj" if self.has_gate else "up_proj", x, offsets)
+        y = self._project("down_proj", self._apply_gate(up) if self.has_gate else self.act_fn(up), offsets)
+        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        y = y.masked_fill((expert >= num_experts).unsqueeze(-1), 0)
+        # Undo the sort and sum each token's experts in a fixed order: deterministic, unlike index_add_ on a GPU.
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        return y[inverse].view(num_tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+
+def register_experts(module: nn.Module) -> bool:
+    """Make the class of an experts module quantizable; False if it does not follow the experts interface."""
+    if not expert_weight_names(module):
+        return False
+    QuantExperts.derive_for(type(module))
+    return True

@@ -1,0 +1,396 @@
+"""The plan: which module gets which scheme, on which kernel, at what size, and why the others stay in 16 bit."""
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_quant.algorithms import empty_packed, geometry
+from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, matches, resolve_scheme
+from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
+from hf_quant.kernels._op import Problem, explain
+from hf_quant.modules import QuantizedModule, quantized_class, register_experts
+from hf_quant.scheme import LinearScheme
+
+
+MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
+DEFAULT_KINDS = ("linear", "experts")
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One module of the plan.
+
+    Attributes:
+        name: its name in the model; "" is the model itself.
+        kind: "linear", "experts", "embedding" or "conv".
+        shapes: {weight name: shape [..., N, K] as a matrix}.
+        scheme: None if it stays in 16 bit.
+        algorithm: how its codes are chosen.
+        reason: why it stays in 16 bit, or why it is quantized although that is not the default.
+        bytes_before, bytes_after: of its weights.
+        shared_with: the module whose codes it shares (tied weights); its bytes count there.
+    """
+
+    name: str
+    kind: str
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+    scheme: LinearScheme | None
+    algorithm: str | None
+    reason: str | None
+    bytes_before: int
+    bytes_after: int
+    shared_with: str | None = None
+
+    @property
+    def num_weights(self) -> int:
+        return 0 if self.shared_with is not None else sum(prod(shape) for shape in self.shapes.values())
+
+    def kernel(self, device_type: str) -> str:
+        """How its product is computed on a device, e.g. "int4pack (M <= 12), blocks (M > 12)"."""
+        if self.scheme is None:
+            return "16-bit"
+        shape = next(iter(self.shapes.values()))
+        quant, activation = self.scheme.weight, self.scheme.activation
+        problem = Problem(
+            format=quant.format,
+            group_size=geometry(quant, *shape[-2:])[1],
+            N=shape[-2],
+            K=shape[-1],
+            dtype=self.dtype,
+            symmetric=quant.symmetric,
+            activation=None if activation is None else activation.format,
+            num_experts=shape[0] if len(shape) == 3 else None,
+        )
+        op = {"experts": grouped_mm, "embedding": dequantize, "conv": dequantize}.get(
+            self.kind, weight_only_mm if activation is None else dynamic_mm
+        )
+        return ", ".join(f"{path} ({when})" for path, when, reason in explain(op, device_type, problem) if not reason)
+
+
+class QuantPlan:
+    """{module name: PlanEntry} of a model; `print(plan)` is a table.
+
+    Attributes:
+        entries: every module that could be quantized, in model order.
+        bytes_other: of all other parameters and buffers.
+    """
+
+    def __init__(self, entries: Iterable[PlanEntry], bytes_other: int) -> None:
+        self.entries = {entry.name: entry for entry in entries}
+        self.bytes_other = bytes_other
+
+    @property
+    def quantized(self) -> dict[str, PlanEntry]:
+        """The entries that get quantized."""
+        return {name: entry for name, entry in self.entries.items() if entry.scheme is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole quantized model."""
+        return self.bytes_other + sum(e.bytes_after for e in self.entries.values())
+
+    @property
+    def nbytes_before(self) -> int:
+        """Bytes of the whole model before."""
+        return self.bytes_other + sum(e.bytes_before for e in self.entries.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Average over the quantized weights, scales and zero points included."""
+        entries = self.quantized.values()
+        return 8 * sum(e.bytes_after for e in entries) / max(sum(e.num_weights for e in entries), 1)
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """What config.json stores: the schemes, each with its modules, numbers folded ("layers.{0-31}.mlp")."""
+        groups: dict[LinearScheme, list[str]] = {}
+        for entry in self.quantized.values():
+            groups.setdefault(entry.scheme, []).append(entry.name)
+        return [{"scheme": scheme.to_dict(), "modules": fold_names(names)} for scheme, names in groups.items()]
+
+    def __str__(self) -> str:
+        return _table(self)
+
+    __repr__ = __str__
+
+
+def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
+    """Inverse of `QuantPlan.to_list`: {module name: scheme}. Raises ValueError on anything else."""
+    schemes = {}
+    if not isinstance(stored, list):
+        raise ValueError(f"the stored plan is a {type(stored).__name__}; needs a list")
+    for group in stored:
+        if not isinstance(group, dict) or not isinstance(group.get("modules"), list):
+            raise ValueError(f"the stored plan has {group!r}; needs {{scheme, modules}}")
+        scheme = LinearScheme.from_dict(group.get("scheme"))
+        for folded in group["modules"]:
+            for name in unfold_name(folded):
+                schemes[name] = scheme
+    return schemes
+
+
+def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch.dtype | None = None) -> QuantPlan:
+    """What `quantize_(model, config)` would do; nothing is changed, and the model may be on the meta device.
+
+    `dtype` is that of the 16-bit weights if the model's own is not yet final.
+    Raises ValueError if the model is quantized already, a pattern matches nothing, or nothing would be quantized.
+    """
+    config = as_config(config)
+    quantized = next((n for n, m in model.named_modules() if isinstance(m, QuantizedModule)), None)
+    if quantized is not None:
+        raise ValueError(f"the model is quantized already ({quantized or 'it'} is); dequantize_ it first")
+    candidates = dict(_candidates(model))
+    _check_patterns(config, candidates)
+    tied = _tied_modules(model, candidates)
+    context = _Context(model, config, candidates, tied, dtype)
+    entries = [context.entry(name) for name in candidates]
+    if all(entry.scheme is None for entry in entries):
+        reasons = sorted({entry.reason for entry in entries}) or ["it has no linear layers"]
+        raise ValueError(f"nothing to quantize in {type(model).__name__}: {'; '.join(reasons)}")
+    counted = {id(p) for name in candidates for p in candidates[name][1]._parameters.values() if p is not None}
+    tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+    biases = (
+        p.nbytes
+        for name in candidates
+        for key, p in candidates[name][1]._parameters.items()
+        if p is not None and key not in context.weights(name)
+    )
+    other = sum(t.nbytes for key, t in tensors.items() if key not in counted) + sum(biases)
+    return QuantPlan(entries, other)
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
+    """(name, (kind, module)) of every module that has a quantized counterpart and a floating-point weight."""
+    for name, module in model.named_modules():
+        if register_experts(module):
+            kind = "experts"
+        else:
+            quantized = quantized_class(type(module))
+            if quantized is None:
+                continue
+            kind = quantized.kind
+        weights = [module._parameters.get(n) for n in quantized_class(type(module)).weight_names_of(module)]
+        # int8 codes of other libraries live in subclasses of nn.Linear, too.
+        if all(
+            w is not None and w.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) for w in weights
+        ):
+            yield name, (kind, module)
+
+
+def _tied_modules(model: nn.Module, candidates: dict[str, tuple[str, nn.Module]]) -> dict[str, str]:
+    """{module: the module whose weight it shares}, by identity and by what transformers declares."""
+    tied, first = {}, {}
+    for name, (_, module) in candidates.items():
+        weight = module._parameters.get("weight")
+        if weight is not None and first.setdefault(id(weight), name) != name:
+            tied[name] = first[id(weight)]
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        target, source = target.removesuffix(".weight"), source.removesuffix(".weight")
+        if target in candidates and source in candidates and target != source and tied.get(source) != target:
+            tied[target] = source
+    return tied
+
+
+class _Context:
+    """Decides module by module."""
+
+    def __init__(self, model, config, candidates, tied, dtype) -> None:
+        self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+        self.output = next((n for n, (_, m) in candidates.items() if m is output), None)
+        self.keep_fp32 = _fp32_patterns(model, dtype)
+        self.partners: dict[str, list[str]] = {}
+        for target, source in tied.items():
+            self.partners.setdefault(source, [source]).append(target)
+
+    def weights(self, name: str) -> dict[str, nn.Parameter]:
+        module = self.candidates[name][1]
+        return {n: module._parameters[n] for n in quantized_class(type(module)).weight_names_of(module)}
+
+    def explicit(self, name: str) -> tuple[str, Any] | None:
+        """(pattern, value) of the entry of `modules` that names the module."""
+        modules = self.config.modules
+        if name in modules:
+            return name, modules[name]
+        return next(((p, v) for p, v in modules.items() if matches(p, name)), None)
+
+    def decide(self, name: str) -> tuple[dict[str, Any] | None, str | None]:
+        """(scheme fields or None, reason) of one module, or of a tied group: all of it shares one decision."""
+        source = self.tied.get(name, name)
+        group = self.partners.get(source, [name])
+        entries = {n: e for n in group if (e := self.explicit(n)) is not None}
+        if entries:
+            values = [value for _, value in entries.values()]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"{' and '.join(entries)} share one weight, but `modules` gives them {values}: give one value"
+                )
+            pattern, value = next(iter(entries.values()))
+            named = f"modules[{pattern!r}]"
+            return (None, f"kept by {named}") if value is None else (entry_fields(value), f"named by {named}")
+        if len(group) > 1:
+            return None, f"tied to {next(n for n in group if n != name)}; name it in `modules` to quantize both"
+        return self.default(name)
+
+    def default(self, name: str) -> tuple[dict[str, Any] | None, str | None]:
+        kind, _ = self.candidates[name]
+        config = self.config
+        if config.weights is None:
+            return None, "weights is None"
+        if kind not in DEFAULT_KINDS:
+            return None, f"{kind}: only if named in `modules`"
+        if config.modules_to_not_convert is not None:
+            pattern = next((p for p in config.modules_to_not_convert if excludes(p, name)), None)
+            if pattern is not None:
+                return None, f"modules_to_not_convert has {pattern!r}"
+        elif name == self.output:
+            return None, "output embedding"
+        elif any(excludes(p, name) for p in self.keep_fp32):
+            return None, "kept in fp32 by the model"
+        if self.is_router(name):
+            return None, "MoE router"
+        count = sum(w.numel() for w in self.weights(name).values())
+        if count < MIN_WEIGHTS:
+            return None, f"fewer than {MIN_WEIGHTS} weights"
+        return config.scheme_fields(), None
+
+    def is_router(self, name: str) -> bool:
+        """A linear layer called gate or router beside `experts`: a wrong choice of expert costs more than its bytes."""
+        parent, _, leaf = name.rpartition(".")
+        beside = any(n == f"{parent}.experts" or n.startswith(f"{parent}.experts.") for n in self.candidates)
+        return beside and any(word in leaf for word in ("gate", "router")) and "proj" not in leaf
+
+    def entry(self, name: str) -> PlanEntry:
+        kind, module = self.candidates[name]
+        fields, reason = self.decide(name)
+        weights = self.weights(name)
+        dtype = self.dtype or next(iter(weights.values())).dtype
+        quantized = quantized_class(type(module))
+        shapes = {n: quantized.matrix_shape_of(module, tuple(w.shape)) for n, w in weights.items()}
+        scheme = algorithm = None
+        source = self.tied.get(name)
+        if fields is not None:
+            scheme, algorithm = resolve_scheme(fields, dtype)
+            group = self.partners.get(source or name, [name])
+            if kind in ("embedding", "conv") or any(self.candidates[n][0] == "embedding" for n in group):
+                scheme = LinearScheme(scheme.weight)
+        before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
+        after = before
+        if scheme is not None and source is None:
+            packed = (empty_packed(shape, scheme.weight, "meta") for shape in shapes.values())
+            after = sum(t.nbytes for p in packed for t in p if t is not None)
+        return PlanEntry(name, kind, shapes, dtype, scheme, algorithm, reason, before, after, source)
+
+
+def _fp32_patterns(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
+    """Modules that the model keeps in fp32; transformers does so only for fp16 unless it calls them strict."""
+    dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    strict = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    loose = list(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return strict + (loose if dtype == torch.float16 else [])
+
+
+def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None:
+    for pattern in config.modules:
+        if not any(pattern == name or matches(pattern, name) for name in candidates):
+            close = difflib.get_close_matches(pattern.strip("*."), list(candidates), n=3, cutoff=0.3)
+            leaves = sorted({f"*.{name.rpartition('.')[2]}" for name in candidates})
+            hint = f"close to it: {', '.join(close)}" if close else f"the model has {', '.join(leaves)}"
+            raise ValueError(f"modules[{pattern!r}] matches no module that can be quantized; {hint}")
+
+
+# Names with numbers: "layers.0.mlp" ... "layers.31.mlp" <-> "layers.{0-31}.mlp".
+
+
+def fold_names(names: list[str]) -> list[str]:
+    """Fold names that differ in their numeric components only; `unfold_name` gives them back, in another order."""
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for name in names:
+        parts = name.split(".")
+        # "007" is not the number 7: only canonical numerals are folded.
+        numbers = tuple(int(p) for p in parts if p.isdecimal() and str(int(p)) == p)
+        template = tuple("#" if p.isdecimal() and str(int(p)) == p else p for p in parts)
+        groups.setdefault(template, []).append(numbers)
+    folded = []
+    for template, found in groups.items():
+        slots = [sorted({numbers[i] for numbers in found}) for i in range(len(found[0]))]
+        combinations = (
+            [slots] if prod(map(len, slots)) == len(found) else [[[n] for n in numbers] for numbers in found]
+        )
+        for slot_values in combinations:
+            values = iter(slot_values)
+            folded.append(".".join(_fold_numbers(next(values)) if part == "#" else part for part in template))
+    return folded
+
+
+def _fold_numbers(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    ranges = []
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [n for _, n in run]
+        ranges.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return "{" + ",".join(ranges) + "}"
+
+
+def unfold_name(folded: str) -> list[str]:
+    """Inverse of `fold_names` for one name. Raises ValueError on malformed or absurdly large ranges."""
+    if not isinstance(folded, str):
+        raise ValueError(f"the stored plan names a module {folded!r}; names are strings")
+    parts: list[list[str]] = []
+    for part in folded.split("."):
+        if not (part.startswith("{") and part.endswith("}")):
+            parts.append([part])
+            continue
+        numbers: list[str] = []
+        for piece in part[1:-1].split(","):
+            match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", piece)
+            if match is None:
+                raise ValueError(f"the stored plan has the module name {folded!r}, which cannot be read")
+            numbers += map(str, range(int(match[1]), int(match[2] or match[1]) + 1))
+        parts.append(numbers)
+    if prod(map(len, parts)) > 10**6:
+        raise ValueError(f"the stored plan's {folded!r} stands for more than a million modules")
+    return [".".join(combination) for combination in itertools.product(*parts)]
+
+
+def _table(plan: QuantPlan) -> str:
+    groups: dict[tuple, list[PlanEntry]] = {}
+    for e in plan.entries.values():
+        template = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", e.name) or "(model)"
+        groups.setdefault((template, tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None), []).append(
+            e
+        )
+    header = ("modules", "count", "shape", "scheme", "bits", "MB before", "MB after", "cpu", "cuda", "reason")
+    rows = [header]
+    for (template, shapes, scheme, reason, _), entries in groups.items():
+        after, count = sum(e.bytes_after for e in entries), sum(e.num_weights for e in entries)
+        shared = entries[0].shared_with
+        rows.append(
+            (
+                template,
+                str(len(entries)),
+                " + ".join("x".join(map(str, shape)) for shape in shapes),
+                "16-bit" if scheme is None else str(scheme),
+                f"{8 * after / count:.2f}" if count else "shared",
+                f"{sum(e.bytes_before for e in entries) / 1e6:.2f}",
+                f"{after / 1e6:.2f}",
+                "" if scheme is None else entries[0].kernel("cpu"),
+                "" if scheme is None else entries[0].kernel("cuda"),
+                "; ".join(filter(None, (reason, shared and f"shares the codes of {shared}" if scheme else None))),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    total = (
+        f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
+        f"model {plan.nbytes_before / 1e6:.2f} -> {plan.nbytes / 1e6:.2f} MB"
+    )
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], total])

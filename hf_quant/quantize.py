@@ -1,0 +1,129 @@
+"""`quantize_` and `dequantize_`: a plan carried out on a model, in place, one layer at a time."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from hf_quant.config import QuantizerConfig, as_config
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, convert_module_, packed_key, restore_module_
+from hf_quant.planning import QuantPlan, plan
+
+
+# Called after a model was quantized (with its resolved config) or dequantized (with None), so that a host's own
+# bookkeeping (model.config, save_pretrained) follows; filled by `integrations`.
+OBSERVERS: list[Callable[[nn.Module, QuantizerConfig | None], None]] = []
+
+
+def quantize_(
+    model: nn.Module,
+    config: QuantizerConfig | str | dict = "int8",
+    *,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> nn.Module:
+    """Quantize a model in place, layer by layer, and return it.
+
+    Args:
+        model: any nn.Module with its weights loaded.
+        config: a QuantizerConfig, or what one is made of: a format or preset name, or a dict of fields.
+        device: where to compute, e.g. "cuda"; codes go where each weight was. Default: where the weight is.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: if the model is quantized already, has weights on the meta device or with NaN or inf, a pattern
+            matches nothing, or nothing would be quantized. The model is then unchanged.
+    """
+    config = as_config(config)
+    quant_plan = plan(model, config)
+    modules = dict(model.named_modules())
+    for name, entry in quant_plan.quantized.items():
+        for weight in entry.shapes:
+            _check_weight(modules[name]._parameters[weight], f"{name}.{weight}" if name else weight)
+    names = apply_plan(
+        model,
+        quant_plan,
+        device=device if device is not None else config.quantization_device,
+    )
+    for _ in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
+        pass
+    config = resolved(config, quant_plan)
+    for observer in OBSERVERS:
+        observer(model, config)
+    return model
+
+
+def apply_plan(
+    model: nn.Module,
+    quant_plan: QuantPlan,
+    *,
+    device: torch.device | str | None = None,
+    keep_placeholder: bool = False,
+) -> Iterator[str]:
+    """Convert the modules of the plan one by one; yields the name of each after it is done."""
+    modules = dict(model.named_modules())
+    entries = sorted(quant_plan.quantized.values(), key=lambda entry: entry.shared_with is not None)
+    for entry in entries:
+        module = modules[entry.name]
+        if entry.shared_with is None:
+            convert_module_(
+                module,
+                entry.scheme,
+                algorithm=entry.algorithm,
+                dtype=entry.dtype,
+                device=device,
+                name=entry.name,
+                keep_placeholder=keep_placeholder,
+            )
+        else:
+            share_codes_(module, modules[entry.shared_with], entry)
+        yield entry.name
+
+
+def share_codes_(module: nn.Module, source: QuantizedModule, entry) -> None:
+    """Quantize a module whose weight is tied to an already quantized one: both hold the same parameters."""
+    weight = module._parameters["weight"]
+    module._parameters["weight"] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    convert_module_(module, entry.scheme, algorithm=entry.algorithm, dtype=entry.dtype, name=entry.name)
+    for part in PACKED_NAMES:
+        shared = source._parameters.get(packed_key(part, "weight"))
+        if shared is not None:
+            module._parameters[packed_key(part, "weight")] = shared
+
+
+def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Give every quantized module of the model its 16-bit weight back, in place, and return the model.
+
+    `dtype`: of the weights; default: what each was before. Raises ValueError if nothing in the model is quantized.
+    """
+    found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    if not found:
+        raise ValueError(f"nothing in this {type(model).__name__} is quantized")
+    restored: dict[int, nn.Parameter] = {}
+    for module in found:
+        first = packed_key("qdata", module.weight_names[0])
+        codes, name = id(module._parameters[first]), module.weight_names[0]
+        restore_module_(module, dtype)
+        if name == "weight":  # tied modules share the weight again
+            module._parameters[name] = restored.setdefault(codes, module._parameters[name])
+    for observer in OBSERVERS:
+        observer(model, None)
+    return model
+
+
+def resolved(config: QuantizerConfig, quant_plan: QuantPlan) -> QuantizerConfig:
+    """A copy of the config with the plan in it: what a checkpoint stores, so that loading decides nothing again."""
+    config = QuantizerConfig.from_dict(config.to_dict())
+    config.plan = quant_plan.to_list()
+    return config
+
+
+def _check_weight(weight: torch.Tensor, name: str) -> None:
+    if weight.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device: load the model's weights before quantizing it")
+    # aminmax carries NaN and inf through, in one pass without a temporary. Done for the whole model first: a failure
+    # half way would leave it half converted.
+    low, high = torch.aminmax(weight.detach())
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise ValueError(f"{name} contains NaN or inf and cannot be quantized; repair the checkpoint or exclude it")
