@@ -262,7 +262,7 @@ class _Context:
         return config.scheme_fields(), None
 
     def is_router(self, name: str) -> bool:
-        """A linear layer called gate or router beside `experts`: a wrong choice of expert costs more than its bytes."""
+        """A linear layer called gate or router beside `experts`: a wrong expert costs more than its bytes save."""
         parent, _, leaf = name.rpartition(".")
         beside = any(n == f"{parent}.experts" or n.startswith(f"{parent}.experts.") for n in self.candidates)
         return beside and any(word in leaf for word in ("gate", "router")) and "proj" not in leaf

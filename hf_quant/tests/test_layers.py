@@ -41,7 +41,7 @@ def imported_modules(source: str, package: tuple[str, ...]) -> list[tuple[str, .
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else ()
             module = base + tuple(node.module.split(".") if node.module else ())
-            # `from hf_quant import plan` may name a module; `from hf_quant.plan import QuantPlan` never does.
+            # `from hf_quant import planning` names a module; `from hf_quant.planning import QuantPlan` does not.
             found += [module + (alias.name,) for alias in node.names] if len(module) == 1 else [module]
     return found
 
@@ -72,14 +72,14 @@ def test_files_import_only_from_lower_layers():
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("formats/int4.py", "from hf_quant.plan import QuantPlan"),
+        ("formats/int4.py", "from hf_quant.planning import QuantPlan"),
         ("formats/int4.py", "def f():\n    import hf_quant.modules.linear"),
         ("formats/int4.py", "from ..algorithms import absmax"),
         ("formats/int4.py", "from hf_quant import quantize_"),
         ("kernels/rowwise/op.py", "from hf_quant.scheme import TensorQuant"),
         ("kernels/rowwise/op.py", "import numpy"),
         ("scheme.py", "import torch"),
-        ("plan.py", "from diffusers import DiffusionPipeline"),
+        ("planning.py", "from diffusers import DiffusionPipeline"),
         ("brand_new.py", "import torch"),
     ],
 )
@@ -99,7 +99,7 @@ def test_the_check_finds_what_it_forbids(path, source):
             "kernels/rowwise/gpu.py",
             "import triton\nfrom .op import check\nfrom hf_quant.kernels._op import implements",
         ),
-        ("integrations/diffusers.py", "import diffusers\nfrom hf_quant.plan import plan"),
+        ("integrations/diffusers.py", "import diffusers\nfrom hf_quant.planning import plan"),
     ],
 )
 def test_the_check_lets_pass_what_is_allowed(path, source):

@@ -1,0 +1,1 @@
+"""Row-wise (per token) quantization of activations."""

@@ -1,0 +1,1 @@
+"""Products with quantized activations."""

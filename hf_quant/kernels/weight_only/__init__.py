@@ -1,0 +1,1 @@
+"""Products with quantized weights and 16-bit activations."""

@@ -146,7 +146,7 @@ def weight_only_mm_backward_reference(
     group_size: int,
     K: int,
 ) -> Tensor:
-    """Gradient of `weight_only_mm` with respect to x: grad [..., N] @ dequant(w [N, K]) -> [..., K] in grad's dtype."""
+    """Gradient of `weight_only_mm` with respect to x: grad [..., N] @ dequant(w [N, K]) -> [..., K], grad's dtype."""
     weight = dequantize_reference(
         qdata, scale, zero_point, global_scale, format=format, group_size=group_size, K=K, dtype=torch.float32
     )
