@@ -31,7 +31,7 @@ help:
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 or newer found (tried: $(CANDIDATES)). Install one, or name it: make PYTHON=/path/to/python3 ..."; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # One recipe per stamp: the first needs seconds, so that a style error shows before torch is installed.
 $(STYLE_STAMP): | $(BIN)/python

@@ -30,17 +30,31 @@ TRANSFORMERS_KNOWS = "'hf_quant' in sys.modules['transformers.quantizers.auto'].
 @pytest.fixture
 def stub_install(tmp_path: Path) -> Path:
     """A directory for PYTHONPATH with an installed hf-quant: real start-up files, stub adapters, the entry point."""
-    package, info = tmp_path / "hf_quant", tmp_path / "hf_quant-0.0.dist-info"
+    package = tmp_path / "hf_quant"
     (package / "integrations").mkdir(parents=True)
     for name in ("__init__.py", "_boot.py", "_version.py"):
         shutil.copy(PACKAGE / name, package)
     (package / "integrations" / "__init__.py").write_text("import transformers.quantizers.auto\n")
     for host in ("transformers", "diffusers"):
         (package / "integrations" / f"{host}.py").write_text(ADAPTER.format(host=host))
+    write_entry_point(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def real_install(tmp_path: Path) -> Path:
+    """The same with the real package, whether this environment has it installed or only finds it."""
+    (tmp_path / "hf_quant").symlink_to(PACKAGE, target_is_directory=True)
+    write_entry_point(tmp_path)
+    return tmp_path
+
+
+def write_entry_point(directory: Path) -> None:
+    """What pip leaves of an installed distribution, as far as torch looks at it."""
+    info = directory / "hf_quant-0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hf-quant\nVersion: 0.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINT)
-    return tmp_path
 
 
 def run(code: str, path: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -184,3 +198,35 @@ print(min(seconds[1:]))
     result = run(code, stub_install, TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONDONTWRITEBYTECODE="")
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained",
+        "import transformers.quantizers.auto",
+        "from hf_quant import QuantizerConfig; import transformers.quantizers.auto",
+        "import hf_quant.integrations.transformers",
+    ],
+)
+def test_transformers_gets_the_real_classes_and_diffusers_is_not_imported(real_install, imports):
+    code = f"""
+{imports}
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+assert AUTO_QUANTIZER_MAPPING["hf_quant"].__module__.startswith("hf_quant.integrations")
+import hf_quant
+assert AUTO_QUANTIZATION_CONFIG_MAPPING["hf_quant"] is hf_quant.QuantizerConfig
+assert "diffusers" not in sys.modules
+"""
+    assert_clean(run(code, real_install))
+
+
+def test_diffusers_gets_the_real_classes(real_install):
+    pytest.importorskip("diffusers", reason="diffusers is an optional host")
+    code = """
+import diffusers.quantizers.auto as auto
+assert auto.AUTO_QUANTIZER_MAPPING["hf_quant"].__module__.startswith("hf_quant.integrations")
+import hf_quant
+assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["hf_quant"] is hf_quant.QuantizerConfig
+"""
+    assert_clean(run(code, real_install))
