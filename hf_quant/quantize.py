@@ -77,15 +77,15 @@ def apply_plan(
                 keep_placeholder=keep_placeholder,
             )
         else:
-            share_codes_(module, modules[entry.shared_with], entry)
+            share_codes_(module, modules[entry.shared_with], name=entry.name)
         yield entry.name
 
 
-def share_codes_(module: nn.Module, source: QuantizedModule, entry) -> None:
+def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") -> None:
     """Quantize a module whose weight is tied to an already quantized one: both hold the same parameters."""
     weight = module._parameters["weight"]
     module._parameters["weight"] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
-    convert_module_(module, entry.scheme, algorithm=entry.algorithm, dtype=entry.dtype, name=entry.name)
+    convert_module_(module, source.scheme, algorithm=source.algorithm, dtype=source.compute_dtype, name=name)
     for part in PACKED_NAMES:
         shared = source._parameters.get(packed_key(part, "weight"))
         if shared is not None:

@@ -70,7 +70,6 @@ class QuantizedModule(nn.Module):
     scheme: LinearScheme
     algorithm: str | None
     compute_dtype: torch.dtype
-    _is_hf_initialized = True  # the host must not draw random values into the proxy
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         # PEFT builds adapters by `type(base_layer)(in, out, ...)`: that is a plain layer.
@@ -128,6 +127,17 @@ class QuantizedModule(nn.Module):
             zero_point,
             None if global_scale is None else global_scale.view(torch.float32),
         )
+
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        """Names of the weights that wait for a loader to fill them (see `fill_`)."""
+        return tuple(n for n in self.weight_names if n in self._parameters)
+
+    def fill_(self, name: str, packed: PackedWeight | None) -> None:
+        """Drop a placeholder and, unless they are set elsewhere (None), register the packed tensors."""
+        del self._parameters[name]
+        if packed is not None:
+            self.set_packed_(name, packed)
 
     def packed_device(self, name: str = "weight") -> torch.device:
         return self._parameters[packed_key("qdata", name)].device
@@ -266,6 +276,8 @@ def convert_module_(
         _weight_shapes={n: tuple(w.shape) for n, w in weights.items()},
         _float_codes=_float_codes(scheme),
         _hf_quantized_needs_local_tp=True,
+        # Without it transformers draws random values for `weight`, that is, into the proxy.
+        _is_hf_initialized=True,
     )
     try:
         packed = {}
@@ -292,15 +304,22 @@ def convert_module_(
 
 @torch.no_grad()
 def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -> nn.Module:
-    """Inverse of `convert_module_`: the host's class with the dequantized weights, in place; they may train again."""
-    weights = {n: module.dequantize_weight(n, dtype) for n in module.weight_names}
+    """Inverse of `convert_module_`: the host's class with the dequantized weights, in place; they may train again.
+
+    A weight that still has its placeholder (a loader has filled that instead of the codes) is taken as it is.
+    """
+    weights = {
+        n: module._parameters[n].data if n in module.placeholders else module.dequantize_weight(n, dtype)
+        for n in module.weight_names
+    }
     for n in module.weight_names:
         for part in PACKED_NAMES:
             module._parameters.pop(packed_key(part, n), None)
     module.__class__ = module.host_class
     for attribute in ("scheme", "algorithm", "compute_dtype", "weight_names", "_weight_shapes", "_float_codes"):
         del module.__dict__[attribute]
-    module.__dict__.pop("_hf_quantized_needs_local_tp", None)
+    for attribute in ("_hf_quantized_needs_local_tp", "_is_hf_initialized"):
+        module.__dict__.pop(attribute, None)
     for n, weight in weights.items():
         module.register_parameter(n, nn.Parameter(weight))
     return module

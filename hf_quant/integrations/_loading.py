@@ -1,0 +1,173 @@
+"""What both hosts' adapters share: the skeleton of a quantized model, from a config or from a checkpoint's headers."""
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from hf_quant.algorithms import PackedWeight, empty_packed
+from hf_quant.config import QuantizerConfig
+from hf_quant.modules import (
+    PACKED_NAMES,
+    QuantizedModule,
+    convert_module_,
+    packed_key,
+    quantized_class,
+    register_experts,
+    stored_dtype,
+)
+from hf_quant.planning import plan, schemes_from_list
+from hf_quant.quantize import apply_plan, resolved, share_codes_
+from hf_quant.scheme import LinearScheme
+
+
+class StoredWeight(NamedTuple):
+    """The codes of one weight as a checkpoint's headers describe them."""
+
+    module: str  # name in the checkpoint
+    weight: str  # name of the 16-bit weight in its module
+    parts: dict[str, tuple[str, tuple[int, ...]]]  # {"qdata": (dtype as safetensors names it, shape), ...}
+
+
+_SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"}
+
+
+def read_keys(files: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{tensor name: (dtype as safetensors names it, shape)} of safetensors files, from their headers.
+
+    Raises ValueError on a file that is missing, truncated or of another format.
+    """
+    keys = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 (not a dict)
+                    tensor = opened.get_slice(key)
+                    keys[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not a readable safetensors file ({error}); download it again") from None
+    return keys
+
+
+def stored_weights(keys: dict[str, tuple[str, tuple[int, ...]]]) -> Iterator[StoredWeight]:
+    """Every quantized weight of a checkpoint, found by its `qdata`."""
+    for key in keys:
+        module, _, leaf = key.rpartition(".")
+        if leaf == "qdata" or leaf.startswith("qdata_"):
+            weight = leaf.removeprefix("qdata_") if leaf != "qdata" else "weight"
+            names = {part: f"{module}.{packed_key(part, weight)}".lstrip(".") for part in PACKED_NAMES}
+            yield StoredWeight(module, weight, {part: keys[name] for part, name in names.items() if name in keys})
+
+
+def prepare_from_config(
+    model: nn.Module, config: QuantizerConfig, dtype: torch.dtype | None = None
+) -> QuantizerConfig:
+    """Plan, and turn the modules of a model on the meta device into empty quantized ones that wait for their weights.
+
+    Returns the resolved config.
+    """
+    quant_plan = plan(model, config, dtype=dtype)
+    for _ in apply_plan(model, quant_plan, keep_placeholder=True):
+        pass
+    return resolved(config, quant_plan)
+
+
+def prepare_from_checkpoint(
+    model: nn.Module,
+    config: QuantizerConfig,
+    keys: dict[str, tuple[str, tuple[int, ...]]],
+    rename: Callable[[str], str],
+    tied: dict[str, str],
+) -> list[str]:
+    """Turn those modules of a model on the meta device into empty quantized ones whose codes the checkpoint has.
+
+    What is in the checkpoint decides, not a list of exclusions: a head that a checkpoint lacks stays a plain layer.
+    `rename` maps the checkpoint's parameter names to the model's; `tied` is {module: the module it shares with}.
+    Returns the names of the quantized modules. Raises ValueError if stored plan, headers and model do not agree.
+    """
+    if config.plan is None:
+        raise ValueError("config.json has no stored plan in its quantization_config: the checkpoint is incomplete")
+    schemes = schemes_from_list(config.plan)
+    modules = dict(model.named_modules())
+    done: dict[str, LinearScheme] = {}
+    for stored in stored_weights(keys):
+        name = rename(f"{stored.module}.{stored.weight}".lstrip(".")).removesuffix(f".{stored.weight}")
+        module = modules.get(name)
+        if module is None:
+            continue  # the checkpoint of a larger model: the host lists what it does not use
+        scheme = _scheme_of(schemes, name, stored.module)
+        if name not in done:
+            register_experts(module)
+            if quantized_class(type(module)) is None:
+                raise ValueError(f"the checkpoint has codes for {name}, which is a {type(module).__name__} here")
+            convert_module_(module, scheme, algorithm=config.algorithm, name=name)
+            done[name] = scheme
+        _check_header(module, name, stored)
+    _check_complete(schemes, modules, done, tied)
+    for target, source in tied.items():
+        if source in done and target not in done:
+            share_codes_(modules[target], modules[source], name=target)
+    return list(done)
+
+
+def _scheme_of(schemes: dict[str, LinearScheme], *names: str) -> LinearScheme:
+    """The stored scheme of a module whose name may have gained or lost the base model's prefix."""
+    for name in names:
+        head, _, rest = name.partition(".")
+        for candidate in (name, rest):
+            if candidate in schemes:
+                return schemes[candidate]
+        prefixed = [n for n in schemes if n.endswith(f".{name}") and n.count(".") == name.count(".") + 1]
+        if len(prefixed) == 1:
+            return schemes[prefixed[0]]
+    raise ValueError(f"the checkpoint has codes for {names[0]}, but its stored plan does not name that module")
+
+
+def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> None:
+    expected = empty_packed(module.matrix_shape(stored.weight), module.scheme.weight, "meta")
+    for part, tensor in zip(PACKED_NAMES, expected):
+        key = f"{name}.{packed_key(part, stored.weight)}"
+        if tensor is None:
+            if part in stored.parts:
+                raise ValueError(f"the checkpoint has {key}, which its scheme ({module.scheme}) does not use")
+            continue
+        if part not in stored.parts:
+            raise ValueError(f"the checkpoint lacks {key}; is a shard missing?")
+        needed = (_SAFETENSORS_DTYPES[stored_dtype(tensor.dtype)], tuple(tensor.shape))
+        if stored.parts[part] != needed:
+            dtype, shape = stored.parts[part]
+            raise ValueError(
+                f"{key} is {shape} {dtype} in the checkpoint; {module.scheme} with this model's config needs "
+                f"{needed[1]} {needed[0]}"
+            )
+
+
+def _check_complete(schemes, modules, done, tied) -> None:
+    """Every module that the stored plan names, and this model has, must have got its codes."""
+    for name in schemes:
+        source = tied.get(name, name)
+        if name in modules and source not in done and name not in done:
+            raise ValueError(
+                f"the stored plan names {name}, but the checkpoint has no codes for it; is a shard missing?"
+            )
+
+
+def quantize_into(
+    module: QuantizedModule, weight_name: str, weight: torch.Tensor, fqn: str, device: torch.device | str | None
+) -> PackedWeight:
+    """Quantize a loaded weight, computed on `device` if given; the codes are where the weight was."""
+    source = weight if device is None else weight.to(device)
+    packed = module.quantize(weight_name, source, fqn=fqn)
+    return PackedWeight(*(t if t is None else t.to(weight.device) for t in packed))
+
+
+def trim_memory() -> None:
+    """Give freed heap pages back to the system: glibc keeps the temporaries of loading otherwise (1 GB seen)."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # glibc, not musl
+            libc.malloc_trim(0)
