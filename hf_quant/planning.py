@@ -109,11 +109,8 @@ class QuantPlan:
         return 8 * sum(e.bytes_after for e in entries) / max(sum(e.num_weights for e in entries), 1)
 
     def to_list(self) -> list[dict[str, Any]]:
-        """What config.json stores: the schemes, each with its modules, numbers folded ("layers.{0-31}.mlp")."""
-        groups: dict[LinearScheme, list[str]] = {}
-        for entry in self.quantized.values():
-            groups.setdefault(entry.scheme, []).append(entry.name)
-        return [{"scheme": scheme.to_dict(), "modules": fold_names(names)} for scheme, names in groups.items()]
+        """What config.json stores; see `schemes_to_list`."""
+        return schemes_to_list({name: entry.scheme for name, entry in self.quantized.items()})
 
     def __str__(self) -> str:
         return _table(self)
@@ -121,8 +118,16 @@ class QuantPlan:
     __repr__ = __str__
 
 
+def schemes_to_list(schemes: dict[str, LinearScheme]) -> list[dict[str, Any]]:
+    """{module name: scheme} -> JSON: the schemes, each with its modules, numbers folded ("layers.{0-31}.mlp")."""
+    groups: dict[LinearScheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name)
+    return [{"scheme": scheme.to_dict(), "modules": fold_names(names)} for scheme, names in groups.items()]
+
+
 def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
-    """Inverse of `QuantPlan.to_list`: {module name: scheme}. Raises ValueError on anything else."""
+    """Inverse of `schemes_to_list`: {module name: scheme}. Raises ValueError on anything else."""
     schemes = {}
     if not isinstance(stored, list):
         raise ValueError(f"the stored plan is a {type(stored).__name__}; needs a list")
@@ -387,10 +392,15 @@ def _table(plan: QuantPlan) -> str:
                 "; ".join(filter(None, (reason, shared and f"shares the codes of {shared}" if scheme else None))),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     total = (
         f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
         f"model {plan.nbytes_before / 1e6:.2f} -> {plan.nbytes / 1e6:.2f} MB"
     )
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], total])
+    return f"{format_table(rows)}\n{total}"
+
+
+def format_table(rows: list[tuple[str, ...]]) -> str:
+    """Aligned columns under a line; the first row is the header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

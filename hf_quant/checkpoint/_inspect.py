@@ -1,0 +1,212 @@
+"""`inspect_checkpoint`: what a quantized checkpoint holds, from its config and the headers of its files."""
+
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hf_quant.checkpoint._header import TensorInfo, load_json, scan_files
+from hf_quant.checkpoint._packed import check_info, expected_tensors
+from hf_quant.checkpoint._store import CONFIG_NAME
+from hf_quant.config import QuantizerConfig
+from hf_quant.formats import FORMATS
+from hf_quant.kernels.codes import PACK
+from hf_quant.modules import PACKED_NAMES, packed_key
+from hf_quant.planning import format_table, schemes_from_list
+from hf_quant.scheme import LinearScheme
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """Modules of one kind in a checkpoint.
+
+    Attributes:
+        modules: their names, numbers replaced by "*".
+        count: how many.
+        shape: of the weights [..., N, K] of each, " + " between several; K as packed, a multiple of 32 codes.
+        scheme: None for tensors that are not quantized.
+        num_weights, nbytes: in all of them together.
+    """
+
+    modules: str
+    count: int
+    shape: str
+    scheme: LinearScheme | None
+    num_weights: int
+    nbytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Scales and zero points included."""
+        return 8 * self.nbytes / max(self.num_weights, 1)
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """What `inspect_checkpoint` found; `print` shows a table.
+
+    Attributes:
+        config: the QuantizerConfig of the checkpoint.
+        rows: quantized modules first.
+        num_files: safetensors files.
+    """
+
+    config: QuantizerConfig
+    rows: tuple[CheckpointRow, ...]
+    num_files: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Average over the quantized weights, scales and zero points included."""
+        quantized = [row for row in self.rows if row.scheme is not None]
+        return 8 * sum(row.nbytes for row in quantized) / max(sum(row.num_weights for row in quantized), 1)
+
+    def __str__(self) -> str:
+        table = [("modules", "count", "shape", "scheme", "bits", "MB")]
+        for row in self.rows:
+            scheme = "not quantized" if row.scheme is None else str(row.scheme)
+            bits, size = f"{row.bits_per_weight:.2f}", f"{row.nbytes / 1e6:.2f}"
+            table.append((row.modules, str(row.count), row.shape, scheme, bits, size))
+        count = sum(row.count for row in self.rows if row.scheme is not None)
+        return (
+            f"{format_table(table)}\n{count} modules quantized by hf_quant {self.config.hf_quant_version} (format "
+            f"version {self.config.format_version}), {self.bits_per_weight:.3f} bits per weight; "
+            f"{self.nbytes / 1e6:.2f} MB in {self.num_files} file{'s' if self.num_files > 1 else ''}"
+        )
+
+
+def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
+    """Summarize a quantized checkpoint of transformers, diffusers or `save_quantized` without loading its weights.
+
+    Raises ValueError if the directory is not one, or its config and headers contradict each other.
+    """
+    directory = Path(directory)
+    config = _find_config(directory)
+    files = scan_files(directory)
+    tensors = {name: info for stored in files.values() for name, info in stored.items()}
+    schemes = _SchemeTable(schemes_from_list(config.plan))
+    groups: dict[tuple[str, str, LinearScheme | None], list[tuple[int, int]]] = {}
+    for name, weights in _quantized_modules(tensors).items():
+        scheme = schemes.find(name)
+        shapes = {
+            w: _matrix_shape(scheme, _parts(tensors, name, w), f"{name}.{packed_key('qdata', w)}") for w in weights
+        }
+        expected = expected_tensors(scheme, shapes)
+        for key, info in expected.items():
+            full = f"{name}.{key}" if name else key
+            check_info(tensors.pop(full, None), info, full)
+        shape = " + ".join("x".join(map(str, s)) for s in shapes.values())
+        size = sum(map(prod, shapes.values())), sum(info.nbytes for info in expected.values())
+        groups.setdefault((_template(name) or "(model)", shape, scheme), []).append(size)
+    if not groups:
+        raise ValueError(f"{directory} holds no codes of hf_quant")
+    for name, info in tensors.items():
+        if info.nbytes:  # the guard has none
+            key = (_template(name), "x".join(map(str, info.shape)), None)
+            groups.setdefault(key, []).append((prod(info.shape), info.nbytes))
+    rows = [
+        CheckpointRow(modules, len(sizes), shape, scheme, sum(n for n, _ in sizes), sum(b for _, b in sizes))
+        for (modules, shape, scheme), sizes in groups.items()
+    ]
+    return CheckpointSummary(config, tuple(rows), len(files))
+
+
+def _find_config(directory: Path) -> QuantizerConfig:
+    """The QuantizerConfig stored in a directory, whoever wrote it."""
+    for name in (CONFIG_NAME, "config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        fields = load_json(path)
+        if name == CONFIG_NAME:
+            fields.pop("module", None)
+        else:
+            fields = _quantization_config(fields, path)
+        try:
+            if "quant_method" not in fields:
+                raise ValueError("no quant_method is named")
+            config = QuantizerConfig(**fields)
+            schemes_from_list(config.plan)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        return config
+    parts = sorted(p.parent.name for p in directory.glob("*/config.json"))
+    hint = f"; it has the parts {', '.join(parts)}: name one of them" if parts else ""
+    raise ValueError(f"{directory} is not the directory of a quantized model: no config.json{hint}")
+
+
+def _quantization_config(fields: dict[str, Any], path: Path) -> dict[str, Any]:
+    found = fields.get("quantization_config")
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has no quantization_config: the model is not quantized")
+    return found
+
+
+class _SchemeTable:
+    """Schemes by module name; a host may have saved the module under a name with another beginning."""
+
+    def __init__(self, schemes: dict[str, LinearScheme]) -> None:
+        self.schemes = schemes
+        self.by_ending: dict[str, set[LinearScheme]] = {}
+        for name, scheme in schemes.items():
+            for ending in _endings(name):
+                self.by_ending.setdefault(ending, set()).add(scheme)
+
+    def find(self, name: str) -> LinearScheme:
+        """Raises ValueError if the plan does not say which scheme it is."""
+        if name in self.schemes:
+            return self.schemes[name]
+        found = next((self.by_ending[ending] for ending in _endings(name) if ending in self.by_ending), set())
+        if len(found) != 1:
+            raise ValueError(f"{name!r} is quantized, but the stored plan does not name it")
+        return next(iter(found))
+
+
+def _endings(name: str) -> list[str]:
+    """ "a.b.c" -> ["a.b.c", "b.c", "c"]."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
+
+
+def _quantized_modules(tensors: dict[str, TensorInfo]) -> dict[str, list[str]]:
+    """{module name: names of its quantized weights}, in the order of the files."""
+    modules: dict[str, list[str]] = {}
+    for name in tensors:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "qdata" or leaf.startswith("qdata_"):
+            modules.setdefault(module, []).append(leaf.removeprefix("qdata").removeprefix("_") or "weight")
+    return modules
+
+
+def _parts(tensors: dict[str, TensorInfo], module: str, weight: str) -> dict[str, TensorInfo]:
+    """{part: TensorInfo} of one quantized weight."""
+    prefix = f"{module}." if module else ""
+    found = {part: tensors.get(f"{prefix}{packed_key(part, weight)}") for part in PACKED_NAMES}
+    return {part: info for part, info in found.items() if info is not None}
+
+
+def _matrix_shape(scheme: LinearScheme, parts: dict[str, TensorInfo], where: str) -> tuple[int, ...]:
+    """Shape [..., N, K] of a weight from its `qdata`; of packed codes only K rounded up to 32 is known."""
+    quant, qdata = scheme.weight, parts["qdata"]
+    format = FORMATS[quant.format]
+    if len(qdata.shape) < 2 or "scale" not in parts:
+        raise ValueError(f"{where} is {qdata}; needs a matrix of {format.name} codes, with a scale beside it")
+    *lead, N, width = qdata.shape
+    if not format.spec.is_packed:
+        return *lead, N, width
+    if width % format.bits:
+        raise ValueError(f"{where} is {qdata}; rows of {format.name} codes are multiples of {format.bits} words")
+    K = width // format.bits * PACK
+    # Groups of 16 (nvfp4): K rounded up to 32 may have a scale too many.
+    groups = parts["scale"].shape[-1] if parts["scale"].shape else 0
+    return *lead, N, min(K, groups * quant.group_size) if quant.group_size else K
+
+
+def _template(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

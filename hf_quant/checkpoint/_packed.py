@@ -1,0 +1,106 @@
+"""What the packed tensors of a scheme must be, and whether loaded ones are: shapes, dtypes, values."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant.algorithms import empty_packed
+from hf_quant.checkpoint._header import TensorInfo
+from hf_quant.formats import FORMATS
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_dtype
+from hf_quant.scheme import LinearScheme, TensorQuant
+
+
+_CHUNK = 2**24  # elements checked at a time: bounds the temporaries
+
+
+def expected_tensors(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+    """{parameter name: TensorInfo} that a module with weights of these matrix shapes [..., N, K] stores."""
+    expected = {}
+    for weight, shape in shapes.items():
+        for part, tensor in zip(PACKED_NAMES, empty_packed(shape, scheme.weight, "meta")):
+            if tensor is not None:
+                expected[packed_key(part, weight)] = TensorInfo(stored_dtype(tensor.dtype), tuple(tensor.shape))
+    return expected
+
+
+def check_packed(module: QuantizedModule, name: str = "") -> None:
+    """Raise ValueError unless the codes and scales of a loaded module are what its scheme can have produced.
+
+    Right shapes and dtypes; int8 codes in [-127, 127]; no NaN or inf among fp8 codes; zero points below 2**bits;
+    scales finite and positive. `name` is what the error calls the module. Reads every code once.
+    """
+    expected = expected_tensors(module.scheme, {n: module.matrix_shape(n) for n in module.weight_names})
+    for key, info in expected.items():
+        where = f"{name}.{key}" if name else key
+        tensor = module._parameters.get(key)
+        found = None if tensor is None else TensorInfo(tensor.dtype, tuple(tensor.shape))
+        check_info(found, info, where)
+        check_values(tensor.detach(), key, module.scheme.weight, where)
+
+
+def check_info(found: TensorInfo | None, expected: TensorInfo, where: str) -> None:
+    """Raise ValueError if a tensor is missing (None), or its dtype or shape is not the expected one."""
+    if found is None:
+        raise ValueError(f"{where} is missing; the scheme needs it as {expected}")
+    if found != expected:
+        raise ValueError(f"{where} is {found}; the model and its scheme need {expected}")
+
+
+def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> None:
+    """Raise ValueError if a packed tensor, as stored, has values outside of what `quant` allows.
+
+    `key` is its parameter name, e.g. "qdata" or "scale_down_proj".
+    """
+    part = next(p for p in PACKED_NAMES if key == p or key.startswith(f"{p}_"))
+    spec = FORMATS[quant.format].spec
+    if part == "zero_point":
+        _check_range(stored, 0, 2**spec.bits - 1, where, "zero points")
+    elif part == "scale" or part == "global_scale":
+        dtype = torch.float32 if part == "global_scale" else getattr(torch, quant.scale_dtype)
+        # The bits of positive floating-point numbers are ordered like the numbers: 0 (absent in e8m0, whose bits 0
+        # mean 2**-127) and negative ones lie below, inf and NaN above.
+        lowest = 0 if dtype == torch.float8_e8m0fnu else 1
+        _check_range(stored, lowest, _largest_finite(dtype), where, f"{quant.scale_dtype} scales, as bits,")
+    elif spec.dtype == torch.int8:
+        _check_range(stored, -127, 127, where, "int8 codes")
+    elif spec.dtype.is_floating_point:
+        limit = _largest_finite(spec.dtype)
+        for chunk in stored.reshape(-1).split(_CHUNK):
+            _check_range(chunk & 0x7F, 0, limit, where, f"{quant.format} codes, as bits without sign,")
+
+
+def guard_entry(model: nn.Module) -> tuple[str, Tensor] | None:
+    """(name, zero-size tensor) to store beside a quantized model's tensors; None if nothing in it is quantized.
+
+    It takes the name of a quantized layer's 16-bit weight. A host without this package looks for that weight, finds a
+    shape that does not fit, and stops, instead of filling the layer with random values.
+    """
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule)]
+    if not found:
+        return None
+
+    def codes(module: QuantizedModule) -> int:
+        return id(module._parameters[packed_key("qdata", module.weight_names[0])])
+
+    owners = Counter(codes(module) for _, module in found)
+    # Hosts merge, split and drop the names of experts and of tied weights: a plain linear layer is safest.
+    name, module = min(found, key=lambda pair: (pair[1].kind != "linear", owners[codes(pair[1])] > 1))
+    weight = module.weight_names[0]
+    return f"{name}.{weight}" if name else weight, torch.empty(0, dtype=module.compute_dtype)
+
+
+def _largest_finite(dtype: torch.dtype) -> int:
+    """Bits of the largest finite number of a floating-point dtype."""
+    return torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(stored_dtype(dtype)).item()
+
+
+def _check_range(tensor: Tensor, low: int, high: int, where: str, what: str) -> None:
+    if tensor.numel() == 0:
+        return
+    lowest, highest = (bound.item() for bound in torch.aminmax(tensor))
+    if lowest < low or highest > high:
+        raise ValueError(
+            f"{where} is corrupt: {what} lie in [{low}, {high}], but it has {lowest if lowest < low else highest}"
+        )
