@@ -96,11 +96,21 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.granularity = granularity
         self.group_size = group_size
         self.symmetric = symmetric
-        self.scale_dtype = scale_dtype
+        self.scale_dtype = _dtype_name(scale_dtype)
         self.algorithm = algorithm
         self.sparsity = sparsity
         self.kv_cache = kv_cache
-        self.modules = dict(modules or {})
+        if not isinstance(modules, dict | None):
+            raise ValueError(f"modules is {modules!r}; needs {{pattern: format, dict of fields, or None}}")
+        self.modules = {
+            pattern: {n: _dtype_name(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
+            for pattern, entry in (modules or {}).items()
+        }
+        # A str would be taken apart into letters that match no module.
+        if not isinstance(modules_to_not_convert, list | tuple | None):
+            raise ValueError(
+                f"modules_to_not_convert is {modules_to_not_convert!r}; needs a list of names or patterns"
+            )
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.quantization_device = None if quantization_device is None else str(quantization_device)
         self._check()
@@ -134,8 +144,10 @@ class QuantizerConfig(QuantizationConfigMixin):
             raise ValueError(f"kv_cache is {self.kv_cache!r}; this version quantizes weights and activations only")
         if self.weights is not None:
             resolve_scheme(self.scheme_fields(), torch.bfloat16)
-        elif self.activations is not None:
-            raise ValueError("activations without weights: a quantized product needs quantized weights")
+        else:
+            given = {n: v for n, v in self.scheme_fields().items() if v is not None and v != "dynamic"}
+            if given:
+                raise ValueError(f"weights is None, so {given} applies to nothing; give it with `modules`")
         for pattern, entry in self.modules.items():
             if not isinstance(pattern, str):
                 raise ValueError(f"modules has the pattern {pattern!r}; patterns are strings")
@@ -214,14 +226,14 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
     if fields.get("sparsity") is not None:
         raise ValueError(f"sparsity is {fields['sparsity']!r}; this version supports None only")
     algorithm = fields.get("algorithm")
-    if algorithm is not None and algorithm not in ALGORITHMS:
+    if algorithm is not None and (not isinstance(algorithm, str) or algorithm not in ALGORITHMS):
         raise ValueError(_unknown("algorithm", algorithm, ALGORITHMS))
     granularity, group_size = _granularity(fields)
     symmetric = fields.get("symmetric")
+    if not isinstance(symmetric, bool | None):
+        raise ValueError(f"symmetric is {symmetric!r}; needs True, False or None")
     if symmetric is False and not format.allows_asymmetric:
         raise ValueError(f"symmetric is False, but {format.name} has no zero point; int4, int3 and int2 have one")
-    if symmetric not in (None, True, False):
-        raise ValueError(f"symmetric is {symmetric!r}; needs True, False or None")
     weight = TensorQuant(
         format=format.name,
         granularity=granularity,
@@ -241,14 +253,24 @@ def _expand_preset(fields: dict[str, Any]) -> dict[str, Any]:
     if preset is None:
         expanded = {"weights": name.lower(), **given}
     else:
-        for n in given.keys() & preset.keys():
-            if given[n] != preset[n]:
+        for n in sorted(given.keys() & preset.keys()):
+            if _canonical(given[n]) != _canonical(preset[n]):
                 raise ValueError(f"preset {name!r} sets {n}={preset[n]!r}, but {n}={given[n]!r} is given too")
         expanded = {**preset, **given}
     expanded["weights"] = ALIASES.get(expanded["weights"], expanded["weights"])
     if expanded["weights"] not in FORMATS:
         raise ValueError(_unknown("format or preset", name, [*FORMATS, *ALIASES, *PRESETS]))
     return expanded
+
+
+def _dtype_name(value: Any) -> Any:
+    """ "bfloat16" for torch.bfloat16 (what JSON can hold), any other value as it is."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _canonical(value: Any) -> Any:
+    """A format name as FORMATS has it, any other value as it is."""
+    return ALIASES.get(value.lower(), value.lower()) if isinstance(value, str) else value
 
 
 def _activation(fields: dict[str, Any]) -> TensorQuant | None:
@@ -276,10 +298,11 @@ def _granularity(fields: dict[str, Any]) -> tuple[str, int | None]:
         if group_size is not None:
             raise ValueError(f"group_size is {group_size!r} with granularity {granularity!r}; it needs 'group'")
         return granularity, None
-    group_size = group_size or format.group_size or 128
+    if group_size is None:
+        group_size = format.group_size or 128
     if format.fixed_group_size and group_size != format.group_size:
         raise ValueError(f"group_size is {group_size!r}, but {format.name} is defined with {format.group_size}")
-    if not format.fixed_group_size and (isinstance(group_size, bool) or group_size not in GROUP_SIZES):
+    if type(group_size) is not int or (not format.fixed_group_size and group_size not in GROUP_SIZES):
         raise ValueError(f"group_size is {group_size!r}; allowed: {', '.join(map(str, GROUP_SIZES))}")
     return granularity, group_size
 
@@ -287,7 +310,6 @@ def _granularity(fields: dict[str, Any]) -> tuple[str, int | None]:
 def _scale_dtype(fields: dict[str, Any], granularity: str, activation: TensorQuant | None, dtype: torch.dtype) -> str:
     format, given = FORMATS[fields["weights"]], fields.get("scale_dtype")
     if given is not None:
-        given = str(given).removeprefix("torch.")
         if given not in SCALE_DTYPES:
             raise ValueError(_unknown("scale_dtype", given, SCALE_DTYPES))
         if format.fixed_group_size and given != format.scale_dtype:
