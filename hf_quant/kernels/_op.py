@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 LIB = torch.library.Library("hf_quant", "DEF")
 
 
@@ -40,6 +41,7 @@ class Path(NamedTuple):
 
 
 _PATHS: dict[tuple[str, str], tuple[Path, ...]] = {}
+_IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {}  # {op name: {device type: function}}
 
 
 def define_op(name: str, reference: Callable, fake: Callable):
@@ -63,9 +65,27 @@ def implements(op, key: str, paths: tuple[Path, ...] = ()):
     def wrap(fn: Callable[..., Tensor]):
         LIB.impl(name, fn, key)
         _PATHS[name, key] = paths
+        _IMPLEMENTATIONS.setdefault(name, {})[key.lower()] = fn
         return fn
 
     return wrap
+
+
+def direct(op) -> Callable[..., Tensor]:
+    """`op` for eager code: calls the implementation for the first argument's device without the dispatcher.
+
+    Saves 4 of the 5 us that an op call costs. Subclasses, compilation, export and dispatch modes get the op itself.
+    """
+    implementations = _IMPLEMENTATIONS.setdefault(op._schema.name.split("::")[1], {})
+
+    def call(x: Tensor, *args, **kwargs) -> Tensor:
+        if not torch.compiler.is_compiling() and type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack():
+            implementation = implementations.get(x.device.type)
+            if implementation is not None:
+                return implementation(x, *args, **kwargs)
+        return op(x, *args, **kwargs)
+
+    return call
 
 
 def explain(op, device_type: str, problem: Problem) -> list[tuple[str, str, str | None]]:

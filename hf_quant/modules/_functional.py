@@ -8,14 +8,14 @@ registered autograd 15.
 import torch
 from torch import Tensor
 
+from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight
-from hf_quant.kernels import (
-    dynamic_mm,
-    grouped_mm,
-    grouped_mm_backward,
-    weight_only_mm,
-    weight_only_mm_backward,
-)
+from hf_quant.kernels import grouped_mm, grouped_mm_backward, weight_only_mm_backward
+from hf_quant.kernels._op import direct
+
+
+weight_only_mm = direct(kernels.weight_only_mm)
+dynamic_mm = direct(kernels.dynamic_mm)
 
 
 def linear(
@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
                 grad, *ctx.saved_tensors, format=ctx.format, group_size=ctx.group_size, K=ctx.K
             )
         if ctx.needs_input_grad[1]:
-            grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_bias, None, None, None, None, None, None, None
 
 
