@@ -19,6 +19,17 @@ from hf_quant.weight_proxy import WeightProxy
 
 
 PACKED_NAMES = PackedWeight._fields  # qdata, scale, zero_point, global_scale
+_OWN_ATTRIBUTES = (
+    "scheme",
+    "algorithm",
+    "compute_dtype",
+    "weight_names",
+    "_weight_shapes",
+    "_requires_grad",
+    "_float_codes",
+    "_hf_quantized_needs_local_tp",
+    "_is_hf_initialized",
+)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -181,7 +192,7 @@ class QuantizedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.weight_names:
             super().__setattr__(name, value)
-        elif isinstance(value, WeightProxy) and value.module.scheme == self.scheme:
+        elif isinstance(value, WeightProxy) and self._fits(name, value):
             for part in PACKED_NAMES:  # tying: share the codes
                 source = value.module._parameters.get(packed_key(part, value.name_in_module))
                 if source is not None:
@@ -192,6 +203,11 @@ class QuantizedModule(nn.Module):
             self.requantize_weight_(name, value.detach())
         else:
             raise TypeError(f"cannot assign {type(value).__name__} as {name!r}; needs a tensor")
+
+    def _fits(self, name: str, proxy: WeightProxy) -> bool:
+        """Whether the codes behind a proxy can serve as those of a weight of this module."""
+        shape = proxy.module.matrix_shape(proxy.name_in_module)
+        return proxy.module.scheme == self.scheme and shape == self.matrix_shape(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
@@ -274,6 +290,7 @@ def convert_module_(
         compute_dtype=dtype or first.dtype,
         weight_names=tuple(weights),
         _weight_shapes={n: tuple(w.shape) for n, w in weights.items()},
+        _requires_grad={n: w.requires_grad for n, w in weights.items()},
         _float_codes=_float_codes(scheme),
         _hf_quantized_needs_local_tp=True,
         # Without it transformers draws random values for `weight`, that is, into the proxy.
@@ -290,7 +307,7 @@ def convert_module_(
                 packed[n] = PackedWeight(
                     *(t if t is None else t.to(weight.device) for t in module.quantize(n, source, fqn=fqn))
                 )
-    except ValueError:
+    except BaseException:  # out of memory and Ctrl-C, too, must leave a module that works
         module.__class__ = host_class
         module.__dict__.clear()
         module.__dict__.update(state)
@@ -304,7 +321,7 @@ def convert_module_(
 
 @torch.no_grad()
 def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -> nn.Module:
-    """Inverse of `convert_module_`: the host's class with the dequantized weights, in place; they may train again.
+    """Inverse of `convert_module_`: the host's class with the dequantized weights, in place; trainable as they were.
 
     A weight that still has its placeholder (a loader has filled that instead of the codes) is taken as it is.
     """
@@ -316,12 +333,11 @@ def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -
         for part in PACKED_NAMES:
             module._parameters.pop(packed_key(part, n), None)
     module.__class__ = module.host_class
-    for attribute in ("scheme", "algorithm", "compute_dtype", "weight_names", "_weight_shapes", "_float_codes"):
-        del module.__dict__[attribute]
-    for attribute in ("_hf_quantized_needs_local_tp", "_is_hf_initialized"):
+    requires_grad = module._requires_grad
+    for attribute in _OWN_ATTRIBUTES:
         module.__dict__.pop(attribute, None)
     for n, weight in weights.items():
-        module.register_parameter(n, nn.Parameter(weight))
+        module.register_parameter(n, nn.Parameter(weight, requires_grad=requires_grad[n]))
     return module
 
 

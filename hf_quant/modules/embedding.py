@@ -15,16 +15,18 @@ class QuantEmbedding(QuantizedModule, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         qdata, scale, zero_point, global_scale = self.packed()
+        rows_per_scale, group_size = geometry(self.scheme.weight, self.num_embeddings, self.embedding_dim)
         rows = input.reshape(-1)
-        per_row = scale.shape[0] == qdata.shape[0]
+        scale_rows = rows if rows_per_scale == 1 else rows // rows_per_scale
         values = dequantize(
-            # Indexing has no float8 kernel: gather the stored integers.
-            self._parameters["qdata"][rows].view(qdata.dtype),
-            self._parameters["scale"][rows].view(scale.dtype) if per_row else scale,
-            zero_point[rows] if per_row and zero_point is not None else zero_point,
+            # Indexing has no float8 kernel: gather the stored integers. index_select refuses negative ids, as
+            # nn.Embedding does.
+            self._parameters["qdata"].index_select(0, rows).view(qdata.dtype),
+            self._parameters["scale"].index_select(0, scale_rows).view(scale.dtype),
+            None if zero_point is None else zero_point.index_select(0, scale_rows),
             global_scale,
             format=self.scheme.weight.format,
-            group_size=geometry(self.scheme.weight, self.num_embeddings, self.embedding_dim)[1],
+            group_size=group_size,
             K=self.embedding_dim,
             dtype=self.compute_dtype,
         )
