@@ -210,6 +210,10 @@ class _Context:
         self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.output = next((n for n, (_, m) in candidates.items() if m is output), None)
+        # transformers' models with a head hold the rest under `base_model_prefix`.
+        prefix = getattr(model, "base_model_prefix", "")
+        body = getattr(model, prefix, None) if prefix else None
+        self.body = f"{prefix}." if isinstance(body, nn.Module) and body is not model else None
         self.keep_fp32 = _fp32_patterns(model, dtype)
         self.partners: dict[str, list[str]] = {}
         for target, source in tied.items():
@@ -257,6 +261,8 @@ class _Context:
                 return None, f"modules_to_not_convert has {pattern!r}"
         elif name == self.output:
             return None, "output embedding"
+        elif self.body is not None and not name.startswith(self.body):
+            return None, "task head"
         elif any(excludes(p, name) for p in self.keep_fp32):
             return None, "kept in fp32 by the model"
         if self.is_router(name):
