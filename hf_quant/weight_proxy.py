@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_map_only
 class WeightProxy(torch.Tensor):
     """Stand-in for a quantized weight of `module`; see the module docstring."""
 
+    # transformers draws random values for tensors without this mark; a parent's `_init_weights` reaches into children.
+    _is_hf_initialized = True
+
     @staticmethod
     def __new__(cls, module: torch.nn.Module, name: str) -> "WeightProxy":
         return torch.Tensor._make_wrapper_subclass(

@@ -293,8 +293,8 @@ def convert_module_(
         _requires_grad={n: w.requires_grad for n, w in weights.items()},
         _float_codes=_float_codes(scheme),
         _hf_quantized_needs_local_tp=True,
-        # Without it transformers draws random values for `weight`, that is, into the proxy.
-        _is_hf_initialized=True,
+        # Without it transformers draws random values for what it has not loaded; a placeholder may need them.
+        _is_hf_initialized=not keep_placeholder,
     )
     try:
         packed = {}
