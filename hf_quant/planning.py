@@ -183,7 +183,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]
             kind = quantized.kind
         weights = [module._parameters.get(n) for n in quantized_class(type(module)).weight_names_of(module)]
         # int8 codes of other libraries live in subclasses of nn.Linear, too.
-        if all(
+        if weights and all(
             w is not None and w.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) for w in weights
         ):
             yield name, (kind, module)

@@ -52,6 +52,11 @@ class WeightProxy(torch.Tensor):
     def data(self, value: Tensor) -> None:
         self.module.requantize_weight_(self.name_in_module, value)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        weight = self.dequantize()  # a view of the proxy would take the values and forget them
+        weight[index] = value
+        self.data = weight
+
     def __iadd__(self, other: Tensor) -> Tensor:
         return self.dequantize() + other
 

@@ -278,9 +278,9 @@ def convert_module_(
     """
     host_class = type(module)
     quantized = quantized_class(host_class)
-    if quantized is None:
+    weights = {} if quantized is None else {n: module._parameters[n] for n in quantized.weight_names_of(module)}
+    if not weights:
         raise ValueError(f"{name or 'module'} is a {host_class.__name__}, which has no quantized counterpart")
-    weights = {n: module._parameters[n] for n in quantized.weight_names_of(module)}
     first = next(iter(weights.values()))
     state = dict(module.__dict__)
     module.__class__ = quantized

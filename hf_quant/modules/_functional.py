@@ -7,6 +7,7 @@ registered autograd 15.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight
@@ -39,6 +40,7 @@ class _Linear(torch.autograd.Function):
         return linear(x, packed, bias, activation=activation, format=format, group_size=group_size)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -60,8 +62,8 @@ def grouped_linear(
     format: str,
     group_size: int,
 ) -> Tensor:
-    """x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N]; differentiable in x."""
-    if torch.is_grad_enabled() and x.requires_grad:
+    """x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N]; differentiable in x and bias."""
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _GroupedLinear.apply(x, bias, offsets, *packed, activation, format, group_size)
     return grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
 
@@ -71,10 +73,20 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx, x, bias, offsets, qdata, scale, zero_point, global_scale, activation, format, group_size):
         ctx.save_for_backward(qdata, scale, zero_point, global_scale, offsets)
         ctx.format, ctx.group_size, ctx.K = format, group_size, x.shape[-1]
+        ctx.bias_dtype = None if bias is None else bias.dtype
         packed = PackedWeight(qdata, scale, zero_point, global_scale)
         return grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        grad_x = grouped_mm_backward(grad, *ctx.saved_tensors, format=ctx.format, group_size=ctx.group_size, K=ctx.K)
-        return grad_x, None, None, None, None, None, None, None, None, None
+        *packed, offsets = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_mm_backward(grad, *packed, offsets, format=ctx.format, group_size=ctx.group_size, K=ctx.K)
+        if ctx.needs_input_grad[1]:
+            rows = torch.arange(grad.shape[0], dtype=offsets.dtype, device=grad.device)
+            expert = torch.searchsorted(offsets, rows, right=True)  # E for rows of no expert
+            sums = grad.new_zeros(offsets.shape[0] + 1, grad.shape[1], dtype=torch.float32)
+            grad_bias = sums.index_add_(0, expert, grad.float())[:-1].to(ctx.bias_dtype)
+        return grad_x, grad_bias, None, None, None, None, None, None, None, None

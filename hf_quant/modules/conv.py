@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
 
@@ -19,6 +20,7 @@ class _Convolution(torch.autograd.Function):
         return module.convolve(x, bias, padding)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         module, grad_x, grad_bias = ctx.module, None, None
         if ctx.needs_input_grad[0]:
@@ -55,6 +57,8 @@ class _QuantConvNd(QuantizedModule):
         return torch.convolution(x, weight, bias, self.stride, padding, self.dilation, False, zeros, self.groups)
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.dim() == len(self.stride) + 1:  # unbatched, as nn.Conv2d and its kind take it
+            return self.forward(input.unsqueeze(0)).squeeze(0)
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))

@@ -13,6 +13,11 @@ class QuantEmbedding(QuantizedModule, nn.Embedding):
     kind = "embedding"
     weight = weight_property("weight")
 
+    @classmethod
+    def weight_names_of(cls, module: nn.Module) -> tuple[str, ...]:
+        # max_norm rescales rows of the table at every lookup, which codes cannot follow.
+        return () if module.max_norm is not None else ("weight",)
+
     def forward(self, input: Tensor) -> Tensor:
         qdata, scale, zero_point, global_scale = self.packed()
         rows_per_scale, group_size = geometry(self.scheme.weight, self.num_embeddings, self.embedding_dim)
