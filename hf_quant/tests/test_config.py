@@ -1,0 +1,276 @@
+"""`QuantizerConfig`: every field, every error, and what is stored."""
+
+import json
+
+import pytest
+import torch
+
+from hf_quant import FORMATS, PRESETS, QuantizerConfig
+from hf_quant.config import FORMAT_VERSION, as_config, entry_fields, excludes, matches, resolve_scheme
+from hf_quant.scheme import LinearScheme, TensorQuant
+from hf_quant.testing import all_scheme_fields
+
+
+CONFIGS = {
+    "default": QuantizerConfig(),
+    "fields": QuantizerConfig(
+        "int4", "int8", group_size=64, symmetric=False, scale_dtype="float16", algorithm="absmax"
+    ),
+    "preset": QuantizerConfig("w8a8_fp8"),
+    "modules": QuantizerConfig(
+        "int4",
+        modules={
+            "lm_head": "int8",
+            "*.down_proj": {"weights": "int4", "group_size": 64},
+            "re:.*layers\\.0\\..*": None,
+        },
+        modules_to_not_convert=["lm_head", "*.gate"],
+        quantization_device="cuda",
+    ),
+    "modules only": QuantizerConfig(None, modules={"embed": "int8"}),
+}
+
+
+def scheme(dtype: torch.dtype = torch.bfloat16, **fields) -> LinearScheme:
+    return resolve_scheme(fields, dtype)[0]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_to_dict_is_json_and_from_dict_gives_the_config_back(config):
+    fields = config.to_dict()
+    assert json.loads(json.dumps(fields)) == fields
+    assert type(fields["quant_method"]) is str and fields["quant_method"] == "hf_quant"
+    again = QuantizerConfig.from_dict(fields)
+    assert again == config and again.to_dict() == fields
+    again.weights = "int3"
+    assert again != config
+
+
+def test_the_resolved_plan_and_the_writers_version_survive_the_round_trip():
+    plan = [{"scheme": scheme(weights="int4").to_dict(), "modules": ["layers.{0-3}.mlp"]}]
+    fields = {**QuantizerConfig("int4").to_dict(), "plan": plan, "hf_quant_version": "0.0.1"}
+    assert QuantizerConfig.from_dict(fields).to_dict() == fields
+
+
+def test_the_hosts_find_what_they_look_for():
+    config = QuantizerConfig()
+    assert config.quant_method == "hf_quant" and config.quant_method.value == "hf_quant"
+    assert str(config.quant_method) == "hf_quant" and f"{config.quant_method}" == "hf_quant"
+    assert set(config.get_loading_attributes()) == {"quantization_device"}
+
+
+def test_repr_shows_what_was_given():
+    assert repr(QuantizerConfig("int4", modules={"a": None})) == "QuantizerConfig(weights='int4', modules={'a': None})"
+
+
+@pytest.mark.parametrize("fields", all_scheme_fields().values(), ids=all_scheme_fields())
+def test_every_format_with_each_granularity_and_symmetry_resolves(fields):
+    weight = scheme(**fields).weight
+    given = fields["weights"], fields["granularity"], fields["symmetric"]
+    assert (weight.format, weight.granularity, weight.symmetric) == given
+    assert (weight.group_size is not None) == (fields["granularity"] == "group")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_resolve_in_any_case(preset):
+    assert scheme(weights=preset) == scheme(weights=preset.lower()) == scheme(**PRESETS[preset])
+    assert QuantizerConfig(preset.title()).weights == preset.title()  # stored as the user wrote it
+
+
+@pytest.mark.parametrize(("alias", "name"), [("fp8", "fp8_e4m3"), ("fp6", "fp6_e3m2"), ("INT4", "int4")])
+def test_aliases(alias, name):
+    assert scheme(weights=alias) == scheme(weights=name)
+
+
+def test_defaults_of_the_formats():
+    found = {name: str(scheme(weights=name)) for name in FORMATS}
+    assert found == {
+        "int8": "int8 row",
+        "int4": "int4 g128",
+        "int3": "int3 g128 asym",
+        "int2": "int2 g64 asym",
+        "fp8_e4m3": "fp8_e4m3 row",
+        "fp8_e5m2": "fp8_e5m2 row",
+        "fp6_e3m2": "fp6_e3m2 row",
+        "fp6_e2m3": "fp6_e2m3 row",
+        "nf4": "nf4 g64",
+        "mxfp4": "mxfp4 g32",
+        "nvfp4": "nvfp4 g16",
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_scales_of_groups_have_the_models_dtype_and_scales_of_integer_products_fp32(dtype):
+    model = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
+    assert scheme(dtype, weights="int4").weight.scale_dtype == model
+    assert scheme(dtype, weights="int8").weight.scale_dtype == model
+    assert scheme(dtype, weights="int8", activations="int8").weight.scale_dtype == "float32"
+    assert scheme(dtype, weights="fp8").weight.scale_dtype == "float32"
+    assert scheme(dtype, weights="mxfp4").weight.scale_dtype == "float8_e8m0fnu"
+    assert scheme(dtype, weights="nvfp4").weight.scale_dtype == "float8_e4m3fn"
+    assert scheme(dtype, weights="int4", scale_dtype="float16").weight.scale_dtype == "float16"
+
+
+def test_a_torch_dtype_is_stored_by_name():
+    config = QuantizerConfig(
+        "int4", scale_dtype=torch.float16, modules={"a": {"weights": "nf4", "scale_dtype": torch.float32}}
+    )
+    fields = config.to_dict()
+    assert fields["scale_dtype"] == "float16" and fields["modules"]["a"]["scale_dtype"] == "float32"
+
+
+def test_activations():
+    assert scheme(weights="int8").activation is None
+    assert scheme(weights="int8", activations="int8").activation == TensorQuant("int8", "row")
+    assert scheme(weights="int4", activations="FP8").activation == TensorQuant("fp8_e4m3", "row")
+
+
+def test_a_preset_may_be_completed_and_confirmed():
+    assert scheme(weights="W4A16", group_size=64).weight.group_size == 64
+    assert scheme(weights="W8A8_FP8", activations="fp8_e4m3") == scheme(weights="W8A8_FP8")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": "int5"}, r"unknown format or preset 'int5'; did you mean 'int"),
+        ({"weights": "w4a17"}, r"unknown format or preset 'w4a17'"),
+        ({"weights": 4}, r"weights is 4; needs a format or preset name"),
+        ({"weights": "int4", "activations": "int2"}, r"activations is 'int2'; allowed: None, 'int8', 'fp8'"),
+        ({"weights": "int4", "activations": 8}, r"activations is 8"),
+        ({"weights": "int4", "activation_scale": "static"}, r"activation_scale is 'static'.*'dynamic'"),
+        ({"weights": "int4", "granularity": "rows"}, r"unknown granularity 'rows'; did you mean 'row'"),
+        ({"weights": "int4", "granularity": "block"}, r"int4 has no granularity 'block'; allowed: row, group, tensor"),
+        ({"weights": "mxfp4", "granularity": "row"}, r"mxfp4 has no granularity 'row'; allowed: group"),
+        ({"weights": "int4", "group_size": 48}, r"group_size is 48; allowed: 32, 64, 96, 128, 192, 256"),
+        ({"weights": "int4", "group_size": 0}, r"group_size is 0; allowed"),
+        ({"weights": "int4", "group_size": -1}, r"group_size is -1; allowed"),
+        ({"weights": "int4", "group_size": 128.0}, r"group_size is 128.0; allowed"),
+        ({"weights": "int4", "group_size": True}, r"group_size is True; allowed"),
+        ({"weights": "int4", "group_size": "128"}, r"group_size is '128'; allowed"),
+        ({"weights": "int4", "group_size": 64, "granularity": "row"}, r"group_size is 64 with granularity 'row'"),
+        ({"weights": "mxfp4", "group_size": 64}, r"group_size is 64, but mxfp4 is defined with 32"),
+        ({"weights": "int8", "symmetric": False}, r"int8 has no zero point; int4, int3 and int2"),
+        ({"weights": "nf4", "symmetric": False}, r"nf4 has no zero point"),
+        ({"weights": "int4", "symmetric": 0}, r"symmetric is 0; needs True, False or None"),
+        ({"weights": "int4", "scale_dtype": "bf16"}, r"unknown scale_dtype 'bf16'; did you mean 'bfloat16'"),
+        ({"weights": "int4", "scale_dtype": 16}, r"unknown scale_dtype 16; known: "),
+        ({"weights": "nvfp4", "scale_dtype": "float16"}, r"scale_dtype is 'float16', but nvfp4 is defined with"),
+        ({"weights": "int8", "scale_dtype": "float8_e4m3fn"}, r"'float8_e4m3fn' needs granularity 'group'"),
+        ({"weights": "int4", "algorithm": "absmx"}, r"unknown algorithm 'absmx'; did you mean 'absmax'"),
+        ({"weights": "int4", "algorithm": ["absmax"]}, r"unknown algorithm \['absmax'\]"),
+        ({"weights": "int4", "sparsity": "2:4"}, r"sparsity is '2:4'; this version supports None only"),
+        ({"weights": "W8A8", "activations": "fp8"}, r"preset 'W8A8' sets activations='int8', but activations='fp8'"),
+        (
+            {"weights": "W4A16_ASYM", "symmetric": True},
+            r"preset 'W4A16_ASYM' sets symmetric=False, but symmetric=True",
+        ),
+    ],
+)
+def test_errors_of_a_scheme_alone_and_in_modules(fields, message):
+    with pytest.raises(ValueError, match=message):
+        QuantizerConfig(**fields)
+    with pytest.raises(ValueError, match=r"modules\['\*\.mlp'\]: .*" + message):
+        QuantizerConfig("int8", modules={"*.mlp": fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bits": 4}, r"unknown field 'bits'; known: weights, activations"),
+        ({"wieghts": "int4"}, r"unknown field 'wieghts'; did you mean 'weights'"),
+        (
+            {"group": 4, "symetric": True},
+            r"unknown field 'group'.*; unknown field 'symetric'; did you mean 'symmetric'",
+        ),
+        ({"kv_cache": "int8"}, r"kv_cache is 'int8'; this version"),
+        ({"weights": None}, r"weights is None and `modules` names no format"),
+        ({"weights": None, "modules": {"a": None}}, r"weights is None and `modules` names no format"),
+        (
+            {"weights": None, "activations": "int8", "modules": {"a": "int4"}},
+            r"'activations': 'int8'.* applies to nothing",
+        ),
+        ({"weights": None, "group_size": 64, "modules": {"a": "int4"}}, r"'group_size': 64.* applies to nothing"),
+        ({"modules": ["lm_head"]}, r"modules is \['lm_head'\]; needs \{pattern"),
+        ({"modules": {3: "int4"}}, r"the pattern 3; patterns are strings"),
+        ({"modules": {"re:(": "int4"}}, r"pattern 're:\(' is not a regular expression"),
+        ({"modules": {"a": 4}}, r"modules\['a'\]: got 4; needs a format name, a dict"),
+        ({"modules": {"a": {"weight": "int4"}}}, r"modules\['a'\]: unknown field 'weight'; did you mean 'weights'"),
+        ({"modules": {"a": {"group_size": 64}}}, r"modules\['a'\]: weights is None; needs a format"),
+        ({"modules_to_not_convert": "lm_head"}, r"modules_to_not_convert is 'lm_head'; needs a list"),
+        ({"modules_to_not_convert": [None]}, r"modules_to_not_convert has None"),
+        ({"modules_to_not_convert": ["re:["]}, r"pattern 're:\[' is not a regular expression"),
+        ({"quant_method": "awq"}, r"quant_method is 'awq'; .*reads 'hf_quant' only"),
+        ({"format_version": FORMAT_VERSION + 1}, r"format_version 2, hf_quant .* reads up to 1: install a newer"),
+        ({"format_version": 0}, r"format_version is 0"),
+        ({"format_version": "1"}, r"format_version is '1'; needs an integer"),
+        ({"format_version": True}, r"format_version is True; needs an integer"),
+    ],
+)
+def test_errors_of_the_config(fields, message):
+    with pytest.raises(ValueError, match=message):
+        QuantizerConfig(**fields)
+    with pytest.raises(ValueError, match=message):
+        QuantizerConfig.from_dict(fields)
+
+
+def test_as_config_takes_a_config_a_name_or_fields():
+    config = QuantizerConfig("int4")
+    assert as_config(config) is config
+    assert as_config("int4") == as_config({"weights": "int4"}) == config
+    with pytest.raises(ValueError, match="config is a int; needs a QuantizerConfig, a format name or a dict"):
+        as_config(4)
+
+
+def test_entry_fields():
+    assert entry_fields("int4") == {"weights": "int4"}
+    assert entry_fields({"weights": "int4", "group_size": 64}) == {"weights": "int4", "group_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matched", "excluded"),
+    [
+        ("lm_head", "lm_head", True, True),
+        ("lm_head", "model.lm_head", False, True),
+        ("*.down_proj", "layers.0.down_proj", True, True),
+        ("*.down_proj", "layers.0.down_proj.x", False, False),
+        ("layers.1", "layers.1.mlp.up", False, True),
+        ("layers.1", "layers.11.mlp.up", False, False),
+        ("mlp", "layers.1.mlp.up", False, True),
+        ("re:.*\\.(up|down)_proj", "a.up_proj", True, True),
+        ("re:.*\\.(up|down)_proj", "a.up_proj.b", False, False),
+        ("re:up", "a.up", False, False),
+    ],
+)
+def test_patterns(pattern, name, matched, excluded):
+    assert matches(pattern, name) is matched
+    assert excludes(pattern, name) is excluded
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"format": "int4", "granularity": "rows"}, r"granularity is 'rows'; allowed: tensor, row, group, block"),
+        ({"format": "int4", "granularity": "row", "group_size": 64}, r"'row' with group_size 64"),
+        ({"format": "int4", "granularity": "group"}, r"'group' with group_size None"),
+        ({"format": "int4"}, r"not a tensor quantization record"),
+        ({"format": "int4", "granularity": "row", "bits": 4}, r"not a tensor quantization record: .*bits"),
+    ],
+)
+def test_a_stored_scheme_is_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LinearScheme.from_dict({"weight": fields})
+
+
+@pytest.mark.parametrize("stored", [None, {}, {"activation": None}, {"weight": {}, "bias": 1}, "int4"])
+def test_what_is_no_scheme_is_refused(stored):
+    with pytest.raises(
+        ValueError, match=r"a scheme is \{weight, activation, sparsity\}|not a tensor quantization record"
+    ):
+        LinearScheme.from_dict(stored)
+
+
+@pytest.mark.parametrize("fields", all_scheme_fields().values(), ids=all_scheme_fields())
+def test_schemes_survive_json(fields):
+    found = scheme(**fields, activations="int8")
+    assert LinearScheme.from_dict(json.loads(json.dumps(found.to_dict()))) == found
