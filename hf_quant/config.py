@@ -244,6 +244,25 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
     return LinearScheme(weight, activation), algorithm
 
 
+def fields_of(scheme: LinearScheme) -> dict[str, Any]:
+    """Scheme fields that `resolve_scheme` turns into this scheme, whatever the weight's dtype. Raises ValueError if
+    there are none: then this version has no such scheme."""
+    weight, activation = scheme.weight, scheme.activation
+    fixed = any(f.name == weight.format and f.fixed_group_size for f in FORMATS.values())
+    fields = {
+        "weights": weight.format,
+        "activations": None if activation is None else activation.format,
+        "granularity": weight.granularity,
+        "group_size": weight.group_size,
+        "symmetric": weight.symmetric,
+        "scale_dtype": None if fixed else weight.scale_dtype,
+        "sparsity": scheme.sparsity,
+    }
+    if resolve_scheme(fields, torch.bfloat16)[0] != scheme:
+        raise ValueError(f"this version has no scheme {scheme.to_dict()}")
+    return fields
+
+
 def _expand_preset(fields: dict[str, Any]) -> dict[str, Any]:
     name = fields.get("weights")
     if not isinstance(name, str):

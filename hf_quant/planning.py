@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_quant.algorithms import empty_packed, geometry
-from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, matches, resolve_scheme
+from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, fields_of, matches, resolve_scheme
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
 from hf_quant.kernels._op import Problem, explain
 from hf_quant.modules import QuantizedModule, quantized_class, register_experts
@@ -135,6 +135,7 @@ def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
         if not isinstance(group, dict) or not isinstance(group.get("modules"), list):
             raise ValueError(f"the stored plan has {group!r}; needs {{scheme, modules}}")
         scheme = LinearScheme.from_dict(group.get("scheme"))
+        fields_of(scheme)  # raises if it is none of this version's
         for folded in group["modules"]:
             for name in unfold_name(folded):
                 schemes[name] = scheme

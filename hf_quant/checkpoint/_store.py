@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from hf_quant.checkpoint._header import TensorInfo, load_json, scan_files
 from hf_quant.checkpoint._packed import check_info, check_values, expected_tensors, guard_entry
-from hf_quant.config import QuantizerConfig
-from hf_quant.formats import FORMATS
+from hf_quant.config import QuantizerConfig, fields_of
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_name
 from hf_quant.quantize import OBSERVERS
@@ -44,16 +43,7 @@ def config_of(model: nn.Module) -> QuantizerConfig:
     if not found:
         raise ValueError(f"nothing in this {type(model).__name__} is quantized: quantize_ it first")
     (scheme, algorithm), _ = Counter((m.scheme, m.algorithm) for m in found.values()).most_common(1)[0]
-    weight = scheme.weight
-    config = QuantizerConfig(
-        weight.format,
-        None if scheme.activation is None else scheme.activation.format,
-        granularity=weight.granularity,
-        group_size=weight.group_size,
-        symmetric=weight.symmetric,
-        scale_dtype=None if FORMATS[weight.format].fixed_group_size else weight.scale_dtype,
-        algorithm=algorithm,
-    )
+    config = QuantizerConfig(**fields_of(scheme), algorithm=algorithm)
     config.plan = schemes_to_list({name: module.scheme for name, module in found.items()})
     return config
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_quant import FORMATS, PRESETS, QuantizerConfig
-from hf_quant.config import FORMAT_VERSION, as_config, entry_fields, excludes, matches, resolve_scheme
+from hf_quant.config import FORMAT_VERSION, as_config, entry_fields, excludes, fields_of, matches, resolve_scheme
 from hf_quant.scheme import LinearScheme, TensorQuant
 from hf_quant.testing import all_scheme_fields
 
@@ -274,3 +274,31 @@ def test_what_is_no_scheme_is_refused(stored):
 def test_schemes_survive_json(fields):
     found = scheme(**fields, activations="int8")
     assert LinearScheme.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize("activations", [None, "int8", "fp8"])
+@pytest.mark.parametrize("fields", all_scheme_fields().values(), ids=all_scheme_fields())
+def test_fields_of_a_scheme_give_it_back_for_any_dtype(fields, activations):
+    for dtype in (torch.float16, torch.float32):
+        found = scheme(dtype, **fields, activations=activations)
+        assert scheme(torch.bfloat16, **fields_of(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"format": "int5"}, "unknown format or preset 'int5'"),
+        ({"format": ["int4"]}, "needs a format or preset name"),
+        ({"group_size": -4}, "group_size is -4; allowed"),
+        ({"group_size": [64]}, r"group_size is \[64\]; allowed"),
+        ({"symmetric": 3}, "symmetric is 3; needs"),
+        ({"scale_dtype": "float64"}, "unknown scale_dtype 'float64'"),
+        ({"scale_dtype": None}, "this version has no scheme"),
+        ({"dynamic": False}, "this version has no scheme"),
+        ({"format": "W8A8", "granularity": "row", "group_size": None}, "this version has no scheme"),
+    ],
+)
+def test_schemes_that_this_version_does_not_have(changed, message):
+    stored = {**scheme(weights="int4").weight.to_dict(), **changed}
+    with pytest.raises(ValueError, match=message):
+        fields_of(LinearScheme.from_dict({"weight": stored}))
