@@ -20,6 +20,7 @@ from hf_quant.scheme import LinearScheme
 
 
 MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
+MAX_MODULES = 10**6  # in a stored plan; more is no model but an attack on memory
 DEFAULT_KINDS = ("linear", "experts")
 
 
@@ -139,6 +140,8 @@ def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
         for folded in group["modules"]:
             for name in unfold_name(folded):
                 schemes[name] = scheme
+            if len(schemes) > MAX_MODULES:
+                raise ValueError(f"the stored plan names more than {MAX_MODULES} modules")
     return schemes
 
 
@@ -274,10 +277,17 @@ class _Context:
         return config.scheme_fields(), None
 
     def is_router(self, name: str) -> bool:
-        """A linear layer called gate or router beside `experts`: a wrong expert costs more than its bytes save."""
-        parent, _, leaf = name.rpartition(".")
-        beside = any(n == f"{parent}.experts" or n.startswith(f"{parent}.experts.") for n in self.candidates)
-        return beside and any(word in leaf for word in ("gate", "router")) and "proj" not in leaf
+        """A linear layer called gate or router, or inside of one, beside `experts`.
+
+        A wrong expert costs more than its bytes save.
+        """
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if ("gate" in part or "router" in part) and "proj" not in part:
+                experts = ".".join([*parts[:i], "experts"])
+                if any(n == experts or n.startswith(f"{experts}.") for n in self.candidates):
+                    return True
+        return False
 
     def entry(self, name: str) -> PlanEntry:
         kind, module = self.candidates[name]
@@ -323,12 +333,12 @@ def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None
 
 def fold_names(names: list[str]) -> list[str]:
     """Fold names that differ in their numeric components only; `unfold_name` gives them back, in another order."""
-    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    groups: dict[tuple[str | None, ...], list[tuple[int, ...]]] = {}
     for name in names:
-        parts = name.split(".")
-        # "007" is not the number 7: only canonical numerals are folded.
-        numbers = tuple(int(p) for p in parts if p.isdecimal() and str(int(p)) == p)
-        template = tuple("#" if p.isdecimal() and str(int(p)) == p else p for p in parts)
+        # "007" is not the number 7: only canonical numerals are folded, and none that `unfold_name` finds absurd.
+        numerals = [p.isdecimal() and str(int(p)) == p and len(p) <= 6 for p in name.split(".")]
+        numbers = tuple(int(p) for p, is_numeral in zip(name.split("."), numerals) if is_numeral)
+        template = tuple(None if is_numeral else p for p, is_numeral in zip(name.split("."), numerals))
         groups.setdefault(template, []).append(numbers)
     folded = []
     for template, found in groups.items():
@@ -338,7 +348,7 @@ def fold_names(names: list[str]) -> list[str]:
         )
         for slot_values in combinations:
             values = iter(slot_values)
-            folded.append(".".join(_fold_numbers(next(values)) if part == "#" else part for part in template))
+            folded.append(".".join(_fold_numbers(next(values)) if part is None else part for part in template))
     return folded
 
 
@@ -367,9 +377,11 @@ def unfold_name(folded: str) -> list[str]:
             if match is None:
                 raise ValueError(f"the stored plan has the module name {folded!r}, which cannot be read")
             numbers += map(str, range(int(match[1]), int(match[2] or match[1]) + 1))
+            if len(numbers) > MAX_MODULES:
+                break
         parts.append(numbers)
-    if prod(map(len, parts)) > 10**6:
-        raise ValueError(f"the stored plan's {folded!r} stands for more than a million modules")
+    if prod(map(len, parts)) > MAX_MODULES:
+        raise ValueError(f"the stored plan's {folded[:80]!r} stands for more than {MAX_MODULES} modules")
     return [".".join(combination) for combination in itertools.product(*parts)]
 
 

@@ -1,0 +1,351 @@
+"""`plan`: who gets which scheme and why not, sizes, the table, and the compact names that config.json stores."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from hf_quant import FORMATS, QuantizerConfig, plan, quantize_
+from hf_quant.config import resolve_scheme
+from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_name
+from hf_quant.testing import all_scheme_fields
+
+
+BITS = [  # of a 4096 x 4096 bf16 matrix, as the formats table has them
+    ("int8", {}, 8 + 16 / 4096),
+    ("int8", {"activations": "int8"}, 8 + 32 / 4096),
+    ("int4", {}, 4.125),
+    ("int4", {"symmetric": False}, 4.1875),
+    ("int3", {}, 3.1875),
+    ("int2", {}, 2.375),
+    ("fp8_e4m3", {}, 8 + 32 / 4096),
+    ("fp8_e4m3", {"granularity": "block"}, 8 + 32 / 128**2),
+    ("fp8_e5m2", {}, 8 + 32 / 4096),
+    ("fp6_e3m2", {}, 6 + 32 / 4096),
+    ("fp6_e2m3", {}, 6 + 32 / 4096),
+    ("nf4", {}, 4.25),
+    ("nf4", {"scale_dtype": "float8_e4m3fn"}, 4.125),
+    ("mxfp4", {}, 4.25),
+    ("nvfp4", {}, 4.5),
+]
+
+
+def mlp(K: int = 64, N: int = 96) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.LayerNorm(N), nn.Linear(N, K))
+
+
+def nbytes(model: nn.Module) -> int:
+    """Bytes of the parameters and buffers that a model really holds."""
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    return sum(t.nbytes for t in tensors.values())
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight, around a body; declares its head as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(80, 64), nn.Linear(64, 64), nn.Linear(64, 80, bias=False)
+        self.head.weight = self.embed.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+class Mixture(nn.Module):
+    """A router and a list of experts, as older MoE models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 80)
+        self.router = nn.ModuleDict({"classifier": nn.Linear(64, 80)})
+        self.experts = nn.ModuleList(nn.ModuleDict({"gate_proj": nn.Linear(64, 64)}) for _ in range(2))
+
+
+@pytest.mark.parametrize(("name", "extra", "bits"), BITS)
+def test_bits_per_weight_are_those_of_the_formats_table(name, extra, bits):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096, dtype=torch.bfloat16))
+    found = plan(model, {"weights": name, **extra})
+    assert found.bits_per_weight == pytest.approx(bits, abs=1e-5)  # one fp32 global_scale is 2e-6
+    assert found.nbytes == pytest.approx(4096 * 4096 * bits / 8 + 4096 * 2, abs=4)
+
+
+@pytest.mark.parametrize("fields", all_scheme_fields().values(), ids=all_scheme_fields())
+def test_bytes_are_those_that_the_model_then_has(fields):
+    model = mlp(70, 136).to(torch.bfloat16)  # K off the packing unit, off the group and off the block
+    found = plan(copy.deepcopy(model).to("meta"), QuantizerConfig(**fields))
+    assert found.nbytes_before == nbytes(model)
+    quantize_(model, fields)
+    assert found.nbytes == nbytes(model)
+    assert found.nbytes < found.nbytes_before
+
+
+def test_bytes_with_tied_weights_and_biases():
+    model = Tied()
+    found = plan(model, {"weights": "int8", "modules": {"head": "int4"}})
+    assert found.nbytes_before == nbytes(model)
+    quantize_(model, {"weights": "int8", "modules": {"head": "int4"}})
+    assert found.nbytes == nbytes(model)
+
+
+def test_planning_changes_nothing():
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    plan(model, "int4")
+    after = model.state_dict()
+    assert list(before) == list(after) and all(torch.equal(before[k], after[k]) for k in before)
+    assert type(model[0]) is nn.Linear
+
+
+def test_the_table():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"layers": nn.ModuleList(mlp(128, 256) for _ in range(3)), "small": nn.Linear(8, 8)})
+    model = nn.ModuleDict({"model": model}).to(torch.bfloat16)
+    lines = str(plan(model, QuantizerConfig("int4", modules={"*.1.3": None}))).splitlines()
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    assert cells[0] == "modules,count,shape,scheme,bits,MB before,MB after,cpu,cuda,reason".split(",")
+    assert set(lines[1]) == {"-"}
+    assert cells[2][:7] == ["model.layers.*.*", "3", "256x128", "int4 g128", "4.12", "0.20", "0.05"]
+    assert cells[3][:7] == ["model.layers.*.*", "2", "128x256", "int4 g128", "4.12", "0.13", "0.03"]
+    assert cells[4][3:5] == ["16-bit", "16.00"] and cells[4][-1] == "kept by modules['*.1.3']"
+    assert cells[5][0] == "model.small" and cells[5][-1] == "fewer than 4096 weights"
+    assert lines[6].startswith("5 of 7 modules quantized, 4.125 bits per weight; model 0.40 -> ")
+    assert len(lines) == 7
+
+
+def test_the_table_names_a_kernel_for_each_device_and_kind():
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Embedding(64, 64), "c": nn.Conv1d(64, 64, 3)})
+    found = plan(model, {"weights": "int8", "activations": "int8", "modules": {"b": "int4", "c": "fp8"}})
+    for entry in found.quantized.values():
+        assert all("(" in entry.kernel(device) for device in ("cpu", "cuda"))
+    assert found.entries["a"].scheme.activation is not None
+    assert plan(model, "int4").entries["b"].kernel("cpu") == "16-bit"
+
+
+def test_reasons_for_16_bit():
+    model = nn.ModuleDict(
+        {
+            "head": nn.Linear(64, 64),
+            "keep": nn.Linear(64, 64),
+            "small": nn.Linear(8, 8),
+            "embed": nn.Embedding(64, 64),
+            "conv": nn.Conv2d(16, 16, 5),
+            "body": nn.Linear(64, 64),
+        }
+    )
+    model.get_output_embeddings = lambda: model["head"]
+    found = plan(model, QuantizerConfig("int4", modules={"keep": None}))
+    assert {name: entry.reason for name, entry in found.entries.items()} == {
+        "head": "output embedding",
+        "keep": "kept by modules['keep']",
+        "small": "fewer than 4096 weights",
+        "embed": "embedding: only if named in `modules`",
+        "conv": "conv: only if named in `modules`",
+        "body": None,
+    }
+    assert list(found.quantized) == ["body"]
+    found = plan(model, QuantizerConfig("int4", modules_to_not_convert=["keep"]))
+    assert list(found.quantized) == ["head", "body"]  # a list replaces the default exclusions
+    assert found.entries["keep"].reason == "modules_to_not_convert has 'keep'"
+
+
+def test_naming_a_module_beats_every_default_exclusion():
+    model = Tied()
+    model.small = nn.Linear(8, 8)
+    config = QuantizerConfig(
+        "int4", modules={"head": "int8", "small": "nf4"}, modules_to_not_convert=["small", "head"]
+    )
+    found = plan(model, config)
+    assert {name: str(entry.scheme) for name, entry in found.quantized.items()} == {
+        "embed": "int8 row",
+        "body": "int4 g128",
+        "head": "int8 row",
+        "small": "nf4 g64",
+    }
+    assert found.entries["small"].reason == "named by modules['small']"
+
+
+def test_exact_names_win_then_the_first_pattern():
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("up", "down", "gate")})
+    found = plan(model, QuantizerConfig("int8", modules={"*": "int4", "re:u.": "nf4", "down": "int2"}))
+    assert [e.scheme.weight.format for e in found.entries.values()] == ["int4", "int2", "int4"]
+    # An entry stands alone: it inherits nothing.
+    found = plan(model, QuantizerConfig("int4", group_size=32, activations="int8", modules={"up": "int4"}))
+    assert str(found.entries["up"].scheme) == "int4 g128" and "g32" in str(found.entries["down"].scheme)
+
+
+def test_tied_modules_share_one_decision():
+    found = plan(Tied(), "int4")
+    assert found.entries["head"].reason == "tied to embed; name it in `modules` to quantize both"
+    assert found.entries["embed"].reason == "tied to head; name it in `modules` to quantize both"
+    found = plan(Tied(), QuantizerConfig(None, modules={"embed": {"weights": "int8", "activations": "int8"}}))
+    assert found.entries["embed"].scheme == found.entries["head"].scheme
+    assert found.entries["head"].scheme.activation is None  # an embedding has no activations to quantize
+    assert found.entries["head"].shared_with == "embed" and found.entries["head"].bytes_after == 0
+    assert "shares the codes of embed" in str(found)
+    with pytest.raises(ValueError, match="embed and head share one weight, but `modules` gives them"):
+        plan(Tied(), QuantizerConfig("int4", modules={"embed": "int8", "head": "int4"}))
+
+
+def test_tied_modules_as_transformers_declares_them():
+    with torch.device("meta"):  # on the meta device the host has not tied anything yet
+        model = Tied()
+        model.head = nn.Linear(64, 80, bias=False)
+    model.all_tied_weights_keys = {"head.weight": "embed.weight"}
+    assert plan(model, QuantizerConfig("int4", modules={"head": "int8"})).entries["head"].shared_with == "embed"
+
+
+def test_routers_stay_in_16_bit():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Mixture()])})
+    found = plan(model, "int4")
+    assert list(found.quantized) == ["layers.0.experts.0.gate_proj", "layers.0.experts.1.gate_proj"]
+    assert found.entries["layers.0.gate"].reason == "MoE router"
+    assert found.entries["layers.0.router.classifier"].reason == "MoE router"
+    assert plan(Mixture(), "int4").entries["gate"].reason == "MoE router"
+    del model["layers"][0].experts
+    model.up = nn.Linear(64, 64)
+    assert plan(model, "int4").entries["layers.0.gate"].scheme is not None  # a gate, but of no experts
+
+
+def test_modules_that_the_model_keeps_in_fp32():
+    model = nn.ModuleDict({"wo": nn.Linear(64, 64), "wi": nn.Linear(64, 64), "norm_out": nn.Linear(64, 64)})
+    model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict = ["wo"], ["norm_out"]
+    assert list(plan(model.half(), "int4").quantized) == ["wi"]
+    assert plan(model, "int4").entries["wo"].reason == "kept in fp32 by the model"
+    assert list(plan(model.to(torch.bfloat16), "int4").quantized) == ["wo", "wi"]  # only fp16 overflows there
+    assert list(plan(model, "int4", dtype=torch.float16).quantized) == ["wi"]
+
+
+def test_the_dtype_that_the_loader_will_use_decides_sizes_and_scales():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(128, 128))
+    entry = plan(model, "int4", dtype=torch.bfloat16).entries["0"]
+    assert entry.dtype == torch.bfloat16 and entry.scheme.weight.scale_dtype == "bfloat16"
+    assert entry.bytes_before == 128 * 128 * 2
+
+
+def test_what_is_not_quantizable_is_not_in_the_plan():
+    model = nn.ModuleDict(
+        {
+            "integer": nn.Linear(64, 64),
+            "renormed": nn.Embedding(64, 64, max_norm=1.0),
+            "transposed": nn.ConvTranspose2d(16, 16, 5),
+            "plain": nn.Linear(64, 64),
+        }
+    )
+    model["integer"].weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    assert list(plan(model, "int4").entries) == ["plain"]
+
+
+def test_bare_modules_can_be_planned():
+    assert list(plan(nn.Linear(64, 64), "int4").quantized) == [""]
+    assert "(model)" in str(plan(nn.Linear(64, 64), "int4"))
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        (nn.Sequential(nn.ReLU()), "int4", "nothing to quantize in Sequential: it has no linear layers"),
+        (nn.Linear(8, 8), "int4", "nothing to quantize in Linear: fewer than 4096 weights"),
+        (nn.Embedding(64, 64), "int4", "nothing to quantize in Embedding: embedding: only if named"),
+        (mlp(), {"weights": "int4", "modules": {"*": None}}, r"nothing to quantize .*kept by modules\['\*'\]"),
+        (mlp(), {"weights": "int4", "modules": {"*.down": "int8"}}, r"modules\['\*\.down'\] matches no module"),
+        (mlp(), {"weights": "int4", "modules": {"1": "int8"}}, r"modules\['1'\] matches no module that can be quant"),
+        (mlp(), {"weights": "int4", "modules": {"re:.*x": None}}, r"matches no module .*the model has \*\.0, \*\.3"),
+    ],
+)
+def test_errors(model, config, message):
+    with pytest.raises(ValueError, match=message):
+        plan(model, config)
+
+
+def test_a_pattern_that_matches_nothing_is_answered_with_close_names():
+    model = nn.ModuleDict({"down_proj": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
+    with pytest.raises(ValueError, match=r"modules\['lmhead'\] matches no module .*close to it: lm_head"):
+        plan(model, QuantizerConfig("int4", modules={"lmhead": "int8"}))
+
+
+def test_quantizing_twice():
+    model = quantize_(mlp(), "int4")
+    with pytest.raises(ValueError, match=r"the model is quantized already \(0 is\); dequantize_ it first"):
+        plan(model, "int4")
+
+
+# Names in config.json.
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        (["lm_head"], ["lm_head"]),
+        ([""], [""]),
+        (["a.0.up", "a.1.up", "a.2.up"], ["a.{0-2}.up"]),
+        (["a.0.up", "a.2.up", "a.3.up", "a.4.up", "a.9.up"], ["a.{0,2-4,9}.up"]),
+        (["a.7.up", "a.7.down"], ["a.7.up", "a.7.down"]),
+        (["a.0.e.0", "a.0.e.1", "a.1.e.0", "a.1.e.1"], ["a.{0-1}.e.{0-1}"]),
+        (["a.0.e.0", "a.0.e.1", "a.1.e.0"], ["a.0.e.0", "a.0.e.1", "a.1.e.0"]),  # no product of two sets
+        (["a.007", "a.7"], ["a.007", "a.7"]),
+        (["a.#", "a.1", "a.2"], ["a.#", "a.{1-2}"]),
+        (["a.1234567", "a.1234568"], ["a.1234567", "a.1234568"]),
+        (["0", "3"], ["{0,3}"]),
+    ],
+)
+def test_names_are_folded_and_unfolded(names, folded):
+    assert fold_names(names) == folded
+    assert sorted(n for f in folded for n in unfold_name(f)) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("folded", "message"),
+    [
+        (3, "names a module 3"),
+        ("a.{}", "cannot be read"),
+        ("a.{1-}", "cannot be read"),
+        ("a.{x}", "cannot be read"),
+        ("a.{1;2}", "cannot be read"),
+        ("a.{0-999999}.{0-9}", "more than 1000000 modules"),
+        ("a.{" + ",".join(["0-999999"] * 1000) + "}", "more than 1000000 modules"),
+    ],
+)
+def test_malformed_names(folded, message):
+    with pytest.raises(ValueError, match=message):
+        unfold_name(folded)
+
+
+def test_the_stored_plan_is_json_and_gives_every_scheme_back():
+    model = nn.ModuleDict({"layers": nn.ModuleList(mlp() for _ in range(12)), "head": nn.Linear(64, 64)})
+    found = plan(model, QuantizerConfig("int4", modules={"head": "int8", "layers.3.*": "nf4"}))
+    stored = found.to_list()
+    assert json.loads(json.dumps(stored)) == stored
+    assert schemes_from_list(stored) == {name: entry.scheme for name, entry in found.quantized.items()}
+    assert [group["modules"] for group in stored] == [["layers.{0-2,4-11}.{0,3}"], ["layers.3.{0,3}"], ["head"]]
+    assert schemes_to_list(schemes_from_list(stored)) == stored
+
+
+INT4 = resolve_scheme({"weights": "int4"}, torch.bfloat16)[0].to_dict()
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (None, "the stored plan is a NoneType; needs a list"),
+        ({}, "the stored plan is a dict"),
+        (["a"], "the stored plan has 'a'; needs"),
+        ([{"scheme": INT4, "modules": "a"}], "needs {scheme, modules}"),
+        ([{"modules": ["a"]}], "a scheme is {weight, activation, sparsity}, got None"),
+        ([{"scheme": INT4, "modules": [None]}], "names a module None"),
+        ([{"scheme": {"weight": {**INT4["weight"], "format": "int5"}}, "modules": ["a"]}], "'int5'"),
+        ([{"scheme": {"weight": {**INT4["weight"], "group_size": 7}}, "modules": ["a"]}], "group_size is 7"),
+        ([{"scheme": INT4, "modules": ["a.{0-999999}", "b.{0-999999}"]}], "names more than 1000000 modules"),
+    ],
+)
+def test_a_malformed_plan_is_refused(stored, message):
+    with pytest.raises(ValueError, match=message):
+        schemes_from_list(stored)
+
+
+def test_every_format_has_its_bits():
+    assert {name for name, _, _ in BITS} == set(FORMATS)
