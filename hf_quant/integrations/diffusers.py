@@ -1,0 +1,332 @@
+"""The diffusers adapter: quantize on load, save, reload (`from_pretrained`, `from_single_file`, `save_pretrained`).
+
+`from_pretrained` calls `DiffusersQuantizer` in this order: `maybe_update_loaded_keys` with the checkpoint's files,
+`_process_model_before_weight_loading` on the meta model, the sizes for the device map, `update_missing_keys`,
+`create_quantized_param` for each tensor that `check_if_quantized_param` claims, and
+`_process_model_after_weight_loading`. Text encoders of a pipeline are transformers models: the other adapter's.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import diffusers.quantizers.auto as auto
+import torch
+from accelerate.utils import set_module_tensor_to_device
+from diffusers.quantizers import base
+from torch import nn
+
+from hf_quant import quantize
+from hf_quant.checkpoint import check_packed
+from hf_quant.config import QuantizerConfig
+from hf_quant.integrations._loading import (
+    prepare_from_checkpoint,
+    prepare_from_config,
+    quantize_into,
+    read_keys,
+    stored_weights,
+    trim_memory,
+)
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.quantize import dequantize_
+
+
+NAME = "hf_quant"
+_CONFIG_KEYS = ("quantization_config", "_pre_quantization_dtype")  # what a quantizer adds to model.config
+_logger = logging.getLogger(NAME)
+
+
+class DiffusersQuantizer(base.DiffusersQuantizer):
+    """Quantizes a diffusers model on load, parameter by parameter, or loads a checkpoint that is quantized."""
+
+    requires_calibration = False
+    # The modules that a model keeps in fp32 stay in fp32, as without a quantizer.
+    use_keep_in_fp32_modules = True
+    quantization_config: QuantizerConfig
+
+    def __init__(self, quantization_config: QuantizerConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._dtype: torch.dtype | None = None
+        self._headers: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._elements = self._bytes = self._largest = 0  # see `_measure`
+
+    @property
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train on top of the frozen codes: every forward passes the exact gradient to its input."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    @property
+    def supports_parallel_loading(self) -> bool:
+        """Threads may fill packed tensors, but not put codes in the place of weights: that changes the names."""
+        return self.pre_quantized
+
+    # Before the weights.
+
+    def validate_environment(
+        self,
+        *args: Any,
+        torch_dtype: torch.dtype | None = None,
+        device_map: dict[str, Any] | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if torch_dtype is not None and torch_dtype.itemsize == 1:
+            raise ValueError(
+                f"dtype is {torch_dtype}: that is for the layers that are not quantized, which compute in 16 or 32 "
+                "bits; pass torch.bfloat16, torch.float16 or torch.float32"
+            )
+        # The host writes to disk what the checkpoint has, past `create_quantized_param`.
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            modules = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
+            raise ValueError(
+                f"device_map puts {', '.join(modules[:3])} on disk, where weights cannot go while they are being "
+                "quantized. Allow more memory (max_memory), or save the quantized model first and load that: packed "
+                "weights can be on disk"
+            )
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
+        self._dtype = torch_dtype
+        return torch_dtype
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        if not self.pre_quantized:
+            return loaded_keys
+        self._headers = read_keys(checkpoint_files)
+        guards = {f"{stored.module}.{stored.weight}" for stored in stored_weights(self._headers)}
+        return [key for key in loaded_keys if key not in guards]
+
+    def _process_model_before_weight_loading(
+        self,
+        model: nn.Module,
+        *,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        keep_in_fp32_modules: list[str] | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        if state_dict is not None:
+            self._correct_single_file(state_dict)
+        if self.pre_quantized:
+            prepare_from_checkpoint(model, self.quantization_config, self._headers, rename=str, tied={})
+            self._headers = {}
+        elif self.quantization_config.plan is not None:
+            raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
+        elif is_autoencoder(model) and not self.quantization_config.modules:
+            _logger.warning(
+                "%s stays in 16 bit: its linear layers are few, and every pixel passes through them. Name them in "
+                "`modules` to quantize them.",
+                type(model).__name__,
+            )
+        else:
+            self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
+        self._measure(model, keep_in_fp32_modules or [])
+        return model
+
+    def _correct_single_file(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """`from_single_file` takes every quantizer for one of a quantized file."""
+        if any(key.rpartition(".")[2].startswith("qdata") for key in state_dict):
+            raise ValueError("the file is quantized by hf_quant: load its directory, by from_pretrained")
+        self.pre_quantized = False
+
+    # Sizes, for the device map and the allocator.
+
+    def get_special_dtypes_update(self, model: nn.Module, torch_dtype: torch.dtype) -> dict[str, Any]:
+        waiting = {name: _NoBytes() for name in _waiting_weights(model)}
+        return {**super().get_special_dtypes_update(model, torch_dtype), **waiting}
+
+    def adjust_max_memory(self, max_memory: dict[str, int | str]) -> dict[str, int | str]:
+        """Room for the one weight that is being quantized, in fp32."""
+        return {k: max(v - self._largest, 0) if isinstance(v, int) else v for k, v in max_memory.items()}
+
+    def get_cuda_warm_up_factor(self) -> Fraction:
+        """How often the true bytes fit into the elements that the host counts, taken as elements of the model's dtype.
+
+        It floor-divides their number by this, so a fraction serves.
+        """
+        if not self._bytes:  # from_single_file asks before the model is prepared
+            return Fraction(super().get_cuda_warm_up_factor())
+        return Fraction(self._elements * (self._dtype or torch.get_default_dtype()).itemsize, self._bytes)
+
+    def _measure(self, model: nn.Module, keep_in_fp32_modules: list[str]) -> None:
+        """Count elements with the weights that wait, true bytes without them, and bytes of the largest of these."""
+        waiting = set(_waiting_weights(model))
+        for name, tensor in model.state_dict().items():
+            self._elements += tensor.numel()
+            if name in waiting:
+                self._largest = max(self._largest, 4 * tensor.numel())
+                continue
+            dtype = tensor.dtype
+            if dtype.is_floating_point:
+                fp32 = any(part in name.split(".") for part in keep_in_fp32_modules)
+                dtype = torch.float32 if fp32 else self._dtype or dtype
+            self._bytes += tensor.numel() * dtype.itemsize
+
+    # The weights.
+
+    def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
+        if self.pre_quantized:
+            return missing_keys
+        computed = {
+            f"{name}.{packed_key(part, weight)}"
+            for name, module in _quantized_modules(model)
+            for weight in module.placeholders
+            for part in PACKED_NAMES
+        }
+        return [key for key in missing_keys if key not in computed]
+
+    def check_if_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: torch.Tensor,
+        param_name: str,
+        state_dict: dict[str, Any],
+        **kwargs: Any,
+    ) -> bool:
+        if self.pre_quantized:
+            return False  # the host puts packed tensors where they belong; shapes and dtypes are checked already
+        return _waiting_module(model, param_name) is not None or _is_float8(param_value)
+
+    def create_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: torch.Tensor,
+        param_name: str,
+        target_device: torch.device | str | int,
+        state_dict: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        module = _waiting_module(model, param_name)
+        if module is None:  # in fp8, which the host would leave as it is because there is a quantizer
+            set_module_tensor_to_device(model, param_name, target_device, value=param_value, dtype=self._dtype)
+            return
+        # `param_value` is rounded to the model's dtype already; the codes are chosen from what the checkpoint has.
+        source = state_dict[param_name]
+        if _is_float8(source):
+            source = source.to(module.compute_dtype)
+        leaf, device = param_name.rpartition(".")[2], self.quantization_config.quantization_device
+        module.fill_(leaf, quantize_into(module, leaf, source.to(target_device), param_name, device))
+
+    # After the weights.
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        trim_memory()
+        missing = list(_waiting_weights(model))
+        if missing:
+            raise ValueError(
+                f"the checkpoint has no fitting {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}; is it of "
+                f"another model, or is a shard missing? What it lacks cannot be quantized"
+            )
+        if not any(True for _ in _quantized_modules(model)):
+            _forget(model)
+            return model
+        for name, module in _quantized_modules(model):
+            module.compute_dtype = self._dtype or module.compute_dtype  # from_single_file builds an fp32 model
+            if self.pre_quantized and module.packed_device(module.weight_names[0]).type != "meta":
+                check_packed(module, name)
+        _attach(model, self)
+        return model
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Any], safe_serialization: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        codes = next((key for key in state_dict if key.rpartition(".")[2] == "qdata"), None)
+        if codes is None:
+            return state_dict, {}
+        if not safe_serialization:
+            raise ValueError("a quantized model is saved as safetensors only; leave safe_serialization=True")
+        # Without hf_quant a load fails at this key by its shape, even if config.json does not say what the codes are.
+        return {**state_dict, f"{codes.removesuffix('qdata')}weight": torch.empty(0)}, {}
+
+    def dequantize(self, model: nn.Module) -> nn.Module:
+        return dequantize_(model)  # `_observe` corrects the model's records, here as after a direct call
+
+
+class _NoBytes:
+    """The "dtype" of a weight that takes no memory, because it is about to be quantized.
+
+    accelerate reads a dtype's bits off the end of its name.
+    """
+
+    def __str__(self) -> str:
+        return "none0"
+
+
+def is_autoencoder(model: nn.Module) -> bool:
+    """Whether a diffusers model is a VAE or another autoencoder."""
+    return any(c.__module__.startswith("diffusers.models.autoencoders.") for c in type(model).__mro__)
+
+
+def _quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule))
+
+
+def _waiting_weights(model: nn.Module) -> Iterator[str]:
+    """Names of the 16-bit weights that are not loaded, and so not quantized, yet."""
+    return (f"{name}.{weight}" for name, module in _quantized_modules(model) for weight in module.placeholders)
+
+
+def _waiting_module(model: nn.Module, param_name: str) -> QuantizedModule | None:
+    """The module that waits for this 16-bit weight, None if none does."""
+    path, _, leaf = param_name.rpartition(".")
+    module = model.get_submodule(path)
+    return module if isinstance(module, QuantizedModule) and leaf in module.placeholders else None
+
+
+def _is_float8(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize == 1
+
+
+def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
+    """Give a quantized model what the host's own loading gives it, and its config the resolved plan."""
+    config = quantizer.quantization_config
+    model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
+    model.register_to_config(quantization_config=config)
+    model.enable_layerwise_casting = _refuse_layerwise_casting
+
+
+def _forget(model: nn.Module) -> None:
+    """Inverse of `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
+    for attribute in ("hf_quantizer", "quantization_method", "enable_layerwise_casting"):
+        model.__dict__.pop(attribute, None)
+    model.is_quantized = False
+    kept = {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS}
+    model._internal_dict = type(model._internal_dict)(kept)
+
+
+def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
+    """In the place of `model.enable_layerwise_casting`."""
+    raise ValueError(
+        "this model is quantized: layerwise casting would leave its codes as they are and round what is kept in 16 "
+        "bit, such as biases. Quantize to fewer bits instead, or dequantize() it first"
+    )
+
+
+def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
+    """Keep a diffusers model's own records right after `quantize_` and `dequantize_`."""
+    host = sys.modules.get("diffusers.models.modeling_utils")  # not imported: no model of it exists
+    if host is None or not isinstance(model, host.ModelMixin):
+        return
+    if config is None:
+        _forget(model)
+    else:
+        _attach(model, DiffusersQuantizer(config, pre_quantized=False))
+
+
+def register() -> None:
+    """Register with diffusers; may be called again."""
+    auto.AUTO_QUANTIZER_MAPPING[NAME] = DiffusersQuantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = QuantizerConfig
+    if _observe not in quantize.OBSERVERS:
+        quantize.OBSERVERS.append(_observe)
+
+
+register()
