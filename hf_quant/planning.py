@@ -316,7 +316,8 @@ def _fp32_patterns(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
     dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     strict = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     loose = list(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return strict + (loose if dtype == torch.float16 else [])
+    # diffusers, which has no strict list, means any dtype.
+    return strict + (loose if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict") else [])
 
 
 def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None:
