@@ -21,6 +21,7 @@ LAYERS = (
     ("quantize",),
     ("checkpoint",),
     ("integrations",),
+    ("evaluate",),
     ("cli",),
     ("__init__", "__main__"),
     ("testing",),

@@ -1,0 +1,77 @@
+"""The command line: `hf-quant quantize | plan | inspect | eval | bench | demo`.
+
+A mistake of the user, or a file that is missing or broken, is one line on stderr and exit status 2; `--debug` shows
+where it was found. `main` imports nothing heavy before it knows the command: `hf-quant --help` answers at once.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+
+from hf_quant.cli._parser import build_parser
+
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; `arguments` default to `sys.argv[1:]`. Returns the exit status: 0, 2 on errors, 130 on Ctrl-C."""
+    args = build_parser().parse_args(arguments)
+    from safetensors import SafetensorError
+
+    try:
+        with _quiet_hosts(verbose=args.debug):
+            module, function = args.command
+            getattr(import_module(f"hf_quant.cli.{module}"), function)(args)
+            sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        print("hf-quant: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `hf-quant plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    # RuntimeError: what torch and the hosts raise on a full device, or on tensors that do not fit a model.
+    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"hf-quant: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _one_line(error: BaseException) -> str:
+    """The message of an error without line breaks; with its type where the message alone says little."""
+    message = " ".join(str(error).split())
+    return message if isinstance(error, ValueError | OSError) and message else f"{type(error).__name__}: {message}"
+
+
+@contextlib.contextmanager
+def _quiet_hosts(*, verbose: bool) -> Iterator[None]:
+    """Keep the hosts' warnings off stderr, and their progress bars unless a terminal shows them."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    levels = logging.get_verbosity(), hub_logging.get_verbosity()
+    bars, hub_bars = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        if not verbose:
+            logging.set_verbosity_error()
+            hub_logging.set_verbosity_error()
+            warnings.simplefilter("ignore")
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+            disable_progress_bars()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(levels[0])
+            hub_logging.set_verbosity(levels[1])
+            if bars:
+                logging.enable_progress_bar()
+            if hub_bars:
+                enable_progress_bars()

@@ -1,0 +1,174 @@
+"""`hf-quant inspect`, `eval` and `bench`."""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hf_quant.checkpoint import inspect_checkpoint
+from hf_quant.cli._models import (
+    Source,
+    check_not_quantized,
+    find_source,
+    load_model,
+    load_tokenizer,
+    meta_model,
+    parse_device,
+    progress_wanted,
+)
+from hf_quant.cli._parser import config_from_args, gives_scheme
+from hf_quant.cli._pipelines import quantized_parts
+from hf_quant.evaluate import PeakMemory, bits_per_weight, check_causal, generation_speed, quality, read_ids
+from hf_quant.planning import format_table
+
+
+_MAX_WINDOW = 2048
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """Print what a quantized checkpoint, or each quantized part of a pipeline, holds."""
+    if not args.checkpoint.is_dir():
+        raise ValueError(f"{args.checkpoint} is not a directory; `inspect` reads checkpoints that are on this machine")
+    if not (args.checkpoint / "model_index.json").is_file():
+        print(inspect_checkpoint(args.checkpoint))
+        return
+    parts = quantized_parts(args.checkpoint)
+    if not parts:
+        raise ValueError(f"{args.checkpoint} is a pipeline without a component that hf_quant has quantized")
+    print("\n\n".join(f"{part}\n{inspect_checkpoint(args.checkpoint / part)}" for part in parts))
+
+
+def eval(args: argparse.Namespace) -> None:
+    """Print perplexity and, with a reference, the distance to it."""
+    loaded = _Loaded(args)
+    ids = _read_text(args, loaded)[: args.max_tokens]
+    window = args.window or min(_MAX_WINDOW, *(_longest(model) for model in loaded.models.values()))
+    reference = loaded.reference
+    found = quality(loaded.models, ids, window=window, reference=reference, progress=progress_wanted())
+    rows = [("model", "bits/weight", "perplexity", "change", "KL per token (nats)", "same top token")]
+    for name, result in found.items():
+        compared = reference is not None and name != reference
+        change = result.perplexity / found[reference].perplexity - 1 if compared else 0.0
+        rows.append(
+            (
+                name,
+                bits_label(loaded.models[name]),
+                f"{result.perplexity:.4f}",
+                f"{change:+.2%}" if compared else "",
+                f"{result.kl:.5f}" if compared else "",
+                f"{result.agreement:.2%}" if compared else "",
+            )
+        )
+    print(format_table(rows))
+    count = next(iter(found.values())).num_tokens
+    print(f"{count} predictions in windows of {window} tokens of {args.text}")
+
+
+def bench(args: argparse.Namespace) -> None:
+    """Print load time, speed of `generate`, memory and, with a reference, the ratio to it."""
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads {args.threads}: needs at least 1")
+        torch.set_num_threads(args.threads)
+    # Pages of a mapped 16-bit file are in memory only once they are read: by a first generation.
+    loaded = _Loaded(
+        args, lambda model: generation_speed(model, prompt_tokens=args.prompt_tokens, new_tokens=2, rounds=1)
+    )
+    speeds = generation_speed(
+        loaded.models,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        rounds=args.rounds,
+        progress=progress_wanted(),
+    )
+    base = None if loaded.reference is None else speeds[loaded.reference]
+    rows = [("model", "bits/weight", "load s", "peak MB", "prefill ms", "x ref", "decode tok/s", "x ref")]
+    for name, speed in speeds.items():
+        rows.append(
+            (
+                name,
+                bits_label(loaded.models[name]),
+                f"{loaded.seconds[name]:.2f}",
+                f"{loaded.peaks[name] / 1e6:.0f}",
+                f"{speed.prefill * 1e3:.1f}",
+                "" if base is None else f"{base.prefill / speed.prefill:.2f}",
+                f"{speed.decode:.1f}",
+                "" if base is None else f"{speed.decode / base.decode:.2f}",
+            )
+        )
+    print(format_table(rows))
+    device = next(iter(loaded.models.values())).device
+    threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    print(
+        f"batch 1, {args.prompt_tokens} + {args.new_tokens} tokens on {device}{threads}, the models in turns, the "
+        f"median of {args.rounds} rounds; peak MB: by how much the memory in use grows while loading and in a first "
+        "generation"
+    )
+
+
+class _Loaded:
+    """The models of a measurement, with the time and memory that loading them took.
+
+    Attributes:
+        models: {name: model}, the reference first.
+        reference: its name, None if there is none.
+        seconds: {name: of loading}.
+        peaks: {name: bytes by which the memory grows while loading and in `warm_up`}.
+    """
+
+    def __init__(self, args: argparse.Namespace, warm_up: Callable[[dict[str, nn.Module]], object] | None = None):
+        self.device = parse_device(args.device)
+        config = config_from_args(args) if gives_scheme(args) else None
+        self.source = find_source(args.model)
+        wanted: dict[str, tuple[Source, object]] = {}
+        self.reference: str | None = None
+        if args.reference is not None:
+            reference = find_source(args.reference)
+            check_not_quantized(reference)
+            self.reference = f"{args.reference} (reference)"
+            wanted[self.reference] = (reference, None)
+        wanted[args.model if config is None else f"{args.model} {args.weights or 'quantized'}"] = (self.source, config)
+        self.models: dict[str, nn.Module] = {}
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
+        for name, (source, scheme) in wanted.items():
+            if source.kind != "transformers":
+                raise ValueError(f"{source.name} is of diffusers; needs a causal language model")
+            # Imports the model's code, which is not what `load s` and `peak MB` are about.
+            meta_model(source, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+            with PeakMemory(self.device) as memory:
+                start = time.perf_counter()
+                model = load_model(
+                    source,
+                    dtype=args.dtype,
+                    config=scheme,
+                    device=str(self.device),
+                    trust_remote_code=args.trust_remote_code,
+                )
+                self.seconds[name] = time.perf_counter() - start
+                check_causal(model, name)
+                if warm_up is not None:
+                    warm_up({name: model})
+            self.models[name], self.peaks[name] = model, memory.nbytes
+
+
+def _read_text(args: argparse.Namespace, loaded: _Loaded) -> torch.Tensor:
+    tokenizer = None
+    if args.text.suffix != ".npy":
+        names = (args.model, args.reference) if args.reference is not None else (args.model,)
+        sources = (find_source(name) for name in names)
+        found = (load_tokenizer(source, trust_remote_code=args.trust_remote_code) for source in sources)
+        tokenizer = next((t for t in found if t is not None), None)
+    return read_ids(args.text, tokenizer)
+
+
+def _longest(model: nn.Module) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_WINDOW
+
+
+def bits_label(model: nn.Module) -> str:
+    """True bits per quantized weight; the dtype of a model that is not quantized."""
+    bits = bits_per_weight(model)
+    return str(model.dtype).removeprefix("torch.") if bits is None else f"{bits:.2f}"

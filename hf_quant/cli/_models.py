@@ -1,0 +1,222 @@
+"""Which model a directory or a repository of the Hub holds, and how it is loaded."""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+)
+from torch import nn
+
+from hf_quant.config import QuantizerConfig
+
+
+DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# What lies beside the weights: tokenizers, processors, chat templates, the code of custom models, licences.
+_SIDE_FILES = (
+    *("*.json", "*.model", "*.spm", "*.jinja", "*.tiktoken", "*.bpe", "*.py"),
+    *("vocab*", "merges*", "dict.txt", "bpe.codes", "LICENSE*", "NOTICE*"),
+)
+_NOT_SIDE_FILES = ("config.json", "generation_config.json", "*.index.json", "*weights*.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to read.
+
+    Attributes:
+        name: directory, or USER/NAME on the Hub.
+        kind: "transformers", "diffusers" (one model) or "pipeline" (of diffusers).
+        fields: its config.json, or model_index.json.
+    """
+
+    name: str
+    kind: str
+    fields: dict[str, Any]
+
+    @property
+    def quant_method(self) -> str | None:
+        """What quantized it, None for a model in 16 bit."""
+        config = self.fields.get("quantization_config")
+        return None if not isinstance(config, dict) else str(config.get("quant_method", "an unknown method"))
+
+
+def find_source(name: str) -> Source:
+    """Look at a directory or repository. Raises ValueError if no model is there."""
+    for file in ("config.json", "model_index.json"):
+        path = find_file(name, file)
+        fields = {} if path is None else _read_json(path)
+        if file == "model_index.json" and fields:
+            return Source(name, "pipeline", fields)
+        if "_class_name" in fields:
+            return Source(name, "diffusers", fields)
+        if "model_type" in fields or "architectures" in fields:
+            return Source(name, "transformers", fields)
+    if Path(name).is_dir():
+        raise ValueError(f"{name} is not a model directory: it has no config.json of a model and no model_index.json")
+    raise ValueError(f"{name} is not a directory, and the Hub has no model of this name, or cannot be reached")
+
+
+def find_file(name: str, file: str) -> Path | None:
+    """A file of a directory or of a repository of the Hub, None if it has no such file."""
+    if Path(name).exists():
+        path = Path(name) / file
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(name, file))
+    except LocalEntryNotFoundError as error:
+        if HF_HUB_OFFLINE:  # perhaps another file is in the cache
+            return None
+        raise ValueError(f"{name} is not a directory, and the Hub cannot be reached: {error}") from None
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ValueError(f"{name} is not a directory, and the Hub says: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a JSON {type(fields).__name__}; needs an object")
+    return fields
+
+
+def model_class(source: Source, *, trust_remote_code: bool = False) -> type[nn.Module]:
+    """The class whose `from_pretrained` loads a source that is one model.
+
+    Raises ValueError if neither transformers nor, where it is trusted, the model's own code has it.
+    """
+    if source.kind == "diffusers":
+        import diffusers
+
+        found = getattr(diffusers, str(source.fields["_class_name"]), None)
+        if not isinstance(found, type):
+            raise ValueError(f"{source.name} is a {source.fields['_class_name']}, which diffusers does not have")
+        return found
+    names = source.fields.get("architectures") or ["AutoModel"]
+    found = getattr(transformers, str(names[0]), None)
+    if found is not None:
+        return found
+    auto_map = source.fields.get("auto_map") or {}
+    auto = next((key for key, value in auto_map.items() if str(value).endswith(f".{names[0]}")), None)
+    if auto is None:
+        raise ValueError(f"{source.name} is a {names[0]}, which transformers {transformers.__version__} does not have")
+    if not trust_remote_code:
+        raise ValueError(f"{source.name} brings the code of its {names[0]} along: --trust-remote-code runs it")
+    return getattr(transformers, auto)
+
+
+def load_model(
+    source: Source,
+    *,
+    dtype: str = "auto",
+    config: QuantizerConfig | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Load a model in evaluation mode, quantized on the way if a config is given.
+
+    Raises ValueError if it is to be quantized and is quantized already.
+    """
+    if config is not None:
+        check_not_quantized(source)
+    cls = model_class(source, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {} if config is None else {"quantization_config": config}
+    if device is not None:
+        options["device_map"] = parse_device(device)
+    if source.kind == "diffusers":
+        stored = None if DTYPES[dtype] == "auto" else DTYPES[dtype]
+        return cls.from_pretrained(source.name, torch_dtype=stored, **options).eval()
+    options["trust_remote_code"] = trust_remote_code
+    return cls.from_pretrained(source.name, dtype=DTYPES[dtype], **options).eval()
+
+
+def meta_model(source: Source, *, dtype: str = "auto", trust_remote_code: bool = False) -> nn.Module:
+    """The model on the meta device: every module, no weights."""
+    cls = model_class(source, trust_remote_code=trust_remote_code)
+    if source.kind == "diffusers":
+        with torch.device("meta"):
+            model = cls.from_config(source.fields)
+        return model if DTYPES[dtype] == "auto" else model.to(DTYPES[dtype])
+    config = transformers.AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code)
+    final = DTYPES[dtype] if DTYPES[dtype] != "auto" else config.dtype or torch.float32
+    with torch.device("meta"):
+        if hasattr(cls, "_from_config"):
+            return cls._from_config(config, dtype=final)
+        return cls.from_config(config, dtype=final, trust_remote_code=trust_remote_code)
+
+
+def check_not_quantized(source: Source) -> None:
+    """Raise ValueError if the source is quantized."""
+    if source.quant_method is not None:
+        raise ValueError(f"{source.name} is quantized already, by {source.quant_method}; needs the 16-bit model")
+
+
+def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any | None:
+    """The tokenizer beside a model, None if it has none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError):  # what transformers raises differs by what is missing
+        return None
+
+
+def parse_device(name: str | None) -> torch.device:
+    """The device that a user names; None: CUDA if there is one. Raises ValueError if it does not exist here."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # torch answers a build without the device's code by AssertionError.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def copy_side_files(source: Source, directory: Path) -> list[str]:
+    """Copy tokenizer, processor and the like of a transformers model beside its quantized weights; returns names."""
+    root = Path(source.name)
+    if not root.is_dir():
+        root = Path(snapshot_download(source.name, allow_patterns=[*_SIDE_FILES, "[0-9]*_*/*"]))
+    folders = [root, *(root / part for part in _sentence_transformers_parts(root))]
+    copied = []
+    for folder in folders:
+        # The further modules of sentence-transformers (pooling, dense) come with their small weights.
+        for path in sorted(folder.iterdir()):
+            name = path.relative_to(root)
+            side = any(path.match(p) for p in _SIDE_FILES) and not any(path.match(p) for p in _NOT_SIDE_FILES)
+            if path.is_file() and (side or folder != root) and not (directory / name).exists():
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, directory / name)
+                copied.append(str(name))
+    return copied
+
+
+def _sentence_transformers_parts(root: Path) -> list[str]:
+    """Folders of the modules after the encoder, as sentence-transformers lists them in modules.json."""
+    path = root / "modules.json"
+    if not path.is_file():
+        return []
+    modules = json.loads(path.read_bytes())
+    names = [m.get("path") for m in modules if isinstance(m, dict)] if isinstance(modules, list) else []
+    # A name with a path in it could lie outside of the model.
+    return [n for n in names if isinstance(n, str) and n and Path(n).name == n and (root / n).is_dir()]
+
+
+def progress_wanted() -> bool:
+    """Progress bars are for terminals."""
+    return sys.stderr.isatty()

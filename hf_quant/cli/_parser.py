@@ -1,0 +1,235 @@
+"""The arguments of every command, and the QuantizerConfig that they describe."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hf_quant._version import __version__
+
+
+if TYPE_CHECKING:
+    from hf_quant.config import QuantizerConfig
+
+FORMATS_HELP = (
+    "int8, int4, int3, int2, fp8 (= fp8_e4m3), fp8_e5m2, fp6 (= fp6_e3m2), fp6_e2m3, nf4, mxfp4, nvfp4, or a preset "
+    "such as W4A16, W8A8, W8A8_FP8"
+)
+ALGORITHMS_HELP = "absmax, mse, hqq"
+_DESCRIPTION = "Quantize any Hugging Face model, run it fast, save it, load it back."
+_EPILOG = """examples:
+  hf-quant plan meta-llama/Llama-3.1-8B --weights int4
+  hf-quant quantize meta-llama/Llama-3.1-8B llama-int4 --weights int4 --module lm_head=int8
+  hf-quant inspect llama-int4
+  hf-quant eval llama-int4 --text wiki.txt --reference meta-llama/Llama-3.1-8B
+  hf-quant bench llama-int4 --reference meta-llama/Llama-3.1-8B
+  hf-quant demo
+"""
+_MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's parser whose errors are one line, too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` shows what is allowed\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `hf-quant`; `args.command` is (module of hf_quant.cli, function)."""
+    parser = _Parser(
+        prog="hf-quant",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hf-quant {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of errors, and the hosts' warnings")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench, _add_demo):
+        add(commands, common)
+    return parser
+
+
+def _add_command(commands, common, name: str, target: tuple[str, str], help: str) -> argparse.ArgumentParser:
+    description = help[0].upper() + help[1:] + "."
+    parser = commands.add_parser(name, parents=[common], help=help, description=description)
+    parser.set_defaults(command=target)
+    return parser
+
+
+def _add_quantize(commands, common) -> None:
+    help = "quantize a model of transformers, or a model or pipeline of diffusers, into a directory"
+    parser = _add_command(commands, common, "quantize", ("_quantize", "quantize"), help)
+    _add_model(parser)
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory for the quantized checkpoint")
+    _add_scheme(parser, default="int8")
+    _add_dtype(parser)
+    parser.add_argument("--device", metavar="DEVICE", help="where to compute the quantization, e.g. cuda")
+    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: 5GB)")
+    parser.add_argument("--force", action="store_true", help="replace the checkpoint in OUT")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload OUT to this repository of the Hub afterwards")
+    parser.add_argument("--private", action="store_true", help="with --push: create the repository as a private one")
+
+
+def _add_plan(commands, common) -> None:
+    help = "show what would happen to every module of a model; reads no weights"
+    parser = _add_command(commands, common, "plan", ("_quantize", "plan"), help)
+    _add_model(parser)
+    _add_scheme(parser, default="int8")
+    _add_dtype(parser)
+
+
+def _add_inspect(commands, common) -> None:
+    help = "show what a quantized checkpoint holds, from the headers of its files"
+    parser = _add_command(commands, common, "inspect", ("_measure", "inspect"), help)
+    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="directory of a quantized model or pipeline")
+
+
+def _add_eval(commands, common) -> None:
+    help = "perplexity of a causal language model on a text, and its distance to the 16-bit model"
+    parser = _add_command(commands, common, "eval", ("_measure", "eval"), help)
+    _add_model(parser)
+    parser.add_argument("--text", metavar="FILE", type=Path, required=True, help="text in UTF-8, or token ids as .npy")
+    parser.add_argument("--window", type=int, metavar="N", help="tokens per window (default: the model's, <= 2048)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=32768, metavar="N", help="read no more of the text (default: 32768)"
+    )
+    _add_measured(parser)
+
+
+def _add_bench(commands, common) -> None:
+    help = "load time, prefill and decode speed and memory of a causal language model at batch 1"
+    parser = _add_command(commands, common, "bench", ("_measure", "bench"), help)
+    _add_model(parser)
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="(default: 128)")
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="(default: 32)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="the median counts (default: 5)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch on the CPU")
+    _add_measured(parser)
+
+
+def _add_demo(commands, common) -> None:
+    help = "one table on a small trained model: size, speed and quality of every format (under 2 minutes on 2 cores)"
+    parser = _add_command(commands, common, "demo", ("_demo", "demo"), help)
+    parser.add_argument("--model", metavar="DIR", type=Path, help="the model (default: the one in the checkout)")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="text in UTF-8, or token ids as .npy (default: the model's val_ids.npy)",
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("demo_output"), help="(default: demo_output)")
+    parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="of text to judge (default: 32768)")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="directory, or USER/NAME on the Hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings along")
+
+
+def _add_measured(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reference", metavar="MODEL", help="the 16-bit model to compare with")
+    parser.add_argument("--device", metavar="DEVICE", help="to run on (default: cuda if there is one, else cpu)")
+    _add_scheme(parser, default=None)
+    _add_dtype(parser)
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="of what is not quantized (default: auto, as stored)",
+    )
+
+
+def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """The options that make a QuantizerConfig; without a default for --weights they are optional altogether."""
+    quantize_first = "" if default else "; quantizes MODEL, a 16-bit one, first"
+    group = parser.add_argument_group("quantization")
+    group.add_argument(
+        "--weights",
+        metavar="FORMAT",
+        default=default,
+        help=f"{FORMATS_HELP}" + (f" (default: {default})" if default else quantize_first),
+    )
+    group.add_argument("--activations", metavar="FORMAT", help="int8 or fp8, quantized on the fly (default: 16 bit)")
+    group.add_argument("--kv-cache", metavar="FORMAT", help="format of the cached keys and values (default: 16 bit)")
+    group.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale, 32 to 256")
+    group.add_argument("--granularity", metavar="G", help="row, group, tensor or block: what shares a scale")
+    group.add_argument("--algorithm", metavar="NAME", help=f"{ALGORITHMS_HELP} (default: the best for the format)")
+    symmetry = group.add_mutually_exclusive_group()
+    symmetry.add_argument(
+        "--symmetric", action="store_true", default=None, help="no zero point (default: as the format has it)"
+    )
+    symmetry.add_argument("--asymmetric", action="store_false", dest="symmetric", default=None, help="a zero point")
+    group.add_argument(
+        "--module",
+        metavar="PATTERN=FORMAT",
+        action="append",
+        default=[],
+        help="another format for the modules of that name, glob or `re:` expression, e.g. lm_head=int8, "
+        "'*.down_proj=int4,group_size=64', '*.q_proj=none'; may be repeated, the first match counts",
+    )
+    group.add_argument(
+        "--skip", metavar="PATTERN", action="append", default=[], help="leave these modules in 16 bit; may be repeated"
+    )
+
+
+def parse_module(entry: str) -> tuple[str, str | dict[str, Any] | None]:
+    """ "*.down_proj=int4,group_size=64" -> ("*.down_proj", {"weights": "int4", "group_size": 64}).
+
+    Raises ValueError if the entry has another form.
+    """
+    match = _MODULE_ENTRY.fullmatch(entry)
+    if match is None:
+        raise ValueError(f"--module {entry!r}: needs PATTERN=FORMAT, or PATTERN=FORMAT,field=value,...")
+    pattern, (format, *fields) = match[1], match[2].split(",")
+    if format.lower() == "none":
+        if fields:
+            raise ValueError(f"--module {entry!r}: none keeps 16 bit and takes no fields")
+        return pattern, None
+    if not fields:
+        return pattern, format
+    return pattern, {"weights": format, **dict(_parse_field(field) for field in fields)}
+
+
+def _parse_field(field: str) -> tuple[str, Any]:
+    name, _, value = field.partition("=")
+    try:
+        return name, json.loads(value.lower())
+    except json.JSONDecodeError:
+        return name, value
+
+
+def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
+    """The QuantizerConfig that the options of `_add_scheme` describe. Raises ValueError if they contradict."""
+    from hf_quant.config import QuantizerConfig
+
+    # `modules_to_not_convert` would replace the model's own exclusions, the output embedding among them.
+    modules: dict[str, Any] = {pattern: None for pattern in args.skip}
+    for entry in args.module:
+        pattern, value = parse_module(entry)
+        if pattern in modules:
+            raise ValueError(f"{pattern!r} is given twice by --module and --skip")
+        modules[pattern] = value
+    weights = args.weights
+    return QuantizerConfig(
+        None if weights is not None and weights.lower() == "none" else weights,
+        args.activations,
+        kv_cache=args.kv_cache,
+        granularity=args.granularity,
+        group_size=args.group_size,
+        symmetric=args.symmetric,
+        algorithm=args.algorithm,
+        modules=modules or None,
+    )
+
+
+def gives_scheme(args: argparse.Namespace) -> bool:
+    """Whether any option of `_add_scheme` is given (for commands that have no default for --weights)."""
+    fields = (args.activations, args.kv_cache, args.granularity, args.group_size, args.symmetric, args.algorithm)
+    return args.weights is not None or bool(args.module or args.skip) or any(f is not None for f in fields)

@@ -1,0 +1,78 @@
+"""Pipelines of diffusers: several models in one directory, each with a plan of its own."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_quant.cli._models import DTYPES, Source, check_not_quantized, find_file, find_source, meta_model
+from hf_quant.config import QuantizerConfig, matches
+from hf_quant.planning import plan
+
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+# The denoisers and the text encoders are what fills the memory; the VAE is small and its errors are seen.
+_BEGINNINGS = ("transformer", "unet", "text_encoder", "prior", "controlnet")
+
+
+def components(source: Source) -> dict[str, Source]:
+    """The models of a pipeline that are quantized by default."""
+    found = {}
+    for name in source.fields:
+        if name.startswith(_BEGINNINGS):
+            path = find_file(source.name, f"{name}/config.json")
+            if path is not None:  # a tokenizer or a scheduler has none
+                found[name] = find_source(str(path.parent))
+    return found
+
+
+def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dict[str, QuantizerConfig]:
+    """Print the plan of each component; returns {component: its config}.
+
+    An entry of `modules` counts in those components where it matches a module. Raises ValueError if it does in none,
+    or nothing can be quantized.
+    """
+    configs: dict[str, QuantizerConfig] = {}
+    unmatched, refusals = set(config.modules), []
+    for name, part in components(source).items():
+        check_not_quantized(part)
+        model = meta_model(part, dtype=dtype)
+        names = [n for n, _ in model.named_modules()]
+        modules = {p: value for p, value in config.modules.items() if any(matches(p, n) for n in names)}
+        unmatched -= set(modules)
+        fields = {field: getattr(config, field) for field in config.user_fields()}
+        try:
+            own = QuantizerConfig(**{**fields, "modules": modules})
+            table = plan(model, own)
+        except ValueError as error:
+            refusals.append(f"{name}: {error}")
+            continue
+        print(f"{name}\n{table}\n")
+        configs[name] = own
+    if unmatched:
+        raise ValueError(f"no component has a module that matches {', '.join(map(repr, sorted(unmatched)))}")
+    if not configs:
+        raise ValueError(f"nothing to quantize in {source.name}: {'; '.join(refusals) or 'no component is known'}")
+    for refusal in refusals:
+        print(f"left in 16 bit: {refusal}")
+    return configs
+
+
+def load_pipeline(source: Source, configs: dict[str, QuantizerConfig], *, dtype: str) -> "DiffusionPipeline":
+    """Load a pipeline with the components of `configs` quantized on the way."""
+    from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+
+    stored = {} if DTYPES[dtype] == "auto" else {"torch_dtype": DTYPES[dtype]}
+    mapping = PipelineQuantizationConfig(quant_mapping=dict(configs))
+    return DiffusionPipeline.from_pretrained(source.name, quantization_config=mapping, **stored)
+
+
+def quantized_parts(directory: Path) -> list[str]:
+    """Names of the components of a saved pipeline that hf_quant has quantized."""
+    parts = []
+    for path in sorted(directory.glob("*/config.json")):
+        config = json.loads(path.read_bytes()).get("quantization_config") or {}
+        if config.get("quant_method") == "hf_quant":
+            parts.append(path.parent.name)
+    return parts

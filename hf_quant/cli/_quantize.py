@@ -1,0 +1,108 @@
+"""`hf-quant quantize` and `hf-quant plan`."""
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from hf_quant.checkpoint import inspect_checkpoint
+from hf_quant.cli._models import (
+    Source,
+    check_not_quantized,
+    copy_side_files,
+    find_source,
+    load_model,
+    meta_model,
+    parse_device,
+)
+from hf_quant.cli._parser import config_from_args
+from hf_quant.cli._pipelines import load_pipeline, plan_pipeline, quantized_parts
+from hf_quant.config import QuantizerConfig
+from hf_quant.planning import plan as make_plan
+
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Print what would happen to every module."""
+    config, source = config_from_args(args), find_source(args.model)
+    _print_plan(args, source, config)
+
+
+def _print_plan(args: argparse.Namespace, source: Source, config: QuantizerConfig) -> dict[str, QuantizerConfig]:
+    """Print the plan; returns {component: config} of a pipeline, {"": config} of one model."""
+    if source.kind == "pipeline":
+        return plan_pipeline(source, config, dtype=args.dtype)
+    check_not_quantized(source)
+    model = meta_model(source, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    print(make_plan(model, config))
+    return {"": config}
+
+
+def quantize(args: argparse.Namespace) -> None:
+    """Quantize MODEL into OUT, and upload it if asked to."""
+    config = config_from_args(args)
+    if args.device is not None:
+        config.quantization_device = str(parse_device(args.device))
+    source = find_source(args.model)
+    check_out(args.out, source, force=args.force)
+    configs = _print_plan(args, source, config)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    # Saved beside, then moved: neither an error nor Ctrl-C leaves half a checkpoint in OUT.
+    with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=f".{args.out.name}-") as name:
+        staged = Path(name)
+        start = time.perf_counter()
+        if source.kind == "pipeline":
+            model = load_pipeline(source, configs, dtype=args.dtype)
+        else:
+            model = load_model(source, dtype=args.dtype, config=configs[""], trust_remote_code=args.trust_remote_code)
+        loaded = time.perf_counter()
+        model.save_pretrained(staged, max_shard_size=args.max_shard_size)
+        if source.kind == "transformers":
+            copy_side_files(source, staged)
+        print(f"\nloaded and quantized in {loaded - start:.1f} s, saved in {time.perf_counter() - loaded:.1f} s")
+        del model
+        _move(staged, args.out)
+    _print_sizes(args.out, source)
+    if args.push is not None:
+        _push(args.out, args.push, private=args.private)
+
+
+def check_out(out: Path, source: Source, *, force: bool) -> None:
+    """Raise ValueError if OUT is a file, the model itself, or holds anything and `force` is not given."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; OUT is a directory")
+    if Path(source.name).is_dir() and out.resolve() == Path(source.name).resolve():
+        raise ValueError(f"OUT is the model itself ({out}); it is read while OUT is written")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise ValueError(f"{out} is not empty; --force replaces the checkpoint in it")
+
+
+def _move(staged: Path, out: Path) -> None:
+    """Move a complete checkpoint to OUT; of what is there, weights go, and files of the same names are replaced."""
+    for pattern in _WEIGHT_FILES:
+        for old in list(out.rglob(pattern)):
+            if (staged / old.relative_to(out).parent).is_dir():
+                old.unlink()
+    for path in sorted(p for p in staged.rglob("*") if p.is_file()):
+        target = out / path.relative_to(staged)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target)
+
+
+def _print_sizes(out: Path, source: Source) -> None:
+    parts = [out / part for part in quantized_parts(out)] if source.kind == "pipeline" else [out]
+    for part in parts:
+        summary = inspect_checkpoint(part)
+        print(f"{part}: {summary.nbytes / 1e6:.2f} MB, {summary.bits_per_weight:.3f} bits per quantized weight")
+
+
+def _push(out: Path, repository: str, *, private: bool) -> None:
+    api = HfApi()
+    url = api.create_repo(repository, private=private, exist_ok=True)
+    api.upload_folder(repo_id=repository, folder_path=out, commit_message="Quantized by hf-quant")
+    print(f"uploaded to {url}")

@@ -1,0 +1,262 @@
+"""What a model is worth: perplexity and distance to the 16-bit model, speed of `generate`, memory.
+
+Models are always measured together and in turns, batch by batch or generation by generation: a slow moment of the
+machine then falls on all of them.
+"""
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil  # comes with accelerate
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers.generation.streamers import BaseStreamer
+
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+
+
+MAX_LOGITS = 2**26  # per batch; in fp32 256 MB
+
+
+class Quality(NamedTuple):
+    """How well a causal language model predicts a text.
+
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood of the next token.
+        num_tokens: how many predictions were judged.
+        kl: mean Kullback-Leibler divergence per token of the prediction from that of the reference, in nats.
+        agreement: share of predictions whose most likely token is that of the reference.
+    """
+
+    perplexity: float
+    num_tokens: int
+    kl: float | None = None
+    agreement: float | None = None
+
+
+class Speed(NamedTuple):
+    """Speed of `generate` at batch 1.
+
+    Attributes:
+        prefill: seconds from the call to the first token (median).
+        decode: tokens per second after it (from the median interval).
+    """
+
+    prefill: float
+    decode: float
+
+
+def read_ids(path: Path | str, tokenizer: Callable[[str], Any] | None = None) -> Tensor:
+    """Token ids [num_tokens] int64 from a .npy file of integers, or from a text file by the tokenizer.
+
+    Raises ValueError if the file is neither.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file; needs a text file, or token ids as .npy")
+    if path.suffix == ".npy":
+        import numpy
+
+        ids = numpy.load(path, allow_pickle=False)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{path} holds {ids.dtype} {list(ids.shape)}; needs one dimension of integer token ids")
+        return torch.from_numpy(ids.astype("int64"))
+    if tokenizer is None:
+        raise ValueError(f"the model has no tokenizer to read {path} with; give token ids as .npy")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8 ({error})") from None
+    return torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
+
+
+@torch.no_grad()
+def quality(
+    models: dict[str, nn.Module],
+    ids: Tensor,
+    *,
+    window: int,
+    reference: str | None = None,
+    progress: bool = False,
+) -> dict[str, Quality]:
+    """Judge causal language models on a text, in windows that do not overlap.
+
+    Args:
+        models: {name: model}; each on any device.
+        ids: token ids [num_tokens], int64.
+        window: tokens per window; each gives window - 1 predictions. An incomplete last window is left out.
+        reference: the name of the model from which `kl` and `agreement` are measured.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: if a model is no causal language model, or the ids do not fit it or fill no window.
+    """
+    for name, model in models.items():
+        check_causal(model, name)
+        vocab = model.config.get_text_config().vocab_size
+        if ids.numel() and int(ids.max()) >= vocab:
+            raise ValueError(f"token id {int(ids.max())} is not in the vocabulary of {name}, which has {vocab}")
+    if window < 2 or ids.numel() < window:
+        raise ValueError(f"{ids.numel()} tokens in windows of {window}; needs windows of at least 2, and one of them")
+    windows = ids[: ids.numel() // window * window].view(-1, window)
+    vocab = max(model.config.get_text_config().vocab_size for model in models.values())
+    batches = windows.split(max(1, min(16, MAX_LOGITS // (window * vocab))))
+    order = sorted(models, key=lambda name: name != reference)  # the reference first
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
+    for batch in tqdm(batches, desc="Evaluating", disable=not progress, leave=False):
+        expected = None
+        for name in order:
+            model = models[name]
+            logits = model(input_ids=batch.to(model.device), use_cache=False).logits[:, :-1].flatten(0, 1)
+            if name == reference:
+                expected = logits
+            sums[name] += _token_sums(logits, batch[:, 1:].flatten(), expected)
+    count = windows.shape[0] * (window - 1)
+    found = {}
+    for name, total in sums.items():
+        nll, kl, agreement = (total / count).tolist()
+        relative = (None, None) if reference is None else (max(kl, 0.0), agreement)
+        found[name] = Quality(math.exp(min(nll, 700.0)), count, *relative)
+    return found
+
+
+def check_causal(model: nn.Module, name: str = "the model") -> None:
+    """Raise ValueError unless the model predicts the next token of a text."""
+    config = getattr(model, "config", None)
+    if not getattr(model, "can_generate", lambda: False)() or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is a {type(model).__name__}; needs a causal language model")
+
+
+def _token_sums(logits: Tensor, targets: Tensor, expected: Tensor | None) -> Tensor:
+    """Sums over tokens of (negative log-likelihood, KL from `expected`, agreement with it), fp64 on the CPU."""
+    total = torch.zeros(3, dtype=torch.float64)
+    rows = max(1, MAX_LOGITS // 4 // logits.shape[-1])
+    for start in range(0, logits.shape[0], rows):
+        block = slice(start, start + rows)
+        log_q = logits[block].float().log_softmax(-1)
+        target = targets[block].to(log_q.device).unsqueeze(-1)
+        total[0] -= log_q.gather(-1, target).double().sum().cpu()
+        if expected is not None:
+            log_p = expected[block].to(log_q.device).float().log_softmax(-1)
+            total[1] += (log_p.exp() * (log_p - log_q)).double().sum().cpu()
+            total[2] += (log_p.argmax(-1) == log_q.argmax(-1)).sum().cpu()
+    return total
+
+
+def bits_per_weight(model: nn.Module) -> float | None:
+    """Average over the quantized weights, scales and zero points included; None if nothing is quantized."""
+    num_bytes, num_weights = {}, {}
+    for module in model.modules():
+        if not isinstance(module, QuantizedModule):
+            continue
+        for name in module.weight_names:
+            parts = [module._parameters.get(packed_key(part, name)) for part in PACKED_NAMES]
+            num_weights[id(parts[0])] = math.prod(module.matrix_shape(name))  # tied modules share their codes
+            num_bytes[id(parts[0])] = sum(part.nbytes for part in parts if part is not None)
+    return 8 * sum(num_bytes.values()) / sum(num_weights.values()) if num_weights else None
+
+
+def generation_speed(
+    models: dict[str, nn.Module],
+    *,
+    prompt_tokens: int = 128,
+    new_tokens: int = 32,
+    rounds: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: bool = False,
+) -> dict[str, Speed]:
+    """Time greedy `generate` at batch 1 on random prompts, the models in turns, each after two tokens of warm-up.
+
+    `clock` gives seconds: `time.perf_counter`, or `time.thread_time` (with one torch thread), which leaves out the
+    moments at which another process had the core. Raises ValueError on fewer than 2 new tokens.
+    """
+    if new_tokens < 2 or rounds < 1 or prompt_tokens < 1:
+        raise ValueError(f"{prompt_tokens=}, {new_tokens=}, {rounds=}; needs at least 1, 2 and 1")
+    generator = torch.Generator().manual_seed(0)
+    times: dict[str, list[list[float]]] = {name: [] for name in models}
+    for name, model in models.items():
+        check_causal(model, name)
+    for round in tqdm(range(rounds + 1), desc="Generating", disable=not progress, leave=False):
+        for name, model in models.items():
+            vocab = model.config.get_text_config().vocab_size
+            prompt = torch.randint(0, vocab, (1, prompt_tokens), generator=generator).to(model.device)
+            count = 2 if round == 0 else new_tokens
+            stamps = _Stamps(clock)
+            model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                streamer=stamps,
+                do_sample=False,
+                min_new_tokens=count,
+                max_new_tokens=count,
+                pad_token_id=0,
+            )
+            if round:
+                times[name].append(stamps.times)
+    return {
+        name: Speed(
+            statistics.median(t[1] - t[0] for t in found),
+            1 / statistics.median(b - a for t in found for a, b in zip(t[1:], t[2:])),
+        )
+        for name, found in times.items()
+    }
+
+
+class _Stamps(BaseStreamer):
+    """Notes when `generate` begins (it hands over the prompt first) and when each token is there."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.times = clock, [clock()]
+        self.prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self.prompt_seen:
+            self.times.append(self.clock())  # the token is on the CPU: its computation has ended
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+class PeakMemory:
+    """Context that measures by how much the memory of the process, or of a CUDA device, grows inside it.
+
+    Attributes:
+        nbytes: highest resident size (pages of mapped files included) or CUDA allocation less that at the beginning.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.nbytes = 0
+        self._process = psutil.Process()
+        self._done = threading.Event()
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            self._before = self._process.memory_info().rss
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.device.type == "cuda":
+            self.nbytes = torch.cuda.max_memory_allocated(self.device) - self._before
+        else:
+            self._done.set()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            last = self._done.wait(0.005)
+            self.nbytes = max(self.nbytes, self._process.memory_info().rss - self._before)
+            if last:
+                return
