@@ -12,6 +12,10 @@ from torch import Tensor
 from hf_quant.formats import FORMATS
 
 
+# RMS error that a product in a dtype may have against the same in fp64: its own rounding and that of the weight.
+PRODUCT_RMS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
 def sqnr(value: Tensor, reference: Tensor) -> float:
     """Signal-to-quantization-noise ratio in dB; inf if the tensors are equal.
 

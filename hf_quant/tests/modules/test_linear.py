@@ -1,0 +1,335 @@
+"""`QuantLinear` is an nn.Linear with the dequantized weight: values, gradients, copies, casts, compilation."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from hf_quant import QuantLinear, quantize_
+from hf_quant.testing import PRODUCT_RMS, all_scheme_fields, assert_close, assert_sqnr, rms_error
+
+
+SCHEMES = all_scheme_fields()
+WITH_ACTIVATIONS = {
+    f"{name}-{activations}": {**fields, "activations": activations}
+    for name, fields in SCHEMES.items()
+    for activations in ("int8", "fp8")
+    if name.endswith(("-row", "-group", "-group-asym", "-block"))
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# dB that a product keeps when its input N(0, 1) is rounded to 8 bits per row; an infinity would mean that it is not.
+ACTIVATION_SQNR = {"int8": (36, 48), "fp8": (28, 36)}
+
+
+class Scaled(nn.Linear):
+    """A host's subclass with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Normalized(nn.Linear):
+    """A host's subclass that computes on its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight / self.weight.norm(dim=1, keepdim=True), self.bias)
+
+
+def linear(fields, dtype=torch.float32, K: int = 160, N: int = 136, bias: bool = True, cls=nn.Linear) -> QuantLinear:
+    torch.manual_seed(0)
+    return quantize_(cls(K, N, bias=bias, dtype=dtype), fields)
+
+
+def exact(layer: QuantLinear, x: Tensor) -> Tensor:
+    """F.linear with the dequantized weight, in fp64."""
+    bias = None if layer.bias is None else layer.bias.double()
+    return F.linear(x.double(), layer.dequantize_weight(dtype=torch.float32).double(), bias)
+
+
+def quantized_rows(x: Tensor, activations: str) -> Tensor:
+    """x [..., K] rounded to int8 or fp8_e4m3 with one scale per row, in fp64."""
+    limit = 127.0 if activations == "int8" else 448.0
+    scale = x.float().abs().amax(-1, keepdim=True) / limit
+    values = x.float() / scale
+    codes = values.round() if activations == "int8" else values.to(torch.float8_e4m3fn)
+    return codes.double() * scale.double()
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
+def test_forward_is_that_of_the_dequantized_weight(fields, dtype):
+    layer = linear(fields, dtype)
+    for M in (1, 33):
+        x = rows(M, 160, dtype=dtype)
+        assert layer(x).dtype == dtype
+        assert_close(layer(x), exact(layer, x), rms=PRODUCT_RMS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fields", WITH_ACTIVATIONS.values(), ids=WITH_ACTIVATIONS)
+def test_forward_with_quantized_activations(fields, dtype):
+    layer = linear(fields, dtype)
+    for M in (1, 33):
+        x = rows(M, 160, dtype=dtype)
+        y = layer(x)
+        assert y.dtype == dtype
+        # A value halfway between two codes may round to either.
+        assert_close(y, exact(layer, quantized_rows(x, fields["activations"])), rms=max(PRODUCT_RMS[dtype], 2e-3))
+        low, high = ACTIVATION_SQNR[fields["activations"]]
+        if M > 1:
+            assert_sqnr(y, exact(layer, x), at_least=low, at_most=high)
+
+
+@pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
+def test_K_and_N_that_nothing_divides(fields):
+    layer = linear(fields, K=70, N=61, bias=False)
+    x = rows(5, 70)
+    assert_close(layer(x), exact(layer, x), rms=1e-5)
+    assert layer.bias is None
+
+
+def test_the_tolerance_notices_one_missing_group_and_one_missing_row():
+    layer = linear("int4")
+    x = rows(33, 160)
+    shortened = exact(layer, x * (torch.arange(160) < 128))
+    assert rms_error(shortened, exact(layer, x)) > 100 * PRODUCT_RMS[torch.bfloat16] / 2
+    wrong = exact(layer, x)
+    wrong[7] = 0
+    with pytest.raises(AssertionError):
+        assert_close(wrong, exact(layer, x), rms=PRODUCT_RMS[torch.bfloat16])
+    swapped = copy.deepcopy(layer)
+    swapped.qdata.data = (layer.qdata >> 4 & 0x0F0F0F0F) | (layer.qdata & 0x0F0F0F0F) << 4
+    assert rms_error(swapped(x), exact(layer, x)) > 0.5
+
+
+@pytest.mark.parametrize("fields", ["int4", {"weights": "int8", "activations": "int8"}], ids=["W4A16", "W8A8"])
+@pytest.mark.parametrize("shape", [(160,), (2, 3, 160), (2, 1, 3, 160), (0, 160), (2, 0, 160)])
+def test_inputs_of_any_shape(fields, shape):
+    layer = linear(fields)
+    x = rows(*shape).requires_grad_()
+    y = layer(x)
+    assert y.shape == (*shape[:-1], 136)
+    flat = x.detach().reshape(-1, 160)
+    torch.testing.assert_close(y, layer(flat).view(y.shape) if flat.shape[0] else y, rtol=1e-4, atol=1e-4)
+    y.sum().backward()
+    assert x.grad.shape == x.shape and layer.bias.grad.shape == (136,)
+    assert torch.equal(layer.bias.grad, torch.full((136,), float(flat.shape[0])))
+    strided = rows(4, 320)[:, ::2]
+    assert_close(layer(strided), layer(strided.contiguous()), rms=1e-6)
+
+
+def test_wrong_inputs_are_refused():
+    layer = linear("int4")
+    with pytest.raises(ValueError, match="K=161|161"):
+        layer(rows(3, 161))
+    with pytest.raises(ValueError, match="needs .*fp16, bf16 or fp32"):
+        layer(torch.ones(3, 160, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fields", [*SCHEMES.values(), *WITH_ACTIVATIONS.values()], ids=[*SCHEMES, *WITH_ACTIVATIONS])
+def test_gradients_are_exact(fields, dtype):
+    layer = linear(fields, dtype)
+    x, grad = rows(2, 5, 160, dtype=dtype).requires_grad_(), rows(2, 5, 136, dtype=dtype)
+    layer(x).backward(grad)
+    weight = layer.dequantize_weight(dtype=torch.float32).double()
+    assert x.grad.dtype == dtype and layer.bias.grad.dtype == dtype
+    assert_close(x.grad, grad.double() @ weight, rms=PRODUCT_RMS[dtype], name="grad of x")
+    assert_close(layer.bias.grad, grad.double().sum((0, 1)), rms=PRODUCT_RMS[dtype], name="grad of bias")
+    assert not any(p.requires_grad for n, p in layer.named_parameters() if n != "bias")
+
+
+@pytest.mark.parametrize("of", ["x", "bias"])
+def test_gradients_of_one_of_the_two(of):
+    layer = linear("int4")
+    layer.bias.requires_grad_(of == "bias")
+    x = rows(3, 160).requires_grad_(of == "x")
+    layer(x).sum().backward()
+    assert (x.grad is not None) == (of == "x") and (layer.bias.grad is not None) == (of == "bias")
+
+
+def test_no_graph_without_grad_and_no_second_derivative():
+    layer = linear("int4")
+    x = rows(3, 160).requires_grad_()
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+    with torch.inference_mode():
+        assert_close(layer(x), exact(layer, x), rms=1e-5)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    layer = linear("int4")
+    x, again = rows(3, 160).requires_grad_(), rows(3, 160).requires_grad_()
+    layer(x).square().sum().backward()
+    y = torch.utils.checkpoint.checkpoint(layer, again, use_reentrant=reentrant)
+    y.square().sum().backward()
+    assert torch.equal(x.grad, again.grad)
+
+
+@pytest.mark.parametrize("fields", ["int4", {"weights": "int8", "activations": "int8"}], ids=["W4A16", "W8A8"])
+def test_autocast_computes_in_its_dtype(fields):
+    layer = linear(fields)
+    x = rows(3, 160).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert_close(y, layer(x), rms=2e-2)
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(rows(3, 160).double()).dtype == torch.float64  # as nn.Linear has it
+
+
+@pytest.mark.parametrize("fields", ["int4", "W4A16_ASYM", "fp8", "nvfp4", "W8A8"])
+def test_copies_are_equal_and_independent(fields, tmp_path):
+    layer = linear(fields, torch.bfloat16)
+    x = rows(3, 160, dtype=torch.bfloat16)
+    expected = layer(x)
+    torch.save(layer, tmp_path / "layer.pt")
+    copies = [
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(tmp_path / "layer.pt", weights_only=False),
+    ]
+    for found in copies:
+        assert type(found) is QuantLinear and found.scheme == layer.scheme
+        assert found.compute_dtype == torch.bfloat16 and torch.equal(found(x), expected)
+        found.qdata.data.zero_()
+    assert torch.equal(layer(x), expected)
+
+
+def test_state_dict_round_trip():
+    layer, other = linear("int4"), linear("int4")
+    other.weight = rows(136, 160)
+    assert list(layer.state_dict()) == ["bias", "qdata", "scale"]
+    assert all(not t.is_floating_point() for k, t in layer.state_dict().items() if k != "bias")
+    x = rows(3, 160)
+    assert not torch.equal(other(x), layer(x))
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    assert other.load_state_dict(torch.load(file, weights_only=True)).missing_keys == []
+    assert torch.equal(other(x), layer(x))
+    with pytest.raises(RuntimeError, match="size mismatch for qdata"):
+        linear("int4", K=192).load_state_dict(layer.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        nn.Linear(160, 136).load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("fields", ["int8", "W4A16_ASYM", "fp8", "fp6", "mxfp4", "nvfp4", "W8A8"])
+def test_casts_leave_codes_and_scales_alone(fields):
+    layer = linear(fields)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    for cast in (
+        nn.Module.half,
+        nn.Module.bfloat16,
+        nn.Module.double,
+        lambda m: m.to(torch.bfloat16),
+        nn.Module.float,
+    ):
+        cast(layer)
+        assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items() if k != "bias")
+        assert layer.weight.dtype == layer.bias.dtype == layer.compute_dtype
+        x = rows(3, 160, dtype=layer.compute_dtype)
+        assert layer(x).dtype == x.dtype
+    layer.to("meta")
+    assert all(p.is_meta for p in layer.parameters()) and layer.weight.is_meta
+    layer.to_empty(device="cpu")
+    assert layer.weight.device.type == "cpu"
+
+
+def test_it_stays_the_object_that_it_was():
+    layer = nn.Linear(160, 136)
+    layer.note, calls = "kept", []
+    layer.register_forward_hook(lambda *args: calls.append(1))
+    layer.eval()
+    assert quantize_(layer, "int4") is layer
+    assert isinstance(layer, nn.Linear) and layer.note == "kept" and not layer.training
+    assert (layer.in_features, layer.out_features) == (160, 136)
+    layer(rows(3, 160))
+    assert calls == [1]
+    assert repr(layer) == "QuantLinear(in_features=160, out_features=136, bias=True, int4 g128)"
+    assert type(type(layer)(4, 2)) is nn.Linear  # as adapters build their own
+
+
+@pytest.mark.parametrize("cls", [Scaled, Normalized])
+def test_a_subclass_keeps_its_own_forward(cls):
+    layer, plain = linear("int8", cls=cls), linear("int8")
+    x = rows(3, 160).requires_grad_()
+    weight = plain.dequantize_weight()
+    reference = cls(160, 136)
+    reference.weight.data, reference.bias.data = weight, plain.bias.data
+    assert isinstance(layer, cls) and isinstance(layer, QuantLinear) and type(layer).__name__ == f"Quant{cls.__name__}"
+    assert_close(layer(x), reference(x), rms=1e-5)
+    layer(x).sum().backward()
+    grad, x.grad = x.grad, None
+    reference(x).sum().backward()
+    assert_close(grad, x.grad, rms=1e-5)
+    again = pickle.loads(pickle.dumps(layer))
+    assert type(again) is type(layer) and torch.equal(again(x), layer(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_that_takes_the_weight_instead_of_calling_the_layer(training):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(64, 4, batch_first=True).train(training)
+    reference = copy.deepcopy(attention)
+    quantize_(attention, "int8")
+    assert isinstance(attention.out_proj, QuantLinear)
+    reference.out_proj.weight.data = attention.out_proj.dequantize_weight()
+    x = rows(2, 5, 64)
+    with torch.set_grad_enabled(training):  # without grad, in eval mode, it tries a fused path
+        assert_close(attention(x, x, x)[0], reference(x, x, x)[0], rms=1e-5)
+    x.requires_grad_()
+    attention(x, x, x)[0].sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_an_encoder_layer_with_its_fused_path():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    reference = copy.deepcopy(layer)
+    quantize_(layer, "int8")
+    for name in ("linear1", "linear2", "self_attn.out_proj"):
+        reference.get_submodule(name).weight.data = layer.get_submodule(name).dequantize_weight()
+    x = rows(2, 5, 64)
+    with torch.inference_mode():
+        assert_close(layer(x), reference(x), rms=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "training"),
+    [("int8", False), ("W4A16_ASYM", False), ("nvfp4", False), ("W4A16", True), ("W8A8", False), ("W8A8", True)],
+)
+def test_compiles_to_one_graph_for_every_length(fields, training):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = quantize_(nn.Sequential(nn.Linear(160, 136), nn.GELU(), nn.Linear(136, 64, bias=False)), fields)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def forward(x: Tensor) -> Tensor:
+        return model(x.to(model[0].weight.dtype))  # T5 and others read the dtype of a weight
+
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend=counter)
+    for length in (2, 3, 5, 8, 13, 17, 31, 64, 65, 100):
+        x = rows(length, 160).requires_grad_(training)
+        assert_close(compiled(x), forward(x), rms=1e-5)
+        if training:
+            (grad,) = torch.autograd.grad(compiled(x).sum(), x)
+            (expected,) = torch.autograd.grad(forward(x).sum(), x)
+            assert_close(grad, expected, rms=1e-5)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
