@@ -77,7 +77,7 @@ class QuantExperts(QuantizedModule):
         y = y.masked_fill((expert >= num_experts).unsqueeze(-1), 0)
         # Undo the sort and sum each token's experts in a fixed order: deterministic, unlike index_add_ on a GPU.
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        return y[inverse].view(num_tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+        return y[inverse].view(num_tokens, top_k, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
 
 def register_experts(module: nn.Module) -> bool:
