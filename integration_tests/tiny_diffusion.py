@@ -6,6 +6,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from torch import Tensor, nn
 
 
@@ -33,8 +34,8 @@ def _flux_inputs() -> dict[str, Tensor]:
     image[..., 1], image[..., 2] = torch.arange(4)[:, None], torch.arange(4)[None]
     return {
         "hidden_states": _values(2, 16, 4),
-        "encoder_hidden_states": _values(2, 8, 32),
-        "pooled_projections": _values(2, 32),
+        "encoder_hidden_states": _values(2, 8, 64),
+        "pooled_projections": _values(2, 64),
         "timestep": torch.tensor([0.3, 0.9]),
         "img_ids": image.view(16, 3),
         "txt_ids": torch.zeros(8, 3),
@@ -64,8 +65,8 @@ ARCHITECTURES = {
         {
             **_TWO_BLOCKS,
             "in_channels": 4,
-            "joint_attention_dim": 32,
-            "pooled_projection_dim": 32,
+            "joint_attention_dim": 64,
+            "pooled_projection_dim": 64,
             "axes_dims_rope": (4, 4, 8),
         },
         _flux_inputs,
@@ -193,3 +194,59 @@ def run(model: nn.Module, name: str) -> Tensor:
         for key, value in ARCHITECTURES[name].inputs().items()
     }
     return model(**inputs, return_dict=False)[0].float()
+
+
+def make_flux_pipeline(dtype: torch.dtype = torch.float32) -> diffusers.FluxPipeline:
+    """A FluxPipeline with a tiny transformer, VAE, CLIP and T5; without tokenizers, so it takes embeddings."""
+    torch.manual_seed(0)
+    clip = transformers.CLIPTextConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        projection_dim=64,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    t5 = transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(32, 64),
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=1,
+        sample_size=8,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.1,
+        scaling_factor=1.5,
+    )
+    return diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae.to(dtype).eval(),
+        text_encoder=transformers.CLIPTextModel(clip).to(dtype).eval(),
+        tokenizer=None,
+        text_encoder_2=transformers.T5EncoderModel(t5).to(dtype).eval(),
+        tokenizer_2=None,
+        transformer=make_model("flux", dtype),
+    )
+
+
+@torch.no_grad()
+def run_flux_pipeline(pipe: diffusers.FluxPipeline, **kwargs: Any) -> Tensor:
+    """A 16 x 16 image [1, 3, 16, 16] in fp32 after two steps from fixed noise, with fixed token ids as the prompt."""
+    ids = torch.randint(3, 96, (1, 8), generator=torch.Generator().manual_seed(0))
+    return pipe(
+        prompt_embeds=pipe.text_encoder_2(ids)[0],
+        pooled_prompt_embeds=pipe.text_encoder(ids).pooler_output,
+        height=16,
+        width=16,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+        **kwargs,
+    ).images.float()
