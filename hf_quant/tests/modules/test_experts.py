@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralForCausalLM
@@ -200,3 +201,17 @@ def test_only_the_experts(host):
     quantize_(model, QuantizerConfig(None, modules={"*.experts": "int4"}))
     assert sum(isinstance(m, QuantExperts) for m in model.modules()) == 2
     assert type(model.lm_head) is nn.Linear
+
+
+def test_compiles_to_one_graph_for_every_number_of_tokens():
+    torch._dynamo.reset()
+    module, _ = experts("gpt_oss")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
+    for num in (3, 5, 7, 8, 13, 17, 31, 64, 65, 100):
+        x, (index, weights) = tokens(num).requires_grad_(), routing(num)
+        y, expected = compiled(x, index, weights), module(x, index, weights)
+        assert_close(y, expected, rms=1e-5)
+        assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0], rms=1e-5)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

@@ -1,0 +1,266 @@
+"""The `weight` of a quantized module: looks like the 16-bit weight, computes on it, and takes new values."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_quant import QuantizerConfig, QuantLinear, quantize_
+from hf_quant.testing import assert_close, assert_sqnr, sqnr
+from hf_quant.weight_proxy import WeightProxy
+
+
+def linear(weights: str = "int8", dtype=torch.float32, seed: int = 0, N: int = 96) -> QuantLinear:
+    torch.manual_seed(seed)
+    return quantize_(nn.Linear(64, N, dtype=dtype), weights)
+
+
+def table() -> nn.Embedding:
+    torch.manual_seed(0)
+    return quantize_(nn.Embedding(96, 64), QuantizerConfig(None, modules={"": "int8"}))
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_looks_like_the_16_bit_weight(dtype):
+    layer = linear(dtype=dtype)
+    weight = layer.weight
+    assert isinstance(weight, WeightProxy) and isinstance(weight, torch.Tensor)
+    assert weight.shape == (96, 64) and weight.dtype == dtype and weight.device == torch.device("cpu")
+    assert weight.dim() == weight.ndim == 2 and weight.size(0) == 96 and weight.numel() == 96 * 64
+    assert weight.is_floating_point() and not weight.requires_grad and not weight.is_meta
+    assert repr(weight) == f"WeightProxy((96, 64), {dtype}, int8 row)"
+    assert weight.data_ptr() == 0 or weight.untyped_storage().nbytes() == 0  # it holds no memory
+
+
+def test_the_weight_is_no_parameter_and_not_in_the_state():
+    layer = linear()
+    assert "weight" not in dict(layer.named_parameters()) and "weight" not in layer.state_dict()
+    assert hasattr(layer, "weight") and layer.weight is not None
+
+
+READS = {
+    "to": lambda w: w.to(torch.float64),
+    "half": lambda w: w.half(),
+    "clone": lambda w: w.clone(),
+    "detach and clone": lambda w: w.detach().clone(),
+    "data": lambda w: w.data.clone(),
+    "contiguous": lambda w: w.contiguous() + 0,
+    "transpose": lambda w: w.t(),
+    "matmul": lambda w: torch.ones(3, 64) @ w.t(),
+    "row": lambda w: w[5],
+    "rows": lambda w: w[torch.tensor([1, 5])],
+    "slice": lambda w: w[2:9, ::2],
+    "add": lambda w: w + 1,
+    "radd": lambda w: 1 + w,
+    "sub": lambda w: w - torch.ones(96, 64),
+    "mul": lambda w: w * 2,
+    "norm": lambda w: torch.linalg.norm(w, dim=1),
+    "abs max": lambda w: w.abs().max(),
+    "isfinite": lambda w: torch.isfinite(w).all(),
+    "cat": lambda w: torch.cat([w, torch.zeros(1, 64)]),
+    "stack": lambda w: torch.stack([w, w]),
+    "empty_like": lambda w: torch.zeros_like(w),
+    "new_zeros": lambda w: w.new_zeros(3),
+    "svd": lambda w: torch.linalg.svdvals(w),
+    "chunk": lambda w: w.chunk(2)[1],
+    "view": lambda w: w.view(-1),
+    "reshape": lambda w: w.reshape(64, 96),
+    "einsum": lambda w: torch.einsum("nk,nk->n", w, w),
+    "numpy": lambda w: torch.from_numpy(w.dequantize().numpy().copy()),
+    "allclose": lambda w: torch.tensor(torch.allclose(w, w.dequantize())),
+    "F.linear": lambda w: F.linear(torch.ones(3, 64), w),
+    "F.linear keywords": lambda w: F.linear(input=torch.ones(3, 64), weight=w, bias=torch.ones(96)),
+    "F.embedding": lambda w: F.embedding(torch.tensor([3, 4]), w),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reads_compute_on_the_dequantized_weight(read):
+    layer = linear()
+    codes = layer.qdata.clone()
+    found, expected = read(layer.weight), read(layer.dequantize_weight().as_subclass(_Plain))
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, expected.as_subclass(Tensor), rtol=1e-5, atol=1e-5)
+    assert torch.equal(layer.qdata, codes)
+
+
+class _Plain(Tensor):
+    """A dense weight with the one method of the proxy that tensors do not have."""
+
+    def dequantize(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def set_attribute(layer, value):
+    layer.weight = nn.Parameter(value)
+
+
+def set_data(layer, value):
+    layer.weight.data = value
+
+
+def copy_into(layer, value):
+    layer.weight.data.copy_(value)
+
+
+def add_difference(layer, value):
+    layer.weight.data += value - layer.weight
+
+
+def subtract_difference(layer, value):
+    layer.weight.data -= layer.weight - value
+
+
+def augment_weight(layer, value):
+    layer.weight += value - layer.weight
+
+
+def in_place_add(layer, value):
+    layer.weight.add_(value - layer.weight)
+
+
+def in_place_sub(layer, value):
+    layer.weight.data.sub_(layer.weight - value)
+
+
+def set_all_items(layer, value):
+    layer.weight[:] = value
+
+
+def set_items_row_by_row(layer, value):
+    layer.weight.data[:48] = value[:48]
+    layer.weight.data[48:] = value[48:]
+
+
+WRITES = [set_attribute, set_data, copy_into, add_difference, subtract_difference, augment_weight, in_place_add]
+WRITES += [in_place_sub, set_all_items, set_items_row_by_row]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_quantize_the_new_value(write):
+    layer, value = linear(), noise(96, 64)
+    qdata, scale = layer.qdata, layer.scale
+    assert sqnr(layer.dequantize_weight(), value) < 3
+    write(layer, value)
+    assert_sqnr(layer.dequantize_weight(), value, at_least=38, at_most=50)
+    assert_close(layer(torch.eye(64)), value.t() + layer.bias, rms=1e-2)
+    assert layer.qdata is qdata and layer.scale is scale  # in place: an optimizer or a tie would notice
+    assert isinstance(layer.weight, WeightProxy) and not layer.qdata.requires_grad
+
+
+def test_zero_fill_and_multiply_in_place():
+    layer = linear()
+    before = layer.dequantize_weight()
+    layer.weight.mul_(2)
+    assert_close(layer.dequantize_weight(), 2 * before, rms=1e-2)
+    layer.weight.data.zero_()
+    assert (layer.dequantize_weight() == 0).all()
+    layer.weight.fill_(0.5)
+    assert_close(layer.dequantize_weight(), torch.full((96, 64), 0.5), rms=1e-2)
+
+
+@pytest.mark.parametrize("weights", ["int4", "W4A16_ASYM", "int2", "nf4", "fp8", "fp6", "mxfp4", "nvfp4", "W8A8"])
+def test_every_kind_of_scheme_takes_new_values(weights):
+    layer = linear(weights)
+    again = quantize_(nn.Linear(64, 96), weights)
+    value = layer.dequantize_weight()
+    again.weight = noise(96, 64)
+    again.weight = value
+    # What lies on the grid stays there (a clip search may move the grid a little).
+    assert sqnr(again.dequantize_weight(), value) > (8 if weights == "int2" else 18)
+
+
+def test_bad_values_are_refused_and_change_nothing():
+    layer = linear()
+    codes = layer.qdata.clone()
+    with pytest.raises(ValueError, match=r"weight is \(64, 96\); needs \(96, 64\)"):
+        layer.weight = noise(64, 96)
+    with pytest.raises(ValueError, match="contains NaN or inf"):
+        layer.weight.data = torch.full((96, 64), float("nan"))
+    with pytest.raises(TypeError, match="cannot assign str as 'weight'"):
+        layer.weight = "zeros"
+    with pytest.raises(TypeError, match="cannot assign NoneType as 'weight'"):
+        layer.weight = None
+    assert torch.equal(layer.qdata, codes)
+
+
+def test_iadd_gives_a_plain_tensor_so_that_the_sum_is_rounded_once():
+    weight = linear().weight.data
+    weight += 1.0
+    assert type(weight) is Tensor
+
+
+def test_peft_merges_and_unmerges():
+    layer = linear()
+    before, delta = layer.dequantize_weight(), 0.1 * noise(96, 64)
+    layer.weight.data += delta.to(layer.weight.dtype)
+    assert_sqnr(layer.dequantize_weight(), before + delta, at_least=38, at_most=50)
+    original = layer.weight.data.clone()  # the safe merge
+    original += delta
+    assert torch.isfinite(original).all()
+    layer.weight.data = original
+    layer.weight.data -= 2 * delta
+    assert_sqnr(layer.dequantize_weight(), before, at_least=32, at_most=50)
+
+
+def test_gradients_reach_what_is_computed_with_it():
+    layer = linear()
+    x, magnitude = noise(3, 64).requires_grad_(), torch.ones(96, 1, requires_grad=True)
+    y = x @ (layer.weight * magnitude).t()  # as DoRA does
+    y.sum().backward()
+    weight = layer.dequantize_weight()
+    assert_close(x.grad, weight.sum(0).expand(3, -1), rms=1e-5)
+    assert_close(magnitude.grad, (weight * x.detach().sum(0)).sum(1, keepdim=True), rms=1e-5)
+
+
+def test_f_linear_with_it_is_the_layers_product():
+    layer = linear("W8A8")
+    x = noise(3, 64)
+    with torch.no_grad():
+        assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))
+        assert not torch.equal(layer(x), F.linear(x, layer.dequantize_weight(), layer.bias))
+
+
+def test_copies_are_plain_and_pickles_too():
+    layer = linear()
+    weight = layer.weight
+    for found in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert type(found) is Tensor and torch.equal(found, layer.dequantize_weight())
+
+
+def test_assigning_the_proxy_ties():
+    embed, head = table(), linear()
+    head.weight = embed.weight
+    assert head.qdata is embed.qdata and head.scale is embed.scale
+    embed.weight = noise(96, 64)
+    assert_close(head(torch.eye(64)) - head.bias, embed(torch.arange(96)).t(), rms=1e-4)
+    head.weight = head.weight  # its own: nothing happens
+    assert head.qdata is embed.qdata
+
+
+def test_a_proxy_of_another_scheme_or_shape_is_no_tie():
+    layer, other = linear("int4"), linear("int8", seed=1)
+    layer.weight = other.weight
+    assert layer.qdata is not other.qdata
+    assert_sqnr(layer.dequantize_weight(), other.dequantize_weight(), at_least=17, at_most=30)
+    with pytest.raises(ValueError, match=r"weight is \(80, 64\); needs \(96, 64\)"):
+        linear().weight = linear(N=80).weight
+
+
+def test_a_placeholder_can_be_set_and_read():
+    layer = linear()
+    layer.weight = torch.empty(96, 64, device="meta")
+    assert layer.placeholders == ("weight",) and layer.weight.is_meta
+    assert not isinstance(layer.weight, WeightProxy)
+
+
+def test_initialization_by_a_host_passes_it_by():
+    layer = linear()
+    assert layer.weight._is_hf_initialized and layer._is_hf_initialized
