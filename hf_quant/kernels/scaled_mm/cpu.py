@@ -1,0 +1,131 @@
+"""Products with quantized activations on CPU with stock torch ops.
+
+int8 x int8 with row scales runs in oneDNN's int8 GEMM on a prepacked weight (from its second use; before, and where
+the CPU lacks VNNI, in `_int_mm`): sums of integers are exact. Anything else multiplies the codes of x, which bf16
+holds exactly, by the paths of `_cpu_mm`, and puts the row scales on the product.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels._cpu import prepacked, scratch
+from hf_quant.kernels._cpu_decode import decode
+from hf_quant.kernels._cpu_mm import PATHS, as_rows, no_qlinear, pack_qlinear, product, qlinear, row_vector
+from hf_quant.kernels._op import Path, Problem, implements
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
+from hf_quant.kernels.rowwise.op import row_max
+from hf_quant.kernels.scaled_mm import op
+from hf_quant.kernels.weight_only.op import check as check_weight_only
+
+
+def _supports_int8(problem: Problem) -> str | None:
+    if problem.format != "int8" or problem.activation != "int8":
+        return "only int8 weights with int8 activations"
+    if problem.group_size < problem.K:
+        return "only one scale per row"
+    return no_qlinear(problem.K)
+
+
+def _supports_product(problem: Problem) -> str | None:
+    return None
+
+
+INT8_PATH = Path("int8 GEMM (oneDNN)", "any M; `_int_mm` at the first use", _supports_int8)
+
+
+@implements(op.dynamic_mm, "CPU", paths=(INT8_PATH, *PATHS))
+def dynamic_mm_cpu(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    activation: str,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    """See `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales if x is bf16."""
+    limit = row_max(activation)
+    check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    weight = (qdata, scale, zero_point, global_scale)
+    y = dynamic_product(as_rows(x), *weight, bias, activation, limit, format, group_size)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+def dynamic_product(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    limit: float,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    """`dynamic_mm` for x [M, K] contiguous, after the checks."""
+    M, K = x.shape
+    if M == 0:
+        return x.new_empty(0, qdata.shape[0])
+    row_scale = row_scales(x, limit)
+    values = row_codes(x, row_scale, limit, activation)
+    if activation == "int8" and format == "int8" and scale.shape[1] == 1 and K > 1:
+        codes = scratch("rows", (M, K), torch.int8).copy_(values)
+        return _int8(codes, qdata, row_scale, scale, bias, x.dtype)
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    if activation == "int8":
+        codes = values.to(dtype)
+    else:
+        codes = torch.empty(M, K, dtype=dtype)
+        decode(values.to(torch.float8_e4m3fn), CODES["fp8_e4m3"], codes)
+    y = product(codes, qdata, scale, zero_point, global_scale, None, CODES[format], group_size)
+    return _scaled(y, row_scale, bias, x.dtype)
+
+
+def _scaled(y: Tensor, row_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """y * row_scale + bias in fp32 -> dtype."""
+    total = y.mul_(row_scale) if y.dtype == torch.float32 else y.float().mul_(row_scale)
+    if bias is not None:
+        total.add_(bias.detach())
+    return total.to(dtype)
+
+
+def _int8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(a @ b.T) * a_scale * b_scale.T + bias; a [M, K] int8 contiguous, b_scale [N | 1, 1] of any floating dtype."""
+    weight_scale = row_vector(b_scale, b.shape[0], torch.float32)
+    weight = None if no_qlinear(a.shape[1]) else prepacked("qlinear", (b,), pack_qlinear, b)
+    if weight is None:
+        y = torch._int_mm(a, b.t()).float().mul_(weight_scale)
+    else:
+        y = qlinear(a.view(torch.uint8).bitwise_xor(128), weight, weight_scale)
+    return _scaled(y, a_scale, bias, dtype)
+
+
+@implements(op.int8_scaled_mm, "CPU", paths=(INT8_PATH,))
+def int8_scaled_mm_cpu(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
+) -> Tensor:
+    """See `int8_scaled_mm_reference`."""
+    op.check(a, b, a_scale, b_scale, bias, torch.int8)
+    if a.shape[0] == 0 or a.shape[1] < 2:
+        return op.int8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
+    return _int8(a.contiguous(), b, a_scale, b_scale, bias, out_dtype)
+
+
+@implements(op.fp8_scaled_mm, "CPU", paths=(Path("GEMM of the decoded codes", "any M", _supports_product),))
+def fp8_scaled_mm_cpu(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
+) -> Tensor:
+    """See `fp8_scaled_mm_reference`; for bf16 output the product is rounded to bf16 before the row scales."""
+    op.check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
+    M, K = a.shape
+    if M == 0 or K == 0:
+        return op.fp8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
+    spec = CODES["fp8_e4m3"]
+    codes = torch.empty(M, K, dtype=torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32)
+    decode(a.contiguous(), spec, codes)
+    return _scaled(product(codes, b, b_scale, None, None, None, spec, K), a_scale, bias, out_dtype)

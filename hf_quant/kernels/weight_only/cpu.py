@@ -1,0 +1,157 @@
+"""`weight_only_mm`, its backward, and `dequantize` on CPU with stock torch ops; the paths are those of `_cpu_mm`."""
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels._cpu import scratch
+from hf_quant.kernels._cpu_decode import decode, dequantize_block, expand_rows, padded, scale_values
+from hf_quant.kernels._cpu_mm import PATHS, as_rows, product
+from hf_quant.kernels._op import implements
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.weight_only import op
+from hf_quant.kernels.weight_only.op import check, check_weight
+
+
+_BLOCK = 2**22  # weights dequantized at once for the gradient: fewer partial products to add up
+
+
+@implements(op.weight_only_mm, "CPU", paths=PATHS)
+def weight_only_mm_cpu(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    """See `weight_only_mm_reference`; accuracy: `_cpu_mm`."""
+    check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    if bias is not None and bias.requires_grad:
+        bias = bias.detach()
+    y = product(as_rows(x), qdata, scale, zero_point, global_scale, bias, CODES[format], group_size)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+@implements(op.dequantize, "CPU")
+def dequantize_cpu(
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    *,
+    format: str,
+    group_size: int,
+    K: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `dequantize_reference`: the same bits, in blocks of rows that stay in the cache."""
+    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
+    *lead, N, _ = qdata.shape
+    out = torch.empty(*lead, N, K, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    if scale.shape[-2] == N and global_scale is None:
+        _dequantize_2d(
+            out.view(-1, K),
+            qdata.reshape(-1, qdata.shape[-1]),
+            scale.reshape(-1, scale.shape[-1]),
+            None if zero_point is None else zero_point.reshape(-1, scale.shape[-1]),
+            None,
+            format,
+            group_size,
+        )
+        return out
+    for i in torch.cartesian_prod(*(torch.arange(n) for n in lead)).view(-1, len(lead)).tolist() if lead else [()]:
+        index = tuple(i)
+        _dequantize_2d(
+            out[index],
+            qdata[index],
+            scale[index],
+            None if zero_point is None else zero_point[index],
+            None if global_scale is None else (global_scale[index] if lead else global_scale),
+            format,
+            group_size,
+        )
+    return out
+
+
+def _dequantize_2d(
+    out: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    format: str,
+    group_size: int,
+) -> None:
+    N = out.shape[0]
+    factor = expand_rows(scale_values(scale, global_scale).float(), N)
+    zero = None if zero_point is None else expand_rows(zero_point, N)
+    dequantize_block(out, qdata.contiguous(), factor, zero, CODES[format], group_size)
+
+
+@implements(op.weight_only_mm_backward, "CPU")
+def weight_only_mm_backward_cpu(
+    grad: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    *,
+    format: str,
+    group_size: int,
+    K: int,
+) -> Tensor:
+    """See `weight_only_mm_backward_reference`; bf16 weights and products for a bf16 gradient, else fp32."""
+    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
+    rows = as_rows(grad)
+    grad_x = product_backward(rows, qdata, scale, zero_point, global_scale, format, group_size, K)
+    return grad_x.view(*grad.shape[:-1], K)
+
+
+def product_backward(
+    grad: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    format: str,
+    group_size: int,
+    K: int,
+) -> Tensor:
+    """grad [M, N] contiguous @ dequant(w [N, K]) -> [M, K]; partial products of row blocks are added up in fp32."""
+    M, N = grad.shape
+    spec = CODES[format]
+    dtype = torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32
+    factor = expand_rows(scale_values(scale, global_scale), N)
+    zero_point = None if zero_point is None else expand_rows(zero_point, N)
+    unscaled = dtype == torch.bfloat16 and factor.shape[1] == 1 and zero_point is None
+    values = grad.to(dtype)
+    if unscaled:  # the scale multiplies the gradient: M * N products instead of N * K
+        values = values.float().mul_(factor.view(-1)).to(dtype)
+    elif dtype == torch.bfloat16 and group_size >= 32:
+        factor = factor.to(dtype)
+    total = torch.zeros(M, K)
+    step = max(_BLOCK // max(K, 1), 1)
+    for start in range(0, N, step):
+        block = slice(start, min(start + step, N))
+        n = block.stop - start
+        if unscaled:
+            weights = scratch("block", (n, padded(K, spec)), dtype)
+            decode(qdata[block], spec, weights)
+            weights = weights[:, :K]
+        else:
+            weights = scratch("block", (n, K), dtype)
+            zero = None if zero_point is None else zero_point[block]
+            dequantize_block(weights, qdata[block], factor[block], zero, spec, group_size)
+        if dtype == torch.float32:
+            total.addmm_(values[:, block], weights)
+        else:
+            part = torch.mm(values[:, block], weights)
+            if n == N:
+                return part
+            total.add_(scratch("total", (M, K), torch.float32).copy_(part))
+    return total.to(grad.dtype)
