@@ -28,7 +28,6 @@ _OWN_ATTRIBUTES = (
     "_requires_grad",
     "_float_codes",
     "_hf_quantized_needs_local_tp",
-    "_is_hf_initialized",
 )
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -197,8 +196,9 @@ class QuantizedModule(nn.Module):
                 source = value.module._parameters.get(packed_key(part, value.name_in_module))
                 if source is not None:
                     self._parameters[packed_key(part, name)] = source
-        elif isinstance(value, Tensor) and value.device.type == "meta":
-            self._parameters[name] = nn.Parameter(value, requires_grad=False)  # a placeholder to load into
+        elif isinstance(value, Tensor) and (value.device.type == "meta" or name in self._parameters):
+            # A placeholder to load into, and what a host puts in its place if the checkpoint lacks the weight.
+            self._parameters[name] = nn.Parameter(value, requires_grad=False)
         elif isinstance(value, Tensor):
             self.requantize_weight_(name, value.detach())
         else:
@@ -293,8 +293,6 @@ def convert_module_(
         _requires_grad={n: w.requires_grad for n, w in weights.items()},
         _float_codes=_float_codes(scheme),
         _hf_quantized_needs_local_tp=True,
-        # Without it transformers draws random values for what it has not loaded; a placeholder may need them.
-        _is_hf_initialized=not keep_placeholder,
     )
     try:
         packed = {}

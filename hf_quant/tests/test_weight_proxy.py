@@ -262,5 +262,6 @@ def test_a_placeholder_can_be_set_and_read():
 
 
 def test_initialization_by_a_host_passes_it_by():
+    # The mark is the tensor's: the module may have buffers that the host has to fill.
     layer = linear()
-    assert layer.weight._is_hf_initialized and layer._is_hf_initialized
+    assert layer.weight._is_hf_initialized and not hasattr(layer, "_is_hf_initialized")
