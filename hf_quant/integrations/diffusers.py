@@ -114,7 +114,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         **kwargs: Any,
     ) -> nn.Module:
         if state_dict is not None:
-            self._correct_single_file(state_dict)
+            self.pre_quantized = False  # `from_single_file` says True of every quantizer
         if self.pre_quantized:
             prepare_from_checkpoint(model, self.quantization_config, self._headers, rename=str, tied={})
             self._headers = {}
@@ -131,11 +131,13 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         self._measure(model, keep_in_fp32_modules or [])
         return model
 
-    def _correct_single_file(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """`from_single_file` takes every quantizer for one of a quantized file."""
-        if any(key.rpartition(".")[2].startswith("qdata") for key in state_dict):
-            raise ValueError("the file is quantized by hf_quant: load its directory, by from_pretrained")
-        self.pre_quantized = False
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # Only `from_single_file` calls this before the model is prepared; its conversions would not say what is wrong.
+        if not self._bytes and any(key.rpartition(".")[2].startswith("qdata") for key in state_dict):
+            raise ValueError(
+                "the file is quantized by hf_quant: load the directory it was saved in, by from_pretrained"
+            )
+        return state_dict
 
     # Sizes, for the device map and the allocator.
 
