@@ -13,8 +13,7 @@ from hf_quant.formats.nf4 import NF4
 
 
 FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (INT8, INT4, INT3, INT2, FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, NF4, MXFP4, NVFP4)
+    f.name: f for f in (INT8, INT4, INT3, INT2, FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, NF4, MXFP4, NVFP4)
 }
 ALIASES = {"fp8": "fp8_e4m3", "fp6": "fp6_e3m2"}
 

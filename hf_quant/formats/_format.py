@@ -16,8 +16,9 @@ class Format:
     Attributes:
         spec: bits, byte layout and the value of each code; shared with the kernels.
         max: scale = amax / max puts the largest weight of a group on the end of the grid.
-        round: fp32 values on the grid's scale -> codes (uint8; the element dtype where codes are not packed).
-            Values beyond the grid saturate.
+        round: fp32 values on the grid's scale -> codes (uint8; the element dtype where codes are not packed). Values
+            beyond the grid saturate. It may overwrite its argument.
+        snap: (fp32 values, out) -> out, the nearest values of the grid: `decode(encode(values))` without codes.
         granularity, group_size, symmetric: the defaults for weights.
         granularities: the allowed ones.
         allows_asymmetric: whether a zero point is defined.
@@ -29,6 +30,7 @@ class Format:
     spec: CodeSpec
     max: float
     round: Callable[[Tensor], Tensor] = field(repr=False)
+    snap: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
     granularity: str = "row"
     group_size: int | None = None
     symmetric: bool = True
@@ -57,7 +59,7 @@ class Format:
 
         uint8 for packed formats, else the format's own element dtype.
         """
-        return self.round(values)
+        return self.round(values.clone())
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes [..., K] -> fp32 values in units of the scale."""
@@ -76,31 +78,3 @@ class Format:
     def values(self, qdata: Tensor, K: int) -> Tensor:
         """`decode(unpack(qdata))`: fp32 [..., K]."""
         return decode_codes(qdata, self.spec, K)
-
-
-def minifloat_levels(exponent_bits: int, mantissa_bits: int, bias: int) -> tuple[float, ...]:
-    """Values of all codes of a sign + exponent + mantissa format without inf and NaN (OCP MX v1.0, section 5.3)."""
-    levels = []
-    for code in range(2 ** (exponent_bits + mantissa_bits)):
-        exponent, mantissa = divmod(code, 2**mantissa_bits)
-        fraction = mantissa / 2**mantissa_bits
-        levels.append(2.0 ** (exponent - bias) * (1 + fraction) if exponent else 2.0 ** (1 - bias) * fraction)
-    return tuple(levels) + tuple(-value for value in levels)
-
-
-def minifloat_round(levels: tuple[float, ...], mantissa_bits: int, bias: int) -> Callable[[Tensor], Tensor]:
-    """fp32 -> codes of a minifloat: round to nearest, ties to even, saturate; the sign is the top bit."""
-    magnitudes = len(levels) // 2
-    limit, smallest_normal = levels[magnitudes - 1], 2.0 ** (1 - bias)
-    drop = 23 - mantissa_bits  # fp32 mantissa bits that go
-
-    def encode(values: Tensor) -> Tensor:
-        magnitude = values.abs().clamp_(max=limit)
-        word = magnitude.view(torch.int32)
-        # Adding just under half of the dropped bits, plus the lowest kept bit, carries exactly when RNE rounds up.
-        normal = ((word + ((word >> drop) & 1) + (2 ** (drop - 1) - 1)) >> drop) - ((127 - bias) << mantissa_bits)
-        subnormal = (magnitude * (2.0**mantissa_bits / smallest_normal)).round_().to(torch.int32)
-        code = torch.where(magnitude < smallest_normal, subnormal, normal)
-        return torch.where(values < 0, code + magnitudes, code).to(torch.uint8)
-
-    return encode

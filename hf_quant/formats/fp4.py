@@ -6,7 +6,8 @@ mxfp4 (OCP Microscaling formats v1.0): one e8m0 power of two per 32. nvfp4: one 
 
 import torch
 
-from hf_quant.formats._format import Format, minifloat_levels, minifloat_round
+from hf_quant.formats._format import Format
+from hf_quant.formats._minifloat import minifloat_levels, minifloat_round, minifloat_snap
 from hf_quant.kernels.codes import CodeSpec
 
 
@@ -17,7 +18,8 @@ def _fp4(name: str, group_size: int, scale_dtype: str) -> Format:
     return Format(
         spec=CodeSpec(name, 4, torch.int32, (4,), _LEVELS),
         max=max(_LEVELS),
-        round=minifloat_round(_LEVELS, 1, bias=1),
+        round=minifloat_round(max(_LEVELS), 1, bias=1, sign=8),
+        snap=minifloat_snap(max(_LEVELS), 1, bias=1),
         granularity="group",
         group_size=group_size,
         granularities=("group",),

@@ -2,7 +2,8 @@
 
 import torch
 
-from hf_quant.formats._format import Format, minifloat_levels, minifloat_round
+from hf_quant.formats._format import Format
+from hf_quant.formats._minifloat import minifloat_levels, minifloat_round, minifloat_snap
 from hf_quant.kernels.codes import CodeSpec
 
 
@@ -12,7 +13,8 @@ def _fp6(exponent_bits: int, mantissa_bits: int) -> Format:
     return Format(
         spec=CodeSpec(f"fp6_e{exponent_bits}m{mantissa_bits}", 6, torch.int32, (4, 2), levels),
         max=max(levels),
-        round=minifloat_round(levels, mantissa_bits, bias),
+        round=minifloat_round(max(levels), mantissa_bits, bias, sign=32),
+        snap=minifloat_snap(max(levels), mantissa_bits, bias),
         scale_dtype="float32",
     )
 

@@ -4,23 +4,25 @@ import torch
 from torch import Tensor
 
 from hf_quant.formats._format import Format
+from hf_quant.formats._minifloat import minifloat_snap
 from hf_quant.kernels.codes import CodeSpec
 
 
-def _fp8(name: str, dtype: torch.dtype) -> Format:
+def _fp8(name: str, dtype: torch.dtype, mantissa_bits: int, bias: int) -> Format:
     limit = torch.finfo(dtype).max
 
     def encode(values: Tensor) -> Tensor:
-        return values.clamp(-limit, limit).to(dtype)
+        return values.clamp_(-limit, limit).to(dtype)
 
     return Format(
         spec=CodeSpec(name, 8, dtype),
         max=limit,
         round=encode,
+        snap=minifloat_snap(limit, mantissa_bits, bias),
         granularities=("row", "group", "tensor", "block"),
         scale_dtype="float32",
     )
 
 
-FP8_E4M3 = _fp8("fp8_e4m3", torch.float8_e4m3fn)
-FP8_E5M2 = _fp8("fp8_e5m2", torch.float8_e5m2)
+FP8_E4M3 = _fp8("fp8_e4m3", torch.float8_e4m3fn, mantissa_bits=3, bias=7)
+FP8_E5M2 = _fp8("fp8_e5m2", torch.float8_e5m2, mantissa_bits=2, bias=15)

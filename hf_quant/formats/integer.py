@@ -5,6 +5,8 @@ q and z unsigned) a weight is (q - z) * scale. Their symmetric scale is amax / (
 range of codes is used: -amax rounds to the lowest code, +amax to the highest.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,16 +14,25 @@ from hf_quant.formats._format import Format
 from hf_quant.kernels.codes import CodeSpec
 
 
+def _integer_snap(low: int, high: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def snap(values: Tensor, out: Tensor) -> Tensor:
+        return torch.round(values, out=out).clamp_(low, high)
+
+    return snap
+
+
 def _packed_integer(bits: int, planes: tuple[int, ...], group_size: int, symmetric: bool) -> Format:
     low = -(2 ** (bits - 1))
 
     def encode(values: Tensor) -> Tensor:
-        return values.round().sub_(low).clamp_(0, 2**bits - 1).to(torch.uint8)
+        # By int8, whose conversion vectorizes: six times as fast as fp32 -> uint8.
+        return values.round_().sub_(low).clamp_(0, 2**bits - 1).to(torch.int8).view(torch.uint8)
 
     return Format(
         spec=CodeSpec(f"int{bits}", bits, torch.int32, planes, tuple(float(low + q) for q in range(2**bits))),
         max=-low - 0.5,
         round=encode,
+        snap=_integer_snap(low, -low - 1),
         granularity="group",
         group_size=group_size,
         symmetric=symmetric,
@@ -32,7 +43,8 @@ def _packed_integer(bits: int, planes: tuple[int, ...], group_size: int, symmetr
 INT8 = Format(
     spec=CodeSpec("int8", 8, torch.int8),
     max=127.0,
-    round=lambda values: values.round().clamp_(-127, 127).to(torch.int8),
+    round=lambda values: values.round_().clamp_(-127, 127).to(torch.int8),
+    snap=_integer_snap(-127, 127),
 )
 INT4 = _packed_integer(4, (4,), group_size=128, symmetric=True)
 INT3 = _packed_integer(3, (2, 1), group_size=128, symmetric=False)

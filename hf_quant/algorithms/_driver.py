@@ -1,0 +1,190 @@
+"""How a weight of any shape goes through an algorithm: in blocks of rows, on its device, with bounded temporaries."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_quant.algorithms._groups import Groups, TensorGroups
+from hf_quant.formats import FORMATS
+from hf_quant.scheme import BLOCK_SIZE, TensorQuant
+
+
+Algorithm = Callable[[Groups], tuple[Tensor, Tensor | None]]
+
+# Weights quantized at a time. On a CPU the three fp32 scratch buffers of that size should stay in the cache; elsewhere
+# a kernel should take longer than its launch.
+_BLOCK_ELEMENTS_CPU = 2**19
+_BLOCK_ELEMENTS = 2**23
+
+
+class PackedWeight(NamedTuple):
+    """A quantized weight [..., N, K] in its canonical bytes (see `formats`); scales in their true dtype.
+
+    qdata [..., N, K] or [..., N, words] int32; scale [..., N | 1 | ceil(N/128), groups], whose sign may be negative
+    (see `mse`); zero_point uint8 of the scale's shape or None; global_scale fp32 [...] (at least [1]) or None.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+
+
+def geometry(quant: TensorQuant, N: int, K: int) -> tuple[int, int]:
+    """(rows, columns) of a [N, K] weight that share one scale."""
+    if quant.granularity == "block":
+        return BLOCK_SIZE, BLOCK_SIZE
+    return (N if quant.granularity == "tensor" else 1), (quant.group_size or K)
+
+
+def empty_packed(shape: torch.Size | tuple[int, ...], quant: TensorQuant, device) -> PackedWeight:
+    """Uninitialized `PackedWeight` tensors for a weight of `shape` [..., N, K] (use device "meta" for sizes)."""
+    *lead, N, K = shape
+    spec = FORMATS[quant.format].spec
+    rows, columns = geometry(quant, N, K)
+    scale_shape = (*lead, -(-N // rows), -(-K // columns))
+    scale_dtype = getattr(torch, quant.scale_dtype)
+    width = FORMATS[quant.format].packed_width(K)
+    return PackedWeight(
+        qdata=torch.empty((*lead, N, width), dtype=spec.dtype, device=device),
+        scale=torch.empty(scale_shape, dtype=scale_dtype, device=device),
+        zero_point=None if quant.symmetric else torch.empty(scale_shape, dtype=torch.uint8, device=device),
+        global_scale=(
+            torch.empty(tuple(lead) or (1,), dtype=torch.float32, device=device)
+            if scale_dtype == torch.float8_e4m3fn
+            else None
+        ),
+    )
+
+
+class _Piece(NamedTuple):
+    """Rows of a weight [L, N, K] that are quantized together: whole matrices, or some rows of one."""
+
+    matrices: slice
+    rows: slice
+
+
+class Quantization:
+    """One weight [..., N, K] on its way into its packed tensors."""
+
+    def __init__(self, weight: Tensor, quant: TensorQuant, packed: PackedWeight) -> None:
+        self.weight = weight.flatten(0, -3) if weight.dim() > 2 else weight.unsqueeze(0)  # [L, N, K]
+        L, N, K = self.weight.shape
+        self.quant, self.format = quant, FORMATS[quant.format]
+        rows, self.columns = geometry(quant, N, K)
+        self.tile_rows = rows if quant.granularity == "block" else 1  # rows of a block of weights that share a scale
+        self.qdata = packed.qdata.view(L, N, -1)
+        self.scale = packed.scale.view(L, *packed.scale.shape[-2:])
+        self.zero_point = None if packed.zero_point is None else packed.zero_point.view_as(self.scale)
+        self.global_scale = None if packed.global_scale is None else packed.global_scale.view(L)
+        # NaN once a weight was NaN or inf. Read once, at the end, so that a GPU is never waited for.
+        self.poison = torch.zeros((), device=weight.device)
+        limit = _BLOCK_ELEMENTS_CPU if weight.device.type == "cpu" else _BLOCK_ELEMENTS
+        self.step = max(limit // K // self.tile_rows, 1) * self.tile_rows
+        padded = -(-K // self.columns) * self.columns
+        largest = min(self.step, -(-L * N // self.tile_rows) * self.tile_rows) * padded
+        self.scratch = torch.empty(3, largest, dtype=torch.float32, device=weight.device).unbind()
+
+    def run(self, choose: Algorithm) -> bool:
+        """Fill the packed tensors; False if the weight has NaN or inf, which makes them worthless."""
+        if self.global_scale is not None:
+            # The largest scale lands on the end of fp8's grid, as NVIDIA's recipe for nvfp4 has it.
+            amax = torch.maximum(self.weight.amax((1, 2)), -self.weight.amin((1, 2))).float()
+            limit = self.format.max * torch.finfo(self.scale.dtype).max
+            self.global_scale.copy_(torch.where(amax > 0, amax / limit, torch.ones_like(amax)))
+        for pieces in self._matrices():
+            if self.quant.granularity == "tensor":
+                groups = TensorGroups(lambda pieces=pieces: map(self._load, pieces))
+                chosen = choose(groups)
+                for piece in pieces:
+                    self._store(piece, self._load(piece), *chosen)
+            else:
+                for piece in pieces:
+                    groups = self._load(piece)
+                    self._store(piece, groups, *choose(groups))
+        return bool(self.poison.isfinite())
+
+    def _matrices(self) -> Iterator[list[_Piece]]:
+        """The pieces of each matrix; of many small matrices, several are one piece."""
+        L, N, _ = self.weight.shape
+        together = self.step // N if self.tile_rows == 1 and self.quant.granularity != "tensor" else 0
+        if together > 1:
+            yield [_Piece(slice(i, min(i + together, L)), slice(0, N)) for i in range(0, L, together)]
+            return
+        for i in range(L):
+            yield [_Piece(slice(i, i + 1), slice(k, min(k + self.step, N))) for k in range(0, N, self.step)]
+
+    def _load(self, piece: _Piece) -> Groups:
+        """The weights of a piece as groups in the scratch buffers."""
+        source = self.weight[piece]  # [l, n, K]
+        l, n, K = source.shape
+        count, width = -(-l * n // self.tile_rows) * self.tile_rows, -(-K // self.columns) * self.columns
+        values, work, spare = (buffer[: count * width] for buffer in self.scratch)
+        padded = (values if self.tile_rows == 1 else work).view(count, width)
+        padded[: l * n].view(l, n, width)[..., :K].copy_(source)
+        padded[l * n :] = 0
+        padded[:, K:] = 0
+        shape = (count // self.tile_rows, width // self.columns, self.tile_rows * self.columns)
+        if self.tile_rows > 1:
+            tiles = padded.view(shape[0], self.tile_rows, shape[1], self.columns).transpose(1, 2)
+            values.view(tiles.shape).copy_(tiles)
+        elif self.quant.granularity == "tensor":
+            shape = (1, 1, count * width)
+        return Groups(
+            values.view(shape),
+            work.view(shape),
+            spare.view(shape),
+            format=self.format,
+            symmetric=self.quant.symmetric,
+            round_scale=scale_rounder(self.scale.dtype, self._unit(piece, n)),
+            power_of_two_scales=self.scale.dtype == torch.float8_e8m0fnu,
+        )
+
+    def _unit(self, piece: _Piece, n: int) -> Tensor | None:
+        """global_scale of each row of groups, [R, 1, 1]."""
+        if self.global_scale is None:
+            return None
+        return self.global_scale[piece.matrices].repeat_interleave(n // self.tile_rows).view(-1, 1, 1)
+
+    def _store(self, piece: _Piece, groups: Groups, scale: Tensor, zero_point: Tensor | None) -> None:
+        """Write codes, scale [R, G, 1] and zero point of a piece."""
+        self.poison += (groups.low * 0 + groups.high * 0).sum()
+        (l, n, K), rows = self.weight[piece].shape, self.tile_rows
+        codes = groups.codes(scale, zero_point)
+        if rows > 1:
+            codes = codes.view(*codes.shape[:2], rows, self.columns).transpose(1, 2)
+        codes = codes.reshape(-(-l * n // rows) * rows, -1)[: l * n, :K]
+        self.qdata[piece] = self.format.pack(codes).view(l, n, -1)
+        at = (piece.matrices, slice(piece.rows.start // rows, -(-piece.rows.stop // rows)))
+        if self.quant.granularity == "tensor":
+            at = (piece.matrices, slice(0, 1))
+        target = self.scale[at]
+        unit = self._unit(piece, n)
+        target.copy_((scale if unit is None else scale / unit).view(target.shape))
+        if zero_point is not None:
+            self.zero_point[at] = zero_point.view(target.shape).to(torch.uint8)
+
+
+def scale_rounder(dtype: torch.dtype, unit: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Positive fp32 scale -> the nearest that the storage dtype, times `unit`, can hold, as fp32.
+
+    0 (a group of zeros) becomes 1; nothing else rounds to 0, and nothing overflows.
+    """
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * (info.eps if dtype != torch.float8_e8m0fnu else 1.0)
+
+    def round_scale(scale: Tensor) -> Tensor:
+        relative = scale if unit is None else scale / unit
+        if dtype == torch.float8_e8m0fnu:
+            # amax / 6 -> 2**floor(log2(amax) - 2), the rule of the OCP specification: round up from a mantissa of 4/3.
+            mantissa, exponent = torch.frexp(relative * 1.5)
+            stored = torch.ldexp(torch.ones_like(mantissa), exponent - 1)
+            stored = torch.where(relative.isfinite(), stored, relative)
+        else:
+            stored = relative.clamp(max=info.max).to(dtype).float()
+        stored = torch.where(scale == 0, 1.0, stored.clamp(min=smallest))
+        return stored if unit is None else stored * unit
+
+    return round_scale

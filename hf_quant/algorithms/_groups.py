@@ -1,0 +1,119 @@
+"""What an algorithm sees of a weight: groups of values that share a scale, and sums over them."""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hf_quant.formats import Format
+
+
+class Groups:
+    """A block of R x G groups of g weights; the weights of a group share a scale (and a zero point).
+
+    The buffers belong to the driver and are reused from block to block: a fresh temporary costs more in page faults
+    than the arithmetic on it. Padding is zeros, which every grid holds exactly: they add nothing to any sum.
+
+    Attributes:
+        values: the weights, fp32 [R, G, g].
+        format, symmetric: what they are quantized to.
+        round_scale: positive fp32 scale -> the nearest that can be stored, as fp32.
+        power_of_two_scales: whether only powers of two can be stored.
+        size: weights per group, padding included.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        work: Tensor,
+        spare: Tensor,
+        *,
+        format: Format,
+        symmetric: bool,
+        round_scale: Callable[[Tensor], Tensor],
+        power_of_two_scales: bool,
+    ) -> None:
+        self.values, self._work, self._spare = values, work, spare
+        self.format, self.symmetric = format, symmetric
+        self.round_scale, self.power_of_two_scales = round_scale, power_of_two_scales
+        self.size = values.shape[-1]
+
+    @cached_property
+    def low(self) -> Tensor:
+        """Smallest weight of each group, [R, G, 1]."""
+        return self.values.amin(-1, keepdim=True)
+
+    @cached_property
+    def high(self) -> Tensor:
+        """Largest weight of each group, [R, G, 1]."""
+        return self.values.amax(-1, keepdim=True)
+
+    def total(self, function: Callable[..., tuple[Tensor, ...]], *args) -> tuple[Tensor, ...]:
+        """`function(block, *args)`, sums over each group [R, G, 1], for groups that may be larger than a block."""
+        return function(self, *args)
+
+    def relative(self, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """The weights on the grid's scale: values / scale + signed zero point [R, G, g]. In a scratch buffer."""
+        if zero_point is None:
+            return torch.div(self.values, scale, out=self._work)
+        return torch.addcdiv(self.signed(zero_point), self.values, scale, out=self._work)
+
+    def snapped(self, relative: Tensor) -> Tensor:
+        """The grid values nearest to `relative` [R, G, g]. In another scratch buffer."""
+        return self.format.snap(relative, self._spare)
+
+    def codes(self, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """Codes [R, G, g], the nearest on the grid."""
+        relative = torch.div(self.values, scale, out=self._work)
+        if zero_point is not None:
+            relative.round_().add_(self.signed(zero_point))
+        return self.format.round(relative)
+
+    def signed(self, zero_point: Tensor) -> Tensor:
+        """The grid value of weight 0: zero_point counts from the lowest code, the grid from 0."""
+        return zero_point - 2 ** (self.format.bits - 1)
+
+
+class TensorGroups(Groups):
+    """A whole matrix as one group: sums run over its blocks, each of them [1, 1, n]."""
+
+    def __init__(self, blocks: Callable[[], Iterator[Groups]]) -> None:
+        self._blocks = blocks
+        self.size = 0
+        for block in blocks():
+            if self.size == 0:
+                self.format, self.symmetric = block.format, block.symmetric
+                self.round_scale, self.power_of_two_scales = block.round_scale, block.power_of_two_scales
+                self.low, self.high = block.low, block.high
+            self.low, self.high = torch.minimum(self.low, block.low), torch.maximum(self.high, block.high)
+            self.size += block.size
+
+    def total(self, function: Callable[..., tuple[Tensor, ...]], *args) -> tuple[Tensor, ...]:
+        parts = [function(block, *args) for block in self._blocks()]
+        return tuple(torch.stack(terms).sum(0) for terms in zip(*parts))
+
+
+def power_error(groups: Groups, scale: Tensor, zero_point: Tensor | None, power: float) -> tuple[Tensor]:
+    """Sum over each group of |what would be stored - weight|**power: fp64 [R, G, 1], whose range holds any power."""
+    relative = groups.relative(scale, zero_point)
+    error, unit = groups.snapped(relative).sub_(relative), scale.abs().double()
+    if power == 2:
+        return ((torch.linalg.vector_norm(error, dim=-1, keepdim=True).double() * unit).square_(),)
+    return (error.abs_().pow_(power).sum(-1, keepdim=True).double() * unit.pow_(power),)
+
+
+def moments(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, ...]:
+    """Sums over each group of the weights v / scale and the levels l of their codes, which are 0 at the zero point.
+
+    <l, v>, <l, l>, and with a zero point also sum(l), sum(v): fp64 [R, G, 1], what a least-squares fit needs.
+    """
+    value = groups.relative(scale, zero_point)
+    level = groups.snapped(value)
+    if zero_point is not None:
+        value.sub_(groups.signed(zero_point))
+        level.sub_(groups.signed(zero_point))
+    sums = [torch.linalg.vector_norm(level, dim=-1, keepdim=True).double().square_()]
+    if zero_point is not None:
+        sums += [level.sum(-1, keepdim=True).double(), value.sum(-1, keepdim=True).double()]
+    return (value.mul_(level).sum(-1, keepdim=True).double(), *sums)

@@ -1,0 +1,118 @@
+"""mse: the scale (and zero point) with the smallest squared error: a clip search, then least squares.
+
+A smaller scale clips the largest weights of a group and rounds all others more finely. Every candidate is judged by
+the error of what would be stored, after its scale is rounded to the storage dtype, and the search starts from
+`absmax`: it cannot lose to it.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_quant.algorithms._groups import Groups, moments, power_error
+from hf_quant.algorithms.absmax import absmax
+
+
+# Clip factors, coarse to fine: the whole range of a format first, then steps around the best.
+_COARSE_STEP = 0.1
+_FINE_STEPS = (0.05, 0.025)
+_REFITS = 2
+
+
+def mse(groups: Groups) -> tuple[Tensor, Tensor | None]:
+    """-> (scale, zero_point) as `absmax` has them, with the smallest sum of squared errors found per group."""
+    best = clip_search(groups, power=2.0)
+    return best.scale, best.zero_point
+
+
+class Best:
+    """The best scale and zero point so far of each group, by the sum of |error|**power; starts at `absmax`."""
+
+    def __init__(self, groups: Groups, power: float) -> None:
+        self.groups, self.power = groups, power
+        self.scale, self.zero_point = absmax(groups)
+        (self.error,) = groups.total(power_error, self.scale, self.zero_point, power)
+        self.shrink = torch.ones_like(self.scale)  # of the candidate that is the best
+
+    def consider(self, scale: Tensor, zero_point: Tensor | None, shrink: Tensor | None = None) -> None:
+        """Take the candidate where its error is smaller; `scale` is one that can be stored."""
+        (error,) = self.groups.total(power_error, scale, zero_point, self.power)
+        better = error < self.error
+        self.error = torch.where(better, error, self.error)
+        self.scale = torch.where(better, scale, self.scale)
+        if zero_point is not None:
+            self.zero_point = torch.where(better, zero_point, self.zero_point)
+        if shrink is not None:
+            self.shrink = torch.where(better, shrink, self.shrink)
+
+
+def clip_search(groups: Groups, power: float) -> Best:
+    """The best of: absmax, absmax with clipping, and least-squares fits to the codes of the best of those."""
+    best = Best(groups, power)
+    if groups.power_of_two_scales:
+        for shrink in (0.5, 2.0):
+            best.consider(*absmax(groups, shrink))
+        return best
+    sign = _longer_side(groups)
+
+    def consider(shrink: Tensor) -> None:
+        scale, zero_point = absmax(groups, shrink)
+        best.consider(scale if sign is None else scale * sign, zero_point, shrink)
+
+    lowest, highest = _range(groups)
+    steps = int(round((highest - lowest) / _COARSE_STEP)) + 1
+    for i in range(steps):
+        consider(torch.full_like(best.scale, highest - _COARSE_STEP * i))
+    for step in _FINE_STEPS:
+        center = best.shrink
+        consider(center - step)
+        consider(center + step)
+    for _ in range(_REFITS):
+        best.consider(*least_squares(groups, best.scale, best.zero_point))
+    return best
+
+
+def _range(groups: Groups) -> tuple[float, float]:
+    """Clip factors worth trying: the coarser the grid, the smaller."""
+    bits = groups.format.bits
+    if groups.format.spec.is_integer:
+        return {2: 0.4, 3: 0.5, 4: 0.7, 8: 0.9}[bits], 1.0
+    # The gaps at the end of a floating-point grid are wide: e2m1 gains from putting the largest weight on 4, not 6.
+    return {4: 0.7, 6: 0.8, 8: 0.8}[bits], 1.5 if bits == 4 else 1.2
+
+
+def _longer_side(groups: Groups) -> Tensor | None:
+    """-1 where the largest weight is positive, else +1; None where the grid has no longer side.
+
+    A two's complement grid reaches one step further down than up; a negative scale turns that side to where the
+    largest weight is. It costs nothing: the bytes and all arithmetic on them stay as they are.
+    """
+    if not (groups.symmetric and groups.format.spec.is_packed and groups.format.spec.is_integer):
+        return None
+    return torch.where(groups.high > -groups.low, -1.0, 1.0)
+
+
+def least_squares(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The (scale, zero_point) that fit the weights best by the codes that the given ones lead to.
+
+    Scale and zero point are fitted together, then rounded: the zero point to an integer, the scale to its dtype.
+    """
+    if zero_point is None:
+        product, square = groups.total(moments, scale, None)
+        return _stored(groups, scale * (product / square).float(), scale), None
+    product, square, levels, values = groups.total(moments, scale, zero_point)
+    count, top = groups.size, 2**groups.format.bits - 1
+    slope = (product * count - levels * values) / (square * count - levels.square())
+    # v / scale = slope * l + offset, and the level of weight 0 is l = -offset / slope.
+    shift = (slope * levels - values) / (count * slope)
+    shift = torch.where(shift.isfinite(), shift, 0.0).round_()
+    shift = torch.clamp(zero_point.double() + shift, 0, top) - zero_point
+    # With the zero point settled, the scale that fits best: l becomes l - shift.
+    product, square = product - shift * values, square - 2 * shift * levels + count * shift.square()
+    fitted = _stored(groups, scale * (product / square).float(), scale)
+    return fitted, zero_point + shift.float()
+
+
+def _stored(groups: Groups, scale: Tensor, otherwise: Tensor) -> Tensor:
+    """`scale` in its storage dtype, keeping its sign; `otherwise` where it is no scale (0, NaN or inf)."""
+    fits = scale.isfinite() & (scale != 0)
+    return torch.where(fits, groups.round_scale(scale.abs()) * torch.sign(scale), otherwise)
