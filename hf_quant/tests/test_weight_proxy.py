@@ -265,3 +265,29 @@ def test_initialization_by_a_host_passes_it_by():
     # The mark is the tensor's: the module may have buffers that the host has to fill.
     layer = linear()
     assert layer.weight._is_hf_initialized and not hasattr(layer, "_is_hf_initialized")
+
+
+@pytest.mark.parametrize("change", ["write", "load_state_dict", "tie", "replace"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "W4A16_ASYM", "nf4", "W8A8"])
+def test_a_product_follows_the_weight_after_it_was_used(weights, change):
+    """Backends keep copies of a weight in layouts of their own."""
+    layer, other = linear(weights, torch.bfloat16), linear(weights, torch.bfloat16, seed=1)
+    inputs = [noise(M, 64).bfloat16() for M in (1, 64)]
+    with torch.no_grad():
+        before = [[layer(x) for x in inputs] for _ in range(3)][-1]
+        if change == "write":
+            layer.weight = other.dequantize_weight()
+        elif change == "load_state_dict":
+            layer.load_state_dict(other.state_dict())
+        elif change == "tie":
+            layer.weight = other.weight
+        else:
+            for key in ("qdata", "scale", "zero_point"):
+                if hasattr(other, key):
+                    getattr(layer, key).data = getattr(other, key).data
+        layer.bias.copy_(other.bias)
+        for _ in range(3):
+            for x, old in zip(inputs, before):
+                expected = F.linear(x.double(), layer.dequantize_weight().double(), layer.bias.double())
+                assert_close(layer(x), expected, rms=2e-2)
+                assert sqnr(old, expected) < 10
