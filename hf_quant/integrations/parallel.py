@@ -63,8 +63,8 @@ def extend_plans(model: nn.Module) -> None:
         given = given if isinstance(given, dict) else {}
         if given and not hasattr(model, "_resolve_parallel_plans"):
             raise ValueError(
-                f"{attribute} is a dict; this version of transformers would take it instead of the model's own, without "
-                'the entries for packed tensors: pass tp_plan="auto", or install transformers 5.23 or newer'
+                f"{attribute} is a dict; this version of transformers would take it instead of the model's own, "
+                "without the entries for packed tensors: pass tp_plan='auto', or install transformers 5.23 or newer"
             )
         # The host lays the given entries over the model's own.
         setattr(model, f"_{attribute}", _extended(model, {**own, **given}, given))
