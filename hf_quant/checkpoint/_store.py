@@ -293,7 +293,7 @@ def _convert_empty(target: _Target, algorithm: str | None) -> None:
     """Swap the class of a module and drop its weights; its packed parameters are set afterwards."""
     for name in target.weights:
         old = target.module._parameters[name]
-        empty = torch.empty_like(old, device="meta")
+        empty = torch.empty(old.shape, dtype=old.dtype, device="meta")  # empty_like would import sympy: 0.5 s
         target.module._parameters[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
     convert_module_(target.module, target.scheme, algorithm=algorithm, dtype=target.dtype, name=target.name)
 
