@@ -29,7 +29,7 @@ def check_packed(module: QuantizedModule, name: str = "") -> None:
     """Raise ValueError unless the codes and scales of a loaded module are what its scheme can have produced.
 
     Right shapes and dtypes; int8 codes in [-127, 127]; no NaN or inf among fp8 codes; zero points below 2**bits;
-    scales finite and positive. `name` is what the error calls the module. Reads every code once.
+    scales finite and not 0, negative only for symmetric packed integers. `name` is what the error calls the module. Reads every code once.
     """
     expected = expected_tensors(module.scheme, {n: module.matrix_shape(n) for n in module.weight_names})
     for key, info in expected.items():
@@ -62,6 +62,9 @@ def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> No
         # The bits of positive floating-point numbers are ordered like the numbers: 0 (absent in e8m0, whose bits 0
         # mean 2**-127) and negative ones lie below, inf and NaN above.
         lowest = 0 if dtype == torch.float8_e8m0fnu else 1
+        if part == "scale" and quant.symmetric and spec.is_packed and spec.is_integer:
+            # Its grid reaches further down than up: a negative scale turns it round (see `algorithms.mse`).
+            stored = stored & torch.iinfo(stored.dtype).max if stored.is_signed() else stored & 0x7F
         _check_range(stored, lowest, _largest_finite(dtype), where, f"{quant.scale_dtype} scales, as bits,")
     elif spec.dtype == torch.int8:
         _check_range(stored, -127, 127, where, "int8 codes")

@@ -401,7 +401,9 @@ def poke(key: str, value: int, at: int = -1):
         ("int4", poke("0.scale", 0x7F80), r"0.scale is corrupt: bfloat16 scales.* it has 32640"),  # inf
         ("int4", poke("0.scale", 0x7FC0), r"0.scale is corrupt"),  # NaN
         ("int4", poke("0.scale", 0), r"0.scale is corrupt: .*it has 0"),
-        ("int4", poke("0.scale", -16512), r"0.scale is corrupt"),  # -1.0
+        ("int4", poke("0.scale", -128), r"0.scale is corrupt"),  # -inf
+        ("int3", poke("0.scale", -16512), r"0.scale is corrupt"),  # -1.0: only symmetric codes can be turned round
+        ("nf4", poke("0.scale", -16512), r"0.scale is corrupt"),
         ("fp8_e4m3", poke("0.scale", 0x7F800000), r"0.scale is corrupt: float32 scales"),
         ("mxfp4", poke("0.scale", 255), r"0.scale is corrupt: float8_e8m0fnu scales.* it has 255"),
         ("nvfp4", poke("0.scale", 0x7F), r"0.scale is corrupt: float8_e4m3fn scales.* it has 127"),
