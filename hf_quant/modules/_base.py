@@ -82,8 +82,9 @@ class QuantizedModule(nn.Module):
     compute_dtype: torch.dtype
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
-        # PEFT builds adapters by `type(base_layer)(in, out, ...)`: that is a plain layer.
-        return cls.host_class(*args, **kwargs)
+        # PEFT builds adapters by `type(base_layer)(in, out, ...)`: that is a plain layer. Without arguments, as
+        # nn.DataParallel makes its replicas, it is an empty object to be filled.
+        return cls.host_class(*args, **kwargs) if args or kwargs else object.__new__(cls)
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return _rebuild, (self.host_class, self.quantized_base), self.__dict__

@@ -211,6 +211,14 @@ def test_copies_are_equal_and_independent(fields, tmp_path):
     assert torch.equal(layer(x), expected)
 
 
+def test_replicas_of_data_parallel_are_quantized_layers():
+    layer = linear("int4")
+    replica = layer._replicate_for_data_parallel()
+    replica._parameters = dict(layer._parameters)
+    assert type(replica) is QuantLinear and replica is not layer
+    assert torch.equal(replica(rows(3, 160)), layer(rows(3, 160)))
+
+
 def test_state_dict_round_trip():
     layer, other = linear("int4"), linear("int4")
     other.weight = rows(136, 160)
