@@ -5,6 +5,7 @@ machine then falls on all of them.
 """
 
 import math
+import platform
 import statistics
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import psutil  # comes with accelerate
 import torch
+import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
@@ -134,19 +136,21 @@ def check_causal(model: nn.Module, name: str = "the model") -> None:
 
 
 def _token_sums(logits: Tensor, targets: Tensor, expected: Tensor | None) -> Tensor:
-    """Sums over tokens of (negative log-likelihood, KL from `expected`, agreement with it), fp64 on the CPU."""
-    total = torch.zeros(3, dtype=torch.float64)
-    rows = max(1, MAX_LOGITS // 4 // logits.shape[-1])
+    """Sums over tokens of (negative log-likelihood, KL from `expected`, agreement with it), fp64 [3] on the CPU."""
+    sums = []
+    # Temporaries of 8 MB stay in the cache and, on Linux, in the heap: larger ones are mapped and cleared each time.
+    rows = max(1, 2**21 // logits.shape[-1])
     for start in range(0, logits.shape[0], rows):
         block = slice(start, start + rows)
         log_q = logits[block].float().log_softmax(-1)
         target = targets[block].to(log_q.device).unsqueeze(-1)
-        total[0] -= log_q.gather(-1, target).double().sum().cpu()
+        found = [-log_q.gather(-1, target).sum(), log_q.new_zeros(()), log_q.new_zeros(())]
         if expected is not None:
             log_p = expected[block].to(log_q.device).float().log_softmax(-1)
-            total[1] += (log_p.exp() * (log_p - log_q)).double().sum().cpu()
-            total[2] += (log_p.argmax(-1) == log_q.argmax(-1)).sum().cpu()
-    return total
+            found[1] = (log_p.exp() * (log_p - log_q)).sum()
+            found[2] = (log_p.argmax(-1) == log_q.argmax(-1)).sum().float()
+        sums.append(torch.stack(found))
+    return torch.stack(sums).cpu().double().sum(0)
 
 
 def bits_per_weight(model: nn.Module) -> float | None:
@@ -222,6 +226,21 @@ class _Stamps(BaseStreamer):
 
     def end(self) -> None:
         """Nothing to flush."""
+
+
+def machine() -> str:
+    """One line on where a measurement was made: versions, CPU, threads of torch, GPUs."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():  # Linux leaves platform.processor() empty
+        names = (line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line)
+        cpu = next(names, cpu)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    threads = torch.get_num_threads()
+    return (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}; "
+        f"{', '.join([cpu, *gpus])}; {threads} thread{'s' if threads > 1 else ''}"
+    )
 
 
 class PeakMemory:

@@ -122,7 +122,7 @@ def _add_demo(commands, common) -> None:
         help="text in UTF-8, or token ids as .npy (default: the model's val_ids.npy)",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("demo_output"), help="(default: demo_output)")
-    parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="of text to judge (default: 32768)")
+    parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="of text to judge (default: 16384)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
