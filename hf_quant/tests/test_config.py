@@ -178,10 +178,10 @@ def test_errors_of_a_scheme_alone_and_in_modules(fields, message):
     ("fields", "message"),
     [
         ({"bits": 4}, r"unknown field 'bits'; known: weights, activations"),
-        ({"wieghts": "int4"}, r"unknown field 'wieghts'; did you mean 'weights'"),
+        ({"weights_": "int4"}, r"unknown field 'weights_'; did you mean 'weights'"),
         (
-            {"group": 4, "symetric": True},
-            r"unknown field 'group'.*; unknown field 'symetric'; did you mean 'symmetric'",
+            {"group": 4, "symmetric_": True},
+            r"unknown field 'group'.*; unknown field 'symmetric_'; did you mean 'symmetric'",
         ),
         ({"kv_cache": "int8"}, r"kv_cache is 'int8'; this version"),
         ({"weights": None}, r"weights is None and `modules` names no format"),
