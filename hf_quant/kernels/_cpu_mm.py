@@ -87,10 +87,13 @@ def _int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tenso
         weight = prepacked("qlinear", (qdata,), pack_qlinear, qdata)
         if weight is not None:
             return _split(x, weight, row_vector(scale, N, torch.float32), bias, pieces=2 if bf16 else 3)
-    # With K % 16 != 0 int8pack reads out of bounds: NaN, or a crash.
+    # With K % 16 != 0 int8pack reads out of bounds: NaN, or a crash. It also loads 16 bytes by instructions that crash
+    # at other addresses than multiples of 16 (M=4, torch 2.13); a mapped safetensors file has multiples of 8.
     if bf16 and M <= _SMALL_M["int8pack"] and K % 16 == 0:
-        y = torch._weight_int8pack_mm(x, qdata, row_vector(scale, N, torch.bfloat16))
-        return y if bias is None else y.add_(bias)
+        aligned = qdata if qdata.data_ptr() % 16 == 0 else prepacked("aligned", (qdata,), torch.clone, qdata)
+        if aligned is not None:
+            y = torch._weight_int8pack_mm(x, aligned, row_vector(scale, N, torch.bfloat16))
+            return y if bias is None else y.add_(bias)
     return None
 
 
