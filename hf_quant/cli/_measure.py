@@ -100,7 +100,8 @@ def bench(args: argparse.Namespace) -> None:
         )
     print(format_table(rows))
     device = next(iter(loaded.models.values())).device
-    threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f" with {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
     print(
         f"batch 1, {args.prompt_tokens} + {args.new_tokens} tokens on {device}{threads}, the models in turns, the "
         f"median of {args.rounds} rounds; peak MB: by how much the memory in use grows while loading and in a first "
