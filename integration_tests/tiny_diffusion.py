@@ -196,6 +196,25 @@ def run(model: nn.Module, name: str) -> Tensor:
     return model(**inputs, return_dict=False)[0].float()
 
 
+def make_autoencoder(dtype: torch.dtype = torch.float32) -> diffusers.AutoencoderKL:
+    """A VAE for one latent channel with seeded random weights; its attention has layers that could be quantized."""
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(32, 64),
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=1,
+        sample_size=8,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.1,
+        scaling_factor=1.5,
+    )
+    return vae.to(dtype).eval()
+
+
 def make_flux_pipeline(dtype: torch.dtype = torch.float32) -> diffusers.FluxPipeline:
     """A FluxPipeline with a tiny transformer, VAE, CLIP and T5; without tokenizers, so it takes embeddings."""
     torch.manual_seed(0)
@@ -212,22 +231,9 @@ def make_flux_pipeline(dtype: torch.dtype = torch.float32) -> diffusers.FluxPipe
         pad_token_id=1,
     )
     t5 = transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=(32, 64),
-        norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
-        latent_channels=1,
-        sample_size=8,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.1,
-        scaling_factor=1.5,
-    )
     return diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=vae.to(dtype).eval(),
+        vae=make_autoencoder(dtype),
         text_encoder=transformers.CLIPTextModel(clip).to(dtype).eval(),
         tokenizer=None,
         text_encoder_2=transformers.T5EncoderModel(t5).to(dtype).eval(),
@@ -237,16 +243,22 @@ def make_flux_pipeline(dtype: torch.dtype = torch.float32) -> diffusers.FluxPipe
 
 
 @torch.no_grad()
-def run_flux_pipeline(pipe: diffusers.FluxPipeline, **kwargs: Any) -> Tensor:
-    """A 16 x 16 image [1, 3, 16, 16] in fp32 after two steps from fixed noise, with fixed token ids as the prompt."""
+def run_flux_pipeline(pipe: diffusers.FluxPipeline, steps: int = 2) -> Tensor:
+    """A 16 x 16 image [1, 3, 16, 16] in fp32 from fixed noise, with fixed token ids as the prompt."""
     ids = torch.randint(3, 96, (1, 8), generator=torch.Generator().manual_seed(0))
     return pipe(
         prompt_embeds=pipe.text_encoder_2(ids)[0],
         pooled_prompt_embeds=pipe.text_encoder(ids).pooler_output,
         height=16,
         width=16,
-        num_inference_steps=2,
+        num_inference_steps=steps,
         generator=torch.Generator().manual_seed(0),
         output_type="pt",
-        **kwargs,
     ).images.float()
+
+
+def assert_same_bytes(value: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raise AssertionError unless both have the same names, dtypes and values, bit for bit."""
+    assert value.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert value[key].dtype == tensor.dtype and torch.equal(value[key], tensor), key

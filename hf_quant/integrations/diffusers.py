@@ -36,6 +36,9 @@ from hf_quant.quantize import dequantize_
 
 NAME = "hf_quant"
 _CONFIG_KEYS = ("quantization_config", "_pre_quantization_dtype")  # what a quantizer adds to model.config
+# Weights quantized between two returns of freed memory to the system. Loading a 428 MB model (bf16, random weights) as
+# int8, 215 MB, peaks at +257 MB with it and at +306 MB without, in the same time.
+_TRIM_BYTES = 2**25
 _logger = logging.getLogger(NAME)
 
 
@@ -52,6 +55,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         self._dtype: torch.dtype | None = None
         self._headers: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._elements = self._bytes = self._largest = 0  # see `_measure`
+        self._untrimmed = 0
 
     @property
     def is_serializable(self) -> bool:
@@ -217,6 +221,10 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             source = source.to(module.compute_dtype)
         leaf, device = param_name.rpartition(".")[2], self.quantization_config.quantization_device
         module.fill_(leaf, quantize_into(module, leaf, source.to(target_device), param_name, device))
+        self._untrimmed += source.nbytes
+        if self._untrimmed > _TRIM_BYTES:
+            self._untrimmed = 0
+            trim_memory()
 
     # After the weights.
 

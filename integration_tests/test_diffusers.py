@@ -1,0 +1,453 @@
+"""diffusers models: quantize on load, save, reload, dequantize, sizes and devices, errors."""
+
+import copy
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_quant import QuantizerConfig, dequantize_, plan, quantize_
+from hf_quant.modules import QuantizedModule
+from hf_quant.testing import assert_sqnr
+
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
+
+from accelerate.utils import compute_module_sizes  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from integration_tests.tiny_diffusion import (  # noqa: E402
+    ARCHITECTURES,
+    assert_same_bytes,
+    make_autoencoder,
+    make_model,
+    run,
+)
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+# {weights: (lowest, highest) SQNR of a model's output in dB}; random weights let errors grow from layer to layer, and
+# a model that was not quantized at all would be beyond the upper bound.
+BOUNDS = {
+    "int8": (30, 55),
+    "W8A8": (26, 52),
+    "fp8": (20, 45),
+    "W8A8_FP8": (17, 42),
+    "int4": (10, 32),
+    "W4A8": (10, 32),
+    "nf4": (10, 34),
+    "int3": (4, 24),
+    "int2": (-5, 16),
+    "fp6": (16, 38),
+    "mxfp4": (7, 28),
+    "nvfp4": (9, 30),
+}
+FEW = ("int8", "W8A8", "W8A8_FP8", "int4")
+CASES = [
+    (name, dtype, weights)
+    for name in ARCHITECTURES
+    for dtype in (torch.float32, torch.bfloat16)
+    for weights in (BOUNDS if (name, dtype) == ("flux", torch.bfloat16) else FEW)
+]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> Any:
+    """Makes the directory of a model with 16 or 32-bit weights, once."""
+    made = {}
+
+    def checkpoint(name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+        if (name, dtype) not in made:
+            directory = tmp_path_factory.mktemp(name)
+            make_model(name, dtype).save_pretrained(directory, max_shard_size="300KB")
+            made[name, dtype] = directory
+        return made[name, dtype]
+
+    return checkpoint
+
+
+def load(directory: Path, name: str = "flux", dtype: torch.dtype | None = torch.bfloat16, **kwargs: Any) -> nn.Module:
+    return getattr(diffusers, ARCHITECTURES[name].model).from_pretrained(directory, torch_dtype=dtype, **kwargs)
+
+
+def quantized_names(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
+
+
+def file_tensors(directory: Path) -> dict[str, Tensor]:
+    return {key: tensor for file in sorted(directory.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+
+
+# The round trip.
+
+
+@pytest.mark.parametrize(("name", "dtype", "weights"), CASES)
+def test_quantize_on_load_save_reload(checkpoints, tmp_path, name, dtype, weights):
+    source, config = checkpoints(name, dtype), QuantizerConfig(weights)
+    plain = load(source, name, dtype)
+    model = load(source, name, dtype, quantization_config=config)
+    output = run(model, name)
+    assert_sqnr(output, run(plain, name), at_least=BOUNDS[weights][0], at_most=BOUNDS[weights][1])
+    assert quantized_names(model) == set(plan(plain, config).quantized)
+    assert model.dtype == dtype and not model.training
+    assert model.get_memory_footprint() == plan(plain, config).nbytes
+    assert config.plan is None  # the user's own object serves for other models, too
+
+    model.save_pretrained(tmp_path / "first", max_shard_size="40KB")
+    assert len(list((tmp_path / "first").glob("*.safetensors"))) > 1
+    again, info = load(tmp_path / "first", name, dtype, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    assert_same_bytes(again.state_dict(), model.state_dict())
+    assert torch.equal(run(again, name), output)
+
+    again.save_pretrained(tmp_path / "second", max_shard_size="100KB")
+    assert_same_bytes(file_tensors(tmp_path / "second"), file_tensors(tmp_path / "first"))
+    configs = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("first", "second")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_codes_are_chosen_from_the_precision_of_the_checkpoint(checkpoints):
+    config = QuantizerConfig("int8")
+    model = load(checkpoints("flux", torch.float32), quantization_config=config)
+    exact = make_model("flux", torch.float32)
+    rounded = make_model("flux", torch.bfloat16)
+    name = "transformer_blocks.0.attn.to_q"
+    layer = model.get_submodule(name)
+    assert layer.compute_dtype == torch.bfloat16 and layer.bias.dtype == torch.bfloat16
+    codes = [layer.quantize("weight", m.get_submodule(name).weight.detach()).qdata for m in (exact, rounded)]
+    assert torch.equal(layer.packed().qdata, codes[0])
+    assert not torch.equal(layer.packed().qdata, codes[1])
+
+
+def test_modules_kept_in_fp32_stay_so(checkpoints, tmp_path):
+    source = checkpoints("wan", torch.float32)
+    plain, model = load(source, "wan"), load(source, "wan", quantization_config=QuantizerConfig("W8A8"))
+    model.save_pretrained(tmp_path)
+    expected = {key: tensor for key, tensor in plain.state_dict().items() if key in model.state_dict()}
+    assert torch.float32 in {tensor.dtype for tensor in expected.values()}
+    for loaded in (model, load(tmp_path, "wan")):
+        kept = {key: loaded.state_dict()[key] for key in expected}
+        assert_same_bytes(kept, expected)
+        assert not any("time_embedder" in name for name in quantized_names(loaded)) and loaded.dtype == torch.bfloat16
+
+
+def test_convolutions_through_modules(checkpoints, tmp_path):
+    source = checkpoints("unet", torch.float32)
+    modules = {"*.conv1": "int8", "*.conv2": "int8", "re:.*samplers\\.0\\.conv": "int4"}
+    model = load(source, "unet", torch.float32, quantization_config=QuantizerConfig("int8", modules=modules))
+    plain = load(source, "unet", torch.float32)
+    convolutions = [m for m in model.modules() if isinstance(m, QuantizedModule) and isinstance(m, nn.Conv2d)]
+    assert len(convolutions) == 18
+    assert model.get_memory_footprint() < 0.35 * plain.get_memory_footprint()
+    output = run(model, "unet")
+    assert_sqnr(output, run(plain, "unet"), at_least=12, at_most=40)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert torch.equal(run(load(tmp_path, "unet", torch.float32), "unet"), output)
+
+
+def test_quantize_and_dequantize_a_loaded_model(checkpoints, tmp_path):
+    on_load = load(checkpoints("flux"), quantization_config=QuantizerConfig("int4"))
+    model = quantize_(load(checkpoints("flux")), "int4")
+    assert_same_bytes(model.state_dict(), on_load.state_dict())
+    on_load.save_pretrained(tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    a, b = (json.loads((tmp_path / d / "config.json").read_text()) for d in "ab")
+    assert a == b and a["quantization_config"]["plan"]
+    output = run(model, "flux")
+    assert torch.equal(run(load(tmp_path / "b"), "flux"), output)
+    with pytest.raises(ValueError, match="quantized already"):
+        quantize_(model, "int8")
+
+    dequantize_(model)
+    assert not hasattr(model, "hf_quantizer") and model.to(torch.float32).dtype == torch.float32
+
+
+def test_a_dequantized_model_saves_and_loads_as_plain(checkpoints, tmp_path):
+    model = load(checkpoints("flux"), quantization_config=QuantizerConfig("int8"))
+    model.save_pretrained(tmp_path / "quantized")
+    model = load(tmp_path / "quantized")
+    weight = model.transformer_blocks[0].attn.to_q.dequantize_weight()
+    model.dequantize()
+    assert torch.equal(model.transformer_blocks[0].attn.to_q.weight, weight)
+    assert quantized_names(model) == set() and type(model.norm_out.linear) is nn.Linear
+    assert not getattr(model, "is_quantized", False) and "quantization_config" not in model.config
+    model.save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    again, info = load(tmp_path / "plain", output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    assert torch.equal(run(again, "flux"), run(model, "flux"))
+    again.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)  # what a quantized one refuses
+    with pytest.raises(ValueError, match="first quantize"):
+        model.dequantize()
+
+
+def test_copies_and_pickles(checkpoints):
+    model = load(checkpoints("flux"), quantization_config=QuantizerConfig("int4"))
+    output = run(model, "flux")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(copied, "flux"), output)
+        copied.dequantize()
+    assert quantized_names(model)
+
+
+def test_fp8_checkpoint(checkpoints, tmp_path):
+    make_model("flux").save_config(tmp_path)
+    tensors = {key: value.to(torch.float8_e4m3fn) for key, value in file_tensors(checkpoints("flux")).items()}
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    model = load(tmp_path, quantization_config=QuantizerConfig("int8"))
+    assert model.transformer_blocks[0].attn.to_q.bias.dtype == torch.bfloat16
+    assert_sqnr(run(model, "flux"), run(load(tmp_path), "flux"), at_least=30, at_most=55)
+
+
+def test_single_file(checkpoints, tmp_path):
+    source = tmp_path / "source"
+    load(checkpoints("flux")).save_pretrained(source)
+    cls, config = diffusers.FluxTransformer2DModel, QuantizerConfig("int4")
+    model = cls.from_single_file(
+        str(source / WEIGHTS), config=str(source), torch_dtype=torch.bfloat16, quantization_config=config
+    )
+    assert {m.compute_dtype for m in model.modules() if isinstance(m, QuantizedModule)} == {torch.bfloat16}
+    assert_same_bytes(model.state_dict(), load(source, quantization_config=config).state_dict())
+    model.save_pretrained(tmp_path / "quantized")
+    assert torch.equal(run(load(tmp_path / "quantized"), "flux"), run(model, "flux"))
+    with pytest.raises(ValueError, match="quantized by hf_quant: load the directory"):
+        cls.from_single_file(
+            str(tmp_path / "quantized" / WEIGHTS), config=str(source), quantization_config=QuantizerConfig("int4")
+        )
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_loading_shards_in_parallel(checkpoints, tmp_path, monkeypatch, weights):
+    source, config = checkpoints("flux"), QuantizerConfig("int4")
+    expected = load(source, quantization_config=config)
+    if weights is None:
+        source = tmp_path
+        expected.save_pretrained(source, max_shard_size="30KB")
+    monkeypatch.setattr("diffusers.models.modeling_utils.HF_ENABLE_PARALLEL_LOADING", True)
+    model = load(source, quantization_config=config if weights else None)
+    assert_same_bytes(model.state_dict(), expected.state_dict())
+
+
+def test_autoencoders_stay_in_16_bit_unless_layers_are_named(tmp_path, caplog):
+    make_autoencoder(torch.bfloat16).save_pretrained(tmp_path / "vae")
+    cls = diffusers.AutoencoderKL
+    model = cls.from_pretrained(
+        tmp_path / "vae", torch_dtype=torch.bfloat16, quantization_config=QuantizerConfig("int8")
+    )
+    assert "AutoencoderKL stays in 16 bit" in caplog.text
+    assert quantized_names(model) == set() and not model.is_quantized
+    model.save_pretrained(tmp_path / "saved")
+    again = cls.from_pretrained(tmp_path / "saved", torch_dtype=torch.bfloat16)
+    assert_same_bytes(again.state_dict(), make_autoencoder(torch.bfloat16).state_dict())
+
+    config = QuantizerConfig(None, modules={"decoder.*.conv1": "int8"})
+    model = cls.from_pretrained(tmp_path / "vae", torch_dtype=torch.bfloat16, quantization_config=config)
+    names = quantized_names(model)
+    assert names and all(name.startswith("decoder.") and name.endswith(".conv1") for name in names)
+    model.save_pretrained(tmp_path / "named")
+    again = cls.from_pretrained(tmp_path / "named", torch_dtype=torch.bfloat16)
+    assert_same_bytes(again.state_dict(), model.state_dict())
+
+
+# The hosts' registries and processes.
+
+
+def test_one_config_class_in_both_registries():
+    import transformers.quantizers.auto as of_transformers
+    from diffusers.quantizers import auto
+
+    from hf_quant.integrations import diffusers as adapter
+
+    before = dict(auto.AUTO_QUANTIZER_MAPPING), list(adapter.quantize.OBSERVERS)
+    adapter.register()
+    assert (dict(auto.AUTO_QUANTIZER_MAPPING), list(adapter.quantize.OBSERVERS)) == before
+    assert auto.AUTO_QUANTIZER_MAPPING["hf_quant"] is adapter.DiffusersQuantizer
+    assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["hf_quant"] is QuantizerConfig
+    assert of_transformers.AUTO_QUANTIZATION_CONFIG_MAPPING["hf_quant"] is QuantizerConfig
+
+
+def test_diffusers_is_imported_by_nobody_but_the_user():
+    code = """
+import sys
+import torch, hf_quant
+import hf_quant.integrations.transformers
+model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+hf_quant.dequantize_(hf_quant.quantize_(model, "int8"))
+assert not [name for name in sys.modules if name.partition(".")[0] == "diffusers"]
+"""
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_hf_quant_a_load_fails(checkpoints, tmp_path, monkeypatch):
+    from diffusers.quantizers import auto
+
+    load(checkpoints("flux"), quantization_config=QuantizerConfig("int4")).save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "hf_quant")
+        with pytest.raises(ValueError, match="Unknown quantization type, got hf_quant"):
+            load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"weight expected shape .* but got torch.Size\(\[0\]\)"):
+        load(tmp_path)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load(tmp_path, low_cpu_mem_usage=False)
+
+
+# Sizes and devices.
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_sizes_are_true_while_the_weights_are_not_loaded(checkpoints, tmp_path, monkeypatch, weights):
+    sizes = []
+    determine = diffusers.models.modeling_utils._determine_device_map
+
+    def spy(model, device_map, max_memory, dtype, keep_in_fp32_modules, quantizer):
+        special = quantizer.get_special_dtypes_update(model, dtype)
+        size = compute_module_sizes(model, dtype=quantizer.adjust_target_dtype(dtype), special_dtypes=special)[""]
+        elements = sum(tensor.numel() for tensor in model.state_dict().values())
+        warm_up = max(1, elements // quantizer.get_cuda_warm_up_factor())  # as the host computes it
+        assert type(warm_up) is int
+        memory = quantizer.adjust_max_memory({0: 10**6, "cpu": 10, "disk": "1GB"})
+        sizes.append((size, warm_up * dtype.itemsize, memory))
+        return determine(model, device_map, max_memory, dtype, keep_in_fp32_modules, quantizer)
+
+    monkeypatch.setattr("diffusers.models.modeling_utils._determine_device_map", spy)
+    model = load(checkpoints("flux"), quantization_config=QuantizerConfig(weights), device_map="auto")
+    model.save_pretrained(tmp_path)
+    load(tmp_path, device_map="auto")
+    largest = max(m.in_features * m.out_features * 4 for m in model.modules() if isinstance(m, QuantizedModule))
+    (size, warm_up, memory), (size_again, warm_up_again, memory_again) = sizes
+    assert size == size_again == model.get_memory_footprint()
+    assert size - 2 <= warm_up <= size and size - 2 <= warm_up_again <= size
+    assert memory == {0: 10**6 - largest, "cpu": 0, "disk": "1GB"}  # room for the weight being quantized
+    assert memory_again == {0: 10**6, "cpu": 10, "disk": "1GB"}
+
+
+def test_a_device_map_counts_the_quantized_size(checkpoints):
+    footprint = make_model("flux").get_memory_footprint()
+    model = load(
+        checkpoints("flux"),
+        quantization_config=QuantizerConfig("int4"),
+        device_map="auto",
+        max_memory={"cpu": int(0.65 * footprint)},
+    )
+    assert model.hf_device_map == {"": "cpu"} and model.get_memory_footprint() < 0.3 * footprint
+
+
+def test_disk_is_for_packed_weights_only(checkpoints, tmp_path):
+    source, config, folder = checkpoints("flux"), QuantizerConfig("int4"), tmp_path / "offload"
+    parts = {name: "cpu" for name, _ in make_model("flux").named_children()}
+    device_map = {**parts, "single_transformer_blocks": "disk"}
+    with pytest.raises(ValueError, match="puts single_transformer_blocks on disk.*save the quantized model first"):
+        load(source, quantization_config=config, device_map=device_map, offload_folder=folder)
+    with pytest.raises(ValueError, match="on disk"):  # where the host makes the map
+        load(source, quantization_config=config, device_map="auto", max_memory={"cpu": 9}, offload_folder=folder)
+
+    model = load(source, quantization_config=config)
+    model.save_pretrained(tmp_path / "quantized")
+    offloaded = load(tmp_path / "quantized", device_map=device_map, offload_folder=folder)
+    assert offloaded.single_transformer_blocks[0].attn.to_q.qdata.device.type == "meta"
+    assert torch.equal(run(offloaded, "flux"), run(model, "flux"))
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda model, path: model.to(torch.float32), "Casting a quantized model"),
+        (lambda model, path: model.to(dtype=torch.float32), "Casting a quantized model"),
+        (lambda model, path: model.half(), "not supported for quantized"),
+        (lambda model, path: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16), "layerwise casting"),
+        (lambda model, path: model.save_pretrained(path, safe_serialization=False), "safetensors only"),
+    ],
+)
+def test_what_a_quantized_model_refuses(checkpoints, tmp_path, action, message):
+    model = load(checkpoints("flux"), quantization_config=QuantizerConfig("int4"))
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        action(model, tmp_path)
+    assert_same_bytes(model.state_dict(), before)
+    model.to("cpu")
+
+
+def test_loads_that_are_refused(checkpoints, tmp_path):
+    source = checkpoints("flux")
+    resolved = load(source, quantization_config=QuantizerConfig("int4")).config.quantization_config
+    with pytest.raises(ValueError, match="plan of another model"):
+        load(source, quantization_config=resolved)
+    with pytest.raises(ValueError, match="dtype is torch.float8_e4m3fn"):
+        load(source, dtype=torch.float8_e4m3fn, quantization_config=QuantizerConfig("int4"))
+    with pytest.raises(ValueError, match=r"modules\['\*.to_z'\] matches no module"):
+        load(source, quantization_config=QuantizerConfig("int4", modules={"*.to_z": "int8"}))
+    with pytest.raises(ValueError, match="nothing to quantize in FluxTransformer2DModel"):
+        load(source, quantization_config=QuantizerConfig("int4", modules_to_not_convert=["*"]))
+
+
+def damaged(source: Path, path: Path, change: Any) -> Path:
+    """A copy of a single-file checkpoint after `change(tensors)`."""
+    shutil.copytree(source, path)
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+    return path
+
+
+def test_damaged_checkpoints_are_named(checkpoints, tmp_path):
+    plain, packed, layer = tmp_path / "plain", tmp_path / "packed", "transformer_blocks.0.attn.to_q"
+    load(checkpoints("flux")).save_pretrained(plain)
+    load(plain, quantization_config=QuantizerConfig("int8")).save_pretrained(packed)
+    config = QuantizerConfig("int8")
+
+    path = damaged(plain, tmp_path / "1", lambda tensors: tensors[f"{layer}.weight"].view(-1)[7].fill_(float("nan")))
+    with pytest.raises(ValueError, match=f"{layer}.weight contains NaN"):
+        load(path, quantization_config=config)
+    path = damaged(plain, tmp_path / "2", lambda tensors: tensors.pop(f"{layer}.weight"))
+    with pytest.raises(ValueError, match=f"no fitting {layer}.weight"):
+        load(path, quantization_config=config)
+    path = damaged(packed, tmp_path / "3", lambda tensors: tensors[f"{layer}.qdata"].view(-1)[7].fill_(-128))
+    with pytest.raises(ValueError, match=f"{layer}.qdata is corrupt"):
+        load(path)
+    path = damaged(packed, tmp_path / "4", lambda tensors: tensors.pop(f"{layer}.scale"))
+    with pytest.raises(ValueError, match=f"lacks {layer}.scale"):
+        load(path)
+    path = damaged(packed, tmp_path / "5", lambda tensors: tensors.pop(f"{layer}.qdata"))
+    with pytest.raises(ValueError, match=f"names {layer}, but the checkpoint has no codes"):
+        load(path)
+    path = damaged(packed, tmp_path / "6", lambda tensors: None)
+    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-100])
+    with pytest.raises((ValueError, OSError), match=re.escape(str(path / WEIGHTS))):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("format_version", 99, "install a newer hf_quant"),
+        ("plan", None, "no stored plan"),
+        ("wieghts", "int8", "unknown field 'wieghts'"),
+        ("quant_method", "hf_quantum", "Unknown quantization type"),
+    ],
+)
+def test_damaged_configs_are_named(checkpoints, tmp_path, field, value, message):
+    load(checkpoints("flux"), quantization_config=QuantizerConfig("int8")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
