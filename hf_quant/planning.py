@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from hf_quant.kernels._op import Problem, explain
 from hf_quant.modules import QuantizedModule, quantized_class, register_experts
 from hf_quant.scheme import LinearScheme
 
+
+logger = logging.getLogger(__name__)
 
 MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
 MAX_MODULES = 10**6  # in a stored plan; more is no model but an attack on memory
@@ -267,14 +270,22 @@ class _Context:
             return None, "output embedding"
         elif self.body is not None and not name.startswith(self.body):
             return None, "task head"
-        elif any(excludes(p, name) for p in self.keep_fp32):
+        if any(excludes(p, name) for p in self.keep_fp32):
             return None, "kept in fp32 by the model"
+        if self.is_adapter(name):
+            return None, "trainable adapter"
         if self.is_router(name):
             return None, "MoE router"
         count = sum(w.numel() for w in self.weights(name).values())
         if count < MIN_WEIGHTS:
             return None, f"fewer than {MIN_WEIGHTS} weights"
         return config.scheme_fields(), None
+
+    def is_adapter(self, name: str) -> bool:
+        """A layer beside a `base_layer` or inside of one's sibling: what PEFT adds, and trains in 16 bit."""
+        parts = name.split(".")
+        wrappers = (".".join(parts[:i]) for i in range(len(parts)))
+        return any(f"{w}.base_layer" in self.candidates and name != f"{w}.base_layer" for w in wrappers)
 
     def is_router(self, name: str) -> bool:
         """A linear layer called gate or router, or inside of one, beside `experts`.
@@ -327,6 +338,10 @@ def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None
             leaves = sorted({f"*.{name.rpartition('.')[2]}" for name in candidates})
             hint = f"close to it: {', '.join(close)}" if close else f"the model has {', '.join(leaves)}"
             raise ValueError(f"modules[{pattern!r}] matches no module that can be quantized; {hint}")
+    # A warning only: a pipeline applies one list to several models, each of which has some of the names.
+    for pattern in config.modules_to_not_convert or ():
+        if not any(excludes(pattern, name) for name in candidates):
+            logger.warning("modules_to_not_convert has %r, which no module that can be quantized matches", pattern)
 
 
 # Names with numbers: "layers.0.mlp" ... "layers.31.mlp" <-> "layers.{0-31}.mlp".

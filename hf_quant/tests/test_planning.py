@@ -355,3 +355,30 @@ def test_a_plan_of_too_many_modules_is_refused(monkeypatch):
 
 def test_every_format_has_its_bits():
     assert {name for name, _, _ in BITS} == set(FORMATS)
+
+
+def test_adapters_stay_trainable():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(64, 64)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(64, 64)})
+
+    planned = plan(nn.Sequential(Wrapper()), "int8")
+    assert list(planned.quantized) == ["0.base_layer"]
+    assert planned.entries["0.lora_A.default"].reason == "trainable adapter"
+
+
+def test_an_exclusion_that_matches_nothing_is_said(caplog):
+    plan(nn.Sequential(nn.Linear(64, 64)), QuantizerConfig("int8", modules_to_not_convert=["lm_haed"]))
+    assert "lm_haed" in caplog.text
+    caplog.clear()
+    plan(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), QuantizerConfig("int8", modules_to_not_convert=["1"]))
+    assert not caplog.text
+
+
+def test_modules_kept_in_fp32_stay_so_beside_a_list_of_exclusions():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model._keep_in_fp32_modules_strict = ["0"]
+    planned = plan(model, QuantizerConfig("int8", modules_to_not_convert=["1"]))
+    assert list(planned.quantized) == ["2"]
