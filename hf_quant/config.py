@@ -180,8 +180,11 @@ class QuantizerConfig(QuantizationConfigMixin):
         return json.loads(json.dumps(fields))
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What a user may change while loading a checkpoint that is quantized already: nothing but these."""
-        return {"quantization_device": self.quantization_device}
+        """What transformers sets on a quantized checkpoint's config if a user gives this one, too.
+
+        `requested` is how its quantizer learns what was asked for, and refuses what the checkpoint does not have.
+        """
+        return {"quantization_device": self.quantization_device, "requested": self}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QuantizerConfig) and self.to_dict() == other.to_dict()

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from hf_quant.algorithms import PackedWeight, empty_packed
+from hf_quant.algorithms import PackedWeight
+from hf_quant.checkpoint import TensorInfo, read_header
+from hf_quant.checkpoint._packed import check_info, expected_tensors
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import (
     PACKED_NAMES,
@@ -18,7 +19,6 @@ from hf_quant.modules import (
     packed_key,
     quantized_class,
     register_experts,
-    stored_dtype,
 )
 from hf_quant.planning import plan, schemes_from_list
 from hf_quant.quantize import apply_plan, resolved, share_codes_
@@ -30,37 +30,25 @@ class StoredWeight(NamedTuple):
 
     module: str  # name in the checkpoint
     weight: str  # name of the 16-bit weight in its module
-    parts: dict[str, tuple[str, tuple[int, ...]]]  # {"qdata": (dtype as safetensors names it, shape), ...}
+    parts: dict[str, TensorInfo]  # by parameter name: "qdata", "scale_gate_up_proj", ...
 
 
-_SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"}
-
-
-def read_keys(files: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """{tensor name: (dtype as safetensors names it, shape)} of safetensors files, from their headers.
+def read_keys(files: Iterable[str]) -> dict[str, TensorInfo]:
+    """{tensor name: (dtype, shape)} of safetensors files, from their headers.
 
     Raises ValueError on a file that is missing, truncated or of another format.
     """
-    keys = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118 (not a dict)
-                    tensor = opened.get_slice(key)
-                    keys[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not a readable safetensors file ({error}); download it again") from None
-    return keys
+    return {key: info for file in files for key, info in read_header(file).items()}
 
 
-def stored_weights(keys: dict[str, tuple[str, tuple[int, ...]]]) -> Iterator[StoredWeight]:
+def stored_weights(keys: dict[str, TensorInfo]) -> Iterator[StoredWeight]:
     """Every quantized weight of a checkpoint, found by its `qdata`."""
     for key in keys:
         module, _, leaf = key.rpartition(".")
         if leaf == "qdata" or leaf.startswith("qdata_"):
             weight = leaf.removeprefix("qdata_") if leaf != "qdata" else "weight"
-            names = {part: f"{module}.{packed_key(part, weight)}".lstrip(".") for part in PACKED_NAMES}
-            yield StoredWeight(module, weight, {part: keys[name] for part, name in names.items() if name in keys})
+            parts = {part: f"{module}.{part}".lstrip(".") for part in (packed_key(p, weight) for p in PACKED_NAMES)}
+            yield StoredWeight(module, weight, {part: keys[name] for part, name in parts.items() if name in keys})
 
 
 def prepare_from_config(
@@ -79,7 +67,7 @@ def prepare_from_config(
 def prepare_from_checkpoint(
     model: nn.Module,
     config: QuantizerConfig,
-    keys: dict[str, tuple[str, tuple[int, ...]]],
+    keys: dict[str, TensorInfo],
     rename: Callable[[str], str],
     tied: dict[str, str],
 ) -> list[str]:
@@ -128,22 +116,14 @@ def _scheme_of(schemes: dict[str, LinearScheme], *names: str) -> LinearScheme:
 
 
 def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> None:
-    expected = empty_packed(module.matrix_shape(stored.weight), module.scheme.weight, "meta")
-    for part, tensor in zip(PACKED_NAMES, expected):
-        key = f"{name}.{packed_key(part, stored.weight)}"
-        if tensor is None:
-            if part in stored.parts:
-                raise ValueError(f"the checkpoint has {key}, which its scheme ({module.scheme}) does not use")
-            continue
-        if part not in stored.parts:
-            raise ValueError(f"the checkpoint lacks {key}; is a shard missing?")
-        needed = (_SAFETENSORS_DTYPES[stored_dtype(tensor.dtype)], tuple(tensor.shape))
-        if stored.parts[part] != needed:
-            dtype, shape = stored.parts[part]
-            raise ValueError(
-                f"{key} is {shape} {dtype} in the checkpoint; {module.scheme} with this model's config needs "
-                f"{needed[1]} {needed[0]}"
-            )
+    """Raise ValueError if the parts of a stored weight are not those of the module's scheme and shape."""
+    expected = expected_tensors(module.scheme, {stored.weight: module.matrix_shape(stored.weight)})
+    for part, found in stored.parts.items():
+        if part not in expected:
+            raise ValueError(f"the checkpoint has {name}.{part}, which its scheme ({module.scheme}) does not use")
+        check_info(found, expected[part], f"{name}.{part} in the checkpoint")
+    for part in expected.keys() - stored.parts.keys():
+        raise ValueError(f"the checkpoint lacks {name}.{part}; is a shard missing?")
 
 
 def _check_complete(schemes, modules, done, tied) -> None:

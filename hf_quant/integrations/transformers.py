@@ -1,32 +1,36 @@
 """The transformers adapter: quantize on load, save, reload (`from_pretrained`, `save_pretrained`), 5.17 and newer.
 
-`HfQuantizer` is called in this order: `_process_model_before_weight_loading` on the meta model, `get_quantize_ops` for
-each weight that `param_needs_quantization` names, `_process_model_after_weight_loading`. Which of its other hooks exist
-differs between versions; this file uses those that all have.
+`HfQuantizer` is called in this order: `_process_model_before_weight_loading` on the meta model, `get_quantize_ops`
+for each weight that `param_needs_quantization` names, `_process_model_after_weight_loading`. Which of its other hooks
+exist differs between versions; this file uses those that all have.
 """
 
 import re
-import types
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch
 import transformers.quantizers.auto as auto
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import ConversionOps
+from transformers.distributed.utils import is_dtensor
 from transformers.quantizers.base import HfQuantizer
 
 import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import quantize
-from hf_quant.config import QuantizerConfig
+from hf_quant.algorithms import PackedWeight
+from hf_quant.checkpoint import check_packed, guard_entry
+from hf_quant.config import QuantizerConfig, resolve_scheme
 from hf_quant.integrations._loading import (
     prepare_from_checkpoint,
     prepare_from_config,
-    quantize_into,
     read_keys,
     trim_memory,
 )
+from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_codes, tie_weights, tied_modules
+from hf_quant.integrations.parallel import extend_plans, quantize_shard, refuse_fsdp
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
+from hf_quant.planning import schemes_from_list, schemes_to_list
 from hf_quant.quantize import dequantize_
 
 
@@ -38,6 +42,11 @@ class TransformersQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: QuantizerConfig
+
+    def __init__(self, quantization_config: QuantizerConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # What went wrong with single weights: the host would swallow an exception and print its traceback.
+        self.errors: list[str] = []
 
     @property
     def is_trainable(self) -> bool:
@@ -52,9 +61,10 @@ class TransformersQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        config = self.quantization_config
-        if not self.pre_quantized and config.plan is not None:
-            raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
+        # The host puts a user's config, given with a checkpoint that has its own, into the latter.
+        requested = self.quantization_config.__dict__.pop("requested", None)
+        if requested is not None:
+            _refuse_other(self.quantization_config, requested)
 
     def update_tp_plan(self, config: Any) -> Any:
         return config  # 5.17 only; the plan is edited once the modules are known
@@ -73,18 +83,25 @@ class TransformersQuantizer(HfQuantizer):
     ) -> nn.Module:
         if self.pre_quantized:
             if not checkpoint_files:
-                raise ValueError("a quantized checkpoint is loaded from its files; `state_dict` cannot be given")
+                raise ValueError(
+                    "a quantized checkpoint is loaded from its files: give its directory in place of `state_dict`"
+                )
             keys = read_keys(checkpoint_files)
-            rename = _renamer(model)
-            prepare_from_checkpoint(model, self.quantization_config, keys, rename, _tied_modules(model))
+            rename = renamer(model)
+            names = prepare_from_checkpoint(model, self.quantization_config, keys, rename, tied_modules(model))
+            check_names(model, keys, names)
             guards = [key for key, (_, shape) in keys.items() if 0 in shape]
             model._keys_to_ignore_on_load_unexpected = {
                 *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
                 *(f"^{re.escape(name)}$" for key in guards for name in (key, rename(key))),
             }
         else:
+            refuse_fsdp(model)
+            if self.quantization_config.plan is not None:
+                raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
             self.quantization_config = prepare_from_config(model, self.quantization_config)
-        _tie_codes(model)
+        tie_codes(model)
+        extend_plans(model)
         return model
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -95,10 +112,13 @@ class TransformersQuantizer(HfQuantizer):
         return 0 if _placeholder(model, param_name) is not None else param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantize(self.quantization_config.quantization_device)
+        return _Quantize(self)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         trim_memory()
+        if self.errors:
+            more = f", and {len(self.errors) - 3} more" if len(self.errors) > 3 else ""
+            raise ValueError("; ".join(self.errors[:3]) + more)
         for name, module in list(model.named_modules()):
             if not isinstance(module, QuantizedModule):
                 continue
@@ -106,6 +126,9 @@ class TransformersQuantizer(HfQuantizer):
                 # The checkpoint lacks this weight, so the host has initialized it: an untrained head must train.
                 restore_module_(module)
                 self.quantization_config = _without(self.quantization_config, name)
+            elif self.pre_quantized and all(_is_here(p) for p in module._parameters.values() if p is not None):
+                check_packed(module, name)
+        self.quantization_config.quantization_device = None  # of this load, not of the checkpoint
         model.config.quantization_config = self.quantization_config
         _attach(model)
         return model
@@ -113,9 +136,13 @@ class TransformersQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # only the adapter is saved
-        key = _guard_key(model)
+        entry = guard_entry(model)
+        if entry is None:
+            return None, {}
         # Without hf_quant a load fails at this key by its shape, where it would otherwise draw random weights.
-        return (None, {}) if key is None else ({**model.state_dict(), key: torch.empty(0)}, {})
+        guard, empty = entry
+        keep_layout(model, guard)
+        return {**model.state_dict(), guard: empty}, {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         # config.dtype, the host's default, is a str after a reload.
@@ -126,8 +153,8 @@ class TransformersQuantizer(HfQuantizer):
 class _Quantize(ConversionOps):
     """The host's loading operation: one 16-bit weight in, its packed tensors out."""
 
-    def __init__(self, device: str | None) -> None:
-        self.device = device
+    def __init__(self, quantizer: TransformersQuantizer) -> None:
+        self.quantizer = quantizer
 
     def convert(
         self,
@@ -146,7 +173,7 @@ class _Quantize(ConversionOps):
                 converted[key] = value
                 continue
             name, _, leaf = key.rpartition(".")
-            packed = quantize_into(module, leaf, weight, key, self.device)
+            packed = self._quantize(module, leaf, weight, key)
             module.fill_(leaf, None)
             if missing_keys is not None:
                 missing_keys.discard(key)
@@ -155,6 +182,21 @@ class _Quantize(ConversionOps):
                     stored = nn.Parameter(tensor.view(stored_dtype(tensor.dtype)), requires_grad=False)
                     converted[f"{name}.{packed_key(part, leaf)}".lstrip(".")] = stored
         return converted
+
+    def _quantize(self, module: QuantizedModule, name: str, weight: torch.Tensor, fqn: str) -> PackedWeight:
+        """The packed weight; if it cannot be quantized, zeros in its place, and an error when all is loaded."""
+        errors = self.quantizer.errors
+        try:
+            if not errors:
+                device = self.quantizer.quantization_config.quantization_device
+                return quantize_shard(module, name, weight, fqn, device)
+        except ValueError as error:
+            errors.append(str(error))
+        empty = (module._parameters.get(packed_key(part, name)) for part in PACKED_NAMES)
+        local = (getattr(t, "_local_tensor", t) for t in empty)  # of a DTensor, this rank's share
+        return PackedWeight(
+            *(t if t is None else torch.zeros(t.shape, dtype=t.dtype, device=weight.device) for t in local)
+        )
 
 
 def _placeholder(model: nn.Module, param_name: str) -> QuantizedModule | None:
@@ -167,116 +209,75 @@ def _placeholder(model: nn.Module, param_name: str) -> QuantizedModule | None:
     return module if isinstance(module, QuantizedModule) and leaf in module.placeholders else None
 
 
-def _renamer(model: nn.Module) -> Callable[[str], str]:
-    """Checkpoint parameter name -> model parameter name, by the host's own renamings."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
-    state_dict = model.state_dict()
-
-    def rename(key: str) -> str:
-        return rename_source_key(key, renamings, [], model.base_model_prefix, state_dict)[0]
-
-    return rename
+def _is_here(parameter: torch.Tensor) -> bool:
+    """Neither offloaded nor sharded: its values can be looked at."""
+    return parameter.device.type != "meta" and not is_dtensor(parameter)
 
 
-def _guard_key(model: nn.Module) -> str | None:
-    """The weight name, of a quantized module, under which a checkpoint holds one tensor without elements.
+def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
+    """Raise ValueError if a user asks for another quantization than the checkpoint has."""
 
-    It must be one that no conversion of the host touches when it restores the checkpoint's original names.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
+    def meaning(c: QuantizerConfig) -> tuple:
+        scheme = None if c.weights is None else resolve_scheme(c.scheme_fields(), torch.bfloat16)
+        return scheme, c.modules, c.modules_to_not_convert, c.kv_cache
 
-    converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
-    patterns = [p for c in converters for p in c.reverse_transform().source_patterns]
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedModule):
-            for weight in module.weight_names:
-                key = f"{name}.{weight}"
-                if not any(re.search(p, key) for p in patterns):
-                    return key
-    return None
-
-
-def _tied_modules(model: nn.Module) -> dict[str, str]:
-    """{module: the module whose weight it shares} as the host declares it."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {
-        target.removesuffix(".weight"): source.removesuffix(".weight")
-        for target, source in tied.items()
-        if target.endswith(".weight") and source.endswith(".weight")
-    }
-
-
-def _tie_codes(model: nn.Module) -> None:
-    """Tell the host that quantized tied modules share their codes, in place of their weight."""
-    modules = dict(model.named_modules())
-    for target, source in _tied_modules(model).items():
-        codes = modules.get(source)
-        if not isinstance(codes, QuantizedModule):
-            continue
-        _replace_tie(model.all_tied_weights_keys, target, source, codes)
-        # `tie_weights()` expands `_tied_weights_keys` of every submodel again; a class attribute, hence the copy.
-        for prefix, owner in modules.items():
-            declared = getattr(owner, "_tied_weights_keys", None)
-            inner = f"{prefix}." if prefix else ""
-            if isinstance(declared, dict) and target.startswith(inner) and source.startswith(inner):
-                declared = dict(declared)
-                if _replace_tie(declared, target.removeprefix(inner), source.removeprefix(inner), codes):
-                    owner._tied_weights_keys = declared
-
-
-def _replace_tie(keys: dict[str, str], target: str, source: str, codes: QuantizedModule) -> bool:
-    """Replace "target.weight": "source.weight" by one entry for each packed tensor; False if it is not there."""
-    if keys.pop(f"{target}.weight", None) is None:
-        return False
-    for part in PACKED_NAMES:
-        if part in codes._parameters:
-            keys[f"{target}.{part}"] = f"{source}.{part}"
-    return True
-
-
-def _tie_weights(model: nn.Module) -> None:
-    """Inverse of `_tie_codes`, after dequantizing."""
-    for owner in model.modules():
-        for declared in (getattr(owner, "all_tied_weights_keys", None), getattr(owner, "_tied_weights_keys", None)):
-            for key in [key for key in declared or () if key.endswith(".qdata")]:
-                target, source = key.removesuffix(".qdata"), declared[key].removesuffix(".qdata")
-                for part in PACKED_NAMES:
-                    declared.pop(f"{target}.{part}", None)
-                declared[f"{target}.weight"] = f"{source}.weight"
+    if meaning(config) != meaning(requested):
+        raise ValueError(
+            f"the checkpoint is quantized already, by {config}; the given {requested} cannot be applied to it. Leave "
+            "quantization_config out, or quantize the 16-bit model"
+        )
 
 
 def _without(config: QuantizerConfig, name: str) -> QuantizerConfig:
     """The resolved config less one module of its plan."""
-    from hf_quant.planning import fold_names, unfold_name
-
-    plan = []
-    for group in config.plan:
-        names = [n for folded in group["modules"] for n in unfold_name(folded) if n != name]
-        if names:
-            plan.append({"scheme": group["scheme"], "modules": fold_names(names)})
+    schemes = schemes_from_list(config.plan)
+    schemes.pop(name, None)
     config = QuantizerConfig.from_dict(config.to_dict())
-    config.plan = plan
+    config.plan = schemes_to_list(schemes)
     return config
 
 
 def _attach(model: nn.Module) -> None:
-    """What the loaded model gets: a model card tag, and a `.to` that refuses another dtype."""
+    """What the loaded model gets: a model card tag, and casts that refuse another dtype."""
     if hasattr(model, "add_model_tags"):
         model.add_model_tags([NAME])
-    model.to = types.MethodType(_to, model)
+    for name, dtype in _CASTS.items():
+        setattr(model, name, _Cast(model, name, dtype))
 
 
-def _to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """`model.to(device)`; a dtype is refused."""
-    dtype = kwargs.get("dtype", next((a for a in args if isinstance(a, torch.dtype)), None))
-    if dtype is not None and dtype != self.dtype:
-        raise ValueError(
-            f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
-            f"Load it with dtype={dtype}, or dequantize() it first"
-        )
-    return type(self).to(self, *args, **kwargs)
+# The host itself refuses `half` and `float`.
+_CASTS = {"to": None, "bfloat16": torch.bfloat16, "double": torch.float64}
+
+
+class _Cast:
+    """`model.to(device)` and its like; another dtype is refused.
+
+    An object where a function would do, with a weak reference: the model that holds it can be pickled and copied, and
+    its memory is free as soon as nobody else holds it.
+    """
+
+    def __init__(self, model: nn.Module, name: str, dtype: torch.dtype | None) -> None:
+        # accelerate's method, of a model that it has spread over devices
+        self.__setstate__((model, name, dtype, model.__dict__.get(name)))
+
+    def __getstate__(self) -> tuple:
+        return self.model(), self.name, self.dtype, self.host
+
+    def __setstate__(self, state: tuple) -> None:
+        model, self.name, self.dtype, self.host = state
+        self.model = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        model = self.model()
+        dtype = self.dtype or torch._C._nn._parse_to(*args, **kwargs)[1]
+        if dtype is not None and dtype != model.dtype:
+            raise ValueError(
+                f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the "
+                f"rest. Load it with dtype={dtype}, or dequantize() it first"
+            )
+        if self.host is not None:
+            return self.host(*args, **kwargs)
+        return getattr(type(model), self.name)(model, *args, **kwargs)
 
 
 def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
@@ -286,12 +287,15 @@ def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     if config is None:
-        _tie_weights(model)
+        tie_weights(model)
         if getattr(model, "hf_quantizer", None) is not None:
             model.hf_quantizer.remove_quantization_config(model)
-        model.__dict__.pop("to", None)
+        for name in _CASTS:
+            cast = model.__dict__.pop(name, None)
+            if isinstance(cast, _Cast) and cast.host is not None:
+                setattr(model, name, cast.host)
         return
-    _tie_codes(model)
+    tie_codes(model)
     quantizer = TransformersQuantizer(config, pre_quantized=False)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
     model.config.quantization_config = config

@@ -56,7 +56,7 @@ def test_the_hosts_find_what_they_look_for():
     config = QuantizerConfig()
     assert config.quant_method == "hf_quant" and config.quant_method.value == "hf_quant"
     assert str(config.quant_method) == "hf_quant" and f"{config.quant_method}" == "hf_quant"
-    assert set(config.get_loading_attributes()) == {"quantization_device"}
+    assert config.get_loading_attributes() == {"quantization_device": config.quantization_device, "requested": config}
 
 
 def test_repr_shows_what_was_given():

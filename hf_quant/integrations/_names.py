@@ -1,0 +1,113 @@
+"""Names of parameters between transformers and a checkpoint: what is renamed, what is merged, what is shared."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
+
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+
+
+def renamer(model: nn.Module) -> Callable[[str], str]:
+    """Checkpoint parameter name -> model parameter name, by the host's own renamings."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    state_dict = model.state_dict()
+
+    def rename(key: str) -> str:
+        renamed = rename_source_key(key, renamings, [], model.base_model_prefix, state_dict)[0]
+        # As the host does: a name that the model has is not renamed to one that it lacks.
+        return key if renamed not in state_dict and key in state_dict else renamed
+
+    return rename
+
+
+def check_names(model: nn.Module, keys: Iterable[str], names: list[str]) -> None:
+    """Raise ValueError if the host would not find the codes of a module under the name that it gives to their key."""
+    rename, needed = renamer(model), set()
+    modules = dict(model.named_modules())
+    for name in names:
+        parts = (packed_key(part, weight) for weight in modules[name].weight_names for part in PACKED_NAMES)
+        needed |= {f"{name}.{part}".lstrip(".") for part in parts if part in modules[name]._parameters}
+    lost = needed - {rename(key) for key in keys}
+    if lost:
+        raise ValueError(
+            f"this version of transformers does not find {min(lost)} under the name that it has in the checkpoint"
+        )
+
+
+def keep_layout(model: nn.Module, guard: str) -> None:
+    """Take those conversions back from the host that would merge or split codes, or the guard, when it saves.
+
+    What they cover is saved under the model's own names, which the host loads as well: q_proj, k_proj and v_proj in
+    place of one Wqkv. Codes of different schemes cannot be merged.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    keys = {guard}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            keys |= {f"{name}.{key}" for key in module.state_dict()}
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # not loaded: what the host would then do
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
+
+    def touches_codes(conversion: Any) -> bool:
+        if not isinstance(conversion, WeightConverter):
+            return False
+        reverse = conversion.reverse_transform()
+        return any(reverse.rename_source_key(key)[1] is not None for key in keys)
+
+    model._weight_conversions = [c for c in conversions if not touches_codes(c)]
+
+
+def tied_modules(model: nn.Module) -> dict[str, str]:
+    """{module: the module whose weight it shares} as the host declares it."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        target.removesuffix(".weight"): source.removesuffix(".weight")
+        for target, source in tied.items()
+        if target.endswith(".weight") and source.endswith(".weight")
+    }
+
+
+def tie_codes(model: nn.Module) -> None:
+    """Tell the host that quantized tied modules share their codes, in place of their weight."""
+    modules = dict(model.named_modules())
+    for target, source in tied_modules(model).items():
+        codes = modules.get(source)
+        if not isinstance(codes, QuantizedModule):
+            continue
+        _replace_tie(model.all_tied_weights_keys, target, source, codes)
+        # `tie_weights()` expands `_tied_weights_keys` of every submodel again; a class attribute, hence the copy.
+        for prefix, owner in modules.items():
+            declared = getattr(owner, "_tied_weights_keys", None)
+            inner = f"{prefix}." if prefix else ""
+            if isinstance(declared, dict) and target.startswith(inner) and source.startswith(inner):
+                declared = dict(declared)
+                if _replace_tie(declared, target.removeprefix(inner), source.removeprefix(inner), codes):
+                    owner._tied_weights_keys = declared
+
+
+def _replace_tie(keys: dict[str, str], target: str, source: str, codes: QuantizedModule) -> bool:
+    """Replace "target.weight": "source.weight" by one entry for each packed tensor; False if it is not there."""
+    if keys.pop(f"{target}.weight", None) is None:
+        return False
+    for part in PACKED_NAMES:
+        if part in codes._parameters:
+            keys[f"{target}.{part}"] = f"{source}.{part}"
+    return True
+
+
+def tie_weights(model: nn.Module) -> None:
+    """Inverse of `tie_codes`, after dequantizing."""
+    for owner in model.modules():
+        for declared in (getattr(owner, "all_tied_weights_keys", None), getattr(owner, "_tied_weights_keys", None)):
+            for key in [key for key in declared or () if key.endswith(".qdata")]:
+                target, source = key.removesuffix(".qdata"), declared[key].removesuffix(".qdata")
+                for part in PACKED_NAMES:
+                    declared.pop(f"{target}.{part}", None)
+                declared[f"{target}.weight"] = f"{source}.weight"
