@@ -5,6 +5,7 @@ where it was found. `main` imports nothing heavy before it knows the command: `h
 """
 
 import contextlib
+import logging
 import os
 import sys
 import traceback
@@ -53,25 +54,25 @@ def _one_line(error: BaseException) -> str:
 def _quiet_hosts(*, verbose: bool) -> Iterator[None]:
     """Keep the hosts' warnings off stderr, and their progress bars unless a terminal shows them."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-    levels = logging.get_verbosity(), hub_logging.get_verbosity()
-    bars, hub_bars = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    bars, hub_bars = is_progress_bar_enabled(), not are_progress_bars_disabled()
+    loggers = {name: logging.getLogger(name) for name in ("transformers", "diffusers", "huggingface_hub")}
+    before = {name: (list(logger.handlers), logger.propagate) for name, logger in loggers.items()}
     with warnings.catch_warnings():
         if not verbose:
-            logging.set_verbosity_error()
-            hub_logging.set_verbosity_error()
             warnings.simplefilter("ignore")
+            for logger in loggers.values():
+                logger.handlers, logger.propagate = [logging.NullHandler()], False
         if not sys.stderr.isatty():
-            logging.disable_progress_bar()
+            disable_progress_bar()
             disable_progress_bars()
         try:
             yield
         finally:
-            logging.set_verbosity(levels[0])
-            hub_logging.set_verbosity(levels[1])
+            for name, logger in loggers.items():
+                logger.handlers, logger.propagate = before[name]
             if bars:
-                logging.enable_progress_bar()
+                enable_progress_bar()
             if hub_bars:
                 enable_progress_bars()

@@ -281,6 +281,17 @@ def test_broken_models(llama_dir, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_error_inside_the_host_s_loader_names_the_weight(llama_dir, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(llama_dir, tmp_path / "nan")
+    weights = load_file(tmp_path / "nan" / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
+    error = error_of(capsys, "quantize", tmp_path / "nan", tmp_path / "out")
+    assert "model.layers.0.mlp.up_proj.weight contains NaN or inf" in error
+
+
 def test_debug_shows_the_traceback(capsys):
     assert run("plan", "/nonexistent/model", "--debug") == 2
     error = capsys.readouterr().err
@@ -300,9 +311,12 @@ def test_ctrl_c_is_exit_status_130(monkeypatch, capsys):
 def test_the_hosts_are_as_loud_afterwards_as_before(llama_dir):
     from transformers.utils import logging
 
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    def state() -> tuple:
+        return logging.get_logger().handlers, logging.get_logger().propagate, logging.is_progress_bar_enabled()
+
+    before = state()
     run("plan", llama_dir)
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+    assert state() == before
 
 
 # Models.
