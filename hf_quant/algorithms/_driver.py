@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._groups import Groups, TensorGroups
+from hf_quant.algorithms._groups import Choice, Groups, TensorGroups
 from hf_quant.formats import FORMATS
 from hf_quant.scheme import BLOCK_SIZE, TensorQuant
 
 
-Algorithm = Callable[[Groups], tuple[Tensor, Tensor | None]]
+Algorithm = Callable[[Groups], Choice]
 
 # Weights quantized at a time. On a CPU the three fp32 scratch buffers of that size should stay in the cache; elsewhere
 # a kernel should take longer than its launch.
@@ -97,13 +97,13 @@ class Quantization:
         for pieces in self._matrices():
             if self.quant.granularity == "tensor":
                 groups = TensorGroups(lambda pieces=pieces: map(self._load, pieces))
-                chosen = choose(groups)
+                choice = choose(groups)
                 for piece in pieces:
-                    self._store(piece, self._load(piece), *chosen)
+                    self._store(piece, self._load(piece), choice)
             else:
                 for piece in pieces:
                     groups = self._load(piece)
-                    self._store(piece, groups, *choose(groups))
+                    self._store(piece, groups, choose(groups))
         return bool(self.poison.isfinite())
 
     def _matrices(self) -> Iterator[list[_Piece]]:
@@ -118,20 +118,21 @@ class Quantization:
 
     def _load(self, piece: _Piece) -> Groups:
         """The weights of a piece as groups in the scratch buffers."""
-        source = self.weight[piece]  # [l, n, K]
-        l, n, K = source.shape
-        count, width = -(-l * n // self.tile_rows) * self.tile_rows, -(-K // self.columns) * self.columns
-        values, work, spare = (buffer[: count * width] for buffer in self.scratch)
-        padded = (values if self.tile_rows == 1 else work).view(count, width)
-        padded[: l * n].view(l, n, width)[..., :K].copy_(source)
-        padded[l * n :] = 0
+        source = self.weight[piece]
+        matrices, n, K = source.shape
+        rows = -(-matrices * n // self.tile_rows) * self.tile_rows
+        width = -(-K // self.columns) * self.columns
+        values, work, spare = (buffer[: rows * width] for buffer in self.scratch)
+        padded = (values if self.tile_rows == 1 else work).view(rows, width)
+        padded[: matrices * n].view(matrices, n, width)[..., :K].copy_(source)
+        padded[matrices * n :] = 0
         padded[:, K:] = 0
-        shape = (count // self.tile_rows, width // self.columns, self.tile_rows * self.columns)
+        shape = (rows // self.tile_rows, width // self.columns, self.tile_rows * self.columns)
         if self.tile_rows > 1:
             tiles = padded.view(shape[0], self.tile_rows, shape[1], self.columns).transpose(1, 2)
             values.view(tiles.shape).copy_(tiles)
         elif self.quant.granularity == "tensor":
-            shape = (1, 1, count * width)
+            shape = (1, 1, rows * width)
         return Groups(
             values.view(shape),
             work.view(shape),
@@ -148,23 +149,22 @@ class Quantization:
             return None
         return self.global_scale[piece.matrices].repeat_interleave(n // self.tile_rows).view(-1, 1, 1)
 
-    def _store(self, piece: _Piece, groups: Groups, scale: Tensor, zero_point: Tensor | None) -> None:
-        """Write codes, scale [R, G, 1] and zero point of a piece."""
+    def _store(self, piece: _Piece, groups: Groups, choice: Choice) -> None:
+        """Write the codes, scale and zero point of a piece."""
         self.poison += (groups.low * 0 + groups.high * 0).sum()
-        (l, n, K), rows = self.weight[piece].shape, self.tile_rows
-        codes = groups.codes(scale, zero_point)
-        if rows > 1:
-            codes = codes.view(*codes.shape[:2], rows, self.columns).transpose(1, 2)
-        codes = codes.reshape(-(-l * n // rows) * rows, -1)[: l * n, :K]
-        self.qdata[piece] = self.format.pack(codes).view(l, n, -1)
-        at = (piece.matrices, slice(piece.rows.start // rows, -(-piece.rows.stop // rows)))
-        if self.quant.granularity == "tensor":
-            at = (piece.matrices, slice(0, 1))
-        target = self.scale[at]
-        unit = self._unit(piece, n)
-        target.copy_((scale if unit is None else scale / unit).view(target.shape))
-        if zero_point is not None:
-            self.zero_point[at] = zero_point.view(target.shape).to(torch.uint8)
+        (matrices, n, K), tile_rows = self.weight[piece].shape, self.tile_rows
+        codes = groups.codes(choice)
+        if tile_rows > 1:
+            codes = codes.view(*codes.shape[:2], tile_rows, self.columns).transpose(1, 2)
+            codes = codes.reshape(codes.shape[0] * tile_rows, -1)[:n]
+        codes = codes.view(matrices, n, -1)[..., :K]
+        self.qdata[piece] = self.format.pack(codes)
+        rows = slice(piece.rows.start // tile_rows, -(-piece.rows.stop // tile_rows))
+        at = (piece.matrices, rows if self.quant.granularity != "tensor" else slice(0, 1))
+        target, unit = self.scale[at], self._unit(piece, n)
+        target.copy_((choice.scale if unit is None else choice.scale / unit).view(target.shape))
+        if choice.zero_point is not None:
+            self.zero_point[at] = choice.zero_point.view(target.shape).to(torch.uint8)
 
 
 def scale_rounder(dtype: torch.dtype, unit: Tensor | None) -> Callable[[Tensor], Tensor]:

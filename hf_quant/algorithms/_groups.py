@@ -2,11 +2,24 @@
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_quant.formats import Format
+
+
+class Choice(NamedTuple):
+    """What an algorithm decides for groups [R, G, 1].
+
+    scale: fp32, one that can be stored. zero_point: integers in [0, 2**bits - 1] as fp32, or None. divisor: the codes
+    are those nearest to weight / divisor; None: to weight / scale.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    divisor: Tensor | None = None
 
 
 class Groups:
@@ -63,11 +76,12 @@ class Groups:
         """The grid values nearest to `relative` [R, G, g]. In another scratch buffer."""
         return self.format.snap(relative, self._spare)
 
-    def codes(self, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    def codes(self, choice: Choice) -> Tensor:
         """Codes [R, G, g], the nearest on the grid."""
-        relative = torch.div(self.values, scale, out=self._work)
-        if zero_point is not None:
-            relative.round_().add_(self.signed(zero_point))
+        divisor = choice.scale if choice.divisor is None else choice.divisor
+        relative = torch.div(self.values, divisor, out=self._work)
+        if choice.zero_point is not None:
+            relative.round_().add_(self.signed(choice.zero_point))
         return self.format.round(relative)
 
     def signed(self, zero_point: Tensor) -> Tensor:

@@ -3,19 +3,18 @@
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._groups import Groups
+from hf_quant.algorithms._groups import Choice, Groups
 
 
-def absmax(groups: Groups, shrink: float | Tensor = 1.0) -> tuple[Tensor, Tensor | None]:
-    """-> (scale [R, G, 1] fp32, one that can be stored; zero_point or None).
+def absmax(groups: Groups, shrink: float | Tensor = 1.0) -> Choice:
+    """`shrink` < 1 clips: it puts that part of the extremes on the ends of the grid.
 
-    zero_point [R, G, 1] holds integers in [0, 2**bits - 1] as fp32; the range includes 0, so that 0 stays exact.
-    `shrink` < 1 clips: it puts that part of the extremes on the ends of the grid.
+    An asymmetric range includes 0, so that 0 stays exact.
     """
     if groups.symmetric:
         amax = torch.maximum(groups.high, -groups.low)
-        return groups.round_scale(amax / groups.format.max * shrink), None
+        return Choice(groups.round_scale(amax / groups.format.max * shrink))
     top = 2**groups.format.bits - 1
     low, high = groups.low.clamp(max=0) * shrink, groups.high.clamp(min=0) * shrink
     scale = groups.round_scale((high - low) / top)
-    return scale, torch.round(-low / scale).clamp_(0, top)
+    return Choice(scale, torch.round(-low / scale).clamp_(0, top))
