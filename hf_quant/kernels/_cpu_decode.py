@@ -16,6 +16,8 @@ from hf_quant.kernels.codes import PACK, CodeSpec
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**18  # weights that pass through a chain of elementwise ops at once: 1 MB in fp32, the L2 cache of a core
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
 _tables: dict[tuple, Tensor] = {}
 
 
@@ -189,3 +191,59 @@ def dequantize_block(
 def is_table_decoded(spec: CodeSpec) -> bool:
     """Whether `decode` reaches bf16 by a single table."""
     return spec.dtype != torch.int8 and (len(spec.planes) == 1 or not spec.is_integer)
+
+
+# Four-bit codes without a table: the columns come out in two halves, even ones first
+
+
+def splits_in_halves(spec: CodeSpec, K: int, group_size: int) -> bool:
+    """Whether `dequantize_halves` takes the format and shape."""
+    if spec.planes != (4,) or K % PACK or K % group_size or group_size % PACK and group_size != 16:
+        return False
+    return spec.levels == _E2M1 or spec.is_integer and group_size >= PACK
+
+
+def split_columns(x: Tensor) -> Tensor:
+    """x [M, K] with its columns in the order of `dequantize_halves`."""
+    return x.view(x.shape[0], -1, 2).transpose(1, 2).reshape(x.shape)
+
+
+def dequantize_halves(
+    out: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, spec: CodeSpec, group_size: int
+) -> None:
+    """out [n, K] bf16 <- dequantized 4-bit codes, first the even columns and then the odd ones.
+
+    scale [n, G]: for integers fp32; for e2m1 bf16 and 2**63 times the scale, while out is 2**-63 times the weight.
+    """
+    n, K = out.shape
+    step = max(_CHUNK // K, 1)
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        target = out[rows].view(-1, 2, K // 2)
+        count = target.shape[0]
+        source = qdata[rows].view(torch.int8)
+        nibbles = scratch("bytes", (count, 2, K // 2), torch.int8)
+        if spec.is_integer:  # flipping its top bit makes a signed number of an offset code
+            source = torch.bitwise_xor(source, -120, out=scratch("plane", (count, K // 2), torch.int8))
+        torch.bitwise_left_shift(source, 4, out=nibbles[:, 0])
+        torch.bitwise_and(source, -16, out=nibbles[:, 1])
+        if spec.is_integer:
+            values = scratch("values", (count, 2, K // 2), torch.float32).copy_(nibbles)
+            groups = values.view(count, 2, -1, group_size // 2)
+            factor = scale[rows].view(count, 1, -1, 1)
+            groups.mul_(factor / 16)  # the codes stand in the upper half of their bytes
+            if zero_point is not None:
+                groups.add_(factor * (8 - zero_point[rows].float().view(factor.shape)))
+            target.copy_(values)
+        else:  # s eem 0000 -> s 000000 eem 000000: bf16 with an exponent too small by 126
+            target.view(torch.int16).copy_(nibbles).bitwise_left_shift_(2).bitwise_and_(-0x7E40)
+            target.mul_(_repeat(scale[rows], group_size // 2).unsqueeze(1))
+
+
+def _repeat(scale: Tensor, times: int) -> Tensor:
+    """bf16 [n, G] -> [n, G * times], times a multiple of 4; four at once as an int64, far faster than expand."""
+    words = scale.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF).mul_(0x0001000100010001)
+    repeated = scratch("high", (*scale.shape, times // 4), torch.int64)
+    for i in range(times // 4):
+        repeated[:, :, i] = words
+    return repeated.view(torch.bfloat16).view(scale.shape[0], -1)

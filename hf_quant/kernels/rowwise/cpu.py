@@ -32,7 +32,7 @@ def quantize_rowwise_cpu(x: Tensor, *, format: str) -> tuple[Tensor, Tensor]:
 
 def row_scales(x: Tensor, limit: float) -> Tensor:
     """x [M, K] -> amax / limit [M, 1] in fp32; 1 for a row of zeros."""
-    amax = torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True, dtype=torch.float32)
+    amax = x.abs().amax(1, keepdim=True).float()  # linalg.vector_norm takes three times as long
     return torch.where(amax > 0, amax / limit, 1.0)
 
 

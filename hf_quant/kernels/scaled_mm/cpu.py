@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hf_quant.kernels._cpu import prepacked, scratch
 from hf_quant.kernels._cpu_decode import decode
-from hf_quant.kernels._cpu_mm import PATHS, as_rows, no_qlinear, pack_qlinear, product, qlinear, row_vector
+from hf_quant.kernels._cpu_mm import PATHS, as_rows, no_qlinear, product, qlinear, row_vector
+from hf_quant.kernels._cpu_pack import pack_qlinear
 from hf_quant.kernels._op import Path, Problem, implements
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
