@@ -66,7 +66,7 @@ def demo(args: argparse.Namespace) -> None:
         folders = {form: saved if form == SAVED else work / form for form in FORMATS}
         expected = _quantize_all(source, folders, ids[:WINDOW].unsqueeze(0))
         models, rows = _load_all(source, folders)
-        _measure(models, rows, ids, tokenizer)
+        _measure(models, rows, ids, tokenizer, rounds=args.rounds)
         print(f"\n{table(rows)}\n", flush=True)
         _check_new_process(saved, ids[:WINDOW].unsqueeze(0), expected, work)
     results = {
@@ -130,11 +130,11 @@ def _load_all(source: Source, folders: dict[str, Path]) -> tuple[dict[str, nn.Mo
     return models, rows
 
 
-def _measure(models: dict[str, nn.Module], rows: list[Row], ids: torch.Tensor, tokenizer) -> None:
+def _measure(models: dict[str, nn.Module], rows: list[Row], ids: torch.Tensor, tokenizer, *, rounds: int) -> None:
     """Fill in perplexity, speed and text."""
     print("  measuring perplexity and speed, the models in turns ...", flush=True)
     found = quality(models, ids, window=WINDOW, reference=rows[0].name, progress=progress_wanted())
-    speeds = generation_speed(models, prompt_tokens=64, new_tokens=32, rounds=5, progress=progress_wanted())
+    speeds = generation_speed(models, prompt_tokens=64, new_tokens=32, rounds=rounds, progress=progress_wanted())
     prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     for row in rows:
         row.perplexity, row.kl = found[row.name].perplexity, found[row.name].kl

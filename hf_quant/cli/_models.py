@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from huggingface_hub.errors import (
 )
 from torch import nn
 
+from hf_quant.checkpoint import read_header
 from hf_quant.config import QuantizerConfig
 
 
@@ -139,8 +141,8 @@ def load_model(
     if device is not None:
         options["device_map"] = parse_device(device)
     if source.kind == "diffusers":
-        stored = None if DTYPES[dtype] == "auto" else DTYPES[dtype]
-        return cls.from_pretrained(source.name, torch_dtype=stored, **options).eval()
+        folder = source.name if Path(source.name).is_dir() else snapshot_download(source.name)
+        return cls.from_pretrained(folder, torch_dtype=diffusers_dtype(Path(folder), dtype), **options).eval()
     options["trust_remote_code"] = trust_remote_code
     return cls.from_pretrained(source.name, dtype=DTYPES[dtype], **options).eval()
 
@@ -150,14 +152,27 @@ def meta_model(source: Source, *, dtype: str = "auto", trust_remote_code: bool =
     cls = model_class(source, trust_remote_code=trust_remote_code)
     if source.kind == "diffusers":
         with torch.device("meta"):
-            model = cls.from_config(source.fields)
-        return model if DTYPES[dtype] == "auto" else model.to(DTYPES[dtype])
+            return cls.from_config(source.fields).to(diffusers_dtype(Path(source.name), dtype))
     config = transformers.AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code)
     final = DTYPES[dtype] if DTYPES[dtype] != "auto" else config.dtype or torch.float32
     with torch.device("meta"):
         if hasattr(cls, "_from_config"):
             return cls._from_config(config, dtype=final)
         return cls.from_config(config, dtype=final, trust_remote_code=trust_remote_code)
+
+
+def diffusers_dtype(folder: Path, dtype: str) -> torch.dtype:
+    """The dtype to load a model of diffusers in: its configs do not say what is stored, the headers of its files do.
+
+    "auto" without a safetensors file at hand is bf16.
+    """
+    if DTYPES[dtype] != "auto":
+        return DTYPES[dtype]
+    sizes: Counter[torch.dtype] = Counter()
+    if any(folder.glob("*.safetensors")):
+        for info in read_header(folder).values():
+            sizes[info.dtype] += info.nbytes if info.dtype in DTYPES.values() else 0
+    return sizes.most_common(1)[0][0] if sizes.total() else torch.bfloat16
 
 
 def check_not_quantized(source: Source) -> None:

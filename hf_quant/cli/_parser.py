@@ -123,6 +123,7 @@ def _add_demo(commands, common) -> None:
     )
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("demo_output"), help="(default: demo_output)")
     parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="of text to judge (default: 16384)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of timing (default: 5)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

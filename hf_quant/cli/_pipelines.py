@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_quant.cli._models import DTYPES, Source, check_not_quantized, find_file, find_source, meta_model
+from hf_quant.cli._models import (
+    Source,
+    check_not_quantized,
+    diffusers_dtype,
+    find_file,
+    find_source,
+    meta_model,
+    progress_wanted,
+)
 from hf_quant.config import QuantizerConfig, matches
 from hf_quant.planning import plan
 
@@ -60,12 +68,18 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
 
 
 def load_pipeline(source: Source, configs: dict[str, QuantizerConfig], *, dtype: str) -> "DiffusionPipeline":
-    """Load a pipeline with the components of `configs` quantized on the way."""
+    """Load a pipeline with the components of `configs` quantized on the way, every component in its stored dtype."""
     from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+    from diffusers.utils import logging
 
-    stored = {} if DTYPES[dtype] == "auto" else {"torch_dtype": DTYPES[dtype]}
+    if not progress_wanted():
+        logging.disable_progress_bar()
+    root = Path(source.name) if Path(source.name).is_dir() else Path(DiffusionPipeline.download(source.name))
+    dtypes = {path.parent.name: diffusers_dtype(path.parent, dtype) for path in root.glob("*/config.json")}
     mapping = PipelineQuantizationConfig(quant_mapping=dict(configs))
-    return DiffusionPipeline.from_pretrained(source.name, quantization_config=mapping, **stored)
+    # What was saved as None has to be given as None.
+    absent = {name: None for name, entry in source.fields.items() if isinstance(entry, list) and entry[0] is None}
+    return DiffusionPipeline.from_pretrained(root, quantization_config=mapping, torch_dtype=dtypes, **absent)
 
 
 def quantized_parts(directory: Path) -> list[str]:

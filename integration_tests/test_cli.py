@@ -1,0 +1,106 @@
+"""The command line on real files: the trained model, a pipeline of diffusers, the demo."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_quant.checkpoint import read_header
+from hf_quant.cli import main
+from hf_quant.modules import QuantizedModule
+
+
+def run(capsys, *arguments: object) -> str:
+    """What a command prints; it must succeed and leave stderr empty."""
+    capsys.readouterr()
+    assert main([str(a) for a in arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def test_quantize_inspect_eval(asset_model_dir, tmp_path, capsys):
+    out = tmp_path / "int3"
+    run(capsys, "quantize", asset_model_dir, out, "--weights", "int3", "--module", "model.embed_tokens=int8")
+    assert "tokenizer.json" in {p.name for p in out.iterdir()}
+    assert "43 of 44 modules quantized" in run(
+        capsys, "plan", asset_model_dir, "--module", "lm_head=int8", "--skip", "*.0.mlp.up_proj"
+    )
+    assert "int3 g128 asym" in run(capsys, "inspect", out)
+
+    text = tmp_path / "text.txt"
+    text.write_text((asset_model_dir / "eval.txt").read_text()[:8000])
+    options = ("--reference", asset_model_dir, "--text", text, "--window", 128, "--device", "cpu")
+    table = run(capsys, "eval", out, *options).splitlines()
+    reference, quantized = (line.split() for line in table[2:4])
+    assert float(quantized[2]) == pytest.approx(float(reference[3]), rel=0.1)
+    assert 1e-4 < float(quantized[4]) < 0.1  # KL
+    assert 0.85 < float(quantized[5].rstrip("%")) / 100 < 1  # the same top token
+
+
+def test_the_installed_command(asset_model_dir, tmp_path):
+    command = [sys.executable, "-c", "import sys; from hf_quant.cli import main; sys.exit(main())"]
+    done = subprocess.run([*command, "plan", str(asset_model_dir)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "42 of 44 modules quantized" in done.stdout
+    failed = subprocess.run([*command, "quantize", str(tmp_path), "out"], capture_output=True, text=True, cwd=tmp_path)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.count("\n") == 1
+    assert "is not a model directory" in failed.stderr
+
+
+def test_pipeline(tmp_path, capsys):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
+    from integration_tests.tiny_diffusion import make_flux_pipeline
+
+    source, out = tmp_path / "pipe", tmp_path / "quantized"
+    make_flux_pipeline(torch.bfloat16).save_pretrained(source)
+    printed = run(capsys, "quantize", source, out, "--weights", "int4", "--module", "*.attn.to_q=int8")
+    assert printed.count(" modules quantized, ") == 3  # the plans of transformer, text_encoder, text_encoder_2
+    tables = run(capsys, "inspect", out)
+    assert tables.count("modules quantized by hf_quant") == 3
+    absent = {"tokenizer": None, "tokenizer_2": None}
+    pipe = diffusers.DiffusionPipeline.from_pretrained(out, torch_dtype=torch.bfloat16, **absent)
+    assert not any(isinstance(m, QuantizedModule) for m in pipe.vae.modules())
+    to_q = pipe.transformer.transformer_blocks[0].attn.to_q
+    assert str(to_q.scheme.weight.format) == "int8"
+    assert str(pipe.transformer.transformer_blocks[0].attn.to_k.scheme.weight.format) == "int4"
+
+    one = tmp_path / "transformer"
+    run(capsys, "quantize", source / "transformer", one, "--weights", "fp8")
+    assert "fp8_e4m3 row" in run(capsys, "inspect", one)
+    assert read_header(one)["x_embedder.weight"].dtype == torch.bfloat16  # as it was; diffusers would load it in fp32
+
+    assert main(["quantize", str(source), str(tmp_path / "no"), "--module", "*.nowhere=int8"]) == 2
+    assert "no component has a module that matches '*.nowhere'" in capsys.readouterr().err
+
+
+def test_demo(asset_model_dir, tmp_path, capsys):
+    printed = run(capsys, "demo", "--out", tmp_path, "--tokens", 1024, "--rounds", 1)
+    assert "equal those of the model before it was saved, to the bit" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = {row["name"]: row for row in results["rows"]}
+    assert list(rows) == ["bf16", "int8", "fp8", "nf4", "int4", "int3", "int2"]
+    for name in rows:
+        assert f"\n{name} " in printed
+    sizes = [rows[name]["size"] for name in ("bf16", "int8", "nf4", "int4", "int3", "int2")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert rows["int4"]["bits"] == pytest.approx(4.125)
+    assert rows["bf16"]["kl"] == 0 < rows["int8"]["kl"] < rows["int4"]["kl"] < rows["int3"]["kl"] < rows["int2"]["kl"]
+    assert all(row["decode"] > 0 and row["load"] > 0 and row["text"] for row in rows.values())
+    plot = tmp_path / "quality_versus_size.png"
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib, of the extra `demo`")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert Path(tmp_path / "tiny-llama-13m-int4" / "model.safetensors").is_file()
+
+
+def test_demo_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
+    from hf_quant.cli._demo import Row, _plot
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    _plot([Row("bf16", 16.0, 100)], "model", tmp_path / "plot.png")
+    assert "matplotlib is not installed (pip install 'hf-quant[demo]')" in capsys.readouterr().out
+    assert not (tmp_path / "plot.png").exists()
