@@ -91,16 +91,20 @@ def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") 
         shared = source._parameters.get(packed_key(part, "weight"))
         if shared is not None:
             module._parameters[packed_key(part, "weight")] = shared
+    module.shares_codes = source.shares_codes = True
 
 
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Give every quantized module of the model its 16-bit weight back, in place, and return the model.
 
-    `dtype`: of the weights; default: what each was before. Raises ValueError if nothing in the model is quantized.
+    `dtype`: of the weights; default: what each was before. Raises ValueError if nothing in the model is quantized, or
+    if it is sharded: the host's hooks would meet whole weights.
     """
     found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     if not found:
         raise ValueError(f"nothing in this {type(model).__name__} is quantized")
+    if any(module.is_sharded for module in found):
+        raise ValueError(f"this {type(model).__name__} is sharded: dequantize it in one process")
     restored: dict[int, nn.Parameter] = {}
     for module in found:
         first = packed_key("qdata", module.weight_names[0])

@@ -112,6 +112,7 @@ def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
     for target in targets.values():
         _convert_empty(target, config.algorithm)
     parameters: dict[tuple[str, torch.device], nn.Parameter] = {}
+    uses = Counter(slot.source for slot in slots)
     for slot in slots:
         tensor = tensors[slot.source].to(slot.device)
         if slot.is_buffer:
@@ -119,6 +120,8 @@ def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
         else:  # one parameter per stored tensor: what was shared is shared again
             parameter = nn.Parameter(tensor, requires_grad=slot.requires_grad and tensor.is_floating_point())
             slot.module._parameters[slot.key] = parameters.setdefault((slot.source, tensor.device), parameter)
+            if slot.target is not None and uses[slot.source] > 1:
+                slot.module.shares_codes = True
     for observer in OBSERVERS:
         observer(module, config)
     return module

@@ -27,6 +27,7 @@ _OWN_ATTRIBUTES = (
     "_weight_shapes",
     "_requires_grad",
     "_float_codes",
+    "shares_codes",
     "_hf_quantized_needs_local_tp",
 )
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -71,6 +72,7 @@ class QuantizedModule(nn.Module):
         algorithm: how the codes are chosen, also when a new weight is assigned.
         compute_dtype: dtype of the 16-bit weight that it stands for.
         weight_names: the host's names of the quantized weights.
+        shares_codes: a tied module holds the same parameters.
     """
 
     kind: str
@@ -80,6 +82,7 @@ class QuantizedModule(nn.Module):
     scheme: LinearScheme
     algorithm: str | None
     compute_dtype: torch.dtype
+    shares_codes: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         # PEFT builds adapters by `type(base_layer)(in, out, ...)`: that is a plain layer. Without arguments, as
@@ -150,6 +153,11 @@ class QuantizedModule(nn.Module):
         if packed is not None:
             self.set_packed_(name, packed)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the codes are DTensors: tensor parallelism or FSDP has distributed them, outside of forward."""
+        return hasattr(self._parameters[packed_key("qdata", self.weight_names[0])], "full_tensor")
+
     def packed_device(self, name: str = "weight") -> torch.device:
         return self._parameters[packed_key("qdata", name)].device
 
@@ -173,8 +181,11 @@ class QuantizedModule(nn.Module):
     def dequantize_weight(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the host's shape, in `dtype` (default: compute_dtype)."""
         *_, N, K = self.matrix_shape(name)
+        packed = self.packed(name)
+        if self.is_sharded:  # a collective: every process must ask
+            packed = PackedWeight(*(t.full_tensor() if hasattr(t, "full_tensor") else t for t in packed))
         matrix = dequantize(
-            *self.packed(name),
+            *packed,
             format=self.scheme.weight.format,
             group_size=geometry(self.scheme.weight, N, K)[1],
             K=K,
@@ -184,7 +195,17 @@ class QuantizedModule(nn.Module):
 
     @torch.no_grad()
     def requantize_weight_(self, name: str, weight: Tensor) -> None:
-        """Replace the weight: quantize it with the module's scheme, in place of the old codes."""
+        """Replace the weight: quantize it with the module's scheme, in place of the old codes.
+
+        Raises ValueError as `quantize` does, and if the codes are not this module's alone (tied, or sharded).
+        """
+        if self.shares_codes:
+            raise ValueError(
+                f"the codes of this {type(self).__name__} are those of a tied module, too: a new weight would change "
+                "both. Keep the adapter unmerged, or dequantize_ the model first"
+            )
+        if self.is_sharded:
+            raise ValueError(f"this {type(self).__name__} is sharded: replace its weight (or merge) in one process")
         for part, tensor in zip(PACKED_NAMES, self.quantize(name, weight.to(self.packed_device(name)))):
             if tensor is not None:
                 self._parameters[packed_key(part, name)].copy_(tensor.view(stored_dtype(tensor.dtype)))
@@ -197,6 +218,8 @@ class QuantizedModule(nn.Module):
                 source = value.module._parameters.get(packed_key(part, value.name_in_module))
                 if source is not None:
                     self._parameters[packed_key(part, name)] = source
+            if value.module is not self:
+                self.shares_codes = value.module.shares_codes = True
         elif isinstance(value, Tensor) and (value.device.type == "meta" or name in self._parameters):
             # A placeholder to load into, and what a host puts in its place if the checkpoint lacks the weight.
             self._parameters[name] = nn.Parameter(value, requires_grad=False)
