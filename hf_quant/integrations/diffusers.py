@@ -212,7 +212,9 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         **kwargs: Any,
     ) -> None:
         module = _waiting_module(model, param_name)
-        if module is None:  # in fp8, which the host would leave as it is because there is a quantizer
+        if (
+            module is None
+        ):  # in fp8: if there is a quantizer, from_single_file would make it fp32 whatever was asked for
             set_module_tensor_to_device(model, param_name, target_device, value=param_value, dtype=self._dtype)
             return
         # `param_value` is rounded to the model's dtype already; the codes are chosen from what the checkpoint has.
@@ -240,7 +242,6 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             _forget(model)
             return model
         for name, module in _quantized_modules(model):
-            module.compute_dtype = self._dtype or module.compute_dtype  # from_single_file builds an fp32 model
             if self.pre_quantized and module.packed_device(module.weight_names[0]).type != "meta":
                 check_packed(module, name)
         _attach(model, self)
