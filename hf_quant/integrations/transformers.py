@@ -7,6 +7,8 @@ exist differs between versions; this file uses those that all have.
 
 import re
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -238,43 +240,71 @@ def _without(config: QuantizerConfig, name: str) -> QuantizerConfig:
 
 
 def _attach(model: nn.Module) -> None:
-    """What the loaded model gets: a model card tag, and casts that refuse another dtype."""
+    """What the loaded model gets: a model card tag, and methods that refuse what its codes cannot follow."""
     if hasattr(model, "add_model_tags"):
         model.add_model_tags([NAME])
-    for name, dtype in _CASTS.items():
-        setattr(model, name, _Cast(model, name, dtype))
+    for name in _REFUSALS:
+        setattr(model, name, _Method(model, name))
+
+
+def _detach(model: nn.Module) -> None:
+    """Inverse of `_attach`."""
+    for name in _REFUSALS:
+        method = model.__dict__.pop(name, None)
+        if isinstance(method, _Method) and method.host is not None:
+            setattr(model, name, method.host)
+
+
+def _refuse_cast(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _refuse_dtype(model, torch._C._nn._parse_to(*args, **kwargs)[1])
+
+
+def _refuse_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype != model.dtype:
+        raise ValueError(
+            f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
+            f"Load it with dtype={dtype}, or dequantize() it first"
+        )
+
+
+def _refuse_resize(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    if any(isinstance(m, QuantizedModule) for m in (model.get_input_embeddings(), model.get_output_embeddings())):
+        raise ValueError(
+            "the embedding or the output head of this model is quantized and cannot be resized: resize the 16-bit "
+            "model and quantize that, keep both in 16 bit, or dequantize() first"
+        )
 
 
 # The host itself refuses `half` and `float`.
-_CASTS = {"to": None, "bfloat16": torch.bfloat16, "double": torch.float64}
+_REFUSALS: dict[str, Callable[..., None]] = {
+    "to": _refuse_cast,
+    "bfloat16": partial(_refuse_dtype, dtype=torch.bfloat16),
+    "double": partial(_refuse_dtype, dtype=torch.float64),
+    "resize_token_embeddings": _refuse_resize,
+}
 
 
-class _Cast:
-    """`model.to(device)` and its like; another dtype is refused.
+class _Method:
+    """A method of one model that first asks `_REFUSALS`.
 
     An object where a function would do, with a weak reference: the model that holds it can be pickled and copied, and
     its memory is free as soon as nobody else holds it.
     """
 
-    def __init__(self, model: nn.Module, name: str, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, name: str) -> None:
         # accelerate's method, of a model that it has spread over devices
-        self.__setstate__((model, name, dtype, model.__dict__.get(name)))
+        self.__setstate__((model, name, model.__dict__.get(name)))
 
     def __getstate__(self) -> tuple:
-        return self.model(), self.name, self.dtype, self.host
+        return self.model(), self.name, self.host
 
     def __setstate__(self, state: tuple) -> None:
-        model, self.name, self.dtype, self.host = state
+        model, self.name, self.host = state
         self.model = weakref.ref(model)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model()
-        dtype = self.dtype or torch._C._nn._parse_to(*args, **kwargs)[1]
-        if dtype is not None and dtype != model.dtype:
-            raise ValueError(
-                f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the "
-                f"rest. Load it with dtype={dtype}, or dequantize() it first"
-            )
+        _REFUSALS[self.name](model, *args, **kwargs)
         if self.host is not None:
             return self.host(*args, **kwargs)
         return getattr(type(model), self.name)(model, *args, **kwargs)
@@ -290,10 +320,7 @@ def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
         tie_weights(model)
         if getattr(model, "hf_quantizer", None) is not None:
             model.hf_quantizer.remove_quantization_config(model)
-        for name in _CASTS:
-            cast = model.__dict__.pop(name, None)
-            if isinstance(cast, _Cast) and cast.host is not None:
-                setattr(model, name, cast.host)
+        _detach(model)
         return
     tie_codes(model)
     quantizer = TransformersQuantizer(config, pre_quantized=False)

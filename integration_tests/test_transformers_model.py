@@ -1,0 +1,278 @@
+"""What a loaded quantized model can do: move, copy, count, resize, generate, compile, train adapters' inputs."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_quant
+from hf_quant import QuantizerConfig
+from hf_quant.modules import QuantEmbedding, QuantizedModule, QuantLinear
+from hf_quant.testing import sqnr
+from integration_tests.tiny_models import build, inputs, outputs
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """Directories of 16-bit models, by name of the architecture."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for name in ("llama", "llama_tied", "mixtral", "gpt2", "t5", "bert"):
+        build(name).save_pretrained(directory / name)
+    return {path.name: path for path in directory.iterdir()}
+
+
+@pytest.fixture
+def load(checkpoints):
+    """Load an architecture quantized, once per test."""
+
+    def load(name: str = "llama", config: str | QuantizerConfig = "int4", **kwargs) -> nn.Module:
+        config = QuantizerConfig(config) if isinstance(config, str) else config
+        cls = getattr(transformers, type(build(name)).__name__)
+        return cls.from_pretrained(checkpoints[name], quantization_config=config, **{"dtype": "auto", **kwargs})
+
+    return load
+
+
+def test_properties(load):
+    model = load()
+    quantizer = model.hf_quantizer
+    assert quantizer.is_trainable is True and quantizer.is_compileable is True and quantizer.is_serializable() is True
+    assert model.is_quantized and model.quantization_method == "hf_quant"
+    assert "hf_quant" in model.model_tags
+    assert not model.training
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "int2", "nf4"])
+def test_sizes_are_true(weights, load, checkpoints):
+    plain = transformers.LlamaForCausalLM.from_pretrained(checkpoints["llama"], dtype="auto")
+    plan = hf_quant.plan(plain, QuantizerConfig(weights))
+    model = load(config=weights)
+    assert model.get_memory_footprint() == plan.nbytes
+    assert plan.nbytes_before == plain.get_memory_footprint()
+    assert model.get_memory_footprint() < plain.get_memory_footprint()
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert model.num_parameters(only_trainable=True) == trainable
+    # Of the quantized layers nothing trains; embeddings, norms and the head may.
+    assert trainable == sum(p.numel() for n, p in plain.named_parameters() if "_proj" not in n)
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "gpt2", "t5"])
+def test_dequantize_saves_and_loads_as_a_plain_model(name, load, tmp_path):
+    model = load(name)
+    before = outputs(model, name)
+    restored = model.dequantize()
+    assert restored is model and not getattr(model, "is_quantized", False)
+    assert not any(isinstance(m, QuantizedModule) for m in model.modules())
+    after = outputs(model, name)
+    assert sqnr(after, before) > 28
+    assert all(p.requires_grad for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    plain, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(outputs(plain, name), after)
+    model.to(torch.float32)  # free again
+    assert model.dtype == torch.float32
+
+
+def test_dequantize_in_another_dtype(load):
+    model = load().dequantize(dtype=torch.float32)
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+
+
+def test_device_moves_are_allowed_and_casts_refused(load):
+    model = load()
+    codes = model.model.layers[0].mlp.up_proj.qdata
+    assert model.to("cpu") is model and model.to(device=torch.device("cpu")) is model
+    assert model.to(torch.bfloat16) is model and model.to("cpu", torch.bfloat16) is model
+    assert model.bfloat16() is model
+    for cast in (
+        lambda: model.to(torch.float32),
+        lambda: model.to("cpu", torch.float16),
+        lambda: model.to(dtype=torch.float32),
+        lambda: model.to(torch.zeros(1)),
+        lambda: model.double(),
+    ):
+        with pytest.raises(ValueError, match="this model is quantized: casting it to torch.float.*Load it with dtype"):
+            cast()
+    for name in ("half", "float"):
+        with pytest.raises(ValueError, match="not supported for quantized model"):
+            getattr(model, name)()
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.model.layers[0].mlp.up_proj.qdata, codes)
+    model.to("meta")
+    assert model.model.layers[0].mlp.up_proj.qdata.is_meta
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "gpt2", "t5"])
+def test_deepcopy_and_pickle(name, load):
+    config = QuantizerConfig("int4", modules={"lm_head": "int8"} if name == "llama_tied" else None)
+    model = load(name, config)
+    expected = outputs(model, name)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ]
+    for other in copies:
+        assert torch.equal(outputs(other, name), expected)
+        with pytest.raises(ValueError, match="this model is quantized"):
+            other.to(torch.float32)
+        assert other.to("cpu") is other
+        # Nothing is shared with the original, and what is tied stays tied.
+        first = next(m for m in other.modules() if isinstance(m, QuantizedModule))
+        for parameter in first.parameters():
+            parameter.data.zero_()
+        assert torch.equal(outputs(model, name), expected)
+        if name == "llama_tied":
+            assert other.lm_head.qdata is other.model.embed_tokens.qdata
+
+
+def test_state_dict_goes_back_in(load):
+    model, other = load(), load()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = outputs(model, "llama")
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    other.load_state_dict(state)
+    assert torch.equal(outputs(other, "llama"), expected)
+
+
+def test_memory_is_free_when_the_model_is_dropped(load):
+    gc.collect()
+    gc.disable()
+    try:
+        model = load()
+        codes = weakref.ref(model.model.layers[0].mlp.up_proj.qdata)
+        del model
+        assert codes() is None
+    finally:
+        gc.enable()
+
+
+# embeddings
+
+
+def test_resize_of_a_plain_embedding(load):
+    model = load()
+    before = outputs(model, "llama")
+    model.resize_token_embeddings(100, mean_resizing=False)
+    assert model.get_input_embeddings().weight.shape == (100, 64) and model.lm_head.weight.shape == (100, 64)
+    assert torch.equal(outputs(model, "llama")[..., :96], before)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize("mean_resizing", [True, False])
+@pytest.mark.parametrize("size", [128, 64])
+def test_resize_of_a_quantized_embedding(name, mean_resizing, size, load, tmp_path):
+    modules = {"lm_head": "int8"} if name == "llama_tied" else {"lm_head": "int8", "model.embed_tokens": "int8"}
+    model = load(name, QuantizerConfig("int4", modules=modules))
+    codes = model.get_input_embeddings().qdata.clone()
+    with pytest.raises(ValueError, match="is quantized and cannot be resized"):
+        model.resize_token_embeddings(size, mean_resizing=mean_resizing)
+    assert torch.equal(model.get_input_embeddings().qdata, codes)
+
+
+# generation
+
+
+GENERATIONS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 8},
+    "beam": {"num_beams": 3, "do_sample": False},
+    "static cache": {"cache_implementation": "static", "do_sample": False, "disable_compile": True},
+}
+
+
+@pytest.mark.parametrize("how", GENERATIONS)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "t5"])
+def test_generate(name, how, load):
+    if name == "t5" and how == "static cache":
+        how = "greedy"
+    model = load(name, "int8", dtype=torch.float32)
+    dequantized = copy.deepcopy(model).dequantize()
+    ids = {"input_ids": inputs(name)["input_ids"]}
+    results = []
+    for m in (model, dequantized):
+        transformers.set_seed(0)
+        results.append(m.generate(**ids, max_new_tokens=8, min_new_tokens=8, **GENERATIONS[how]))
+    assert torch.equal(*results)  # in fp32 they differ by rounding only
+    assert results[0].shape[1] >= 8
+
+
+# compilation
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "backend"),
+    [
+        ("llama", "int8", "eager"),
+        ("llama", "W8A8", "eager"),
+        ("mixtral", "int4", "eager"),
+        ("llama", "int4", "aot_eager"),
+    ],
+)
+def test_compiled_forward_has_one_graph_for_all_lengths(name, weights, backend):
+    model = build(name)
+    model.model.layers = model.model.layers[:1]
+    hf_quant.quantize_(model, weights)
+    graphs = []  # lengths at which something was compiled
+
+    def compile_graph(graph, example_inputs):
+        graphs.append(length)
+        return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=compile_graph, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in range(5, 15):
+            ids = torch.randint(3, 96, (2, length))
+            y, expected = (m(input_ids=ids, use_cache=False).logits for m in (compiled, model))
+            assert sqnr(y, expected) > 30
+    assert set(graphs) == {5}
+
+
+# training
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # not so in older versions
+@pytest.mark.parametrize("weights", ["int4", "W8A8"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_gradient_checkpointing_gives_the_gradients_of_the_dequantized_model(name, weights, load):
+    model = load(name, weights, dtype=torch.float32)
+    reference = copy.deepcopy(model).dequantize()
+    gradients = []
+    for m, checkpointing in ((reference, False), (model, False), (model, True)):
+        m.train()
+        for module in m.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            m.gradient_checkpointing_enable()
+            assert m.is_gradient_checkpointing
+        embeddings = m.get_input_embeddings()(inputs(name)["input_ids"]).detach().requires_grad_()
+        m(inputs_embeds=embeddings, labels=inputs(name)["input_ids"], use_cache=False).loss.backward()
+        gradients.append(embeddings.grad)
+        m.zero_grad()
+    assert torch.equal(gradients[1], gradients[2]) or sqnr(gradients[2], gradients[1]) > 80
+    # With quantized activations the forward differs, and with it the loss; its gradient only by that.
+    assert sqnr(gradients[1], gradients[0]) > (80 if weights == "int4" else 8)
+
+
+def test_quantized_parameters_stay_frozen(load):
+    model = load()
+    model.train()
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert frozen and all(n.rpartition(".")[2] in ("qdata", "scale", "zero_point") for n in frozen)
+    assert all(isinstance(m, QuantLinear | QuantEmbedding) for m in model.modules() if isinstance(m, QuantizedModule))
