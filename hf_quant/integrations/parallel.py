@@ -14,6 +14,7 @@ one point: it quantizes the slice of the row that it has, with that slice's own 
 larger, but the logits are close to those of one process instead of equal up to the order of summation.
 """
 
+import types
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from transformers.distributed.tensor_parallel import (
 from transformers.distributed.utils import is_dtensor
 
 from hf_quant.algorithms import PackedWeight, quantize_matrix
+from hf_quant.checkpoint import guard_entry
 from hf_quant.formats import FORMATS
 from hf_quant.integrations._loading import quantize_into
 from hf_quant.kernels.codes import PACK
@@ -49,14 +51,18 @@ def refuse_fsdp(model: nn.Module) -> None:
         )
 
 
-def extend_plans(model: nn.Module) -> None:
-    """Add what the packed tensors of a model need to its tensor- and expert-parallel plans.
+def prepare_parallel(model: nn.Module) -> None:
+    """Prepare a model with converted modules for being sharded; nothing changes unless it is loaded in parallel.
 
-    To be called when the modules are converted and nothing is sharded yet; nothing changes unless the model is being
-    loaded in parallel. Plans that do not fit a scheme raise ValueError when the host carries them out, before loading.
+    Its tensor- and expert-parallel plans get the entries that packed tensors need. Plans that fit no scheme raise
+    ValueError when the host carries them out, before anything is loaded.
     """
     distributed = getattr(model.config, "distributed_config", None)
-    if distributed is None or max(distributed.tp_size, getattr(distributed, "ep_size", None) or 1) <= 1:
+    if distributed is None:
+        return
+    whole = _shared_or_looked_up(model)
+    _separate_tied(model)
+    if max(distributed.tp_size, getattr(distributed, "ep_size", None) or 1) <= 1:
         return
     for attribute in ("tp_plan", "ep_plan"):
         own, given = getattr(model, f"_{attribute}", None) or {}, getattr(distributed, attribute, None)
@@ -67,12 +73,15 @@ def extend_plans(model: nn.Module) -> None:
                 "without the entries for packed tensors: pass tp_plan='auto', or install transformers 5.23 or newer"
             )
         # The host lays the given entries over the model's own.
-        setattr(model, f"_{attribute}", _extended(model, {**own, **given}, given))
+        setattr(model, f"_{attribute}", _extended(model, {**own, **given}, given, whole))
 
 
-def _extended(model: nn.Module, plan: dict[str, str], given: dict[str, str]) -> dict[str, str]:
-    """The plan with entries for the packed tensors of every weight that it names; `given` is what the user wrote."""
-    extended, whole, weights = dict(plan), _shared_or_looked_up(model), set()
+def _extended(model: nn.Module, plan: dict[str, str], given: dict[str, str], whole: set[str]) -> dict[str, str]:
+    """The plan with entries for the packed tensors of every weight that it names.
+
+    `given` is what the user wrote of it, `whole` the modules that must not be sharded.
+    """
+    extended, weights = dict(plan), set()
     for name, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
@@ -109,6 +118,21 @@ def _shared_or_looked_up(model: nn.Module) -> set[str]:
                 names.add(name)
             owners.setdefault(id(module._parameters[packed_key("qdata", module.weight_names[0])]), []).append(name)
     return names.union(*(shared for shared in owners.values() if len(shared) > 1))
+
+
+def _separate_tied(model: nn.Module) -> None:
+    """Give tied modules parameters of their own for as long as they are empty; the host ties them after loading.
+
+    As with 16-bit weights: one parameter cannot belong to two FSDP groups.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, QuantizedModule) and module.shares_codes:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in seen:
+                    module._parameters[name] = nn.Parameter(parameter.data.detach(), requires_grad=False)
+                elif parameter is not None:
+                    seen.add(id(parameter))
 
 
 def _style(base: str) -> str:
@@ -175,6 +199,19 @@ class PackedParallel(TensorParallelLayer):
                 module._parameters[weight] = waiting
         placements = [p for p in placed.placements if hasattr(p, "dim")] if is_dtensor(placed) else []
         return (placements[0], _matrix_axis(module, weight, placements[0])) if placements else (None, None)
+
+
+def guard_gathered_state(model: nn.Module) -> None:
+    """Have the next save of an FSDP model hold the guard: the host gathers that state itself, from the model."""
+    if getattr(model.config, "distributed_config", None) is not None:
+        model.gather_sharded_state_dict_for_save = types.MethodType(_gather_with_guard, model)
+
+
+def _gather_with_guard(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    del self.gather_sharded_state_dict_for_save  # the instance attribute set above
+    state = self.gather_sharded_state_dict_for_save(*args, **kwargs)
+    entry = guard_entry(self)
+    return {**state, entry[0]: entry[1]} if state and entry is not None else state
 
 
 def _weight_and_part(module: nn.Module, param: str) -> tuple[str, str | None]:

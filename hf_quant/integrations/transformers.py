@@ -30,7 +30,7 @@ from hf_quant.integrations._loading import (
     trim_memory,
 )
 from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_codes, tie_weights, tied_modules
-from hf_quant.integrations.parallel import extend_plans, quantize_shard, refuse_fsdp
+from hf_quant.integrations.parallel import guard_gathered_state, prepare_parallel, quantize_shard, refuse_fsdp
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.planning import schemes_from_list, schemes_to_list
 from hf_quant.quantize import dequantize_
@@ -103,7 +103,7 @@ class TransformersQuantizer(HfQuantizer):
                 raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
             self.quantization_config = prepare_from_config(model, self.quantization_config)
         tie_codes(model)
-        extend_plans(model)
+        prepare_parallel(model)
         return model
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -144,6 +144,7 @@ class TransformersQuantizer(HfQuantizer):
         # Without hf_quant a load fails at this key by its shape, where it would otherwise draw random weights.
         guard, empty = entry
         keep_layout(model, guard)
+        guard_gathered_state(model)
         return {**model.state_dict(), guard: empty}, {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
