@@ -15,27 +15,35 @@ from torch import Tensor
 
 from hf_quant.kernels._cpu import prepacked, scratch
 from hf_quant.kernels._cpu_decode import (
-    decode,
-    dequantize_block,
-    dequantize_halves,
+    Block,
+    column_scaler,
     expand_rows,
+    exponent_block,
+    half_block,
     is_table_decoded,
-    padded,
-    scale_columns,
+    level_block,
+    scale_exponents,
     scale_values,
     split_columns,
-    splits_in_halves,
+    weight_block,
 )
-from hf_quant.kernels._cpu_pack import expand_to_fp8, int4pack_group, pack_int4, pack_qlinear, trust_float8
+from hf_quant.kernels._cpu_pack import (
+    expand_to_fp8,
+    have_middle_exponents,
+    int4pack_group,
+    pack_int4,
+    pack_qlinear,
+    trust_float8,
+)
 from hf_quant.kernels._op import Path, Problem
-from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.codes import CODES, PACK, CodeSpec
 
 
 _BLOCK = 2**20  # weights dequantized at once: 2 MB in bf16, the L2 caches of two cores
 _VNNI = torch.cpu._is_vnni_supported()
 _NO_ZERO_POINT = torch.zeros(1, dtype=torch.int64)
 # Largest M of the paths that lose to dequantizing from there on (14336 x 4096, one core of Zen 5).
-_SMALL_M = {"int8pack": 4, "split": 256, "int4pack": 32, "terms": 16, "block scale": 16, "fp6": 256, "fp32": 8}
+_SMALL_M = {"int8pack": 4, "split": 256, "int4pack": 40, "terms": 16, "block scale": 16, "fp6": 256, "fp32": 8}
 # fp8 codes become bf16 by: sign-extend to 16 bits, shift left, mask; that is the value times 2**-exponent.
 _SHIFTS = {torch.float8_e4m3fn: (4, -0x7810, 120), torch.float8_e5m2: (5, -0x7020, 112)}
 
@@ -191,40 +199,36 @@ def _float8(
     if qdata is None or trust in (None, "no"):
         return None
     shift, mask, exponent = _SHIFTS[qdata.dtype]
-    codes, half = qdata.view(torch.int8), 2.0 ** (exponent // 2)
-    buffer = scratch("block", (min(_rows(K), N), K), torch.int16)
-
-    def shifted(rows: slice) -> Tensor:
-        words = buffer[: min(rows.stop, N) - rows.start]
-        return words.copy_(codes[rows]).bitwise_left_shift_(shift).bitwise_and_(mask).view(torch.bfloat16)
-
-    def scaled(rows: slice) -> Tensor:
-        weights = shifted(rows)  # times the scale, the subnormals become numbers that a bf16 GEMM takes
-        scale_columns(weights, factor[rows], group_size)
-        return weights
-
-    x = x * half
+    half = 2.0 ** (exponent // 2)
     factor = scale_values(scale, None).float() * (2.0**exponent / half)
+    codes = qdata.view(torch.int8)
+    x = x * half
+
+    def shifted(n: int) -> Block:
+        words = scratch("block", (n, K), torch.int16)
+
+        def fill(start: int) -> None:
+            words.copy_(codes[start : start + n]).bitwise_left_shift_(shift).bitwise_and_(mask)
+
+        return Block(words.view(x.dtype), fill)
+
+    def scaled(n: int) -> Block:
+        weights, fill = shifted(n)
+        # Times the scale, the subnormals become numbers that a bf16 GEMM takes.
+        multiply = column_scaler(weights, expand_rows(factor, N).to(x.dtype), group_size)
+        return Block(weights, lambda start: (fill(start), multiply(start)))
+
     if scale.shape[1] == 1 and trust == "normal":
         return _finish(_by_blocks(x, N, shifted), expand_rows(factor, N), bias, x.dtype)
     if M <= _SMALL_M["block scale"] and trust == "normal" and scale.shape[0] != N and K % group_size == 0:
-        factor = factor.view(-1, 1, K // group_size, 1)
-        y = x.new_empty(M, N)
-        for i in range(factor.shape[0]):  # the scales of 128 rows: on x, at small M, instead of on every weight
-            rows = slice(128 * i, min(128 * (i + 1), N))
-            values = x.view(M, -1, group_size) * (factor[i] / half)
-            torch.mm(values.to(x.dtype).view(M, K), shifted(rows).t(), out=y[:, rows])
-        return _finish(y.mul_(half), None, bias, x.dtype)
-    factor = expand_rows(factor, N).to(x.dtype)
+        # The scales of 128 rows go on x instead of on every weight.
+        values = (x.view(1, M, -1, group_size) * (scale_values(scale, None).float()[:, None, :, None])).to(x.dtype)
+        y = _by_blocks(values.view(-1, M, K), N, shifted, step=128)
+        return _finish(y.mul_(2.0**exponent / half), None, bias, x.dtype)
     return _finish(_by_blocks(x, N, scaled), None, bias, x.dtype)
 
 
 # Any format, any M
-
-
-def _rows(K: int) -> int:
-    """Rows of a block."""
-    return max(_BLOCK // max(K, 1), 1)
 
 
 def _blocks(
@@ -240,71 +244,50 @@ def _blocks(
     """Dequantize a block of rows into scratch, multiply, go on."""
     (M, K), N, dtype = x.shape, qdata.shape[0], x.dtype
     zero_point = None if zero_point is None else expand_rows(zero_point, N)
-    if dtype == torch.bfloat16 and splits_in_halves(spec, K, group_size):
-        return _halves(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
+    if dtype == torch.bfloat16 and spec.planes == (4,):
+        if spec.is_integer and K % PACK == K % group_size == 0 and group_size % PACK == 0:
+            factor = expand_rows(scale_values(scale, None), N).float()
+            make = lambda n: half_block(qdata, factor, zero_point, group_size, K, n)  # noqa: E731
+            return _finish(_by_blocks(split_columns(x), N, make), None, bias, dtype)
+        if scale.dtype == torch.float8_e8m0fnu and prepacked("exponents", (scale,), have_middle_exponents, scale):
+            exponents = expand_rows(scale_exponents(scale), N)
+            make = lambda n: exponent_block(qdata, exponents, spec, group_size, K, n)  # noqa: E731
+            y = _by_blocks(x * 2.0**-32, N, make)
+            return _finish(y.mul_(2.0**-32), None, bias, dtype)
     factor = expand_rows(scale_values(scale, global_scale), N)
-    on_output = factor.shape[1] == 1 and zero_point is None
     by_table = is_table_decoded(spec) and zero_point is None
     # What is decoded by way of fp32 is multiplied in it at small M: two passes over the weights less.
     if dtype != torch.bfloat16 or (M <= _SMALL_M["fp32"] and not by_table):
         x = x.float()
-    elif by_table and group_size >= 32:
-        factor = factor.to(dtype)  # torch multiplies in bf16 by scalar code in groups of 16
-    buffer = scratch("block", (min(_rows(K), N), padded(K, spec) if on_output else K), x.dtype)
-
-    def block(rows: slice) -> Tensor:
-        weights = buffer[: min(rows.stop, N) - rows.start]
-        if on_output:
-            decode(qdata[rows], spec, weights)
-            return weights[:, :K]
-        zero = None if zero_point is None else zero_point[rows]
-        dequantize_block(weights, qdata[rows], factor[rows], zero, spec, group_size)
-        return weights
-
-    return _finish(_by_blocks(x, N, block), factor if on_output else None, bias, dtype)
+    if factor.shape[1] == 1 and zero_point is None:
+        y = _by_blocks(x, N, lambda n: level_block(qdata, spec, K, x.dtype, n))
+        return _finish(y, factor, bias, dtype)
+    if by_table and group_size >= 32:
+        factor = factor.to(x.dtype)  # torch multiplies in bf16 by scalar code in groups of 16
+    y = _by_blocks(x, N, lambda n: weight_block(qdata, factor, zero_point, spec, group_size, K, x.dtype, n))
+    return _finish(y, None, bias, dtype)
 
 
-def _halves(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-) -> Tensor:
-    """`_blocks` for 4-bit codes that need no table: the columns of x and of the weight in another order."""
-    N, K = qdata.shape[0], x.shape[1]
-    factor = expand_rows(scale_values(scale, None), N).float()
-    x = split_columns(x)
-    if not spec.is_integer:
-        x, factor = x * 2.0**63, (factor * 2.0**63).to(x.dtype)
-    buffer = scratch("block", (min(_rows(K), N), K), x.dtype)
+def _by_blocks(x: Tensor, N: int, make: Callable[[int], Block], step: int | None = None) -> Tensor:
+    """x [M, K] @ w.T -> [M, N] in x's dtype, where make(n) decodes n rows of w at a time.
 
-    def block(rows: slice) -> Tensor:
-        weights = buffer[: min(rows.stop, N) - rows.start]
-        zero = None if zero_point is None else zero_point[rows]
-        dequantize_halves(weights, qdata[rows], factor[rows], zero, spec, group_size)
-        return weights
-
-    return _finish(_by_blocks(x, N, block), global_scale, bias, x.dtype)
-
-
-def _by_blocks(x: Tensor, N: int, block: Callable[[slice], Tensor]) -> Tensor:
-    """x [M, K] @ w.T -> [M, N] in x's dtype, where block(rows) gives those rows of w."""
-    M, K = x.shape
+    x [N / step, M, K] holds another x for each block.
+    """
+    *_, M, K = x.shape
     y = x.new_empty(M, N)
-    step = _rows(K)
+    step = min(step or max(_BLOCK // max(K, 1), 1), N)
     # oneDNN's fp32 GEMM is on AMD twice as fast as MKL's, which `torch.mm` takes.
     onednn = x.dtype == torch.float32 and M >= 4 and torch.backends.mkldnn.is_available()
+    weights, fill = make(step)
     for start in range(0, N, step):
-        rows = slice(start, start + step)
-        weights = block(rows)
+        if start + step > N:
+            weights, fill = make(N - start)
+        fill(start)
+        rows = x if x.dim() == 2 else x[start // step]
         if onednn:
-            y[:, rows] = torch.ops.mkldnn._linear_pointwise(x, weights, None, "none", [], "")
+            y[:, start : start + step] = torch.ops.mkldnn._linear_pointwise(rows, weights, None, "none", [], "")
         else:
-            torch.mm(x, weights.t(), out=y[:, rows])
+            torch.mm(rows, weights.t(), out=y[:, start : start + step])
     return y
 
 
@@ -369,7 +352,7 @@ def _needs_bf16(problem: Problem) -> str | None:
 PATHS = (
     Path("int8 GEMM, x in two bytes (oneDNN)", "M <= 256, from the second use", _supports_split),
     Path("int8pack", "M <= 4", _supports_int8pack),
-    Path("int4pack", "M <= 32 (codebooks 16), from the second use", _supports_int4pack),
+    Path("int4pack", "M <= 40 (codebooks 16), from the second use", _supports_int4pack),
     Path("GEMM of shifted codes", "any M (fp6: <= 256), from the second use", _supports_shift),
     Path("dequantize blocks", "any other M", lambda problem: None),
 )

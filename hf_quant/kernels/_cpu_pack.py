@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu import scratch
-from hf_quant.kernels._cpu_decode import code_bytes, code_values, decode, expand_rows, scale_values
+from hf_quant.kernels._cpu_decode import code_bytes, code_values, expand_rows, level_block, scale_values
 from hf_quant.kernels.codes import CODES, CodeSpec
 
 
@@ -89,11 +88,10 @@ def trust_float8(qdata: Tensor, group_size: int) -> str:
     smallest = torch.finfo(qdata.dtype).smallest_normal
     spec = next(s for s in CODES.values() if s.dtype == qdata.dtype)
     trust = "normal"
-    for start in range(0, qdata.shape[0], _ROWS):
-        codes = qdata[start : start + _ROWS]
-        squares = scratch("values", tuple(codes.shape), torch.float32)
-        decode(codes, spec, squares)
-        squares.square_()
+    for codes in qdata.split(_ROWS):
+        block = level_block(codes, spec, codes.shape[1], torch.float32, codes.shape[0])
+        block.fill(0)
+        squares = block.rows.square_()
         for group in squares.split(group_size, 1):
             total = group.sum(1)
             if not bool(total.isfinite().all()):
@@ -112,3 +110,9 @@ def expand_to_fp8(qdata: Tensor, spec: CodeSpec, K: int) -> Tensor:
         codes = code_bytes(qdata[start : start + _ROWS], spec)[:, :K]
         out[start : start + _ROWS] = values[codes.int()]
     return out.view(torch.float8_e4m3fn)
+
+
+def have_middle_exponents(scale: Tensor) -> bool:
+    """Whether e8m0 scales are so far from the ends of bf16's range that `exponent_block` can take them."""
+    low, high = scale.view(torch.uint8).aminmax()
+    return 127 - 63 <= int(low) and int(high) <= 127 + 60

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu import scratch
-from hf_quant.kernels._cpu_decode import decode, dequantize_block, expand_rows, padded, scale_values
+from hf_quant.kernels._cpu_decode import Block, expand_rows, level_block, scale_values, weight_block
 from hf_quant.kernels._cpu_mm import PATHS, as_rows, product
 from hf_quant.kernels._op import implements
 from hf_quant.kernels.codes import CODES
@@ -12,7 +11,8 @@ from hf_quant.kernels.weight_only import op
 from hf_quant.kernels.weight_only.op import check, check_weight
 
 
-_BLOCK = 2**22  # weights dequantized at once for the gradient: fewer partial products to add up
+_BLOCK = 2**20  # weights dequantized at once
+_BLOCK_BACKWARD = 2**22  # larger for the gradient: fewer partial products to add up
 
 
 @implements(op.weight_only_mm, "CPU", paths=PATHS)
@@ -87,10 +87,17 @@ def _dequantize_2d(
     format: str,
     group_size: int,
 ) -> None:
-    N = out.shape[0]
+    N, K = out.shape
     factor = expand_rows(scale_values(scale, global_scale).float(), N)
     zero = None if zero_point is None else expand_rows(zero_point, N)
-    dequantize_block(out, qdata.contiguous(), factor, zero, CODES[format], group_size)
+    qdata, step = qdata.contiguous(), min(max(_BLOCK // max(K, 1), 1), N)
+    block: Block | None = None
+    for start in range(0, N, step):
+        if block is None or start + step > N:
+            n = min(step, N - start)
+            block = weight_block(qdata, factor, zero, CODES[format], group_size, K, torch.float32, n)
+        block.fill(start)
+        out[start : start + step] = block.rows
 
 
 @implements(op.weight_only_mm_backward, "CPU")
@@ -135,23 +142,20 @@ def product_backward(
     elif dtype == torch.bfloat16 and group_size >= 32:
         factor = factor.to(dtype)
     total = torch.zeros(M, K)
-    step = max(_BLOCK // max(K, 1), 1)
+    step = min(max(_BLOCK_BACKWARD // max(K, 1), 1), N)
     for start in range(0, N, step):
-        block = slice(start, min(start + step, N))
-        n = block.stop - start
-        if unscaled:
-            weights = scratch("block", (n, padded(K, spec)), dtype)
-            decode(qdata[block], spec, weights)
-            weights = weights[:, :K]
-        else:
-            weights = scratch("block", (n, K), dtype)
-            zero = None if zero_point is None else zero_point[block]
-            dequantize_block(weights, qdata[block], factor[block], zero, spec, group_size)
+        n = min(step, N - start)
+        if start == 0 or n < step:
+            if unscaled:
+                weights, fill = level_block(qdata, spec, K, dtype, n)
+            else:
+                weights, fill = weight_block(qdata, factor, zero_point, spec, group_size, K, dtype, n)
+        fill(start)
+        part = values[:, start : start + n]
         if dtype == torch.float32:
-            total.addmm_(values[:, block], weights)
+            total.addmm_(part, weights)
+        elif n == N:
+            return torch.mm(part, weights)
         else:
-            part = torch.mm(values[:, block], weights)
-            if n == N:
-                return part
-            total.add_(scratch("total", (M, K), torch.float32).copy_(part))
+            total.add_(torch.mm(part, weights))
     return total.to(grad.dtype)
