@@ -78,9 +78,7 @@ def grouped_mm_reference(
     return y
 
 
-def _grouped_mm_fake(
-    x, qdata, scale, zero_point, global_scale, bias, offsets, *, activation, format, group_size
-):
+def _grouped_mm_fake(x, qdata, scale, zero_point, global_scale, bias, offsets, *, activation, format, group_size):
     check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
     return x.new_empty((x.shape[0], qdata.shape[1]))
 
