@@ -24,6 +24,7 @@ from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 
 
 MAX_LOGITS = 2**26  # per batch; in fp32 256 MB
+WARM_UP = 2  # generations: some CPU paths repack a weight when it is used for the second time
 
 
 class Quality(NamedTuple):
@@ -175,7 +176,7 @@ def generation_speed(
     clock: Callable[[], float] = time.perf_counter,
     progress: bool = False,
 ) -> dict[str, Speed]:
-    """Time greedy `generate` at batch 1 on random prompts, the models in turns, each after two tokens of warm-up.
+    """Time greedy `generate` at batch 1 on random prompts, the models in turns, after two generations to warm up.
 
     `clock` gives seconds: `time.perf_counter`, or `time.thread_time` (with one torch thread), which leaves out the
     moments at which another process had the core. Raises ValueError on fewer than 2 new tokens.
@@ -186,11 +187,11 @@ def generation_speed(
     times: dict[str, list[list[float]]] = {name: [] for name in models}
     for name, model in models.items():
         check_causal(model, name)
-    for round in tqdm(range(rounds + 1), desc="Generating", disable=not progress, leave=False):
+    for round in tqdm(range(-WARM_UP, rounds), desc="Generating", disable=not progress, leave=False):
         for name, model in models.items():
             vocab = model.config.get_text_config().vocab_size
             prompt = torch.randint(0, vocab, (1, prompt_tokens), generator=generator).to(model.device)
-            count = 2 if round == 0 else new_tokens
+            count = 2 if round < 0 else new_tokens
             stamps = _Stamps(clock)
             model.generate(
                 prompt,
@@ -201,7 +202,7 @@ def generation_speed(
                 max_new_tokens=count,
                 pad_token_id=0,
             )
-            if round:
+            if round >= 0:
                 times[name].append(stamps.times)
     return {
         name: Speed(

@@ -1,0 +1,226 @@
+"""Speed of `generate`, batch 1: 16 bit, our formats and, where they are installed, other libraries, in one process.
+
+    python scripts/bench_generate.py                          # the figures of README.md
+    python scripts/bench_generate.py --rivals                 # with torchao, optimum-quanto, bitsandbytes
+    python scripts/bench_generate.py --compile --formats int8 int4
+    python scripts/bench_generate.py --threads 1 --clock cpu  # on a machine that others use, too
+
+The model is a Llama of 468M parameters with random weights in bf16 (hidden 1024, 24 layers, intermediate 4096,
+vocabulary 32000), or a directory given by --model. Every library leaves the output embedding in 16 bit. The models
+take turns, one generation each; the medians count: of the time to the first token, and of the interval between tokens.
+"""
+
+import argparse
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_quant import quantize_
+from hf_quant.evaluate import bits_per_weight, generation_speed, machine
+from hf_quant.planning import format_table
+
+
+HEAD = "lm_head"
+FORMATS = ("int8", "W8A8", "int4", "W4A8", "nf4", "fp8", "int3", "int2")
+
+
+def make_model(path: Path | None, layers: int) -> nn.Module:
+    """The model to measure, in bf16 on the CPU."""
+    if path is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024,
+        num_hidden_layers=layers,
+        intermediate_size=4096,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=32000,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not parameters
+    return model
+
+
+# Other libraries. Each function quantizes a model in place, as that library's documentation says for the CPU.
+
+
+def _torchao_int8(model: nn.Module) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from torchao.quantization import quantize_ as torchao_quantize_
+
+    torchao_quantize_(model, Int8WeightOnlyConfig(), _not_head)
+
+
+def _torchao_int4(model: nn.Module) -> None:
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import quantize_ as torchao_quantize_
+
+    torchao_quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=128), _not_head)
+
+
+def _not_head(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and name != HEAD
+
+
+def _quanto(weights: str) -> Callable[[nn.Module], None]:
+    def run(model: nn.Module) -> None:
+        from optimum import quanto
+
+        quanto.quantize(model, weights=getattr(quanto, weights), exclude=HEAD)
+        quanto.freeze(model)
+
+    return run
+
+
+def _bitsandbytes_nf4(model: nn.Module) -> None:
+    import bitsandbytes as bnb
+
+    for name, module in list(model.named_modules()):
+        if not _not_head(module, name):
+            continue
+        new = bnb.nn.Linear4bit(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            compute_dtype=torch.bfloat16,
+            quant_type="nf4",
+        )
+        new.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+        new.bias = module.bias
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, new.to(module.weight.device))
+
+
+RIVALS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {
+    "torchao int8": ("torchao", _torchao_int8),
+    "torchao int4 g128": ("torchao", _torchao_int4),
+    "quanto qint8": ("optimum.quanto", _quanto("qint8")),
+    "quanto qint4": ("optimum.quanto", _quanto("qint4")),
+    "bitsandbytes nf4": ("bitsandbytes", _bitsandbytes_nf4),
+}
+
+
+def installed(package: str) -> bool:
+    """Whether a package, perhaps inside another, can be imported."""
+    parts = package.split(".")
+    return all(importlib.util.find_spec(".".join(parts[: i + 1])) is not None for i in range(len(parts)))
+
+
+def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, nn.Module], dict[str, float]]:
+    """({name: model}, {name: seconds to quantize it}), the 16-bit one first."""
+    todo: dict[str, Callable[[nn.Module], object]] = {
+        name: lambda model, _name=name: quantize_(model, _name) for name in args.formats
+    }
+    if args.rivals:
+        for name, (package, function) in RIVALS.items():
+            if installed(package):
+                todo[name] = function
+            else:
+                print(f"{name}: {package} is not installed")
+    models, seconds = {"bf16": base}, {"bf16": 0.0}
+    for name, function in todo.items():
+        model = copy.deepcopy(base)
+        start = time.perf_counter()
+        function(model)
+        seconds[name] = time.perf_counter() - start
+        models[name] = model.to(args.device)
+        print(f"{name}: quantized in {seconds[name]:.1f} s", file=sys.stderr)
+    base.to(args.device)
+    return models, seconds
+
+
+def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argparse.Namespace) -> str:
+    """Measure, and make the table."""
+    speeds = generation_speed(
+        models,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        rounds=args.rounds,
+        clock=time.thread_time if args.clock == "cpu" else time.perf_counter,
+        progress=sys.stderr.isatty(),
+    )
+    base = speeds["bf16"]
+    rows = [("weights", "bits/weight", "quantize s", f"prefill of {args.prompt_tokens}, ms", "x bf16", "decode tok/s")]
+    rows[0] += ("x bf16",)
+    for name, speed in speeds.items():
+        bits = bits_per_weight(models[name])
+        rows.append(
+            (
+                name,
+                "16.00" if name == "bf16" else "" if bits is None else f"{bits:.2f}",
+                "" if name == "bf16" else f"{seconds[name]:.1f}",
+                f"{speed.prefill * 1e3:.0f}",
+                f"{base.prefill / speed.prefill:.2f}",
+                f"{speed.decode:.1f}",
+                f"{speed.decode / base.decode:.2f}",
+            )
+        )
+    return format_table(rows)
+
+
+def compile_(models: dict[str, nn.Module]) -> None:
+    """Compile every forward and give it a cache of fixed shape, so that decoding is one graph."""
+    for model in models.values():
+        model.generation_config.cache_implementation = "static"
+        model.forward = torch.compile(model.forward)
+
+
+def commit() -> str:
+    """The commit of the checkout, with a mark if files differ from it."""
+    root = Path(__file__).parents[1]
+    git = ["git", "-C", str(root)]
+    found = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
+
+
+def main() -> None:
+    """Read the arguments, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory of a causal language model instead of the random one")
+    parser.add_argument("--layers", type=int, default=24, help="of the random model (default: 24)")
+    parser.add_argument("--formats", nargs="*", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
+    parser.add_argument("--rivals", action="store_true", help="measure other libraries, too, where installed")
+    parser.add_argument("--compile", action="store_true", help="torch.compile, with a static cache")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of torch (default: torch's)")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, with --threads 1")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.clock == "cpu" and torch.get_num_threads() != 1:
+        parser.error("--clock cpu measures one thread: give --threads 1")
+    torch.set_grad_enabled(False)
+    base = make_model(args.model, args.layers).eval()
+    print(f"python {' '.join(sys.argv)}")
+    print(f"{machine()}; commit {commit()}; load average {os.getloadavg()[0]:.1f}; {args.clock} time")
+    count = sum(p.numel() for p in base.parameters())
+    print(f"{type(base).__name__}, {count / 1e6:.0f}M parameters, batch 1, {args.rounds} rounds", flush=True)
+    models, seconds = make_variants(base, args)
+    if args.compile:
+        compile_(models)
+    print(f"\n{report(models, seconds, args)}")
+
+
+if __name__ == "__main__":
+    main()
