@@ -29,7 +29,8 @@ def check_packed(module: QuantizedModule, name: str = "") -> None:
     """Raise ValueError unless the codes and scales of a loaded module are what its scheme can have produced.
 
     Right shapes and dtypes; int8 codes in [-127, 127]; no NaN or inf among fp8 codes; zero points below 2**bits;
-    scales finite and not 0, negative only for symmetric packed integers. `name` is what the error calls the module. Reads every code once.
+    scales finite and not 0, negative ones for symmetric packed integers only. `name` is what the error calls the
+    module. Reads every code once.
     """
     expected = expected_tensors(module.scheme, {n: module.matrix_shape(n) for n in module.weight_names})
     for key, info in expected.items():
