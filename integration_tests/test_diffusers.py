@@ -448,7 +448,7 @@ def test_damaged_checkpoints_are_named(checkpoints, tmp_path):
     [
         ("format_version", 99, "install a newer hf_quant"),
         ("plan", None, "no stored plan"),
-        ("wieghts", "int8", "unknown field 'wieghts'"),
+        ("weight", "int8", "unknown field 'weight'"),
         ("quant_method", "hf_quantum", "Unknown quantization type"),
     ],
 )
