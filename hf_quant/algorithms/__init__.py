@@ -9,11 +9,13 @@ from torch import Tensor
 
 from hf_quant.algorithms._driver import Algorithm, PackedWeight, Quantization, empty_packed, geometry
 from hf_quant.algorithms.absmax import absmax
+from hf_quant.algorithms.hqq import hqq
 from hf_quant.algorithms.mse import mse
+from hf_quant.algorithms.norm import norm
 from hf_quant.scheme import TensorQuant
 
 
-ALGORITHMS: dict[str, Algorithm] = {"absmax": absmax, "mse": mse}
+ALGORITHMS: dict[str, Algorithm] = {"absmax": absmax, "mse": mse, "norm": norm, "hqq": hqq}
 
 __all__ = ["ALGORITHMS", "PackedWeight", "default_algorithm", "empty_packed", "geometry", "quantize_matrix"]
 

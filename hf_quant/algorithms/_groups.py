@@ -115,19 +115,3 @@ def power_error(groups: Groups, scale: Tensor, zero_point: Tensor | None, power:
     if power == 2:
         return ((torch.linalg.vector_norm(error, dim=-1, keepdim=True).double() * unit).square_(),)
     return (error.abs_().pow_(power).sum(-1, keepdim=True).double() * unit.pow_(power),)
-
-
-def moments(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, ...]:
-    """Sums over each group of the weights v / scale and the levels l of their codes, which are 0 at the zero point.
-
-    <l, v>, <l, l>, and with a zero point also sum(l), sum(v): fp64 [R, G, 1], what a least-squares fit needs.
-    """
-    value = groups.relative(scale, zero_point)
-    level = groups.snapped(value)
-    if zero_point is not None:
-        value.sub_(groups.signed(zero_point))
-        level.sub_(groups.signed(zero_point))
-    sums = [torch.linalg.vector_norm(level, dim=-1, keepdim=True).double().square_()]
-    if zero_point is not None:
-        sums += [level.sum(-1, keepdim=True).double(), value.sum(-1, keepdim=True).double()]
-    return (value.mul_(level).sum(-1, keepdim=True).double(), *sums)

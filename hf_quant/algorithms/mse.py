@@ -8,7 +8,8 @@ the error of what would be stored, after its scale is rounded to the storage dty
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._groups import Choice, Groups, moments, power_error
+from hf_quant.algorithms._fit import fit
+from hf_quant.algorithms._groups import Choice, Groups, power_error
 from hf_quant.algorithms.absmax import absmax
 
 
@@ -35,8 +36,9 @@ class Best:
     def choice(self) -> Choice:
         return Choice(self.scale, self.zero_point)
 
-    def consider(self, scale: Tensor, zero_point: Tensor | None, shrink: Tensor | None = None) -> None:
-        """Take the candidate where its error is smaller; `scale` is one that can be stored."""
+    def consider(self, choice: Choice, shrink: Tensor | None = None) -> None:
+        """Take the candidate where its error is smaller."""
+        scale, zero_point, _ = choice
         (error,) = self.groups.total(power_error, scale, zero_point, self.power)
         better = error < self.error
         self.error = torch.where(better, error, self.error)
@@ -52,7 +54,7 @@ def clip_search(groups: Groups, power: float = 2.0) -> Best:
     best = Best(groups, power)
     if groups.power_of_two_scales:
         for shrink in (0.5, 2.0):
-            best.consider(absmax(groups, shrink).scale, None)
+            best.consider(absmax(groups, shrink))
         return best
     sign, top = _longer_side(groups), 2**groups.format.bits - 1
     lowest, highest = _range(groups)
@@ -62,12 +64,13 @@ def clip_search(groups: Groups, power: float = 2.0) -> Best:
         shrink = torch.full_like(best.shrink, highest - _COARSE_STEP * i)
         scale, zero_point, _ = absmax(groups, shrink)
         for move in moves:
-            best.consider(scale * sign, None if zero_point is None else (zero_point + move).clamp_(0, top), shrink)
+            moved = None if zero_point is None else (zero_point + move).clamp_(0, top)
+            best.consider(Choice(scale * sign, moved), shrink)
     for step in _FINE_STEPS:
         for shrink in (best.shrink - step, best.shrink + step):
             scale = absmax(groups, shrink).scale
-            best.consider(scale * sign, best.zero_point, shrink)
-    best.consider(*least_squares(groups, best.scale, best.zero_point))
+            best.consider(Choice(scale * sign, best.zero_point), shrink)
+    best.consider(fit(groups, best.scale, best.zero_point))
     return best
 
 
@@ -90,30 +93,3 @@ def _longer_side(groups: Groups) -> Tensor | float:
     if not (groups.symmetric and groups.format.spec.is_packed and groups.format.spec.is_integer):
         return 1.0
     return torch.where(groups.high > -groups.low, -1.0, 1.0)
-
-
-def least_squares(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The (scale, zero_point) that fit the weights best by the codes that the given ones lead to.
-
-    Scale and zero point are fitted together, then rounded: the zero point to an integer, the scale to its dtype.
-    """
-    if zero_point is None:
-        product, square = groups.total(moments, scale, None)
-        return _stored(groups, scale * (product / square).float(), scale), None
-    product, square, levels, values = groups.total(moments, scale, zero_point)
-    count, top = groups.size, 2**groups.format.bits - 1
-    slope = (product * count - levels * values) / (square * count - levels.square())
-    # v / scale = slope * l + offset, and the level of weight 0 is l = -offset / slope.
-    shift = (slope * levels - values) / (count * slope)
-    shift = torch.where(shift.isfinite(), shift, 0.0).round_()
-    shift = torch.clamp(zero_point.double() + shift, 0, top) - zero_point
-    # With the zero point settled, the scale that fits best: l becomes l - shift.
-    product, square = product - shift * values, square - 2 * shift * levels + count * shift.square()
-    fitted = _stored(groups, scale * (product / square).float(), scale)
-    return fitted, zero_point + shift.float()
-
-
-def _stored(groups: Groups, scale: Tensor, otherwise: Tensor) -> Tensor:
-    """`scale` in its storage dtype, keeping its sign; `otherwise` where it is no scale (0, NaN or inf)."""
-    fits = scale.isfinite() & (scale != 0)
-    return torch.where(fits, groups.round_scale(scale.abs()) * torch.sign(scale), otherwise)
