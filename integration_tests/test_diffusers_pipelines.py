@@ -19,6 +19,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 
 import accelerate  # noqa: E402
 from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
+from peft import LoraConfig  # noqa: E402
 
 from integration_tests.tiny_diffusion import (  # noqa: E402
     ARCHITECTURES,
@@ -227,15 +228,14 @@ LORA_BOUNDS = {"int8": ((30, 55), (30, 70)), "W8A8": ((26, 52), (26, 65)), "int4
 
 @pytest.mark.parametrize("weights", LORA_BOUNDS)
 def test_lora(tmp_path, weights):
-    adapter = lora_weights()
     plain, base = flux(), transformer_output(flux(QuantizerConfig(weights)))
-    plain.load_lora_weights(dict(adapter))
+    plain.load_lora_weights(lora_weights())
     expected = transformer_output(plain)
     assert_sqnr(expected, transformer_output(flux()), at_least=0, at_most=20)  # the adapter matters
 
     pipe = flux(QuantizerConfig(weights))
     codes = {key: tensor.clone() for key, tensor in pipe.transformer.state_dict().items()}
-    pipe.load_lora_weights(dict(adapter))
+    pipe.load_lora_weights(lora_weights())
     assert not [key for key in pipe.transformer.state_dict() if key.endswith("base_layer.weight")]
     with_adapter = transformer_output(pipe)
     to_fp32, to_unfused = LORA_BOUNDS[weights]
@@ -245,7 +245,7 @@ def test_lora(tmp_path, weights):
     pipe.unload_lora_weights()
     assert_same_bytes(pipe.transformer.state_dict(), codes)
 
-    pipe.load_lora_weights(dict(adapter))
+    pipe.load_lora_weights(lora_weights())
     pipe.fuse_lora(safe_fusing=True)
     pipe.unload_lora_weights()
     fused = transformer_output(pipe)
@@ -256,14 +256,46 @@ def test_lora(tmp_path, weights):
 
 
 def test_unfusing_returns_up_to_rounding():
-    pipe, adapter = flux(QuantizerConfig("int8")), lora_weights()
+    pipe = flux(QuantizerConfig("int8"))
     base = transformer_output(pipe)
-    pipe.load_lora_weights(dict(adapter))
+    pipe.load_lora_weights(lora_weights())
     pipe.fuse_lora()
     assert_sqnr(transformer_output(pipe), base, at_least=0, at_most=20)
     pipe.unfuse_lora()
     pipe.unload_lora_weights()
     assert_sqnr(transformer_output(pipe), base, at_least=30, at_most=70)
+
+
+def test_adapters_are_swapped_and_combined():
+    plain, pipe, outputs = flux(), flux(QuantizerConfig("int8")), {}
+    for p in (plain, pipe):
+        # Fresh tensors each time: the layers take them over as they are, and swapping writes into them.
+        p.load_lora_weights(lora_weights(), adapter_name="a")
+        halved = {key: value * (-0.5 if "lora_B" in key else 1) for key, value in lora_weights().items()}
+        p.load_lora_weights(halved, adapter_name="a", hotswap=True)
+        outputs[p, "swapped"] = transformer_output(p)
+        p.load_lora_weights(lora_weights(), adapter_name="b")
+        p.set_adapters(["a", "b"], [0.3, 0.7])
+        outputs[p, "combined"] = transformer_output(p)
+    for what in ("swapped", "combined"):
+        assert_sqnr(outputs[pipe, what], outputs[plain, what], at_least=30, at_most=55)
+    assert_sqnr(outputs[pipe, "swapped"], outputs[pipe, "combined"], at_least=0, at_most=25)
+
+
+def test_an_adapter_trains():
+    model = quantize_(make_model("flux"), "W8A8").requires_grad_(False)
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "proj_mlp"]))
+    model.enable_gradient_checkpointing()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+    model.train()
+    for _ in range(6):
+        loss = model(**ARCHITECTURES["flux"].inputs()).sample.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert len(trained) == 6 and losses[-1] < 0.9 * losses[0]
 
 
 def test_lora_of_other_widths(tmp_path, caplog):
