@@ -1,0 +1,79 @@
+"""PEFT: adapters need nothing of this file, because quantized layers are subclasses of the layers that PEFT knows.
+
+LoRA and its kin train over `QuantLinear`, `QuantConv1D`, `QuantConv2d`, `QuantEmbedding`; merging reads and assigns
+`weight`, which quantizes the sum again with the layer's own scheme. What is here speaks up where PEFT would leave a
+layer out, or fail far from the cause: a weight that is stored as codes can neither train nor be wrapped as a parameter.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+
+
+def check_modules_to_save(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise ValueError if PEFT would train a full copy of a quantized module; `names` is its `modules_to_save`."""
+    for name, module in _modules(model):
+        quantized = next((m for m in module.modules() if isinstance(m, QuantizedModule)), None)
+        target = None if quantized is None else next((t for t in names if name.endswith(t)), None)
+        if target is not None:
+            raise ValueError(
+                f"modules_to_save has {target!r}, but {name} is stored as {quantized.scheme} and cannot be trained: "
+                f"quantize the model with modules={{{name!r}: None}}, or adapt it by target_modules"
+            )
+
+
+def quantized_parameters(model: nn.Module, targets: Iterable[str]) -> dict[str, str]:
+    """{target: why it cannot be adapted} of those `target_parameters` that name weights stored as codes."""
+    found = {}
+    for name, module in _modules(model):
+        if not isinstance(module, QuantizedModule):
+            continue
+        for weight in module.weight_names:
+            keys = [f".{name}.{key}" for key in (weight, *(packed_key(part, weight) for part in PACKED_NAMES))]
+            for target in targets:
+                if target not in found and any(key.endswith(f".{target}") for key in keys):
+                    found[target] = (
+                        f"{name}.{weight} is stored as {module.scheme}, where PEFT finds no parameter to add to; "
+                        f"quantize the model with modules={{{name!r}: None}} to adapt it"
+                    )
+    return found
+
+
+def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """`named_modules` under the names that they have without earlier adapters."""
+    return ((name.replace(".base_layer", ""), module) for name, module in model.named_modules())
+
+
+def _checked(inject_adapter: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(inject_adapter)
+    def inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = self.peft_config[adapter_name]
+        check_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
+        for target, reason in quantized_parameters(model, getattr(config, "target_parameters", None) or ()).items():
+            raise ValueError(f"target_parameters has {target!r}, but {reason}, or adapt linear layers only")
+        inject_adapter(self, model, adapter_name, *args, **kwargs)
+        # PEFT turns target_modules ("all-linear" too) into target_parameters where experts are fused.
+        parameters = getattr(config, "target_parameters", None) or ()
+        left_out = quantized_parameters(model, parameters)
+        if left_out:
+            config.target_parameters = {target for target in parameters if target not in left_out}
+            warnings.warn(f"experts stay without an adapter: {'; '.join(left_out.values())}", stacklevel=2)
+
+    inject._hf_quant = True
+    return inject
+
+
+def register() -> None:
+    """Have every tuner of PEFT look at its targets; may be called again."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if not hasattr(BaseTuner.inject_adapter, "_hf_quant"):
+        BaseTuner.inject_adapter = _checked(BaseTuner.inject_adapter)
+
+
+register()
