@@ -1,0 +1,41 @@
+"""README.md has the support matrix of the code as it is."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hf_quant import FORMATS
+
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "support_matrix.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("support_matrix", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_is_current(script):
+    text = script.README.read_text()
+    assert script.replace_section(text, script.NAME, script.matrix()) == text, "run scripts/support_matrix.py"
+
+
+def test_the_matrix_has_every_format_and_explains_every_letter(script):
+    table, _, legend = script.matrix().partition("\n\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert [row[0].split("`")[1] for row in rows] == list(FORMATS)
+    used = {letter for row in rows for cell in row[3:] for letter in cell.split()}
+    assert all(cell for row in rows for cell in row)
+    assert used == {line[4] for line in legend.splitlines() if line.startswith("- **")}
+
+
+def test_a_section_needs_its_markers(script):
+    text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb"
+    assert script.replace_section(text, "x", "new") == "a\n<!-- x: begin -->\nnew\n<!-- x: end -->\nb"
+    for broken in ("a", text + text, "<!-- x: end --><!-- x: begin -->"):
+        with pytest.raises(ValueError, match="README.md needs"):
+            script.replace_section(broken, "x", "new")

@@ -1,0 +1,110 @@
+"""Writes the support matrix of README.md: format x device x what, by which kernel.
+
+    python scripts/support_matrix.py           # writes it between its markers
+    python scripts/support_matrix.py --check   # exit status 1 if README.md has another one; a unit test does the same
+
+It asks `explain`, which also makes the plan's table and follows the dispatch of the ops; the matrix is for a layer of
+4096 x 4096 in bf16, on a CPU with VNNI.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from hf_quant.algorithms import empty_packed, geometry
+from hf_quant.config import resolve_scheme
+from hf_quant.formats import ALIASES, FORMATS
+from hf_quant.kernels import _cpu_mm, dynamic_mm, grouped_mm, weight_only_mm
+from hf_quant.kernels._op import Problem, explain
+from hf_quant.scheme import LinearScheme
+
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+NAME = "support matrix"
+SIZE = 4096  # N and K of the layer
+# What to ask for: (header, device, activations, experts).
+COLUMNS = tuple(
+    (f"{label}{what}", device, activations, experts)
+    for label, device in (("CPU", "cpu"), ("GPU", "cuda"))
+    for what, activations, experts in (
+        ("", None, None),
+        (", int8 act.", "int8", None),
+        (", fp8 act.", "fp8", None),
+        (", experts", None, 8),
+    )
+)
+
+
+def paths(scheme: LinearScheme, device: str, experts: int | None) -> list[tuple[str, str]]:
+    """[(path, for which M)] by which a layer of the scheme is computed on a device."""
+    problem = Problem(
+        format=scheme.weight.format,
+        group_size=geometry(scheme.weight, SIZE, SIZE)[1],
+        N=SIZE,
+        K=SIZE,
+        dtype=torch.bfloat16,
+        symmetric=scheme.weight.symmetric,
+        activation=None if scheme.activation is None else scheme.activation.format,
+        num_experts=experts,
+    )
+    op = grouped_mm if experts else weight_only_mm if scheme.activation is None else dynamic_mm
+    with patch.object(_cpu_mm, "_VNNI", True):  # the matrix is the same wherever it is made
+        return [(path, when) for path, when, reason in explain(op, device, problem) if reason is None]
+
+
+def matrix() -> str:
+    """The matrix and the legend of its letters, in Markdown."""
+    letters: dict[tuple[str, str], str] = {}
+    alias = {full: short for short, full in ALIASES.items()}
+    rows = []
+    for name in FORMATS:
+        scheme, _ = resolve_scheme({"weights": name}, torch.bfloat16)
+        weight = scheme.weight
+        size = sum(t.nbytes for t in empty_packed((SIZE, SIZE), weight, "meta") if t is not None)
+        short = f" (`{alias[name]}`)" if name in alias else ""
+        scale = str(weight).removeprefix(f"{name} ")
+        cells = [f"`{name}`{short}", f"{8 * size / SIZE**2:.3f}", scale]
+        for _, device, activations, experts in COLUMNS:
+            found, _ = resolve_scheme({"weights": name, "activations": activations}, torch.bfloat16)
+            codes = [letters.setdefault(path, _letter(len(letters))) for path in paths(found, device, experts)]
+            cells.append(" ".join(codes))
+        rows.append(cells)
+    header = ["weights", "bits/weight", "scale per", *(column[0] for column in COLUMNS)]
+    lines = [header, ["---"] * len(header), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    legend = "\n".join(f"- **{letter}** {path}: {when}" for (path, when), letter in letters.items())
+    return f"{table}\n\nM is the number of tokens; the first that applies is taken.\n\n{legend}"
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index)
+
+
+def replace_section(text: str, name: str, body: str) -> str:
+    """The text with `body` between the markers of a section. Raises ValueError if it does not have them once."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"README.md needs {begin!r} and {end!r} once, in this order")
+    head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
+    return f"{head}\n{body}\n{tail}"
+
+
+def main() -> int:
+    """Write README.md, or compare; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    old = README.read_text()
+    new = replace_section(old, NAME, matrix())
+    if args.check:
+        print("README.md is current" if new == old else "README.md is not current: run scripts/support_matrix.py")
+        return int(new != old)
+    README.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
