@@ -2,7 +2,7 @@
 
 LoRA and its kin train over `QuantLinear`, `QuantConv1D`, `QuantConv2d`, `QuantEmbedding`; merging reads and assigns
 `weight`, which quantizes the sum again with the layer's own scheme. What is here speaks up where PEFT would leave a
-layer out, or fail far from the cause: a weight that is stored as codes can neither train nor be wrapped as a parameter.
+layer out, or fail far from the cause: a weight stored as codes can neither train nor be wrapped as a parameter.
 """
 
 import functools
@@ -62,7 +62,8 @@ def _checked(inject_adapter: Callable[..., None]) -> Callable[..., None]:
         left_out = quantized_parameters(model, parameters)
         if left_out:
             config.target_parameters = {target for target in parameters if target not in left_out}
-            warnings.warn(f"experts stay without an adapter: {'; '.join(left_out.values())}", stacklevel=2)
+            reason = next(iter(left_out.values()))
+            warnings.warn(f"experts get no adapter for {', '.join(sorted(left_out))}: {reason}", stacklevel=2)
 
     inject._hf_quant = True
     return inject
