@@ -141,7 +141,7 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
         start = time.perf_counter()
         function(model)
         seconds[name] = time.perf_counter() - start
-        models[name] = model.to(args.device)
+        models[name] = model.to(args.device).eval()  # bitsandbytes has a fast CPU path in evaluation mode only
         print(f"{name}: quantized in {seconds[name]:.1f} s", file=sys.stderr)
     base.to(args.device)
     return models, seconds
