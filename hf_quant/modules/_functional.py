@@ -37,7 +37,9 @@ class _Linear(torch.autograd.Function):
         ctx.format, ctx.group_size, ctx.K = format, group_size, x.shape[-1]
         ctx.bias_dtype = None if bias is None else bias.dtype
         packed = PackedWeight(qdata, scale, zero_point, global_scale)
-        return linear(x, packed, bias, activation=activation, format=format, group_size=group_size)
+        y = linear(x, packed, bias, activation=activation, format=format, group_size=group_size)
+        # A view that leaves a Function cannot be changed in place, as AdaLoRA does (`result += ...`).
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     @once_differentiable
@@ -75,7 +77,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.format, ctx.group_size, ctx.K = format, group_size, x.shape[-1]
         ctx.bias_dtype = None if bias is None else bias.dtype
         packed = PackedWeight(qdata, scale, zero_point, global_scale)
-        return grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
+        y = grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     @once_differentiable
