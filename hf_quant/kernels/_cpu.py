@@ -6,14 +6,15 @@ backends compute in buffers that each thread keeps.
 Prepacked weights: some fast kernels want a weight in a layout of their own. That copy belongs to no module: it sits
 in this process-wide cache, keyed by the identity of the weight's memory, and `state_dict`, deepcopy, pickle and
 `.to()` never see it. It costs memory on top of the weight (per weight: 4 bits for int4, int3 and int2; 8 bits for
-int8, fp6, nf4, mxfp4 and nvfp4), so it is made only at the second use of a weight at an M where it pays: a one-off
-call, or a weight that is streamed in anew for each forward, never pays. `set_prepack_limit` bounds it.
+int8, fp6, nf4, mxfp4 and nvfp4) and is made at the first use at an M where it pays. Not at the second, which would
+spare one-off calls: then the same model would give other bits at its first call than later, and than when reloaded.
+`set_prepack_limit` bounds the memory; 0 suits a model whose weights are streamed in anew for each forward.
 """
 
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,28 +36,44 @@ def scratch(slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return buffer[:nbytes].view(dtype).view(shape)
 
 
-class _Source(NamedTuple):
-    """The memory that a prepacked weight was made from."""
+class _Source:
+    """The memory that a prepacked weight was made from, recognized by address, shape and count of in-place changes.
 
-    storage: weakref.ref  # of the UntypedStorage; it is one Python object for as long as the memory lives
-    address: int
-    version: int | None
-    shape: torch.Size
+    A weak reference to the storage, which is one Python object for as long as the memory lives, drops the entry before
+    anything else can take its address.
+    """
+
+    __slots__ = ("address", "shape", "storage", "version")
+
+    def __init__(self, tensor: Tensor, forget: Callable[[weakref.ref], None]):
+        self.storage = weakref.ref(tensor.untyped_storage(), forget)
+        self.address, self.shape = tensor.data_ptr(), tensor.shape
+        self.version = None if tensor.is_inference() else tensor._version
 
     def is_same(self, tensor: Tensor) -> bool:
-        return (
-            tensor.data_ptr() == self.address
-            and tensor.untyped_storage() is self.storage()
-            and _version(tensor) == self.version
-            and tensor.shape == self.shape
-        )
+        if tensor.data_ptr() != self.address or tensor.shape != self.shape:
+            return False
+        # Inference tensors, and views made in inference mode, have no count: whoever changes one in place calls
+        # `clear_prepacked`.
+        if self.version is None or tensor.is_inference():
+            return True
+        return tensor._version == self.version
 
 
 class _Entry:
     __slots__ = ("nbytes", "sources", "value")
 
-    def __init__(self, sources: tuple[_Source, ...]):
-        self.sources, self.value, self.nbytes = sources, None, 0
+    def __init__(self, sources: tuple[Tensor, ...], key: tuple[str, int], value: Any):
+        # It must not refer to the entry: a cycle would keep the prepacked weight until the next garbage collection.
+        def forget(ref: weakref.ref) -> None:
+            entry = _entries.get(key)
+            if entry is not None and any(source.storage is ref for source in entry.sources):
+                del _entries[key]
+
+        self.sources = tuple(_Source(tensor, forget) for tensor in sources)
+        self.value = value
+        parts = value if isinstance(value, tuple) else (value,)
+        self.nbytes = sum(part.numel() * part.dtype.itemsize for part in parts if isinstance(part, Tensor))
 
 
 _entries: dict[tuple[str, int], _Entry] = {}
@@ -64,17 +81,12 @@ _lock = threading.RLock()
 _limit: int | None = None
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Counts in-place changes; inference tensors have no counter (whoever changes one calls `clear_prepacked`)."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def prepacked(kind: str, sources: tuple[Tensor, ...], build: Callable[..., Any], *args: Any) -> Any:
-    """What `build(*args)` returned for these very tensors, or None while it has not paid to build it.
+    """What `build(*args)` returned for these very tensors, building it now if need be; None if the limit forbids that.
 
     `sources` are all the tensors that the result depends on, the codes first; `kind` tells apart what is built from
-    the same codes. `build` returns a tensor, a tuple with tensors, or a number; it is called at the second use. A
-    change in place of a source, or its replacement, drops the entry; so does the end of a source's memory.
+    the same codes. `build` returns a tensor or a tuple with tensors. A change in place of a source, or its
+    replacement, drops the entry; so does the end of a source's memory.
     """
     key = (kind, sources[0].data_ptr())
     entry = _entries.get(key)
@@ -83,29 +95,29 @@ def prepacked(kind: str, sources: tuple[Tensor, ...], build: Callable[..., Any],
             if not known.is_same(tensor):
                 break
         else:
-            return entry.value if entry.value is not None else _fill(entry, build, args)
-    _entries[key] = _Entry(tuple(_source(tensor, key) for tensor in sources))
-    return None
+            return entry.value
+    if _limit is not None and prepacked_bytes() >= _limit:
+        return None
+    return _remember(key, sources, build, args)
 
 
-def _source(tensor: Tensor, key: tuple[str, int]) -> _Source:
-    def forget(ref: weakref.ref) -> None:
-        entry = _entries.get(key)
-        if entry is not None and any(source.storage is ref for source in entry.sources):
-            del _entries[key]
+def fact(kind: str, source: Tensor, find: Callable[..., Any], *args: Any) -> Any:
+    """What `find(*args)` returned for this very tensor: something without memory, so that the limit does not apply."""
+    key = (kind, source.data_ptr())
+    entry = _entries.get(key)
+    if entry is not None and entry.sources[0].is_same(source):
+        return entry.value
+    return _remember(key, (source,), find, args)
 
-    return _Source(weakref.ref(tensor.untyped_storage(), forget), tensor.data_ptr(), _version(tensor), tensor.shape)
 
-
-def _fill(entry: _Entry, build: Callable[..., Any], args: tuple) -> Any:
+def _remember(key: tuple[str, int], sources: tuple[Tensor, ...], build: Callable[..., Any], args: tuple) -> Any:
     with _lock:  # two threads that meet a new weight at once must not both pay its memory
-        if entry.value is None and (_limit is None or prepacked_bytes() < _limit):
+        entry = _entries.get(key)
+        if entry is None or not all(known.is_same(tensor) for known, tensor in zip(entry.sources, sources)):
             with torch.inference_mode(False), torch.no_grad():
                 value = build(*args)
-            parts = value if isinstance(value, tuple) else (value,)
-            entry.nbytes = sum(part.numel() * part.dtype.itemsize for part in parts if isinstance(part, Tensor))
-            entry.value = value
-    return entry.value
+            entry = _entries[key] = _Entry(sources, key, value)
+        return entry.value
 
 
 def prepacked_bytes() -> int:
@@ -114,7 +126,7 @@ def prepacked_bytes() -> int:
 
 
 def clear_prepacked() -> None:
-    """Drop every prepacked weight; those still in use are made again at their second use from now."""
+    """Drop every prepacked weight; those still in use are made again when they are next used."""
     with _lock:
         _entries.clear()
 
@@ -122,7 +134,8 @@ def clear_prepacked() -> None:
 def set_prepack_limit(nbytes: int | None) -> None:
     """Build no prepacked weight once `nbytes` are taken; 0 builds none, None (the default) sets no limit.
 
-    Those already built stay; `clear_prepacked` drops them. Without them the CPU paths that need them are not taken.
+    Those already built stay; `clear_prepacked` drops them. Weights without one take slower paths, whose results may
+    differ in the last bits.
     """
     global _limit
     if nbytes is not None and nbytes < 0:

@@ -83,6 +83,13 @@ def code_bytes(qdata: Tensor, spec: CodeSpec) -> Tensor:
     return block.rows
 
 
+def mapped_codes(qdata: Tensor, spec: CodeSpec, number: int, values: Tensor) -> Tensor:
+    """Packed 4-bit words [n, words], contiguous -> values[code] [n, padded K] int8; `number` names the values."""
+    out = torch.empty(qdata.shape[0], qdata.shape[1] * 8, dtype=torch.int8)
+    _lookup(_table((spec.name, "map", number), lambda: values, 4, 16), out)(qdata.view(torch.uint16))
+    return out
+
+
 def _byte_block(qdata: Tensor, spec: CodeSpec, n: int, signed: bool) -> Block:
     """int8 codes [n, padded K] of packed words, minus 2**(bits - 1) if `signed`."""
     out = scratch("bytes", (n, qdata.shape[1] // spec.bits * PACK), torch.int8)

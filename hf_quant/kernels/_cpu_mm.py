@@ -1,7 +1,8 @@
 """x @ dequant(w).T on CPU with stock torch ops: `product`, which the CPU backends of all matmul ops share.
 
-Which path runs depends on the format and on M (a run-time value: the ops are opaque to torch.compile). `PATHS` tells
-them apart for the plan; "from the second use" paths read a prepacked copy of the weight (see `kernels._cpu`).
+Which path runs depends on format, shapes and dtype only: equal inputs give equal bits, in every process. M is a
+run-time value, as the ops are opaque to torch.compile. `PATHS` tells the plan. Some paths read a prepacked copy of the
+weight, see `kernels._cpu`.
 
 Accuracy, bf16 input: weights are rounded to bf16 (their scales too), products accumulate in fp32, the output is
 rounded to bf16; where one scale serves a whole row the weights are exact and the scale multiplies the output. fp16 and
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu import prepacked, scratch
+from hf_quant.kernels._cpu import fact, prepacked, scratch
 from hf_quant.kernels._cpu_decode import (
     Block,
     column_scaler,
@@ -28,6 +29,7 @@ from hf_quant.kernels._cpu_decode import (
     weight_block,
 )
 from hf_quant.kernels._cpu_pack import (
+    dequantized,
     expand_to_fp8,
     have_middle_exponents,
     int4pack_group,
@@ -40,6 +42,7 @@ from hf_quant.kernels.codes import CODES, PACK, CodeSpec
 
 
 _BLOCK = 2**20  # weights dequantized at once: 2 MB in bf16, the L2 caches of two cores
+DENSE = 2**16  # weights up to which a matrix is kept dequantized: torch's own call costs more than reading it
 _VNNI = torch.cpu._is_vnni_supported()
 _NO_ZERO_POINT = torch.zeros(1, dtype=torch.int64)
 # Largest M of the paths that lose to dequantizing from there on (14336 x 4096, one core of Zen 5).
@@ -66,10 +69,14 @@ def product(
     group_size: int,
 ) -> Tensor:
     """x [M, K] contiguous @ dequant(w [N, K]).T + bias [N] -> [M, N] in x's dtype; the arguments have been checked."""
-    M, y = x.shape[0], None
+    (M, K), N, y = x.shape, qdata.shape[0], None
     if M == 0:
-        return x.new_empty(0, qdata.shape[0])
-    if spec.dtype == torch.int8 and scale.shape[1] == 1:
+        return x.new_empty(0, N)
+    if scale.shape[1] == 1:
+        group_size = K
+    if N * K <= DENSE and not (spec.dtype == torch.int8 and M <= _SMALL_M["int8pack"]):
+        y = _dense(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
+    elif spec.dtype == torch.int8 and scale.shape[1] == 1:
         y = _int8(x, qdata, scale, bias)
     elif x.dtype != torch.bfloat16:
         pass
@@ -81,6 +88,30 @@ def product(
     if y is None:
         y = _blocks(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
     return y
+
+
+# Tiny weights: what counts is the number of calls
+
+
+def _dense(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    spec: CodeSpec,
+    group_size: int,
+) -> Tensor | None:
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    sources = tuple(t for t in (qdata, scale, zero_point, global_scale) if t is not None)
+    weight = (qdata, scale, zero_point, global_scale)
+    dense = prepacked(f"dense {dtype}", sources, dequantized, *weight, spec, group_size, x.shape[1], dtype)
+    if dense is None:
+        return None
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    return torch.nn.functional.linear(x if x.dtype == dtype else x.to(dtype), dense, bias).to(x.dtype)
 
 
 # int8 with one scale per row
@@ -108,7 +139,9 @@ def _int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tenso
 
 def row_vector(scale: Tensor, N: int, dtype: torch.dtype) -> Tensor:
     """Scales [N | 1, 1] -> [N], contiguous: torch's kernels ignore strides here."""
-    return scale.to(dtype).reshape(-1) if scale.shape[0] == N else scale.to(dtype).repeat(N, 1).view(-1)
+    if scale.dtype != dtype:
+        scale = scale.to(dtype)
+    return scale.view(-1) if scale.shape[0] == N else scale.repeat(N, 1).view(-1)
 
 
 def no_qlinear(K: int) -> str | None:
@@ -189,14 +222,14 @@ def _float8(
     """
     M, K = x.shape
     N = qdata.shape[0]
-    trust: str | None = "normal"
+    trust = "normal"
     if not spec.is_packed:
-        trust = prepacked("trust", (qdata,), trust_float8, qdata, group_size)
+        trust = fact("trust", qdata, trust_float8, qdata, group_size)
     elif M <= _SMALL_M["fp6"] and scale.shape[1] == 1:
         qdata = prepacked("fp8", (qdata,), expand_to_fp8, qdata, spec, K)
     else:
         return None
-    if qdata is None or trust in (None, "no"):
+    if qdata is None or trust == "no":
         return None
     shift, mask, exponent = _SHIFTS[qdata.dtype]
     half = 2.0 ** (exponent // 2)
@@ -249,7 +282,7 @@ def _blocks(
             factor = expand_rows(scale_values(scale, None), N).float()
             make = lambda n: half_block(qdata, factor, zero_point, group_size, K, n)  # noqa: E731
             return _finish(_by_blocks(split_columns(x), N, make), None, bias, dtype)
-        if scale.dtype == torch.float8_e8m0fnu and prepacked("exponents", (scale,), have_middle_exponents, scale):
+        if scale.dtype == torch.float8_e8m0fnu and fact("exponents", scale, have_middle_exponents, scale):
             exponents = expand_rows(scale_exponents(scale), N)
             make = lambda n: exponent_block(qdata, exponents, spec, group_size, K, n)  # noqa: E731
             y = _by_blocks(x * 2.0**-32, N, make)
@@ -312,6 +345,10 @@ def _finish(y: Tensor, factor: Tensor | None, bias: Tensor | None, dtype: torch.
 # What the plan and the support matrix are told
 
 
+def _supports_dense(problem: Problem) -> str | None:
+    return None if problem.N * problem.K <= DENSE else f"only matrices of at most {DENSE} weights"
+
+
 def _supports_int8(problem: Problem) -> str | None:
     return None if problem.format == "int8" and problem.group_size >= problem.K else "only int8 with one scale per row"
 
@@ -350,9 +387,10 @@ def _needs_bf16(problem: Problem) -> str | None:
 
 
 PATHS = (
-    Path("int8 GEMM, x in two bytes (oneDNN)", "M <= 256, from the second use", _supports_split),
+    Path("bf16 (fp32) copy of a tiny weight", "any M", _supports_dense),
+    Path("int8 GEMM, x in two bytes (oneDNN)", "M <= 256", _supports_split),
     Path("int8pack", "M <= 4", _supports_int8pack),
-    Path("int4pack", "M <= 40 (codebooks 16), from the second use", _supports_int4pack),
-    Path("GEMM of shifted codes", "any M (fp6: <= 256), from the second use", _supports_shift),
+    Path("int4pack", "M <= 40 (codebooks 16)", _supports_int4pack),
+    Path("GEMM of shifted codes", "any M (fp6: <= 256)", _supports_shift),
     Path("dequantize blocks", "any other M", lambda problem: None),
 )

@@ -3,8 +3,15 @@
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu_decode import code_bytes, code_values, expand_rows, level_block, scale_values
-from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels._cpu_decode import (
+    code_bytes,
+    code_values,
+    expand_rows,
+    mapped_codes,
+    scale_values,
+    weight_block,
+)
+from hf_quant.kernels.codes import CodeSpec
 
 
 # level = a * p + b * q with p, q in -8..7 (chosen nearest): exact for e2m1; nf4 within 2**-9 of its rms, as bf16 is.
@@ -12,6 +19,25 @@ from hf_quant.kernels.codes import CODES, CodeSpec
 TERMS = {"nf4": (0.13915411, 0.02673128), "mxfp4": (2.0, 0.5), "nvfp4": (2.0, 0.5)}
 
 _ROWS = 256  # rows unpacked at a time
+
+
+def dequantized(
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    spec: CodeSpec,
+    group_size: int,
+    K: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight [N, K] in `dtype`, rounded once."""
+    N = qdata.shape[0]
+    factor = expand_rows(scale_values(scale, global_scale), N).float()
+    zero_point = None if zero_point is None else expand_rows(zero_point, N)
+    block = weight_block(qdata, factor, zero_point, spec, group_size, K, dtype, N)
+    block.fill(0)
+    return block.rows.clone()
 
 
 def pack_qlinear(qdata: Tensor) -> Tensor:
@@ -50,14 +76,16 @@ def pack_int4(
     packed = None
     for start in range(0, N, _ROWS):
         rows = slice(start, start + _ROWS)
-        codes = code_bytes(qdata[rows], spec)[:, :K]
         if not spec.is_integer:
-            codes = _term_codes(spec)[codes.int()].view(-1, K // (group // 2), group // 2, 2).transpose(2, 3)
-        elif zero_point is None:
-            codes = codes + (8 - 2 ** (spec.bits - 1))
-        elif spec.bits < 4:
-            codes = codes + 8 - zero_point[rows].to(torch.int8).repeat_interleave(group_size, 1)
-        words = torch._convert_weight_to_int4pack_for_cpu(codes.reshape(codes.shape[0], -1).int(), 1)
+            parts = [mapped_codes(qdata[rows], spec, i, column) for i, column in enumerate(_term_codes(spec))]
+            codes = torch.stack([part[:, :K].unflatten(1, (-1, group // 2)) for part in parts], 2)
+        else:
+            codes = code_bytes(qdata[rows], spec)[:, :K]
+            if zero_point is None:
+                codes = codes + (8 - 2 ** (spec.bits - 1))
+            elif spec.bits < 4:
+                codes = codes + 8 - zero_point[rows].to(torch.int8).repeat_interleave(group_size, 1)
+        words = torch._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1)
         if packed is None:
             packed = words.new_empty(N, words.shape[1])
         packed[rows] = words
@@ -72,33 +100,36 @@ def pack_int4(
 
 
 def _term_codes(spec: CodeSpec) -> Tensor:
-    """[16, 2] int8 in 0..15: the p and q, offset by 8, whose a * p + b * q is nearest to each level."""
+    """[2, 16] int8 in 0..15: the p and q, offset by 8, whose a * p + b * q is nearest to each level."""
     grid = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8))
     sums = grid.double() @ torch.tensor(TERMS[spec.name], dtype=torch.float64)
     nearest = (sums[None, :] - torch.tensor(spec.levels, dtype=torch.float64)[:, None]).abs().argmin(1)
-    return (grid[nearest] + 8).to(torch.int8)
+    return (grid[nearest] + 8).to(torch.int8).t()
 
 
 def trust_float8(qdata: Tensor, group_size: int) -> str:
     """Whether fp8 codes can be shifted into bf16: "no" (NaN or inf), "finite", or "normal".
 
     bf16 GEMMs take for zero what subnormal codes become. "normal" means that this changes no group by over 2**-10 of
-    its norm; where a scale fits its own group it cannot, but one outlier may set the scale of many rows.
+    its norm, judged by its number of subnormals and its largest code: where a scale fits its own group there are few
+    beside a large one, but one outlier may set the scale of many rows.
     """
+    values = torch.arange(128, dtype=torch.uint8).view(qdata.dtype).float()
     smallest = torch.finfo(qdata.dtype).smallest_normal
-    spec = next(s for s in CODES.values() if s.dtype == qdata.dtype)
-    trust = "normal"
-    for codes in qdata.split(_ROWS):
-        block = level_block(codes, spec, codes.shape[1], torch.float32, codes.shape[0])
-        block.fill(0)
-        squares = block.rows.square_()
-        for group in squares.split(group_size, 1):
-            total = group.sum(1)
-            if not bool(total.isfinite().all()):
-                return "no"
-            lost = group.masked_fill(group >= smallest**2, 0).sum(1)
-            if bool((lost > total * 2.0**-20).any()):
-                trust = "finite"
+    num_subnormal = int((values < smallest).sum()) - 1  # they are the codes from 1 on
+    K, trust = qdata.shape[1], "normal"
+    whole = K // group_size * group_size
+    for codes in qdata.view(torch.int8).split(_ROWS):
+        magnitudes = codes & 127
+        subnormal = torch.lt((magnitudes - 1).view(torch.uint8), num_subnormal, out=torch.empty(codes.shape))
+        for first, last, size in ((0, whole, group_size), (whole, K, K - whole)):
+            if first < last:
+                top = values[magnitudes[:, first:last].unflatten(1, (-1, size)).amax(-1).int()]
+                if not bool(top.isfinite().all()):
+                    return "no"
+                count = subnormal[:, first:last].unflatten(1, (-1, size)).sum(-1)
+                if bool((count * smallest**2 > top.square() * 2.0**-20).any()):
+                    trust = "finite"
     return trust
 
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu import scratch
 from hf_quant.kernels._op import implements
 from hf_quant.kernels.rowwise import op
 from hf_quant.kernels.rowwise.op import ROW_FORMATS, row_max
@@ -37,7 +36,6 @@ def row_scales(x: Tensor, limit: float) -> Tensor:
 
 
 def row_codes(x: Tensor, scale: Tensor, limit: float, format: str) -> Tensor:
-    """x [M, K] / scale [M, 1] in scratch, fp32: rounded for int8, for fp8 left to the conversion to float8."""
-    values = scratch("fixed", tuple(x.shape), torch.float32).copy_(x)
-    values.div_(scale).clamp_(-limit, limit)
+    """x [M, K] / scale [M, 1] in fp32: rounded for int8, for fp8 left to the conversion to float8."""
+    values = torch.div(x, scale).clamp_(-limit, limit)
     return values.round_() if format == "int8" else values

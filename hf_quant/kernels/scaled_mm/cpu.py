@@ -1,8 +1,8 @@
 """Products with quantized activations on CPU with stock torch ops.
 
-int8 x int8 with row scales runs in oneDNN's int8 GEMM on a prepacked weight (from its second use; before, and where
-the CPU lacks VNNI, in `_int_mm`): sums of integers are exact. Anything else multiplies the codes of x, which bf16
-holds exactly, by the paths of `_cpu_mm`, and puts the row scales on the product.
+int8 x int8 with row scales runs in oneDNN's int8 GEMM on a prepacked weight (without one, and where the CPU lacks
+VNNI, in `_int_mm`): sums of integers are exact. Anything else multiplies the codes of x, which bf16 holds exactly, by
+the paths of `_cpu_mm`, and puts the row scales on the product; a weight of at most 2**16 elements, too.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_quant.kernels._cpu import prepacked, scratch
 from hf_quant.kernels._cpu_decode import level_block
-from hf_quant.kernels._cpu_mm import PATHS, as_rows, no_qlinear, product, qlinear, row_vector
+from hf_quant.kernels._cpu_mm import DENSE, PATHS, as_rows, no_qlinear, product, qlinear, row_vector
 from hf_quant.kernels._cpu_pack import pack_qlinear
 from hf_quant.kernels._op import Path, Problem, implements
 from hf_quant.kernels.codes import CODES
@@ -32,7 +32,7 @@ def _supports_product(problem: Problem) -> str | None:
     return None
 
 
-INT8_PATH = Path("int8 GEMM (oneDNN)", "any M; `_int_mm` at the first use", _supports_int8)
+INT8_PATH = Path("int8 GEMM (oneDNN)", "any M", _supports_int8)
 
 
 @implements(op.dynamic_mm, "CPU", paths=(INT8_PATH, *PATHS))
@@ -74,7 +74,7 @@ def dynamic_product(
         return x.new_empty(0, qdata.shape[0])
     row_scale = row_scales(x, limit)
     values = row_codes(x, row_scale, limit, activation)
-    if activation == "int8" and format == "int8" and scale.shape[1] == 1 and K > 1:
+    if activation == format == "int8" and scale.shape[1] == 1 and qdata.numel() > DENSE:
         codes = scratch("rows", (M, K), torch.int8).copy_(values)
         return _int8(codes, qdata, row_scale, scale, bias, x.dtype)
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32

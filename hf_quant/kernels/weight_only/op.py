@@ -24,10 +24,10 @@ def check_weight(
     qdata [..., N, K] or, packed, [..., N, words] int32; scale floating [..., N | 1 | ceil(N/128), ceil(K/group_size)];
     zero_point uint8 of the scale's shape, integer formats only; global_scale fp32, one element per leading index.
     """
-    if format not in CODES:
+    spec = CODES.get(format)
+    if spec is None:
         raise ValueError(f"format is {format!r}; known: {', '.join(CODES)}")
-    spec = CODES[format]
-    width = packed_words(K, spec.bits) if spec.is_packed else K
+    width = packed_words(K, spec.bits) if spec.planes else K
     if qdata.dtype != spec.dtype or qdata.shape[-1] != width:
         raise ValueError(
             f"qdata is {tuple(qdata.shape)} {qdata.dtype}; {format} with K={K} needs [..., {width}] {spec.dtype}"
