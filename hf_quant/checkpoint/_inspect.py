@@ -90,7 +90,7 @@ def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
     config = _find_config(directory)
     files = scan_files(directory)
     tensors = {name: info for stored in files.values() for name, info in stored.items()}
-    schemes = _SchemeTable(schemes_from_list(config.plan))
+    schemes = _SchemeTable(schemes_from_list(config.plan), by_host=not (directory / CONFIG_NAME).is_file())
     groups: dict[tuple[str, str, LinearScheme | None], list[tuple[int, int]]] = {}
     for name, weights in _quantized_modules(tensors).items():
         scheme = schemes.find(name)
@@ -151,8 +151,8 @@ def _quantization_config(fields: dict[str, Any], path: Path) -> dict[str, Any]:
 class _SchemeTable:
     """Schemes by module name; a host may have saved the module under a name with another beginning."""
 
-    def __init__(self, schemes: dict[str, LinearScheme]) -> None:
-        self.schemes = schemes
+    def __init__(self, schemes: dict[str, LinearScheme], *, by_host: bool) -> None:
+        self.schemes, self.by_host = schemes, by_host
         self.by_ending: dict[str, set[LinearScheme]] = {}
         for name, scheme in schemes.items():
             for ending in _endings(name):
@@ -162,7 +162,9 @@ class _SchemeTable:
         """Raises ValueError if the plan does not say which scheme it is."""
         if name in self.schemes:
             return self.schemes[name]
-        found = next((self.by_ending[ending] for ending in _endings(name) if ending in self.by_ending), set())
+        # transformers saves some models under older names altogether; of a plan with one scheme that does not matter.
+        other = set(self.schemes.values()) if self.by_host else set()
+        found = next((self.by_ending[e] for e in _endings(name) if e in self.by_ending), other)
         if len(found) != 1:
             raise ValueError(f"{name!r} is quantized, but the stored plan does not name it")
         return next(iter(found))

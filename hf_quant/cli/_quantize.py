@@ -8,7 +8,6 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,
@@ -19,8 +18,9 @@ from hf_quant.cli._models import (
     parse_device,
 )
 from hf_quant.cli._parser import config_from_args
-from hf_quant.cli._pipelines import load_pipeline, plan_pipeline, quantized_parts
+from hf_quant.cli._pipelines import load_pipeline, plan_pipeline
 from hf_quant.config import QuantizerConfig
+from hf_quant.evaluate import bits_per_weight
 from hf_quant.planning import plan as make_plan
 
 
@@ -65,9 +65,13 @@ def quantize(args: argparse.Namespace) -> None:
         if source.kind == "transformers":
             copy_side_files(source, staged)
         print(f"\nloaded and quantized in {loaded - start:.1f} s, saved in {time.perf_counter() - loaded:.1f} s")
-        del model
+        parts = {part: getattr(model, part) if part else model for part in configs}
+        bits = {part: bits_per_weight(module) for part, module in parts.items()}
+        del model, parts
         _move(staged, args.out)
-    _print_sizes(args.out, source)
+    for part, value in bits.items():
+        size = sum(path.stat().st_size for path in (args.out / part).glob("*.safetensors"))
+        print(f"{args.out / part}: {size / 1e6:.2f} MB on disk, {value:.3f} bits per quantized weight")
     if args.push is not None:
         _push(args.out, args.push, private=args.private)
 
@@ -92,13 +96,6 @@ def _move(staged: Path, out: Path) -> None:
         target = out / path.relative_to(staged)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, target)
-
-
-def _print_sizes(out: Path, source: Source) -> None:
-    parts = [out / part for part in quantized_parts(out)] if source.kind == "pipeline" else [out]
-    for part in parts:
-        summary = inspect_checkpoint(part)
-        print(f"{part}: {summary.nbytes / 1e6:.2f} MB, {summary.bits_per_weight:.3f} bits per quantized weight")
 
 
 def _push(out: Path, repository: str, *, private: bool) -> None:

@@ -158,6 +158,16 @@ def test_quantize_inspect_and_load(llama_dir, tmp_path, capsys):
     assert "6 modules quantized" in table
 
 
+def test_a_model_that_its_host_saves_under_other_names(tmp_path, capsys):
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4)
+    SwinForImageClassification(config).save_pretrained(tmp_path / "swin")
+    assert run("quantize", tmp_path / "swin", tmp_path / "out", "--weights", "int4") == 0
+    assert run("inspect", tmp_path / "out") == 0
+    assert "intermediate.dense" in capsys.readouterr().out  # the plan, and the model, call it mlp.fc1
+
+
 def test_force_replaces_the_checkpoint_and_nothing_else(llama_dir, tmp_path, capsys):
     assert run("quantize", llama_dir, tmp_path, "--max-shard-size", "20KB") == 0
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
