@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import hf_quant
 from hf_quant.cli._models import Source, check_not_quantized, find_source, load_model, load_tokenizer, progress_wanted
 from hf_quant.config import QuantizerConfig
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids
@@ -83,7 +82,7 @@ def demo(args: argparse.Namespace) -> None:
 def find_asset(model: Path | None, text: Path | None) -> tuple[Source, Path]:
     """(the demo's model, its text): what is given, or what lies in the checkout. Raises ValueError if neither does."""
     if model is None:
-        model = next((p for p in (Path(hf_quant.__file__).parents[1] / ASSET, ASSET) if p.is_dir()), None)
+        model = next((p for p in (Path(__file__).parents[2] / ASSET, ASSET) if p.is_dir()), None)
         if model is None:
             raise ValueError(
                 f"the demo's model lies in a checkout of the repository ({ASSET}), and this installation has none; "
