@@ -100,10 +100,14 @@ def pack_int4(
 
 
 def _term_codes(spec: CodeSpec) -> Tensor:
-    """[2, 16] int8 in 0..15: the p and q, offset by 8, whose a * p + b * q is nearest to each level."""
+    """[2, 16] int8 in 0..15: the p and q, offset by 8, whose a * p + b * q is nearest to each level.
+
+    Of equally near ones the smallest, so that zero is two zeros and not a difference.
+    """
     grid = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8))
     sums = grid.double() @ torch.tensor(TERMS[spec.name], dtype=torch.float64)
-    nearest = (sums[None, :] - torch.tensor(spec.levels, dtype=torch.float64)[:, None]).abs().argmin(1)
+    distance = (sums[None, :] - torch.tensor(spec.levels, dtype=torch.float64)[:, None]).abs()
+    nearest = (distance + 1e-6 * grid.square().sum(1)).argmin(1)
     return (grid[nearest] + 8).to(torch.int8).t()
 
 
