@@ -5,6 +5,7 @@ machine then falls on all of them.
 """
 
 import math
+import os
 import platform
 import statistics
 import threading
@@ -230,7 +231,7 @@ class _Stamps(BaseStreamer):
 
 
 def machine() -> str:
-    """One line on where a measurement was made: versions, CPU, threads of torch, GPUs."""
+    """One line on where a measurement was made: versions, CPU, threads of torch, GPUs, load average."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():  # Linux leaves platform.processor() empty
@@ -238,9 +239,10 @@ def machine() -> str:
         cpu = next(names, cpu)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     threads = torch.get_num_threads()
+    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""  # Windows has none
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}; "
-        f"{', '.join([cpu, *gpus])}; {threads} thread{'s' if threads > 1 else ''}"
+        f"{', '.join([cpu, *gpus])}; {threads} thread{'s' if threads > 1 else ''}{load}"
     )
 
 

@@ -13,7 +13,6 @@ take turns, one generation each; the medians count: of the time to the first tok
 import argparse
 import copy
 import importlib.util
-import os
 import subprocess
 import sys
 import time
@@ -213,7 +212,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     base = make_model(args.model, args.layers).eval()
     print(f"python {' '.join(sys.argv)}")
-    print(f"{machine()}; commit {commit()}; load average {os.getloadavg()[0]:.1f}; {args.clock} time")
+    print(f"{machine()}; commit {commit()}; {args.clock} time")
     count = sum(p.numel() for p in base.parameters())
     print(f"{type(base).__name__}, {count / 1e6:.0f}M parameters, batch 1, {args.rounds} rounds", flush=True)
     models, seconds = make_variants(base, args)

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"python {' '.join(sys.argv)}\n{machine()}; load average {os.getloadavg()[0]:.1f}", flush=True)
+    print(f"python {' '.join(sys.argv)}\n{machine()}", flush=True)
     if args.what != "import":
         for dtype in (torch.bfloat16, torch.float32):
             print(f"\n{bench_call(args.size, dtype)}", flush=True)

@@ -58,7 +58,8 @@ def demo(args: argparse.Namespace) -> None:
     if tokenizer is None:
         raise ValueError(f"{source.name} has no tokenizer; the demo shows text that the model writes")
     args.out.mkdir(parents=True, exist_ok=True)
-    print(f"{source.name} in {len(FORMATS)} formats; {machine()}", flush=True)
+    started = machine()
+    print(f"{source.name} in {len(FORMATS)} formats; {started}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         saved = args.out / f"{Path(source.name).resolve().name}-{SAVED}"
@@ -70,7 +71,7 @@ def demo(args: argparse.Namespace) -> None:
         _check_new_process(saved, ids[:WINDOW].unsqueeze(0), expected, work)
     results = {
         "model": Path(source.name).resolve().name,
-        "machine": machine(),
+        "machine": started,
         "tokens": (ids.numel() // WINDOW) * (WINDOW - 1),
         "rows": [asdict(row) for row in rows],
     }

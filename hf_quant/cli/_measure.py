@@ -47,20 +47,17 @@ def eval(args: argparse.Namespace) -> None:
     window = args.window or min(_MAX_WINDOW, *(_longest(model) for model in loaded.models.values()))
     reference = loaded.reference
     found = quality(loaded.models, ids, window=window, reference=reference, progress=progress_wanted())
-    rows = [("model", "bits/weight", "perplexity", "change", "KL per token (nats)", "same top token")]
+    rows = [("model", "bits/weight", "perplexity")]
+    if reference is not None:
+        rows[0] += ("change", "KL per token (nats)", "same top token")
     for name, result in found.items():
-        compared = reference is not None and name != reference
-        change = result.perplexity / found[reference].perplexity - 1 if compared else 0.0
-        rows.append(
-            (
-                name,
-                bits_label(loaded.models[name]),
-                f"{result.perplexity:.4f}",
-                f"{change:+.2%}" if compared else "",
-                f"{result.kl:.5f}" if compared else "",
-                f"{result.agreement:.2%}" if compared else "",
-            )
-        )
+        row = (name, bits_label(loaded.models[name]), f"{result.perplexity:.4f}")
+        if name == reference:
+            row += ("", "", "")
+        elif reference is not None:
+            change = result.perplexity / found[reference].perplexity - 1
+            row += (f"{change:+.2%}", f"{result.kl:.5f}", f"{result.agreement:.2%}")
+        rows.append(row)
     print(format_table(rows))
     count = next(iter(found.values())).num_tokens
     print(f"{count} predictions in windows of {window} tokens of {args.text}")
@@ -84,7 +81,8 @@ def bench(args: argparse.Namespace) -> None:
         progress=progress_wanted(),
     )
     base = None if loaded.reference is None else speeds[loaded.reference]
-    rows = [("model", "bits/weight", "load s", "peak MB", "prefill ms", "x ref", "decode tok/s", "x ref")]
+    ratio = () if base is None else ("x ref",)
+    rows = [("model", "bits/weight", "load s", "peak MB", "prefill ms", *ratio, "decode tok/s", *ratio)]
     for name, speed in speeds.items():
         rows.append(
             (
@@ -93,9 +91,9 @@ def bench(args: argparse.Namespace) -> None:
                 f"{loaded.seconds[name]:.2f}",
                 f"{loaded.peaks[name] / 1e6:.0f}",
                 f"{speed.prefill * 1e3:.1f}",
-                "" if base is None else f"{base.prefill / speed.prefill:.2f}",
+                *(() if base is None else (f"{base.prefill / speed.prefill:.2f}",)),
                 f"{speed.decode:.1f}",
-                "" if base is None else f"{speed.decode / base.decode:.2f}",
+                *(() if base is None else (f"{speed.decode / base.decode:.2f}",)),
             )
         )
     print(format_table(rows))
@@ -103,9 +101,9 @@ def bench(args: argparse.Namespace) -> None:
     count = torch.get_num_threads()
     threads = f" with {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
     print(
-        f"batch 1, {args.prompt_tokens} + {args.new_tokens} tokens on {device}{threads}, the models in turns, the "
-        f"median of {args.rounds} rounds; peak MB: by how much the memory in use grows while loading and in a first "
-        "generation"
+        f"batch 1, {args.prompt_tokens} + {args.new_tokens} tokens on {device}{threads}, the median of {args.rounds} "
+        f"round{'s' if args.rounds > 1 else ''}; peak MB: by how much the memory in use grows while loading and in a "
+        "first generation"
     )
 
 
