@@ -360,6 +360,6 @@ def test_the_demo_finds_the_model_of_the_checkout(tmp_path, monkeypatch):
     assert Path(source.name).name == "tiny-llama-13m"
     assert text.is_file()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hf_quant.__file__", str(tmp_path / "hf_quant" / "__init__.py"))
+    monkeypatch.setattr("hf_quant.cli._demo.__file__", str(tmp_path / "hf_quant" / "cli" / "_demo.py"))
     with pytest.raises(ValueError, match="lies in a checkout of the repository"):
         find_asset(None, None)
