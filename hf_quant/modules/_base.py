@@ -129,7 +129,10 @@ class QuantizedModule(nn.Module):
 
     def packed(self, name: str = "weight") -> PackedWeight:
         """The quantized weight with scales and fp8 codes in their true dtype (views, no copies)."""
-        parameters, quant = self._parameters, self.scheme.weight
+        return self._typed(name, self._parameters)
+
+    def _typed(self, name: str, parameters: dict[str, Tensor | None]) -> PackedWeight:
+        quant = self.scheme.weight
         zero_point = parameters.get(packed_key("zero_point", name))
         global_scale = parameters.get(packed_key("global_scale", name))
         qdata = parameters[packed_key("qdata", name)]
@@ -181,11 +184,11 @@ class QuantizedModule(nn.Module):
     def dequantize_weight(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the host's shape, in `dtype` (default: compute_dtype)."""
         *_, N, K = self.matrix_shape(name)
-        packed = self.packed(name)
+        parameters = self._parameters
         if self.is_sharded:  # a collective: every process must ask
-            packed = PackedWeight(*(t.full_tensor() if hasattr(t, "full_tensor") else t for t in packed))
+            parameters = {k: p.full_tensor() if hasattr(p, "full_tensor") else p for k, p in parameters.items()}
         matrix = dequantize(
-            *packed,
+            *self._typed(name, parameters),
             format=self.scheme.weight.format,
             group_size=geometry(self.scheme.weight, N, K)[1],
             K=K,
