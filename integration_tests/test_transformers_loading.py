@@ -5,11 +5,12 @@ import os
 import warnings
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hf_quant
@@ -197,6 +198,26 @@ def test_automatic_device_map_counts_packed_bytes(llama):
     assert all(p.device.type == "cpu" for p in packed.parameters())
 
 
+@pytest.mark.parametrize("where", ["cpu_offload", "disk_offload"])
+def test_offload_after_loading(where, llama_int4, tmp_path, no_prepacking):
+    model, expected = load(llama_int4), load(llama_int4)
+    if where == "cpu_offload":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    assert all(p.is_meta for p in model.model.layers[1].mlp.up_proj.parameters())
+    assert torch.equal(outputs(model, "llama"), outputs(expected, "llama"))
+
+
+def test_an_offloaded_model_is_not_dequantized(llama_int4, tmp_path):
+    model = load(llama_int4, device_map=MAPS["whole layers on disk"], offload_folder=tmp_path)
+    with pytest.raises(ValueError, match="offloaded and cannot be dequantized"):
+        model.dequantize()
+    assert len(quantized_names(model)) == 14
+    with pytest.raises(ValueError, match="this model is quantized: casting"):
+        model.to(torch.float32)
+
+
 def test_quantization_device(llama):
     model = load(llama, QuantizerConfig("int4", quantization_device="cpu"))
     assert_same_weights(model, load(llama, INT4))
@@ -263,6 +284,102 @@ def test_modules_and_modules_to_not_convert(llama, tmp_path):
     reloaded = load(tmp_path)
     assert_same_weights(model, reloaded)
     assert model.config.quantization_config == reloaded.config.quantization_config
+
+
+def test_pickled_checkpoint(llama, llama_int4, tmp_path):
+    model = load(llama)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert_same_weights(load(tmp_path, INT4), load(llama_int4))
+
+
+def test_key_mapping_is_needed_once(llama, llama_int4, tmp_path):
+    model = load(llama)
+    model.config.save_pretrained(tmp_path / "other")
+    renamed = {key.replace("model.", "trunk."): value for key, value in model.state_dict().items()}
+    save_file(renamed, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    mapping = {"^trunk": "model"}
+    quantized = load(tmp_path / "other", INT4, key_mapping=mapping)
+    quantized.save_pretrained(tmp_path / "int4")
+    for kwargs in ({}, {"key_mapping": mapping}):
+        assert_same_weights(load(tmp_path / "int4", **kwargs), load(llama_int4))
+
+
+def test_a_head_of_another_size(tmp_path):
+    build("llama_classifier").save_pretrained(tmp_path)
+    cls = transformers.LlamaForSequenceClassification
+    model = load(tmp_path, INT4, cls, id2label=dict(enumerate("abcde")), ignore_mismatched_sizes=True)
+    assert model.score.weight.shape == (5, 64) and model.score.weight.requires_grad
+    assert len(quantized_names(model)) == 14
+
+
+def test_modules_that_the_model_keeps_in_fp32(tmp_path):
+    """T5's `wo` overflows in fp16: it stays fp32 there, and is quantized in bf16."""
+    build("t5", torch.float16).save_pretrained(tmp_path / "plain")
+    for dtype, kept in ((torch.float16, True), (torch.bfloat16, False)):
+        model = load(tmp_path / "plain", INT4, transformers.T5ForConditionalGeneration, dtype=dtype)
+        wo = model.encoder.block[0].layer[1].DenseReluDense.wo
+        assert isinstance(wo, QuantizedModule) != kept
+        assert wo.weight.dtype == (torch.float32 if kept else dtype)
+        model.save_pretrained(tmp_path / str(dtype))
+        reloaded = load(tmp_path / str(dtype), cls=type(model))
+        assert_same_weights(model, reloaded)
+        assert torch.equal(outputs(model, "t5"), outputs(reloaded, "t5"))
+
+
+class CustomConfig(transformers.PreTrainedConfig):
+    model_type = "hf_quant_custom"
+
+
+class CustomModel(transformers.PreTrainedModel):
+    """A model from outside of the library, which initializes weights by writing into them."""
+
+    config_class = CustomConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first = nn.Linear(64, 64)
+        self.rest = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0, 0.3)
+            module.bias.data.zero_()
+        if module is self:
+            self.first.weight.data.normal_(0, 0.5)
+
+    def forward(self, x):
+        return (self.rest(self.first(x)),)
+
+
+def test_custom_model(tmp_path):
+    model, x = CustomModel(CustomConfig()), torch.randn(3, 64)
+    model.save_pretrained(tmp_path / "plain")
+    quantized = load(tmp_path / "plain", QuantizerConfig("int8"), CustomModel)
+    assert_sqnr(quantized(x)[0], model(x)[0], at_least=30, at_most=60)
+    quantized.save_pretrained(tmp_path / "int8")
+    assert_same_weights(quantized, load(tmp_path / "int8", cls=CustomModel))
+
+
+def test_quantized_dequantized_and_quantized_again(llama, tmp_path):
+    model = load(llama, QuantizerConfig("int8"))
+    model.dequantize()
+    quantize_(model, INT4)
+    model.save_pretrained(tmp_path)
+    reloaded = load(tmp_path)
+    assert reloaded.config.quantization_config.weights == "int4"
+    assert_same_weights(model, reloaded)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3"])
+def test_tied_head_quantized_in_memory(name, tmp_path):
+    model = quantize_(build(name), QuantizerConfig("int8", modules={"lm_head": "int8"}))
+    model.save_pretrained(tmp_path)
+    reloaded, info = load(tmp_path, cls=type(model), output_loading_info=True)
+    assert not any(info.values())
+    assert_same_weights(model, reloaded)
+    assert torch.equal(outputs(model, name), outputs(reloaded, name))
 
 
 def test_config_as_a_dict(llama, llama_int4):
@@ -334,7 +451,7 @@ def test_a_checkpoint_with_a_head_in_the_base_class_and_back(base_and_head, tmp_
     assert torch.equal(outputs(model, "llama"), outputs(expected, "llama"))
 
 
-def test_auto_classes_and_pipelines(llama_int4):
+def test_auto_classes(llama_int4):
     model = transformers.AutoModelForCausalLM.from_pretrained(llama_int4)
     assert type(model) is transformers.LlamaForCausalLM and len(quantized_names(model)) == 14
 
@@ -345,7 +462,7 @@ def test_the_checkpoint_itself(llama_int4):
         assert file.metadata() == {"format": "pt"}
     stored = codes_on_disk(llama_int4)
     empty = [key for key, value in stored.items() if value.numel() == 0]
-    assert empty == ["model.layers.0.mlp.down_proj.weight"] or len(empty) == 1
+    assert len(empty) == 1 and empty[0].endswith(".weight")
     for key, value in stored.items():
         assert value.dtype == {"qdata": torch.int32, "scale": torch.int16}.get(key.rpartition(".")[2], torch.bfloat16)
     config = json.loads((llama_int4 / "config.json").read_text())

@@ -211,6 +211,18 @@ def test_generate(name, how, load):
     assert results[0].shape[1] >= 8
 
 
+def test_generate_with_a_compiled_static_cache(load):
+    model = load("llama", "int8", dtype=torch.float32)
+    arguments = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **inputs("llama")}
+    expected = model.generate(**arguments)
+    torch._dynamo.reset()
+    compile_config = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compile_config._compile_all_devices = True  # the host leaves the CPU out
+    result = model.generate(**arguments, cache_implementation="static", compile_config=compile_config)
+    assert torch.equal(result, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
 # compilation
 
 

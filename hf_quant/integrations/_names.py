@@ -55,13 +55,20 @@ def keep_layout(model: nn.Module, guard: str) -> None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
 
-    def touches_codes(conversion: Any) -> bool:
-        if not isinstance(conversion, WeightConverter):
-            return False
-        reverse = conversion.reverse_transform()
-        return any(reverse.rename_source_key(key)[1] is not None for key in keys)
+    # A user's `key_mapping` is not part of the checkpoint: it has to load without.
+    known = {_patterns(c) for c in get_model_conversion_mapping(model)}
 
-    model._weight_conversions = [c for c in conversions if not touches_codes(c)]
+    def is_kept(conversion: Any) -> bool:
+        if not isinstance(conversion, WeightConverter):
+            return _patterns(conversion) in known
+        reverse = conversion.reverse_transform()
+        return all(reverse.rename_source_key(key)[1] is None for key in keys)
+
+    model._weight_conversions = [c for c in conversions if is_kept(c)]
+
+
+def _patterns(conversion: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(conversion.source_patterns), tuple(conversion.target_patterns)
 
 
 def tied_modules(model: nn.Module) -> dict[str, str]:
