@@ -2,12 +2,12 @@
 
     python scripts/bench_cpu.py linear                       # forward, the figures of the README
     python scripts/bench_cpu.py linear --direction backward
-    python scripts/bench_cpu.py overhead                     # cost of a call on a 64 x 64 layer
 
 Every number is the ratio to bf16 `F.linear` (for the gradient: to the bf16 product) on the same shape in the same run:
-above 1 is faster. Candidates take turns, weights rotate through `--copies` random copies so that none stays in the
-cache, and the lower quartile of the rounds counts. With one thread, CPU time of that thread is measured, which leaves
-out being preempted; with more, wall-clock time.
+above 1 is faster. Candidates take turns; a turn is one call for each of `--copies` random weights, as the layers of a
+model follow each other, and no weight stays in the cache; the least of the turns counts, which other processes disturb
+least. With one thread, CPU time of that thread is measured, which leaves out being preempted; with more, wall-clock
+time. The first use of a weight, which may prepack it, is not timed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,15 +110,15 @@ def clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def interleaved(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each call(round), lower quartile; the candidates take turns."""
-    now, seconds = clock(), {name: [] for name in calls}
-    for i in range(rounds + 2):  # the first two rounds let caches be built
-        for name, call in calls.items():
+def interleaved(turns: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Seconds of each turn, the least of `rounds`; the candidates take turns, the first round does not count."""
+    now, seconds = clock(), {name: [] for name in turns}
+    for _ in range(rounds + 1):
+        for name, turn in turns.items():
             start = now()
-            call(i)
+            turn()
             seconds[name].append(now() - start)
-    return {name: sorted(values[2:])[rounds // 4] for name, values in seconds.items()}
+    return {name: min(values[1:]) for name, values in seconds.items()}
 
 
 def bench_linear(args: argparse.Namespace) -> None:
@@ -137,7 +137,7 @@ def bench_linear(args: argparse.Namespace) -> None:
             for M in args.m:
                 seconds = _one_size(args, chosen, copies, plain, M, N, K)
                 base = seconds.pop("bf16")
-                rows["bf16 (ms)"].append(f"{base * 1e3:.2f}")
+                rows["bf16 (ms)"].append(f"{base / args.copies * 1e3:.2f}")
                 for name, value in seconds.items():
                     rows[name].append(f"{base / value:.2f}")
             print_table(["M =", *map(str, args.m)], rows)
@@ -156,44 +156,21 @@ def _one_size(
     """Seconds of bf16 and of each candidate for one M."""
     forward = args.direction == "forward"
     x = torch.randn(M, K if forward else N, dtype=torch.bfloat16)
-    calls: dict[str, Callable[[int], object]] = {
-        "bf16": (lambda i: F.linear(x, plain[i % len(plain)])) if forward else lambda i: x @ plain[i % len(plain)]
+    turns: dict[str, Callable[[], None]] = {
+        "bf16": _turn((lambda w: F.linear(x, w)) if forward else (lambda w: x @ w), plain)
     }
     for candidate in chosen:
         call = (forward_call if forward else backward_call)(candidate, K)
-        weights = copies[candidate.name]
-        for packed in weights:  # twice: what is prepacked is made at the second use
-            call(x, packed)
-            call(x, packed)
-        calls[candidate.name] = lambda i, call=call, weights=weights: call(x, weights[i % len(weights)])
-    return interleaved(calls, max(args.rounds // (1 + M // 64), 3))
+        turns[candidate.name] = _turn(lambda packed, call=call: call(x, packed), copies[candidate.name])
+    return interleaved(turns, max(args.rounds // (1 + M // 64), 2))
 
 
-def bench_overhead(args: argparse.Namespace) -> None:
-    """Microseconds of one forward of a 64 x 64 layer with one row, in eager mode without autograd."""
-    import hf_quant
+def _turn(call: Callable[[Any], Tensor], weights: list[Any]) -> Callable[[], None]:
+    def turn() -> None:
+        for weight in weights:
+            call(weight)
 
-    torch.set_num_threads(1)
-    for K in (64, 128):
-        linear = torch.nn.Linear(64, K, bias=False, dtype=torch.bfloat16)
-        x = torch.randn(1, 64, dtype=torch.bfloat16)
-        calls = {"nn.Linear": linear}
-        for name in ("int8", "int4", "nf4", "fp8", "W8A8"):
-            layer = torch.nn.Sequential(torch.nn.Linear(64, K, bias=False, dtype=torch.bfloat16))
-            hf_quant.quantize_(layer, hf_quant.QuantizerConfig(name, modules={"0": name}))
-            calls[name] = layer[0]
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        with torch.no_grad():
-            for _ in range(args.rounds + 2):
-                for name, call in calls.items():
-                    start = time.thread_time()
-                    for _ in range(500):
-                        call(x)
-                    seconds[name].append((time.thread_time() - start) / 500)
-        best = {name: min(values[2:]) for name, values in seconds.items()}
-        base = best["nn.Linear"]
-        print(f"\n64 -> {K}, M = 1, bf16, no_grad")
-        print_table(["", "us", "x nn.Linear"], {n: [f"{v * 1e6:.1f}", f"{v / base:.2f}"] for n, v in best.items()})
+    return turn
 
 
 def print_table(header: list[str], rows: dict[str, list[str]]) -> None:
@@ -228,14 +205,10 @@ def main() -> None:
     linear.add_argument("--m", nargs="+", type=int, default=[1, 2, 4, 8, 16, 17, 32, 64, 128, 256, 512, 1024])
     linear.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     linear.add_argument("--copies", type=int, default=4, help="different weights to rotate through")
-    linear.add_argument("--rounds", type=int, default=12, help="per M; fewer for M >= 64, at least 3")
+    linear.add_argument("--rounds", type=int, default=8, help="turns per M; fewer for M >= 64, at least 2")
     linear.add_argument("--only", nargs="+", help="candidates whose name contains one of these")
     linear.add_argument("--direction", choices=("forward", "backward"), default="forward")
     linear.set_defaults(run=bench_linear)
-
-    overhead = commands.add_parser("overhead", help="cost of a call on a tiny layer")
-    overhead.add_argument("--rounds", type=int, default=10)
-    overhead.set_defaults(run=bench_overhead)
 
     args = parser.parse_args()
     print(environment())

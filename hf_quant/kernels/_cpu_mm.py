@@ -1,7 +1,7 @@
 """x @ dequant(w).T on CPU with stock torch ops: `product`, which the CPU backends of all matmul ops share.
 
 Which path runs depends on format, shapes and dtype only: equal inputs give equal bits, in every process. M is a
-run-time value, as the ops are opaque to torch.compile. `PATHS` tells the plan. Some paths read a prepacked copy of the
+run-time value, as the ops are opaque to torch.compile. `_cpu_paths` tells the plan. Some paths read a prepacked copy of the
 weight, see `kernels._cpu`.
 
 Accuracy, bf16 input: weights are rounded to bf16 (their scales too), products accumulate in fp32, the output is
@@ -37,7 +37,6 @@ from hf_quant.kernels._cpu_pack import (
     pack_qlinear,
     trust_float8,
 )
-from hf_quant.kernels._op import Path, Problem
 from hf_quant.kernels.codes import CODES, PACK, CodeSpec
 
 
@@ -46,9 +45,9 @@ DENSE = 2**16  # weights up to which a matrix is kept dequantized: torch's own c
 _VNNI = torch.cpu._is_vnni_supported()
 _NO_ZERO_POINT = torch.zeros(1, dtype=torch.int64)
 # Largest M of the paths that lose to dequantizing from there on (14336 x 4096, one core of Zen 5).
-_SMALL_M = {"int8pack": 4, "split": 256, "int4pack": 40, "terms": 16, "block scale": 16, "fp6": 256, "fp32": 8}
+_SMALL_M = {"int8pack": 4, "split": 256, "int4pack": 40, "terms": 16, "block scale": 128, "fp32": 8}
 # fp8 codes become bf16 by: sign-extend to 16 bits, shift left, mask; that is the value times 2**-exponent.
-_SHIFTS = {torch.float8_e4m3fn: (4, -0x7810, 120), torch.float8_e5m2: (5, -0x7020, 112)}
+SHIFTS = {torch.float8_e4m3fn: (4, -0x7810, 120), torch.float8_e5m2: (5, -0x7020, 112)}
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -225,13 +224,13 @@ def _float8(
     trust = "normal"
     if not spec.is_packed:
         trust = fact("trust", qdata, trust_float8, qdata, group_size)
-    elif M <= _SMALL_M["fp6"] and scale.shape[1] == 1:
+    elif scale.shape[1] == 1:
         qdata = prepacked("fp8", (qdata,), expand_to_fp8, qdata, spec, K)
     else:
         return None
     if qdata is None or trust == "no":
         return None
-    shift, mask, exponent = _SHIFTS[qdata.dtype]
+    shift, mask, exponent = SHIFTS[qdata.dtype]
     half = 2.0 ** (exponent // 2)
     factor = scale_values(scale, None).float() * (2.0**exponent / half)
     codes = qdata.view(torch.int8)
@@ -254,11 +253,23 @@ def _float8(
     if scale.shape[1] == 1 and trust == "normal":
         return _finish(_by_blocks(x, N, shifted), expand_rows(factor, N), bias, x.dtype)
     if M <= _SMALL_M["block scale"] and trust == "normal" and scale.shape[0] != N and K % group_size == 0:
-        # The scales of 128 rows go on x instead of on every weight.
-        values = (x.view(1, M, -1, group_size) * (scale_values(scale, None).float()[:, None, :, None])).to(x.dtype)
-        y = _by_blocks(values.view(-1, M, K), N, shifted, step=128)
+        y = _scales_on_x(x, scale_values(scale, None).to(x.dtype), N, group_size, shifted)
         return _finish(y.mul_(2.0**exponent / half), None, bias, x.dtype)
     return _finish(_by_blocks(x, N, scaled), None, bias, x.dtype)
+
+
+def _scales_on_x(x: Tensor, scale: Tensor, N: int, group_size: int, make: Callable[[int], Block]) -> Tensor:
+    """x @ w.T where 128 rows share their scales [ceil(N/128), G]: these multiply x, which at small M is smaller."""
+    M, K = x.shape
+    by_group, scale = x.view(M, -1, group_size), scale.unsqueeze(-1)
+    y = x.new_empty(M, N)
+    weights, fill = make(min(128, N))
+    for i, start in enumerate(range(0, N, 128)):
+        if start + 128 > N:
+            weights, fill = make(N - start)
+        fill(start)
+        torch.mm((by_group * scale[i]).view(M, K), weights.t(), out=y[:, start : start + 128])
+    return y
 
 
 # Any format, any M
@@ -301,14 +312,11 @@ def _blocks(
     return _finish(y, None, bias, dtype)
 
 
-def _by_blocks(x: Tensor, N: int, make: Callable[[int], Block], step: int | None = None) -> Tensor:
-    """x [M, K] @ w.T -> [M, N] in x's dtype, where make(n) decodes n rows of w at a time.
-
-    x [N / step, M, K] holds another x for each block.
-    """
-    *_, M, K = x.shape
+def _by_blocks(x: Tensor, N: int, make: Callable[[int], Block]) -> Tensor:
+    """x [M, K] @ w.T -> [M, N] in x's dtype, where make(n) decodes n rows of w at a time."""
+    M, K = x.shape
     y = x.new_empty(M, N)
-    step = min(step or max(_BLOCK // max(K, 1), 1), N)
+    step = min(max(_BLOCK // max(K, 1), 1), N)
     # oneDNN's fp32 GEMM is on AMD twice as fast as MKL's, which `torch.mm` takes.
     onednn = x.dtype == torch.float32 and M >= 4 and torch.backends.mkldnn.is_available()
     weights, fill = make(step)
@@ -316,11 +324,10 @@ def _by_blocks(x: Tensor, N: int, make: Callable[[int], Block], step: int | None
         if start + step > N:
             weights, fill = make(N - start)
         fill(start)
-        rows = x if x.dim() == 2 else x[start // step]
         if onednn:
-            y[:, start : start + step] = torch.ops.mkldnn._linear_pointwise(rows, weights, None, "none", [], "")
+            y[:, start : start + step] = torch.ops.mkldnn._linear_pointwise(x, weights, None, "none", [], "")
         else:
-            torch.mm(rows, weights.t(), out=y[:, start : start + step])
+            torch.mm(x, weights.t(), out=y[:, start : start + step])
     return y
 
 
@@ -328,69 +335,23 @@ def _finish(y: Tensor, factor: Tensor | None, bias: Tensor | None, dtype: torch.
     """(y [M, N] * factor [N, 1] + bias [N]) in fp32 -> dtype; y may be overwritten, factor may have one element."""
     if factor is None and bias is None:
         return y.to(dtype)
-    factor = None if factor is None else factor.reshape(-1).float()
+    return scaled(y, None, None if factor is None else factor.reshape(-1).float(), bias, dtype)
+
+
+def scaled(
+    y: Tensor, row_factor: Tensor | None, factor: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(y [M, N] * row_factor [M, 1] * factor [N] + bias [N]) in fp32 -> dtype; y may be overwritten."""
     out = y if y.dtype == dtype else y.new_empty(y.shape, dtype=dtype)
     step = max(_BLOCK // max(y.shape[1], 1), 1)
     for start in range(0, y.shape[0], step):
         rows = slice(start, start + step)
         total = y[rows].float()
+        if row_factor is not None:
+            total.mul_(row_factor[rows])
         if factor is not None:
             total.mul_(factor)
         if bias is not None:
             total.add_(bias)
         out[rows] = total
     return out
-
-
-# What the plan and the support matrix are told
-
-
-def _supports_dense(problem: Problem) -> str | None:
-    return None if problem.N * problem.K <= DENSE else f"only matrices of at most {DENSE} weights"
-
-
-def _supports_int8(problem: Problem) -> str | None:
-    return None if problem.format == "int8" and problem.group_size >= problem.K else "only int8 with one scale per row"
-
-
-def _supports_int8pack(problem: Problem) -> str | None:
-    if problem.K % 16:
-        return f"K={problem.K} is not a multiple of 16"
-    return _supports_int8(problem) or _needs_bf16(problem)
-
-
-def _supports_split(problem: Problem) -> str | None:
-    return _supports_int8(problem) or no_qlinear(problem.K)
-
-
-def _supports_int4pack(problem: Problem) -> str | None:
-    spec = CODES[problem.format]
-    if spec.bits > 4:
-        return "only formats of at most 4 bits"
-    if int4pack_group(spec, problem.N, problem.K, problem.group_size) is None:
-        return (
-            f"N={problem.N} must be a multiple of 16, and K={problem.K} of the group size {problem.group_size}, "
-            f"which must be one of {32 if spec.is_integer else 16}"
-        )
-    return _needs_bf16(problem)
-
-
-def _supports_shift(problem: Problem) -> str | None:
-    spec = CODES[problem.format]
-    if spec.dtype not in _SHIFTS and (spec.bits != 6 or problem.group_size < problem.K):
-        return "only fp8, and fp6 with one scale per row"
-    return _needs_bf16(problem)
-
-
-def _needs_bf16(problem: Problem) -> str | None:
-    return None if problem.dtype == torch.bfloat16 else "only bf16 input"
-
-
-PATHS = (
-    Path("bf16 (fp32) copy of a tiny weight", "any M", _supports_dense),
-    Path("int8 GEMM, x in two bytes (oneDNN)", "M <= 256", _supports_split),
-    Path("int8pack", "M <= 4", _supports_int8pack),
-    Path("int4pack", "M <= 40 (codebooks 16)", _supports_int4pack),
-    Path("GEMM of shifted codes", "any M (fp6: <= 256)", _supports_shift),
-    Path("dequantize blocks", "any other M", lambda problem: None),
-)

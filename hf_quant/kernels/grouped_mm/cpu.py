@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from hf_quant.kernels._cpu_mm import PATHS, as_rows, product
+from hf_quant.kernels._cpu_mm import as_rows, product
+from hf_quant.kernels._cpu_paths import PATHS
 from hf_quant.kernels._op import implements
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.grouped_mm import op

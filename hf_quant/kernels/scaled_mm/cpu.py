@@ -8,16 +8,20 @@ the paths of `_cpu_mm`, and puts the row scales on the product; a weight of at m
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu import prepacked, scratch
+from hf_quant.kernels._cpu import prepacked
 from hf_quant.kernels._cpu_decode import level_block
-from hf_quant.kernels._cpu_mm import DENSE, PATHS, as_rows, no_qlinear, product, qlinear, row_vector
+from hf_quant.kernels._cpu_mm import DENSE, as_rows, no_qlinear, product, qlinear, row_vector, scaled
 from hf_quant.kernels._cpu_pack import pack_qlinear
+from hf_quant.kernels._cpu_paths import PATHS
 from hf_quant.kernels._op import Path, Problem, implements
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.weight_only.op import check as check_weight_only
+
+
+_CHUNK = 2**18  # values of x quantized at a time: temporaries stay in the cache
 
 
 def _supports_int8(problem: Problem) -> str | None:
@@ -72,18 +76,22 @@ def dynamic_product(
     M, K = x.shape
     if M == 0:
         return x.new_empty(0, qdata.shape[0])
+    bias = None if bias is None else bias.detach()
     row_scale = row_scales(x, limit)
-    values = row_codes(x, row_scale, limit, activation)
-    if activation == format == "int8" and scale.shape[1] == 1 and qdata.numel() > DENSE:
-        codes = scratch("rows", (M, K), torch.int8).copy_(values)
-        return _int8(codes, qdata, row_scale, scale, bias, x.dtype)
+    int8 = activation == format == "int8" and scale.shape[1] == 1 and qdata.numel() > DENSE
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    if activation == "int8":
-        codes = values.to(dtype)
-    else:
-        codes = _float8_values(values.to(torch.float8_e4m3fn), dtype)
+    codes = torch.empty(M, K, dtype=torch.int8 if int8 else dtype)
+    step = max(_CHUNK // K, 1)
+    for start in range(0, M, step):
+        rows = slice(start, start + step)
+        values = row_codes(x[rows], row_scale[rows], limit, activation)
+        if activation == "fp8_e4m3":
+            values = _float8_values(values.to(torch.float8_e4m3fn), dtype)
+        codes[rows] = values
+    if int8:
+        return _int8(codes, qdata, row_scale, scale, bias, x.dtype)
     y = product(codes, qdata, scale, zero_point, global_scale, None, CODES[format], group_size)
-    return _scaled(y, row_scale, bias, x.dtype)
+    return scaled(y, row_scale, None, bias, x.dtype)
 
 
 def _float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,23 +101,13 @@ def _float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return block.rows.clone()
 
 
-def _scaled(y: Tensor, row_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y * row_scale + bias in fp32 -> dtype."""
-    total = y.mul_(row_scale) if y.dtype == torch.float32 else y.float().mul_(row_scale)
-    if bias is not None:
-        total.add_(bias.detach())
-    return total.to(dtype)
-
-
 def _int8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(a @ b.T) * a_scale * b_scale.T + bias; a [M, K] int8 contiguous, b_scale [N | 1, 1] of any floating dtype."""
     weight_scale = row_vector(b_scale, b.shape[0], torch.float32)
     weight = None if no_qlinear(a.shape[1]) else prepacked("qlinear", (b,), pack_qlinear, b)
     if weight is None:
-        y = torch._int_mm(a, b.t()).float().mul_(weight_scale)
-    else:
-        y = qlinear(a.view(torch.uint8).bitwise_xor(128), weight, weight_scale)
-    return _scaled(y, a_scale, bias, dtype)
+        return scaled(torch._int_mm(a, b.t()), a_scale, weight_scale, bias, dtype)
+    return scaled(qlinear(a.view(torch.uint8).bitwise_xor(128), weight, weight_scale), a_scale, None, bias, dtype)
 
 
 @implements(op.int8_scaled_mm, "CPU", paths=(INT8_PATH,))
@@ -134,4 +132,4 @@ def fp8_scaled_mm_cpu(
         return op.fp8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
     spec = CODES["fp8_e4m3"]
     codes = _float8_values(a.contiguous(), torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32)
-    return _scaled(product(codes, b, b_scale, None, None, None, spec, K), a_scale, bias, out_dtype)
+    return scaled(product(codes, b, b_scale, None, None, None, spec, K), a_scale, None, bias, out_dtype)

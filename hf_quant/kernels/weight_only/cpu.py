@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels._cpu_decode import Block, expand_rows, level_block, scale_values, weight_block
-from hf_quant.kernels._cpu_mm import PATHS, as_rows, product
+from hf_quant.kernels._cpu_mm import as_rows, product
+from hf_quant.kernels._cpu_paths import PATHS
 from hf_quant.kernels._op import implements
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.weight_only import op

@@ -1,0 +1,59 @@
+"""What the plan and the support matrix are told of the CPU paths; `_cpu_mm.product` takes them."""
+
+import torch
+
+from hf_quant.kernels._cpu_mm import DENSE, SHIFTS, no_qlinear
+from hf_quant.kernels._cpu_pack import int4pack_group
+from hf_quant.kernels._op import Path, Problem
+from hf_quant.kernels.codes import CODES
+
+
+def _supports_dense(problem: Problem) -> str | None:
+    return None if problem.N * problem.K <= DENSE else f"only matrices of at most {DENSE} weights"
+
+
+def _supports_int8(problem: Problem) -> str | None:
+    return None if problem.format == "int8" and problem.group_size >= problem.K else "only int8 with one scale per row"
+
+
+def _supports_int8pack(problem: Problem) -> str | None:
+    if problem.K % 16:
+        return f"K={problem.K} is not a multiple of 16"
+    return _supports_int8(problem) or _needs_bf16(problem)
+
+
+def _supports_split(problem: Problem) -> str | None:
+    return _supports_int8(problem) or no_qlinear(problem.K)
+
+
+def _supports_int4pack(problem: Problem) -> str | None:
+    spec = CODES[problem.format]
+    if spec.bits > 4:
+        return "only formats of at most 4 bits"
+    if int4pack_group(spec, problem.N, problem.K, problem.group_size) is None:
+        return (
+            f"N={problem.N} must be a multiple of 16, and K={problem.K} of the group size {problem.group_size}, "
+            f"which must be one of {32 if spec.is_integer else 16}"
+        )
+    return _needs_bf16(problem)
+
+
+def _supports_shift(problem: Problem) -> str | None:
+    spec = CODES[problem.format]
+    if spec.dtype not in SHIFTS and (spec.bits != 6 or problem.group_size < problem.K):
+        return "only fp8, and fp6 with one scale per row"
+    return _needs_bf16(problem)
+
+
+def _needs_bf16(problem: Problem) -> str | None:
+    return None if problem.dtype == torch.bfloat16 else "only bf16 input"
+
+
+PATHS = (
+    Path("bf16 (fp32) copy of a tiny weight", "any M", _supports_dense),
+    Path("int8 GEMM, x in two bytes (oneDNN)", "M <= 256", _supports_split),
+    Path("int8pack", "M <= 4", _supports_int8pack),
+    Path("int4pack", "M <= 40 (codebooks 16)", _supports_int4pack),
+    Path("GEMM of shifted codes", "any M", _supports_shift),
+    Path("dequantize blocks", "any other M", lambda problem: None),
+)
