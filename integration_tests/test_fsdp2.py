@@ -1,0 +1,171 @@
+"""FSDP2 in two processes: codes are sharded as they are, the forward is bit-equal, adapters train."""
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from hf_quant import QuantizerConfig, quantize_
+from hf_quant.kernels._cpu import set_prepack_limit
+from integration_tests.tiny_models import build, inputs
+from integration_tests.two_processes import Failures, change, run_in_two_processes, whole
+
+
+TIED = QuantizerConfig("int4", modules={"lm_head": "int8", "model.embed_tokens": "int8"})
+# {case: (architecture, config, fields of LoraConfig)}
+CASES: dict[str, tuple[str, QuantizerConfig, dict]] = {
+    "int8": ("llama", QuantizerConfig("int8"), {}),
+    "int4 asymmetric": ("llama", QuantizerConfig("int4", group_size=32, symmetric=False), {"use_dora": True}),
+    "nvfp4": ("llama", QuantizerConfig("nvfp4"), {}),
+    "W8A8_FP8": ("llama", QuantizerConfig("W8A8_FP8"), {}),
+    "tied": ("llama_tied", TIED, {}),
+    "experts": ("qwen3_moe", QuantizerConfig("int8"), {"target_modules": ["q_proj", "o_proj"]}),
+}
+IDS = inputs("llama")["input_ids"]
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def load(directory: Path, name: str, **fields) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(directory / name.replace(" ", "-"), **fields)
+
+
+def test_two_processes_agree_with_one(tmp_path):
+    set_prepack_limit(0)
+    build("llama", torch.float32).save_pretrained(tmp_path / "plain")
+    for case, (architecture, config, _) in CASES.items():
+        quantize_(build(architecture, torch.float32), config).save_pretrained(tmp_path / case.replace(" ", "-"))
+    set_prepack_limit(None)
+    failures = run_in_two_processes(in_each_process, tmp_path)
+    assert not failures, "\n".join(failures)
+
+
+def in_each_process(directory: Path, failures: Failures) -> None:
+    for case in CASES:
+        with failures.of(f"{case}, fully_shard"):
+            check_training(case, directory)
+        with failures.of(f"{case}, loaded sharded"):
+            check_load(case, directory)
+    for check in (check_mixed_precision, check_quantization_on_load, check_writes):
+        with failures.of(check.__name__):
+            check(directory)
+
+
+def with_adapter(model: nn.Module, fields: dict) -> PeftModel:
+    torch.manual_seed(1)
+    fields = {"target_modules": "all-linear", "r": 4, "init_lora_weights": False, **fields}
+    return get_peft_model(model, LoraConfig(**fields))
+
+
+def shard(model: PeftModel, **fields) -> PeftModel:
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, **fields)
+    return fully_shard(model, **fields)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(IDS).logits
+
+
+def train(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses, gradients of the first step)"""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses, first = [], {}
+    for _ in range(3):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        first = first or {n: whole(p.grad).clone() for n, p in model.named_parameters() if p.requires_grad}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, first
+
+
+def codes(model: nn.Module) -> dict[str, Tensor]:
+    parts = ("qdata", "scale", "zero_point", "global_scale")
+    return {n: p for n, p in model.named_parameters() if n.rpartition(".")[2].startswith(parts)}
+
+
+def assert_sharded_integers(model: nn.Module) -> None:
+    for name, parameter in codes(model).items():
+        assert not parameter.dtype.is_floating_point and not parameter.requires_grad, name
+        rows = parameter.shape[0]
+        assert parameter.to_local().shape[0] in (rows // 2, rows - rows // 2), name
+
+
+def check_training(case: str, directory: Path) -> None:
+    _, _, fields = CASES[case]
+    base = load(directory, case)
+    expected, model = with_adapter(copy.deepcopy(base), fields), shard(with_adapter(base, fields))
+    stored = {name: p.clone() for name, p in codes(expected).items()}
+    assert torch.equal(logits(model), logits(expected))
+    (losses, gradients), (expected_losses, expected_gradients) = train(model.train()), train(expected.train())
+    assert gradients.keys() == expected_gradients.keys()
+    # Both processes see the same batch: the mean of two equal gradients.
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected_gradients.items())
+    assert losses == expected_losses and losses[-1] < losses[0] - 0.01, losses
+    assert_sharded_integers(model)
+    assert all(torch.equal(whole(p), stored[name]) for name, p in codes(model).items())
+
+
+def check_load(case: str, directory: Path) -> None:
+    single, sharded = load(directory, case), load(directory, case, distributed_config=DistributedConfig(fsdp_size=2))
+    assert_sharded_integers(sharded)
+    assert torch.equal(logits(sharded), logits(single))
+    tokens = [m.generate(IDS, max_new_tokens=4, do_sample=False) for m in (sharded, single)]
+    assert torch.equal(*tokens)
+    target = directory / f"{case.replace(' ', '-')}-saved"
+    sharded.save_pretrained(target)
+    dist.barrier()
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(target)), logits(single))
+    if case != "tied":  # the host stores both of two tied weights, of a 16-bit model, too
+        saved, original = (d / "model.safetensors" for d in (target, directory / case.replace(" ", "-")))
+        assert saved.read_bytes() == original.read_bytes()
+
+
+def check_mixed_precision(directory: Path) -> None:
+    """The policy casts norms, embeddings and adapters, and leaves codes and scales alone."""
+    for case in ("int4 asymmetric", "nvfp4"):
+        base = load(directory, case)
+        expected, model = with_adapter(copy.deepcopy(base), {}), shard(with_adapter(base, {}), mp_policy=BF16)
+        for parameter in expected.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.bfloat16()
+        found = logits(model)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, logits(expected)), case
+        losses, _ = train(model.train())
+        assert losses[-1] < losses[0] - 0.01, losses
+        assert_sharded_integers(model)
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def check_quantization_on_load(directory: Path) -> None:
+    try:
+        load(directory, "plain", distributed_config=DistributedConfig(fsdp_size=2), quantization_config=QuantizerConfig())
+    except ValueError as error:
+        assert "fsdp_size=2 with quantization on load" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
+def check_writes(directory: Path) -> None:
+    """Weights can be read between forwards, as every process does at the same time; they cannot be replaced."""
+    single, model = (
+        load(directory, "nvfp4"),
+        load(directory, "nvfp4", distributed_config=DistributedConfig(fsdp_size=2)),
+    )
+    layers = [m.model.layers[0].mlp.up_proj for m in (single, model)]
+    assert change(layers[1].weight * 1, layers[0].weight * 1) == 0
+    for write in (lambda: layers[1].requantize_weight_("weight", torch.zeros(128, 64)), model.dequantize):
+        try:
+            write()
+        except ValueError as error:
+            assert "sharded" in str(error), error
+        else:
+            raise AssertionError("no error")
