@@ -137,6 +137,17 @@ def test_config_of_another_size(damaged):
     assert "down_proj.qdata" in message and "[64, 128]" in message and "[64, 192]" in message
 
 
+@pytest.mark.parametrize("config", [None, QuantizerConfig("int4")], ids=["quantized", "on the fly"])
+def test_config_of_another_size_of_what_is_not_quantized(config, plain, stored, tmp_path, caplog):
+    source = shutil.copytree(stored if config is None else plain, tmp_path / "source")
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**content, "vocab_size": 128}))
+    kwargs = {} if config is None else {"quantization_config": config}
+    message = load_error(source, Exception, **kwargs)
+    # The host's own report, or, in versions that do not look at shapes when there is a quantizer, ours.
+    assert "mismatched" in message or "embed_tokens.weight is (96, 64); the model's config needs (128, 64)" in message
+
+
 @pytest.mark.parametrize(
     ("weights", "part", "value", "expected"),
     [

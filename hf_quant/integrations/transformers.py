@@ -49,6 +49,7 @@ class TransformersQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         # What went wrong with single weights: the host would swallow an exception and print its traceback.
         self.errors: list[str] = []
+        self.shapes: dict[str, torch.Size] = {}  # of the model's parameters, as its config has them
 
     @property
     def is_trainable(self) -> bool:
@@ -104,6 +105,7 @@ class TransformersQuantizer(HfQuantizer):
             self.quantization_config = prepare_from_config(model, self.quantization_config)
         tie_codes(model)
         prepare_parallel(model)
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -121,6 +123,10 @@ class TransformersQuantizer(HfQuantizer):
         if self.errors:
             more = f", and {len(self.errors) - 3} more" if len(self.errors) > 3 else ""
             raise ValueError("; ".join(self.errors[:3]) + more)
+        for name, parameter in model.named_parameters():
+            expected = self.shapes.pop(name, parameter.shape)
+            if parameter.shape != expected:  # older versions load, with any quantizer, what does not fit
+                raise ValueError(f"{name} is {tuple(parameter.shape)}; the model's config needs {tuple(expected)}")
         for name, module in list(model.named_modules()):
             if not isinstance(module, QuantizedModule):
                 continue
