@@ -25,7 +25,7 @@ from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 
 
 MAX_LOGITS = 2**26  # per batch; in fp32 256 MB
-WARM_UP = 2  # generations: some CPU paths repack a weight when it is used for the second time
+WARM_UP = 1  # generations of 2 tokens: CPU paths repack each weight when prefill and decode use it for the first time
 
 
 class Quality(NamedTuple):
@@ -177,7 +177,7 @@ def generation_speed(
     clock: Callable[[], float] = time.perf_counter,
     progress: bool = False,
 ) -> dict[str, Speed]:
-    """Time greedy `generate` at batch 1 on random prompts, the models in turns, after two generations to warm up.
+    """Time greedy `generate` at batch 1 on random prompts, the models in turns, after one generation to warm up.
 
     `clock` gives seconds: `time.perf_counter`, or `time.thread_time` (with one torch thread), which leaves out the
     moments at which another process had the core. Raises ValueError on fewer than 2 new tokens.

@@ -78,7 +78,7 @@ def test_generation_speed_counts_seconds_and_tokens():
     found = generation_speed({"a": model}, prompt_tokens=4, new_tokens=3, rounds=2, clock=lambda: next(now))
     assert found["a"].prefill == 1
     assert found["a"].decode == 1
-    assert next(now) == 2 * 3 + 2 * 4  # start and 2 tokens twice to warm up, then start and 3 tokens in each round
+    assert next(now) == 3 + 2 * 4  # start and 2 tokens to warm up, then start and 3 tokens in each round
 
 
 def test_generation_speed_takes_the_models_in_turns(monkeypatch):
@@ -89,7 +89,7 @@ def test_generation_speed_takes_the_models_in_turns(monkeypatch):
             model, "generate", lambda *args, _name=name, _run=generate, **kw: (order.append(_name), _run(*args, **kw))
         )
     found = generation_speed(models, prompt_tokens=4, new_tokens=2, rounds=2)
-    assert order == ["a", "b"] * 4
+    assert order == ["a", "b"] * 3
     assert all(speed.prefill > 0 and speed.decode > 0 for speed in found.values())
     with pytest.raises(ValueError, match="new_tokens=1"):
         generation_speed(models, new_tokens=1)
