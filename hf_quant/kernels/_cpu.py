@@ -8,9 +8,11 @@ in this process-wide cache, keyed by the identity of the weight's memory, and `s
 `.to()` never see it. It costs memory on top of the weight (per weight: 4 bits for int4, int3 and int2; 8 bits for
 int8, fp6, nf4, mxfp4 and nvfp4) and is made at the first use at an M where it pays. Not at the second, which would
 spare one-off calls: then the same model would give other bits at its first call than later, and than when reloaded.
-`set_prepack_limit` bounds the memory; 0 suits a model whose weights are streamed in anew for each forward.
+`set_prepack_limit` bounds the memory, by default to a quarter of the machine's; 0 suits a model whose weights are
+streamed in anew for each forward.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -78,7 +80,10 @@ class _Entry:
 
 _entries: dict[tuple[str, int], _Entry] = {}
 _lock = threading.RLock()
+# A share of all memory, not of what happens to be free: the paths, and with them the bits, must not depend on that.
 _limit: int | None = None
+if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    _limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 def prepacked(kind: str, sources: tuple[Tensor, ...], build: Callable[..., Any], *args: Any) -> Any:
@@ -132,7 +137,7 @@ def clear_prepacked() -> None:
 
 
 def set_prepack_limit(nbytes: int | None) -> None:
-    """Build no prepacked weight once `nbytes` are taken; 0 builds none, None (the default) sets no limit.
+    """Build no prepacked weight once `nbytes` are taken; 0 builds none, None sets no limit.
 
     Those already built stay; `clear_prepacked` drops them. Weights without one take slower paths, whose results may
     differ in the last bits.
