@@ -68,9 +68,8 @@ class Groups:
 
     def relative(self, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         """The weights on the grid's scale: values / scale + signed zero point [R, G, g]. In a scratch buffer."""
-        if zero_point is None:
-            return torch.div(self.values, scale, out=self._work)
-        return torch.addcdiv(self.signed(zero_point), self.values, scale, out=self._work)
+        relative = torch.div(self.values, scale, out=self._work)
+        return relative if zero_point is None else relative.add_(self.signed(zero_point))
 
     def snapped(self, relative: Tensor) -> Tensor:
         """The grid values nearest to `relative` [R, G, g]. In another scratch buffer."""

@@ -37,27 +37,37 @@ def _cell(values: Tensor) -> Tensor:
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Per cell: the code below its midpoint (uint8) and the midpoint (fp32, inf if none); then the levels (fp32)."""
+    """Per cell its midpoint (fp32, inf if none); per cell and side of it, code (uint8) and level (fp32)."""
     levels = torch.tensor(_LEVELS, dtype=torch.float64)
     midpoints = ((levels[1:] + levels[:-1]) / 2).float()
     at = _cell(midpoints).long()
-    code = torch.bucketize(torch.arange(_CELLS + 1), at).to(torch.uint8)
-    split = torch.full((_CELLS + 1,), float("inf")).index_put_((at,), midpoints)
-    return code.to(device), split.to(device), levels.float().to(device)
+    midpoint = torch.full((_CELLS + 1,), float("inf")).index_put_((at,), midpoints)
+    below = torch.bucketize(torch.arange(_CELLS + 1), at)
+    code = torch.stack([below, (below + 1).clamp(max=15)], 1).flatten()
+    return midpoint.to(device), code.to(torch.uint8).to(device), levels.float()[code].to(device)
+
+
+def _cell_and_side(values: Tensor) -> Tensor:
+    """2 * cell, plus 1 above its midpoint: an index (1-D int32) into the tables of codes and levels.
+
+    A tie belongs to the lower level; ties have no "even" side in a table. Two look-ups for each value take a tenth of
+    the time of torch.bucketize, which searches 15 midpoints.
+    """
+    values = values.flatten()
+    cell = _cell(values)
+    # The sign bit of (midpoint - value): an integer shift vectorizes, a comparison to bool does not.
+    side = _tables(values.device)[0].index_select(0, cell).sub_(values).view(torch.int32).bitwise_right_shift_(31)
+    return cell.mul_(2).sub_(side)
 
 
 def _encode(values: Tensor) -> Tensor:
-    # A tie goes to the lower level; ties have no "even" side in a table. By table this takes a tenth of the time of
-    # torch.bucketize, which searches 15 midpoints for every value.
-    code, split, _ = _tables(values.device)
-    cell = _cell(values).flatten()
-    above = values > split.index_select(0, cell).view_as(values)
-    return code.index_select(0, cell).view_as(values).add_(above.view(torch.uint8))
+    return _tables(values.device)[1].index_select(0, _cell_and_side(values)).view_as(values)
 
 
 def _snap(values: Tensor, out: Tensor) -> Tensor:
     levels = _tables(values.device)[2]
-    return torch.index_select(levels, 0, _encode(values).flatten().int(), out=out.view(-1)).view_as(values)
+    torch.index_select(levels, 0, _cell_and_side(values), out=out.view(-1))
+    return out
 
 
 NF4 = Format(
