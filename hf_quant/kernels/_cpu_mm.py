@@ -1,8 +1,8 @@
 """x @ dequant(w).T on CPU with stock torch ops: `product`, which the CPU backends of all matmul ops share.
 
 Which path runs depends on format, shapes and dtype only: equal inputs give equal bits, in every process. M is a
-run-time value, as the ops are opaque to torch.compile. `_cpu_paths` tells the plan. Some paths read a prepacked copy of the
-weight, see `kernels._cpu`.
+run-time value: the ops are opaque to torch.compile. `_cpu_paths` tells the plan. Some paths read a prepacked copy of
+the weight, see `kernels._cpu`.
 
 Accuracy, bf16 input: weights are rounded to bf16 (their scales too), products accumulate in fp32, the output is
 rounded to bf16; where one scale serves a whole row the weights are exact and the scale multiplies the output. fp16 and
@@ -37,7 +37,7 @@ from hf_quant.kernels._cpu_pack import (
     pack_qlinear,
     trust_float8,
 )
-from hf_quant.kernels.codes import CODES, PACK, CodeSpec
+from hf_quant.kernels.codes import PACK, CodeSpec
 
 
 _BLOCK = 2**20  # weights dequantized at once: 2 MB in bf16, the L2 caches of two cores
@@ -73,6 +73,8 @@ def product(
         return x.new_empty(0, N)
     if scale.shape[1] == 1:
         group_size = K
+    if not qdata.is_contiguous():
+        qdata = qdata.contiguous()
     if N * K <= DENSE and not (spec.dtype == torch.int8 and M <= _SMALL_M["int8pack"]):
         y = _dense(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
     elif spec.dtype == torch.int8 and scale.shape[1] == 1:
@@ -108,9 +110,11 @@ def _dense(
     dense = prepacked(f"dense {dtype}", sources, dequantized, *weight, spec, group_size, x.shape[1], dtype)
     if dense is None:
         return None
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
-    return torch.nn.functional.linear(x if x.dtype == dtype else x.to(dtype), dense, bias).to(x.dtype)
+    y = torch.empty(x.shape[0], dense.shape[0], dtype=dtype)  # with `out` autocast keeps off
+    if bias is not None and bias.dtype == x.dtype == dtype:
+        return torch.addmm(bias, x, dense.t(), out=y)
+    torch.mm(x if x.dtype == dtype else x.to(dtype), dense.t(), out=y)
+    return _finish(y, None, bias, x.dtype)
 
 
 # int8 with one scale per row
@@ -140,7 +144,7 @@ def row_vector(scale: Tensor, N: int, dtype: torch.dtype) -> Tensor:
     """Scales [N | 1, 1] -> [N], contiguous: torch's kernels ignore strides here."""
     if scale.dtype != dtype:
         scale = scale.to(dtype)
-    return scale.view(-1) if scale.shape[0] == N else scale.repeat(N, 1).view(-1)
+    return scale.reshape(-1).contiguous() if scale.shape[0] == N else scale.repeat(N, 1).view(-1)
 
 
 def no_qlinear(K: int) -> str | None:

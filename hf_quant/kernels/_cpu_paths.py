@@ -30,10 +30,10 @@ def _supports_int4pack(problem: Problem) -> str | None:
     spec = CODES[problem.format]
     if spec.bits > 4:
         return "only formats of at most 4 bits"
-    if int4pack_group(spec, problem.N, problem.K, problem.group_size) is None:
+    if int4pack_group(spec, problem.N, problem.K, min(problem.group_size, problem.K)) is None:
         return (
-            f"N={problem.N} must be a multiple of 16, and K={problem.K} of the group size {problem.group_size}, "
-            f"which must be one of {32 if spec.is_integer else 16}"
+            f"N={problem.N} must be a multiple of 16, and K={problem.K} of the group size {problem.group_size}, which "
+            f"must be one of {32 if spec.is_integer else 16}"
         )
     return _needs_bf16(problem)
 
@@ -52,7 +52,7 @@ def _needs_bf16(problem: Problem) -> str | None:
 PATHS = (
     Path("bf16 (fp32) copy of a tiny weight", "any M", _supports_dense),
     Path("int8 GEMM, x in two bytes (oneDNN)", "M <= 256", _supports_split),
-    Path("int8pack", "M <= 4", _supports_int8pack),
+    Path("int8pack", "M <= 4, fewer than 2**23 weights", _supports_int8pack),
     Path("int4pack", "M <= 40 (codebooks 16)", _supports_int4pack),
     Path("GEMM of shifted codes", "any M", _supports_shift),
     Path("dequantize blocks", "any other M", lambda problem: None),

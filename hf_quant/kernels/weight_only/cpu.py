@@ -132,7 +132,7 @@ def product_backward(
 ) -> Tensor:
     """grad [M, N] contiguous @ dequant(w [N, K]) -> [M, K]; partial products of row blocks are added up in fp32."""
     M, N = grad.shape
-    spec = CODES[format]
+    spec, qdata = CODES[format], qdata.contiguous()
     dtype = torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32
     factor = expand_rows(scale_values(scale, global_scale), N)
     zero_point = None if zero_point is None else expand_rows(zero_point, N)

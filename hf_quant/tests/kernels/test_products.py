@@ -1,5 +1,7 @@
 """`weight_only_mm`, `dynamic_mm` and their gradient: against plain fp64 math, every format, granularity and dtype."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -188,6 +190,51 @@ def test_shapes_and_strides_of_x(quant):
         assert dynamic_mm(empty, *packed, None, activation="int8", **options).shape == (*empty.shape[:-1], 272)
         grad = empty.new_zeros(*empty.shape[:-1], 272)
         assert weight_only_mm_backward(grad, *packed, K=256, **options).shape == empty.shape
+
+
+@pytest.mark.parametrize("quant", QUANTS, ids=str)
+def test_weights_that_are_not_contiguous(quant):
+    packed, options = packed_case(quant, 272, 256)
+    spread = [
+        p if p is None or p.dim() < 2 else torch.stack([p.view(torch.uint8)] * 2, 1)[:, 0].view(p.dtype)
+        for p in packed
+    ]
+    assert not spread[0].is_contiguous()
+    for M in (1, 50):
+        x = normal(M, 256).bfloat16()
+        assert torch.equal(weight_only_mm(x, *spread, None, **options), weight_only_mm(x, *packed, None, **options))
+    grad = normal(3, 272)
+    expected = weight_only_mm_backward(grad, *packed, **options, K=256)
+    assert torch.equal(weight_only_mm_backward(grad, *spread, **options, K=256), expected)
+    expected = dequantize(*packed, **options, K=256, dtype=torch.float32)
+    assert torch.equal(dequantize(*spread, **options, K=256, dtype=torch.float32), expected)
+
+
+def test_autocast_and_inference_mode_change_nothing():
+    for quant in (QUANTS[0], QUANTS[4], QUANTS[15], QUANTS[19]):
+        for N in (64, 272):
+            packed, options = packed_case(quant, N, 256)
+            for dtype in DTYPES:
+                x, bias = normal(5, 256).to(dtype), normal(N)
+                expected = weight_only_mm(x, *packed, bias, **options)
+                with torch.autocast("cpu", torch.bfloat16):
+                    assert torch.equal(weight_only_mm(x, *packed, bias, **options), expected)
+                with torch.inference_mode():
+                    assert torch.equal(weight_only_mm(x, *packed, bias, **options), expected)
+
+
+def test_threads_do_not_disturb_each_other():
+    """Each thread decodes into its own scratch, and a new weight may be met by two at once."""
+    cases = [packed_case(quant, 1100, 1024) for quant in QUANTS[::3]]
+    x = normal(3, 1024).bfloat16()
+
+    def products(_):
+        return [weight_only_mm(x, *packed, None, **options) for packed, options in cases]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(products, range(8)))
+    for result in results:
+        assert all(torch.equal(mine, first) for mine, first in zip(result, products(0)))
 
 
 def test_tensors_that_require_grad_are_taken():
