@@ -147,7 +147,8 @@ def check_mixed_precision(directory: Path) -> None:
 
 def check_quantization_on_load(directory: Path) -> None:
     try:
-        load(directory, "plain", distributed_config=DistributedConfig(fsdp_size=2), quantization_config=QuantizerConfig())
+        distributed = DistributedConfig(fsdp_size=2)
+        load(directory, "plain", distributed_config=distributed, quantization_config=QuantizerConfig())
     except ValueError as error:
         assert "fsdp_size=2 with quantization on load" in str(error), error
     else:

@@ -97,6 +97,8 @@ def test_missing_shard(stored, tmp_path):
     content["weight_map"] = {key: file for key, file in content["weight_map"].items() if file != shards[1].name}
     index.write_text(json.dumps(content))
     assert "is a shard missing?" in load_error(tmp_path)
+    with pytest.raises(ValueError, match="is a shard missing?"):  # where the names are other ones than in the plan
+        transformers.AutoModel.from_pretrained(tmp_path, dtype="auto")
 
 
 @pytest.mark.parametrize("part", ["qdata", "scale"])
@@ -104,6 +106,16 @@ def test_missing_tensor(part, damaged):
     edit_tensors(damaged, **{f"{LAYER}.{part}": None})
     message = load_error(damaged)
     assert LAYER in message and "is a shard missing?" in message
+
+
+def test_missing_experts(tmp_path):
+    model = quantize_(build("mixtral"), "int4")
+    model.save_pretrained(tmp_path)
+    experts = "model.layers.0.block_sparse_moe.experts"
+    for part in ("qdata_gate_up_proj", "scale_gate_up_proj"):
+        edit_tensors(tmp_path, **{f"{experts}.{part}": None})
+    with pytest.raises(ValueError, match="lacks model.layers.0.mlp.experts.qdata_gate_up_proj; is a shard missing"):
+        type(model).from_pretrained(tmp_path)
 
 
 def test_a_tensor_that_the_scheme_does_not_have(damaged):
@@ -253,7 +265,7 @@ def test_no_quantizable_layer(tmp_path):
 
 
 def test_a_pattern_that_matches_nothing(plain):
-    config = QuantizerConfig("int8", modules={"*.donw_proj": "int4"})
+    config = QuantizerConfig("int8", modules={"*.dwn_proj": "int4"})
     message = load_error(plain, quantization_config=config)
     assert "matches no module" in message and "down_proj" in message
 
