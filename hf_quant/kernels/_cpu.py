@@ -70,7 +70,7 @@ class _Entry:
         def forget(ref: weakref.ref) -> None:
             entry = _entries.get(key)
             if entry is not None and any(source.storage is ref for source in entry.sources):
-                del _entries[key]
+                _replace(key, None)
 
         self.sources = tuple(_Source(tensor, forget) for tensor in sources)
         self.value = value
@@ -79,6 +79,7 @@ class _Entry:
 
 
 _entries: dict[tuple[str, int], _Entry] = {}
+_nbytes = 0  # of all entries
 _lock = threading.RLock()
 # A share of all memory, not of what happens to be free: the paths, and with them the bits, must not depend on that.
 _limit: int | None = None
@@ -101,7 +102,7 @@ def prepacked(kind: str, sources: tuple[Tensor, ...], build: Callable[..., Any],
                 break
         else:
             return entry.value
-    if _limit is not None and prepacked_bytes() >= _limit:
+    if _limit is not None and _nbytes >= _limit:
         return None
     return _remember(key, sources, build, args)
 
@@ -121,19 +122,30 @@ def _remember(key: tuple[str, int], sources: tuple[Tensor, ...], build: Callable
         if entry is None or not all(known.is_same(tensor) for known, tensor in zip(entry.sources, sources)):
             with torch.inference_mode(False), torch.no_grad():
                 value = build(*args)
-            entry = _entries[key] = _Entry(sources, key, value)
+            entry = _Entry(sources, key, value)
+            _replace(key, entry)
         return entry.value
+
+
+def _replace(key: tuple[str, int], entry: _Entry | None) -> None:
+    """Set or, with None, drop an entry; keep the sum."""
+    global _nbytes
+    with _lock:
+        old = _entries.pop(key, None)
+        if entry is not None:
+            _entries[key] = entry
+        _nbytes += (0 if entry is None else entry.nbytes) - (0 if old is None else old.nbytes)
 
 
 def prepacked_bytes() -> int:
     """Memory that prepacked weights take in this process, in bytes."""
-    return sum(entry.nbytes for entry in list(_entries.values()))
+    return _nbytes
 
 
 def clear_prepacked() -> None:
     """Drop every prepacked weight; those still in use are made again when they are next used."""
-    with _lock:
-        _entries.clear()
+    for key in list(_entries):
+        _replace(key, None)
 
 
 def set_prepack_limit(nbytes: int | None) -> None:

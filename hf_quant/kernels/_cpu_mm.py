@@ -110,11 +110,10 @@ def _dense(
     dense = prepacked(f"dense {dtype}", sources, dequantized, *weight, spec, group_size, x.shape[1], dtype)
     if dense is None:
         return None
+    if x.dtype == dtype and (bias is None or bias.dtype == dtype) and not torch.is_autocast_enabled("cpu"):
+        return torch.nn.functional.linear(x, dense, bias)
     y = torch.empty(x.shape[0], dense.shape[0], dtype=dtype)  # with `out` autocast keeps off
-    if bias is not None and bias.dtype == x.dtype == dtype:
-        return torch.addmm(bias, x, dense.t(), out=y)
-    torch.mm(x if x.dtype == dtype else x.to(dtype), dense.t(), out=y)
-    return _finish(y, None, bias, x.dtype)
+    return _finish(torch.mm(x.to(dtype), dense.t(), out=y), None, bias, x.dtype)
 
 
 # int8 with one scale per row
@@ -144,7 +143,9 @@ def row_vector(scale: Tensor, N: int, dtype: torch.dtype) -> Tensor:
     """Scales [N | 1, 1] -> [N], contiguous: torch's kernels ignore strides here."""
     if scale.dtype != dtype:
         scale = scale.to(dtype)
-    return scale.reshape(-1).contiguous() if scale.shape[0] == N else scale.repeat(N, 1).view(-1)
+    if scale.shape[0] != N:
+        scale = scale.repeat(N, 1)
+    return (scale if scale.is_contiguous() else scale.contiguous()).view(-1)
 
 
 def no_qlinear(K: int) -> str | None:
@@ -346,16 +347,18 @@ def scaled(
     y: Tensor, row_factor: Tensor | None, factor: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """(y [M, N] * row_factor [M, 1] * factor [N] + bias [N]) in fp32 -> dtype; y may be overwritten."""
-    out = y if y.dtype == dtype else y.new_empty(y.shape, dtype=dtype)
-    step = max(_BLOCK // max(y.shape[1], 1), 1)
-    for start in range(0, y.shape[0], step):
-        rows = slice(start, start + step)
-        total = y[rows].float()
-        if row_factor is not None:
-            total.mul_(row_factor[rows])
-        if factor is not None:
-            total.mul_(factor)
-        if bias is not None:
-            total.add_(bias)
-        out[rows] = total
-    return out
+    M, step = y.shape[0], max(_BLOCK // max(y.shape[1], 1), 1)
+    if M > step:  # temporaries of a block stay in the cache
+        out = y if y.dtype == dtype else y.new_empty(y.shape, dtype=dtype)
+        for start in range(0, M, step):
+            rows = slice(start, start + step)
+            out[rows] = scaled(y[rows], None if row_factor is None else row_factor[rows], factor, bias, dtype)
+        return out
+    total = y.float()
+    if row_factor is not None:
+        total.mul_(row_factor)
+    if factor is not None:
+        total.mul_(factor)
+    if bias is not None:
+        total.add_(bias)
+    return total.to(dtype)

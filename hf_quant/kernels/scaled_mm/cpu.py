@@ -80,25 +80,37 @@ def dynamic_product(
     row_scale = row_scales(x, limit)
     int8 = activation == format == "int8" and scale.shape[1] == 1 and qdata.numel() > DENSE
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    codes = torch.empty(M, K, dtype=torch.int8 if int8 else dtype)
-    step = max(_CHUNK // K, 1)
-    for start in range(0, M, step):
-        rows = slice(start, start + step)
-        values = row_codes(x[rows], row_scale[rows], limit, activation)
-        if activation == "fp8_e4m3":
-            values = _float8_values(values.to(torch.float8_e4m3fn), dtype)
-        codes[rows] = values
+    codes = _codes(x, row_scale, limit, activation, torch.int8 if int8 else dtype)
     if int8:
         return _int8(codes, qdata, row_scale, scale, bias, x.dtype)
     y = product(codes, qdata, scale, zero_point, global_scale, None, CODES[format], group_size)
     return scaled(y, row_scale, None, bias, x.dtype)
 
 
+def _codes(x: Tensor, row_scale: Tensor, limit: float, activation: str, dtype: torch.dtype) -> Tensor:
+    """The codes of x [M, K] as numbers in `dtype`: int8, bf16 or fp32, all of which hold them exactly."""
+    step = max(_CHUNK // x.shape[1], 1)
+    if x.shape[0] > step:
+        codes = torch.empty(x.shape, dtype=dtype)
+        for start in range(0, x.shape[0], step):
+            rows = slice(start, start + step)
+            codes[rows] = _codes(x[rows], row_scale[rows], limit, activation, dtype)
+        return codes
+    values = row_codes(x, row_scale, limit, activation)
+    return values.to(dtype) if activation == "int8" else _float8_values(values.to(torch.float8_e4m3fn), dtype)
+
+
 def _float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """codes [M, K] float8_e4m3fn -> bf16 or fp32, exactly; by a table, as `.to` takes 3 ns per element."""
-    block = level_block(codes, CODES["fp8_e4m3"], codes.shape[1], dtype, codes.shape[0])
-    block.fill(0)
-    return block.rows.clone()
+    M, K = codes.shape
+    values = torch.empty(M, K, dtype=dtype)
+    step = min(max(_CHUNK // K, 1), M)
+    for start in range(0, M, step):
+        part = codes[start : start + step]
+        rows, fill = level_block(part, CODES["fp8_e4m3"], K, dtype, part.shape[0])
+        fill(0)
+        values[start : start + step] = rows
+    return values
 
 
 def _int8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -27,21 +27,22 @@ def check_weight(
     spec = CODES.get(format)
     if spec is None:
         raise ValueError(f"format is {format!r}; known: {', '.join(CODES)}")
+    shape, scale_shape, groups = qdata.shape, scale.shape, -(-K // max(group_size, 1))
     width = packed_words(K, spec.bits) if spec.planes else K
-    if qdata.dtype != spec.dtype or qdata.shape[-1] != width:
+    if qdata.dtype != spec.dtype or shape[-1] != width:
         raise ValueError(
-            f"qdata is {tuple(qdata.shape)} {qdata.dtype}; {format} with K={K} needs [..., {width}] {spec.dtype}"
+            f"qdata is {tuple(shape)} {qdata.dtype}; {format} with K={K} needs [..., {width}] {spec.dtype}"
         )
-    if group_size < 1 or scale.shape[-1] != -(-K // group_size) or not scale.is_floating_point():
+    if group_size < 1 or scale_shape[-1] != groups or not scale.is_floating_point():
         raise ValueError(
-            f"scale is {tuple(scale.shape)} {scale.dtype}; K={K} in groups of {group_size} needs a floating-point "
-            f"[..., {-(-K // max(group_size, 1))}]"
+            f"scale is {tuple(scale_shape)} {scale.dtype}; K={K} in groups of {group_size} needs a floating-point "
+            f"[..., {groups}]"
         )
-    if scale.shape[-2] not in (qdata.shape[-2], 1, -(-qdata.shape[-2] // 128)):
-        raise ValueError(f"scale has {scale.shape[-2]} rows; qdata has {qdata.shape[-2]}")
-    if zero_point is not None and (zero_point.shape != scale.shape or zero_point.dtype != torch.uint8):
+    if scale_shape[-2] not in (shape[-2], 1, -(-shape[-2] // 128)):
+        raise ValueError(f"scale has {scale_shape[-2]} rows; qdata has {shape[-2]}")
+    if zero_point is not None and (zero_point.shape != scale_shape or zero_point.dtype != torch.uint8):
         raise ValueError(
-            f"zero_point is {tuple(zero_point.shape)} {zero_point.dtype}; needs {tuple(scale.shape)} torch.uint8"
+            f"zero_point is {tuple(zero_point.shape)} {zero_point.dtype}; needs {tuple(scale_shape)} torch.uint8"
         )
     if zero_point is not None and not (spec.is_packed and spec.is_integer):
         raise ValueError(f"{format} has no zero point")
