@@ -5,13 +5,12 @@
     python scripts/bench_overhead.py import     # hf_quant over torch + transformers, in new processes
 
 Calls: the layers take turns in blocks of 200 calls; the lowest time of 50 blocks counts, which other processes disturb
-least. Import: medians of `--rounds` pairs of processes, with and without hf_quant in turns; what the process prints is
+least. Import: the lowest CPU time of `--rounds` processes each, with and without hf_quant in turns; what they print is
 shown, too, because nothing should be.
 """
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -61,7 +60,7 @@ def bench_import(rounds: int) -> str:
         seconds, output = _seconds(HOSTS + PACKAGE, on)
         with_import.append(seconds)
         printed += output
-    base, hook, full = map(statistics.median, (without, with_hook, with_import))
+    base, hook, full = min(without), min(with_hook), min(with_import)
     rows = [("import", "s", "over the hosts, s")]
     rows.append(("torch, transformers", f"{base:.2f}", ""))
     rows.append(("the same with hf_quant installed", f"{hook:.2f}", f"{hook - base:+.2f}"))

@@ -76,7 +76,7 @@ def matrix() -> str:
     lines = [header, ["---"] * len(header), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     legend = "\n".join(f"- **{letter}** {path}: {when}" for (path, when), letter in letters.items())
-    return f"{table}\n\nM is the number of tokens; the first that applies is taken.\n\n{legend}"
+    return f"{table}\n\nThe paths, and for which M, the number of tokens, each is taken:\n\n{legend}"
 
 
 def _letter(index: int) -> str:
