@@ -75,10 +75,12 @@ def product(
         group_size = K
     if not qdata.is_contiguous():
         qdata = qdata.contiguous()
-    if N * K <= DENSE and not (spec.dtype == torch.int8 and M <= _SMALL_M["int8pack"]):
-        y = _dense(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
-    elif spec.dtype == torch.int8 and scale.shape[1] == 1:
+    if spec.dtype == torch.int8 and scale.shape[1] == 1:
         y = _int8(x, qdata, scale, bias)
+    if y is not None:
+        return y
+    if N * K <= DENSE:
+        y = _dense(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
     elif x.dtype != torch.bfloat16:
         pass
     elif spec.bits <= 4:
@@ -124,7 +126,8 @@ def _int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tenso
     N = qdata.shape[0]
     bf16 = x.dtype == torch.bfloat16
     # Splitting x costs some 50 us of small ops: more than it saves on a small matrix at small M.
-    if (not bf16 or M <= _SMALL_M["split"]) and (M > _SMALL_M["int8pack"] or N * K >= 2**23) and not no_qlinear(K):
+    small = 2**23 if bf16 and M <= _SMALL_M["int8pack"] else DENSE
+    if N * K > small and (not bf16 or M <= _SMALL_M["split"]) and not no_qlinear(K):
         weight = prepacked("qlinear", (qdata,), pack_qlinear, qdata)
         if weight is not None:
             return _split(x, weight, row_vector(scale, N, torch.float32), bias, pieces=2 if bf16 else 3)
