@@ -16,6 +16,7 @@ from hf_quant.modules import (
     PACKED_NAMES,
     QuantizedModule,
     convert_module_,
+    expert_weight_names,
     packed_key,
     quantized_class,
     register_experts,
@@ -81,7 +82,7 @@ def prepare_from_checkpoint(
         raise ValueError("config.json has no stored plan in its quantization_config: the checkpoint is incomplete")
     schemes = schemes_from_list(config.plan)
     modules = dict(model.named_modules())
-    done: dict[str, LinearScheme] = {}
+    done: dict[str, set[str]] = {}  # the weights that the checkpoint has, by module
     for stored in stored_weights(keys):
         name = rename(f"{stored.module}.{stored.weight}".lstrip(".")).removesuffix(f".{stored.weight}")
         module = modules.get(name)
@@ -93,8 +94,9 @@ def prepare_from_checkpoint(
             if quantized_class(type(module)) is None:
                 raise ValueError(f"the checkpoint has codes for {name}, which is a {type(module).__name__} here")
             convert_module_(module, scheme, algorithm=config.algorithm, name=name)
-            done[name] = scheme
+            done[name] = set()
         _check_header(module, name, stored)
+        done[name].add(stored.weight)
     _check_complete(schemes, modules, done, tied)
     for target, source in tied.items():
         if source in done and target not in done:
@@ -126,13 +128,29 @@ def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> N
         raise ValueError(f"the checkpoint lacks {name}.{part}; is a shard missing?")
 
 
-def _check_complete(schemes, modules, done, tied) -> None:
-    """Every module that the stored plan names, and this model has, must have got its codes."""
-    for name in schemes:
-        source = tied.get(name, name)
-        if name in modules and source not in done and name not in done:
+def _check_complete(
+    schemes: dict[str, LinearScheme],
+    modules: dict[str, nn.Module],
+    done: dict[str, set[str]],
+    tied: dict[str, str],
+) -> None:
+    """Raise ValueError if a module that the stored plan names, and this model has, did not get all its codes."""
+    for name, found in done.items():
+        for weight in modules[name].weight_names:
+            if weight not in found:
+                raise ValueError(f"the checkpoint lacks {name}.{packed_key('qdata', weight)}; is a shard missing?")
+    prefixes = {name.partition(".")[0] for name in schemes}
+    for name, module in modules.items():
+        if isinstance(module, QuantizedModule) or tied.get(name) in done:
+            continue
+        if quantized_class(type(module)) is None and not expert_weight_names(module):
+            continue
+        # A base model's names lack the prefix that they have in a model with a head, and the other way round.
+        known_as = (name, name.partition(".")[2], *(f"{prefix}.{name}" for prefix in prefixes))
+        planned = next((n for n in known_as if n in schemes), None)
+        if planned is not None:
             raise ValueError(
-                f"the stored plan names {name}, but the checkpoint has no codes for it; is a shard missing?"
+                f"the stored plan names {planned}, but the checkpoint has no codes for it; is a shard missing?"
             )
 
 
