@@ -6,8 +6,10 @@ this file adds to the plan name styles of our own: they ask the host's style how
 place `qdata`, `scale`, `zero_point` and `global_scale` accordingly.
 
 - Sharded along N, or by expert: rows keep their scales; a scale of the whole matrix is replicated.
-- Sharded along K: group scales follow their groups; a row's scale is replicated, and on load every rank quantizes the
-  whole weight and keeps its slice, so that the codes are those of a single process.
+- Sharded along K: group scales follow their groups; a row's scale is replicated, and on load every rank reads and
+  quantizes the whole weight and keeps its slice, so that the codes are those of a single process. (For fused experts
+  with row scales that is, for a moment, the 16-bit weight of one layer's experts; group scales need only the slice.)
+- Embeddings and tied heads that are quantized are not sharded.
 
 What a rank computes in a row-parallel layer with quantized activations (W8A8 and the like) differs from one process in
 one point: it quantizes the slice of the row that it has, with that slice's own scale. The error of rounding is not
