@@ -386,6 +386,42 @@ def test_tied_head_quantized_in_memory(name, tmp_path):
     assert torch.equal(outputs(model, name), outputs(reloaded, name))
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern", "kind"),
+    [
+        ("vit", "*.projection", "QuantConv2d"),
+        ("whisper", "model.encoder.conv?", "QuantConv1d"),
+        ("gpt2", "transformer.wpe", "QuantEmbedding"),
+    ],
+)
+def test_convolutions_and_embeddings_named_in_modules(name, pattern, kind, tmp_path):
+    model = build(name)
+    model.save_pretrained(tmp_path / "plain")
+    quantized = load(tmp_path / "plain", QuantizerConfig("int8", modules={pattern: "int8"}), type(model))
+    assert kind in {type(m).__name__ for m in quantized.modules()}
+    assert_sqnr(outputs(quantized, name), outputs(model, name), at_least=26, at_most=55)
+    quantized.save_pretrained(tmp_path / "int8")
+    reloaded, info = load(tmp_path / "int8", cls=type(model), output_loading_info=True)
+    assert not any(info.values())
+    assert_same_weights(quantized, reloaded)
+    assert torch.equal(outputs(quantized, name), outputs(reloaded, name))
+
+
+def test_pipeline(asset_model_dir, tmp_path):
+    """The trained model, by the host's pipeline: quantized on load, saved, and from the checkpoint by its path."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(asset_model_dir)
+    model = load(asset_model_dir, INT4, transformers.AutoModelForCausalLM)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = [
+        transformers.pipeline("text-generation", **arguments)(
+            "def main(", max_new_tokens=8, do_sample=False, return_full_text=False
+        )[0]["generated_text"]
+        for arguments in ({"model": model, "tokenizer": tokenizer}, {"model": str(tmp_path)})
+    ]
+    assert texts[0] == texts[1] and texts[0].strip()
+
+
 def test_config_as_a_dict(llama, llama_int4):
     model = load(llama, {"quant_method": "hf_quant", "weights": "int4"})
     assert_same_weights(model, load(llama_int4))
