@@ -25,7 +25,6 @@ from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 
 
 MAX_LOGITS = 2**26  # per batch; in fp32 256 MB
-WARM_UP = 1  # generations of 2 tokens: CPU paths repack each weight when prefill and decode use it for the first time
 
 
 class Quality(NamedTuple):
@@ -174,11 +173,13 @@ def generation_speed(
     prompt_tokens: int = 128,
     new_tokens: int = 32,
     rounds: int = 3,
+    warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     progress: bool = False,
 ) -> dict[str, Speed]:
-    """Time greedy `generate` at batch 1 on random prompts, the models in turns, after one generation to warm up.
+    """Time greedy `generate` at batch 1 on random prompts, the models in turns.
 
+    `warm_up` generations of 2 tokens come first: CPU paths repack each weight when prefill and decode first use it.
     `clock` gives seconds: `time.perf_counter`, or `time.thread_time` (with one torch thread), which leaves out the
     moments at which another process had the core. Raises ValueError on fewer than 2 new tokens.
     """
@@ -188,7 +189,7 @@ def generation_speed(
     times: dict[str, list[list[float]]] = {name: [] for name in models}
     for name, model in models.items():
         check_causal(model, name)
-    for round in tqdm(range(-WARM_UP, rounds), desc="Generating", disable=not progress, leave=False):
+    for round in tqdm(range(-warm_up, rounds), desc="Generating", disable=not progress, leave=False):
         for name, model in models.items():
             vocab = model.config.get_text_config().vocab_size
             prompt = torch.randint(0, vocab, (1, prompt_tokens), generator=generator).to(model.device)

@@ -153,6 +153,7 @@ def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argpar
         prompt_tokens=args.prompt_tokens,
         new_tokens=args.new_tokens,
         rounds=args.rounds,
+        warm_up=3 if args.compile else 1,
         clock=time.thread_time if args.clock == "cpu" else time.perf_counter,
         progress=sys.stderr.isatty(),
     )
@@ -176,10 +177,11 @@ def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argpar
 
 
 def compile_(models: dict[str, nn.Module]) -> None:
-    """Compile every forward and give it a cache of fixed shape, so that decoding is one graph."""
+    """Compile every forward and give it a cache of fixed shape: one graph to prefill, one to decode."""
+    torch._dynamo.config.recompile_limit = 16 * len(models)  # the models share their code
     for model in models.values():
         model.generation_config.cache_implementation = "static"
-        model.forward = torch.compile(model.forward)
+        model.forward = torch.compile(model.forward, dynamic=False)
 
 
 def commit() -> str:
