@@ -57,15 +57,16 @@ class _Source:
             return False
         # Inference tensors, and views made in inference mode, have no count: whoever changes one in place calls
         # `clear_prepacked`.
-        if self.version is None or tensor.is_inference():
+        try:
+            return self.version is None or tensor._version == self.version
+        except RuntimeError:
             return True
-        return tensor._version == self.version
 
 
 class _Entry:
     __slots__ = ("nbytes", "sources", "value")
 
-    def __init__(self, sources: tuple[Tensor, ...], key: tuple[str, int], value: Any):
+    def __init__(self, sources: tuple[Tensor, ...], key: tuple[str, int], value: Any, nbytes: int):
         # It must not refer to the entry: a cycle would keep the prepacked weight until the next garbage collection.
         def forget(ref: weakref.ref) -> None:
             entry = _entries.get(key)
@@ -73,9 +74,7 @@ class _Entry:
                 _replace(key, None)
 
         self.sources = tuple(_Source(tensor, forget) for tensor in sources)
-        self.value = value
-        parts = value if isinstance(value, tuple) else (value,)
-        self.nbytes = sum(part.numel() * part.dtype.itemsize for part in parts if isinstance(part, Tensor))
+        self.value, self.nbytes = value, nbytes
 
 
 _entries: dict[tuple[str, int], _Entry] = {}
@@ -107,6 +106,25 @@ def prepacked(kind: str, sources: tuple[Tensor, ...], build: Callable[..., Any],
     return _remember(key, sources, build, args)
 
 
+def known(kind: str, sources: tuple[Tensor | None, ...]) -> Any:
+    """What `prepacked` or `remember` keeps for these tensors, None if nothing; None among `sources` is left out."""
+    entry = _entries.get((kind, sources[0].data_ptr()))
+    if entry is None:
+        return None
+    i, known_sources = 0, entry.sources
+    for tensor in sources:
+        if tensor is not None:
+            if i == len(known_sources) or not known_sources[i].is_same(tensor):
+                return None
+            i += 1
+    return entry.value
+
+
+def remember(kind: str, sources: tuple[Tensor, ...], value: Any) -> None:
+    """Let `known` return `value`, which holds none of the sources, for these very tensors; no memory is counted."""
+    _replace((kind, sources[0].data_ptr()), _Entry(sources, (kind, sources[0].data_ptr()), value, nbytes=0))
+
+
 def fact(kind: str, source: Tensor, find: Callable[..., Any], *args: Any) -> Any:
     """What `find(*args)` returned for this very tensor: something without memory, so that the limit does not apply."""
     key = (kind, source.data_ptr())
@@ -122,7 +140,9 @@ def _remember(key: tuple[str, int], sources: tuple[Tensor, ...], build: Callable
         if entry is None or not all(known.is_same(tensor) for known, tensor in zip(entry.sources, sources)):
             with torch.inference_mode(False), torch.no_grad():
                 value = build(*args)
-            entry = _Entry(sources, key, value)
+            parts = value if isinstance(value, tuple) else (value,)
+            nbytes = sum(part.numel() * part.dtype.itemsize for part in parts if isinstance(part, Tensor))
+            entry = _Entry(sources, key, value, nbytes)
             _replace(key, entry)
         return entry.value
 

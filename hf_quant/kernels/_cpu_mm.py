@@ -9,15 +9,19 @@ rounded to bf16; where one scale serves a whole row the weights are exact and th
 fp32 input is computed in fp32 throughout: torch's fp16 GEMM is no faster on CPUs without AVX512-FP16.
 """
 
+import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hf_quant.kernels._cpu import fact, prepacked, scratch
+from hf_quant.kernels._cpu import fact, known, prepacked, remember, scratch
 from hf_quant.kernels._cpu_decode import (
     Block,
     column_scaler,
+    doubled_block,
     expand_rows,
     exponent_block,
     half_block,
@@ -38,6 +42,7 @@ from hf_quant.kernels._cpu_pack import (
     trust_float8,
 )
 from hf_quant.kernels.codes import PACK, CodeSpec
+from hf_quant.kernels.rowwise.cpu import row_amax
 
 
 _BLOCK = 2**20  # weights dequantized at once: 2 MB in bf16, the L2 caches of two cores
@@ -54,7 +59,9 @@ def as_rows(x: Tensor) -> Tensor:
     """x [..., K] -> [M, K], contiguous, without autograd (what `out=` needs)."""
     if x.requires_grad:
         x = x.detach()
-    return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, x.shape[-1]).contiguous()
+    if x.is_contiguous():
+        return x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def product(
@@ -71,29 +78,56 @@ def product(
     (M, K), N, y = x.shape, qdata.shape[0], None
     if M == 0:
         return x.new_empty(0, N)
+    weight = (qdata, scale, zero_point, global_scale)
+    ready = known(_READY.get(x.dtype, ""), weight)
+    if ready is not None and M <= ready.max_rows:
+        return ready.run(x, qdata, bias)
     if scale.shape[1] == 1:
         group_size = K
     if not qdata.is_contiguous():
         qdata = qdata.contiguous()
-    if spec.dtype == torch.int8 and scale.shape[1] == 1:
-        y = _int8(x, qdata, scale, bias)
-    if y is not None:
-        return y
+    weight = (qdata, scale, zero_point, global_scale)
     if N * K <= DENSE:
-        y = _dense(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
+        y = _dense(x, *weight, bias, spec, group_size)
+    elif spec.dtype == torch.int8 and scale.shape[1] == 1:
+        y = _int8(x, qdata, scale, bias)
     elif x.dtype != torch.bfloat16:
         pass
     elif spec.bits <= 4:
         if M <= _SMALL_M["int4pack" if spec.is_integer else "terms"]:
-            y = _int4pack(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
+            y = _int4pack(x, *weight, bias, spec, group_size)
     elif spec.dtype != torch.int8:
         y = _float8(x, qdata, scale, bias, spec, group_size)
-    if y is None:
-        y = _blocks(x, qdata, scale, zero_point, global_scale, bias, spec, group_size)
-    return y
+    return _blocks(x, *weight, bias, spec, group_size) if y is None else y
 
 
-# Tiny weights: what counts is the number of calls
+# Where one call of torch's is nearly all the work, what the others cost counts: such products are looked up.
+
+
+class _Ready(NamedTuple):
+    """The product of one weight with x of one dtype. It must not hold the weight, whose memory it would keep."""
+
+    max_rows: int
+    run: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x [M, K] contiguous, qdata, bias [N]) -> [M, N]
+
+
+_READY = {dtype: f"ready {dtype}" for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+
+
+def ready_product(x: Tensor, bias: Tensor | None, *weight: Tensor | None) -> Tensor | None:
+    """x [..., K] @ w.T + bias as `product` has made it ready at its first call, without checks; None if it has not.
+
+    `weight` is (qdata, scale, zero_point, global_scale); views of the same bytes in another dtype do.
+    """
+    ready = known(_READY.get(x.dtype, ""), weight)
+    if ready is None:
+        return None
+    shape = x.shape
+    rows = as_rows(x)
+    if not 0 < len(rows) <= ready.max_rows:
+        return None
+    y = ready.run(rows, weight[0], bias)
+    return y if len(shape) == 2 else y.view(*shape[:-1], -1)
 
 
 def _dense(
@@ -112,10 +146,15 @@ def _dense(
     dense = prepacked(f"dense {dtype}", sources, dequantized, *weight, spec, group_size, x.shape[1], dtype)
     if dense is None:
         return None
-    if x.dtype == dtype and (bias is None or bias.dtype == dtype) and not torch.is_autocast_enabled("cpu"):
-        return torch.nn.functional.linear(x, dense, bias)
-    y = torch.empty(x.shape[0], dense.shape[0], dtype=dtype)  # with `out` autocast keeps off
-    return _finish(torch.mm(x.to(dtype), dense.t(), out=y), None, bias, x.dtype)
+
+    def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype == dtype and (bias is None or bias.dtype == dtype) and not torch.is_autocast_enabled("cpu"):
+            return F.linear(x, dense, bias)
+        y = torch.empty(x.shape[0], dense.shape[0], dtype=dtype)  # with `out` autocast keeps off
+        return _finish(torch.mm(x.to(dtype), dense.t(), out=y), None, bias, x.dtype)
+
+    remember(_READY[x.dtype], sources, _Ready(sys.maxsize, run))
+    return run(x, qdata, bias)
 
 
 # int8 with one scale per row
@@ -134,11 +173,18 @@ def _int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tenso
     # With K % 16 != 0 int8pack reads out of bounds: NaN, or a crash. It also loads 16 bytes by instructions that crash
     # at other addresses than multiples of 16 (M=4, torch 2.13); a mapped safetensors file has multiples of 8.
     if bf16 and M <= _SMALL_M["int8pack"] and K % 16 == 0:
-        aligned = qdata if qdata.data_ptr() % 16 == 0 else prepacked("aligned", (qdata,), torch.clone, qdata)
-        # At the first use, too: by another path a reloaded model would differ in its last bits from the saved one.
-        aligned = qdata.clone() if aligned is None else aligned
-        y = torch._weight_int8pack_mm(x, aligned, row_vector(scale, N, torch.bfloat16))
-        return y if bias is None else y.add_(bias)
+        copy = None if qdata.data_ptr() % 16 == 0 else prepacked("aligned", (qdata,), torch.clone, qdata)
+        # Without a copy that lasts, too: by another path a reloaded model would differ in its last bits.
+        aligned = qdata.data_ptr() % 16 == 0 or copy is not None
+        factor = row_vector(scale, N, torch.bfloat16).clone()
+
+        def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
+            y = torch._weight_int8pack_mm(x, qdata if copy is None else copy, factor)
+            return y if bias is None else y.add_(bias)
+
+        if aligned:
+            remember(_READY[x.dtype], (qdata, scale), _Ready(_SMALL_M["int8pack"], run))
+        return run(x, qdata if aligned else qdata.clone(), bias)
     return None
 
 
@@ -178,11 +224,14 @@ def _split(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, pieces
     M, K = x.shape
     limit = 2 ** (8 * pieces - 1) - 2 ** (8 * pieces - 8)  # a little less than fits, as x / unit may round up
     offset = sum(128 << (8 * i) for i in range(pieces))  # every byte becomes uint8 with zero point 128
-    unit = x.abs().amax(1, keepdim=True).float().clamp_(min=1e-30).div_(limit)
+    unit = row_amax(x).clamp_(min=1e-30).div_(limit)
     fixed = torch.div(x, unit).round_().to(torch.int32).add_(offset)
-    rows = fixed.view(torch.uint8).view(M, K, 4).permute(2, 0, 1)[:pieces].reshape(-1, K)  # low bytes first
-    sums = qlinear(rows, weight, scale)
-    y = torch.add(sums[:M], sums[M : 2 * M], alpha=256)
+    rows = torch.empty(pieces, M, K, dtype=torch.uint8)
+    for row in rows:  # low bytes first; a conversion to uint8 takes the low byte
+        row.copy_(fixed)
+        fixed.bitwise_right_shift_(8)
+    sums = qlinear(rows.view(-1, K), weight, scale)
+    y = sums[:M].add_(sums[M : 2 * M], alpha=256)
     if pieces == 3:
         y.add_(sums[2 * M :], alpha=65536)
     y.mul_(unit)
@@ -202,7 +251,7 @@ def _int4pack(
     spec: CodeSpec,
     group_size: int,
 ) -> Tensor | None:
-    M, K = x.shape
+    K = x.shape[1]
     group = int4pack_group(spec, qdata.shape[0], K, group_size)
     if group is None:
         return None
@@ -211,10 +260,16 @@ def _int4pack(
     packed = prepacked("int4pack", sources, pack_int4, *weight, spec, K, group_size, group)
     if packed is None:
         return None
-    if not spec.is_integer:
-        x = (x.view(M, -1, 1, group // 2) * packed[2]).to(x.dtype).view(M, 2 * K)
-    y = torch._weight_int4pack_mm_for_cpu(x, packed[0], group, packed[1])
-    return y if bias is None else y.add_(bias)
+    words, pairs, terms = packed
+
+    def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
+        if not spec.is_integer:
+            x = (x.view(x.shape[0], -1, 1, group // 2) * terms).to(x.dtype).view(-1, 2 * K)
+        y = torch._weight_int4pack_mm_for_cpu(x, words, group, pairs)
+        return y if bias is None else y.add_(bias)
+
+    remember(_READY[x.dtype], sources, _Ready(_SMALL_M["int4pack" if spec.is_integer else "terms"], run))
+    return run(x, qdata, bias)
 
 
 # 8-bit floats, and fp6 expanded to them
@@ -306,6 +361,11 @@ def _blocks(
             make = lambda n: exponent_block(qdata, exponents, spec, group_size, K, n)  # noqa: E731
             y = _by_blocks(x * 2.0**-32, N, make)
             return _finish(y.mul_(2.0**-32), None, bias, dtype)
+        if spec.name == "nvfp4":
+            factor = expand_rows(scale_values(scale, global_scale), N).float()
+            return _finish(
+                _by_blocks(x, N, lambda n: doubled_block(qdata, factor, spec, group_size, K, n)), None, bias, dtype
+            )
     factor = expand_rows(scale_values(scale, global_scale), N)
     by_table = is_table_decoded(spec) and zero_point is None
     # What is decoded by way of fp32 is multiplied in it at small M: two passes over the weights less.

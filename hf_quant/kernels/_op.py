@@ -71,6 +71,11 @@ def implements(op, key: str, paths: tuple[Path, ...] = ()):
     return wrap
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether x is no subclass and no dispatch mode watches: nothing is missed by calling an implementation itself."""
+    return type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack()
+
+
 def direct(op) -> Callable[..., Tensor]:
     """`op` for eager code: calls the implementation for the first argument's device without the dispatcher.
 
@@ -79,7 +84,7 @@ def direct(op) -> Callable[..., Tensor]:
     implementations = _IMPLEMENTATIONS.setdefault(op._schema.name.split("::")[1], {})
 
     def call(x: Tensor, *args, **kwargs) -> Tensor:
-        if not torch.compiler.is_compiling() and type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack():
+        if not torch.compiler.is_compiling() and is_plain(x):
             implementation = implementations.get(x.device.type)
             if implementation is not None:
                 return implementation(x, *args, **kwargs)

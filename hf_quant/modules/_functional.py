@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight
 from hf_quant.kernels import grouped_mm, grouped_mm_backward, weight_only_mm_backward
-from hf_quant.kernels._op import direct
+from hf_quant.kernels._cpu_mm import ready_product
+from hf_quant.kernels._op import direct, is_plain
 
 
 weight_only_mm = direct(kernels.weight_only_mm)
@@ -28,6 +29,22 @@ def linear(
     if activation is None:
         return weight_only_mm(x, *packed, bias, format=format, group_size=group_size)
     return dynamic_mm(x, *packed, bias, activation=activation, format=format, group_size=group_size)
+
+
+def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor | None) -> Tensor | None:
+    """`linear`, the same bits, where an earlier call on CPU has left all but the product itself done; else None.
+
+    A third of the time of `linear` for one token. No gradients, no subclasses, nothing traced.
+    """
+    if (
+        x.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or not is_plain(x)
+        or (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+    ):
+        return None
+    get = parameters.get
+    return ready_product(x, bias, parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"))
 
 
 class _Linear(torch.autograd.Function):

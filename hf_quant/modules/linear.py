@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
-from hf_quant.modules._functional import linear
+from hf_quant.modules._functional import linear, ready_linear
 
 
 class QuantLinear(QuantizedModule, nn.Linear):
@@ -27,6 +27,10 @@ class QuantLinear(QuantizedModule, nn.Linear):
             x = x.to(torch.get_autocast_dtype(device))
         scheme = self.scheme
         quant = scheme.weight
+        if scheme.activation is None:
+            y = ready_linear(x, self._parameters, bias)
+            if y is not None:
+                return y
         return linear(
             x,
             self.packed(),

@@ -31,8 +31,18 @@ def quantize_rowwise_cpu(x: Tensor, *, format: str) -> tuple[Tensor, Tensor]:
 
 def row_scales(x: Tensor, limit: float) -> Tensor:
     """x [M, K] -> amax / limit [M, 1] in fp32; 1 for a row of zeros."""
-    amax = x.abs().amax(1, keepdim=True).float()  # linalg.vector_norm takes three times as long
+    amax = row_amax(x)
     return torch.where(amax > 0, amax / limit, 1.0)
+
+
+def row_amax(x: Tensor) -> Tensor:
+    """Largest magnitude of each row of x [M, K] -> [M, 1] in fp32; NaN if the row has one."""
+    magnitudes = x.abs()
+    if (
+        x.dtype == torch.bfloat16
+    ):  # as integers they have the same order, NaN last, and a maximum in a ninth of the time
+        return magnitudes.view(torch.int16).amax(1, keepdim=True).view(x.dtype).float()
+    return magnitudes.amax(1, keepdim=True).float()
 
 
 def row_codes(x: Tensor, scale: Tensor, limit: float, format: str) -> Tensor:
