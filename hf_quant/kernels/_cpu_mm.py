@@ -47,6 +47,7 @@ from hf_quant.kernels.rowwise.cpu import row_amax
 
 _BLOCK = 2**20  # weights dequantized at once: 2 MB in bf16, the L2 caches of two cores
 DENSE = 2**16  # weights up to which a matrix is kept dequantized: torch's own call costs more than reading it
+_SPLIT = 2**23  # weights from which int8 at M <= 4 goes by oneDNN, not int8pack
 _VNNI = torch.cpu._is_vnni_supported()
 _NO_ZERO_POINT = torch.zeros(1, dtype=torch.int64)
 # Largest M of the paths that lose to dequantizing from there on (14336 x 4096, one core of Zen 5).
@@ -164,12 +165,20 @@ def _int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tenso
     M, K = x.shape
     N = qdata.shape[0]
     bf16 = x.dtype == torch.bfloat16
-    # Splitting x costs some 50 us of small ops: more than it saves on a small matrix at small M.
-    small = 2**23 if bf16 and M <= _SMALL_M["int8pack"] else DENSE
-    if N * K > small and (not bf16 or M <= _SMALL_M["split"]) and not no_qlinear(K):
-        weight = prepacked("qlinear", (qdata,), pack_qlinear, qdata)
-        if weight is not None:
-            return _split(x, weight, row_vector(scale, N, torch.float32), bias, pieces=2 if bf16 else 3)
+    # Splitting x costs some 30 us of small ops: more than it saves on a small matrix at small M.
+    small = bf16 and N * K < _SPLIT
+    max_rows = _SMALL_M["split"] if bf16 else sys.maxsize
+    if not (small and M <= _SMALL_M["int8pack"]) and M <= max_rows and not no_qlinear(K):
+        packed = prepacked("qlinear", (qdata,), pack_qlinear, qdata)
+        if packed is not None:
+            factors, pieces = row_vector(scale, N, torch.float32).clone(), 2 if bf16 else 3
+
+            def split(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
+                return _split(x, packed, factors, bias, pieces)
+
+            if not small:
+                remember(_READY[x.dtype], (qdata, scale), _Ready(max_rows, split))
+            return split(x, qdata, bias)
     # With K % 16 != 0 int8pack reads out of bounds: NaN, or a crash. It also loads 16 bytes by instructions that crash
     # at other addresses than multiples of 16 (M=4, torch 2.13); a mapped safetensors file has multiples of 8.
     if bf16 and M <= _SMALL_M["int8pack"] and K % 16 == 0:
