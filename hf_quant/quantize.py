@@ -1,6 +1,7 @@
 """`quantize_` and `dequantize_`: a plan carried out on a model, in place, one layer at a time."""
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -8,12 +9,18 @@ from tqdm.auto import tqdm
 
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, convert_module_, packed_key, restore_module_
-from hf_quant.planning import QuantPlan, plan
+from hf_quant.planning import QuantPlan, plan, schemes_to_list
+from hf_quant.scheme import LinearScheme
 
 
-# Called after a model was quantized (with its resolved config) or dequantized (with None), so that a host's own
-# bookkeeping (model.config, save_pretrained) follows; filled by `integrations`.
-OBSERVERS: list[Callable[[nn.Module, QuantizerConfig | None], None]] = []
+class Observer(NamedTuple):
+    """How a host's own records (model.config, what save_pretrained does) follow a model of that host."""
+
+    recognizes: Callable[[nn.Module], bool]
+    update: Callable[[nn.Module, QuantizerConfig | None], None]  # with the resolved config; None: dequantized
+
+
+OBSERVERS: list[Observer] = []  # filled by `integrations`
 
 
 def quantize_(
@@ -48,10 +55,26 @@ def quantize_(
     )
     for _ in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
         pass
-    config = resolved(config, quant_plan)
-    for observer in OBSERVERS:
-        observer(model, config)
+    tell_observers(model, config, {name: entry.scheme for name, entry in quant_plan.quantized.items()})
     return model
+
+
+def tell_observers(
+    model: nn.Module, config: QuantizerConfig | None, schemes: dict[str, LinearScheme] | None = None
+) -> None:
+    """Let the hosts know of their models, `model` itself or such as it contains: quantized, or with None dequantized.
+
+    Parts of a host's model are not told: they are saved with it. `schemes`: of the modules in `model`.
+    """
+    for observer in OBSERVERS:
+        if observer.recognizes(model):
+            observer.update(model, None if config is None else resolved(config, schemes))
+            return
+    for name, child in model.named_children():
+        prefix = f"{name}."
+        inner = {n.removeprefix(prefix): s for n, s in (schemes or {}).items() if n.startswith(prefix)}
+        if inner or config is None:
+            tell_observers(child, config, inner)
 
 
 def apply_plan(
@@ -112,15 +135,17 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
         restore_module_(module, dtype)
         if name == "weight":  # tied modules share the weight again
             module._parameters[name] = restored.setdefault(codes, module._parameters[name])
-    for observer in OBSERVERS:
-        observer(model, None)
+    tell_observers(model, None)
     return model
 
 
-def resolved(config: QuantizerConfig, quant_plan: QuantPlan) -> QuantizerConfig:
-    """A copy of the config with the plan in it: what a checkpoint stores, so that loading decides nothing again."""
+def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> QuantizerConfig:
+    """A copy of the config with the plan in it: what a checkpoint stores, so that loading decides nothing again.
+
+    Names are those without PEFT's wrappers, as a model is saved.
+    """
     config = QuantizerConfig.from_dict(config.to_dict())
-    config.plan = quant_plan.to_list()
+    config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})
     return config
 
 

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_quant import QuantizerConfig, quantize_
-from hf_quant.kernels._cpu import set_prepack_limit
 from integration_tests.tiny_models import build, inputs
 from integration_tests.two_processes import Failures, change, run_in_two_processes, whole
 
@@ -36,11 +35,9 @@ def load(directory: Path, name: str, **fields) -> nn.Module:
 
 
 def test_two_processes_agree_with_one(tmp_path):
-    set_prepack_limit(0)
     build("llama", torch.float32).save_pretrained(tmp_path / "plain")
     for case, (architecture, config, _) in CASES.items():
         quantize_(build(architecture, torch.float32), config).save_pretrained(tmp_path / case.replace(" ", "-"))
-    set_prepack_limit(None)
     failures = run_in_two_processes(in_each_process, tmp_path)
     assert not failures, "\n".join(failures)
 

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
 
 import peft
 import pytest
@@ -11,7 +10,6 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torch import Tensor, nn
 
 from hf_quant import QuantizerConfig, dequantize_, quantize_
-from hf_quant.kernels._cpu import set_prepack_limit
 from hf_quant.modules import QuantizedModule
 from integration_tests.tiny_models import build, inputs
 
@@ -31,14 +29,6 @@ SCHEMES = (
     "W4A8",
 )
 IDS = inputs("llama")["input_ids"]
-
-
-@pytest.fixture(autouse=True)
-def same_kernel_at_every_call() -> Iterator[None]:
-    """No repacking of weights at their second use, which would change the last bits."""
-    set_prepack_limit(0)
-    yield
-    set_prepack_limit(None)
 
 
 def quantized(config: QuantizerConfig | str, name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -155,6 +145,16 @@ def test_a_merge_is_one_quantization_of_the_sum(scheme):
 def test_a_merged_model_saves_and_reloads(tmp_path):
     merged = with_adapter(quantized("int4")).merge_and_unload()
     merged.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(merged).from_pretrained(tmp_path)), logits(merged))
+
+
+def test_a_merge_into_the_dequantized_base_saves_and_reloads_as_a_plain_model(tmp_path):
+    model = with_adapter(quantized("int2"))
+    expected = logits(model)
+    merged = dequantize_(model).merge_and_unload()
+    assert change(logits(merged), expected) < 1e-4
+    merged.save_pretrained(tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
     assert torch.equal(logits(type(merged).from_pretrained(tmp_path)), logits(merged))
 
 

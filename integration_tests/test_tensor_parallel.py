@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_quant import QuantizerConfig
-from hf_quant.kernels._cpu import set_prepack_limit
 from integration_tests.two_processes import Failures, change, run_in_two_processes, whole
 
 
@@ -96,14 +95,12 @@ def load(directory: Path, name: str, **fields) -> nn.Module:
 
 
 def test_two_processes_agree_with_one(tmp_path):
-    set_prepack_limit(0)
     for name in MODELS:
         build(name).save_pretrained(tmp_path / name)
     for case, (name, fields) in CASES.items():
         model = load(tmp_path, name, quantization_config=QuantizerConfig(**fields))
         torch.save((*answers(model), model.state_dict()), tmp_path / f"{slug(case)}.pt")
         model.save_pretrained(tmp_path / slug(case))
-    set_prepack_limit(None)
     failures = run_in_two_processes(in_each_process, tmp_path)
     assert not failures, "\n".join(failures)
 

@@ -1,7 +1,6 @@
 """transformers' Trainer on quantized models: adapters train, save and resume; the quantized model alone is refused."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_quant import quantize_
-from hf_quant.kernels._cpu import set_prepack_limit
 from integration_tests.tiny_models import build, inputs
 
 
 IDS = inputs("llama")["input_ids"]
 DATA = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
-
-
-@pytest.fixture(autouse=True)
-def same_kernel_at_every_call() -> Iterator[None]:
-    """No repacking of weights at their second use, which would change the last bits."""
-    set_prepack_limit(0)
-    yield
-    set_prepack_limit(None)
 
 
 def trainer(model: nn.Module, directory: Path, **arguments) -> Trainer:

@@ -15,7 +15,6 @@ from torch import nn
 
 import hf_quant
 from hf_quant import QuantizerConfig, quantize_
-from hf_quant.kernels._cpu import clear_prepacked, set_prepack_limit
 from hf_quant.modules import QuantEmbedding, QuantizedModule, QuantLinear
 from hf_quant.testing import assert_sqnr, sqnr
 from integration_tests.tiny_models import build, inputs, outputs
@@ -162,18 +161,9 @@ MAPS = {
 }
 
 
-@pytest.fixture
-def no_prepacking():
-    """Weights that come from disk for each forward are never repacked; without it, nothing is."""
-    clear_prepacked()
-    set_prepack_limit(0)
-    yield
-    set_prepack_limit(None)
-
-
 @pytest.mark.parametrize("pre_quantized", [False, True], ids=["on the fly", "pre-quantized"])
 @pytest.mark.parametrize("label", MAPS)
-def test_device_map(label, pre_quantized, llama, llama_int4, tmp_path, no_prepacking):
+def test_device_map(label, pre_quantized, llama, llama_int4, tmp_path):
     config, source = (None, llama_int4) if pre_quantized else (INT4, llama)
     expected = load(llama_int4)
     model = load(source, config, device_map=MAPS[label], offload_folder=tmp_path / "offload")
@@ -199,7 +189,7 @@ def test_automatic_device_map_counts_packed_bytes(llama):
 
 
 @pytest.mark.parametrize("where", ["cpu_offload", "disk_offload"])
-def test_offload_after_loading(where, llama_int4, tmp_path, no_prepacking):
+def test_offload_after_loading(where, llama_int4, tmp_path):
     model, expected = load(llama_int4), load(llama_int4)
     if where == "cpu_offload":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))

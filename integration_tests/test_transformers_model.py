@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import hf_quant
-from hf_quant import QuantizerConfig
+from hf_quant import QuantizerConfig, dequantize_, quantize_
 from hf_quant.modules import QuantEmbedding, QuantizedModule, QuantLinear
 from hf_quant.testing import sqnr
 from integration_tests.tiny_models import build, inputs, outputs
@@ -81,6 +81,18 @@ def test_dequantize_saves_and_loads_as_a_plain_model(name, load, tmp_path):
     assert torch.equal(outputs(plain, name), after)
     model.to(torch.float32)  # free again
     assert model.dtype == torch.float32
+
+
+def test_a_model_quantized_as_a_part_of_another_saves_and_reloads(tmp_path):
+    backbone = build("llama")
+    outer = quantize_(nn.ModuleDict({"backbone": backbone, "head": nn.Linear(96, 64)}), "int4")
+    assert backbone.is_quantized
+    before = outputs(backbone, "llama")
+    backbone.save_pretrained(tmp_path)
+    again = type(backbone).from_pretrained(tmp_path)
+    assert torch.equal(outputs(again, "llama"), before)
+    dequantize_(outer)
+    assert not getattr(backbone, "is_quantized", False) and "quantization_config" not in backbone.config.to_dict()
 
 
 def test_dequantize_in_another_dtype(load):

@@ -47,11 +47,8 @@ def _run(rank: int, work: Callable[[Path, Failures], None], directory: Path) -> 
     torch.set_num_threads(1)
     import transformers
 
-    from hf_quant.kernels._cpu import set_prepack_limit
-
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    set_prepack_limit(0)  # the same kernel at every call
     timeout = timedelta(seconds=TIMEOUT / 4)
     dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=2, timeout=timeout)
     failures = Failures()

@@ -24,7 +24,7 @@ from hf_quant.checkpoint._packed import check_info, check_values, expected_tenso
 from hf_quant.config import QuantizerConfig, fields_of
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_name
-from hf_quant.quantize import OBSERVERS
+from hf_quant.quantize import tell_observers
 from hf_quant.scheme import LinearScheme
 
 
@@ -122,8 +122,7 @@ def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
             slot.module._parameters[slot.key] = parameters.setdefault((slot.source, tensor.device), parameter)
             if slot.target is not None and uses[slot.source] > 1:
                 slot.module.shares_codes = True
-    for observer in OBSERVERS:
-        observer(module, config)
+    tell_observers(module, config, schemes_from_list(config.plan))
     return module
 
 

@@ -334,23 +334,28 @@ def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def _is_own(model: nn.Module) -> bool:
+    host = sys.modules.get("diffusers.models.modeling_utils")  # not imported: no model of it exists
+    return host is not None and isinstance(model, host.ModelMixin)
+
+
 def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
     """Keep a diffusers model's own records right after `quantize_` and `dequantize_`."""
-    host = sys.modules.get("diffusers.models.modeling_utils")  # not imported: no model of it exists
-    if host is None or not isinstance(model, host.ModelMixin):
-        return
     if config is None:
         _forget(model)
     else:
         _attach(model, DiffusersQuantizer(config, pre_quantized=False))
 
 
+_OBSERVER = quantize.Observer(_is_own, _observe)
+
+
 def register() -> None:
     """Register with diffusers; may be called again."""
     auto.AUTO_QUANTIZER_MAPPING[NAME] = DiffusersQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = QuantizerConfig
-    if _observe not in quantize.OBSERVERS:
-        quantize.OBSERVERS.append(_observe)
+    if _OBSERVER not in quantize.OBSERVERS:
+        quantize.OBSERVERS.append(_OBSERVER)
 
 
 register()

@@ -323,12 +323,14 @@ class _Method:
         return getattr(type(model), self.name)(model, *args, **kwargs)
 
 
-def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
-    """Keep a transformers model's own records right after `quantize_` and `dequantize_`."""
+def _is_own(model: nn.Module) -> bool:
     from transformers.modeling_utils import PreTrainedModel
 
-    if not isinstance(model, PreTrainedModel):
-        return
+    return isinstance(model, PreTrainedModel)
+
+
+def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
+    """Keep a transformers model's own records right after `quantize_` and `dequantize_`."""
     if config is None:
         tie_weights(model)
         if getattr(model, "hf_quantizer", None) is not None:
@@ -342,6 +344,9 @@ def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
     _attach(model)
 
 
+_OBSERVER = quantize.Observer(_is_own, _observe)
+
+
 def register() -> None:
     """Register with transformers; may be called again."""
     if NAME not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
@@ -350,8 +355,8 @@ def register() -> None:
         auto.register_quantizer(NAME)(TransformersQuantizer)
     if QuantizerConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (QuantizerConfig,)
-    if _observe not in quantize.OBSERVERS:
-        quantize.OBSERVERS.append(_observe)
+    if _OBSERVER not in quantize.OBSERVERS:
+        quantize.OBSERVERS.append(_OBSERVER)
 
 
 register()

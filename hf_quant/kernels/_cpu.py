@@ -39,10 +39,10 @@ def scratch(slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class _Source:
-    """The memory that a prepacked weight was made from, recognized by address, shape and count of in-place changes.
+    """The memory that a prepacked weight was made from: storage, address, shape and count of in-place changes.
 
-    A weak reference to the storage, which is one Python object for as long as the memory lives, drops the entry before
-    anything else can take its address.
+    The storage is one Python object for as long as it lives; when it dies, a weak reference drops the entry. Its
+    address alone would not do: FSDP frees the memory of a living storage, and another weight's may take it.
     """
 
     __slots__ = ("address", "shape", "storage", "version")
@@ -53,6 +53,8 @@ class _Source:
         self.version = None if tensor.is_inference() else tensor._version
 
     def is_same(self, tensor: Tensor) -> bool:
+        if tensor.untyped_storage() is not self.storage():
+            return False
         if tensor.data_ptr() != self.address or tensor.shape != self.shape:
             return False
         # Inference tensors, and views made in inference mode, have no count: whoever changes one in place calls

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_quant.algorithms import PackedWeight, empty_packed, geometry, quantize_matrix
 from hf_quant.formats import FORMATS
-from hf_quant.kernels import dequantize
+from hf_quant.kernels import clear_prepacked, dequantize
 from hf_quant.scheme import LinearScheme
 from hf_quant.weight_proxy import WeightProxy
 
@@ -211,7 +211,10 @@ class QuantizedModule(nn.Module):
             raise ValueError(f"this {type(self).__name__} is sharded: replace its weight (or merge) in one process")
         for part, tensor in zip(PACKED_NAMES, self.quantize(name, weight.to(self.packed_device(name)))):
             if tensor is not None:
-                self._parameters[packed_key(part, name)].copy_(tensor.view(stored_dtype(tensor.dtype)))
+                parameter = self._parameters[packed_key(part, name)]
+                parameter.copy_(tensor.view(stored_dtype(tensor.dtype)))
+                # Under `__torch_dispatch__` an op in place is not counted, and caches of the weight would stay.
+                torch.autograd.graph.increment_version(parameter)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.weight_names:
@@ -235,6 +238,10 @@ class QuantizedModule(nn.Module):
         """Whether the codes behind a proxy can serve as those of a weight of this module."""
         shape = proxy.module.matrix_shape(proxy.name_in_module)
         return proxy.module.scheme == self.scheme and shape == self.matrix_shape(name)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        clear_prepacked()  # what is loaded into shards is not counted as a change of the whole
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)

@@ -37,8 +37,7 @@ def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor |
     A third of the time of `linear` for one token. No gradients, no subclasses, nothing traced.
     """
     if (
-        x.device.type != "cpu"
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         or not is_plain(x)
         or (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
     ):
