@@ -161,6 +161,24 @@ def test_state_dict_goes_back_in(load):
     assert torch.equal(outputs(other, "llama"), expected)
 
 
+def test_methods_of_a_model_that_nothing_else_holds(load):
+    expected = outputs(load(), "llama")
+    gc.collect()
+    gc.disable()
+    try:
+        model = load().to("cpu")
+        assert torch.equal(outputs(model, "llama"), expected)
+        with pytest.raises(ValueError, match="casting it to"):
+            model.to(torch.float64)
+        with pytest.raises(ValueError, match="casting it to"):
+            load().to(torch.float64)
+        gone = weakref.ref(model.model.layers[0].mlp.up_proj.qdata)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_memory_is_free_when_the_model_is_dropped(load):
     gc.collect()
     gc.disable()

@@ -300,8 +300,10 @@ _REFUSALS: dict[str, Callable[..., None]] = {
 class _Method:
     """A method of one model that first asks `_REFUSALS`.
 
-    An object where a function would do, with a weak reference: the model that holds it can be pickled and copied, and
-    its memory is free as soon as nobody else holds it.
+    An object where a function would do: the model that holds it can be pickled and copied. It refers to the model
+    weakly, so that its memory is free as soon as nobody else holds it; but `from_pretrained(...).to(device)` drops the
+    model between the look-up of its method and the call. So the attributes are held, too, and a model that has
+    vanished is made of them again. Its end takes the methods out of the attributes: no cycle is left.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -313,10 +315,23 @@ class _Method:
 
     def __setstate__(self, state: tuple) -> None:
         model, self.name, self.host = state
-        self.model = weakref.ref(model)
+        self.model_class, self.attributes = type(model), model.__dict__
+
+        def forget(
+            ref: weakref.ref, name: str = self.name, host: Any = self.host, kept: dict = model.__dict__
+        ) -> None:
+            kept.pop(name, None)
+            if host is not None:
+                kept[name] = host
+
+        self.model = weakref.ref(model, forget)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model()
+        if model is None:
+            model = object.__new__(self.model_class)
+            object.__setattr__(model, "__dict__", self.attributes)
+            _attach(model)
         _REFUSALS[self.name](model, *args, **kwargs)
         if self.host is not None:
             return self.host(*args, **kwargs)
