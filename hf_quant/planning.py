@@ -33,8 +33,8 @@ class PlanEntry:
 
     Attributes:
         name: its name in the model; "" is the model itself.
-        kind: "linear", "experts", "embedding" or "conv".
-        shapes: {weight name: shape [..., N, K] as a matrix}.
+        kind: "linear", "experts", "embedding", "conv", or "other" for what has no quantized counterpart.
+        shapes: {weight name: shape [..., N, K] as a matrix; of "other", as the module has it}.
         scheme: None if it stays in 16 bit.
         algorithm: how its codes are chosen.
         reason: why it stays in 16 bit, or why it is quantized although that is not the default.
@@ -83,7 +83,7 @@ class QuantPlan:
     """{module name: PlanEntry} of a model; `print(plan)` is a table.
 
     Attributes:
-        entries: every module that could be quantized, in model order.
+        entries: every module that could be quantized, in model order, then those that hold other matrices.
         bytes_other: of all other parameters and buffers.
     """
 
@@ -166,7 +166,9 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
     if all(entry.scheme is None for entry in entries):
         reasons = sorted({entry.reason for entry in entries}) or ["it has no linear layers"]
         raise ValueError(f"nothing to quantize in {type(model).__name__}: {'; '.join(reasons)}")
+    entries += _unsupported(model, candidates, dtype)
     counted = {id(p) for name in candidates for p in candidates[name][1]._parameters.values() if p is not None}
+    counted |= {id(model.get_submodule(e.name)._parameters[n]) for e in entries if e.kind == "other" for n in e.shapes}
     tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
     biases = (
         p.nbytes
@@ -194,6 +196,25 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]
             w is not None and w.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) for w in weights
         ):
             yield name, (kind, module)
+
+
+def _unsupported(
+    model: nn.Module, candidates: dict[str, tuple[str, nn.Module]], dtype: torch.dtype | None
+) -> Iterator[PlanEntry]:
+    """Entries of the modules whose matrices stay in 16 bit because nothing here can hold them: said, not hidden."""
+    seen = {id(p) for _, module in candidates.values() for p in module._parameters.values()}
+    for name, module in model.named_modules():
+        shapes, nbytes = {}, 0
+        for key, p in module._parameters.items():
+            if p is None or id(p) in seen or not p.is_floating_point() or p.dim() < 2 or p.numel() < MIN_WEIGHTS:
+                continue
+            seen.add(id(p))
+            shapes[key] = tuple(p.shape)
+            nbytes += p.numel() * (dtype or p.dtype).itemsize
+        if shapes:
+            reason = f"{type(module).__name__} has no quantized counterpart"
+            first = dtype or module._parameters[next(iter(shapes))].dtype
+            yield PlanEntry(name, "other", shapes, first, None, None, reason, nbytes, nbytes)
 
 
 def _tied_modules(model: nn.Module, candidates: dict[str, tuple[str, nn.Module]]) -> dict[str, str]:

@@ -66,8 +66,6 @@ def eval(args: argparse.Namespace) -> None:
 def bench(args: argparse.Namespace) -> None:
     """Print load time, speed of `generate`, memory and, with a reference, the ratio to it."""
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads {args.threads}: needs at least 1")
         torch.set_num_threads(args.threads)
     # Pages of a mapped 16-bit file are in memory only once they are read: by a first generation.
     loaded = _Loaded(

@@ -93,9 +93,11 @@ def _add_eval(commands, common) -> None:
     parser = _add_command(commands, common, "eval", ("_measure", "eval"), help)
     _add_model(parser)
     parser.add_argument("--text", metavar="FILE", type=Path, required=True, help="text in UTF-8, or token ids as .npy")
-    parser.add_argument("--window", type=int, metavar="N", help="tokens per window (default: the model's, <= 2048)")
     parser.add_argument(
-        "--max-tokens", type=int, default=32768, metavar="N", help="read no more of the text (default: 32768)"
+        "--window", type=_positive, metavar="N", help="tokens per window (default: the model's, <= 2048)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=32768, metavar="N", help="read no more of the text (default: 32768)"
     )
     _add_measured(parser)
 
@@ -104,10 +106,10 @@ def _add_bench(commands, common) -> None:
     help = "load time, prefill and decode speed and memory of a causal language model at batch 1"
     parser = _add_command(commands, common, "bench", ("_measure", "bench"), help)
     _add_model(parser)
-    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="(default: 128)")
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="(default: 32)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="the median counts (default: 5)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch on the CPU")
+    parser.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N", help="(default: 128)")
+    parser.add_argument("--new-tokens", type=_positive, default=32, metavar="N", help="(default: 32)")
+    parser.add_argument("--rounds", type=_positive, default=5, metavar="N", help="the median counts (default: 5)")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="of torch on the CPU")
     _add_measured(parser)
 
 
@@ -122,8 +124,10 @@ def _add_demo(commands, common) -> None:
         help="text in UTF-8, or token ids as .npy (default: the model's val_ids.npy)",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("demo_output"), help="(default: demo_output)")
-    parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="of text to judge (default: 16384)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of timing (default: 5)")
+    parser.add_argument(
+        "--tokens", type=_positive, default=16384, metavar="N", help="of text to judge (default: 16384)"
+    )
+    parser.add_argument("--rounds", type=_positive, default=5, metavar="N", help="of timing (default: 5)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -196,6 +200,13 @@ def parse_module(entry: str) -> tuple[str, str | dict[str, Any] | None]:
     if not fields:
         return pattern, format
     return pattern, {"weights": format, **dict(_parse_field(field) for field in fields)}
+
+
+def _positive(text: str) -> int:
+    """A count of at least 1 from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
 
 
 def _parse_field(field: str) -> tuple[str, Any]:

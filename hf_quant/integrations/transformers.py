@@ -314,7 +314,8 @@ class _Method:
         return self.model(), self.name, self.host
 
     def __setstate__(self, state: tuple) -> None:
-        model, self.name, self.host = state
+        model, name, host = state
+        self.name, self.host = name, host
         self.model_class, self.attributes = type(model), model.__dict__
 
         def forget(

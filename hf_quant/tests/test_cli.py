@@ -1,6 +1,7 @@
 """The command line: options to QuantizerConfig, help, errors on one line; models of a few layers."""
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,21 @@ def test_every_option_reaches_the_config():
 def test_module_entries_of_another_form_are_refused(entry):
     with pytest.raises(ValueError, match="--module"):
         parse_module(entry)
+
+
+@pytest.mark.parametrize("option", ["--window", "--max-tokens"])
+@pytest.mark.parametrize("value", ["0", "-5", "1.5", "all"])
+def test_counts_below_one_are_refused(option, value, capsys):
+    assert f"{value!r} is not a number of 1 or more" in error_of(
+        capsys, "eval", "m", "--text", "t", f"{option}={value}"
+    )
+
+
+def test_the_package_is_the_command(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hf-quant", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("hf_quant.cli", run_name="__main__")
+    assert stop.value.code == 0 and "hf" in capsys.readouterr().out
 
 
 def test_a_pattern_given_twice_is_refused():
@@ -248,7 +264,7 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
         (["inspect", "{empty}"], "is not the directory of a quantized model"),
         (["eval", "{llama}", "--text", "{dir}/none.txt"], "none.txt"),
         (["eval", "{llama}", "--text", "{llama}/LICENSE"], "has no tokenizer"),
-        (["bench", "{llama}", "--threads", "0"], "--threads 0"),
+        (["bench", "{llama}", "--threads", "0"], "--threads: '0'"),
         (["bench", "{llama}", "--new-tokens", "1"], "new_tokens=1"),
         (["bench", "{llama}", "--symmetric"], "weights is None"),
         (["demo", "--model", "{dir}/missing"], "missing"),

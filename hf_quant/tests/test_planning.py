@@ -227,7 +227,7 @@ def test_the_dtype_that_the_loader_will_use_decides_sizes_and_scales():
     assert entry.bytes_before == 128 * 128 * 2
 
 
-def test_what_is_not_quantizable_is_not_in_the_plan():
+def test_what_cannot_be_quantized_is_listed_with_its_reason():
     model = nn.ModuleDict(
         {
             "integer": nn.Linear(64, 64),
@@ -237,7 +237,15 @@ def test_what_is_not_quantizable_is_not_in_the_plan():
         }
     )
     model["integer"].weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
-    assert list(plan(model, "int4").entries) == ["plain"]
+    found = plan(model, "int4")
+    assert list(found.quantized) == ["plain"]
+    reasons = {name: entry.reason for name, entry in found.entries.items() if entry.kind == "other"}
+    assert reasons == {
+        "renormed": "Embedding has no quantized counterpart",
+        "transposed": "ConvTranspose2d has no quantized counterpart",
+    }
+    before = found.nbytes
+    assert before == sum(t.nbytes for t in quantize_(model, "int4").parameters())
 
 
 def test_bare_modules_can_be_planned():

@@ -1,0 +1,8 @@
+"""`python -m hf_quant.cli`: the command `hf-quant`, for when it is not on the PATH."""
+
+import sys
+
+from hf_quant.cli import main
+
+
+sys.exit(main())
