@@ -134,7 +134,8 @@ def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
     """Inverse of `schemes_to_list`: {module name: scheme}. Raises ValueError on anything else."""
     schemes = {}
     if not isinstance(stored, list):
-        raise ValueError(f"the stored plan is a {type(stored).__name__}; needs a list")
+        given = "has no plan" if stored is None else f"has a plan that is a {type(stored).__name__}, not a list"
+        raise ValueError(f"the checkpoint's quantization_config {given}: restore the config that was saved with it")
     for group in stored:
         if not isinstance(group, dict) or not isinstance(group.get("modules"), list):
             raise ValueError(f"the stored plan has {group!r}; needs {{scheme, modules}}")

@@ -447,7 +447,7 @@ def test_damaged_checkpoints_are_named(checkpoints, tmp_path):
     ("field", "value", "message"),
     [
         ("format_version", 99, "install a newer hf_quant"),
-        ("plan", None, "no stored plan"),
+        ("plan", None, "has no plan: restore"),
         ("weight", "int8", "unknown field 'weight'"),
         ("quant_method", "hf_quantum", "Unknown quantization type"),
     ],

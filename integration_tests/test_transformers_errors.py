@@ -206,7 +206,9 @@ def test_config_of_another_library_with_ours(plain, damaged):
     assert "GPTQConfig" in message and "QuantizerConfig" in message
 
 
-@pytest.mark.parametrize(("plan", "expected"), [(None, "no stored plan"), ([], LAYER.split(".")[0]), ("x", "list")])
+@pytest.mark.parametrize(
+    ("plan", "expected"), [(None, "has no plan: restore"), ([], LAYER.split(".")[0]), ("x", "list")]
+)
 def test_no_stored_plan(plan, expected, damaged):
     edit_config(damaged, plan=plan)
     assert expected in load_error(damaged)

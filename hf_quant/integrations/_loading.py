@@ -78,8 +78,6 @@ def prepare_from_checkpoint(
     `rename` maps the checkpoint's parameter names to the model's; `tied` is {module: the module it shares with}.
     Returns the names of the quantized modules. Raises ValueError if stored plan, headers and model do not agree.
     """
-    if config.plan is None:
-        raise ValueError("config.json has no stored plan in its quantization_config: the checkpoint is incomplete")
     schemes = schemes_from_list(config.plan)
     modules = dict(model.named_modules())
     done: dict[str, set[str]] = {}  # the weights that the checkpoint has, by module

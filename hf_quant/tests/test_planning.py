@@ -339,8 +339,8 @@ INT4 = resolve_scheme({"weights": "int4"}, torch.bfloat16)[0].to_dict()
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        (None, "the stored plan is a NoneType; needs a list"),
-        ({}, "the stored plan is a dict"),
+        (None, "quantization_config has no plan: restore"),
+        ({}, "a plan that is a dict, not a list"),
         (["a"], "the stored plan has 'a'; needs"),
         ([{"scheme": INT4, "modules": "a"}], "needs {scheme, modules}"),
         ([{"modules": ["a"]}], "a scheme is {weight, activation, sparsity}, got None"),

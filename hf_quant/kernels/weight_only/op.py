@@ -96,7 +96,10 @@ def check(
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [..., K] in fp16, bf16 or fp32")
     if qdata.dim() != 2 or scale.dim() != 2:
         raise ValueError(f"qdata is {qdata.dim()}-D and scale {scale.dim()}-D; both must be 2-D")
-    check_weight(qdata, scale, zero_point, global_scale, format, group_size, x.shape[-1])
+    try:
+        check_weight(qdata, scale, zero_point, global_scale, format, group_size, x.shape[-1])
+    except ValueError as error:
+        raise ValueError(f"x is {tuple(x.shape)}, so K={x.shape[-1]}, but {error}") from None
     if bias is not None and bias.shape != qdata.shape[:1]:
         raise ValueError(f"bias is {tuple(bias.shape)}; needs [{qdata.shape[0]}]")
 
