@@ -112,9 +112,14 @@ class QuantPlan:
         entries = self.quantized.values()
         return 8 * sum(e.bytes_after for e in entries) / max(sum(e.num_weights for e in entries), 1)
 
+    @property
+    def schemes(self) -> dict[str, LinearScheme]:
+        """{module name: scheme} of the modules that are quantized."""
+        return {name: entry.scheme for name, entry in self.quantized.items()}
+
     def to_list(self) -> list[dict[str, Any]]:
         """What config.json stores; see `schemes_to_list`."""
-        return schemes_to_list({name: entry.scheme for name, entry in self.quantized.items()})
+        return schemes_to_list(self.schemes)
 
     def __str__(self) -> str:
         return _table(self)

@@ -55,7 +55,7 @@ def quantize_(
     )
     for _ in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
         pass
-    tell_observers(model, config, {name: entry.scheme for name, entry in quant_plan.quantized.items()})
+    tell_observers(model, config, quant_plan.schemes)
     return model
 
 

@@ -62,7 +62,7 @@ def prepare_from_config(
     quant_plan = plan(model, config, dtype=dtype)
     for _ in apply_plan(model, quant_plan, keep_placeholder=True):
         pass
-    return resolved(config, {name: entry.scheme for name, entry in quant_plan.quantized.items()})
+    return resolved(config, quant_plan.schemes)
 
 
 def prepare_from_checkpoint(

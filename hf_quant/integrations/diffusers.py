@@ -30,8 +30,7 @@ from hf_quant.integrations._loading import (
     trim_memory,
 )
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
-from hf_quant.planning import schemes_to_list
-from hf_quant.quantize import dequantize_
+from hf_quant.quantize import dequantize_, resolved
 
 
 NAME = "hf_quant"
@@ -316,9 +315,8 @@ def _forget(model: nn.Module) -> None:
 
 def refresh_plan(model: nn.Module) -> None:
     """Make the stored plan of a quantized diffusers model that of its modules as they are now."""
-    config = QuantizerConfig.from_dict(model.hf_quantizer.quantization_config.to_dict())
-    schemes = {name.replace(".base_layer", ""): module.scheme for name, module in _quantized_modules(model)}
-    config.plan = schemes_to_list(schemes)
+    schemes = {name: module.scheme for name, module in _quantized_modules(model)}
+    config = resolved(model.hf_quantizer.quantization_config, schemes)
     model.hf_quantizer.quantization_config = config
     if config.plan:
         _attach(model, model.hf_quantizer)

@@ -32,8 +32,8 @@ from hf_quant.integrations._loading import (
 from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_codes, tie_weights, tied_modules
 from hf_quant.integrations.parallel import guard_gathered_state, prepare_parallel, quantize_shard, refuse_fsdp
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
-from hf_quant.planning import schemes_from_list, schemes_to_list
-from hf_quant.quantize import dequantize_
+from hf_quant.planning import schemes_from_list
+from hf_quant.quantize import dequantize_, resolved
 
 
 NAME = "hf_quant"
@@ -247,9 +247,7 @@ def _without(config: QuantizerConfig, name: str) -> QuantizerConfig:
     """The resolved config less one module of its plan."""
     schemes = schemes_from_list(config.plan)
     schemes.pop(name, None)
-    config = QuantizerConfig.from_dict(config.to_dict())
-    config.plan = schemes_to_list(schemes)
-    return config
+    return resolved(config, schemes)
 
 
 def _attach(model: nn.Module) -> None:
@@ -315,15 +313,13 @@ class _Method:
 
     def __setstate__(self, state: tuple) -> None:
         model, name, host = state
-        self.name, self.host = name, host
-        self.model_class, self.attributes = type(model), model.__dict__
+        attributes = model.__dict__
+        self.name, self.host, self.model_class, self.attributes = name, host, type(model), attributes
 
-        def forget(
-            ref: weakref.ref, name: str = self.name, host: Any = self.host, kept: dict = model.__dict__
-        ) -> None:
-            kept.pop(name, None)
+        def forget(ref: weakref.ref) -> None:  # without `self`, which would keep itself
+            attributes.pop(name, None)
             if host is not None:
-                kept[name] = host
+                attributes[name] = host
 
         self.model = weakref.ref(model, forget)
 

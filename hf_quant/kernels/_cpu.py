@@ -124,7 +124,8 @@ def known(kind: str, sources: tuple[Tensor | None, ...]) -> Any:
 
 def remember(kind: str, sources: tuple[Tensor, ...], value: Any) -> None:
     """Let `known` return `value`, which holds none of the sources, for these very tensors; no memory is counted."""
-    _replace((kind, sources[0].data_ptr()), _Entry(sources, (kind, sources[0].data_ptr()), value, nbytes=0))
+    key = (kind, sources[0].data_ptr())
+    _replace(key, _Entry(sources, key, value, nbytes=0))
 
 
 def fact(kind: str, source: Tensor, find: Callable[..., Any], *args: Any) -> Any:

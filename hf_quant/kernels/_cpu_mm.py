@@ -372,9 +372,8 @@ def _blocks(
             return _finish(y.mul_(2.0**-32), None, bias, dtype)
         if spec.name == "nvfp4":
             factor = expand_rows(scale_values(scale, global_scale), N).float()
-            return _finish(
-                _by_blocks(x, N, lambda n: doubled_block(qdata, factor, spec, group_size, K, n)), None, bias, dtype
-            )
+            make = lambda n: doubled_block(qdata, factor, spec, group_size, K, n)  # noqa: E731
+            return _finish(_by_blocks(x, N, make), None, bias, dtype)
     factor = expand_rows(scale_values(scale, global_scale), N)
     by_table = is_table_decoded(spec) and zero_point is None
     # What is decoded by way of fp32 is multiplied in it at small M: two passes over the weights less.

@@ -38,9 +38,8 @@ def row_scales(x: Tensor, limit: float) -> Tensor:
 def row_amax(x: Tensor) -> Tensor:
     """Largest magnitude of each row of x [M, K] -> [M, 1] in fp32; NaN if the row has one."""
     magnitudes = x.abs()
-    if (
-        x.dtype == torch.bfloat16
-    ):  # as integers they have the same order, NaN last, and a maximum in a ninth of the time
+    if x.dtype == torch.bfloat16:
+        # As integers they have the same order, NaN last, and a maximum takes a ninth of the time.
         return magnitudes.view(torch.int16).amax(1, keepdim=True).view(x.dtype).float()
     return magnitudes.amax(1, keepdim=True).float()
 
