@@ -51,7 +51,7 @@ _SPLIT = 2**23  # weights from which int8 at M <= 4 goes by oneDNN, not int8pack
 _VNNI = torch.cpu._is_vnni_supported()
 _NO_ZERO_POINT = torch.zeros(1, dtype=torch.int64)
 # Largest M of the paths that lose to dequantizing from there on (14336 x 4096, one core of Zen 5).
-_SMALL_M = {"int8pack": 4, "split": 256, "int4pack": 40, "terms": 16, "block scale": 128, "fp32": 8}
+_SMALL_M = {"int8pack": 4, "split": 256, "int4pack": 40, "terms": 16, "block scale": 128, "fp32": 8, "doubled": 64}
 # fp8 codes become bf16 by: sign-extend to 16 bits, shift left, mask; that is the value times 2**-exponent.
 SHIFTS = {torch.float8_e4m3fn: (4, -0x7810, 120), torch.float8_e5m2: (5, -0x7020, 112)}
 
@@ -370,7 +370,7 @@ def _blocks(
             make = lambda n: exponent_block(qdata, exponents, spec, group_size, K, n)  # noqa: E731
             y = _by_blocks(x * 2.0**-32, N, make)
             return _finish(y.mul_(2.0**-32), None, bias, dtype)
-        if spec.name == "nvfp4":
+        if spec.name == "nvfp4" and M <= _SMALL_M["doubled"]:
             factor = expand_rows(scale_values(scale, global_scale), N).float()
             make = lambda n: doubled_block(qdata, factor, spec, group_size, K, n)  # noqa: E731
             return _finish(_by_blocks(x, N, make), None, bias, dtype)
