@@ -16,7 +16,7 @@ _LEVELS = minifloat_levels(2, 1, bias=1)
 
 def _fp4(name: str, group_size: int, scale_dtype: str) -> Format:
     return Format(
-        spec=CodeSpec(name, 4, torch.int32, (4,), _LEVELS),
+        spec=CodeSpec(name, 4, torch.int32, (4,), _LEVELS, (2, 1, 1)),
         max=max(_LEVELS),
         round=minifloat_round(max(_LEVELS), 1, bias=1, sign=8),
         snap=minifloat_snap(max(_LEVELS), 1, bias=1),

@@ -11,7 +11,14 @@ def _fp6(exponent_bits: int, mantissa_bits: int) -> Format:
     bias = 2 ** (exponent_bits - 1) - 1
     levels = minifloat_levels(exponent_bits, mantissa_bits, bias)
     return Format(
-        spec=CodeSpec(f"fp6_e{exponent_bits}m{mantissa_bits}", 6, torch.int32, (4, 2), levels),
+        spec=CodeSpec(
+            f"fp6_e{exponent_bits}m{mantissa_bits}",
+            6,
+            torch.int32,
+            (4, 2),
+            levels,
+            (exponent_bits, mantissa_bits, bias),
+        ),
         max=max(levels),
         round=minifloat_round(max(levels), mantissa_bits, bias, sign=32),
         snap=minifloat_snap(max(levels), mantissa_bits, bias),

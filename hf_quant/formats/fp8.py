@@ -15,7 +15,7 @@ def _fp8(name: str, dtype: torch.dtype, mantissa_bits: int, bias: int) -> Format
         return values.clamp_(-limit, limit).to(dtype)
 
     return Format(
-        spec=CodeSpec(name, 8, dtype),
+        spec=CodeSpec(name, 8, dtype, minifloat=(7 - mantissa_bits, mantissa_bits, bias)),
         max=limit,
         round=encode,
         snap=minifloat_snap(limit, mantissa_bits, bias),

@@ -20,10 +20,11 @@ _CELLS = 64  # over [-1, 1]; the closest midpoints are 0.08 apart, so that a cel
 def _levels() -> tuple[float, ...]:
     def quantiles(count: int) -> Tensor:
         # The probabilities are those of fp32, as in the published table: bit for bit the same levels.
-        return torch.special.ndtri(torch.linspace(_OFFSET, 0.5, count + 1)[:-1].double())
+        return torch.special.ndtri(torch.linspace(_OFFSET, 0.5, count + 1, device="cpu")[:-1].double())
 
+    # On the CPU also where this module is imported under `torch.device("meta")`.
     positive, negative = quantiles(8), -quantiles(7)
-    levels = torch.cat([negative, torch.zeros(1, dtype=torch.float64), positive]).sort().values.float()
+    levels = torch.cat([negative, torch.zeros(1, dtype=torch.float64, device="cpu"), positive]).sort().values.float()
     return tuple((levels / levels.max()).tolist())
 
 
@@ -38,11 +39,11 @@ def _cell(values: Tensor) -> Tensor:
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Per cell its midpoint (fp32, inf if none); per cell and side of it, code (uint8) and level (fp32)."""
-    levels = torch.tensor(_LEVELS, dtype=torch.float64)
+    levels = torch.tensor(_LEVELS, dtype=torch.float64, device="cpu")
     midpoints = ((levels[1:] + levels[:-1]) / 2).float()
     at = _cell(midpoints).long()
-    midpoint = torch.full((_CELLS + 1,), float("inf")).index_put_((at,), midpoints)
-    below = torch.bucketize(torch.arange(_CELLS + 1), at)
+    midpoint = torch.full((_CELLS + 1,), float("inf"), device="cpu").index_put_((at,), midpoints)
+    below = torch.bucketize(torch.arange(_CELLS + 1, device="cpu"), at)
     code = torch.stack([below, (below + 1).clamp(max=15)], 1).flatten()
     return midpoint.to(device), code.to(torch.uint8).to(device), levels.float()[code].to(device)
 

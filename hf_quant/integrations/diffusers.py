@@ -30,7 +30,7 @@ from hf_quant.integrations._loading import (
     trim_memory,
 )
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
-from hf_quant.quantize import dequantize_, resolved
+from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
 
 
 NAME = "hf_quant"
@@ -55,6 +55,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         self._headers: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._elements = self._bytes = self._largest = 0  # see `_measure`
         self._untrimmed = 0
+        self._fuse_projections: bool | None = None
 
     @property
     def is_serializable(self) -> bool:
@@ -130,6 +131,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
                 type(model).__name__,
             )
         else:
+            self._fuse_projections = self.quantization_config.fuse_projections
             self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
         self._measure(model, keep_in_fp32_modules or [])
         return model
@@ -243,6 +245,8 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         for name, module in _quantized_modules(model):
             if self.pre_quantized and module.packed_device(module.weight_names[0]).type != "meta":
                 check_packed(module, name)
+        if self._fuse_projections:  # None, too, means no: activations of many tokens hide what a launch costs
+            fuse_as_configured_(model, True)
         _attach(model, self)
         return model
 

@@ -33,7 +33,7 @@ from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_
 from hf_quant.integrations.parallel import guard_gathered_state, prepare_parallel, quantize_shard, refuse_fsdp
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.planning import schemes_from_list
-from hf_quant.quantize import dequantize_, resolved
+from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
 
 
 NAME = "hf_quant"
@@ -102,7 +102,9 @@ class TransformersQuantizer(HfQuantizer):
             refuse_fsdp(model)
             if self.quantization_config.plan is not None:
                 raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
+            fuse_projections = self.quantization_config.fuse_projections
             self.quantization_config = prepare_from_config(model, self.quantization_config)
+            self.quantization_config.fuse_projections = fuse_projections
         tie_codes(model)
         prepare_parallel(model)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -123,6 +125,7 @@ class TransformersQuantizer(HfQuantizer):
         if self.errors:
             more = f", and {len(self.errors) - 3} more" if len(self.errors) > 3 else ""
             raise ValueError("; ".join(self.errors[:3]) + more)
+        fuse_projections = self.quantization_config.fuse_projections
         for name, parameter in model.named_parameters():
             expected = self.shapes.pop(name, parameter.shape)
             if parameter.shape != expected:  # older versions load, with any quantizer, what does not fit
@@ -136,7 +139,9 @@ class TransformersQuantizer(HfQuantizer):
                 self.quantization_config = _without(self.quantization_config, name)
             elif self.pre_quantized and all(_is_here(p) for p in module._parameters.values() if p is not None):
                 check_packed(module, name)
-        self.quantization_config.quantization_device = None  # of this load, not of the checkpoint
+        fuse_as_configured_(model, fuse_projections)
+        # Both are of this load, not of the checkpoint.
+        self.quantization_config.quantization_device = self.quantization_config.fuse_projections = None
         model.config.quantization_config = self.quantization_config
         _attach(model)
         return model
@@ -151,7 +156,14 @@ class TransformersQuantizer(HfQuantizer):
         guard, empty = entry
         keep_layout(model, guard)
         guard_gathered_state(model)
-        return {**model.state_dict(), guard: empty}, {}
+        state = model.state_dict()
+        # The host would clone, where they are, the tensors that share memory: those of fused projections.
+        rows = {
+            k: t.cpu()
+            for k, t in state.items()
+            if t.device.type in ("cuda", "xpu") and not is_dtensor(t) and t.untyped_storage().nbytes() > t.nbytes
+        }
+        return {**state, **rows, guard: empty}, {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         quantized = (module for module in model.modules() if isinstance(module, QuantizedModule))

@@ -5,29 +5,58 @@ reference = the specification), `cpu.py`, `gpu.py`. Formats are made known to it
 """
 
 from hf_quant.kernels._cpu import clear_prepacked, prepacked_bytes, set_prepack_limit
-from hf_quant.kernels.grouped_mm import cpu as _grouped_mm_cpu  # noqa: F401
-from hf_quant.kernels.grouped_mm import gpu as _grouped_mm_gpu  # noqa: F401 - the backends register themselves
+from hf_quant.kernels._op import implements_lazily
+from hf_quant.kernels.grouped_mm import cpu as _grouped_mm_cpu  # noqa: F401 - the backends register themselves
 from hf_quant.kernels.grouped_mm.op import grouped_mm, grouped_mm_backward
+from hf_quant.kernels.hadamard import cpu as _hadamard_cpu  # noqa: F401
+from hf_quant.kernels.hadamard.op import differentiable_hadamard, hadamard, hadamard_quantize_rowwise
+from hf_quant.kernels.int8_attention import cpu as _int8_attention_cpu  # noqa: F401
+from hf_quant.kernels.int8_attention.op import int8_attention
 from hf_quant.kernels.rowwise import cpu as _rowwise_cpu  # noqa: F401
-from hf_quant.kernels.rowwise.op import quantize_rowwise
+from hf_quant.kernels.rowwise.op import (
+    act_quantize_rowwise,
+    layer_norm_quantize_rowwise,
+    quantize_rowwise,
+    rms_norm_quantize_rowwise,
+)
 from hf_quant.kernels.scaled_mm import cpu as _scaled_mm_cpu  # noqa: F401
-from hf_quant.kernels.scaled_mm import gpu as _scaled_mm_gpu  # noqa: F401
 from hf_quant.kernels.scaled_mm.op import dynamic_mm, fp8_scaled_mm, int8_scaled_mm
 from hf_quant.kernels.weight_only import cpu as _weight_only_cpu  # noqa: F401
-from hf_quant.kernels.weight_only import gpu as _weight_only_gpu  # noqa: F401
 from hf_quant.kernels.weight_only.op import dequantize, weight_only_mm, weight_only_mm_backward
 
 
+implements_lazily("hf_quant.kernels.grouped_mm.backward_gpu", grouped_mm_backward)
+implements_lazily("hf_quant.kernels.grouped_mm.gpu", grouped_mm)
+implements_lazily("hf_quant.kernels.hadamard.gpu", hadamard, hadamard_quantize_rowwise)
+implements_lazily("hf_quant.kernels.int8_attention.gpu", int8_attention)
+implements_lazily(
+    "hf_quant.kernels.rowwise.gpu",
+    act_quantize_rowwise,
+    layer_norm_quantize_rowwise,
+    quantize_rowwise,
+    rms_norm_quantize_rowwise,
+)
+implements_lazily("hf_quant.kernels.scaled_mm.gpu", dynamic_mm, fp8_scaled_mm, int8_scaled_mm)
+implements_lazily("hf_quant.kernels.weight_only.dequantize_gpu", dequantize)
+implements_lazily("hf_quant.kernels.weight_only.gpu", weight_only_mm, weight_only_mm_backward)
+
 __all__ = [
+    "act_quantize_rowwise",
     "clear_prepacked",
     "dequantize",
+    "differentiable_hadamard",
     "dynamic_mm",
     "fp8_scaled_mm",
     "grouped_mm",
     "grouped_mm_backward",
+    "hadamard",
+    "hadamard_quantize_rowwise",
+    "int8_attention",
     "int8_scaled_mm",
+    "layer_norm_quantize_rowwise",
     "prepacked_bytes",
     "quantize_rowwise",
+    "rms_norm_quantize_rowwise",
     "set_prepack_limit",
     "weight_only_mm",
     "weight_only_mm_backward",

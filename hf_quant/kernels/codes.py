@@ -27,6 +27,7 @@ class CodeSpec(NamedTuple):
         planes: widths of the bit planes, low bits first; () if not packed.
         levels: value of each code, len 2**bits; () if the element's own value counts. With a zero point the value of
             code q is q - zero_point instead (integer formats only).
+        minifloat: (exponent bits, mantissa bits, exponent bias) if a code is a sign and these; else None.
     """
 
     name: str
@@ -34,6 +35,7 @@ class CodeSpec(NamedTuple):
     dtype: torch.dtype
     planes: tuple[int, ...] = ()
     levels: tuple[float, ...] = ()
+    minifloat: tuple[int, int, int] | None = None
 
     @property
     def is_packed(self) -> bool:

@@ -180,6 +180,7 @@ print(min(seconds[1:]))
         "import transformers.quantizers.auto, hf_quant",  # the host itself imports torch, half way
         "from hf_quant import QuantizerConfig; import transformers.quantizers.auto",
         "import hf_quant.integrations.transformers",  # the adapter imports the host
+        'import torch; torch.set_default_device("meta"); import transformers.quantizers.auto',
     ],
 )
 def test_transformers_gets_the_real_classes_and_diffusers_is_not_imported(real_install, imports):

@@ -1,19 +1,23 @@
-"""`quantize_rowwise` on CPU: the reference's arithmetic, bit for bit, on rows that stay in the cache."""
+"""Row quantization on CPU: the reference's arithmetic on rows that stay in the cache."""
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hf_quant.kernels._op import implements
 from hf_quant.kernels.rowwise import op
-from hf_quant.kernels.rowwise.op import ROW_FORMATS, row_max
+from hf_quant.kernels.rowwise.op import ROW_FORMATS, row_max, row_scale
 
 
 _CHUNK = 2**18  # values that pass through the chain of elementwise ops at once: 1 MB in fp32
 
 
 @implements(op.quantize_rowwise, "CPU")
-def quantize_rowwise_cpu(x: Tensor, *, format: str) -> tuple[Tensor, Tensor]:
-    """See `quantize_rowwise_reference`."""
+def quantize_rowwise_cpu(x: Tensor, seed: Tensor | None = None, *, format: str) -> tuple[Tensor, Tensor]:
+    """See `quantize_rowwise_reference`, whose bits it has."""
+    op.check_seed(x, seed)
     limit = row_max(format)
     if x.requires_grad:
         x = x.detach()
@@ -22,17 +26,18 @@ def quantize_rowwise_cpu(x: Tensor, *, format: str) -> tuple[Tensor, Tensor]:
         return codes, torch.ones(*x.shape[:-1], 1)
     rows, flat = x.reshape(-1, x.shape[-1]), codes.view(-1, x.shape[-1])
     scale = row_scales(rows, limit)
-    step = max(_CHUNK // x.shape[-1], 1)
-    for start in range(0, rows.shape[0], step):
-        block = slice(start, start + step)
-        flat[block].copy_(row_codes(rows[block], scale[block], limit, format))
+    for block in _blocks(*rows.shape):
+        values = row_codes(rows[block], scale[block], limit, format, rounded=seed is None)
+        if seed is not None:
+            bits = op.random_bits(seed, *values.shape, start=block.start)
+            values = op.round_stochastically(values, bits, format=format)
+        flat[block].copy_(values)
     return codes, scale.view(*x.shape[:-1], 1)
 
 
 def row_scales(x: Tensor, limit: float) -> Tensor:
-    """x [M, K] -> amax / limit [M, 1] in fp32; 1 for a row of zeros."""
-    amax = row_amax(x)
-    return torch.where(amax > 0, amax / limit, 1.0)
+    """x [M, K] -> scales [M, 1] in fp32, see `row_scale`."""
+    return row_scale(row_amax(x), limit)
 
 
 def row_amax(x: Tensor) -> Tensor:
@@ -44,7 +49,79 @@ def row_amax(x: Tensor) -> Tensor:
     return magnitudes.amax(1, keepdim=True).float()
 
 
-def row_codes(x: Tensor, scale: Tensor, limit: float, format: str) -> Tensor:
+def row_codes(x: Tensor, scale: Tensor, limit: float, format: str, *, rounded: bool = True) -> Tensor:
     """x [M, K] / scale [M, 1] in fp32: rounded for int8, for fp8 left to the conversion to float8."""
     values = torch.div(x, scale).clamp_(-limit, limit)
-    return values.round_() if format == "int8" else values
+    return values.round_() if rounded and format == "int8" else values
+
+
+def _blocks(M: int, K: int) -> list[slice]:
+    """The rows of [M, K] in blocks of about `_CHUNK` values."""
+    step = max(_CHUNK // max(K, 1), 1)
+    return [slice(start, min(start + step, M)) for start in range(0, M, step)]
+
+
+def quantize_blocks(x: Tensor, format: str, values: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
+    """Quantize fp32 `values(rows)` [m, K], which x [..., K] makes, block by block; results of x's shape.
+
+    `values` gets slices of the rows of x taken as [M, K].
+    """
+    limit, K = row_max(format), x.shape[-1]
+    codes = torch.empty(x.shape, dtype=ROW_FORMATS[format])
+    if x.numel() == 0:
+        return codes, torch.ones(*x.shape[:-1], 1)
+    flat = codes.view(-1, K)
+    scale = torch.empty(flat.shape[0], 1)
+    for block in _blocks(*flat.shape):
+        part = values(block)
+        scale[block] = row_scales(part, limit)
+        flat[block].copy_(row_codes(part, scale[block], limit, format))
+    return codes, scale.view(*x.shape[:-1], 1)
+
+
+@implements(op.rms_norm_quantize_rowwise, "CPU")
+@torch.no_grad()
+def rms_norm_quantize_rowwise_cpu(
+    x: Tensor, weight: Tensor | None, *, eps: float, format: str
+) -> tuple[Tensor, Tensor]:
+    """See `rms_norm_quantize_rowwise_reference`."""
+    op.check_vector("weight", weight, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return quantize_blocks(x, format, lambda block: op.rms_norm_values(rows[block], weight, eps))
+
+
+@implements(op.layer_norm_quantize_rowwise, "CPU")
+@torch.no_grad()
+def layer_norm_quantize_rowwise_cpu(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mod_scale: Tensor | None,
+    mod_shift: Tensor | None,
+    *,
+    eps: float,
+    format: str,
+) -> tuple[Tensor, Tensor]:
+    """See `layer_norm_quantize_rowwise_reference`."""
+    op.check_layer_norm(x, weight, bias, mod_scale, mod_shift)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+    def values(block: slice) -> Tensor:
+        modulation = [
+            None if part is None else op.modulation_rows(part, rows.shape[0], block) for part in (mod_scale, mod_shift)
+        ]
+        return op.layer_norm_values(rows[block], weight, bias, *modulation, eps)
+
+    return quantize_blocks(x, format, values)
+
+
+@implements(op.act_quantize_rowwise, "CPU")
+@torch.no_grad()
+def act_quantize_rowwise_cpu(x: Tensor, up: Tensor | None, *, act: str, format: str) -> tuple[Tensor, Tensor]:
+    """See `act_quantize_rowwise_reference`."""
+    op.check_act(x, up, act)
+    M, K = math.prod(x.shape[:-1]), x.shape[-1]
+    rows, factors = x.reshape(M, K), None if up is None else up.reshape(M, K)
+    return quantize_blocks(
+        x, format, lambda block: op.act_values(rows[block], None if factors is None else factors[block], act)
+    )

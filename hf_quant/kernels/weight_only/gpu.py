@@ -1,21 +1,449 @@
-"""Weight-only products on a GPU: dequantize into x's dtype, then the vendor's GEMM.
+"""Weight-only products on a GPU: the weight is decoded in registers, or dequantized once for the vendor's GEMM.
 
-Traffic per call: the codes once, the 16-bit weight once out and once in: about (b/16 + 2) times what a bf16 GEMM
-reads, so it saves memory, not time, below some hundred rows; above, the GEMM dominates.
+Three branches, by M (tokens):
+- decode, M <= 64: bound by the bytes of the codes. The weight is the left operand, so few tokens cost little; K is
+  split over blocks until they fill the multiprocessors twice, and the last block of a tile adds the parts in order.
+- crossover, M to 256 (1024 on sm90): a block decodes its weights once for 128 or 256 tokens. Modelled for BLOCK_M 256:
+  968 cycles of issue beside 1964 of the matrix unit for 128 values of K, so some .65 to .75 of its peak.
+- prefill: one pass writes the weight in 16 bit (2.5 bytes a weight of traffic), then the vendor's GEMM: its cost does
+  not grow with M, the decoding of every tile of tokens does. Modelled for 8192 x 8192: .69 of bf16 at M = 512, .82 at
+  1024, .90 at 2048, .95 at 4096; where that meets the crossover's .82, at 1024, the branches change.
+
+Traffic of one decode call: N*K*bits/8 codes + N*K/group_size scales, x and y beside them nothing. Modelled on 132
+multiprocessors at 4.3 TB/s, 1.75 GHz (a machine whose times were not measured): a K step of int4 (BLOCK_N 128, BLOCK_M
+16, BLOCK_K 128, 4 warps) is 318 instructions a warp for 4 KB of codes, 72 % of the issue slots that pass while these
+arrive; so the bytes decide. 28672 x 4096, M = 1: 60.6 MB, 14.1 us + launch; 4096 x 14336: 30.3 MB, 7.0 us + launch.
+The other formats in instructions a weight, and the share of bandwidth that this leaves (3.4 at 4 bits, 6.9 at 8): see
+`python scripts/aot_compile.py`.
+
+Tried and lost, by the compiler's output: BLOCK_N 64 at M <= 8 (3.2 instructions a weight, 2.4 at 128); x gathered
+from memory at stride 8 instead of split in registers (16 LDG and 16 STS more a step); int32 elements (8 dots of K =
+16: twice the waits for the matrix unit); shifting and masking in Triton (524 instructions instead of 324); group
+scales before the dot (64 HMUL2 more a step), kept where a step holds several groups, or where a second accumulator
+would spill (BLOCK_M 128).
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, implements
+from hf_quant.kernels._op import Path, Problem, implements
+from hf_quant.kernels._triton import (
+    HAS_TRITON,
+    Target,
+    cached_plan,
+    config_table,
+    launch,
+    target_of,
+    tile_counters,
+    tl,
+    triton,
+    unavailable,
+)
+from hf_quant.kernels._weight_decode import (
+    ANY_GROUP,
+    _scale_in,
+    bits_of,
+    codes_per_element,
+    decode_options,
+    levels_tensor,
+    row_elements,
+    scale_kind,
+    scale_rows,
+)
+from hf_quant.kernels._weight_tile import tile_product
+from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.weight_only.op import check, check_weight, dequantize, weight_only_mm, weight_only_mm_backward
 
 
-DENSE = (Path("dequantize + GEMM", "any M", lambda problem: None),)
+# Several rows of one largest M: from large tiles to such as fill the multiprocessors when N is small.
+# (largest M, BLOCK_M, BLOCK_N, largest BLOCK_K, num_warps, num_stages, largest split of K, scales before the dot)
+CONFIGS = {
+    "sm80": (
+        (8, 8, 64, 128, 4, 5, 16, 0),
+        (16, 16, 64, 128, 4, 4, 16, 0),
+        (32, 32, 64, 128, 4, 4, 8, 0),
+        (64, 64, 64, 128, 4, 4, 8, 0),
+        (256, 128, 128, 64, 8, 3, 2, 1),
+    ),
+    "sm89": (
+        (8, 8, 64, 128, 4, 4, 16, 0),
+        (16, 16, 64, 128, 4, 4, 16, 0),
+        (32, 32, 64, 128, 4, 3, 8, 0),
+        (64, 64, 64, 128, 4, 3, 8, 0),
+        (256, 128, 128, 64, 8, 3, 2, 1),
+    ),
+    "sm90": (
+        (8, 8, 128, 128, 4, 4, 16, 0),
+        (16, 16, 128, 128, 4, 4, 16, 0),
+        (32, 32, 128, 128, 4, 4, 8, 0),
+        (64, 64, 128, 128, 8, 4, 8, 0),
+        (128, 128, 64, 64, 4, 4, 4, 1),
+        (1024, 256, 128, 64, 8, 3, 1, 1),
+        (1024, 128, 64, 64, 8, 4, 4, 1),
+    ),
+    "sm100": (
+        (8, 8, 128, 128, 4, 4, 16, 0),
+        (16, 16, 128, 128, 4, 4, 16, 0),
+        (32, 32, 128, 128, 4, 4, 8, 0),
+        (64, 64, 128, 128, 8, 4, 8, 0),
+        (128, 128, 64, 64, 4, 4, 4, 1),
+        (1024, 256, 128, 64, 8, 3, 1, 1),
+        (1024, 128, 64, 64, 8, 4, 4, 1),
+    ),
+    "gfx942": (
+        (16, 16, 64, 128, 4, 2, 16, 0),
+        (32, 32, 64, 128, 4, 2, 8, 0),
+        (64, 64, 64, 128, 4, 2, 8, 0),
+        (256, 128, 128, 64, 8, 2, 2, 1),
+    ),
+}
+_MIN_STEPS = 4  # K steps of a part: fewer would not fill the pipeline of loads
+_MIN_DOT_K = 16
 
 
-@implements(weight_only_mm, "XPU", DENSE)
-@implements(weight_only_mm, "CUDA", DENSE)
+class Tiling(NamedTuple):
+    """How one product is cut: the config's row, with what depends on the format and the group."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    max_split: int
+    scale_mode: str  # see `tile_product`
+
+
+def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int) -> Tiling | str:
+    """The tiling for groups of `group_size` read `codes` at a time, or why there is none."""
+    _, block_m, block_n, block_k, num_warps, num_stages, max_split, before = row
+    mode = "row"
+    if block_k // codes < _MIN_DOT_K:  # 2 and 3 bits: a longer step, which leaves room for fewer tokens
+        block_k, block_m, num_stages = _MIN_DOT_K * codes, min(block_m, 128), min(num_stages, 3)
+    if group_size < K:
+        inside = block_k  # the largest step that lies in one group
+        while group_size % inside:
+            inside //= 2
+        if inside // codes >= _MIN_DOT_K:
+            block_k, mode = inside, "before" if before else "after"
+        elif block_k % group_size == 0 and group_size % codes == 0:
+            mode = "before"
+        else:
+            return f"groups of {group_size} do not fit a tile of {block_k}"
+    return Tiling(block_m, block_n, block_k, num_warps, num_stages, max_split, mode)
+
+
+def choose_row(table: Sequence[tuple[int, ...]], M: int, N: int, K: int, target: Target) -> tuple[int, ...] | None:
+    """The row of the smallest largest M that holds M tokens; of several, the first that fills the multiprocessors.
+
+    Rows but the last also need a K of whole steps: the masks of others would spill beside the large tiles.
+    """
+    rows = [row for row in table if M <= row[0]]
+    rows = [row for row in rows if row[0] == rows[0][0]]
+    for row in rows[:-1]:
+        if triton.cdiv(M, row[1]) * triton.cdiv(N, row[2]) >= target.multiprocessors and K % row[3] == 0:
+            return row
+    return rows[-1] if rows else None
+
+
+def supports_fused(problem: Problem) -> str | None:
+    """Why the weight cannot be decoded inside of the product, None if it can."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} activations: their products are the vendor's"
+    spec = CODES[problem.format]
+    found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, problem.K), problem.group_size, problem.K)
+    return found if isinstance(found, str) else None
+
+
+FUSED = (Path("Triton, decoded in registers", "M <= 256 to 1024, by GPU", supports_fused),)
+DENSE = (Path("dequantize + GEMM", "any other M", lambda problem: None),)
+
+
+def split_of_k(tiles: int, steps: int, max_split: int, target: Target) -> int:
+    """Parts of K (a power of two) so that the blocks fill the multiprocessors twice."""
+    split = 1
+    while 2 * split <= max_split and tiles * split < 2 * target.multiprocessors and 2 * split * _MIN_STEPS <= steps:
+        split *= 2
+    return split
+
+
+@triton.jit(do_not_specialize=["M", "steps"])
+def _weight_only_mm_kernel(
+    x,
+    qdata,
+    scale,
+    zero_point,
+    global_scale,
+    bias,
+    row_scale,
+    levels,
+    y,
+    partials,
+    counters,
+    M,
+    N,
+    K,
+    x_stride,
+    q_stride,
+    scale_stride,
+    steps,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_MODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    DOT: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANE0: tl.constexpr,
+    PLANE1: tl.constexpr,
+    CODES: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Program (tile, part): rows of y that share weights are neighbours, so that the weights are read from L2."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    n = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.minimum(n, N - 1)  # rows past the end compute a copy that is not stored
+    if SCALE_ROWS == 0:
+        scale_rows = row * 0
+    else:
+        scale_rows = row // SCALE_ROWS * scale_stride
+    total = tile_product(
+        x,
+        m.to(tl.int64) * x_stride,
+        m < M,
+        qdata,
+        row.to(tl.int64) * q_stride,
+        scale,
+        scale_rows,
+        zero_point,
+        levels,
+        part * steps,
+        tl.minimum(part * steps + steps, tl.cdiv(K, BLOCK_K)),
+        K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_K,
+        GROUP,
+        SCALE_MODE,
+        SCALE,
+        HAS_ZERO,
+        DOT,
+        KIND,
+        BITS,
+        PLANE0,
+        PLANE1,
+        CODES,
+        MANTISSA,
+        MULTIPLIER,
+        PTX,
+    )
+    last = True
+    if SPLIT_K > 1:
+        # Every part leaves its sum; the one that comes last adds them up in the order of K: the same bits every time.
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        sums = partials + tile.to(tl.int64) * (SPLIT_K * BLOCK_N * BLOCK_M) + inner
+        tl.store(sums + part * (BLOCK_N * BLOCK_M), total)
+        tl.debug_barrier()  # all warps have stored before the count says so
+        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
+        if last:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for i in tl.static_range(SPLIT_K):
+                total += tl.load(sums + i * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+            tl.store(counters + tile, 0)
+    if last:
+        if SCALE_MODE == "row":
+            total *= _scale_in(tl.load(scale + scale_rows), SCALE, tl.float32)[:, None]
+        if HAS_GLOBAL:
+            total *= tl.load(global_scale)
+        if HAS_ROW_SCALE:
+            total *= tl.load(row_scale + m, mask=m < M, other=0.0)[None, :]
+        if HAS_BIAS:
+            total += tl.load(bias + row).to(tl.float32)[:, None]
+        # Neighbouring lanes write neighbouring n.
+        out = y + m.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(out, tl.trans(total.to(y.dtype.element_ty)), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+class FusedPlan(NamedTuple):
+    """How the fused kernel takes a product: all that follows from sizes and types."""
+
+    tiling: Tiling
+    codes: int  # per element
+    tiles: int
+    split: int
+    steps: int  # of K, for one part
+    options: dict
+
+
+@cached_plan
+def fused_plan(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    format: str,
+    group_size: int,
+    row_bytes: int,
+    scale_shape: tuple[int, ...],
+    scale_dtype: torch.dtype,
+    target: Target,
+) -> FusedPlan | None:
+    """The plan for M tokens, None where the dense path takes them. `row_bytes` lie between rows of the codes."""
+    if M * N * K == 0 or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if dtype == torch.bfloat16 and not target.has_bf16_dot:
+        return None
+    row = choose_row(config_table("weight_only_mm", CONFIGS, target), M, N, K, target)
+    if row is None:
+        return None
+    codes = codes_per_element(CODES[format], K, row_bytes)
+    found = tiling(row, codes, group_size, K)
+    if isinstance(found, str):
+        return None
+    tiles = triton.cdiv(M, found.block_m) * triton.cdiv(N, found.block_n)
+    steps = triton.cdiv(K, found.block_k)
+    split = split_of_k(tiles, steps, found.max_split, target)
+    options = {
+        "BLOCK_M": found.block_m,
+        "BLOCK_N": found.block_n,
+        "BLOCK_K": found.block_k,
+        "EVEN_K": K % found.block_k == 0,
+        "GROUP": group_size if found.scale_mode != "row" else ANY_GROUP,
+        "SCALE_MODE": found.scale_mode,
+        "SCALE": scale_kind(scale_dtype),
+        "SCALE_ROWS": scale_rows(scale_shape, N),
+        "SPLIT_K": split,
+        "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float16,
+        **decode_options(format, dtype, codes, use_ptx=target.is_nvidia),
+        "num_warps": found.num_warps,
+        "num_stages": found.num_stages,
+    }
+    return FusedPlan(found, codes, tiles, split, triton.cdiv(steps, split), options)
+
+
+def fused_product(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    *,
+    format: str,
+    dtype: torch.dtype,
+    plan: FusedPlan,
+) -> Tensor:
+    """x [M, K] (rows contiguous; codes of a quantized x with its row_scale [M, 1]) -> [M, N] in `dtype`."""
+    M, K = x.shape
+    N, device = qdata.shape[0], x.device
+    y = torch.empty(M, N, dtype=dtype, device=device)
+    partials = counters = None
+    if plan.split > 1:
+        shape = (plan.tiles, plan.split, plan.tiling.block_n, plan.tiling.block_m)
+        partials = torch.empty(shape, dtype=torch.float32, device=device)
+        counters = tile_counters(plan.tiles, device)
+    launch(
+        _weight_only_mm_kernel,
+        (plan.tiles, plan.split),
+        x,
+        bits_of(qdata),
+        bits_of(scale),
+        zero_point,
+        global_scale,
+        bias,
+        row_scale,
+        levels_tensor(format, dtype, device),
+        y,
+        partials,
+        counters,
+        M,
+        N,
+        K,
+        x.stride(0),
+        row_elements(qdata, plan.codes),
+        scale.stride(0),
+        plan.steps,
+        HAS_ZERO=zero_point is not None,
+        HAS_GLOBAL=global_scale is not None,
+        HAS_BIAS=bias is not None,
+        HAS_ROW_SCALE=row_scale is not None,
+        **plan.options,
+    )
+    return y
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., K] -> [M, K] with contiguous rows; copied only if its strides force it."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def with_plain_rows(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The parts of a weight [N, ..] with rows that are contiguous, zero points with the strides of the scales."""
+    if qdata.stride(1) != 1:
+        qdata = qdata.contiguous()
+    if scale.stride(1) != 1 or (zero_point is not None and zero_point.stride() != scale.stride()):
+        scale, zero_point = scale.contiguous(), None if zero_point is None else zero_point.contiguous()
+    return qdata, scale, zero_point
+
+
+def fused_mm(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    row_scale: Tensor | None = None,
+    *,
+    format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """x [..., K] @ dequant(w).T [* row_scale] + bias in `dtype`, None where the fused kernel does not serve.
+
+    With a row_scale [..., 1], x are codes: int8 or float8_e4m3fn, which 16-bit floats hold exactly.
+    """
+    if unavailable(x.device) is not None:
+        return None
+    rows, target = as_rows(x), target_of(x.device)
+    qdata, scale, zero_point = with_plain_rows(qdata, scale, zero_point)
+    plan = fused_plan(
+        *(rows.shape[0], qdata.shape[0], rows.shape[1], dtype, format, group_size),
+        *(qdata.stride(0) * qdata.element_size(), tuple(scale.shape), scale.dtype, target),
+    )
+    if plan is None:
+        return None
+    if rows.dtype == torch.float8_e4m3fn and not target.has_fp8_dot:
+        rows = rows.to(dtype)  # these GPUs cannot read it
+    weight = (qdata, scale, zero_point, global_scale)
+    y = fused_product(rows, *weight, bias, row_scale, format=format, dtype=dtype, plan=plan)
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+@implements(weight_only_mm, "XPU", FUSED + DENSE)
+@implements(weight_only_mm, "CUDA", FUSED + DENSE)
 def weight_only_mm_gpu(
     x: Tensor,
     qdata: Tensor,
@@ -27,11 +455,13 @@ def weight_only_mm_gpu(
     format: str,
     group_size: int,
 ) -> Tensor:
-    """See `weight_only_mm_reference`; the weight is rounded to x's dtype before the product."""
+    """See `weight_only_mm_reference`; weights are rounded to x's dtype if their scale enters before the product."""
     check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    weight = dequantize(
-        qdata, scale, zero_point, global_scale, format=format, group_size=group_size, K=x.shape[-1], dtype=x.dtype
-    )
+    weight, K = (qdata, scale, zero_point, global_scale), x.shape[-1]
+    y = fused_mm(x, *weight, bias, format=format, group_size=group_size, dtype=x.dtype)
+    if y is not None:
+        return y
+    weight = dequantize(*weight, format=format, group_size=group_size, K=K, dtype=x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 

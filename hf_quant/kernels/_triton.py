@@ -1,0 +1,309 @@
+"""What the Triton kernels share: the GPU they are configured for, launches, workspaces, tuned tables.
+
+Importable without triton: the kernels then do not exist, `unavailable` says why, and the paths that need none of them
+serve. Importing triton takes .2 s, so the `gpu.py` files are imported at the first call on a GPU: `implements_lazily`.
+"""
+
+import contextvars
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+else:  # the decorated functions are never called then
+
+    def _jit(fn: Callable | None = None, **options: Any) -> Callable:
+        return fn if fn is not None else (lambda f: f)
+
+    triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b), constexpr_function=_jit)
+    tl = SimpleNamespace(constexpr=object)
+
+HAS_TRITON = hasattr(triton, "compile")
+
+
+class Target(NamedTuple):
+    """The GPU that a launch is configured for.
+
+    Attributes:
+        name: "sm90", "gfx942", ...; "xpu" for Intel.
+        multiprocessors: how many blocks run at once, at least.
+        shared_memory: bytes that one block may take.
+    """
+
+    name: str
+    multiprocessors: int
+    shared_memory: int
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.name.startswith("sm")
+
+    @property
+    def capability(self) -> int:
+        """80 for sm80, ...; 0 if it is not NVIDIA's."""
+        return int(self.name[2:]) if self.is_nvidia else 0
+
+    @property
+    def table(self) -> str:
+        """Which of the shipped config tables serves: "sm80", "sm89", "sm90", "sm100" or "gfx942"."""
+        if not self.is_nvidia:
+            return "gfx942" if self.name.startswith("gfx") else "sm80"
+        # By shared memory a block: 99 KB on sm86, sm89 and sm120, 163 on sm80, 227 on sm90 and sm100; sm75 has 64.
+        return {80: "sm80", 87: "sm80", 90: "sm90", 100: "sm100", 103: "sm100"}.get(self.capability, "sm89")
+
+    @property
+    def has_bf16_dot(self) -> bool:
+        return self.capability != 75
+
+    @property
+    def has_fp8_dot(self) -> bool:
+        """Whether the matrix units multiply float8_e4m3fn (gfx942 has another fp8, with a bias of 8)."""
+        return self.capability >= 89 or self.name == "gfx950"
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether tiles can be copied by the tensor memory accelerator."""
+        return self.capability >= 90
+
+
+# What ahead-of-time compilation and the tests pretend to run on: the largest part of each kind.
+TARGETS = {
+    t.name: t
+    for t in (
+        Target("sm75", 72, 65536),
+        Target("sm80", 108, 166912),
+        Target("sm86", 84, 101376),
+        Target("sm89", 142, 101376),
+        Target("sm90", 132, 232448),
+        Target("sm100", 148, 232448),
+        Target("sm120", 170, 101376),
+        Target("gfx942", 304, 65536),
+        Target("xpu", 128, 131072),
+    )
+}
+
+
+class Launch(NamedTuple):
+    """One launch as `record_launches` sees it."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]  # constexprs, num_warps, num_stages
+
+
+_recorded: list[Launch] | None = None
+_pretended: Target | None = None
+
+
+@contextmanager
+def pretend(target: Target) -> Iterator[None]:
+    """Configure launches on tensors that are on no GPU (CPU under the interpreter, meta) for a target."""
+    global _pretended
+    before, _pretended = _pretended, target
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Collect launches instead of making them: with meta tensors, what a call would run on a GPU.
+
+    A launcher that reads a tensor on the host fails here: meta tensors hold nothing.
+    """
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before they were imported)."""
+    return HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+
+def unavailable(device: torch.device | str) -> str | None:
+    """Why Triton kernels cannot run on tensors of a device, None if they can."""
+    kind = device if isinstance(device, str) else device.type
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if kind == "cuda" or kind == "xpu" or _recorded is not None or interpreting():
+        return None
+    return f"there are no Triton kernels for {kind}"
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of a device; for CPU and meta the pretended one, by default an H100."""
+    if device.type in ("cuda", "xpu"):
+        return _device_target(device.type, device.index)
+    return _pretended or TARGETS["sm90"]
+
+
+@cache
+def _device_target(kind: str, index: int | None) -> Target:
+    if kind == "xpu":
+        properties = torch.xpu.get_device_properties(index)
+        return Target("xpu", properties.gpu_subslice_count, getattr(properties, "local_mem_size", 65536))
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return Target(properties.gcnArchName.split(":")[0], properties.multi_processor_count, 65536)
+    shared = properties.shared_memory_per_block_optin
+    return Target(f"sm{properties.major}{properties.minor}", properties.multi_processor_count, shared)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run `kernel[grid](*args, **options)` on the device of the first argument, or record it."""
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, grid, args, options))
+        return
+    device = args[0].device
+    if device.type == "cpu" or torch.accelerator.current_device_index() == device.index:
+        kernel[grid](*args, **options)
+    else:  # Triton takes the current device, whatever the tensors are on
+        with torch.accelerator.device_index(device.index):
+            kernel[grid](*args, **options)
+
+
+def launch_with_scratch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`launch` for a kernel that makes tensor descriptors, which lie in memory that Triton asks of an allocator.
+
+    The allocator is set in a copy of the context: the caller's stays.
+    """
+    device = args[0].device
+
+    def run() -> None:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+        launch(kernel, grid, *args, **options)
+
+    contextvars.copy_context().run(run)
+
+
+# Counters of blocks that have finished a tile, for reductions in the order of the blocks. Zero at launch, and left so.
+_COUNTERS = 2**20  # one pool per device: 4 MB
+_PER_STREAM = 2**14
+_pools: dict[torch.device, "_CounterPool"] = {}
+
+
+class _CounterPool:
+    """Zeroed int32 counters: one slice for each stream, as launches on a stream follow each other.
+
+    Every launch that is captured into a CUDA graph gets a slice of its own, as graphs may be replayed side by side; it
+    is never given back. When the pool is used up, a captured launch zeroes fresh memory (a memset of 1 to 2 us).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        self.taken = 0
+        self.by_stream: dict[int, Tensor] = {}
+
+    def take(self, count: int) -> Tensor | None:
+        if self.taken + count > _COUNTERS:
+            return None
+        self.taken += count
+        return self.counters[self.taken - count : self.taken]
+
+
+def tile_counters(count: int, device: torch.device) -> Tensor:
+    """At least `count` int32 counters that are zero when the next kernel on the current stream starts.
+
+    The kernel leaves them at zero. Raises ValueError for more than 16384.
+    """
+    if count > _PER_STREAM:
+        raise ValueError(f"{count} tiles would be reduced in order; at most {_PER_STREAM} can be")
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    pool = _pools.get(device)
+    if pool is None:
+        if capturing:  # memory that is allocated here belongs to the graph
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        pool = _pools[device] = _CounterPool(device)
+    stream = torch.cuda.current_stream(device)
+    if capturing:
+        taken = pool.take(count)
+        return torch.zeros(count, dtype=torch.int32, device=device) if taken is None else taken
+    found = pool.by_stream.get(stream.cuda_stream)
+    if found is None:
+        found = pool.take(_PER_STREAM)
+        if found is None:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        # The pool was zeroed on the stream that came first.
+        stream.wait_stream(torch.cuda.default_stream(device))
+        pool.by_stream[stream.cuda_stream] = found
+    return found
+
+
+# Tuned tables: `scripts/tune.py` writes them, nothing tunes at call time.
+TUNED_FILE = "HF_QUANT_TUNED"  # environment variable: path of a table that replaces shipped ones
+
+
+def tuned_path() -> Path:
+    """Where `scripts/tune.py` writes and launches read: $HF_QUANT_TUNED, or tuned.json in the user's cache."""
+    if TUNED_FILE in os.environ:
+        return Path(os.environ[TUNED_FILE])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_quant" / "tuned.json"
+
+
+_tables: dict[tuple[str, Target], Sequence[tuple[int, ...]]] = {}
+
+
+def _tuned(path: Path) -> dict[str, dict[str, list[list[int]]]]:
+    """{target: {table: rows}} of a file, {} if there is none. Raises ValueError if it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        rows = [row for tables in found.values() for table in tables.values() for row in table]
+        if not all(isinstance(value, int) for row in rows for value in row):
+            raise ValueError("a table's rows must be lists of whole numbers")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no table of tuned configs ({error}); delete it or run scripts/tune.py") from None
+    return found
+
+
+def config_table(
+    name: str, shipped: dict[str, Sequence[tuple[int, ...]]], target: Target
+) -> Sequence[tuple[int, ...]]:
+    """The config table `name` for a target: the user's tuned one if there is one, else the shipped one.
+
+    The user's file is read once; `reload_tables` forgets it. Raises ValueError if it is damaged.
+    """
+    table = _tables.get((name, target))
+    if table is None:
+        found = _tuned(tuned_path()).get(target.name, {}).get(name)
+        table = shipped[target.table] if found is None else [tuple(row) for row in found]
+        _tables[name, target] = table
+    return table
+
+
+def reload_tables() -> None:
+    """Read the user's tuned tables again at the next launch."""
+    _tables.clear()
+    for forget in _PLANS:
+        forget()
+
+
+_PLANS: list[Callable[[], None]] = []
+
+
+def cached_plan(fn: Callable) -> Callable:
+    """Cache of what a launcher computes from sizes, as a decorator: some 100 us of Python at every call otherwise."""
+    cached = lru_cache(maxsize=4096)(fn)
+    _PLANS.append(cached.cache_clear)
+    return cached

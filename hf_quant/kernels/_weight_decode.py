@@ -1,0 +1,390 @@
+"""Quantized weights as Triton kernels read and decode them, in registers.
+
+Packed codes are read as elements of `CODES` consecutive codes, and decoded into one tensor for each place in an
+element (see `_weight_tile` for why that order is free). The decoding is written twice from one description: as PTX,
+integer instructions only, on two elements of a register at a time (`ptx`), and in Triton for AMD and Intel. LLVM
+shifts and masks the 16-bit halves of a register one by one: a K step of int4 (sm90, BLOCK_N 128, BLOCK_M 16, BLOCK_K
+128, 4 warps) takes 503 instructions with Triton's decoding, 318 with the PTX.
+
+A code becomes a float without a conversion: integers are or-ed into the mantissa of 128 (bf16) or 1024 (fp16) and the
+offset is subtracted, exactly; minifloats get sign and magnitude at the places of the larger format and are multiplied
+by a power of two; nf4 looks its bytes up with `prmt`, whose selectors the codes themselves are.
+"""
+
+import struct
+from functools import cache
+
+import torch
+
+from hf_quant.kernels._triton import tl, triton
+from hf_quant.kernels.codes import CODES, CodeSpec
+
+
+# Codes per element: 16 bits of the first plane, so that the second (of 3 and 6 bits) has 8.
+CODES_PER_ELEMENT = {8: 2, 6: 4, 4: 4, 3: 8, 2: 8}
+ANY_GROUP = 2**30  # the constexpr GROUP where one scale serves the whole row
+_AND_OR, _AND_XOR, _SELECT = 0xEA, 0x6A, 0xCA  # lop3: (a & b) | c, (a & b) ^ c, a ? b : c
+
+
+def codes_per_element(spec: CodeSpec, K: int, row_bytes: int) -> int:
+    """How many codes a kernel reads as one element: 1 if 8-bit codes do not pair up in every row."""
+    return 1 if not spec.is_packed and (K % 2 or row_bytes % 2) else CODES_PER_ELEMENT[spec.bits]
+
+
+def _mantissa_bits(dtype: torch.dtype) -> int:
+    return 7 if dtype == torch.bfloat16 else 10
+
+
+def _pieces(spec: CodeSpec, dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
+    """Where the bits of a code go in a 16-bit float: (plane, first bit in it, width, bit of the float)."""
+    pieces, bit = [], 0
+    for plane, width in enumerate(spec.planes or (8,)):
+        if spec.is_integer:
+            pieces.append((plane, 0, width, bit))
+        else:
+            magnitude = min(width, spec.bits - 1 - bit)
+            if magnitude:
+                pieces.append((plane, 0, magnitude, _mantissa_bits(dtype) - spec.minifloat[1] + bit))
+            if bit + width == spec.bits:
+                pieces.append((plane, width - 1, 1, 15))
+        bit += width
+    return pieces
+
+
+@cache
+def ptx(name: str, dtype: torch.dtype) -> str:
+    """PTX that decodes a pair of elements to pairs of bf16 or fp16, one for each code of an element.
+
+    Outputs $0.. are codes 0, 1, .. of both elements; the inputs after them the planes, each as 16-bit elements.
+    Integers come as 128 (bf16) or 1024 (fp16) + code, minifloats divided by a power of two (`MULTIPLIER`). int8 in
+    bf16, whose mantissa has 7 bits, comes as 128 + the low 7 bits, followed by what to subtract: 128 or 256 by sign.
+    """
+    spec = CODES[name]
+    count = CODES_PER_ELEMENT[spec.bits]
+    if not spec.is_integer and spec.minifloat is None:
+        return _ptx_table(spec.levels, dtype)
+    lines = [".reg .b32 t, u;"]
+    if spec.dtype == torch.int8 and dtype == torch.bfloat16:
+        for i in range(count):
+            lines.append(f"shr.b32 t, ${2 * count}, {8 * i};")
+            lines.append(f"lop3.b32 ${i}, t, 0x007F007F, 0x43004300, 0x{_AND_OR:X};")
+            lines.append(f"lop3.b32 ${count + i}, t, 0x00800080, 0x43004300, 0x{_AND_OR:X};")
+        return "{ " + " ".join(lines) + " }"
+    magic = (0x4300 if dtype == torch.bfloat16 else 0x6400) if spec.is_integer else 0
+    table = _AND_OR
+    if spec.dtype == torch.int8:  # two's complement: the flipped sign bit adds 128
+        magic, table = magic | 0x80, _AND_XOR
+    planes = spec.planes or (8,)
+    pieces = _pieces(spec, dtype)
+    for i in range(count):
+        done = f"0x{magic * 0x10001:08X}"
+        for p, (plane, first, width, target) in enumerate(pieces):
+            shift = planes[plane] * i + first - target
+            source = f"${count + plane}"
+            if shift:
+                lines.append(f"{'shr' if shift > 0 else 'shl'}.b32 t, {source}, {abs(shift)};")
+                source = "t"
+            mask = ((1 << width) - 1 << target) * 0x10001
+            into = f"${i}" if p == len(pieces) - 1 else "u"
+            lines.append(f"lop3.b32 {into}, {source}, 0x{mask:08X}, {done}, 0x{table:X};")
+            done = "u"
+    return "{ " + " ".join(lines) + " }"
+
+
+def _ptx_table(levels: tuple[float, ...], dtype: torch.dtype) -> str:
+    """PTX that looks 4-bit codes up: the bytes of the 16 levels are in 8 constants, codes are byte selectors.
+
+    `prmt` selects by the low three bits among 8 levels; it is done for both halves of the table, and the fourth bit,
+    spread over a byte by prmt's sign mode, picks one.
+    """
+    words = [struct.unpack("<H", _bits16(level, dtype))[0] for level in levels]
+
+    def constant(shift: int, first: int) -> str:
+        return "0x" + "".join(f"{words[first + i] >> shift & 0xFF:02X}" for i in (3, 2, 1, 0))
+
+    lines = [".reg .b32 s, m, w, a, b, l, h, p0, q0, p1, q1;", "shl.b32 w, $4, 4;"]
+    for element in (0, 1):
+        lines.append(f"shr.b32 s, $4, {16 * element};" if element else "mov.b32 s, $4;")
+        lines.append("and.b32 s, s, 0x7777;")
+        lines.append(f"prmt.b32 m, $4, w, {'0xBFAE' if element else '0x9D8C'};")
+        for byte, shift in (("l", 0), ("h", 8)):
+            lines.append(f"prmt.b32 a, {constant(shift, 0)}, {constant(shift, 4)}, s;")
+            lines.append(f"prmt.b32 b, {constant(shift, 8)}, {constant(shift, 12)}, s;")
+            lines.append(f"lop3.b32 {byte}, m, b, a, 0x{_SELECT:X};")
+        lines.append(f"prmt.b32 p{element}, l, h, 0x5140;")
+        lines.append(f"prmt.b32 q{element}, l, h, 0x7362;")
+    for i, (pair, selector) in enumerate((("p", "0x5410"), ("p", "0x7632"), ("q", "0x5410"), ("q", "0x7632"))):
+        lines.append(f"prmt.b32 ${i}, {pair}0, {pair}1, {selector};")
+    return "{ " + " ".join(lines) + " }"
+
+
+def _bits16(value: float, dtype: torch.dtype) -> bytes:
+    return bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
+
+
+def decode_options(name: str, dtype: torch.dtype, codes: int, *, use_ptx: bool) -> dict:
+    """The constexprs by which a kernel decodes a format, `codes` at a time, to `dtype`: bf16, fp16 or int8."""
+    spec = CODES[name]
+    is_table = not spec.is_integer and spec.minifloat is None
+    planes = spec.planes or (8,)
+    multiplier = 1.0
+    if spec.minifloat:  # from this format's exponent bias to that of dtype
+        multiplier = 2.0 ** ((127 if dtype == torch.bfloat16 else 15) - spec.minifloat[2])
+    return {
+        "KIND": "integer" if spec.is_integer else "table" if is_table else "minifloat",
+        "BITS": spec.bits,
+        "PLANE0": planes[0],
+        "PLANE1": planes[1] if len(planes) > 1 else 0,
+        "CODES": codes,
+        "MANTISSA": spec.minifloat[1] if spec.minifloat else 0,
+        "MULTIPLIER": multiplier,
+        "PTX": ptx(name, dtype) if use_ptx and codes > 1 and dtype != torch.int8 else None,
+    }
+
+
+@cache
+def levels_tensor(name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The levels of a table format for the portable decoding [2**bits]; one element for other formats."""
+    spec = CODES[name]
+    is_table = spec.is_packed and not spec.is_integer and spec.minifloat is None
+    return torch.tensor(spec.levels if is_table else (0.0,), dtype=dtype, device=device)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Codes and scales as a kernel reads them: float8 as uint8, which every GPU knows."""
+    is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+    return tensor.view(torch.uint8) if is_float8 else tensor
+
+
+def scale_kind(dtype: torch.dtype) -> str:
+    """The constexpr SCALE for scales of a dtype."""
+    return {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}.get(dtype, "float")
+
+
+def scale_rows(shape: tuple[int, ...], N: int) -> int:
+    """Rows of the weight that share a row of scales [..., rows, groups]; 0: all do."""
+    return 0 if shape[-2] == 1 else 1 if shape[-2] == N else 128
+
+
+def group_in_block(group_size: int, K: int, block: int) -> int:
+    """The constexpr GROUP: such that a block of columns holds whole groups or lies in one; 0 for other sizes."""
+    if group_size >= K:
+        return ANY_GROUP
+    return group_size if block % group_size == 0 or group_size % block == 0 else 0
+
+
+def row_elements(qdata: torch.Tensor, codes: int) -> int:
+    """Stride of the rows of `qdata` in the elements that a kernel reads: int16, or int8 if codes is 1."""
+    return qdata.stride(-2) * qdata.element_size() // (1 if codes == 1 else 2)
+
+
+_2 = tl.constexpr((tl.int16,) * 2)
+_4 = tl.constexpr((tl.int16,) * 4)
+_8 = tl.constexpr((tl.int16,) * 8)
+
+
+@triton.jit
+def _load(pointers, mask, CHECK: tl.constexpr):
+    if CHECK:
+        return tl.load(pointers, mask=mask, other=0)
+    else:  # weights are read once: they need not stay in the cache
+        return tl.load(pointers, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_planes(
+    qdata,
+    rows,
+    element,
+    limit,
+    PLANE0: tl.constexpr,
+    PLANE1: tl.constexpr,
+    CODES: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    """Elements [BLOCK_N, n] of both planes as int16, the first as int8 if CODES is 1; of one plane, that twice.
+
+    rows [BLOCK_N] are offsets in elements of int16 (int8 if CODES is 1); `element` [n] counts from the start of a row,
+    those at or past `limit` are 0 if CHECK.
+    """
+    mask = element[None, :] < limit
+    if CODES == 1:
+        first = _load(qdata.to(tl.pointer_type(tl.int8)) + rows[:, None] + element[None, :], mask, CHECK)
+        return first, first
+    else:
+        base = qdata.to(tl.pointer_type(tl.int16)) + rows[:, None]
+        if PLANE1 == 0:
+            first = _load(base + element[None, :], mask, CHECK)
+            return first, first
+        else:
+            # 32 codes are a unit of PLANE0 + PLANE1 words: first those of plane 0, then those of plane 1.
+            UNIT: tl.constexpr = 32 // CODES
+            unit = element // UNIT
+            inner = element % UNIT
+            first = _load(base + (unit * ((PLANE0 + PLANE1) * 2) + inner)[None, :], mask, CHECK)
+            base = qdata.to(tl.pointer_type(tl.uint8)) + (rows * 2)[:, None]
+            second = _load(base + (unit * ((PLANE0 + PLANE1) * 4) + PLANE0 * 4 + inner)[None, :], mask, CHECK)
+            return first, second.to(tl.int16)
+
+
+@triton.jit
+def _decode_portable(
+    first,
+    second,
+    levels,
+    INDEX: tl.constexpr,
+    DOT: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANE0: tl.constexpr,
+    PLANE1: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """The INDEX-th code of each element in DOT, in the form that `ptx` gives it; int8 in bf16 as it is."""
+    code = (first.to(tl.int16) >> (PLANE0 * INDEX)) & (2**PLANE0 - 1)
+    if PLANE1 > 0:
+        code = code | (((second >> (PLANE1 * INDEX)) & (2**PLANE1 - 1)) << PLANE0)
+    if KIND == "table":
+        return tl.load(levels + code)
+    elif KIND == "integer":
+        if DOT == tl.int8:
+            return code.to(tl.int8)
+        elif DOT == tl.float16:
+            return (code ^ (0x6480 if BITS == 8 else 0x6400)).to(tl.float16, bitcast=True)
+        elif BITS == 8:
+            low = ((code & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
+            return low - ((code & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
+        else:
+            return (code | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:
+        WIDE: tl.constexpr = 7 if DOT == tl.bfloat16 else 10
+        magnitude = (code & (2 ** (BITS - 1) - 1)) << (WIDE - MANTISSA)
+        sign = (code & (2 ** (BITS - 1))) << (16 - BITS)
+        return (magnitude | sign).to(DOT, bitcast=True)
+
+
+@triton.jit
+def _decode_ptx(first, second, PLANE1: tl.constexpr, OUTPUTS: tl.constexpr, PTX: tl.constexpr):
+    """A tuple of OUTPUTS (2, 4, 8) tensors of int16: the bits that `ptx` gives."""
+    if OUTPUTS == 2:
+        return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [first], dtype=_2, is_pure=True, pack=2)
+    elif OUTPUTS == 4:
+        if PLANE1 == 0:
+            return tl.inline_asm_elementwise(PTX, "=&r,=&r,=&r,=&r,r", [first], dtype=_4, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(
+                PTX, "=&r,=&r,=&r,=&r,r,r", [first, second], dtype=_4, is_pure=True, pack=2
+            )
+    else:
+        if PLANE1 == 0:
+            return tl.inline_asm_elementwise(
+                PTX, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [first], dtype=_8, is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                PTX, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [first, second], dtype=_8, is_pure=True, pack=2
+            )
+
+
+@triton.jit
+def _joined2(a, b):
+    return tl.interleave(a, b)
+
+
+@triton.jit
+def _joined4(a, b, c, d):
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
+def _joined(
+    first,
+    second,
+    levels,
+    DOT: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANE0: tl.constexpr,
+    PLANE1: tl.constexpr,
+    CODES: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """The codes of all elements in their order, decoded by Triton."""
+    c0 = _decode_portable(first, second, levels, 0, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+    if CODES == 1:
+        return c0
+    else:
+        c1 = _decode_portable(first, second, levels, 1, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+        if CODES == 2:
+            return _joined2(c0, c1)
+        else:
+            c2 = _decode_portable(first, second, levels, 2, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+            c3 = _decode_portable(first, second, levels, 3, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+            if CODES == 4:
+                return _joined4(c0, c1, c2, c3)
+            else:
+                c4 = _decode_portable(first, second, levels, 4, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                c5 = _decode_portable(first, second, levels, 5, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                c6 = _decode_portable(first, second, levels, 6, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                c7 = _decode_portable(first, second, levels, 7, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                return _joined2(_joined4(c0, c2, c4, c6), _joined4(c1, c3, c5, c7))
+
+
+@triton.jit
+def decode_in_order(
+    first,
+    second,
+    levels,
+    DOT: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANE0: tl.constexpr,
+    PLANE1: tl.constexpr,
+    CODES: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Elements [R, n] -> the values of their codes [R, n * CODES] in DOT; packed integers with the offset of `ptx`."""
+    if PTX is None:
+        values = _joined(first, second, levels, DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA)
+    else:
+        INT8: tl.constexpr = KIND == "integer" and BITS == 8 and DOT == tl.bfloat16
+        parts = _decode_ptx(first, second, PLANE1, CODES * 2 if INT8 else CODES, PTX)
+        if CODES == 2:
+            values = _joined2(parts[0], parts[1]).to(DOT, bitcast=True)
+            if INT8:
+                values = values - _joined2(parts[2], parts[3]).to(DOT, bitcast=True)
+        elif CODES == 4:
+            values = _joined4(parts[0], parts[1], parts[2], parts[3]).to(DOT, bitcast=True)
+        else:
+            even = _joined4(parts[0], parts[2], parts[4], parts[6])
+            odd = _joined4(parts[1], parts[3], parts[5], parts[7])
+            values = _joined2(even, odd).to(DOT, bitcast=True)
+    if KIND == "integer" and BITS == 8 and DOT == tl.float16:
+        values = values - tl.full((1, 1), 1024 + 128, DOT)
+    elif MULTIPLIER != 1.0:
+        values = values * tl.full((1, 1), MULTIPLIER, DOT)
+    return values
+
+
+@triton.jit
+def _scale_in(raw, SCALE: tl.constexpr, DTYPE: tl.constexpr):
+    """A stored scale in DTYPE: floating-point, or the bits of e8m0 (a power of two) or e4m3 as uint8."""
+    if SCALE == "e8m0":
+        # 2**-127 is a subnormal; 255, NaN, becomes infinity.
+        word = tl.maximum(raw.to(tl.int16) << 7, 0x40).to(tl.bfloat16, bitcast=True)
+        return word.to(DTYPE)
+    elif SCALE == "e4m3":
+        bits = raw.to(tl.int16)
+        word = (((bits & 0x7F) << 4) | ((bits & 0x80) << 8)).to(tl.bfloat16, bitcast=True)
+        return (word.to(tl.float32) * 1.329227995784916e36).to(DTYPE)  # 2**120
+    else:
+        return raw.to(DTYPE)
+
+
+@triton.jit
+def spread(values, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """values [ROWS, GROUPS] -> [ROWS, COLUMNS], each repeated COLUMNS / GROUPS times."""
+    wide = tl.broadcast_to(values[:, :, None], (ROWS, GROUPS, COLUMNS // GROUPS))
+    return tl.reshape(wide, (ROWS, COLUMNS))

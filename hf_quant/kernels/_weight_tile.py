@@ -1,0 +1,147 @@
+"""The product of one tile of a quantized weight: what the kernels of `weight_only` and `grouped_mm` share.
+
+A tile is `weight [BLOCK_N, K] @ x.T [K, BLOCK_M]`: the weight is the left operand, which tensor cores read from
+registers, where it is decoded; few tokens cost little, as the right side of an MMA can be 8 wide.
+
+**The order of K inside a dot is free.** The i-th dot of a tile takes the i-th code of every element, and x is split
+accordingly, which is a renaming of registers. No code ever moves to another lane, and the canonical byte order needs
+no shuffle. Compiled for sm90 (BLOCK_N 128, BLOCK_M 16, BLOCK_K 128, 4 warps), with the decoding left to Triton, a K
+step of int4 takes 534 instructions with int32 elements (8 dots of K = 16) and 503 with int16 (4 dots of K = 32).
+"""
+
+from hf_quant.kernels._triton import tl, triton
+from hf_quant.kernels._weight_decode import _decode_portable, _decode_ptx, _load_planes, _scale_in, spread
+
+
+@triton.jit
+def _split2(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [ROWS, COLUMNS] -> its even and odd columns."""
+    return tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
+
+
+@triton.jit
+def _split4(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [ROWS, COLUMNS] -> its columns 4j, 4j + 1, 4j + 2, 4j + 3."""
+    even, odd = _split2(x, ROWS, COLUMNS)
+    x0, x2 = _split2(even, ROWS, COLUMNS // 2)
+    x1, x3 = _split2(odd, ROWS, COLUMNS // 2)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _split8(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    even, odd = _split2(x, ROWS, COLUMNS)
+    x0, x2, x4, x6 = _split4(even, ROWS, COLUMNS // 2)
+    x1, x3, x5, x7 = _split4(odd, ROWS, COLUMNS // 2)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def tile_product(
+    x,
+    x_rows,
+    x_mask,
+    qdata,
+    q_rows,
+    scale,
+    scale_rows,
+    zero_point,
+    levels,
+    first_step,
+    end_step,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_MODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    DOT: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANE0: tl.constexpr,
+    PLANE1: tl.constexpr,
+    CODES: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """sum of weight[n, k] * x[m, k] over the given steps of BLOCK_K -> fp32 [BLOCK_N, BLOCK_M].
+
+    x_rows [BLOCK_M], q_rows (see `_load_planes`) and scale_rows [BLOCK_N] are the offsets of the rows. SCALE_MODE says
+    where the scales enter. "row": not at all, the caller multiplies the sum. "after": once per step, which lies in one
+    group, on the partial sums. "before": on the weights in DOT, for groups smaller than a step, or where a second
+    accumulator has no room.
+    """
+    ELEMENTS: tl.constexpr = BLOCK_K // CODES
+    ACCUMULATOR: tl.constexpr = tl.int32 if DOT == tl.int8 else tl.float32
+    element = tl.arange(0, ELEMENTS)
+    column = tl.arange(0, BLOCK_K)
+    limit = (K + CODES - 1) // CODES
+    # 128 and 1024 are the magic numbers' own value; see `ptx`.
+    MAGIC: tl.constexpr = 0 if DOT == tl.int8 else 128 if DOT == tl.bfloat16 else 1024
+    INT8: tl.constexpr = KIND == "integer" and BITS == 8 and DOT == tl.bfloat16  # comes in two parts
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if SCALE_MODE == "after" else ACCUMULATOR)
+    for step in range(first_step, end_step):
+        k = step * BLOCK_K  # a multiple of 16, as the compiler must see to load 16 bytes at a time
+        first, second = _load_planes(qdata, q_rows, k // CODES + element, limit, PLANE0, PLANE1, CODES, not EVEN_K)
+        x_pointers = x + x_rows[:, None] + (k + column)[None, :]
+        if EVEN_K:
+            values = tl.load(x_pointers, mask=x_mask[:, None], other=0.0)
+        else:
+            values = tl.load(x_pointers, mask=x_mask[:, None] & ((k + column) < K)[None, :], other=0.0)
+        values = values.to(DOT)
+        if CODES == 1:
+            parts = (values,)
+        elif CODES == 2:
+            parts = _split2(values, BLOCK_M, BLOCK_K)
+        elif CODES == 4:
+            parts = _split4(values, BLOCK_M, BLOCK_K)
+        else:
+            parts = _split8(values, BLOCK_M, BLOCK_K)
+        if PTX is not None:
+            decoded = _decode_ptx(first, second, PLANE1, CODES * 2 if INT8 else CODES, PTX)
+        if SCALE_MODE == "before":
+            # One value for each group of the step, spread over the group's elements.
+            GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
+            group = k // GROUP + tl.arange(0, GROUPS)
+            in_range = (group * GROUP < K)[None, :]
+            at = scale_rows[:, None] + group[None, :]
+            factor = _scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, DOT)
+            factor = spread(factor, BLOCK_N, GROUPS, ELEMENTS)
+            if HAS_ZERO:
+                offset = (tl.load(zero_point + at, mask=in_range, other=0).to(tl.int16) + MAGIC).to(DOT)
+                offset = spread(offset, BLOCK_N, GROUPS, ELEMENTS)
+        else:
+            if SCALE_MODE == "after":
+                factor = _scale_in(tl.load(scale + scale_rows + k // GROUP), SCALE, tl.float32)
+            if HAS_ZERO:
+                offset = (tl.load(zero_point + scale_rows + k // GROUP).to(tl.int16) + MAGIC).to(DOT)[:, None]
+        partial = tl.zeros((BLOCK_N, BLOCK_M), ACCUMULATOR) if SCALE_MODE == "after" else total
+        for i in tl.static_range(CODES):
+            if PTX is None:
+                weight = _decode_portable(first, second, levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+            else:
+                weight = decoded[i].to(DOT, bitcast=True)
+                if INT8:
+                    weight = weight - decoded[CODES + i].to(DOT, bitcast=True)
+            if KIND == "integer" and BITS == 8:
+                if DOT == tl.float16:
+                    weight = weight - tl.full((1, 1), 1024 + 128, DOT)
+            elif KIND == "integer":
+                if HAS_ZERO:
+                    weight = weight - offset
+                else:
+                    weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
+            elif MULTIPLIER != 1.0:
+                weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
+            if SCALE_MODE == "before":
+                weight = weight * factor
+            partial = tl.dot(weight, tl.trans(parts[i]), partial, out_dtype=ACCUMULATOR)
+        if SCALE_MODE == "after":
+            total += partial.to(tl.float32) * factor[:, None]
+        else:
+            total = partial
+    return total.to(tl.float32)

@@ -1,0 +1,1 @@
+"""Hadamard transforms: rotations that spread outliers over all channels."""

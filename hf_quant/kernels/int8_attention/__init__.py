@@ -1,0 +1,1 @@
+"""Attention with 8-bit products, for diffusion transformers."""

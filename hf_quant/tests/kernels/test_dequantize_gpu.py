@@ -1,0 +1,62 @@
+"""The Triton kernel of `dequantize` gives the bits of the reference."""
+
+import pytest
+import torch
+
+from hf_quant.algorithms import geometry, quantize_matrix
+from hf_quant.kernels._triton import TARGETS, pretend, record_launches
+from hf_quant.kernels.weight_only.dequantize_gpu import dequantize_gpu
+from hf_quant.kernels.weight_only.op import dequantize_reference
+from hf_quant.scheme import TensorQuant
+from hf_quant.tests.kernels.cases import QUANTS, swap_neighbours
+from hf_quant.tests.kernels.interpreter import install
+
+
+install()
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+def _case(quant, shape):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight[..., 1, :] = 0
+    packed = quantize_matrix(weight, quant, "absmax")
+    return packed, {"format": quant.format, "group_size": geometry(quant, *shape[-2:])[1], "K": shape[-1]}
+
+
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("quant", QUANTS, ids=str)
+def test_bits_of_the_reference(quant, dtype, target):
+    packed, kwargs = _case(quant, (5, 1120))
+    with pretend(TARGETS[target]):
+        got = dequantize_gpu(*packed, **kwargs, dtype=dtype)
+    assert torch.equal(got, dequantize_reference(*packed, **kwargs, dtype=dtype))
+    assert not torch.equal(dequantize_gpu(*swap_neighbours(packed), **kwargs, dtype=dtype), got)
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 100), (2, 3, 2, 32), (2, 33), (2, 1), (2, 200, 64)], ids=str)
+@pytest.mark.parametrize(
+    "quant",
+    [
+        TensorQuant("int4", "group", 32, symmetric=False, scale_dtype="bfloat16"),
+        TensorQuant("int8", "row"),
+        TensorQuant("fp8_e4m3", "block"),
+        TensorQuant("nvfp4", "group", 16, scale_dtype="float8_e4m3fn"),
+        TensorQuant("int3", "tensor"),
+        TensorQuant("int4", "group", 96, symmetric=False),  # no power of two
+    ],
+    ids=str,
+)
+def test_leading_dimensions_and_shapes_off_the_tile(quant, shape):
+    packed, kwargs = _case(quant, shape)
+    got = dequantize_gpu(*packed, **kwargs, dtype=torch.float32)
+    assert got.shape == shape
+    assert torch.equal(got, dequantize_reference(*packed, **kwargs, dtype=torch.float32))
+
+
+def test_one_launch_without_reading_anything_on_the_host():
+    packed, kwargs = _case(TensorQuant("int4", "group", 128), (64, 256))
+    packed = type(packed)(*(None if t is None else t.to("meta") for t in packed))
+    with record_launches() as launches:
+        assert dequantize_gpu(*packed, **kwargs, dtype=torch.bfloat16).shape == (64, 256)
+    assert len(launches) == 1

@@ -1,0 +1,64 @@
+"""Decoding by PTX and by Triton, both against the formats' own levels, code by code."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_quant.formats import FORMATS
+from hf_quant.kernels._weight_decode import CODES_PER_ELEMENT, decode_options, ptx
+from hf_quant.tests.kernels.interpreter import run_ptx
+
+
+def _values(name, dtype, text):
+    """What the PTX makes of every code in every place of a pair of elements: [places, codes]."""
+    format = FORMATS[name]
+    spec, count = format.spec, CODES_PER_ELEMENT[format.bits]
+    options = decode_options(name, dtype, count, use_ptx=True)
+    codes = torch.arange(2**spec.bits)
+    rows = []
+    for place in range(2 * count):
+        # All other places hold the complement: a bit that leaks from a neighbour shows.
+        element, i = divmod(place, count)
+        planes, shift = [], 0
+        for width in spec.planes or (8,):
+            ones = 2**width - 1
+            part, other = (codes >> shift) & ones, (~codes >> shift) & ones
+            word = sum(
+                (part if p == place else other) << (p // count * 16 + p % count * width) for p in range(2 * count)
+            )
+            planes.append(word.numpy().astype(np.uint32))
+            shift += width
+        outputs = run_ptx(text, planes, 2 * count if spec.dtype == torch.int8 and dtype == torch.bfloat16 else count)
+        parts = [torch.from_numpy(o.view(np.int16).reshape(-1, 2)[:, element].copy()).view(dtype) for o in outputs]
+        value = parts[i].double()
+        if len(parts) > count:
+            value = value - parts[count + i].double()
+        elif spec.is_integer:
+            value = value - (128 if dtype == torch.bfloat16 else 1024) - 2 ** (spec.bits - 1)
+        rows.append(value * options["MULTIPLIER"])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_ptx_gives_the_levels_of_the_format(name, dtype):
+    spec = FORMATS[name].spec
+    if spec.levels:
+        expected = torch.tensor(spec.levels, dtype=torch.float64)
+        if name == "nf4":
+            expected = torch.tensor(spec.levels).to(dtype).double()
+    else:
+        codes = torch.arange(256).to(torch.uint8)
+        expected = codes.view(spec.dtype).double()
+    got = _values(name, dtype, ptx(name, dtype))
+    for row in got:
+        real = ~expected.isnan() & ~expected.isinf()  # fp8's special codes are no weights
+        if name == "fp8_e4m3":
+            assert real.sum() == 254
+        assert torch.equal(row[real], expected[real])
+
+
+def test_a_wrong_shift_is_noticed():
+    wrong = ptx("int4", torch.bfloat16).replace("shr.b32 t, $4, 8;", "shr.b32 t, $4, 4;")
+    expected = torch.tensor(FORMATS["int4"].spec.levels, dtype=torch.float64)
+    assert not all(torch.equal(row, expected) for row in _values("int4", torch.bfloat16, wrong))

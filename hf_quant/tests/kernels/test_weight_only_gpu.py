@@ -1,0 +1,205 @@
+"""The fused weight-only kernel in Triton's interpreter: every format, branch and edge, against the exact product."""
+
+import pytest
+import torch
+
+from hf_quant.algorithms import geometry, quantize_matrix
+from hf_quant.kernels._triton import TARGETS, pretend, record_launches
+from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
+from hf_quant.kernels.weight_only.gpu import fused_mm, weight_only_mm_gpu
+from hf_quant.scheme import TensorQuant
+from hf_quant.tests.kernels.cases import (
+    QUANTS,
+    assert_product,
+    decode_slowly,
+    packed_case,
+    rejects,
+    swap_neighbours,
+)
+from hf_quant.tests.kernels.interpreter import install
+
+
+install()
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+def _x(M, K, dtype, seed=1):
+    return torch.randn(M, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+@pytest.mark.parametrize("quant", QUANTS, ids=str)
+def test_every_format(quant, target):
+    N, K, M = 72, 288, 3
+    packed, kwargs = packed_case(quant, N, K)
+    weight = decode_slowly(packed, quant, K)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = _x(M, K, dtype)
+        bias = torch.randn(N).to(dtype)
+        with pretend(TARGETS[target]):
+            y = weight_only_mm_gpu(x, *packed, bias, **kwargs)
+        exact = x.double() @ weight.t() + bias.double()
+        assert_product(y, exact, weight)
+
+
+INT4 = TensorQuant("int4", "group", 128, scale_dtype="bfloat16")
+ASYMMETRIC = TensorQuant("int4", "group", 64, symmetric=False, scale_dtype="bfloat16")
+INT8 = TensorQuant("int8", "row", scale_dtype="bfloat16")
+
+
+def _kernels(M, quant, N, K, target, dtype=torch.bfloat16):
+    """Launches of a call, from meta tensors."""
+    packed, kwargs = packed_case(quant, N, K)
+    packed = type(packed)(*(None if t is None else t.to("meta") for t in packed))
+    with pretend(TARGETS[target]), record_launches() as launches:
+        weight_only_mm_gpu(torch.empty(M, K, dtype=dtype, device="meta"), *packed, None, **kwargs)
+    return launches
+
+
+@pytest.mark.parametrize("M", [1, 3, 17, 40, 128])
+@pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
+def test_every_branch_of_m(M, target):
+    N, K = 200, 384
+    packed, kwargs = packed_case(INT4, N, K)
+    weight, x = decode_slowly(packed, INT4, K), _x(M, K, torch.bfloat16)
+    with pretend(TARGETS[target]):
+        y = weight_only_mm_gpu(x, *packed, None, **kwargs)
+    assert_product(y, x.double() @ weight.t(), weight)
+    assert rejects(y, x[:, :256].double() @ weight[:, :256].t(), weight)  # without the last step of K
+
+
+@pytest.mark.parametrize("M", [128, 200])
+@pytest.mark.parametrize(
+    "quant", [q for q in QUANTS if q.format in ("int3", "int2", "nf4", "fp6_e3m2", "int8")], ids=str
+)
+def test_many_tokens_in_every_number_of_codes_per_element(quant, M):
+    packed, kwargs = packed_case(quant, 72, 288)
+    weight, x = decode_slowly(packed, quant, 288), _x(M, 288, torch.bfloat16)
+    assert_product(weight_only_mm_gpu(x, *packed, None, **kwargs), x.double() @ weight.t(), weight)
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("activation", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("quant", [INT4, INT8, TensorQuant("fp8_e4m3", "block")], ids=str)
+def test_quantized_activations(quant, activation, target):
+    packed, kwargs = packed_case(quant, 72, 288)
+    weight = decode_slowly(packed, quant, 288)
+    codes, row_scale = quantize_rowwise_reference(_x(3, 288, torch.bfloat16), format=activation)
+    bias = torch.randn(72).bfloat16()
+    with pretend(TARGETS[target]):
+        y = fused_mm(codes, *packed, bias, row_scale, **kwargs, dtype=torch.bfloat16)
+    assert_product(y, codes.double() @ weight.t() * row_scale.double() + bias.double(), weight)
+    assert rejects(y, codes.double() @ weight.t() * row_scale.double().roll(1, 0) + bias.double(), weight)
+
+
+def test_wrong_weights_are_noticed():
+    packed, kwargs = packed_case(INT4, 64, 256)
+    weight, x = decode_slowly(packed, INT4, 256), _x(5, 256, torch.bfloat16)
+    exact = x.double() @ weight.t()
+    assert_product(weight_only_mm_gpu(x, *packed, None, **kwargs), exact, weight)
+    assert rejects(weight_only_mm_gpu(x, *swap_neighbours(packed), None, **kwargs), exact, weight)
+    moved = packed._replace(scale=packed.scale.roll(1, 0))
+    assert rejects(weight_only_mm_gpu(x, *moved, None, **kwargs), exact, weight)
+
+
+@pytest.mark.parametrize("quant", [INT4, ASYMMETRIC, INT8], ids=str)
+def test_split_k_gives_the_same_bits_every_time_and_leaves_the_counters_at_zero(quant, monkeypatch):
+    from hf_quant.kernels.weight_only import gpu
+
+    counters = []
+
+    def keep(count, device):
+        counters.append(torch.zeros(count, dtype=torch.int32))
+        return counters[-1]
+
+    monkeypatch.setattr(gpu, "tile_counters", keep)
+    N, K, M = 40, 2048, 2
+    packed, kwargs = packed_case(quant, N, K)
+    weight, x = decode_slowly(packed, quant, K), _x(M, K, torch.bfloat16)
+    bias = torch.randn(N).bfloat16()
+    first = weight_only_mm_gpu(x, *packed, bias, **kwargs)
+    assert_product(first, x.double() @ weight.t() + bias.double(), weight)
+    assert torch.equal(first, weight_only_mm_gpu(x, *packed, bias, **kwargs))
+    assert len(counters) == 2 and not any(c.any() for c in counters)
+    assert _kernels(M, quant, N, K, "sm90")[0].options["SPLIT_K"] >= 4
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 256), (2, 1, 256), (3, 33, 33), (2, 130, 100), (1, 5, 7)], ids=str)
+@pytest.mark.parametrize("quant", [INT4, INT8, TensorQuant("int3", "row"), TensorQuant("nf4", "group", 64)], ids=str)
+def test_shapes_off_the_tile(quant, shape):
+    M, N, K = shape
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    packed = quantize_matrix(weight, quant, "absmax")
+    x = _x(M, K, torch.float16)
+    y = weight_only_mm_gpu(x, *packed, None, format=quant.format, group_size=geometry(quant, N, K)[1])
+    assert y.shape == (M, N)
+    if M:
+        exact = decode_slowly(packed, quant, K)
+        assert_product(y, x.double() @ exact.t(), exact)
+
+
+def test_strides_and_leading_dimensions():
+    packed, kwargs = packed_case(INT4, 64, 256)
+    weight = decode_slowly(packed, INT4, 256)
+    wide = torch.randn(2, 3, 512).bfloat16()
+    for x in (wide[..., :256], wide[..., ::2], wide.transpose(0, 1)[..., 256:]):
+        y = weight_only_mm_gpu(x, *packed, None, **kwargs)
+        assert y.shape == (*x.shape[:-1], 64)
+        assert_product(y, x.double() @ weight.t(), weight)
+    # codes whose rows are views of a wider tensor
+    wide = torch.cat([packed.qdata, packed.qdata], 1)
+    strided = packed._replace(qdata=wide[:, : packed.qdata.shape[1]])
+    assert torch.equal(weight_only_mm_gpu(x, *strided, None, **kwargs), y)
+    columns = packed._replace(scale=packed.scale.t().contiguous().t())
+    assert torch.equal(weight_only_mm_gpu(x, *columns, None, **kwargs), y)
+    packed, kwargs = packed_case(ASYMMETRIC, 64, 256)
+    y = weight_only_mm_gpu(x, *packed, None, **kwargs)
+    columns = packed._replace(zero_point=packed.zero_point.t().contiguous().t())
+    assert torch.equal(weight_only_mm_gpu(x, *columns, None, **kwargs), y)
+
+
+def test_nothing_is_hidden_by_masks():
+    """Not a number in one row of x stays in its row, and reaches all of it."""
+    packed, kwargs = packed_case(INT4, 72, 256)
+    x = _x(3, 256, torch.bfloat16)
+    x[1, 5] = float("nan")
+    y = weight_only_mm_gpu(x, *packed, None, **kwargs)
+    assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("target", ["sm75", "sm80", "sm89", "sm90", "sm100", "gfx942"])
+def test_ten_lengths_are_at_most_six_kernels(target):
+    """M is no constant: within a branch every length is the same compiled kernel."""
+    found = set()
+    for M in (1, 2, 5, 7, 8, 12, 16, 17, 30, 32, 33, 50, 64, 65, 100, 127, 128, 200, 256, 700):
+        for launch in _kernels(M, INT4, 4096, 4096, target, torch.float16):
+            if "weight_only" in launch.kernel.__name__:
+                found.add(tuple(sorted((k, str(v)) for k, v in launch.options.items() if k != "SPLIT_K")))
+    assert 4 <= len(found) <= 6
+
+
+def test_sm75_multiplies_fp16_and_leaves_bf16_to_the_vendor():
+    assert "_weight_only_mm_kernel" in {c.kernel.__name__ for c in _kernels(4, INT4, 64, 256, "sm75", torch.float16)}
+    assert not {c.kernel.__name__ for c in _kernels(4, INT4, 64, 256, "sm75", torch.bfloat16)} & {
+        "_weight_only_mm_kernel"
+    }
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942"])
+def test_decode_fills_the_multiprocessors_twice(target):
+    for N, K in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)):
+        launch = _kernels(1, INT4, N, K, target)[0]
+        tiles, split = launch.grid
+        assert (
+            split == 16
+            or K // launch.options["BLOCK_K"] < 2 * split * 4
+            or (tiles * split >= 2 * TARGETS[target].multiprocessors)
+        )
+
+
+def test_bad_input():
+    packed, kwargs = packed_case(INT4, 64, 256)
+    with pytest.raises(ValueError, match="K=300"):
+        weight_only_mm_gpu(torch.randn(2, 300).bfloat16(), *packed, None, **kwargs)
+    with pytest.raises(ValueError, match="needs .* in fp16, bf16 or fp32"):
+        weight_only_mm_gpu(torch.ones(2, 256, dtype=torch.int32), *packed, None, **kwargs)
