@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from hf_quant.checkpoint import load_quantized_, save_quantized
     from hf_quant.config import QuantizerConfig
     from hf_quant.formats import FORMATS
-    from hf_quant.modules import QuantEmbedding, QuantExperts, QuantLinear
+    from hf_quant.graphs import capture_generate
+    from hf_quant.modules import (
+        QuantEmbedding,
+        QuantExperts,
+        QuantLinear,
+        fuse_projections_,
+        unfuse_projections_,
+    )
     from hf_quant.planning import QuantPlan, plan
     from hf_quant.quantize import dequantize_, quantize_
     from hf_quant.scheme import PRESETS, LinearScheme, TensorQuant
@@ -30,11 +37,14 @@ _HOME = {
     "QuantPlan": "planning",
     "QuantizerConfig": "config",
     "TensorQuant": "scheme",
+    "capture_generate": "graphs",
     "dequantize_": "quantize",
+    "fuse_projections_": "modules",
     "load_quantized_": "checkpoint",
     "plan": "planning",
     "quantize_": "quantize",
     "save_quantized": "checkpoint",
+    "unfuse_projections_": "modules",
 }
 
 __all__ = [
@@ -48,11 +58,14 @@ __all__ = [
     "QuantizerConfig",
     "TensorQuant",
     "__version__",
+    "capture_generate",
     "dequantize_",
+    "fuse_projections_",
     "load_quantized_",
     "plan",
     "quantize_",
     "save_quantized",
+    "unfuse_projections_",
 ]
 
 

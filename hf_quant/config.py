@@ -65,6 +65,9 @@ class QuantizerConfig(QuantizationConfigMixin):
         modules_to_not_convert: names or patterns that stay in 16 bit; None: the output embedding, a task head, and
             the modules that the model keeps in fp32.
         quantization_device: where to compute the quantization, e.g. "cuda"; None: where the weight is loaded.
+        fuse_projections: whether linear layers that read the same tensor share one product where no gradient is
+            needed, see `hf_quant.fuse_projections_`; None: those that transformers loads, or `quantize_` finds, on a
+            GPU for inference. Of this process: a checkpoint does not keep it.
 
     Raises:
         ValueError: on unknown fields, formats and combinations.
@@ -86,6 +89,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         modules: dict[str, str | dict | None] | None = None,
         modules_to_not_convert: list[str] | None = None,
         quantization_device: str | None = None,
+        fuse_projections: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = QuantMethod.HF_QUANT
@@ -113,6 +117,7 @@ class QuantizerConfig(QuantizationConfigMixin):
             )
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.quantization_device = None if quantization_device is None else str(quantization_device)
+        self.fuse_projections = fuse_projections
         self._check()
 
     def _read_stored(self, kwargs: dict[str, Any]) -> None:
@@ -137,11 +142,14 @@ class QuantizerConfig(QuantizationConfigMixin):
     @classmethod
     def user_fields(cls) -> list[str]:
         """Names of the arguments that a user may give."""
-        return [*SCHEME_FIELDS, "kv_cache", "modules", "modules_to_not_convert", "quantization_device"]
+        own = ("kv_cache", "modules", "modules_to_not_convert", "quantization_device", "fuse_projections")
+        return [*SCHEME_FIELDS, *own]
 
     def _check(self) -> None:
         if self.kv_cache is not None:
             raise ValueError(f"kv_cache is {self.kv_cache!r}; this version quantizes weights and activations only")
+        if not isinstance(self.fuse_projections, bool | None):
+            raise ValueError(f"fuse_projections is {self.fuse_projections!r}; needs True, False or None")
         if self.weights is not None:
             resolve_scheme(self.scheme_fields(), torch.bfloat16)
         else:
@@ -184,7 +192,8 @@ class QuantizerConfig(QuantizationConfigMixin):
 
         `requested` is how its quantizer learns what was asked for, and refuses what the checkpoint does not have.
         """
-        return {"quantization_device": self.quantization_device, "requested": self}
+        own = {"quantization_device": self.quantization_device, "fuse_projections": self.fuse_projections}
+        return {**own, "requested": self}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QuantizerConfig) and self.to_dict() == other.to_dict()

@@ -16,7 +16,7 @@ from hf_quant.algorithms import empty_packed, geometry
 from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, fields_of, matches, resolve_scheme
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
 from hf_quant.kernels._op import Problem, explain
-from hf_quant.modules import QuantizedModule, quantized_class, register_experts
+from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
 from hf_quant.scheme import LinearScheme
 
 
@@ -58,7 +58,7 @@ class PlanEntry:
         return 0 if self.shared_with is not None else sum(prod(shape) for shape in self.shapes.values())
 
     def kernel(self, device_type: str) -> str:
-        """How its product is computed on a device, e.g. "int4pack (M <= 12), blocks (M > 12)"."""
+        """How its product is computed on a device, e.g. "int4pack (M <= 12), blocks (any other M)"."""
         if self.scheme is None:
             return "16-bit"
         shape = next(iter(self.shapes.values()))
@@ -76,7 +76,13 @@ class PlanEntry:
         op = {"experts": grouped_mm, "embedding": dequantize, "conv": dequantize}.get(
             self.kind, weight_only_mm if activation is None else dynamic_mm
         )
-        return ", ".join(f"{path} ({when})" for path, when, reason in explain(op, device_type, problem) if not reason)
+        paths = []
+        for path, when, reason in explain(op, device_type, problem):
+            if reason is None:
+                paths.append(f"{path} ({when})")
+                if when == "any M":  # what follows it is never taken
+                    break
+        return ", ".join(paths)
 
 
 class QuantPlan:
@@ -85,11 +91,20 @@ class QuantPlan:
     Attributes:
         entries: every module that could be quantized, in model order, then those that hold other matrices.
         bytes_other: of all other parameters and buffers.
+        fused: names of linear layers that read the same tensor and share one product, see `fuse_projections_`.
+        fused_on: where they do: "every device", or "GPUs".
     """
 
-    def __init__(self, entries: Iterable[PlanEntry], bytes_other: int) -> None:
+    def __init__(
+        self,
+        entries: Iterable[PlanEntry],
+        bytes_other: int,
+        fused: Iterable[tuple[str, ...]] = (),
+        fused_on: str = "GPUs",
+    ) -> None:
         self.entries = {entry.name: entry for entry in entries}
         self.bytes_other = bytes_other
+        self.fused, self.fused_on = list(fused), fused_on
 
     @property
     def quantized(self) -> dict[str, PlanEntry]:
@@ -183,7 +198,14 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
         if p is not None and key not in context.weights(name)
     )
     other = sum(t.nbytes for key, t in tensors.items() if key not in counted) + sum(biases)
-    return QuantPlan(entries, other)
+    shared = {e.shared_with for e in entries}
+    weights = {
+        e.name: (e.scheme, e.shapes["weight"])
+        for e in entries
+        if e.scheme is not None and e.kind == "linear" and e.shared_with is None and e.name not in shared
+    }
+    fused = [] if config.fuse_projections is False else planned_projections(model, weights)
+    return QuantPlan(entries, other, fused, "every device" if config.fuse_projections else "GPUs")
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
@@ -458,6 +480,12 @@ def _table(plan: QuantPlan) -> str:
         f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
         f"model {plan.nbytes_before / 1e6:.2f} -> {plan.nbytes / 1e6:.2f} MB"
     )
+    fused: dict[str, int] = {}
+    for names in plan.fused:
+        text = " + ".join([re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[0]), *(n.rpartition(".")[2] for n in names[1:])])
+        fused[text] = fused.get(text, 0) + 1
+    if fused:
+        total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
     return f"{format_table(rows)}\n{total}"
 
 

@@ -1,5 +1,6 @@
 """`quantize_` and `dequantize_`: a plan carried out on a model, in place, one layer at a time."""
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -8,9 +9,20 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hf_quant.config import QuantizerConfig, as_config
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, convert_module_, packed_key, restore_module_
+from hf_quant.modules import (
+    PACKED_NAMES,
+    QuantizedModule,
+    convert_module_,
+    fuse_where_possible,
+    packed_key,
+    restore_module_,
+    unfuse_projections_,
+)
 from hf_quant.planning import QuantPlan, plan, schemes_to_list
 from hf_quant.scheme import LinearScheme
+
+
+logger = logging.getLogger(__name__)
 
 
 class Observer(NamedTuple):
@@ -55,6 +67,7 @@ def quantize_(
     )
     for _ in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
         pass
+    fuse_as_configured_(model, config.fuse_projections)
     tell_observers(model, config, quant_plan.schemes)
     return model
 
@@ -128,6 +141,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
         raise ValueError(f"nothing in this {type(model).__name__} is quantized")
     if any(module.is_sharded for module in found):
         raise ValueError(f"this {type(model).__name__} is sharded: dequantize it in one process")
+    unfuse_projections_(model)
     restored: dict[int, nn.Parameter] = {}
     for module in found:
         first = packed_key("qdata", module.weight_names[0])
@@ -139,12 +153,23 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     return model
 
 
+def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None:
+    """Do what `QuantizerConfig.fuse_projections` says; None: fuse what is on a GPU, unless the model is to train."""
+    if fuse_projections is False or (fuse_projections is None and model.training):
+        return
+    num_groups, reasons = fuse_where_possible(model, only_on=None if fuse_projections else ("cuda", "xpu"))
+    if fuse_projections and not num_groups:
+        why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
+        logger.warning("fuse_projections is True, but %s has nothing to fuse: %s", type(model).__name__, why)
+
+
 def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> QuantizerConfig:
     """A copy of the config with the plan in it: what a checkpoint stores, so that loading decides nothing again.
 
     Names are those without PEFT's wrappers, as a model is saved.
     """
     config = QuantizerConfig.from_dict(config.to_dict())
+    config.fuse_projections = None  # of this process
     config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})
     return config
 

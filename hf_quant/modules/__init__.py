@@ -13,6 +13,12 @@ from hf_quant.modules._base import (
 from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from hf_quant.modules.embedding import QuantEmbedding
 from hf_quant.modules.experts import QuantExperts, expert_weight_names, register_experts
+from hf_quant.modules.fused import (
+    fuse_projections_,
+    fuse_where_possible,
+    planned_projections,
+    unfuse_projections_,
+)
 from hf_quant.modules.linear import QuantLinear
 
 
@@ -27,10 +33,14 @@ __all__ = [
     "QuantizedModule",
     "convert_module_",
     "expert_weight_names",
+    "fuse_projections_",
+    "fuse_where_possible",
     "packed_key",
+    "planned_projections",
     "quantized_class",
     "register_experts",
     "register_module",
     "restore_module_",
     "stored_dtype",
+    "unfuse_projections_",
 ]

@@ -29,6 +29,8 @@ _OWN_ATTRIBUTES = (
     "_float_codes",
     "shares_codes",
     "_hf_quantized_needs_local_tp",
+    "fused",
+    "fused_index",
 )
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -218,7 +220,10 @@ class QuantizedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.weight_names:
-            super().__setattr__(name, value)
+            if isinstance(value, Tensor) and self.__dict__.get("_is_replica"):
+                self._parameters[name] = value  # nn.DataParallel sets a replica's tensors as plain attributes
+            else:
+                super().__setattr__(name, value)
         elif isinstance(value, WeightProxy) and self._fits(name, value):
             for part in PACKED_NAMES:  # tying: share the codes
                 source = value.module._parameters.get(packed_key(part, value.name_in_module))

@@ -1,5 +1,7 @@
 """`QuantLinear`: nn.Linear with packed weights."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,38 +9,101 @@ from hf_quant.modules._base import QuantizedModule, register_module, weight_prop
 from hf_quant.modules._functional import linear, ready_linear
 
 
+if TYPE_CHECKING:
+    from hf_quant.modules.fused import FusedProjections
+
+
 class QuantLinear(QuantizedModule, nn.Linear):
     """nn.Linear whose weight is stored in the scheme's format; made by `quantize_` or on load.
 
     Parameters: `qdata`, `scale`, `zero_point` (asymmetric), `global_scale` (nvfp4), all integer and frozen; `bias` as
     it was. `weight` is a proxy (see `hf_quant.weight_proxy`). Differentiable in its input and bias.
+
+    Attributes:
+        fused: what it shares with the layers that read the same input, see `fuse_projections_`; None: nothing.
+        fused_index: its place among them.
     """
 
     kind = "linear"
     weight = weight_property("weight")
+    fused: "FusedProjections | None" = None
+    fused_index: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.fused is not None:
+            y = self.fused.product(self, input)
+            if y is not None:
+                return y
         return self.linear(input, self._parameters["bias"])
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., K] @ weight.T + bias, under autocast in its dtype."""
+    def linear(self, x: Tensor, bias: Tensor | None, parameters: dict[str, Tensor | None] | None = None) -> Tensor:
+        """x [..., K] @ weight.T + bias, under autocast in its dtype; `parameters` of another weight, if given."""
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
+        if parameters is None:
+            parameters = self._parameters
         scheme = self.scheme
         quant = scheme.weight
         if scheme.activation is None:
-            y = ready_linear(x, self._parameters, bias)
+            y = ready_linear(x, parameters, bias)
             if y is not None:
                 return y
         return linear(
             x,
-            self.packed(),
+            self._typed("weight", parameters),
             bias,
             activation=None if scheme.activation is None else scheme.activation.format,
             format=quant.format,
             group_size=quant.group_size or (128 if quant.granularity == "block" else x.shape[-1]),
         )
+
+    # What gives it other parameters may leave them outside of the common tensor.
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        if self.fused is not None:
+            self.fused.arrived(self)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.fused is not None:
+            self.fused.arrived(self)
+
+    def requantize_weight_(self, name: str, weight: Tensor) -> None:
+        super().requantize_weight_(name, weight)
+        if self.fused is not None:
+            self.fused.arrived(self)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        rebuild, arguments, state = super().__reduce_ex__(protocol)
+        if self.fused is not None:  # a row would take the whole common tensor along
+            own = {
+                k: p if p is None else nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                for k, p in self._parameters.items()
+            }
+            state = {**state, "_parameters": own}
+        return rebuild, arguments, state
+
+    def __copy__(self) -> "QuantLinear":
+        rebuild, arguments, _ = super().__reduce_ex__(4)
+        copy = rebuild(*arguments)
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.fused is not None:
+            self.fused.arrived(self)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.fused is None or self.fused.common is None:
+            return text
+        names = self.fused.names
+        others = ", ".join(names[: self.fused_index] + names[self.fused_index + 1 :])
+        return f"{text}, one product with {others}"
 
 
 register_module(nn.Linear, QuantLinear)

@@ -26,6 +26,7 @@ CONFIGS = {
         },
         modules_to_not_convert=["lm_head", "*.gate"],
         quantization_device="cuda",
+        fuse_projections=False,
     ),
     "modules only": QuantizerConfig(None, modules={"embed": "int8"}),
 }
@@ -56,7 +57,8 @@ def test_the_hosts_find_what_they_look_for():
     config = QuantizerConfig()
     assert config.quant_method == "hf_quant" and config.quant_method.value == "hf_quant"
     assert str(config.quant_method) == "hf_quant" and f"{config.quant_method}" == "hf_quant"
-    assert config.get_loading_attributes() == {"quantization_device": config.quantization_device, "requested": config}
+    loading = {"quantization_device": config.quantization_device, "fuse_projections": None, "requested": config}
+    assert config.get_loading_attributes() == loading
 
 
 def test_repr_shows_what_was_given():
@@ -198,6 +200,8 @@ def test_errors_of_a_scheme_alone_and_in_modules(fields, message):
         ({"modules": {"a": {"weight": "int4"}}}, r"modules\['a'\]: unknown field 'weight'; did you mean 'weights'"),
         ({"modules": {"a": {"group_size": 64}}}, r"modules\['a'\]: weights is None; needs a format"),
         ({"modules_to_not_convert": "lm_head"}, r"modules_to_not_convert is 'lm_head'; needs a list"),
+        ({"fuse_projections": "yes"}, "fuse_projections is 'yes'; needs True, False or None"),
+        ({"fuse_projections": 1}, "fuse_projections is 1; needs True, False or None"),
         ({"modules_to_not_convert": [None]}, r"modules_to_not_convert has None"),
         ({"modules_to_not_convert": ["re:["]}, r"pattern 're:\[' is not a regular expression"),
         ({"quant_method": "awq"}, r"quant_method is 'awq'; .*reads 'hf_quant' only"),

@@ -21,7 +21,7 @@ LAYERS = (
     ("quantize",),
     ("checkpoint",),
     ("integrations",),
-    ("evaluate",),
+    ("evaluate", "graphs"),
     ("cli",),
     ("__init__", "__main__"),
     ("testing",),

@@ -1,0 +1,15 @@
+"""The scripts import each other by their bare names, as they do when they are run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+
+@pytest.fixture
+def scripts() -> Path:
+    return SCRIPTS

@@ -1,0 +1,316 @@
+"""The suite's whole logic on tiny shapes, its verdicts, and that a section that hangs or crashes costs only itself."""
+
+import json
+import os
+import sys
+import time
+
+import bench_kernels
+import gpu_checks
+import gpu_suite
+import gpu_timing
+import pytest
+import torch
+import tune
+from gpu_suite import SECTIONS, Options, read_section, report, run_section, wait_for
+from gpu_targets import TARGETS, Target, judge
+from gpu_timing import Ceilings, GraphTimer, HostTimer, num_copies
+from kernel_cases import CANDIDATES, LLAMA, all_cases, candidate, gpu_ops, linear_case, memory_case
+from kernel_measures import measure, measure_linear
+from rivals import RIVALS, rivals_of
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory) -> dict:
+    folder, found = tmp_path_factory.mktemp("dry"), {}
+    for section in SECTIONS:
+        path = folder / section.name
+        run_section(section, Options(dry_run=True), path, 600)
+        found[section.name] = read_section(path, "done")
+    return found
+
+
+def test_dry_run_measures_everything_and_nothing_fails(dry_run):
+    for name, found in dry_run.items():
+        assert found["status"] == "done" and not found["failures"], (name, found["failures"])
+    missing = [
+        verdict.target
+        for verdict in judge(TARGETS, dry_run)
+        if verdict.value is None and verdict.target.versus in ("bf16", "copy", "tok/s", "seconds")
+    ]
+    ops = {"G10": "hadamard", "D5": "int8_attention"}  # measured as soon as they have a kernel
+    assert not [target for target in missing if ops.get(target.id) in gpu_ops() or target.id not in ops]
+    text, passed = report(dry_run)
+    assert not passed and "short by" in text and "next for G1" in text
+
+
+def test_dry_run_covers_every_op_with_a_kernel(dry_run):
+    measured = {record["op"] for found in dry_run.values() for record in found["records"]}
+    compared = {case.op for case in gpu_checks.correctness_cases(tiny=True)}
+    compiled = {case.op for case in all_cases()}
+    assert compared == set(gpu_ops()) <= compiled
+    assert {"weight_only_mm", "dynamic_mm", "grouped_mm", "fp8_scaled_mm", "quantize_rowwise"} <= measured
+
+
+def test_tokens_of_targets_are_measured(dry_run):
+    for target in TARGETS:
+        sizes = {r["M"] for r in dry_run[target.section]["records"] if r["candidate"] in target.candidates}
+        assert not sizes or set(target.tokens) <= sizes, (target.id, set(target.tokens) - sizes)
+
+
+def record(ms, bf16=None, M=1, linear="llama o", **rivals):
+    values = {"candidate": "int4 g128", "M": M, "linear": linear, "ms": ms, "bf16_ms": bf16, "gbps": 900.0}
+    return {**values, "rivals_ms": rivals}
+
+
+def verdict(records, versus="bf16", limit=3.0, **fields):
+    target = Target("G1", "x", "weights", ("int4 g128",), (1, 2), versus, limit, "try this", **fields)
+    return judge([target], {"weights": {"status": "done", "records": records, "ceilings": {"copy": 1000.0}}})[0]
+
+
+def test_verdicts():
+    assert verdict([record(1.0, 3.0)]).text() == "PASS"
+    assert verdict([record(1.0, 1.5)]).text() == "short by 50%"
+    weighted = verdict([record(1.0, 4.0), record(9.0, 18.0, linear="llama down")])
+    assert weighted.value == pytest.approx(2.2), "layers are weighted by their time"
+    assert verdict([record(1.0, 4.0), record(1.0, 2.0, M=2)]).value == 2, "the worst M counts"
+    assert verdict([record(1.0, 4.0, M=64)]).passed is None
+    assert verdict([]).text() == "nothing measured"
+    assert verdict([record(1.0, 4.0)], "gemlite").text() == "no gemlite in this run"
+    assert verdict([record(1.0, gemlite=2.0, tinygemm=1.5)], "best rival").value == 1.5
+    assert verdict([record(1.0, gemlite=2.0)], "gemlite").value == 2
+    assert verdict([record(1.0)], "copy", 0.85).text() == "PASS"
+    late = verdict([{**record(1.0), "seconds": 4.0}], "seconds", is_upper=True)
+    assert late.text() == "short by 33%"
+    assert judge([late.target], {"weights": {"status": "killed after 3 s"}})[0].text() == (
+        "nothing measured (killed after 3 s)"
+    )
+
+
+def test_a_section_that_hangs_or_crashes_is_recorded(tmp_path, monkeypatch):
+    start = time.monotonic()
+    assert wait_for([sys.executable, "-c", "import time; time.sleep(60)"], 1) == "killed after 1 s"
+    assert time.monotonic() - start < 30
+    assert wait_for([sys.executable, "-c", "raise SystemExit('illegal access')"], 60).endswith("illegal access")
+    assert wait_for([sys.executable, "-c", "pass"], 60) == "done"
+    path = tmp_path / "weights"
+    path.write_text(json.dumps({"kind": "record", "value": record(1.0, 3.0)}) + "\n")
+    found = read_section(path, "killed after 1 s")
+    assert found["status"] == "killed after 1 s" and len(found["records"]) == 1
+    assert not report({"weights": found})[1]
+
+
+def test_sections_end_in_time_and_survive_failures(tmp_path):
+    timer, writer = HostTimer(), gpu_suite.Writer(tmp_path / "a", time.monotonic() + 60)
+
+    def fails(_):
+        raise RuntimeError("out of memory")
+
+    gpu_suite.measured(timer, Options(dry_run=True), writer, iter([fails, lambda _: {"ms": 1.0}]))
+    found = read_section(tmp_path / "a", "done")
+    assert found["failures"] == ["RuntimeError: out of memory"] and found["records"] == [{"ms": 1.0}]
+    writer = gpu_suite.Writer(tmp_path / "b", time.monotonic() - 1)
+    gpu_suite.measured(timer, Options(dry_run=True), writer, iter([fails]))
+    assert read_section(tmp_path / "b", "done")["status"] == "stopped: out of time"
+
+
+def test_budgets_keep_the_promise():
+    assert sum(section.budget for section in SECTIONS) <= 470
+    assert sum(section.quick_budget for section in SECTIONS) <= 180
+
+
+def test_without_a_gpu_the_scripts_say_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for script in (gpu_suite, bench_kernels, tune):
+        monkeypatch.setattr(sys, "argv", [script.__name__])
+        assert script.main() == 2
+        assert "no CUDA or ROCm GPU here" in capsys.readouterr().err
+
+
+def test_one_section_in_a_process_of_its_own(tmp_path):
+    section = next(s for s in SECTIONS if s.name == "rowwise")
+    status = gpu_suite.in_process(section, Options(quick=True, dry_run=True), tmp_path / "rowwise", 120)
+    assert status == "done" and read_section(tmp_path / "rowwise", status)["records"]
+
+
+def test_wrong_results_are_found(monkeypatch):
+    case = linear_case(candidate("int4 g128"), gpu_checks.shrunk(LLAMA[1]), 5, torch.bfloat16)
+    assert gpu_checks.check_case(case, CPU) is None
+    right = gpu_checks.reference(case.op)
+
+    def wrong(kind):
+        def compute(*args, **kwargs):
+            y = right(*args, **kwargs)
+            if kind == "drop":
+                y[:, -1] = 0
+            if kind == "nan":
+                y[0, 0] = float("nan")
+            if kind == "noise":
+                y += torch.randn_like(y) * 1e-3
+            return y.float() if kind == "dtype" else y
+
+        return compute
+
+    for kind, reason in (
+        ("drop", "RMS error"),
+        ("nan", "not finite"),
+        ("noise", "other bits"),
+        ("dtype", "torch.float32 instead of"),
+    ):
+        monkeypatch.setattr(gpu_checks.torch.ops.hf_quant, "weight_only_mm", wrong(kind))
+        assert reason in gpu_checks.check_case(case, CPU)
+
+
+def test_wrong_codes_are_found(monkeypatch):
+    case = memory_case("quantize", 256, 4, torch.bfloat16)
+    assert gpu_checks.check_case(case, CPU) is None
+    right = gpu_checks.reference(case.op)
+
+    def shifted(*args, **kwargs):
+        codes, scale = right(*args, **kwargs)
+        return codes.roll(1, -1), scale
+
+    monkeypatch.setattr(gpu_checks.torch.ops.hf_quant, "quantize_rowwise", shifted)
+    assert "of the codes differ" in gpu_checks.check_case(case, CPU)
+
+
+def test_a_rival_that_fails_is_recorded(monkeypatch):
+    case = linear_case(candidate("int8"), gpu_checks.shrunk(LLAMA[1]), 2, torch.bfloat16)
+
+    def unsupported():
+        raise RuntimeError("not on this device\nmore")
+
+    rivals = {"bad": unsupported, "good": lambda: [lambda: None]}
+    found = measure(HostTimer(), case, Ceilings(100.0, 1.0), rivals=rivals)
+    assert found["rivals_failed"] == {"bad": "RuntimeError: not on this device"}
+    assert set(found["vs_rivals"]) == {"good"} and found["vs_bf16"] is None and found["ms"] > 0
+
+    class Timer(HostTimer):
+        def __call__(self, variants, *, rounds=9):
+            if "good" in variants:
+                raise RuntimeError("not permitted when stream is capturing")
+            return super().__call__(variants, rounds=rounds)
+
+    found = measure(Timer(), case, Ceilings(100.0, 1.0), rivals=rivals)
+    assert found["rivals_failed"]["good"].startswith("in a graph") and found["ms"] > 0
+
+
+def test_rivals_are_of_known_candidates():
+    names = {one.name for one in CANDIDATES}
+    assert all(set(rival.candidates) <= names for rival in RIVALS)
+    assert [r.name for r in rivals_of("int4 g128", 1, 4096, 4096, ("tinygemm",))] == ["tinygemm"]
+    assert rivals_of("int4 g128", 1, 4096, 4096, ()) == []
+    assert [r.name for r in rivals_of("W8A8 int8", 1, 4096, 4096) if r.package is None] == []
+    assert [r.name for r in rivals_of("W8A8 int8", 64, 4096, 4096) if r.package is None] == ["_int_mm"]
+
+
+def test_int_mm_is_a_product_of_quantized_operands():
+    torch.manual_seed(0)
+    found = measure_linear(HostTimer(), candidate("W8A8 int8"), gpu_checks.shrunk(LLAMA[1]), 32, Ceilings(1.0, 1.0))
+    assert set(found["vs_rivals"]) >= {"_int_mm"}
+
+
+class FakeCuda:
+    """What GraphTimer calls of torch.cuda: a replay takes a time that the test sets, and capture runs the calls."""
+
+    def __init__(self, seconds_per_call: float) -> None:
+        self.now, self.seconds, self.captures = 0.0, seconds_per_call, []
+
+    def patch(self, monkeypatch) -> None:
+        fake, counted = self, []
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = fake.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, other):
+                return (other.at - self.at) * 1e3
+
+        class Graph:
+            def capture_begin(self, pool):
+                assert pool == "pool"
+                fake.current = self
+                self.count = 0
+
+            def capture_end(self):
+                fake.captures.append(self.count)
+                fake.current = None
+
+            def replay(self):
+                fake.now += self.count * fake.seconds
+
+        class Stream:
+            def __init__(self, device=None):
+                pass
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+
+            def wait_stream(self, other):
+                pass
+
+        self.current = None
+        for name, value in {
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "Stream": Stream,
+            "stream": lambda stream: stream,
+            "current_stream": Stream,
+            "synchronize": lambda device=None: None,
+            "graph_pool_handle": lambda: "pool",
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        self.counted = counted
+
+    def call(self) -> None:
+        if self.current is not None:
+            self.current.count += 1
+
+
+def test_graph_timer_repeats_until_a_replay_is_long_enough(monkeypatch):
+    fake = FakeCuda(10e-6)
+    fake.patch(monkeypatch)
+    timer = GraphTimer(torch.device("cuda", 0))
+    seconds = timer({"ours": [fake.call] * 4, "bf16": [fake.call] * 100}, rounds=3)
+    assert seconds == {"ours": pytest.approx(10e-6), "bf16": pytest.approx(10e-6)}
+    assert fake.captures == [4, 32, 100], "40 us are too short, 1 ms is not"
+
+
+def test_copies_exceed_the_cache(monkeypatch):
+    properties = type("Properties", (), {"L2_cache_size": 60 << 20})
+    monkeypatch.setattr(gpu_timing.torch.cuda, "get_device_properties", lambda device: properties)
+    cuda = torch.device("cuda", 0)
+    assert num_copies(8 << 20, cuda) == 30 and num_copies(1 << 30, cuda) == 4 and num_copies(1, cuda) == 32
+    assert num_copies(1, CPU) == 4
+
+
+def test_weights_of_every_format_are_random_and_of_use():
+    torch.manual_seed(0)
+    for one in CANDIDATES:
+        case = linear_case(one, gpu_checks.shrunk(LLAMA[1]), 16, torch.float32)
+        arguments, options = case.make(CPU)
+        y = gpu_checks.reference(case.op)(*arguments, **options)
+        assert y.isfinite().all() and 0.3 < y.std() < 3, one.name
+        again, _ = case.make(CPU)
+        assert not torch.equal(again[1].view(torch.uint8), arguments[1].view(torch.uint8)), "each copy differs"
+        meta, _ = case.make("meta")
+        assert [t if t is None else t.shape for t in meta] == [t if t is None else t.shape for t in arguments]
+
+
+def test_environment_names_what_matters():
+    found = gpu_timing.environment(CPU)
+    assert {"torch", "triton", "transformers", "commit", "device"} <= set(found) and "dry run" in found["device"]
+    assert "torch: " in gpu_timing.environment_line(CPU)
+    assert os.environ["TRITON_INTERPRET"] == "1", "importing the scripts changed nothing"
