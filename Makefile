@@ -21,12 +21,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 PIP_INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: help demo test style check clean
+# The oldest supported Triton, beside the one of the environment: the kernels are compiled under both.
+OLD_TRITON := build/triton-3.6.0
+
+.PHONY: help demo test style check aot aot-ci clean
 
 help:
 	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
 	@echo "make test    install into $(VENV) and run every test"
 	@echo "make check   style checks (ruff, typos, house rules); make style repairs what can be repaired"
+	@echo "make aot     compile every GPU kernel for every target and check it (no GPU needed); make aot-ci a part of it"
 	@echo "make clean   remove $(VENV) and what builds and tests leave behind"
 
 $(BIN)/python:
@@ -48,12 +52,25 @@ $(DEV_STAMP): | $(BIN)/python
 	$(PIP_INSTALL) -e ".[dev]"
 	@rm -f $(VENV)/.dev-*; touch $@
 
+# A directory that goes before the environment on the path: torch is not installed again.
+$(OLD_TRITON)/triton/__init__.py: | $(DEV_STAMP)
+	@echo "Installing Triton 3.6.0 into $(OLD_TRITON) ..."
+	$(PIP_INSTALL) --no-deps --upgrade --target $(OLD_TRITON) triton==3.6.0
+
 demo: $(DEMO_STAMP)
 	$(BIN)/hf-quant demo
 
 # One thread per process: two processes with two threads each on two cores only wait for each other.
 test: $(DEV_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15 $(PYTEST_ARGS)
+
+aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
+	$(BIN)/python scripts/aot_compile.py
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py
+
+aot-ci: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
+	$(BIN)/python scripts/aot_compile.py --subset ci
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py --subset ci --targets sm90 --show none
 
 check: $(STYLE_STAMP)
 	$(BIN)/ruff check .

@@ -15,59 +15,15 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernel_cases import CANDIDATES, Candidate
 from torch import Tensor
 
 from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight, quantize_matrix
-from hf_quant.scheme import TensorQuant
-
-
-class Candidate(NamedTuple):
-    """A way to quantize a linear layer: the weight, and the format of its activations or None."""
-
-    name: str
-    weight: TensorQuant
-    activation: str | None = None
-
-    def group_size(self, K: int) -> int:
-        return self.weight.group_size or (128 if self.weight.granularity == "block" else K)
-
-
-def _group(format: str, size: int, symmetric: bool = True, scale_dtype: str = "bfloat16") -> TensorQuant:
-    return TensorQuant(format, "group", size, symmetric, scale_dtype)
-
-
-def _row(format: str, scale_dtype: str = "float32") -> TensorQuant:
-    return TensorQuant(format, "row", scale_dtype=scale_dtype)
-
-
-CANDIDATES = (
-    Candidate("int8", _row("int8", "bfloat16")),
-    Candidate("int8 g128", _group("int8", 128)),
-    Candidate("int4 g128", _group("int4", 128)),
-    Candidate("int4 g128 asym", _group("int4", 128, False)),
-    Candidate("int4 g32", _group("int4", 32)),
-    Candidate("int3 g128 asym", _group("int3", 128, False)),
-    Candidate("int2 g64 asym", _group("int2", 64, False)),
-    Candidate("fp8_e4m3", _row("fp8_e4m3")),
-    Candidate("fp8_e4m3 tensor", TensorQuant("fp8_e4m3", "tensor")),
-    Candidate("fp8_e4m3 block", TensorQuant("fp8_e4m3", "block")),
-    Candidate("fp8_e5m2", _row("fp8_e5m2")),
-    Candidate("fp6_e3m2", _row("fp6_e3m2")),
-    Candidate("fp6_e2m3", _row("fp6_e2m3")),
-    Candidate("nf4 g64", _group("nf4", 64)),
-    Candidate("mxfp4", _group("mxfp4", 32, scale_dtype="float8_e8m0fnu")),
-    Candidate("nvfp4", _group("nvfp4", 16, scale_dtype="float8_e4m3fn")),
-    Candidate("W8A8 int8", _row("int8"), "int8"),
-    Candidate("W8A8 fp8", _row("fp8_e4m3"), "fp8_e4m3"),
-    Candidate("W8A8 fp8 block", TensorQuant("fp8_e4m3", "block"), "fp8_e4m3"),
-    Candidate("W4A8 int8", _group("int4", 128), "int8"),
-    Candidate("W4A8 fp8", _group("int4", 128), "fp8_e4m3"),
-)
 
 
 def weight_copies(candidate: Candidate, weight: Tensor, copies: int) -> list[PackedWeight]:

@@ -3,6 +3,7 @@
     python scripts/bench_generate.py                          # the figures of README.md
     python scripts/bench_generate.py --rivals                 # with torchao, optimum-quanto, bitsandbytes
     python scripts/bench_generate.py --compile --formats int8 int4
+    python scripts/bench_generate.py --graphs --device cuda   # decoding captured, by hf_quant.capture_generate
     python scripts/bench_generate.py --threads 1 --clock cpu  # on a machine that others use, too
 
 The model is a Llama of 468M parameters with random weights in bf16 (hidden 1024, 24 layers, intermediate 4096,
@@ -24,7 +25,7 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_quant import quantize_
+from hf_quant import capture_generate, quantize_
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine
 from hf_quant.planning import format_table
 
@@ -153,7 +154,7 @@ def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argpar
         prompt_tokens=args.prompt_tokens,
         new_tokens=args.new_tokens,
         rounds=args.rounds,
-        warm_up=3 if args.compile else 1,
+        warm_up=3 if args.compile or args.graphs else 1,
         clock=time.thread_time if args.clock == "cpu" else time.perf_counter,
         progress=sys.stderr.isatty(),
     )
@@ -200,6 +201,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
     parser.add_argument("--rivals", action="store_true", help="measure other libraries, too, where installed")
     parser.add_argument("--compile", action="store_true", help="torch.compile, with a static cache")
+    parser.add_argument("--graphs", action="store_true", help="replay decoding from CUDA graphs; needs --device cuda")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of torch (default: torch's)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, with --threads 1")
@@ -220,7 +222,10 @@ def main() -> None:
     models, seconds = make_variants(base, args)
     if args.compile:
         compile_(models)
+    graphs = [capture_generate(model) for model in models.values()] if args.graphs else []
     print(f"\n{report(models, seconds, args)}")
+    for name, captured in zip(models, graphs):
+        print(f"{name}: {captured}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""What `fuse_projections_` gains: query, key and value, or gate and up, as one product instead of three or two.
+
+    python scripts/bench_fusion.py                     # one CPU thread
+    python scripts/bench_fusion.py --device cuda       # inside a CUDA graph, where launches cost least
+    python scripts/bench_fusion.py --formats int4 W8A8 --rows 1 16 256
+
+The shapes are those of Llama-3.2-1B and Llama-3.1-8B, the weights random; four copies take turns, so that no cache
+keeps one. The 16-bit layers, the quantized ones and the fused ones alternate; the median of the rounds counts. CPU:
+process time, which other processes disturb least.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant import fuse_projections_, quantize_
+from hf_quant.evaluate import machine
+from hf_quant.graphs import CudaGraphs
+from hf_quant.planning import format_table
+
+
+COPIES = 4
+SHAPES = {  # in_features, {name: out_features}
+    "1B qkv": (2048, {"q_proj": 2048, "k_proj": 512, "v_proj": 512}),
+    "1B gate, up": (2048, {"gate_proj": 8192, "up_proj": 8192}),
+    "8B qkv": (4096, {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024}),
+    "8B gate, up": (4096, {"gate_proj": 14336, "up_proj": 14336}),
+}
+
+
+class Projections(nn.Module):
+    """Layers that read one tensor, called one after the other; the names are those by which siblings are known."""
+
+    def __init__(self, in_features: int, out_features: dict[str, int], device: str) -> None:
+        super().__init__()
+        for name, size in out_features.items():
+            self.add_module(name, nn.Linear(in_features, size, bias=False, device=device, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.children()]
+
+
+def timer(modules: list[Projections], x: Tensor, calls: int) -> Callable[[], float]:
+    """A function that gives the seconds of one call: of `calls` calls of the modules in turns."""
+
+    def run() -> None:
+        for i in range(calls):
+            modules[i % len(modules)](x)
+
+    run()
+    if x.device.type == "cpu":
+
+        def measure() -> float:
+            start = time.process_time()
+            run()
+            return (time.process_time() - start) / calls
+
+        return measure
+    backend = CudaGraphs()
+    backend.warm_up(run, x.device)
+    _, replay = backend.capture(run, x.device)
+    events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def measure_graph() -> float:
+        events[0].record()
+        replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3 / calls
+
+    return measure_graph
+
+
+def main() -> None:
+    """Read the arguments, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--formats", nargs="+", default=["int8", "int4", "W8A8", "W4A8"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"python {' '.join(sys.argv)}\n{machine()}", flush=True)
+    table = [("layers", "weights", "rows", "16-bit, us", "single, us", "fused, us", "single / fused")]
+    with torch.no_grad():
+        for shape in args.shapes:
+            plain = [Projections(*SHAPES[shape], args.device).eval() for _ in range(COPIES)]
+            for config in args.formats:
+                single = [quantize_(copy.deepcopy(module), config) for module in plain]
+                fused = [fuse_projections_(copy.deepcopy(module)) for module in single]
+                for rows in args.rows:
+                    x = torch.randn(1, rows, SHAPES[shape][0], device=args.device, dtype=torch.bfloat16)
+                    calls = COPIES * max(1, 16 // rows)
+                    timers = [timer(modules, x, calls) for modules in (plain, single, fused)]
+                    rounds = [[measure() for measure in timers] for _ in range(args.rounds)]
+                    plain_s, single_s, fused_s = (statistics.median(r) for r in zip(*rounds))
+                    row = (f"{t * 1e6:.1f}" for t in (plain_s, single_s, fused_s))
+                    table.append((shape, config, str(rows), *row, f"{single_s / fused_s:.2f}"))
+    print(f"\n{format_table(table)}")
+
+
+if __name__ == "__main__":
+    main()

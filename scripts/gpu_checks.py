@@ -1,0 +1,169 @@
+"""Compares ops on a GPU with their references at real shapes; used by gpu_suite.py."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_timing import installed
+from kernel_cases import (
+    CANDIDATES,
+    EXPERTS,
+    LLAMA,
+    MAIN,
+    MEMORY,
+    OFF_TILE,
+    Attention,
+    Case,
+    Linear,
+    attention_case,
+    backward_case,
+    candidate,
+    dequantize_case,
+    gpu_ops,
+    grouped_backward_case,
+    grouped_case,
+    linear_case,
+    memory_case,
+    reference,
+    scaled_case,
+)
+from torch import Tensor
+
+from hf_quant.testing import PRODUCT_RMS, rms_error
+
+
+# RMS error against the reference. fp8: matrix units of sm89 and sm90 keep some 13 bits of a sum.
+FP8_PRODUCT_RMS = 1.5e-2
+# The weights of softmax are rounded to 16 bits, or to fp8, whose relative error is 2**-4 / sqrt(3) at most.
+SOFTMAX_RMS, FP8_WEIGHTS_RMS = 1e-2, 6e-2
+MOVED_CODES = 1e-3  # share of codes that may differ: quotients at the edge between two of them
+
+
+def shrunk(linear: Linear) -> Linear:
+    """A tiny shape of the same kind, for dry runs."""
+    experts = min(linear.experts, 4)
+    return linear._replace(
+        N=max(linear.N // 256, 8) // 8 * 8,
+        K=max(linear.K // 32 // 128, 1) * 128,
+        experts=experts,
+        per_token=min(linear.per_token, max(experts - 1, 0)),
+    )
+
+
+def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
+    """What is compared: every format and op, some M of every path, sizes off the tile."""
+    size = shrunk if tiny else (lambda linear: linear)
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    tokens = (1, 17, 600) if quick or tiny else (1, 5, 17, 64, 100, 300, 2000)
+    linears = [LLAMA[1], OFF_TILE[0]] if quick else [LLAMA[1], LLAMA[3], *OFF_TILE]
+    cases: list[Case] = []
+    for one in CANDIDATES:
+        main = one.name in MAIN
+        for linear in map(size, linears if main else linears[:1]):
+            cases += [linear_case(one, linear, M, bf16, bias=M == 17) for M in (tokens if main else tokens[:3])]
+        cases += [linear_case(one, size(LLAMA[1]), M, dtype) for dtype in (fp16, fp32) for M in (3, 200) if main]
+        cases += [grouped_case(one, size(EXPERTS[2]), M, bf16) for M in (1, 40, 1000) if main or M == 40]
+        if one.activation is None:
+            cases.append(dequantize_case(one, size(LLAMA[1]), bf16))
+            cases += [backward_case(one, size(LLAMA[1]), M, bf16) for M in (1, 300)]
+            cases.append(grouped_backward_case(one, size(EXPERTS[3]), 40, bf16))
+    for format in ("int8", "fp8_e4m3"):
+        cases += [scaled_case(format, size(linear), M, bf16) for linear in (LLAMA[1], LLAMA[3]) for M in tokens]
+        for name in MEMORY:
+            cases += [
+                memory_case(name, 128 if tiny else K, M, bf16, format) for K in (3072, 4096) for M in (1, 17, 1000)
+            ]
+    for one in (
+        Attention("flux", 70 if tiny else 1200, 4, 4, 128),
+        Attention("gqa", 65 if tiny else 1001, 4, 2, 64, is_causal=True),
+    ):
+        cases += [attention_case(one, bf16, values) for values in (None, "fp8_e4m3")]
+    return [case for case in cases if case.op in gpu_ops()]
+
+
+def check_case(case: Case, device: torch.device) -> str | None:
+    """Why the op is wrong, None if it equals its reference, and itself in a second call, to the bit."""
+    op = getattr(torch.ops.hf_quant, case.op)
+    arguments, options = case.make(device)
+    expected = _parts(reference(case.op)(*arguments, **options))
+    _poison(expected)
+    found = _parts(op(*arguments, **options))
+    reason = compare(case, found, expected)
+    if reason is not None:
+        return reason
+    again = _parts(op(*arguments, **options))
+    if not all(_same_bits(a, b) for a, b in zip(found, again)):
+        return "a second call gives other bits"
+    if not case.num_ops:
+        return None
+    wrong = [part.roll(1, -1) for part in found]
+    return None if compare(case, wrong, expected) else "the comparison accepts a result whose columns were moved"
+
+
+def _parts(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def _poison(parts: list[Tensor]) -> None:
+    """Leave NaN in memory of these sizes, which the allocator hands out next."""
+    spoiled = [torch.empty_like(part).view(torch.uint8).fill_(0x7F) for part in parts if part.numel()]
+    del spoiled
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def compare(case: Case, found: list[Tensor], expected: list[Tensor]) -> str | None:
+    """Why `found` is not `expected`: shapes and dtypes, NaN, codes, RMS error."""
+    for value, wanted in zip(found, expected):
+        if value.shape != wanted.shape or value.dtype != wanted.dtype:
+            return f"{tuple(value.shape)} {value.dtype} instead of {tuple(wanted.shape)} {wanted.dtype}"
+        if not value.float().isfinite().all():
+            return f"{(~value.float().isfinite()).sum().item()} values are not finite"
+    if len(found) == 2:  # codes and scales of rows
+        moved = (found[0].float() != expected[0].float()).float().mean().item()
+        error = rms_error(found[1], expected[1])
+        return (
+            f"{moved:.1e} of the codes differ, scales by {error:.1e}" if moved > MOVED_CODES or error > 1e-5 else None
+        )
+    limit = PRODUCT_RMS[found[0].dtype]
+    if case.op == "int8_attention":
+        limit = FP8_WEIGHTS_RMS if "fp8" in case.name else SOFTMAX_RMS
+    elif "fp8" in case.name and case.op in _FP8_SUMS:
+        limit = FP8_PRODUCT_RMS
+    error = rms_error(found[0], expected[0])
+    return f"RMS error {error:.2e}, allowed {limit:.2e}" if not error <= limit else None
+
+
+_FP8_SUMS = ("dynamic_mm", "fp8_scaled_mm", "grouped_mm")
+
+
+def check_no_recompilation(device: torch.device, *, tiny: bool = False) -> str | None:
+    """Ten numbers of tokens after a first one must compile nothing; None if so."""
+    if not installed("triton"):
+        return None
+    import triton
+
+    linear = shrunk(LLAMA[1]) if tiny else LLAMA[1]
+    compiled: list[str] = []
+    before = triton.knobs.compilation.listener
+
+    def call(M: int) -> None:
+        case = linear_case(candidate("int4 g128"), linear, M, torch.bfloat16)
+        arguments, options = case.make(device)
+        torch.ops.hf_quant.weight_only_mm(*arguments, **options)
+
+    for first, others in ((20, range(21, 31)), (700, range(701, 711))):
+        call(first)
+        triton.knobs.compilation.listener = partial(_note, compiled)
+        try:
+            for M in others:
+                call(M)
+        finally:
+            triton.knobs.compilation.listener = before
+    return f"ten numbers of tokens compiled {len(compiled)} kernels anew: {compiled[:3]}" if compiled else None
+
+
+def _note(compiled: list[str], *, src: Any, **_: Any) -> None:
+    compiled.append(getattr(src, "name", "a kernel"))

@@ -1,0 +1,212 @@
+"""The targets of the GPU kernels, as data, and how records of a run are judged by them. Used by gpu_suite.py.
+
+"at least" is a ratio of times in the same run, if nothing else is said; products over several layers are weighted by
+their time. `next` names what to try first where a target is missed, or has never been measured.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from kernel_cases import ATTENTION
+
+
+Record = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        id: as in the plan of the kernels: G1, ...
+        what: for people.
+        section: of gpu_suite.py, which measures it.
+        candidates: whose records count; each is judged alone, the worst counts.
+        tokens: likewise, M.
+        linears: whose times are added up; None: all.
+        versus: "bf16", the beginning of a rival's name, "best rival", "copy" (share of the copy's bandwidth), or the
+            key of a record's own value.
+        limit: the least value; the largest one if `is_upper`.
+        next: what to try first.
+    """
+
+    id: str
+    what: str
+    section: str
+    candidates: tuple[str, ...]
+    tokens: tuple[int, ...]
+    versus: str
+    limit: float
+    next: str
+    linears: tuple[str, ...] | None = None
+    is_upper: bool = False
+
+
+class Verdict(NamedTuple):
+    """`value` is None, and `reason` says why, where nothing was measured."""
+
+    target: Target
+    value: float | None
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.target.limit if self.target.is_upper else self.value >= self.target.limit
+
+    def text(self) -> str:
+        """PASS, or by how much the target was missed, or why it was not judged."""
+        if self.value is None:
+            return self.reason
+        short = self.value / self.target.limit - 1 if self.target.is_upper else 1 - self.value / self.target.limit
+        return "PASS" if self.passed else f"short by {short:.0%}"
+
+
+INT4, INT8, FP8 = ("int4 g128",), ("int8",), ("fp8_e4m3",)
+W8A8_INT8, W8A8_FP8 = ("W8A8 int8",), ("W8A8 fp8",)
+MIDDLE, LARGE, EVERY = (256, 512, 1024), (4096, 8192), tuple(2**i for i in range(14))
+_FIXED = "the fixed cost of a launch: launch_pdl=True on the decode kernels; then half the blocks per processor"
+_SMALL_N = "BLOCK_N 32, or a larger split of K, so that 4096 rows fill 132 multiprocessors twice"
+_DECODE = "is it issue slots (build/aot's report) or bytes in flight: num_stages 6 -> 4 makes room for a third block"
+_MMA = "num_warps 8 with BLOCK_N 128 at M = 64; two consumer warpgroups by BLOCK_N 256 at M = 128"
+_PREFILL = "the crossover in weight_only CONFIGS (last row): lower the largest M if `dequantize + GEMM` wins there"
+_DENSE = "time `dequantize` alone: over 2.5 bytes a weight at copy bandwidth, widen its loads; else it is cuBLAS"
+_FP8 = "num_stages 3 -> 4, BLOCK_N 256 with 8 warps; then the chain length (_CHAIN) that bounds fp8 accumulation"
+_EXPERTS = "sort blocks so that those of one expert run together; BLOCK_M 8 where most experts have one row"
+
+TARGETS: tuple[Target, ...] = (
+    Target("G1", "int4, layers of a Llama-3.1-8B", "weights", INT4, (1,), "bf16", 3.0, _FIXED),
+    Target("G1", "int4, gate_up", "weights", INT4, (1,), "bf16", 3.3, _DECODE, ("llama gate_up",)),
+    Target("G1", "int4, 4096 x 4096", "weights", INT4, (1,), "bf16", 2.2, _SMALL_N, ("llama o",)),
+    Target("G1", "int4", "weights", INT4, (1,), "tinygemm", 1.25, _FIXED),
+    Target("G1", "int4", "weights", INT4, (1,), "gemlite", 1.7, _FIXED),
+    Target("G2", "int4", "weights", INT4, (8,), "bf16", 2.9, _DECODE),
+    Target("G2", "int4", "weights", INT4, (16,), "bf16", 2.8, _DECODE),
+    Target("G2", "int4", "weights", INT4, (32,), "bf16", 2.6, _MMA),
+    Target("G2", "int4", "weights", INT4, (8, 16, 32), "gemlite", 2.0, _DECODE),
+    Target("G3", "int4", "weights", INT4, (64,), "bf16", 2.0, _MMA),
+    Target("G3", "int4", "weights", INT4, (128,), "bf16", 1.2, _MMA),
+    Target("G3", "int4", "weights", INT4, (64, 128), "best rival", 1.3, _MMA),
+    Target("G4", "int4, prefill", "weights", INT4, MIDDLE, "bf16", 0.82, _PREFILL),
+    Target("G4", "int4, prefill", "weights", INT4, (2048,), "bf16", 0.90, _DENSE),
+    Target("G4", "int4, prefill", "weights", INT4, LARGE, "bf16", 0.94, _DENSE),
+    Target("G4", "int4, prefill", "weights", INT4, (*MIDDLE, 2048, *LARGE), "gemlite", 1.7, _PREFILL),
+    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (64,), "bf16", 2.6, "int8 dots of decoded codes: half the MMA"),
+    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (256,), "bf16", 1.6, "int8 dots of decoded codes, BLOCK_M 128"),
+    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (4096,), "bf16", 1.45, "decode to int8 once, then int8_scaled_mm"),
+    Target("G6", "int8, fp8 weights", "weights", INT8 + FP8, (1, 8, 64), "bf16", 1.75, _FIXED),
+    Target("G6", "int8, fp8 weights", "weights", INT8 + FP8, (512, 4096), "bf16", 0.95, _PREFILL),
+    Target("G6", "int8 weights", "weights", INT8, (1, 8, 64, 512, 4096), "best rival", 1.2, _DECODE),
+    Target("G7", "fp8 product alone", "dynamic", ("fp8_e4m3",), (4096, 8192), "bf16", 1.55, _FP8),
+    Target("G7", "fp8 product alone", "dynamic", ("fp8_e4m3",), (4096, 8192), "_scaled_mm", 0.97, _FP8),
+    Target("G8", "fp8 with activations", "dynamic", W8A8_FP8, LARGE, "bf16", 1.45, _FP8),
+    Target("G8", "fp8 with activations", "dynamic", W8A8_FP8, LARGE, "torchao compiled", 1.05, _FP8),
+    Target("G8", "fp8 with activations", "dynamic", W8A8_FP8, LARGE, "torchao", 1.3, _FP8),
+    Target(
+        "G9", "int8 with activations", "dynamic", W8A8_INT8, (2048, 4096), "bf16", 1.45, "IGMMA waits: BLOCK_K 256"
+    ),
+    Target("G9", "int8 with activations", "dynamic", W8A8_INT8, (1, 16, 128), "bf16", 1.7, "quantize in the GEMM"),
+    Target(
+        "G9",
+        "int8 with activations",
+        "dynamic",
+        W8A8_INT8,
+        (128, 2048, 4096),
+        "_int_mm",
+        1.5,
+        "num_stages",
+    ),
+    Target("G9", "int8 with activations", "dynamic", W8A8_INT8, (128, 2048, 4096), "torchao", 1.5, "as for _int_mm"),
+    Target(
+        "G10",
+        "row quantization, alone and fused",
+        "rowwise",
+        ("quantize -> int8", "RMSNorm -> int8", "SiLU * up -> int8", "LayerNorm, modulated -> int8"),
+        (8192,),
+        "copy",
+        0.85,
+        "rows of a block and warps in rowwise CONFIGS; random rounding and GELU are bound by instructions (modelled)",
+    ),
+    Target("G10", "RMSNorm + quantize", "rowwise", ("RMSNorm -> int8",), (8192,), "inductor", 1.1, "warps a row"),
+    Target("G10", "Hadamard", "rowwise", ("Hadamard",), (8192,), "copy", 0.85, "warps; order of the butterflies"),
+    Target("G11", "experts, decode", "experts", ("int4 g128",), (1, 16), "bf16", 2.5, _EXPERTS),
+    Target("G11", "experts, decode", "experts", INT8 + ("W8A8 fp8",), (1, 16), "bf16", 1.6, _EXPERTS),
+    Target("G11", "experts, prefill", "experts", ("int4 g128", "int8"), (4096,), "bf16", 0.9, _EXPERTS),
+    Target(
+        "D5",
+        "8-bit attention",
+        "attention",
+        ("int8 attention", "int8 attention, fp8_e4m3"),
+        tuple(one.S for one in ATTENTION),
+        "bf16",
+        1.25,
+        "BLOCK_M 128 with 8 warps against 4; the exponentials bound it at D = 64 (modelled)",
+    ),
+    Target("S1", "int4, every M", "weights", INT4, EVERY, "bf16", 0.9, _PREFILL, ("llama o",)),
+    Target("L1", "generate, bf16 in a graph", "models", ("bf16 graph",), (1,), "tok/s", 235, "profile attention"),
+    Target("L1", "generate, int8", "models", ("int8",), (1,), "tok/s", 430, "fuse norms with their neighbours"),
+    Target("L1", "generate, int4 and int8 head", "models", ("int4",), (1,), "tok/s", 700, "launches per layer; PDL"),
+    Target("L1", "int4, `generate` itself", "models", ("int4 generate",), (1,), "tok/s", 700, "host time of a replay"),
+    Target("L1", "int4 over bf16 in a graph", "models", ("int4",), (1,), "x bf16 graph", 2.9, "launches per layer"),
+    Target("L1", "int4 over plain generate", "models", ("int4",), (1,), "x bf16 eager", 15, "launches per layer"),
+    Target(
+        "Q2",
+        "quantize an 8B model, int4",
+        "models",
+        ("quantize int4",),
+        (1,),
+        "seconds",
+        3.0,
+        "profile `quantize_`: passes over the weight beside reading it and writing the codes",
+        is_upper=True,
+    ),
+)
+
+
+def judge(targets: Iterable[Target], sections: dict[str, dict[str, Any]]) -> list[Verdict]:
+    """Verdicts by the records of each section: {section: {"records", "ceilings", "status"}}."""
+    return [_judge(target, sections.get(target.section, {"status": "not run"})) for target in targets]
+
+
+def _judge(target: Target, section: dict[str, Any]) -> Verdict:
+    wanted = [
+        record
+        for record in section.get("records", ())
+        if record["candidate"] in target.candidates
+        and record["M"] in target.tokens
+        and (target.linears is None or record["linear"] in target.linears)
+    ]
+    if not wanted:
+        status = section.get("status", "done")
+        return Verdict(target, None, "nothing measured" + (f" ({status})" if status != "done" else ""))
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for record in wanted:
+        groups.setdefault((record["candidate"], record["M"]), []).append(record)
+    values = [_value(target.versus, group, section) for group in groups.values()]
+    known = [value for value in values if value is not None]
+    if not known:
+        return Verdict(target, None, f"no {target.versus} in this run")
+    missing = len(values) - len(known)
+    reason = f"{missing} of {len(values)} without {target.versus}" if missing else ""
+    return Verdict(target, max(known) if target.is_upper else min(known), reason)
+
+
+def _value(versus: str, records: Sequence[Record], section: dict[str, Any]) -> float | None:
+    """One number for the records of one candidate and one M; None if what they are compared with is missing."""
+    if versus == "copy":
+        return min(record["gbps"] for record in records) / section["ceilings"]["copy"]
+    if versus in records[0]:
+        return min(record[versus] for record in records)
+    others = [_other_ms(versus, record) for record in records]
+    pairs = [(other, record["ms"]) for other, record in zip(others, records) if other is not None]
+    # A rival that does not do every layer is compared on those that it does.
+    return sum(other for other, _ in pairs) / sum(ours for _, ours in pairs) if pairs else None
+
+
+def _other_ms(versus: str, record: Record) -> float | None:
+    if versus == "bf16":
+        return record["bf16_ms"]
+    rivals = record["rivals_ms"]
+    if versus == "best rival":
+        return min(rivals.values(), default=None)
+    return min((ms for name, ms in rivals.items() if name == versus), default=None)

@@ -1,0 +1,186 @@
+"""Times calls on a GPU: CUDA graphs, rotated weights, variants in turns; and the machine's ceilings in the same run.
+
+Each variant of a product is a list of calls, one for each copy of its weight. A graph replays all of them, often
+enough to last some 300 us, so that launches of the host are not in the time, and no weight is still in the L2 cache
+when its turn comes again. The variants take turns; the median counts.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hf_quant.kernels import _triton
+
+
+Calls = Sequence[Callable[[], object]]
+GRAPH_SECONDS = 300e-6  # of one replay
+CACHE_FACTOR = 4  # all copies of a weight together are this many times the L2 cache
+
+
+class Timer(Protocol):
+    """Measures variants in turns."""
+
+    device: torch.device
+
+    def __call__(self, variants: dict[str, Calls], *, rounds: int = 9) -> dict[str, float]:
+        """{variant: median seconds of one call}."""
+
+
+class GraphTimer:
+    """`Timer` of a CUDA or ROCm device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()  # graphs never run side by side, so they share memory
+
+    def __call__(self, variants: dict[str, Calls], *, rounds: int = 9) -> dict[str, float]:
+        # Counters of captured launches are never given back; when they are used up, each launch clears fresh ones.
+        _triton._pools.clear()
+        replays, counts = {}, {}
+        for name, calls in variants.items():
+            replays[name], counts[name] = self._capture(calls)
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for _ in range(rounds):
+            for name, graph in replays.items():
+                times[name].append(self._replay(graph) / counts[name])
+        return {name: statistics.median(values) for name, values in times.items()}
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Seconds of a replay."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # the device is busy while the host enqueues what is timed
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    def _capture(self, calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
+        """(graph that lasts GRAPH_SECONDS, calls in it); compiles and warms up first."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for call in calls:
+                call()
+        torch.cuda.synchronize(self.device)
+        graph = self._graph(calls, 1)
+        repeats = math.ceil(GRAPH_SECONDS / max(self._replay(graph), 1e-6))
+        if repeats > 1:
+            graph = self._graph(calls, repeats)
+        return graph, repeats * len(calls)
+
+    def _graph(self, calls: Calls, repeats: int) -> torch.cuda.CUDAGraph:
+        # Not `with torch.cuda.graph(...)`: that empties the allocator's cache, each time.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool)
+            try:
+                for _ in range(repeats):
+                    for call in calls:
+                        call()
+            finally:
+                graph.capture_end()
+        torch.cuda.synchronize(self.device)
+        return graph
+
+
+class HostTimer:
+    """`Timer` of the CPU, for dry runs: the numbers mean nothing for a GPU."""
+
+    device = torch.device("cpu")
+
+    def __call__(self, variants: dict[str, Calls], *, rounds: int = 9) -> dict[str, float]:
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for _ in range(min(rounds, 2)):
+            for name, calls in variants.items():
+                start = time.perf_counter()
+                for call in calls:
+                    call()
+                times[name].append((time.perf_counter() - start) / len(calls))
+        return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Ceilings(NamedTuple):
+    """What the machine did in the same run: copy in GB/s, read and written; bf16 product in TFLOP/s, random data."""
+
+    copy: float
+    gemm: float
+
+
+def measure_ceilings(timer: Timer, *, copy_bytes: int = 2**31, size: int = 8192) -> Ceilings:
+    """A device-to-device copy of `copy_bytes` and a [size, size] x [size, size] bf16 product."""
+    source = torch.empty(copy_bytes // 2, dtype=torch.bfloat16, device=timer.device).normal_()
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=timer.device) for _ in range(2))
+    out = torch.empty_like(a)
+    seconds = timer({"copy": [lambda: target.copy_(source)], "gemm": [lambda: torch.mm(a, b.t(), out=out)]})
+    return Ceilings(2 * copy_bytes / seconds["copy"] / 1e9, 2 * size**3 / seconds["gemm"] / 1e12)
+
+
+def num_copies(nbytes: int, device: torch.device, *, at_least: int = 4, at_most: int = 32) -> int:
+    """How many copies of a weight to rotate, so that none of them stays in the L2 cache."""
+    if device.type != "cuda":
+        return at_least
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(at_least, min(at_most, math.ceil(CACHE_FACTOR * cache / max(nbytes, 1))))
+
+
+def gpu() -> torch.device | None:
+    """The GPU that is measured, None if there is none that CUDA graphs work on."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def installed(package: str) -> bool:
+    """Whether a package, perhaps inside another, can be imported."""
+    parts = package.split(".")
+    return all(importlib.util.find_spec(".".join(parts[: i + 1])) is not None for i in range(len(parts)))
+
+
+def commit() -> str:
+    """The commit of the checkout, with a mark if files differ from it; "unknown" without git."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        found = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to repeat the numbers."""
+    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
+    versions |= {name: _version(name) for name in ("torchao", "gemlite", "bitsandbytes") if installed(name)}
+    found: dict[str, Any] = {"commit": commit(), "python": platform.python_version(), **versions}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gb": round(properties.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda or torch.version.hip,
+        }
+    else:
+        found["device"] = "cpu (dry run: no number means anything)"
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def environment_line(device: torch.device) -> str:
+    """`environment` for people."""
+    return json.dumps(environment(device))[1:-1].replace('"', "")

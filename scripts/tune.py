@@ -1,0 +1,364 @@
+"""Tries configs around the shipped ones on a GPU, and keeps what is faster in the user's table.
+
+    python scripts/tune.py                                  # every table, shapes of real models
+    python scripts/tune.py weight_only_mm --shape 5120,5120 5120,13824 --format "int4 g128"
+    python scripts/tune.py --regenerate                     # the user's tables as Python, to be shipped
+
+Launches read the table at $HF_QUANT_TUNED, by default hf_quant/tuned.json in the user's cache directory, before the
+shipped ones; deleting it undoes everything. For each row of a table, one number after the other is halved and doubled
+(stages: one more, one less) while that gains. A config is tried only if it compiles for this GPU into what fits:
+shared memory, no spilled register, the intended instructions (aot_compile.py). Nothing is tuned at call time, ever.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from aot_compile import case_label, check_built, collect, is_excepted
+from gpu_timing import Calls, GraphTimer, Timer, environment_line, gpu, num_copies
+from kernel_build import build
+from kernel_cases import (
+    ATTENTION,
+    EXPERTS,
+    LLAMA,
+    Case,
+    Linear,
+    attention_case,
+    candidate,
+    grouped_case,
+    launcher,
+    linear_case,
+    memory_case,
+    scaled_case,
+)
+from kernel_measures import op_calls
+
+from hf_quant.kernels import _triton
+from hf_quant.kernels._triton import Target, target_of, tuned_path
+
+
+Row = tuple[int, ...]
+GAIN = 0.02  # what a config must win, as the same config measured twice differs by about half of it
+MAX_ROWS_PER_EXPERT, MAX_TOKENS = 512, 4096
+BF16 = torch.bfloat16
+
+
+class Column(NamedTuple):
+    """What may be tried for one number of a row: powers of two from `least` to `most`, or steps of one."""
+
+    name: str
+    least: int
+    most: int
+    is_power: bool = True
+
+    def neighbours(self, value: int) -> list[int]:
+        """The values beside `value`; none for a column that is given (least == most)."""
+        if self.least == self.most:
+            return []
+        near = (value // 2, value * 2) if self.is_power else (value - 1, value + 1)
+        return [n for n in near if self.least <= n <= self.most]
+
+
+def _given(name: str) -> Column:
+    return Column(name, 0, 0)
+
+
+class Space(NamedTuple):
+    """A config table: its op, the module of the shipped one and its place there, its columns, the cases of a row.
+
+    `cases(row, before, linears, formats)`: `before` is the row above, None for the first.
+    """
+
+    op: str
+    module: str
+    shipped: tuple[str, ...]
+    columns: tuple[Column, ...]
+    cases: Callable[[Row, Row | None, Sequence[Linear], Sequence[str]], list[Case]]
+
+    def table(self, target: Target) -> list[Row]:
+        """The shipped rows for a target. Raises ValueError if they are not what `columns` says."""
+        launcher(self.op)
+        tables = getattr(sys.modules[self.module], self.shipped[0])
+        for key in self.shipped[1:]:
+            tables = tables[key]
+        rows = [tuple(row) for row in tables[target.table]]
+        if any(len(row) != len(self.columns) for row in rows):
+            raise ValueError(
+                f"{self.module}.{self.shipped[0]} has rows of {len(rows[0])}; tune.py knows {self.columns}"
+            )
+        return rows
+
+
+def _tokens(row: Row, before: Row | None) -> list[int]:
+    """The ends of the M that a row serves."""
+    first = 1 if before is None or before[0] >= row[0] else before[0] + 1
+    return sorted({first, min(row[0], MAX_TOKENS)})
+
+
+def _linear_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    names = formats or ("int4 g128", "int8")
+    tokens = _tokens(row, before)
+    return [linear_case(candidate(name), one, M, BF16) for name in names for one in linears or LLAMA for M in tokens]
+
+
+def _grouped_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    mean = min(row[0], MAX_ROWS_PER_EXPERT)
+    found = []
+    for linear in linears or EXPERTS:
+        M = max(mean * linear.experts // linear.per_token, 1)
+        found += [grouped_case(candidate(name), linear, M, BF16) for name in formats or ("int4 g128",)]
+    return found
+
+
+def _split_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    tokens = _tokens(row, before) if row[0] < MAX_TOKENS else [128]
+    return [
+        scaled_case(name, linear, M, BF16)
+        for name in formats or ("int8", "fp8_e4m3")
+        for linear in linears or LLAMA
+        for M in tokens
+    ]
+
+
+def _tile_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    names = formats or ("int8", "fp8_e4m3")
+    return [scaled_case(name, linear, M, BF16) for name in names for linear in linears or LLAMA for M in (1024, 4096)]
+
+
+def _row_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    """`quantize_rowwise` at the largest K and M of the row that models have."""
+    return [memory_case(name, min(row[1], 28672), min(row[0], 8192), BF16) for name in formats or ("quantize",)]
+
+
+def _attention_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    values = formats or (None, "fp8_e4m3")
+    return [attention_case(one, BF16, value) for one in ATTENTION if one.D == row[0] for value in values]
+
+
+def _hadamard_cases(name: str) -> Callable[..., list[Case]]:
+    def cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+        sizes = [K for K in (3072, 4096, 14336) if K <= row[0] and (before is None or K > before[0])]
+        return [memory_case(name, K, 8192, BF16) for K in sizes or (min(row[0], 4096),)]
+
+    return cases
+
+
+_MM = "hf_quant.kernels.scaled_mm.gpu"
+_WARPS, _STAGES = Column("num_warps", 1, 16), Column("num_stages", 1, 8, is_power=False)
+_DECODED = (
+    Column("BLOCK_M", 8, 256),
+    Column("BLOCK_N", 32, 256),
+    Column("BLOCK_K", 32, 256),
+    _WARPS,
+    _STAGES,
+)
+SPACES = {
+    "weight_only_mm": Space(
+        "weight_only_mm",
+        "hf_quant.kernels.weight_only.gpu",
+        ("CONFIGS",),
+        (_given("M"), *_DECODED, Column("split of K", 1, 32), _given("scales before the dot")),
+        _linear_cases,
+    ),
+    "grouped_mm": Space(
+        "grouped_mm",
+        "hf_quant.kernels.grouped_mm.gpu",
+        ("CONFIGS",),
+        (_given("rows per expert"), *_DECODED, _given("split of K"), _given("scales before the dot")),
+        _grouped_cases,
+    ),
+    "scaled_mm_split": Space(
+        "int8_scaled_mm",
+        _MM,
+        ("SPLIT_CONFIGS",),
+        (_given("M"), *_DECODED[:3], Column("blocks", 1, 4), _WARPS, _STAGES),
+        _split_cases,
+    ),
+    "scaled_mm_tiles": Space(
+        "int8_scaled_mm",
+        _MM,
+        ("TILE_CONFIGS",),
+        (*_DECODED[:3], Column("GROUP_M", 1, 32), _given("% of time"), _WARPS, _STAGES),
+        _tile_cases,
+    ),
+    "quantize_rowwise": Space(
+        "quantize_rowwise",
+        "hf_quant.kernels.rowwise.gpu",
+        ("CONFIGS",),
+        (_given("M"), _given("K"), Column("rows", 1, 32), Column("values", 64, 16384), Column("num_warps", 1, 32)),
+        _row_cases,
+    ),
+    "int8_attention": Space(
+        "int8_attention",
+        "hf_quant.kernels.int8_attention.gpu",
+        ("CONFIGS",),
+        (_given("D"), _given("kind"), Column("BLOCK_M", 64, 256), Column("BLOCK_N", 32, 256), _WARPS, _STAGES),
+        _attention_cases,
+    ),
+    **{
+        op: Space(
+            op,
+            "hf_quant.kernels.hadamard.gpu",
+            ("CONFIGS", op),
+            (
+                _given("K"),
+                Column("rows", 16, 256),
+                Column("columns", 16, 128),
+                _WARPS,
+                _STAGES,
+                Column("programs", 1, 4),
+            ),
+            _hadamard_cases(name),
+        )
+        for op, name in (("hadamard", "Hadamard"), ("hadamard_quantize_rowwise", "Hadamard, quantize"))
+    },
+}
+
+
+@contextmanager
+def table_in_use(name: str, target: Target, rows: Sequence[Row]) -> Iterator[None]:
+    """Launches take `rows` for the table `name`."""
+    _triton.reload_tables()
+    _triton._tables[name, target] = rows
+    try:
+        yield
+    finally:
+        _triton.reload_tables()
+
+
+def fits(name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case]) -> str | None:
+    """Why the cases do not compile well with a table, None if they do."""
+    with table_in_use(name, target, rows):
+        collected = collect(cases, [target])
+    if collected.failures:
+        return next(iter(collected.failures))[1]
+    built = build([use.unit for use in collected.uses.values()])
+    for use in collected.uses.values():
+        for finding in check_built(built[use.unit.key], target):
+            if not is_excepted(finding, use.unit.name, target.name, case_label(use)):
+                return finding.text
+    return None
+
+
+def neighbours(space: Space, row: Row) -> Iterator[Row]:
+    """Rows that differ from a row in one number."""
+    for i, column in enumerate(space.columns):
+        for value in column.neighbours(row[i]):
+            yield (*row[:i], value, *row[i + 1 :])
+
+
+def _with_table(name: str, target: Target, rows: Sequence[Row], call: Callable[[], object]) -> object:
+    with table_in_use(name, target, rows):
+        return call()
+
+
+def tune_table(
+    name: str,
+    timer: Timer,
+    target: Target,
+    *,
+    linears: Sequence[Linear] = (),
+    formats: Sequence[str] = (),
+    fits: Callable[[str, Target, Sequence[Row], Sequence[Case]], str | None] = fits,
+    make_calls: Callable[[Case, int, torch.device], Calls] = op_calls,
+    say: Callable[[str], None] = print,
+) -> list[Row]:
+    """The best table found, row by row; the shipped one where nothing is faster by GAIN."""
+    space = SPACES[name]
+    rows = space.table(target)
+    for i, row in enumerate(list(rows)):
+        cases = space.cases(row, rows[i - 1] if i else None, linears, formats)
+        copies = {case: num_copies(case.num_bytes(), timer.device) for case in cases}
+        calls = [call for case in cases for call in make_calls(case, copies[case], timer.device)]
+        tried = {row}
+        while True:
+            tables = {rows[i]: list(rows)}
+            for other in neighbours(space, rows[i]):
+                if other in tried:
+                    continue
+                tried.add(other)
+                table = [*rows[:i], other, *rows[i + 1 :]]
+                reason = fits(name, target, table, cases)
+                if reason is None:
+                    tables[other] = table
+                else:
+                    say(f"{name} {other}: left out: {reason}")
+            if len(tables) == 1:
+                break
+            seconds = timer(
+                {
+                    str(key): [partial(_with_table, name, target, table, call) for call in calls]
+                    for key, table in tables.items()
+                }
+            )
+            best = min(tables, key=lambda key: seconds[str(key)])
+            gain = 1 - seconds[str(best)] / seconds[str(rows[i])]
+            if gain < GAIN:
+                break
+            say(f"{name} {rows[i]} -> {best}: {gain:.0%} less time")
+            rows = tables[best]
+    return rows
+
+
+def write_tuned(target: Target, tables: dict[str, list[Row]]) -> None:
+    """Put tables into the user's file, beside what is there."""
+    path = tuned_path()
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    found.setdefault(target.name, {}).update({name: [list(row) for row in rows] for name, rows in tables.items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
+
+
+def as_python(tables: dict[str, dict[str, list[list[int]]]]) -> str:
+    """The user's tables {target: {name: rows}} as tuples, to be pasted over the shipped ones."""
+    lines = []
+    for name in sorted({name for found in tables.values() for name in found}):
+        lines.append(f"# {name}")
+        for target, found in tables.items():
+            if name in found:
+                lines += [f'"{target}": (', *(f"    {tuple(row)}," for row in found[name]), "),"]
+    return "\n".join(lines)
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    """Tune or print; exit status 2 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="table", help=f"of {', '.join(SPACES)} (default: all)")
+    parser.add_argument("--shape", nargs="+", metavar="N,K", default=[], help="(default: those of real models)")
+    parser.add_argument("--format", nargs="+", default=[], help="(default: the main ones of the op)")
+    parser.add_argument("--regenerate", action="store_true", help="print the user's tables as Python")
+    args = parser.parse_args(None if argv is None else list(argv))
+    unknown = [name for name in args.tables if name not in SPACES]
+    if unknown:
+        parser.error(f"no table is named {', '.join(unknown)}; known: {', '.join(SPACES)}")
+    if args.regenerate:
+        path = tuned_path()
+        if not path.is_file():
+            parser.error(f"{path} does not exist: tune first")
+        print(as_python(json.loads(path.read_text())))
+        return 0
+    device = gpu()
+    if device is None:
+        print("tune: no CUDA or ROCm GPU here", file=sys.stderr)
+        return 2
+    target, timer = target_of(device), GraphTimer(device)
+    linears = [Linear("", *(int(size) for size in shape.split(","))) for shape in args.shape]
+    print(environment_line(device))
+    torch.manual_seed(0)
+    for name in args.tables or SPACES:
+        rows = tune_table(name, timer, target, linears=linears, formats=args.format)
+        if rows != SPACES[name].table(target):
+            write_tuned(target, {name: rows})
+            print(f"{name}: written to {tuned_path()}")
+        else:
+            print(f"{name}: the shipped configs are the best")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
