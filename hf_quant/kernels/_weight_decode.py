@@ -373,7 +373,8 @@ def _scale_in(raw, SCALE: tl.constexpr, DTYPE: tl.constexpr):
     """A stored scale in DTYPE: floating-point, or the bits of e8m0 (a power of two) or e4m3 as uint8."""
     if SCALE == "e8m0":
         # 2**-127 is a subnormal; 255, NaN, becomes infinity.
-        word = tl.maximum(raw.to(tl.int16) << 7, 0x40).to(tl.bfloat16, bitcast=True)
+        # Triton 3.6 widens the maximum with a constant to 32 bits.
+        word = tl.maximum(raw.to(tl.int16) << 7, 0x40).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return word.to(DTYPE)
     elif SCALE == "e4m3":
         bits = raw.to(tl.int16)
