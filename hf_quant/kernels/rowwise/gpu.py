@@ -195,8 +195,8 @@ def _quantize_rowwise_kernel(
     x_rows, up_rows, code_rows = row[:, None] * x_stride, row[:, None] * up_stride, row[:, None] * K
     if SAME_MOD:  # for all rows of the block
         mod_row = (tl.program_id(0) * ROWS // rows_per_mod).to(tl.int64)
-    else:
-        mod_row = (row // rows_per_mod)[:, None]
+    else:  # the last block has rows beyond M, which have no modulation of their own to read
+        mod_row = (tl.minimum(row, M - 1) // rows_per_mod)[:, None]
     scale_rows, shift_rows = mod_row * mod_scale_stride, mod_row * mod_shift_stride
     column = tl.arange(0, BLOCK_K)[None, :]
     IS_NORM: tl.constexpr = PROLOGUE == "rms_norm" or PROLOGUE == "layer_norm"
@@ -347,7 +347,8 @@ def _launch(
     up = None if up is None else _rows(up)
     mod_scale, mod_shift = (None if part is None else _rows(part) for part in (mod_scale, mod_shift))
     modulation = mod_scale if mod_scale is not None else mod_shift
-    rows_per_mod = M if modulation is None else M // modulation.shape[0]
+    num_mods = 1 if modulation is None else modulation.shape[0]
+    rows_per_mod = M // num_mods
     ROWS, BLOCK_K, BLOCKS, num_warps = config(target, M, K)
     launch(
         _quantize_rowwise_kernel,
@@ -371,7 +372,7 @@ def _launch(
         eps,
         PROLOGUE=prologue,
         ROUNDS=PHILOX_ROUNDS,
-        SAME_MOD=rows_per_mod % ROWS == 0,
+        SAME_MOD=num_mods == 1 or rows_per_mod % ROWS == 0,  # with one, every M shares the compiled kernel
         PTX=target.is_nvidia,
         ROWS=ROWS,
         BLOCK_K=BLOCK_K,

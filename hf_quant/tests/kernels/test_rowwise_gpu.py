@@ -1,7 +1,9 @@
 """The kernel of row quantization in Triton's interpreter: codes to the bit where x itself is quantized."""
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from hf_quant.kernels import quantize_rowwise
 from hf_quant.kernels._op import Problem, explain
@@ -150,6 +152,22 @@ def test_fused_in_a_loop(name, in_a_loop):
     assert half_steps(codes, scale, exact) < 1.002
 
 
+def test_rows_beyond_the_last_read_no_modulation(monkeypatch, as_many_rows):
+    """36 rows in blocks of 32: 28 of the second block have no modulation, and what follows it is not theirs."""
+    x, memory = normal(4, 9, 33), normal(4 + 4, 2 * 33)
+    load, ends = InterpreterBuilder.create_masked_load, set()
+
+    def watched(self, ptrs, mask, *args):
+        addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].astype(np.int64) - memory.data_ptr()
+        ends.update(addresses[(addresses >= 0) & (addresses < memory.nbytes)].tolist())
+        return load(self, ptrs, mask, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
+    shift, scale = memory[:4].chunk(2, 1)
+    gpu.layer_norm_quantize_rowwise_gpu(x, None, None, scale, shift, eps=1e-5, format="int8")
+    assert max(ends) == memory[:4].nbytes - 4
+
+
 def launches(call) -> list:
     with pretend(TARGETS["sm90"]), record_launches() as recorded:
         call()
@@ -167,6 +185,16 @@ def test_one_launch_without_reading_a_tensor():
         assert launched.grid == (M,)
         found.add(tuple(sorted(launched.options.items())))
     assert len(found) == 1
+    found = set()
+    for M in (300, 512, 999, 4608, 17776):  # of which blocks of 16 rows divide some
+        x, mod = (torch.empty(rows, 128, dtype=torch.bfloat16, device="meta") for rows in (M, 1))
+        (plain,) = launches(lambda x=x: gpu.quantize_rowwise_gpu(x, format="int8"))
+        (modulated,) = launches(
+            lambda x=x, mod=mod: gpu.layer_norm_quantize_rowwise_gpu(x, None, None, mod, mod, eps=1e-6, format="int8")
+        )
+        assert plain.grid == modulated.grid == (-(-M // 16),)
+        found |= {tuple(sorted(plain.options.items())), tuple(sorted(modulated.options.items()))}
+    assert len(found) == 2
     seed = torch.empty((), dtype=torch.int64, device="meta")
     assert len(launches(lambda: gpu.quantize_rowwise_gpu(x, seed, format="fp8_e4m3"))) == 1
     assert len(launches(lambda: gpu.act_quantize_rowwise_gpu(x, x, act="silu", format="int8"))) == 1
