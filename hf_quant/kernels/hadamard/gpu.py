@@ -94,6 +94,7 @@ def tiling(K: int, n: int, tile_rows: int, columns: int) -> Tiling:
         A = n // B
         while A > tile_rows:
             A, span = A // 2, span * 2
+        assert A % m == 0, f"{tile_rows} tile rows do not hold the factor {m} of {n}"
     A_PAD = _next_power(A)
     needed = K // (A * span * B) * A_PAD * span
     rows = 1 if needed > tile_rows else tile_rows // _next_power(needed)

@@ -13,6 +13,7 @@ from hf_quant.kernels.hadamard.op import (
     hadamard_matrix,
     hadamard_quantize_rowwise_reference,
     hadamard_reference,
+    odd_factor,
     sign_matrix,
 )
 from hf_quant.testing import assert_close, rms_error
@@ -156,6 +157,18 @@ def test_the_kernel_on_long_rows(n, target):
         codes, scale = gpu.hadamard_quantize_rowwise_gpu(x, format="int8")
         assert half_steps(codes, scale, expected) < 1.01
         assert half_steps(codes.roll(1, -1), scale, expected) > 5
+
+
+def test_tilings_keep_the_odd_factor_whole():
+    """What `scripts/tune.py` may try; half of 28 segments would need a Hadamard matrix of 14."""
+    for n in (*SIZES, *LONG, 3584, 5120):
+        for tile_rows in (32, 64, 256):
+            for columns in (16, 64, 128):
+                cut = gpu.tiling(n, n, tile_rows, columns)
+                assert cut.A == 1 or cut.A % odd_factor(n) == 0
+                assert cut.A <= cut.A_PAD <= cut.T and cut.A * cut.SPAN * cut.B == n
+    with pytest.raises(AssertionError, match="16 tile rows do not hold the factor 28"):
+        gpu.tiling(3584, 3584, 16, 64)
 
 
 def test_sizes_beyond_the_kernel():
