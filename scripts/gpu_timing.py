@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -42,7 +43,18 @@ class GraphTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()  # graphs never run side by side, so they share memory
+        self.broken: list[torch.cuda.CUDAGraph] = []
+        self._take_pool()
+
+    def _take_pool(self) -> None:
+        """Memory for all graphs: they never run side by side.
+
+        A pool whose last graph has died cannot be captured into again, so one that does next to nothing stays.
+        """
+        self.pool = torch.cuda.graph_pool_handle()
+        calls = [lambda: torch.zeros(1, device=self.device)]
+        self._warm_up(calls)
+        self.keeper = self._graph(calls, 1)
 
     def __call__(self, variants: dict[str, Calls], *, rounds: int = 9) -> dict[str, float]:
         # Counters of captured launches are never given back; when they are used up, each launch clears fresh ones.
@@ -68,30 +80,43 @@ class GraphTimer:
 
     def _capture(self, calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
         """(graph that lasts GRAPH_SECONDS, calls in it); compiles and warms up first."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            for call in calls:
-                call()
-        torch.cuda.synchronize(self.device)
+        self._warm_up(calls)
         graph = self._graph(calls, 1)
         repeats = math.ceil(GRAPH_SECONDS / max(self._replay(graph), 1e-6))
         if repeats > 1:
             graph = self._graph(calls, repeats)
         return graph, repeats * len(calls)
 
+    def _warm_up(self, calls: Calls) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for call in calls:
+                call()
+        torch.cuda.synchronize(self.device)
+
     def _graph(self, calls: Calls, repeats: int) -> torch.cuda.CUDAGraph:
         # Not `with torch.cuda.graph(...)`: that empties the allocator's cache, each time.
+        if self.pool is None:
+            self._take_pool()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), ExitStack() as failed:
+            failed.callback(self._abandon, graph)
             graph.capture_begin(pool=self.pool)
-            try:
-                for _ in range(repeats):
-                    for call in calls:
-                        call()
-            finally:
-                graph.capture_end()
+            for _ in range(repeats):
+                for call in calls:
+                    call()
+            graph.capture_end()
+            failed.pop_all()
         torch.cuda.synchronize(self.device)
         return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture in which a call has failed, whose error is on its way."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # after CUDA's own errors; the allocator goes on recording to the pool, by this graph
+            self.broken.append(graph)
+            self.pool = self.keeper = None
 
 
 class HostTimer:

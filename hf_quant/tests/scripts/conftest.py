@@ -3,13 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
-
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-
-
-@pytest.fixture
-def scripts() -> Path:
-    return SCRIPTS

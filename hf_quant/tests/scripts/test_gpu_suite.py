@@ -1,20 +1,18 @@
 """The suite's whole logic on tiny shapes, its verdicts, and that a section that hangs or crashes costs only itself."""
 
 import json
-import os
 import sys
 import time
 
 import bench_kernels
 import gpu_checks
 import gpu_suite
-import gpu_timing
 import pytest
 import torch
 import tune
 from gpu_suite import SECTIONS, Options, read_section, report, run_section, wait_for
 from gpu_targets import TARGETS, Target, judge
-from gpu_timing import Ceilings, GraphTimer, HostTimer, num_copies
+from gpu_timing import Ceilings, HostTimer
 from kernel_cases import CANDIDATES, LLAMA, all_cases, candidate, gpu_ops, linear_case, memory_case
 from kernel_measures import measure, measure_linear
 from rivals import RIVALS, rivals_of
@@ -213,89 +211,6 @@ def test_int_mm_is_a_product_of_quantized_operands():
     assert set(found["vs_rivals"]) >= {"_int_mm"}
 
 
-class FakeCuda:
-    """What GraphTimer calls of torch.cuda: a replay takes a time that the test sets, and capture runs the calls."""
-
-    def __init__(self, seconds_per_call: float) -> None:
-        self.now, self.seconds, self.captures = 0.0, seconds_per_call, []
-
-    def patch(self, monkeypatch) -> None:
-        fake, counted = self, []
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-
-            def record(self):
-                self.at = fake.now
-
-            def synchronize(self):
-                pass
-
-            def elapsed_time(self, other):
-                return (other.at - self.at) * 1e3
-
-        class Graph:
-            def capture_begin(self, pool):
-                assert pool == "pool"
-                fake.current = self
-                self.count = 0
-
-            def capture_end(self):
-                fake.captures.append(self.count)
-                fake.current = None
-
-            def replay(self):
-                fake.now += self.count * fake.seconds
-
-        class Stream:
-            def __init__(self, device=None):
-                pass
-
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                pass
-
-            def wait_stream(self, other):
-                pass
-
-        self.current = None
-        for name, value in {
-            "Event": Event,
-            "CUDAGraph": Graph,
-            "Stream": Stream,
-            "stream": lambda stream: stream,
-            "current_stream": Stream,
-            "synchronize": lambda device=None: None,
-            "graph_pool_handle": lambda: "pool",
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        self.counted = counted
-
-    def call(self) -> None:
-        if self.current is not None:
-            self.current.count += 1
-
-
-def test_graph_timer_repeats_until_a_replay_is_long_enough(monkeypatch):
-    fake = FakeCuda(10e-6)
-    fake.patch(monkeypatch)
-    timer = GraphTimer(torch.device("cuda", 0))
-    seconds = timer({"ours": [fake.call] * 4, "bf16": [fake.call] * 100}, rounds=3)
-    assert seconds == {"ours": pytest.approx(10e-6), "bf16": pytest.approx(10e-6)}
-    assert fake.captures == [4, 32, 100], "40 us are too short, 1 ms is not"
-
-
-def test_copies_exceed_the_cache(monkeypatch):
-    properties = type("Properties", (), {"L2_cache_size": 60 << 20})
-    monkeypatch.setattr(gpu_timing.torch.cuda, "get_device_properties", lambda device: properties)
-    cuda = torch.device("cuda", 0)
-    assert num_copies(8 << 20, cuda) == 30 and num_copies(1 << 30, cuda) == 4 and num_copies(1, cuda) == 32
-    assert num_copies(1, CPU) == 4
-
-
 def test_weights_of_every_format_are_random_and_of_use():
     torch.manual_seed(0)
     for one in CANDIDATES:
@@ -307,10 +222,3 @@ def test_weights_of_every_format_are_random_and_of_use():
         assert not torch.equal(again[1].view(torch.uint8), arguments[1].view(torch.uint8)), "each copy differs"
         meta, _ = case.make("meta")
         assert [t if t is None else t.shape for t in meta] == [t if t is None else t.shape for t in arguments]
-
-
-def test_environment_names_what_matters():
-    found = gpu_timing.environment(CPU)
-    assert {"torch", "triton", "transformers", "commit", "device"} <= set(found) and "dry run" in found["device"]
-    assert "torch: " in gpu_timing.environment_line(CPU)
-    assert os.environ["TRITON_INTERPRET"] == "1", "importing the scripts changed nothing"
