@@ -155,7 +155,9 @@ def attention_plan(
     table = config_table("int8_attention", CONFIGS, target)
     attentions = []
     for kind in (BOUNDED, ONLINE) if bounded else (ONLINE_FP8,) if fp8 else (ONLINE,):
-        row = next(row for row in table if D <= row[0] and kind == row[1])
+        row = next((row for row in table if D <= row[0] and kind == row[1]), None)
+        if row is None:  # fp8 values on gfx950, which takes the table of gfx942
+            return None
         options = {"BLOCK_M": row[2], "BLOCK_N": row[3], "CAUSAL": is_causal, "LIMIT": limit}
         options |= {"DOT": tl.float16 if dtype == torch.float16 else tl.bfloat16, "TMA": kind == BOUNDED and has_tma}
         options |= {"BOUNDED": kind == BOUNDED, "num_warps": row[4], "num_stages": row[5]}

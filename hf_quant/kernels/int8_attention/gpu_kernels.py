@@ -90,7 +90,7 @@ def _quantize_rows(tile, SMALLEST: tl.constexpr, ONE_SCALE: tl.constexpr):
     return codes, scale, scale * (tl.sqrt(tl.sum(values * values, 1).to(tl.float32)) * 1.000001)
 
 
-@triton.jit(do_not_specialize=["S", "T"])
+@triton.jit(do_not_specialize=["S", "T", "blocks"])
 def _int8_attention_quantize_kernel(
     q,
     k,
@@ -200,6 +200,7 @@ def _attend(
 
     The reference [M, 1] is given if BOUNDED, else it is `largest`, the largest score so far, and grows.
     """
+    tl.static_assert(KEYS % BLOCK_N == 0, "the keys of a step share one scale, that of KEYS keys")
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     if not TMA:
         k_pointers = k + (start + n)[:, None] * BLOCK_D + d[None, :]
@@ -255,7 +256,7 @@ def _attend(
     return total, weight, largest
 
 
-@triton.jit(do_not_specialize=["S", "T"])
+@triton.jit(do_not_specialize=["S", "T", "blocks"])
 def _int8_attention_kernel(
     q_codes,
     q_stats,

@@ -4,9 +4,11 @@ import importlib
 
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
 
+from hf_quant.kernels import _triton
 from hf_quant.kernels._op import Problem
-from hf_quant.kernels._triton import TARGETS, pretend, record_launches
+from hf_quant.kernels._triton import TARGETS, Target, pretend, record_launches
 from hf_quant.kernels.int8_attention.gpu import int8_attention_gpu, supports_int8_attention
 from hf_quant.kernels.int8_attention.op import int8_attention_reference
 from hf_quant.testing import assert_close, rms_error
@@ -129,6 +131,16 @@ def test_nan_stays_in_its_row():
         assert y[0, 0].isnan().all() and y[0, 1].isnan().sum() == 32
 
 
+def test_blocks_of_keys_share_one_scale(monkeypatch):
+    """A tuned table cannot take more keys at once than have one scale."""
+    q, k, v = heads(1, 1, 1, 40, 300, 32, dtype=torch.float16)
+    tuned = [(128, gpu.ONLINE, 64, 2 * gpu.KEY_BLOCK, 4, 1)]
+    monkeypatch.setitem(_triton._tables, ("int8_attention", TARGETS["sm90"]), tuned)
+    monkeypatch.setattr(gpu, "attention_plan", gpu.attention_plan.__wrapped__)  # the cache would outlive the test
+    with pretend(TARGETS["sm90"]), pytest.raises(InterpreterError, match="share one scale"):
+        int8_attention_gpu(q, k, v, **PLAIN)
+
+
 def test_zeros():
     q, k, v = heads(1, 2, 2, 40, 50, 32, dtype=torch.bfloat16)
     q[0, 0], k[0, 1] = 0, 0
@@ -148,6 +160,13 @@ def test_what_the_kernels_do_not_serve():
         with pretend(TARGETS[target]):
             y = int8_attention_gpu(*part, **PLAIN)
         assert rms_error(y, int8_attention_reference(*part, **PLAIN)) < 1e-5
+    # gfx950 multiplies fp8, and takes the table of gfx942, which does not.
+    with pretend(Target("gfx950", 256, 163840)), record_launches() as launches:
+        q, k, v = (torch.empty(1, 1, 10, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+        assert int8_attention_gpu(q, k, v, **{**PLAIN, "value_format": "fp8_e4m3"}).shape == q.shape
+        assert not launches
+        int8_attention_gpu(q, k, v, **PLAIN)
+        assert len(launches) == 4
     with pytest.raises(ValueError, match="above 0"):
         int8_attention_gpu(q, k, v, **{**PLAIN, "scale": -1.0})
 

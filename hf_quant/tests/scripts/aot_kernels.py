@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 from aot_compile import Use as KernelUse
-from aot_compile import check_built, cover
+from aot_compile import check_built, collect, cover
 from kernel_build import build, check_environment, record
+from kernel_cases import Attention, attention_case, memory_case
 
-from hf_quant.kernels._triton import TARGETS, launch, tl, triton
+from hf_quant.kernels._triton import TARGETS, Target, launch, tl, triton
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -49,6 +50,18 @@ CALLS = {
 }
 
 
+def kernels_by_length(target: Target) -> dict[str, int]:
+    """{op: how many kernels five numbers of tokens take}; the keys of 77 fit one block."""
+    attentions = [Attention("", S, 4, 2, 64) for S in (77, 1000, 2048, 4608, 17776)]
+    cases = {
+        f"attention, {values}": [attention_case(one, torch.bfloat16, values) for one in attentions]
+        for values in (None, "fp8_e4m3")
+    }
+    for name in ("quantize", "LayerNorm, modulated"):
+        cases[name] = [memory_case(name, 128, M, torch.bfloat16) for M in (300, 512, 999, 4608, 17776)]
+    return {name: len(collect(same, [target]).uses) for name, same in cases.items()}
+
+
 def main(cache: Path, target_name: str) -> None:
     assert check_environment() is None, check_environment()
     target, binders = TARGETS[target_name], {}
@@ -71,6 +84,7 @@ def main(cache: Path, target_name: str) -> None:
             {
                 "found": found,
                 "is_same": same.key == recorded["good"].unit.key,
+                "by_length": kernels_by_length(target),
                 "is_other": other.key != recorded["good"].unit.key,
                 "covered": [use.unit.values.get("BLOCK_M") for use in cover(uses)],
                 "matrix": first.summary.matrix,

@@ -44,6 +44,11 @@ def test_units_are_specialized_as_by_the_jit(results):
     assert results["is_other"], "whether 16 divides K is"
 
 
+def test_lengths_share_their_kernels(results):
+    by_length = results["by_length"]
+    assert by_length == {"attention, None": 4, "attention, fp8_e4m3": 3, "quantize": 1, "LayerNorm, modulated": 1}
+
+
 def test_a_second_run_compiles_only_what_failed(results):
     assert results["cached"] == 4 and results["is_kept"] and results["is_equal"]
 
