@@ -12,8 +12,8 @@ of the inputs, parameters, buffers and attributes of the modules (adapters, hook
 autocast. The first step of a kind runs as it is (kernels are compiled in it), the second is captured. On the way the
 cache is watched: one that changes anything in Python, but for the length of a sliding window, is not captured.
 
-Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models and models spread over devices run as
-before; `DecodeGraphs.reasons` says why.
+Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models, models spread over devices, and
+caches of more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` says why.
 """
 
 import threading
@@ -95,27 +95,30 @@ class DecodeGraphs:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        model, given = self.model(), generation_config.cache_implementation
+        model = self.model()
         reason = _why_not(model, self.backend, generation_config, model_kwargs, generation_mode)
         if reason is None:
+            given, longest = generation_config.cache_implementation, getattr(model, "_previous_max_cache_length", -1)
             generation_config.cache_implementation = "static"
-            max_cache_length = _rounded(max_cache_length)
             model._previous_max_cache_length = -1  # not the longest ever: what is not filled is read all the same
-        try:
-            result = host(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        finally:
-            generation_config.cache_implementation = given
-        cache = model_kwargs.get("past_key_values")
-        reason = reason or _why_no_memory(cache)
-        if reason is not None:
-            self.note(reason)
-            return result
-        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        with self._lock:
-            memory = self._memory_for(rows, cache)
-            memory.lend_to(cache)
-        self._decoders[cache] = Decoder(self, memory, cache)
-        return result
+            length = _rounded(max_cache_length)
+            try:
+                result = host(generation_config, model_kwargs, generation_mode, batch_size, length)
+            finally:
+                generation_config.cache_implementation = given
+            cache = model_kwargs.get("past_key_values")
+            reason = _why_no_memory(cache)
+            if reason is None:
+                rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+                with self._lock:
+                    memory = self._memory_for(rows, cache)
+                    memory.lend_to(cache)
+                self._decoders[cache] = Decoder(self, memory, cache)
+                return result
+            model_kwargs.pop("past_key_values", None)  # the host would compile the steps of a static cache
+            model._previous_max_cache_length = longest
+        self.note(reason)
+        return host(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
     def _valid_auto_compile_criteria(
         self, host: Callable[..., bool], model_kwargs: dict[str, Any], generation_config: Any
@@ -252,6 +255,11 @@ def _why_no_memory(cache: Any) -> str | None:
         is_empty = not getattr(layer, "is_initialized", True) and hasattr(type(layer), "lazy_initialization")
         if not is_empty and tensors_of(layer):
             return f"a {type(layer).__name__} is initialized at once"
+        more = next((name for name in dir(type(layer)) if name.startswith("lazy_initialization_")), None)
+        if more is not None:
+            return f"a {type(layer).__name__} makes more in its `{more}`"
+        if any(isinstance(value, dict | list) for value in host_state(layer).values()):
+            return f"a {type(layer).__name__} keeps its states in dicts or lists"
     return None
 
 

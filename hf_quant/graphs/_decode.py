@@ -1,7 +1,9 @@
 """The memory of caches, which generations take over from each other, and the steps that are captured on it."""
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -13,7 +15,9 @@ from hf_quant.graphs._state import (
     COUNTER,
     fingerprint,
     flatten,
+    frozen,
     globals_of,
+    holds_tensors,
     host_state,
     is_full,
     is_made,
@@ -48,12 +52,14 @@ class CudaGraphs:
     """torch.cuda.CUDAGraph, each with memory of its own: graphs may be replayed side by side."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._local = threading.local()  # what others launch on a stream that captures would become part of the graph
+        self._lock = threading.Lock()  # a capture begins with waiting for the device, which no other capture survives
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+        streams = self._local.__dict__.setdefault("streams", {})
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)
+        return streams[device]
 
     def unavailable(self, device: torch.device) -> str | None:
         """See `Backend`."""
@@ -63,30 +69,47 @@ class CudaGraphs:
         """See `Backend`."""
         stream, current = self._stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_autocast_cache():
             outputs = step()
         current.wait_stream(stream)
-        return outputs
+
+        def used(value: Any) -> Any:  # here, so that its memory is not given to another step before that is done
+            if isinstance(value, Tensor) and value.is_cuda:
+                value.record_stream(current)
+            return value
+
+        return map_leaves(outputs, used)
 
     def capture(self, step: Callable[[], T], device: torch.device) -> tuple[T, Callable[[], None]]:
         """See `Backend`."""
-        with torch.cuda.device(device):
+        with self._lock, torch.cuda.device(device), _no_autocast_cache():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"):
                 outputs = step()
         return outputs, graph.replay
 
 
-class Layer:
-    """The memory of one cache layer: what its lazy initialization made, and for which arguments."""
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Cast weights anew: a graph would go on reading casts that are freed at the end of the caller's autocast."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
-    def __init__(self, arguments: tuple, layer: Any) -> None:
+
+class Layer:
+    """The memory of one cache layer: the attributes that its lazy initialization made, and for which arguments."""
+
+    def __init__(self, arguments: tuple, layer: Any, names: list[str]) -> None:
         self.arguments = arguments
         for name, value in tensors_of(layer).items():
             if value.is_inference():  # made with the layer; it could not be changed outside of inference mode
                 setattr(layer, name, value.clone())
-        self.state = dict(layer.__dict__)
-        self.tensors = list(tensors_of(layer).items())
+        self.state = {name: layer.__dict__[name] for name in names}
+        self.tensors = [(name, value) for name, value in self.state.items() if isinstance(value, Tensor)]
         self.initial = {n: t.clone() for n, t in self.tensors if bool((t != 0).any())}  # mostly none: all is zero
 
     def give(self, layer: Any) -> None:
@@ -134,15 +157,19 @@ class Memory:
             if hasattr(type(layer), "lazy_initialization"):
                 layer.lazy_initialization = Initialize(self, index, layer)
 
-    def initialize(self, index: int, layer: Any, *args: Any) -> None:
+    def initialize(self, index: int, layer: Any, lent: dict[str, Tensor], *args: Tensor) -> None:
+        """Give a layer its memory, or let it make some; `lent` are the tensors that it had when it came."""
         arguments = tuple((t.shape[:-2], t.shape[-1], t.dtype, t.device) for t in args)
         with torch.inference_mode(False), torch.no_grad():
             known = self.layers[index]
             if known is not None and known.arguments == arguments:
                 known.give(layer)
             else:
+                before = dict(layer.__dict__)
                 type(layer).lazy_initialization(layer, *args)
-                self.layers[index] = Layer(arguments, layer)
+                after = layer.__dict__
+                names = [n for n in after if n in lent or n not in before or before[n] is not after[n]]
+                self.layers[index] = Layer(arguments, layer, names)
                 self.graphs.clear()
 
     def is_in(self, cache: Any) -> bool:
@@ -155,17 +182,37 @@ class Memory:
                         return False
         return True
 
+    def why_not_lent(self, cache: Any) -> str | None:
+        """Why a cache holds more tensors than were lent to it, which the next one would not share; None if not."""
+        for known, layer in zip(self.layers, cache.layers):
+            hook = layer.__dict__.get("lazy_initialization")
+            lent = hook.tensors if isinstance(hook, Initialize) else {} if known is None else known.state
+            for name, value in layer.__dict__.items():
+                if isinstance(value, Tensor) and lent.get(name) is not value:
+                    return f"a {type(layer).__name__} makes its `{name}` in a way that is not known"
+                if holds_tensors(value):
+                    return f"a {type(layer).__name__} keeps tensors in its `{name}`"
+        return None
+
 
 class Initialize:
-    """In the place of a layer's `lazy_initialization`, once; holds it weakly, as a cycle would keep the cache."""
+    """In the place of a layer's `lazy_initialization`, once; holds it weakly, as a cycle would keep the cache.
+
+    Attributes:
+        tensors: that the layer has without it.
+    """
 
     def __init__(self, memory: Memory, index: int, layer: Any) -> None:
         self.memory, self.index, self.layer = memory, index, weakref.ref(layer)
+        self.tensors = tensors_of(layer)
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         layer = self.layer()
         del layer.lazy_initialization
-        self.memory.initialize(self.index, layer, *args)
+        if kwargs or not all(isinstance(a, Tensor) for a in args):  # memory that is not known: `why_not_lent` says so
+            layer.lazy_initialization(*args, **kwargs)
+        else:
+            self.memory.initialize(self.index, layer, self.tensors, *args)
 
 
 class Decoder:
@@ -190,6 +237,8 @@ class Decoder:
             reason = "the tensors of the cache were replaced"
         elif self.windows and not is_made(inputs.get("attention_mask")):
             reason = "this version of transformers leaves the mask of a sliding window to the model"
+        elif self.state is None:
+            reason = memory.reason = memory.reason or memory.why_not_lent(cache)
         if reason is not None:
             self.graphs.note(reason)
             return model(**inputs)
@@ -213,7 +262,7 @@ class Decoder:
         for buffer, value in zip(graph.buffers, tensors):
             buffer.copy_(value)
         if is_new:
-            before = [host_state(layer) for layer in cache.layers]
+            before = [_seen(layer) for layer in cache.layers]
             arguments = rebuild(inputs, iter(graph.buffers))
             outputs = graphs.backend.warm_up(partial(model, **arguments), graph.buffers[0].device)
             self.watch(cache, before)
@@ -251,9 +300,15 @@ class Decoder:
         """After the first step of a kind: say why it cannot be replayed, if it has changed anything in Python."""
         memory = self.memory
         for layer, old in zip(cache.layers, before):
-            new = host_state(layer)
+            new = _seen(layer)
             changed = next((n for n in new if n != COUNTER and (n not in old or old[n] != new[n])), None)
             if changed is not None:
                 memory.reason = f"a {type(layer).__name__} changes its `{changed}` in Python"
         if not memory.is_in(cache):
             memory.reason = f"a {type(cache).__name__} does not keep its tensors"
+        memory.reason = memory.reason or memory.why_not_lent(cache)
+
+
+def _seen(layer: Any) -> dict[str, Any]:
+    """What a layer holds in Python, as values that stay when it changes a dict or list in place."""
+    return {name: frozen(value) for name, value in host_state(layer).items()}

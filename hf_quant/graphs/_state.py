@@ -28,6 +28,15 @@ def host_state(layer: Any) -> dict[str, Any]:
     return {name: value for name, value in layer.__dict__.items() if not isinstance(value, Tensor)}
 
 
+def holds_tensors(value: Any) -> bool:
+    """Whether a dict, list, tuple or set has tensors in it."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set):
+        return False
+    return any(isinstance(v, Tensor) or holds_tensors(v) for v in value)
+
+
 def flatten(inputs: dict[str, Any], cache: Any) -> tuple[list[Tensor], tuple] | None:
     """(tensors, what a graph of the inputs depends on besides their values); None if they hold anything else."""
     tensors: list[Tensor] = []

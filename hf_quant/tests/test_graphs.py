@@ -54,9 +54,10 @@ def make(name: str = "llama", config="int4", fused: bool = True) -> nn.Module:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.3)
-    quantize_(model, config)
+    if config is not None:
+        quantize_(model, config)
     model.generation_config.eos_token_id = None
-    return fuse_projections_(model) if fused else model
+    return fuse_projections_(model) if fused and config is not None else model
 
 
 def prompt(rows: int = 1, length: int = 6, seed: int = 0) -> Tensor:
@@ -440,6 +441,91 @@ def test_a_cache_that_counts_in_python_is_watched(captured, monkeypatch):
     assert recorder.captures == 0 and "the tensors of the cache were replaced" in graphs.reasons
 
 
+_OTHER_CACHES = {
+    "glm_moe_dsa": (
+        lambda: transformers.GlmMoeDsaForCausalLM(
+            transformers.GlmMoeDsaConfig(
+                **{k: v for k, v in _SMALL.items() if k != "head_dim"},
+                **dict(index_topk=4, index_n_heads=2, index_head_dim=16, q_lora_rank=32, kv_lora_rank=16),
+                **dict(qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=2),
+            )
+        ),
+        "a StaticIndexedLayer makes more in its `lazy_initialization_indexer`",
+    ),
+    "qwen3_next": (
+        lambda: transformers.Qwen3NextForCausalLM(
+            transformers.Qwen3NextConfig(
+                **{**_SMALL, "num_key_value_heads": 2},
+                **dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16),
+                **dict(linear_value_head_dim=16, num_experts=0, layer_types=["linear_attention", "full_attention"]),
+            )
+        ),
+        "a LinearAttentionLayer keeps its states in dicts or lists",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _OTHER_CACHES)
+def test_caches_with_other_tensors_are_left_to_the_host(name, monkeypatch):
+    make_model, reason = _OTHER_CACHES[name]
+    monkeypatch.setitem(MODELS, name, make_model)
+    model, recorder = make(name, config=None), Recorder()
+    prompts = [prompt(), prompt(1, 9, seed=1)]
+    expected = [generate(model, ids) for ids in prompts]
+    with capture_generate(model, backend=recorder) as graphs:
+        for ids, tokens in zip(prompts, expected):
+            found = generate(model, ids, return_dict_in_generate=True)
+            assert torch.equal(found.sequences, tokens)
+            # Not the static cache that was tried: on a GPU the host compiles the steps of one.
+            assert type(found.past_key_values) is transformers.DynamicCache
+    assert recorder.captures == 0 and graphs.reasons == {reason: 2}
+
+
+@pytest.mark.parametrize("where", ["before", "after", "dict"])
+def test_tensors_made_outside_of_the_initialization_are_noticed(where, captured, monkeypatch):
+    model, recorder, graphs = captured
+    update = transformers.StaticLayer.update
+
+    def adding_up(self, keys, values, *args, **kwargs):
+        """Adds the sum of all values to what was asked for."""
+        if where != "before":
+            found = update(self, keys, values, *args, **kwargs)
+        if not hasattr(self, "sums"):
+            total = torch.zeros_like(values[:, :, :1])
+            self.sums = {0: total} if where == "dict" else total
+        total = self.sums[0] if where == "dict" else self.sums
+        total.add_(values.sum(2, keepdim=True))
+        if where == "before":
+            found = update(self, keys, values, *args, **kwargs)
+        return found[0], found[1] + total
+
+    monkeypatch.setattr(transformers.StaticLayer, "update", adding_up)
+    for ids in (prompt(), prompt(1, 9, seed=1)):
+        assert torch.equal(generate(model, ids), eager(model, ids))
+    reason = "keeps tensors in its `sums`" if where == "dict" else "makes its `sums` in a way that is not known"
+    assert recorder.captures == 0 and graphs.reasons == {f"a StaticLayer {reason}": 2 * (LENGTH - 1)}
+
+
+@pytest.mark.parametrize("how", ["list", "keywords"])
+def test_a_list_that_grows_and_an_initialization_by_keywords(how, captured, monkeypatch):
+    model, recorder, graphs = captured
+    update = transformers.StaticLayer.update
+
+    def noting(self, keys, values, *args, **kwargs):
+        if how == "list":
+            self.seen = getattr(self, "seen", [])
+            self.seen.append(keys.shape[-2])
+        elif not self.is_initialized:
+            self.lazy_initialization(key_states=keys, value_states=values)
+        return update(self, keys, values, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.StaticLayer, "update", noting)
+    for ids in (prompt(), prompt(1, 9, seed=1)):
+        assert torch.equal(generate(model, ids), eager(model, ids))
+    reason = "changes its `seen` in Python" if how == "list" else "makes its `keys` in a way that is not known"
+    assert recorder.captures == 0 and list(graphs.reasons) == [f"a StaticLayer {reason}"]
+
+
 def test_assisted_decoding_runs_as_before(captured):
     model, recorder, graphs = captured
     found = generate(model, prompt(), prompt_lookup_num_tokens=2)
@@ -468,7 +554,9 @@ def test_errors_of_the_call(llama):
     llama.get_compiled_call.graphs.release()
 
 
-def test_cuda_graphs_are_used_as_torch_asks_for(monkeypatch):
+@pytest.fixture
+def cuda_events(monkeypatch) -> list[str]:
+    """What would be asked of CUDA, where there is none."""
     events: list[str] = []
 
     class Stream:
@@ -491,9 +579,16 @@ def test_cuda_graphs_are_used_as_torch_asks_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: inside(str(device)))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda g, stream, capture_error_mode: inside(f"on {stream.name}"))
-    backend, device = CudaGraphs(), torch.device("cuda", 1)
-    assert backend.warm_up(lambda: events.append("step") or 7, device) == 7
-    outputs, replay = backend.capture(lambda: events.append("step") or 8, device)
+    return events
+
+
+DEVICE = torch.device("cuda", 1)
+
+
+def test_cuda_graphs_are_used_as_torch_asks_for(cuda_events):
+    events, backend = cuda_events, CudaGraphs()
+    assert backend.warm_up(lambda: events.append("step") or 7, DEVICE) == 7
+    outputs, replay = backend.capture(lambda: events.append("step") or 8, DEVICE)
     assert outputs == 8
     replay()
     assert events == [
@@ -501,6 +596,56 @@ def test_cuda_graphs_are_used_as_torch_asks_for(monkeypatch):
         *("begin cuda:1", "begin on side1", "step", "end on side1", "end cuda:1", "replay"),
     ]
     assert backend.unavailable(torch.device("cuda")) is None
+
+
+def test_outputs_of_a_warm_up_belong_to_the_callers_stream(cuda_events):
+    class Output(Tensor):
+        is_cuda = True
+
+        def record_stream(self, stream) -> None:
+            cuda_events.append(f"used on {stream.name}")
+
+    output = torch.zeros(2).as_subclass(Output)
+    found = CudaGraphs().warm_up(lambda: {"logits": output, "others": (output, None)}, DEVICE)
+    assert found["logits"] is output and found["others"] == (output, None)
+    assert cuda_events[-2:] == ["used on main1"] * 2
+
+
+def test_threads_capture_on_streams_of_their_own(cuda_events):
+    backend, streams = CudaGraphs(), []
+
+    def work() -> None:
+        streams.append((backend._stream(DEVICE), backend._stream(DEVICE)))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    (a, b), (c, d) = streams
+    assert a is b and c is d and a is not c
+
+
+@pytest.mark.parametrize("run", [CudaGraphs.warm_up, CudaGraphs.capture], ids=["warm_up", "capture"])
+def test_graphs_do_not_read_the_cache_of_autocast(run, cuda_events):
+    """What that holds is freed when the caller leaves autocast."""
+    seen = []
+
+    def step() -> None:
+        seen.append(torch.is_autocast_cache_enabled())
+        if len(seen) % 2 == 0:
+            raise Stop
+
+    for before in (True, False):
+        torch.set_autocast_cache_enabled(before)
+        try:
+            run(CudaGraphs(), step, DEVICE)
+            assert torch.is_autocast_cache_enabled() is before
+            with pytest.raises(Stop):
+                run(CudaGraphs(), step, DEVICE)
+            assert torch.is_autocast_cache_enabled() is before
+        finally:
+            torch.set_autocast_cache_enabled(True)
+    assert seen == [False] * 4
 
 
 def test_the_recorder_behaves_as_a_graph():
