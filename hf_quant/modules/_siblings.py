@@ -11,7 +11,7 @@ What is found is a proposal: `FusedProjections` looks at the tensor itself at ev
 import ast
 import inspect
 import textwrap
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -73,8 +73,10 @@ def _groups(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], bool]]:
     children = parent._modules
     if len(children) < 2:
         return
-    called, groups = _reads(type(parent))
-    yield from groups
+    called, groups = _reads(type(parent).forward)
+    # A forward of its own, such as a host's hook, may do anything around the class's.
+    is_seen = "forward" not in parent.__dict__
+    yield from ((names, is_proven and is_seen) for names, is_proven in groups)
     # Cross attention: to_k and to_v read another tensor than to_q.
     if not getattr(parent, "is_cross_attention", False):
         yield from ((names, False) for names in _NAMES if not called.intersection(names))
@@ -92,10 +94,10 @@ def _innermost(model: nn.Module, name: str, linears: Mapping[str, Hashable]) -> 
 
 
 @cache
-def _reads(cls: type[nn.Module]) -> tuple[frozenset[str], tuple[tuple[tuple[str, ...], bool], ...]]:
-    """(attributes that `cls.forward` calls, its groups of them that read one tensor and whether that is proven)."""
+def _reads(forward: Callable) -> tuple[frozenset[str], tuple[tuple[tuple[str, ...], bool], ...]]:
+    """(attributes that a `forward` calls, its groups of them that read one tensor and whether that is proven)."""
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         function = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError):  # compiled, or written at a prompt
         return frozenset(), ()
@@ -228,8 +230,11 @@ class _Reader(ast.NodeVisitor):
         self.inside(node, "body", "handlers", "orelse", "finalbody")
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self.visit(node.values[0])
-        self.inside(node, "values")
+        outer = self.branch
+        for i, value in enumerate(node.values):  # the first is always evaluated, each of the others after the last
+            self.branch = (*self.branch, (id(node), str(i))) if i else outer
+            self.visit(value)
+        self.branch = outer
 
     def visit_Return(self, node: ast.Return | ast.Raise | ast.Break | ast.Continue) -> None:
         self.generic_visit(node)

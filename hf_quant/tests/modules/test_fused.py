@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import threading
+import types
 import weakref
 
 import pytest
@@ -651,6 +652,35 @@ def test_siblings_are_what_reads_one_tensor():
     assert groups(mlp) == [("gate_proj", "up_proj.base_layer")]
     mlp.up_proj = mlp.gate_proj  # one layer twice
     assert groups(mlp) == []
+
+
+class Either(Attention):
+    """`k_proj` runs only if `q_proj` gives nothing, `v_proj` only if that does not, either."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q_proj(x) or self.k_proj(x) or self.v_proj(x)
+
+
+def test_what_runs_only_after_another_is_no_sibling():
+    assert groups(Either()) == []
+
+
+def test_a_forward_that_was_replaced_proves_nothing():
+    linears = dict.fromkeys(("gate_proj", "up_proj"), "same")
+
+    def proven(module: nn.Module) -> list[bool]:
+        return [is_proven for _, is_proven in find_siblings(module, linears)]
+
+    class Patched(MLP):
+        pass
+
+    module = Patched()
+    assert proven(module) == [True]
+    module.forward = types.MethodType(Changes.forward, module)  # of the instance
+    assert proven(module) == [False]
+    del module.forward
+    Patched.forward = lambda self, x: self.up_proj(x)  # of the class, after its source was read
+    assert proven(module) == [False]
 
 
 def test_layers_inside_of_adapters_are_fused(products):
