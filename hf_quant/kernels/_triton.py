@@ -8,7 +8,9 @@ import contextvars
 import importlib.util
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -28,7 +30,8 @@ else:  # the decorated functions are never called then
         return fn if fn is not None else (lambda f: f)
 
     triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b), constexpr_function=_jit)
-    tl = SimpleNamespace(constexpr=object)
+    # What stands outside of functions: annotations, and constants of types.
+    tl = SimpleNamespace(constexpr=lambda value: value, int16="int16")
 
 HAS_TRITON = hasattr(triton, "compile")
 
@@ -65,7 +68,12 @@ class Target(NamedTuple):
 
     @property
     def has_bf16_dot(self) -> bool:
-        return self.capability != 75
+        return not self.is_nvidia or self.capability >= 80
+
+    @property
+    def has_int8_dot(self) -> bool:
+        """Whether the matrix units multiply int8 by way of Triton, which has no such instruction for sm75."""
+        return not self.is_nvidia or self.capability >= 80
 
     @property
     def has_fp8_dot(self) -> bool:
@@ -74,8 +82,8 @@ class Target(NamedTuple):
 
     @property
     def has_tma(self) -> bool:
-        """Whether tiles can be copied by the tensor memory accelerator."""
-        return self.capability >= 90
+        """Whether the tensor memory accelerator copies tiles; on sm120 Triton 3.6 calls a function for each copy."""
+        return self.table in ("sm90", "sm100")
 
 
 # What ahead-of-time compilation and the tests pretend to run on: the largest part of each kind.
@@ -194,10 +202,31 @@ def launch_with_scratch(kernel: Any, grid: tuple[int, ...], *args: Any, **option
     contextvars.copy_context().run(run)
 
 
+def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """`make()`, a tensor of a device that is kept for the life of the process and may be used on every stream.
+
+    While a CUDA graph is captured, or warmed up by inductor, what a thread allocates belongs to the graph's memory,
+    which is used again; so it is made in a thread and on a stream of its own, and complete when this returns.
+    """
+    if device.type != "cuda":
+        return make()
+
+    def work() -> Tensor:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            made = make()
+        stream.synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(work).result()
+
+
 # Counters of blocks that have finished a tile, for reductions in the order of the blocks. Zero at launch, and left so.
 _COUNTERS = 2**20  # one pool per device: 4 MB
 _PER_STREAM = 2**14
 _pools: dict[torch.device, "_CounterPool"] = {}
+_pools_lock = threading.Lock()
 
 
 class _CounterPool:
@@ -208,11 +237,12 @@ class _CounterPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        self.counters = lasting(lambda: torch.zeros(_COUNTERS, dtype=torch.int32, device=device), device)
         self.taken = 0
         self.by_stream: dict[int, Tensor] = {}
 
     def take(self, count: int) -> Tensor | None:
+        """Counters that nobody has; None if too few are left. Under `_pools_lock`."""
         if self.taken + count > _COUNTERS:
             return None
         self.taken += count
@@ -222,31 +252,33 @@ class _CounterPool:
 def tile_counters(count: int, device: torch.device) -> Tensor:
     """At least `count` int32 counters that are zero when the next kernel on the current stream starts.
 
-    The kernel leaves them at zero. Raises ValueError for more than 16384.
+    The kernel leaves them at zero.
     """
-    if count > _PER_STREAM:
-        raise ValueError(f"{count} tiles would be reduced in order; at most {_PER_STREAM} can be")
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    capturing = torch.cuda.is_current_stream_capturing()
+    found = None
+    if device.type == "cuda" and count <= _PER_STREAM:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        capturing = torch.cuda.is_current_stream_capturing()
+        pool = _pools.get(device)
+        found = None if pool is None or capturing else pool.by_stream.get(stream)
+        if found is None:
+            with _pools_lock:
+                found = _take(count, device, None if capturing else stream)
+    return torch.zeros(count, dtype=torch.int32, device=device) if found is None else found
+
+
+def _take(count: int, device: torch.device, stream: int | None) -> Tensor | None:
+    """A slice of the device's pool for a stream, or for one launch that is captured (None); None if there is none."""
     pool = _pools.get(device)
+    if stream is None:
+        return None if pool is None else pool.take(count)
     if pool is None:
-        if capturing:  # memory that is allocated here belongs to the graph
-            return torch.zeros(count, dtype=torch.int32, device=device)
         pool = _pools[device] = _CounterPool(device)
-    stream = torch.cuda.current_stream(device)
-    if capturing:
-        taken = pool.take(count)
-        return torch.zeros(count, dtype=torch.int32, device=device) if taken is None else taken
-    found = pool.by_stream.get(stream.cuda_stream)
-    if found is None:
+    if stream not in pool.by_stream:
         found = pool.take(_PER_STREAM)
         if found is None:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        # The pool was zeroed on the stream that came first.
-        stream.wait_stream(torch.cuda.default_stream(device))
-        pool.by_stream[stream.cuda_stream] = found
-    return found
+            return None
+        pool.by_stream[stream] = found
+    return pool.by_stream[stream]
 
 
 # Tuned tables: `scripts/tune.py` writes them, nothing tunes at call time.
@@ -254,18 +286,31 @@ TUNED_FILE = "HF_QUANT_TUNED"  # environment variable: path of a table that repl
 
 
 def tuned_path() -> Path:
-    """Where `scripts/tune.py` writes and launches read: $HF_QUANT_TUNED, or tuned.json in the user's cache."""
+    """Where `scripts/tune.py` writes and launches read: $HF_QUANT_TUNED, or tuned.json in the user's cache.
+
+    Raises ValueError if the user has no home directory.
+    """
+    path = _tuned_path()
+    if path is None:
+        raise ValueError(f"there is no home directory for tuned tables; set {TUNED_FILE} to a path")
+    return path
+
+
+def _tuned_path() -> Path | None:
     if TUNED_FILE in os.environ:
         return Path(os.environ[TUNED_FILE])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_quant" / "tuned.json"
+    directory = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return None if directory.startswith("~") else Path(directory) / "hf_quant" / "tuned.json"
 
 
 _tables: dict[tuple[str, Target], Sequence[tuple[int, ...]]] = {}
+_CATCH_ALL = 2**30  # a size that serves every larger one, too
 
 
-def _tuned(path: Path) -> dict[str, dict[str, list[list[int]]]]:
-    """{target: {table: rows}} of a file, {} if there is none. Raises ValueError if it is damaged."""
-    if not path.is_file():
+def _tuned() -> dict[str, dict[str, list[list[int]]]]:
+    """{target: {table: rows}} of the user's file, {} if none can be read. Raises ValueError if it is damaged."""
+    path = _tuned_path()
+    if path is None or not os.path.isfile(path) or not os.access(path, os.R_OK):
         return {}
     try:
         found = json.loads(path.read_text())
@@ -273,8 +318,21 @@ def _tuned(path: Path) -> dict[str, dict[str, list[list[int]]]]:
         if not all(isinstance(value, int) for row in rows for value in row):
             raise ValueError("a table's rows must be lists of whole numbers")
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no table of tuned configs ({error}); delete it or run scripts/tune.py") from None
+        raise _damaged(error) from None
     return found
+
+
+def _damaged(why: object) -> ValueError:
+    return ValueError(f"{_tuned_path()} is no table of tuned configs ({why}); delete it or run scripts/tune.py")
+
+
+def _check_rows(name: str, rows: list[list[int]], shipped: Sequence[tuple[int, ...]]) -> None:
+    """Raise ValueError unless rows are as long as the shipped ones and the last serves all sizes that theirs does."""
+    wrong = next((row for row in rows if len(row) != len(shipped[0])), None)
+    if wrong is not None:
+        raise _damaged(f"{name} has rows of {len(shipped[0])} numbers, not {wrong}")
+    if not rows or any(least >= _CATCH_ALL > value for value, least in zip(rows[-1], shipped[-1])):
+        raise _damaged(f"the last row of {name} has to serve all sizes, as {tuple(shipped[-1])} does")
 
 
 def config_table(
@@ -286,8 +344,10 @@ def config_table(
     """
     table = _tables.get((name, target))
     if table is None:
-        found = _tuned(tuned_path()).get(target.name, {}).get(name)
-        table = shipped[target.table] if found is None else [tuple(row) for row in found]
+        table, found = shipped[target.table], _tuned().get(target.name, {}).get(name)
+        if found is not None:
+            _check_rows(name, found, table)
+            table = [tuple(row) for row in found]
         _tables[name, target] = table
     return table
 

@@ -33,6 +33,11 @@ def test_spaces_are_those_of_the_shipped_tables(name):
             assert SPACES[name].cases(row, rows[i - 1] if i else None, (), ())
 
 
+def in_use(name, target=TARGET):
+    """The rows that launches take."""
+    return [tuple(row) for row in config_table(name, {target.table: SPACES[name].table(target)}, target)]
+
+
 class Clock(HostTimer):
     """Seconds by the config in use: best at `best`, more with each doubling away from it."""
 
@@ -54,7 +59,7 @@ def probe(name, index):
     """A call that notes which row launches would take."""
 
     def call():
-        Clock.row = tuple(config_table(name, {}, TARGET)[index])
+        Clock.row = in_use(name)[index]
 
     return call
 
@@ -100,14 +105,15 @@ def test_a_config_that_does_not_fit_is_not_timed(tuned_file):
 
 def test_launches_read_what_was_written(tuned_file):
     rows = [(16, 16, 64, 128, 4, 4, 16, 0), (2**30, 64, 64, 128, 4, 4, 8, 0)]
-    tuned_file.write_text(json.dumps({"sm80": {"grouped_mm": [[1]]}}))
+    others = [(2**30, 64, 64, 128, 4, 4, 1, 0)]
+    tuned_file.write_text(json.dumps({"sm80": {"grouped_mm": others}}))
     write_tuned(TARGET, {"weight_only_mm": rows})
     reload_tables()
-    assert list(config_table("weight_only_mm", {}, TARGET)) == rows
-    assert list(config_table("grouped_mm", {}, TARGETS["sm80"])) == [(1,)], "other tables stay"
+    assert in_use("weight_only_mm") == rows
+    assert in_use("grouped_mm", TARGETS["sm80"]) == others, "other tables stay"
     with table_in_use("weight_only_mm", TARGET, rows[1:]):
-        assert list(config_table("weight_only_mm", {}, TARGET)) == rows[1:]
-    assert list(config_table("weight_only_mm", {}, TARGET)) == rows
+        assert in_use("weight_only_mm") == rows[1:]
+    assert in_use("weight_only_mm") == rows
 
 
 def test_the_table_in_use_reaches_the_launch(tuned_file):
