@@ -7,7 +7,8 @@
 Launches read the table at $HF_QUANT_TUNED, by default hf_quant/tuned.json in the user's cache directory, before the
 shipped ones; deleting it undoes everything. For each row of a table, one number after the other is halved and doubled
 (stages: one more, one less) while that gains. A config is tried only if it compiles for this GPU into what fits:
-shared memory, no spilled register, the intended instructions (aot_compile.py). Nothing is tuned at call time, ever.
+shared memory, no spilled register, the intended instructions (aot_compile.py), and kept only if its results are those
+of the reference (gpu_checks.py). Nothing is tuned at call time, ever.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from aot_compile import case_label, check_built, collect, is_excepted
+from gpu_checks import check_case
 from gpu_timing import Calls, GraphTimer, Timer, environment_line, gpu, num_copies
 from kernel_build import build
 from kernel_cases import (
@@ -40,9 +42,12 @@ from kernel_measures import op_calls
 
 from hf_quant.kernels import _triton
 from hf_quant.kernels._triton import Target, target_of, tuned_path
+from hf_quant.kernels.int8_attention.gpu import BOUNDED, ONLINE, ONLINE_FP8
+from hf_quant.kernels.int8_attention.op import KEY_BLOCK
 
 
 Row = tuple[int, ...]
+Cases = Callable[[Row, Row | None, Sequence[Linear], Sequence[str]], list[Case]]
 GAIN = 0.02  # what a config must win, as the same config measured twice differs by about half of it
 MAX_ROWS_PER_EXPERT, MAX_TOKENS = 512, 4096
 BF16 = torch.bfloat16
@@ -71,14 +76,16 @@ def _given(name: str) -> Column:
 class Space(NamedTuple):
     """A config table: its op, the module of the shipped one and its place there, its columns, the cases of a row.
 
-    `cases(row, before, linears, formats)`: `before` is the row above, None for the first.
+    `cases(row, before, linears, formats)`: `before` is the row above, None for the first. `checks`, likewise: what is
+    compared with the reference where the cases are too large for it.
     """
 
     op: str
     module: str
     shipped: tuple[str, ...]
     columns: tuple[Column, ...]
-    cases: Callable[[Row, Row | None, Sequence[Linear], Sequence[str]], list[Case]]
+    cases: Cases
+    checks: Cases | None = None
 
     def table(self, target: Target) -> list[Row]:
         """The shipped rows for a target. Raises ValueError if they are not what `columns` says."""
@@ -135,9 +142,22 @@ def _row_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats:
     return [memory_case(name, min(row[1], 28672), min(row[0], 8192), BF16) for name in formats or ("quantize",)]
 
 
+# Activations and values that a kind of attention serves; bf16 takes online softmax only where scores have no bound.
+_OF_KIND = {BOUNDED: (BF16, None), ONLINE: (torch.float16, None), ONLINE_FP8: (BF16, "fp8_e4m3")}
+
+
 def _attention_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
-    values = formats or (None, "fp8_e4m3")
-    return [attention_case(one, BF16, value) for one in ATTENTION if one.D == row[0] for value in values]
+    dtype, values = _OF_KIND[row[1]]
+    if formats and (values or "16-bit values") not in formats:
+        return []
+    return [attention_case(one, dtype, values) for one in ATTENTION if one.D == row[0]]
+
+
+def _attention_checks(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    """Fewer tokens and heads: the reference holds every score."""
+    dtype, values = _OF_KIND[row[1]]
+    small = [one._replace(S=1200, H=4, kv_heads=4 * one.kv_heads // one.H) for one in ATTENTION if one.D == row[0]]
+    return [attention_case(one, dtype, values) for one in small]
 
 
 def _hadamard_cases(name: str) -> Callable[..., list[Case]]:
@@ -197,8 +217,9 @@ SPACES = {
         "int8_attention",
         "hf_quant.kernels.int8_attention.gpu",
         ("CONFIGS",),
-        (_given("D"), _given("kind"), Column("BLOCK_M", 64, 256), Column("BLOCK_N", 32, 256), _WARPS, _STAGES),
+        (_given("D"), _given("kind"), Column("BLOCK_M", 64, 256), Column("BLOCK_N", 32, KEY_BLOCK), _WARPS, _STAGES),
         _attention_cases,
+        _attention_checks,
     ),
     **{
         op: Space(
@@ -207,7 +228,7 @@ SPACES = {
             ("CONFIGS", op),
             (
                 _given("K"),
-                Column("rows", 16, 256),
+                Column("rows", 32, 256),  # at least the odd factor of a size, which is 28 at most
                 Column("columns", 16, 128),
                 _WARPS,
                 _STAGES,
@@ -245,6 +266,14 @@ def fits(name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case]) 
     return None
 
 
+def wrong(
+    name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case], check: Callable[[Case], str | None]
+) -> str | None:
+    """Why the results with a table are wrong, None if no check says so."""
+    with table_in_use(name, target, rows):
+        return next((reason for case in cases if (reason := check(case)) is not None), None)
+
+
 def neighbours(space: Space, row: Row) -> Iterator[Row]:
     """Rows that differ from a row in one number."""
     for i, column in enumerate(space.columns):
@@ -265,6 +294,7 @@ def tune_table(
     linears: Sequence[Linear] = (),
     formats: Sequence[str] = (),
     fits: Callable[[str, Target, Sequence[Row], Sequence[Case]], str | None] = fits,
+    check: Callable[[Case, torch.device], str | None] = check_case,
     make_calls: Callable[[Case, int, torch.device], Calls] = op_calls,
     say: Callable[[str], None] = print,
 ) -> list[Row]:
@@ -272,7 +302,11 @@ def tune_table(
     space = SPACES[name]
     rows = space.table(target)
     for i, row in enumerate(list(rows)):
-        cases = space.cases(row, rows[i - 1] if i else None, linears, formats)
+        wanted = (row, rows[i - 1] if i else None, linears, formats)
+        cases = space.cases(*wanted)
+        if not cases:
+            continue
+        checks = cases if space.checks is None else space.checks(*wanted)
         copies = {case: num_copies(case.num_bytes(), timer.device) for case in cases}
         calls = [call for case in cases for call in make_calls(case, copies[case], timer.device)]
         tried = {row}
@@ -296,12 +330,16 @@ def tune_table(
                     for key, table in tables.items()
                 }
             )
-            best = min(tables, key=lambda key: seconds[str(key)])
-            gain = 1 - seconds[str(best)] / seconds[str(rows[i])]
-            if gain < GAIN:
+            gains = {key: 1 - seconds[str(key)] / seconds[str(rows[i])] for key in tables}
+            for best in sorted((key for key in tables if gains[key] >= GAIN), key=gains.get, reverse=True):
+                reason = wrong(name, target, tables[best], checks, partial(check, device=timer.device))
+                if reason is None:
+                    say(f"{name} {rows[i]} -> {best}: {gains[best]:.0%} less time")
+                    rows = tables[best]
+                    break
+                say(f"{name} {best}: left out: {reason}")
+            else:
                 break
-            say(f"{name} {rows[i]} -> {best}: {gain:.0%} less time")
-            rows = tables[best]
     return rows
 
 

@@ -8,7 +8,10 @@ from gpu_timing import HostTimer
 from kernel_cases import all_cases
 from tune import SPACES, as_python, neighbours, table_in_use, tune_table, write_tuned
 
-from hf_quant.kernels._triton import TARGETS, config_table, record_launches, reload_tables
+from hf_quant.kernels._triton import TARGETS, config_table, pretend, record_launches, reload_tables
+from hf_quant.kernels.hadamard.op import PALEY_FIELDS
+from hf_quant.kernels.int8_attention.gpu import BOUNDED, ONLINE_FP8
+from hf_quant.kernels.int8_attention.op import KEY_BLOCK
 
 
 TARGET = TARGETS["sm90"]
@@ -76,6 +79,7 @@ def test_the_fastest_config_is_found(tuned_file, name, index):
         clock,
         TARGET,
         fits=lambda *_: None,
+        check=lambda case, device: None,
         make_calls=lambda case, copies, device: [probe(name, index)],
         say=said.append,
     )
@@ -101,6 +105,47 @@ def test_a_config_that_does_not_fit_is_not_timed(tuned_file):
         say=said.append,
     )
     assert found == shipped and any("left out: spills" in line for line in said)
+
+
+def test_a_config_with_wrong_results_is_not_kept(tuned_file):
+    shipped, said = SPACES["weight_only_mm"].table(TARGET), []
+    best = (*shipped[0][:2], shipped[0][2] * 2, *shipped[0][3:])
+
+    def check(case, device):
+        return "RMS error" if config_table("weight_only_mm", {}, TARGET)[0] == best else None
+
+    found = tune_table(
+        "weight_only_mm",
+        Clock("weight_only_mm", 0, best),
+        TARGET,
+        fits=lambda *_: None,
+        check=check,
+        make_calls=lambda case, copies, device: [probe("weight_only_mm", 0)],
+        say=said.append,
+    )
+    assert found == shipped and f"weight_only_mm {best}: left out: RMS error" in said
+
+
+def test_what_no_table_may_hold_is_not_tried():
+    columns = {(name, column.name): column for name, space in SPACES.items() for column in space.columns}
+    assert columns["int8_attention", "BLOCK_N"].most == KEY_BLOCK, "the keys of a step share one scale"
+    for op in ("hadamard", "hadamard_quantize_rowwise"):
+        assert columns[op, "rows"].least >= max(PALEY_FIELDS), "an odd factor is not cut"
+
+
+def test_attention_is_timed_and_checked_by_what_a_row_serves():
+    space = SPACES["int8_attention"]
+    for row in space.table(TARGET):
+        for cases in (space.cases(row, None, (), ()), space.checks(row, None, (), ())):
+            for case in cases:
+                arguments, options = case.make("meta")
+                with pretend(TARGET), record_launches() as launches:
+                    tune.launcher("int8_attention")(*arguments, **options)
+                kinds = {(x.options["BOUNDED"], x.options["FP8"]) for x in launches if "BOUNDED" in x.options}
+                assert (row[1] == BOUNDED, row[1] == ONLINE_FP8) in kinds
+                assert row[1] == BOUNDED or len(kinds) == 1
+        assert bool(space.cases(row, None, (), ("fp8_e4m3",))) == (row[1] == ONLINE_FP8)
+        assert all(case.M <= 1200 for case in space.checks(row, None, (), ()))
 
 
 def test_launches_read_what_was_written(tuned_file):
