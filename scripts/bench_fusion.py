@@ -4,9 +4,9 @@
     python scripts/bench_fusion.py --device cuda       # inside a CUDA graph, where launches cost least
     python scripts/bench_fusion.py --formats int4 W8A8 --rows 1 16 256
 
-The shapes are those of Llama-3.2-1B and Llama-3.1-8B, the weights random; four copies take turns, so that no cache
-keeps one. The 16-bit layers, the quantized ones and the fused ones alternate; the median of the rounds counts. CPU:
-process time, which other processes disturb least.
+The shapes are those of Llama-3.2-1B and Llama-3.1-8B, the weights random; copies take turns, four or as many as the L2
+cache of a GPU asks for, so that no cache keeps one. The 16-bit layers, the quantized and the fused ones alternate; the
+median of the rounds counts. CPU: process time, which other processes disturb least.
 """
 
 import argparse
@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable
 
 import torch
+from gpu_timing import num_copies
 from torch import Tensor, nn
 
-from hf_quant import fuse_projections_, quantize_
+from hf_quant import fuse_projections_, quantize_, unfuse_projections_
 from hf_quant.evaluate import machine
 from hf_quant.graphs import CudaGraphs
 from hf_quant.planning import format_table
 
 
-COPIES = 4
 SHAPES = {  # in_features, {name: out_features}
     "1B qkv": (2048, {"q_proj": 2048, "k_proj": 512, "v_proj": 512}),
     "1B gate, up": (2048, {"gate_proj": 8192, "up_proj": 8192}),
@@ -46,8 +46,24 @@ class Projections(nn.Module):
         return [layer(x) for layer in self.children()]
 
 
-def timer(modules: list[Projections], x: Tensor, calls: int) -> Callable[[], float]:
-    """A function that gives the seconds of one call: of `calls` calls of the modules in turns."""
+def copies(module: Projections) -> list[Projections]:
+    """The module and others like it, so many that no cache keeps the weights of one until its turn."""
+    parameters = list(module.parameters())
+    count = num_copies(sum(parameter.nbytes for parameter in parameters), parameters[0].device)
+    return [module, *(copy.deepcopy(module) for _ in range(count - 1))]
+
+
+def variants(shape: str, config: str, device: str) -> tuple[list[Projections], list[Projections], list[Projections]]:
+    """Copies of the layers in 16 bits, quantized each with a product of its own, and fused."""
+    plain = Projections(*SHAPES[shape], device).eval()
+    single = unfuse_projections_(quantize_(copy.deepcopy(plain), config))  # `quantize_` fuses what is on a GPU
+    fused = [fuse_projections_(copy.deepcopy(module)) for module in copies(single)]
+    return copies(plain), copies(single), fused
+
+
+def timer(modules: list[Projections], x: Tensor) -> Callable[[], float]:
+    """A function that gives the seconds of one call: of all modules in turns, at least 16 rows."""
+    calls = len(modules) * max(1, 16 // x.shape[1])
 
     def run() -> None:
         for i in range(calls):
@@ -91,14 +107,11 @@ def main() -> None:
     table = [("layers", "weights", "rows", "16-bit, us", "single, us", "fused, us", "single / fused")]
     with torch.no_grad():
         for shape in args.shapes:
-            plain = [Projections(*SHAPES[shape], args.device).eval() for _ in range(COPIES)]
             for config in args.formats:
-                single = [quantize_(copy.deepcopy(module), config) for module in plain]
-                fused = [fuse_projections_(copy.deepcopy(module)) for module in single]
+                compared = variants(shape, config, args.device)
                 for rows in args.rows:
                     x = torch.randn(1, rows, SHAPES[shape][0], device=args.device, dtype=torch.bfloat16)
-                    calls = COPIES * max(1, 16 // rows)
-                    timers = [timer(modules, x, calls) for modules in (plain, single, fused)]
+                    timers = [timer(modules, x) for modules in compared]
                     rounds = [[measure() for measure in timers] for _ in range(args.rounds)]
                     plain_s, single_s, fused_s = (statistics.median(r) for r in zip(*rounds))
                     row = (f"{t * 1e6:.1f}" for t in (plain_s, single_s, fused_s))

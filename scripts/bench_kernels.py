@@ -49,7 +49,7 @@ from kernel_measures import (
 from hf_quant.planning import format_table
 
 
-FORMATS = {  # of each op; the first few are the default
+FORMATS = {  # of each op; DEFAULTS, or all, if the command line names none
     "weight_only_mm": tuple(c.name for c in CANDIDATES if c.activation is None),
     "dynamic_mm": tuple(c.name for c in CANDIDATES if c.activation is not None),
     "grouped_mm": tuple(c.name for c in CANDIDATES),
@@ -62,6 +62,12 @@ DEFAULTS = {
     "weight_only_mm": ("int4 g128", "int8", "fp8_e4m3"),
     "dynamic_mm": ("W8A8 int8", "W8A8 fp8"),
     "grouped_mm": ("int4 g128", "int8", "W8A8 fp8"),
+}
+HAVE_RIVALS = ("weight_only_mm", "dynamic_mm")
+VS = {  # what --vs may name: the beginnings of the names in rivals.py
+    "torch": ("tinygemm", "_int", "_scaled"),
+    **{name: (name,) for name in ("torchao", "gemlite", "bitsandbytes")},
+    "none": (),
 }
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BF16 = torch.bfloat16
@@ -87,7 +93,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             Job(attention_case(one, BF16, values), partial(measure_attention, one=one, value_format=values), 0.0)
             for one, values in pairs
         ]
-    wanted = None if args.vs is None else () if args.vs == "none" else _rival_names(args.vs)
+    wanted = _rival_names(args)
     return [_job(args.op, name, linear, M, wanted) for linear in _linears(args) for name in names for M in args.m]
 
 
@@ -108,16 +114,27 @@ def _job(op: str, name: str, linear: Linear, M: int, wanted: tuple[str, ...] | N
     return Job(case, run, 2 * (weights + case.M * (linear.N + linear.K)))
 
 
-def _rival_names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    return (*(name for name in names if name != "torch"), *(("tinygemm", "_int", "_scaled") * ("torch" in names)))
+def _rival_names(args: argparse.Namespace) -> tuple[str, ...] | None:
+    """The beginnings of the names that --vs asks for, None for all. Raises ValueError if it would be ignored."""
+    if args.vs is None:
+        return None
+    if args.model or args.op not in HAVE_RIVALS:
+        what = "a model" if args.model else args.op
+        raise ValueError(f"--vs is for measuring {' and '.join(HAVE_RIVALS)}; {what} has no choice of rivals")
+    names = args.vs.split(",")
+    unknown = [name for name in names if name not in VS]
+    if unknown:
+        raise ValueError(f"--vs {','.join(unknown)}: no such rivals; known: {', '.join(VS)}")
+    return tuple(beginning for name in names for beginning in VS[name])
 
 
 def _linears(args: argparse.Namespace) -> tuple[Linear, ...]:
-    """The shapes of the command line, else those of real models."""
+    """The shapes of the command line, else those of real models; for ops of rows, which have no N, one of each K."""
     if args.shape:
-        return tuple(Linear("", *(int(size) for size in shape.split(","))) for shape in args.shape)
-    return EXPERTS if args.op == "grouped_mm" else LLAMA + FLUX if args.op.endswith("scaled_mm") else LLAMA
+        linears = tuple(Linear("", *(int(size) for size in shape.split(","))) for shape in args.shape)
+    else:
+        linears = EXPERTS if args.op == "grouped_mm" else LLAMA + FLUX if args.op.endswith("scaled_mm") else LLAMA
+    return tuple({linear.K: linear for linear in linears}.values()) if args.op == "rowwise" else linears
 
 
 def measured(todo: list[Job], timer: Timer, ceilings: Ceilings) -> list[Record]:
@@ -172,7 +189,7 @@ def main() -> int:
     parser.add_argument(
         "--format", nargs="+", help=f"of: {', '.join(c.name for c in CANDIDATES)}; rowwise: {', '.join(MEMORY)}"
     )
-    parser.add_argument("--vs", help="rivals, by commas: torch, torchao, gemlite, bitsandbytes, none (default: all)")
+    parser.add_argument("--vs", help=f"rivals, by commas: {', '.join(VS)} (default: all)")
     parser.add_argument("--json", type=Path, help="write the records there, too")
     parser.add_argument("--model", action="store_true", help="model from compiled code instead of measuring")
     parser.add_argument("--target", default="sm90", help="with --model (default: sm90)")
