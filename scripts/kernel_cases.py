@@ -358,15 +358,16 @@ ATTENTION = (
 )
 
 
-def attention_case(one: Attention, dtype: torch.dtype, value_format: str | None = None) -> Case:
-    """`int8_attention`; M is the number of queries."""
+def attention_case(one: Attention, dtype: torch.dtype, value_format: str | None = None, *, loud: int = 0) -> Case:
+    """`int8_attention`; M is the number of queries. loud: so many heads have queries of 30 times the size."""
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         q = _randn((1, one.H, one.S, one.D), dtype, device)
+        q[:, :loud] *= 30
         k, v = (_randn((1, one.kv_heads, one.S, one.D), dtype, device) for _ in range(2))
         return (q, k, v), {"is_causal": one.is_causal, "scale": None, "value_format": value_format}
 
-    values = f", {value_format} values" if value_format else ""
+    values = (f", {value_format} values" if value_format else "") + (f", {loud} loud heads" if loud else "")
     causal = ", causal" if one.is_causal else ""
     kind = next(name for name, known in DTYPES.items() if known == dtype)
     name = f"int8 attention{values}, {one.name} {one.H}x{one.S}x{one.D}{causal}, M={one.S}, {kind}"

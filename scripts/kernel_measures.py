@@ -19,7 +19,7 @@ from kernel_cases import (
     rows_per_expert,
     scaled_case,
 )
-from rivals import FAILURES, int_mm_alone, rivals_of, scaled_mm_alone
+from rivals import FAILURES, first_line, int_mm_alone, rivals_of, scaled_mm_alone
 
 from hf_quant.planning import format_table
 
@@ -63,7 +63,7 @@ def measure(
             calls = build()
             calls[0]()
         except FAILURES as error:
-            errors[name] = _first_line(error)
+            errors[name] = first_line(error)
         else:
             variants[name] = calls
     try:
@@ -72,7 +72,7 @@ def measure(
         kept = {name: calls for name, calls in variants.items() if name in ("ours", "bf16")}
         if len(kept) == len(variants):
             raise
-        errors |= {name: f"in a graph: {_first_line(error)}" for name in variants if name not in kept}
+        errors |= {name: f"in a graph: {first_line(error)}" for name in variants if name not in kept}
         seconds = timer(kept, rounds=rounds)
     ours, plain = seconds.pop("ours"), seconds.pop("bf16", None)
     floor = max(nbytes / (ceilings.copy * 1e9), case.num_ops / (ceilings.gemm * rate * 1e12))
@@ -90,10 +90,6 @@ def measure(
         "vs_rivals": {name: value / ours for name, value in seconds.items()},
         "rivals_failed": errors,
     }
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
 
 
 def _randn(shape: tuple[int, ...], device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -159,13 +155,16 @@ def measure_scaled(
     return {**record, "candidate": activation, "linear": linear.name}
 
 
-def grouped_bf16(linear: Linear, M: int, device: torch.device) -> Calls:
-    """torch's grouped product of 16-bit experts (a loop over the experts where it has none: CPU)."""
-    copies = max(num_copies(2 * linear.experts * linear.N * linear.K, device) // 2, 2)
-    x, ends = _randn((M * linear.per_token, linear.K), device), rows_per_expert(linear, M, device)
+def grouped_bf16(linear: Linear, M: int, touched: float, device: torch.device) -> Calls:
+    """torch's grouped product of 16-bit experts (a loop over the experts where it has none: CPU).
+
+    touched: the share of the experts that the tokens meet. Each copy is met by other ones.
+    """
+    copies = num_copies(int(2 * linear.experts * linear.N * linear.K * touched), device)
+    x = _randn((M * linear.per_token, linear.K), device)
     calls = []
     for _ in range(copies):
-        weight = _randn((linear.experts, linear.N, linear.K), device, 0.02)
+        weight, ends = _randn((linear.experts, linear.N, linear.K), device, 0.02), rows_per_expert(linear, M, device)
         if device.type == "cuda":
             calls.append(partial(torch._grouped_mm, x, weight.transpose(1, 2), offs=ends))
         else:
@@ -184,7 +183,7 @@ def measure_grouped(
     """`grouped_mm` of M tokens against torch's bf16 grouped product."""
     case = grouped_case(candidate, linear, M, torch.bfloat16)
     rate = 1.0 if candidate.activation is None else 2.0
-    base = partial(grouped_bf16, linear, M, timer.device)
+    base = partial(grouped_bf16, linear, M, case.touched, timer.device)
     record = measure(timer, case, ceilings, rate=rate, base=base, rounds=rounds)
     return {**record, "M": M, "candidate": candidate.name, "linear": linear.name}
 

@@ -5,16 +5,32 @@ are not installed, or that do not do a product, say so; none is required.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from subprocess import SubprocessError
+from typing import Any, NamedTuple
 
 import torch
 from gpu_timing import installed
 from torch import Tensor, nn
 
 
+if installed("triton"):
+    from triton.errors import TritonError
+
+    _COMPILER: tuple[Any, ...] = (SubprocessError, TritonError)
+else:
+    _COMPILER = (SubprocessError,)
+
 Product = Callable[[Tensor], Tensor]
-# What a rival may raise when it is not made for this device, shape or version.
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, OSError)
+# What a kernel may raise that is not made for this device, shape or version, and what its compiler may.
+FAILURES = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, OSError),
+    *_COMPILER,
+)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, for a line of a report."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
 
 
 class Rival(NamedTuple):
