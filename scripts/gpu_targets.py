@@ -8,23 +8,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kernel_cases import ATTENTION
-
-
-Record = dict[str, Any]
+from kernel_measures import Record
 
 
 class Target(NamedTuple):
     """One line of the table.
 
     Attributes:
-        id: as in the plan of the kernels: G1, ...
+        id: G1, ...; lines of one goal share it.
         what: for people.
         section: of gpu_suite.py, which measures it.
         candidates: whose records count; each is judged alone, the worst counts.
         tokens: likewise, M.
         linears: whose times are added up; None: all.
-        versus: "bf16", the beginning of a rival's name, "best rival", "copy" (share of the copy's bandwidth), or the
-            key of a record's own value.
+        versus: "bf16", a rival's name, "best rival", "copy" (share of the copy's bandwidth), or the key of a record's
+            own value.
         limit: the least value; the largest one if `is_upper`.
         next: what to try first.
     """

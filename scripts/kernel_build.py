@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from hf_quant.kernels._triton import HAS_TRITON, TARGETS, Launch, Target, interp
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about its default, which this is
 CACHE = Path(__file__).parents[1] / "build" / "aot"
 TIMEOUT = 180  # seconds for one kernel; the largest take some 10
+OUT_OF_TIME = "not compiled: out of time"
 
 
 class Unit(NamedTuple):
@@ -223,11 +225,18 @@ def build(units: Iterable[Unit], *, workers: int | None = None, cache: Path | No
 def warm(units: Iterable[Unit], *, workers: int | None = None, seconds: float = math.inf) -> dict[str, Built]:
     """Compile into Triton's own cache, where the JIT finds it: many processes instead of one at the first launches.
 
-    After `seconds` nothing new is started.
+    After `seconds` nothing new is started. If there is a GPU, what launches a kernel is made, too: Triton 3.6 compiles
+    some C for each signature.
     """
+    make_launcher = None
+    if torch.cuda.is_available():
+        import triton
+
+        make_launcher = triton.runtime.driver.active.launcher_cls  # here: a driver compiles something, too, once
     with tempfile.TemporaryDirectory() as scratch:
         todo = {unit.key: (unit, Path(scratch) / f"{unit.key[:32]}.json") for unit in units}
-        return _in_processes(todo, workers or max(len(os.sched_getaffinity(0)), 1), _warm_to, seconds)
+        work = partial(_warm_to, make_launcher)
+        return _in_processes(todo, workers or max(len(os.sched_getaffinity(0)), 1), work, seconds)
 
 
 def _compile_to(unit: Unit, path: Path) -> None:
@@ -236,9 +245,11 @@ def _compile_to(unit: Unit, path: Path) -> None:
         _write(compile_unit(unit, cache_dir), path)
 
 
-def _warm_to(unit: Unit, path: Path) -> None:
+def _warm_to(make_launcher: Callable | None, unit: Unit, path: Path) -> None:
     _log_to(path.with_suffix(".log"))
-    _compile(unit)
+    compiled = _compile(unit)
+    if make_launcher is not None:
+        make_launcher(compiled.src, compiled.metadata)
     _write(Built(None), path)
 
 
@@ -273,7 +284,7 @@ def _in_processes(
         log.unlink(missing_ok=True)
         if len(found) % 50 == 0:
             print(f"compiled {len(found)} of {len(todo)}", file=sys.stderr, flush=True)
-    return {key: found.get(key, Built("not compiled: out of time")) for key in todo}
+    return {key: found.get(key, Built(OUT_OF_TIME)) for key in todo}
 
 
 def _steps(waiting: Iterator, running: dict, workers: int, context: Any, work: Callable) -> Iterator[str]:
@@ -313,11 +324,8 @@ def _read(path: Path) -> Built:
 
 
 def tensors(arguments: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among a launch's arguments; a descriptor stands for the tensor that it describes."""
-    for value in arguments.values():
-        value = getattr(value, "base", value) if not isinstance(value, torch.Tensor) else value
-        if isinstance(value, torch.Tensor):
-            yield value
+    """The tensors among a launch's arguments."""
+    return (value for value in arguments.values() if isinstance(value, torch.Tensor))
 
 
 def target_named(name: str) -> Target:

@@ -74,7 +74,7 @@ def dynamic(quick: bool, tiny: bool) -> list[Cell]:
 
 
 def rowwise(quick: bool, tiny: bool) -> list[Cell]:
-    """Ops that move data: G10."""
+    """Ops that move data: G10. Comparisons with torch.compile, which takes seconds for each, come last."""
     names = ("quantize", "RMSNorm", "SiLU * up", "LayerNorm, modulated", "Hadamard", "Hadamard, quantize")
     cells = []
     for name in names:
@@ -82,10 +82,15 @@ def rowwise(quick: bool, tiny: bool) -> list[Cell]:
         for K, M in ((128, 8192),) if tiny else sizes:
             case = memory_case(name, K, M, BF16)
             if case.op in gpu_ops():
-                inductor = name in ("quantize", "RMSNorm") and M > 16 and not (quick or tiny)
-                run = partial(measure_memory, case=case, inductor=inductor)
-                cells.append(Cell(case, lambda timer, ceilings, run=run: run(timer, ceilings=ceilings)))
+                cells.append(_memory(case))
+    for name in () if quick or tiny else ("RMSNorm", "quantize"):
+        cells.append(_memory(memory_case(name, 4096, 8192, BF16), inductor=True))
     return cells
+
+
+def _memory(case: Case, *, inductor: bool = False) -> Cell:
+    run = partial(measure_memory, case=case, inductor=inductor)
+    return Cell(case, lambda timer, ceilings: run(timer, ceilings=ceilings))
 
 
 def experts(quick: bool, tiny: bool) -> list[Cell]:

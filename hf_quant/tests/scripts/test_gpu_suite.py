@@ -1,21 +1,35 @@
 """The suite's whole logic on tiny shapes, its verdicts, and that a section that hangs or crashes costs only itself."""
 
+import argparse
 import json
+import os
+import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import aot_compile
+import bench_fusion
 import bench_kernels
 import gpu_checks
 import gpu_suite
+import kernel_build
+import kernel_measures
 import pytest
+import suite_cells
 import torch
+import triton
 import tune
+from aot_compile import Collected, Use
 from gpu_suite import SECTIONS, Options, read_section, report, run_section, wait_for
 from gpu_targets import TARGETS, Target, judge
 from gpu_timing import Ceilings, HostTimer
-from kernel_cases import CANDIDATES, LLAMA, all_cases, candidate, gpu_ops, linear_case, memory_case
+from kernel_cases import CANDIDATES, LLAMA, Linear, all_cases, candidate, gpu_ops, linear_case, memory_case
 from kernel_measures import measure, measure_linear
 from rivals import RIVALS, rivals_of
+from triton.runtime.errors import OutOfResources
+
+from hf_quant import QuantizerConfig
 
 
 CPU = torch.device("cpu")
@@ -101,6 +115,53 @@ def test_a_section_that_hangs_or_crashes_is_recorded(tmp_path, monkeypatch):
     assert not report({"weights": found})[1]
 
 
+def test_sections_share_what_one_compiles(monkeypatch):
+    """kernel_build.py sets an environment variable that is part of Triton's cache key."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "")
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION")
+    seen = []
+
+    def in_process(*_):
+        seen.append(os.environ.get("TRITON_DEFAULT_FP_FUSION"))
+        return "done"
+
+    monkeypatch.setattr(gpu_suite, "in_process", in_process)
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--dry-run", "--sections", "rowwise", "warm_up"])
+    gpu_suite.main()
+    assert seen == ["1", "1"]
+
+
+def test_warming_up(monkeypatch, tmp_path):
+    units = [SimpleNamespace(key=str(i), name=f"_kernel_{i}") for i in range(4)]
+    errors = dict(zip("0123", (None, kernel_build.OUT_OF_TIME, kernel_build.OUT_OF_TIME, "does not compile")))
+    built = {key: kernel_build.Built(error) for key, error in errors.items()}
+    collected = Collected({unit.key: Use(unit, []) for unit in units}, {}, {}, {})
+    monkeypatch.setattr(kernel_build, "check_environment", lambda: None)
+    monkeypatch.setattr(aot_compile, "collect", lambda *_: collected)
+    monkeypatch.setattr(kernel_build, "warm", lambda units, seconds: built)
+    gpu_suite.warm_up(HostTimer(), Options(quick=True), gpu_suite.Writer(tmp_path / "a", time.monotonic() + 60))
+    found = read_section(tmp_path / "a", "done")
+    assert found["failures"] == ["_kernel_3: does not compile"]
+    assert found["notes"][1:] == ["2 kernels left to their first launch: out of time"]
+
+
+def test_warming_up_makes_launchers_where_there_is_a_gpu(monkeypatch):
+    made, unit = [], SimpleNamespace(key="a")
+    monkeypatch.setattr(kernel_build, "_compile", lambda unit: SimpleNamespace(src="source", metadata="metadata"))
+    monkeypatch.setattr(kernel_build, "_log_to", lambda path: None)  # the process's own output
+    monkeypatch.setattr(
+        kernel_build, "_in_processes", lambda todo, workers, work, seconds: [work(*args) for args in todo.values()]
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kernel_build.warm([unit])
+    assert not made
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    driver = SimpleNamespace(launcher_cls=lambda *args: made.append(args))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    kernel_build.warm([unit])
+    assert made == [("source", "metadata")]
+
+
 def test_sections_end_in_time_and_survive_failures(tmp_path):
     timer, writer = HostTimer(), gpu_suite.Writer(tmp_path / "a", time.monotonic() + 60)
 
@@ -113,6 +174,22 @@ def test_sections_end_in_time_and_survive_failures(tmp_path):
     writer = gpu_suite.Writer(tmp_path / "b", time.monotonic() - 1)
     gpu_suite.measured(timer, Options(dry_run=True), writer, iter([fails]))
     assert read_section(tmp_path / "b", "done")["status"] == "stopped: out of time"
+
+
+def test_what_a_compiler_raises_ends_no_section(monkeypatch, tmp_path):
+    errors = iter([OutOfResources(300000, 232448, "shared memory"), subprocess.CalledProcessError(1, "ptxas")])
+
+    def fails(*_, **__):
+        raise next(errors)
+
+    case = memory_case("quantize", 128, 4, torch.bfloat16)
+    monkeypatch.setattr(gpu_suite, "correctness_cases", lambda **_: [case])
+    monkeypatch.setattr(gpu_suite, "check_case", fails)
+    monkeypatch.setattr(gpu_suite, "check_no_recompilation", fails)
+    writer = gpu_suite.Writer(tmp_path / "a", time.monotonic() + 60)
+    gpu_suite.correctness(HostTimer(), Options(dry_run=True), writer)
+    first, second = read_section(tmp_path / "a", "done")["failures"]
+    assert "OutOfResources: out of resource: shared memory" in first and "CalledProcessError" in second
 
 
 def test_budgets_keep_the_promise():
@@ -173,6 +250,79 @@ def test_wrong_codes_are_found(monkeypatch):
 
     monkeypatch.setattr(gpu_checks.torch.ops.hf_quant, "quantize_rowwise", shifted)
     assert "of the codes differ" in gpu_checks.check_case(case, CPU)
+
+
+def test_fresh_memory_is_nan(monkeypatch):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
+        memory = torch.zeros(4, 8).to(dtype)
+        monkeypatch.setattr(gpu_checks.torch, "empty_like", lambda part, memory=memory: memory)
+        gpu_checks._poison([memory])
+        assert memory.float().isnan().all()
+
+
+def test_attention_is_checked_with_and_without_a_bound():
+    """Scores within 85 units of log 2 need no online softmax in bf16, above 160 all do; fp16 always does."""
+    kinds = set()
+    for case in gpu_checks.correctness_cases(tiny=True):
+        if case.op == "int8_attention":
+            (q, k, _), options = case.make(CPU)
+            norms = (k.float() - k.float().mean(2, keepdim=True)).norm(dim=3).amax(2)
+            norms = norms.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            bounds = q.float().norm(dim=3).amax(2) * norms * 1.4427 * q.shape[3] ** -0.5
+            assert ((bounds < 80) | (bounds > 170)).all()
+            kinds.add((case.dtype, options["value_format"], (bounds > 160).unique().numel()))
+    bf16, fp16 = torch.bfloat16, torch.float16
+    assert kinds == {(bf16, None, 1), (bf16, None, 2), (bf16, "fp8_e4m3", 1), (fp16, None, 1)}
+
+
+def test_experts_in_16_bits_are_no_longer_in_the_cache_when_their_turn_comes(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(kernel_measures, "num_copies", lambda nbytes, device: sizes.append(nbytes) or 5)
+    torch.manual_seed(0)
+    calls = kernel_measures.grouped_bf16(Linear("", 8, 128, 16, 2), 1, 1 / 8, CPU)
+    assert sizes == [2 * 2 * 8 * 128], "two experts of 16 are read"
+    assert len(calls) == 5 and len({tuple(call.args[2]) for call in calls}) > 1
+
+
+def test_comparisons_that_compile_for_long_come_last(monkeypatch):
+    order = []
+    monkeypatch.setattr(suite_cells, "measure_memory", lambda *_, case, inductor, **__: order.append((case, inductor)))
+    for cell in suite_cells.rowwise(False, False):
+        cell.run(HostTimer(), Ceilings(1.0, 1.0))
+    plain, compiled = order[:-2], order[-2:]
+    assert {case.op for case, _ in plain} >= {"act_quantize_rowwise", "layer_norm_quantize_rowwise", "hadamard"}
+    assert not any(inductor for _, inductor in plain) and all(inductor for _, inductor in compiled)
+    assert [case.name.split(",")[0] for case, _ in compiled] == ["RMSNorm -> int8", "quantize -> int8"]
+
+
+def asked(op, **options):
+    defaults = {"format": None, "shape": None, "m": [1], "vs": None, "model": False}
+    return argparse.Namespace(op=op, **{**defaults, **options})
+
+
+def test_what_the_benchmark_is_asked_for():
+    names = [job.case.name for job in bench_kernels.jobs(asked("rowwise", format=["quantize"]))]
+    assert len(names) == len(set(names)) == 2, "4096 and 14336"
+    job = bench_kernels.jobs(asked("weight_only_mm", vs="torch,gemlite"))[0]
+    assert job.run.keywords["wanted"] == ("tinygemm", "_int", "_scaled", "gemlite")
+    assert bench_kernels.jobs(asked("dynamic_mm", vs="none"))[0].run.keywords["wanted"] == ()
+    for bad, message in (
+        (asked("rowwise", vs="torch"), "rowwise has no choice of rivals"),
+        (asked("weight_only_mm", vs="torch", model=True), "a model has no choice of rivals"),
+        (asked("weight_only_mm", vs="torchoa"), "torchoa: no such rivals; known: torch, torchao"),
+        (asked("weight_only_mm", format=["int5"]), "no format int5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench_kernels.jobs(bad)
+
+
+def test_what_is_compared_with_fused_projections_is_not_fused(monkeypatch):
+    monkeypatch.setitem(bench_fusion.SHAPES, "tiny", (128, {"q_proj": 128, "k_proj": 128, "v_proj": 128}))
+    fuses = QuantizerConfig("int8", fuse_projections=True)  # as None does on a GPU
+    plain, single, fused = bench_fusion.variants("tiny", fuses, "cpu")
+    assert len(plain) == len(single) == len(fused) == 4
+    assert all(module.q_proj.fused is None for module in single)
+    assert all(module.q_proj.fused is not None for module in fused)
 
 
 def test_a_rival_that_fails_is_recorded(monkeypatch):
