@@ -19,10 +19,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np
 _TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
-def _is_small_float(handle: TensorHandle) -> bool:
-    return handle.dtype.scalar in _TORCH
-
-
 def _to_float32(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
     if dtype not in _TORCH:
         return data
