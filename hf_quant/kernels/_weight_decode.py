@@ -4,7 +4,7 @@ Packed codes are read as elements of `CODES` consecutive codes, and decoded into
 element (see `_weight_tile` for why that order is free). The decoding is written twice from one description: as PTX,
 integer instructions only, on two elements of a register at a time (`ptx`), and in Triton for AMD and Intel. LLVM
 shifts and masks the 16-bit halves of a register one by one: a K step of int4 (sm90, BLOCK_N 128, BLOCK_M 16, BLOCK_K
-128, 4 warps) takes 503 instructions with Triton's decoding, 318 with the PTX.
+128, 4 warps; Triton 3.9) takes 494 instructions with Triton's decoding, 318 with the PTX.
 
 A code becomes a float without a conversion: integers are or-ed into the mantissa of 128 (bf16) or 1024 (fp16) and the
 offset is subtracted, exactly; minifloats get sign and magnitude at the places of the larger format and are multiplied
@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from hf_quant.kernels._triton import tl, triton
+from hf_quant.kernels._triton import lasting, tl, triton
 from hf_quant.kernels.codes import CODES, CodeSpec
 
 
@@ -26,9 +26,17 @@ ANY_GROUP = 2**30  # the constexpr GROUP where one scale serves the whole row
 _AND_OR, _AND_XOR, _SELECT = 0xEA, 0x6A, 0xCA  # lop3: (a & b) | c, (a & b) ^ c, a ? b : c
 
 
-def codes_per_element(spec: CodeSpec, K: int, row_bytes: int) -> int:
-    """How many codes a kernel reads as one element: 1 if 8-bit codes do not pair up in every row."""
-    return 1 if not spec.is_packed and (K % 2 or row_bytes % 2) else CODES_PER_ELEMENT[spec.bits]
+def codes_per_element(spec: CodeSpec, K: int, alignment: int) -> int:
+    """How many codes a kernel reads as one element: 1 if 8-bit codes do not pair up in every row.
+
+    `alignment`: see `row_alignment`.
+    """
+    return 1 if not spec.is_packed and (K % 2 or alignment % 2) else CODES_PER_ELEMENT[spec.bits]
+
+
+def row_alignment(qdata: torch.Tensor) -> int:
+    """2 if all rows of the codes start at even addresses, else 1."""
+    return 1 if (qdata.data_ptr() | qdata.stride(-2) * qdata.element_size()) % 2 else 2
 
 
 def _mantissa_bits(dtype: torch.dtype) -> int:
@@ -119,11 +127,11 @@ def _ptx_table(levels: tuple[float, ...], dtype: torch.dtype) -> str:
 
 
 def _bits16(value: float, dtype: torch.dtype) -> bytes:
-    return bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
+    return bytes(torch.tensor([value], dtype=dtype, device="cpu").view(torch.uint8).tolist())
 
 
 def decode_options(name: str, dtype: torch.dtype, codes: int, *, use_ptx: bool) -> dict:
-    """The constexprs by which a kernel decodes a format, `codes` at a time, to `dtype`: bf16, fp16 or int8."""
+    """The constexprs by which a kernel decodes a format, `codes` at a time, to `dtype`: bf16 or fp16."""
     spec = CODES[name]
     is_table = not spec.is_integer and spec.minifloat is None
     planes = spec.planes or (8,)
@@ -138,7 +146,7 @@ def decode_options(name: str, dtype: torch.dtype, codes: int, *, use_ptx: bool) 
         "CODES": codes,
         "MANTISSA": spec.minifloat[1] if spec.minifloat else 0,
         "MULTIPLIER": multiplier,
-        "PTX": ptx(name, dtype) if use_ptx and codes > 1 and dtype != torch.int8 else None,
+        "PTX": ptx(name, dtype) if use_ptx and codes > 1 else None,
     }
 
 
@@ -147,7 +155,8 @@ def levels_tensor(name: str, dtype: torch.dtype, device: torch.device) -> torch.
     """The levels of a table format for the portable decoding [2**bits]; one element for other formats."""
     spec = CODES[name]
     is_table = spec.is_packed and not spec.is_integer and spec.minifloat is None
-    return torch.tensor(spec.levels if is_table else (0.0,), dtype=dtype, device=device)
+    levels = spec.levels if is_table else (0.0,)
+    return lasting(lambda: torch.tensor(levels, dtype=dtype, device=device), device)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,16 +249,14 @@ def _decode_portable(
     PLANE1: tl.constexpr,
     MANTISSA: tl.constexpr,
 ):
-    """The INDEX-th code of each element in DOT, in the form that `ptx` gives it; int8 in bf16 as it is."""
+    """The INDEX-th code of each element in DOT, in the form that `ptx` gives it; int8 codes in bf16 as they are."""
     code = (first.to(tl.int16) >> (PLANE0 * INDEX)) & (2**PLANE0 - 1)
     if PLANE1 > 0:
         code = code | (((second >> (PLANE1 * INDEX)) & (2**PLANE1 - 1)) << PLANE0)
     if KIND == "table":
         return tl.load(levels + code)
     elif KIND == "integer":
-        if DOT == tl.int8:
-            return code.to(tl.int8)
-        elif DOT == tl.float16:
+        if DOT == tl.float16:
             return (code ^ (0x6480 if BITS == 8 else 0x6400)).to(tl.float16, bitcast=True)
         elif BITS == 8:
             low = ((code & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)

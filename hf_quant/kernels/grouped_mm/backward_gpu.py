@@ -20,6 +20,7 @@ from hf_quant.kernels._weight_decode import (
     decode_options,
     group_in_block,
     levels_tensor,
+    row_alignment,
     row_elements,
     scale_kind,
     scale_rows,
@@ -143,7 +144,7 @@ def _fused_backward(
     (M, _), (E, N, _) = grad.shape, qdata.shape
     dtype = grad.dtype
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    codes = codes_per_element(CODES[format], K, qdata.stride(1) * qdata.element_size())
+    codes = codes_per_element(CODES[format], K, row_alignment(qdata))
     mean = triton.cdiv(M, min(E, M))
     block_m = 64 if mean <= 64 else 128  # the left side of wgmma has 64 rows
     tiles_m = M // block_m + min(E, M) + 1
@@ -157,7 +158,7 @@ def _fused_backward(
         bits_of(scale),
         zero_point,
         global_scale,
-        offsets,
+        offsets.contiguous(),
         levels_tensor(format, dtype, grad.device),
         grad_x,
         M,

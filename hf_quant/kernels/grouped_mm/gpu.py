@@ -10,8 +10,8 @@ Traffic at decode: the codes of the experts that have rows, each once. Modelled 
 (2 of 8, 28672 x 4096 and 4096 x 14336): 28.3 us and 14.1 us. At prefill the tiles of one expert are neighbours in the
 grid and share its codes in L2; the scales enter before the dot, as in the crossover branch of `weight_only`.
 
-Nothing is measured yet. The order of the grid (tiles of rows fastest) and BLOCK_M as a function of the mean number of
-rows per expert are the first things to vary on a GPU.
+The order of the grid (tiles of rows fastest) and BLOCK_M as a function of the mean number of rows per expert are
+modelled, not measured.
 """
 
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from hf_quant.kernels._weight_decode import (
     codes_per_element,
     decode_options,
     levels_tensor,
+    row_alignment,
     row_elements,
     scale_kind,
     scale_rows,
@@ -222,18 +223,21 @@ def grouped_plan(
     dtype: torch.dtype,
     format: str,
     group_size: int,
-    row_bytes: int,
+    alignment: int,
     scale_shape: tuple[int, ...],
     scale_dtype: torch.dtype,
     target: Target,
 ) -> GroupedPlan | None:
-    """The plan for M rows and codes of `shape` [E, N, words]; None where the loop over experts serves."""
+    """The plan for M rows and codes of `shape` [E, N, words]; None where the loop over experts serves.
+
+    `alignment`: of the codes, see `row_alignment`.
+    """
     E, N, _ = shape
     if M * K * E * N == 0 or dtype not in (torch.float16, torch.bfloat16):
         return None
     if dtype == torch.bfloat16 and not target.has_bf16_dot:
         return None
-    codes = codes_per_element(CODES[format], K, row_bytes)
+    codes = codes_per_element(CODES[format], K, alignment)
     mean = triton.cdiv(M, min(E, M))
     row = choose_row(config_table("grouped_mm", CONFIGS, target), mean, N * min(E, M), K, target)
     found = tiling(row, codes, group_size, K)
@@ -293,7 +297,7 @@ def _fused(
         global_scale,
         bias,
         row_scale,
-        offsets,
+        offsets.contiguous(),
         levels_tensor(format, dtype, x.device),
         y,
         M,
@@ -347,7 +351,7 @@ def grouped_mm_gpu(
         codes = weight[0]
         plan = grouped_plan(
             *(x.shape[0], tuple(codes.shape), x.shape[1], x.dtype, format, group_size),
-            *(codes.stride(1) * codes.element_size(), tuple(scale.shape), scale.dtype, target),
+            *(row_alignment(codes), tuple(scale.shape), scale.dtype, target),
         )
         if plan is not None:
             return _fused(x, *weight, offsets, activation=activation, format=format, plan=plan, target=target)

@@ -21,6 +21,7 @@ from hf_quant.kernels._weight_decode import (
     decode_options,
     group_in_block,
     levels_tensor,
+    row_alignment,
     row_elements,
     scale_kind,
     scale_rows,
@@ -133,7 +134,7 @@ def dequantize_gpu(
     qdata = qdata.reshape(-1, width)
     qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
     scale = scale.contiguous()
-    codes = codes_per_element(spec, K, qdata.stride(0) * qdata.element_size())
+    codes = codes_per_element(spec, K, row_alignment(qdata))
     is_table = not spec.is_integer and spec.minifloat is None
     dot = torch.float32 if is_table else torch.bfloat16
     y = torch.empty(*lead, N, K, dtype=dtype, device=qdata.device)

@@ -18,12 +18,13 @@ The other formats in instructions a weight, and the share of bandwidth that this
 
 Tried and lost, by the compiler's output: BLOCK_N 64 at M <= 8 (3.2 instructions a weight, 2.4 at 128); x gathered
 from memory at stride 8 instead of split in registers (16 LDG and 16 STS more a step); int32 elements (8 dots of K =
-16: twice the waits for the matrix unit); shifting and masking in Triton (524 instructions instead of 324); group
-scales before the dot (64 HMUL2 more a step), kept where a step holds several groups, or where a second accumulator
-would spill (BLOCK_M 128).
+16: twice the waits for the matrix unit); shifting and masking in Triton (see `_weight_decode`); group scales before
+the dot (64 HMUL2 more a step), kept where a step holds several groups, or where a second accumulator would spill
+(BLOCK_M 128).
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ from hf_quant.kernels._weight_decode import (
     codes_per_element,
     decode_options,
     levels_tensor,
+    row_alignment,
     row_elements,
     scale_kind,
     scale_rows,
@@ -156,7 +158,7 @@ def supports_fused(problem: Problem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"{problem.dtype} activations: their products are the vendor's"
     spec = CODES[problem.format]
-    found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, problem.K), problem.group_size, problem.K)
+    found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, 2), problem.group_size, problem.K)
     return found if isinstance(found, str) else None
 
 
@@ -303,12 +305,12 @@ def fused_plan(
     dtype: torch.dtype,
     format: str,
     group_size: int,
-    row_bytes: int,
+    alignment: int,
     scale_shape: tuple[int, ...],
     scale_dtype: torch.dtype,
     target: Target,
 ) -> FusedPlan | None:
-    """The plan for M tokens, None where the dense path takes them. `row_bytes` lie between rows of the codes."""
+    """The plan for M tokens, None where the dense path takes them. `alignment`: of the codes, see `row_alignment`."""
     if M * N * K == 0 or dtype not in (torch.float16, torch.bfloat16):
         return None
     if dtype == torch.bfloat16 and not target.has_bf16_dot:
@@ -316,7 +318,7 @@ def fused_plan(
     row = choose_row(config_table("weight_only_mm", CONFIGS, target), M, N, K, target)
     if row is None:
         return None
-    codes = codes_per_element(CODES[format], K, row_bytes)
+    codes = codes_per_element(CODES[format], K, alignment)
     found = tiling(row, codes, group_size, K)
     if isinstance(found, str):
         return None
@@ -355,6 +357,7 @@ def fused_product(
     plan: FusedPlan,
 ) -> Tensor:
     """x [M, K] (rows contiguous; codes of a quantized x with its row_scale [M, 1]) -> [M, N] in `dtype`."""
+    bias, row_scale = (None if t is None else t.contiguous() for t in (bias, row_scale))
     M, K = x.shape
     N, device = qdata.shape[0], x.device
     y = torch.empty(M, N, dtype=dtype, device=device)
@@ -395,7 +398,7 @@ def fused_product(
 
 def as_rows(x: Tensor) -> Tensor:
     """x [..., K] -> [M, K] with contiguous rows; copied only if its strides force it."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x.reshape(prod(x.shape[:-1]), x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -431,7 +434,7 @@ def fused_mm(
     qdata, scale, zero_point = with_plain_rows(qdata, scale, zero_point)
     plan = fused_plan(
         *(rows.shape[0], qdata.shape[0], rows.shape[1], dtype, format, group_size),
-        *(qdata.stride(0) * qdata.element_size(), tuple(scale.shape), scale.dtype, target),
+        *(row_alignment(qdata), tuple(scale.shape), scale.dtype, target),
     )
     if plan is None:
         return None

@@ -54,6 +54,19 @@ def test_leading_dimensions_and_shapes_off_the_tile(quant, shape):
     assert torch.equal(got, dequantize_reference(*packed, **kwargs, dtype=torch.float32))
 
 
+def test_codes_at_odd_addresses_are_read_one_by_one():
+    packed, kwargs = _case(TensorQuant("int8", "row"), (5, 96))
+    odd = packed._replace(qdata=torch.cat([packed.qdata.new_zeros(1), packed.qdata.flatten()])[1:].view(5, 96))
+    for part, codes in ((packed, 2), (odd, 1)):
+        assert torch.equal(
+            dequantize_gpu(*part, **kwargs, dtype=torch.float32),
+            dequantize_reference(*packed, **kwargs, dtype=torch.float32),
+        )
+        with record_launches() as launches:
+            dequantize_gpu(*part, **kwargs, dtype=torch.float32)
+        assert launches[0].options["CODES"] == codes
+
+
 def test_one_launch_without_reading_anything_on_the_host():
     packed, kwargs = _case(TensorQuant("int4", "group", 128), (64, 256))
     packed = type(packed)(*(None if t is None else t.to("meta") for t in packed))

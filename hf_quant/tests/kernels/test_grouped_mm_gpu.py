@@ -46,6 +46,23 @@ def test_every_format(quant, target):
         _check(args, kwargs)
 
 
+def test_strides_of_offsets_and_codes_at_odd_addresses():
+    args, kwargs = _case(TensorQuant("int8", "row"), [2, 0, 3])
+    x, qdata, *rest, bias, offsets = args
+    odd = torch.cat([qdata.new_zeros(1), qdata.flatten()])[1:].view(qdata.shape)
+    spread = torch.stack([offsets, -offsets], 1)[:, 0]
+    y = _check(args, kwargs)
+    assert torch.equal(_check((x, odd, *rest, bias, spread), kwargs), y)
+    grad = torch.ones(5, 40).bfloat16()
+    expected = grouped_mm_backward_gpu(grad, qdata, *rest, offsets, **kwargs, K=128)
+    assert torch.equal(grouped_mm_backward_gpu(grad, odd, *rest, spread, **kwargs, K=128), expected)
+    with record_launches() as launches:
+        for codes in (qdata, odd):
+            grouped_mm_gpu(x, codes, *rest, bias, offsets, activation=None, **kwargs)
+            grouped_mm_backward_gpu(grad, codes, *rest, offsets, **kwargs, K=128)
+    assert [launch.options["CODES"] for launch in launches] == [2, 2, 1, 1]
+
+
 @pytest.mark.parametrize("activation", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 def test_quantized_activations(activation, target):

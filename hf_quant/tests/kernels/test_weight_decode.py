@@ -58,6 +58,12 @@ def test_ptx_gives_the_levels_of_the_format(name, dtype):
         assert torch.equal(row[real], expected[real])
 
 
+def test_tables_do_not_depend_on_the_default_device():
+    expected = ptx("nf4", torch.bfloat16)
+    with torch.device("meta"):
+        assert ptx.__wrapped__("nf4", torch.bfloat16) == expected
+
+
 def test_a_wrong_shift_is_noticed():
     wrong = ptx("int4", torch.bfloat16).replace("shr.b32 t, $4, 8;", "shr.b32 t, $4, 4;")
     expected = torch.tensor(FORMATS["int4"].spec.levels, dtype=torch.float64)

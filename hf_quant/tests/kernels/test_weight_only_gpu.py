@@ -158,6 +158,41 @@ def test_strides_and_leading_dimensions():
     assert torch.equal(weight_only_mm_gpu(x, *columns, None, **kwargs), y)
 
 
+@pytest.mark.parametrize("K", [2048, 288], ids=["split K", "one part"])
+def test_strides_of_bias_and_row_scale(K):
+    packed, kwargs = packed_case(INT8, 40, K)
+    codes, row_scale = quantize_rowwise_reference(_x(3, K, torch.bfloat16), format="int8")
+    bias = torch.randn(40).bfloat16()
+    expected = fused_mm(codes, *packed, bias, row_scale, **kwargs, dtype=torch.bfloat16)
+    strided = torch.stack([bias, -bias], 1)[:, 0], torch.cat([row_scale, -row_scale], 1)[:, :1]
+    assert strided[0].stride() == (2,) and strided[1].stride() == (2, 1)
+    assert torch.equal(fused_mm(codes, *packed, *strided, **kwargs, dtype=torch.bfloat16), expected)
+    assert not torch.equal(fused_mm(codes, *packed, -bias, row_scale, **kwargs, dtype=torch.bfloat16), expected)
+
+
+def test_codes_at_odd_addresses_are_read_one_by_one():
+    packed, kwargs = packed_case(INT8, 40, 288)
+    x = _x(3, 288, torch.bfloat16)
+    odd = torch.cat([packed.qdata.new_zeros(1), packed.qdata.flatten()])[1:].view(packed.qdata.shape)
+    assert odd.data_ptr() % 2
+    y = weight_only_mm_gpu(x, *packed, None, **kwargs)
+    found = {}
+    for qdata in (packed.qdata, odd):
+        moved = packed._replace(qdata=qdata)
+        assert torch.equal(weight_only_mm_gpu(x, *moved, None, **kwargs), y)
+        with record_launches() as launches:
+            weight_only_mm_gpu(x, *moved, None, **kwargs)
+        found[qdata.data_ptr() % 2] = launches[0].options["CODES"]
+    assert found == {0: 2, 1: 1}
+
+
+def test_no_values_of_k():
+    bias = torch.randn(8).bfloat16()
+    weight = torch.empty(8, 0, dtype=torch.int8), torch.empty(8, 0), None, None
+    y = weight_only_mm_gpu(torch.empty(2, 3, 0).bfloat16(), *weight, bias, format="int8", group_size=1)
+    assert torch.equal(y, bias.expand(2, 3, 8))
+
+
 def test_nothing_is_hidden_by_masks():
     """Not a number in one row of x stays in its row, and reaches all of it."""
     packed, kwargs = packed_case(INT4, 72, 256)
