@@ -51,6 +51,7 @@ from hf_quant.kernels._triton import (
     triton,
     unavailable,
 )
+from hf_quant.kernels._weight_decode import scale_rows
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled_mm_split_kernel, _scaled_mm_tiles_kernel
@@ -108,13 +109,10 @@ FORMATS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 def supports_scaled(problem: Problem) -> str | None:
     """Why codes of activations are not multiplied with codes of the weight, None if they are."""
-    if not HAS_TRITON:
-        return "triton is not installed"
-    if problem.format not in FORMATS or problem.activation != problem.format:
-        return f"{problem.activation} x {problem.format}: only int8 x int8 and fp8_e4m3 x fp8_e4m3"
-    if problem.group_size < problem.K:
-        return f"groups of {problem.group_size}: only one scale per row"
-    if torch.cuda.is_available() and not _has_units(problem.format != "int8", target_of(torch.device("cuda", 0))):
+    reason = _why_not_codes(problem)
+    if reason is not None or not torch.cuda.is_available():
+        return reason
+    if not _has_units(problem.format != "int8", target_of(torch.device("cuda", 0))):
         return f"the GPU has no matrix units for {problem.format} (int8: sm80, gfx9 and newer; fp8: sm89 and newer)"
     return None
 
@@ -122,9 +120,20 @@ def supports_scaled(problem: Problem) -> str | None:
 SCALED = (Path("Triton, codes x codes", "any M", supports_scaled),)
 
 
+def _why_not_codes(problem: Problem) -> str | None:
+    """`supports_scaled` whatever the GPU."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if problem.format not in FORMATS or problem.activation != problem.format:
+        return f"{problem.activation} x {problem.format}: only int8 x int8 and fp8_e4m3 x fp8_e4m3"
+    if problem.group_size < problem.K:
+        return f"groups of {problem.group_size}: only one scale per row"
+    return None
+
+
 def _has_units(fp8: bool, target: Target) -> bool:
     """Whether the matrix units take the codes, by way of Triton."""
-    return target.has_fp8_dot if fp8 else target.capability != 75
+    return target.has_fp8_dot if fp8 else target.has_int8_dot
 
 
 class ScaledPlan(NamedTuple):
@@ -168,7 +177,7 @@ def scaled_plan(
     """The plan, None where the dense path serves. `alignment`: K and all rows are multiples of it, up to 16 bytes."""
     if M * N * K == 0 or not _has_units(fp8, target):
         return None
-    short_sums = fp8 and target.capability in (89, 90, 120)
+    short_sums = fp8 and target.capability in (89, 90, 120, 121)
     common = {"SCALE_ROWS": scale_rows, "ALIGN": alignment if alignment < 16 else 1}
     row = _split_row(config_table("scaled_mm_split", SPLIT_CONFIGS, target), M, N, alignment, target)
     if row is not None:
@@ -191,8 +200,8 @@ def scaled_plan(
     table = config_table("scaled_mm_tiles", TILE_CONFIGS, target)
     block_m, block_n, block_k, group_m, _, num_warps, num_stages = _tile_row(table, M, N, max_area, target)
     tiles, steps = triton.cdiv(M, block_m) * triton.cdiv(N, block_n), triton.cdiv(K, block_k)
-    # With Triton 3.6 each copy is a call of a function on sm120.
-    tma = target.table in ("sm90", "sm100") and alignment == 16 and N * output_bytes % 16 == 0
+    # The half that is stored passes through shared memory: one in fp64 has no room there.
+    tma = target.has_tma and alignment == 16 and N * output_bytes % 16 == 0 and output_bytes <= 4
     if tma:
         num_stages -= output_bytes == 4  # room for a stored half in fp32
     chain = triton.cdiv(steps, triton.cdiv(K, _CHAIN)) if chained else steps
@@ -225,8 +234,7 @@ def scaled_product(
     if unavailable(a.device) is None:
         a, b = (codes if codes.stride(1) == 1 else codes.contiguous() for codes in (a, b))
         target = target_of(a.device)
-        scale_rows = 0 if b_scale.shape[0] == 1 else 1 if b_scale.shape[0] == N else 128
-        sizes = (M, N, K, a.dtype != torch.int8, out_dtype.itemsize, scale_rows)
+        sizes = (M, N, K, a.dtype != torch.int8, out_dtype.itemsize, scale_rows(tuple(b_scale.shape), N))
         plan = scaled_plan(*sizes, _alignment(a, b), target)
     if plan is None:
         return _dense_product(a, b, a_scale, b_scale, bias, out_dtype)
@@ -304,7 +312,8 @@ def dynamic_mm_gpu(
     options = {"format": format, "group_size": group_size}
     codes, row_scale = _quantize(x, format=activation)
     problem = Problem(format, group_size, N, K, x.dtype, zero_point is None, activation)
-    if supports_scaled(problem) is None and global_scale is None and _has_units(format != "int8", target_of(x.device)):
+    has_units = _has_units(format != "int8", target_of(x.device))
+    if _why_not_codes(problem) is None and global_scale is None and has_units:
         y = scaled_product(as_rows(codes), qdata, row_scale.view(-1, 1), scale, bias, x.dtype)
         return y.view(*x.shape[:-1], N)
     y = fused_mm(codes, *weight, bias, row_scale, **options, dtype=x.dtype)
