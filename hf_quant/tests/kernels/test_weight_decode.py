@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hf_quant.formats import FORMATS
+from hf_quant.kernels import _weight_decode
 from hf_quant.kernels._weight_decode import CODES_PER_ELEMENT, decode_options, ptx
 from hf_quant.tests.kernels.interpreter import run_ptx
 
@@ -62,6 +63,14 @@ def test_tables_do_not_depend_on_the_default_device():
     expected = ptx("nf4", torch.bfloat16)
     with torch.device("meta"):
         assert ptx.__wrapped__("nf4", torch.bfloat16) == expected
+
+
+def test_levels_are_made_to_last(monkeypatch):
+    """They are kept for the life of the process, and first asked for while a graph may be warming up."""
+    asked, device = [], torch.device("cpu")
+    monkeypatch.setattr(_weight_decode, "lasting", lambda make, device: asked.append(device) or make())
+    levels = _weight_decode.levels_tensor.__wrapped__("nf4", torch.float32, device)
+    assert asked == [device] and levels.tolist() == torch.tensor(FORMATS["nf4"].spec.levels).tolist()
 
 
 def test_a_wrong_shift_is_noticed():
