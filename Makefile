@@ -11,8 +11,9 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))
 PYTEST_ARGS ?=
 
-# The stamps carry the hash of what they were installed from: a changed pin or dependency installs again.
-HASH := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+# The stamps carry the hash of what they were installed from: a changed pin, dependency or native source installs again.
+NATIVE := setup.py $(sort $(wildcard hf_quant/kernels/native/src/*))
+HASH := $(shell cat pyproject.toml constraints.txt $(NATIVE) | cksum | cut -d' ' -f1)
 STYLE_STAMP := $(VENV)/.style-$(HASH)
 DEMO_STAMP := $(VENV)/.demo-$(HASH)
 DEV_STAMP := $(VENV)/.dev-$(HASH)

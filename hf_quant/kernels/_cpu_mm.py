@@ -1,10 +1,11 @@
-"""x @ dequant(w).T on CPU with stock torch ops: `product`, which the CPU backends of all matmul ops share.
+"""x @ dequant(w).T on CPU: `product`, which the CPU backends of all matmul ops share.
 
-Which path runs depends on format, shapes and dtype only: equal inputs give equal bits, in every process. M is a
-run-time value: the ops are opaque to torch.compile. `_cpu_paths` tells the plan. Some paths read a prepacked copy of
-the weight, see `kernels._cpu`.
+The native kernels compute it where they can (`kernels.native`); what follows is for where they are not built, by stock
+torch ops. Which path runs depends on format, shapes and dtype only: equal inputs give equal bits, in every process. M
+is a run-time value: the ops are opaque to torch.compile. `_cpu_paths` tells the plan. Some of torch's paths read a
+prepacked copy of the weight, see `kernels._cpu`.
 
-Accuracy, bf16 input: weights are rounded to bf16 (their scales too), products accumulate in fp32, the output is
+Their accuracy, bf16 input: weights are rounded to bf16 (their scales too), products accumulate in fp32, the output is
 rounded to bf16; where one scale serves a whole row the weights are exact and the scale multiplies the output. fp16 and
 fp32 input is computed in fp32 throughout: torch's fp16 GEMM is no faster on CPUs without AVX512-FP16.
 """
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_quant.kernels import native
 from hf_quant.kernels._cpu import fact, known, prepacked, remember, scratch
 from hf_quant.kernels._cpu_decode import (
     Block,
@@ -85,6 +87,12 @@ def product(
         return ready.run(x, qdata, bias)
     if scale.shape[1] == 1:
         group_size = K
+    if native.refusal(spec, x.dtype, K, group_size) is None and native.zero_points_fit(zero_point, spec):
+        run = native.prepared(*weight, spec, group_size)
+        if run is None:
+            return native.product(x, *weight, bias, spec, group_size)
+        remember(_READY[x.dtype], tuple(t for t in weight if t is not None), _Ready(sys.maxsize, run))
+        return run(x, qdata, bias)
     if not qdata.is_contiguous():
         qdata = qdata.contiguous()
     weight = (qdata, scale, zero_point, global_scale)

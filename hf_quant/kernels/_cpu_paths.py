@@ -2,10 +2,17 @@
 
 import torch
 
+from hf_quant.kernels import native
 from hf_quant.kernels._cpu_mm import DENSE, SHIFTS, no_qlinear
 from hf_quant.kernels._cpu_pack import int4pack_group
 from hf_quant.kernels._op import Path, Problem
 from hf_quant.kernels.codes import CODES
+
+
+def _supports_native(problem: Problem) -> str | None:
+    spec = CODES[problem.format]
+    int8 = problem.activation == "int8" and native.takes_int8(spec)
+    return native.refusal(spec, problem.dtype, problem.K, problem.group_size, int8=int8)
 
 
 def _supports_dense(problem: Problem) -> str | None:
@@ -49,7 +56,9 @@ def _needs_bf16(problem: Problem) -> str | None:
     return None if problem.dtype == torch.bfloat16 else "only bf16 input"
 
 
+NATIVE_PATH = Path("native kernels (C++)", "any M", _supports_native)
 PATHS = (
+    NATIVE_PATH,
     Path("bf16 (fp32) copy of a tiny weight", "any M", _supports_dense),
     Path("int8 GEMM, x in two bytes (oneDNN)", "M <= 256", _supports_split),
     Path("int8pack", "M <= 4, fewer than 2**23 weights", _supports_int8pack),

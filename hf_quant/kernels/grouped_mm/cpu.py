@@ -1,9 +1,14 @@
-"""`grouped_mm` and its backward on CPU: expert by expert, by the paths of one product; no copy beyond a block."""
+"""`grouped_mm` and its backward on CPU; no copy beyond a block.
+
+The native kernels take all experts in one call, whose tasks are shared by the threads; the rest goes expert by expert,
+by the paths of one product.
+"""
 
 from torch import Tensor
 
+from hf_quant.kernels import native
 from hf_quant.kernels._cpu_mm import as_rows, product
-from hf_quant.kernels._cpu_paths import PATHS
+from hf_quant.kernels._cpu_paths import NATIVE_PATH, PATHS
 from hf_quant.kernels._op import implements
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.grouped_mm import op
@@ -23,7 +28,7 @@ def _expert(tensor: Tensor | None, e: int) -> Tensor | None:
     return None if tensor is None else tensor[e]
 
 
-@implements(op.grouped_mm, "CPU", paths=(INT8_PATH, *PATHS))
+@implements(op.grouped_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
 def grouped_mm_cpu(
     x: Tensor,
     qdata: Tensor,
@@ -42,11 +47,19 @@ def grouped_mm_cpu(
     x = as_rows(x)
     if bias is not None and bias.requires_grad:
         bias = bias.detach()
+    spec = CODES[format]
+    integer = activation == "int8" and native.takes_int8(spec)
+    group = x.shape[1] if scale.shape[-1] == 1 else group_size
+    refusal = native.refusal(spec, x.dtype, x.shape[1], group, int8=integer)
+    in_one_call = refusal is None and (activation is None or integer) and native.zero_points_fit(zero_point, spec)
+    if in_one_call and x.shape[0] > 0:
+        weight = (qdata, scale, zero_point, global_scale)
+        return native.product(x, *weight, bias, spec, group, integer=integer, ends=offsets.contiguous())
     y = x.new_zeros(x.shape[0], qdata.shape[1])
     for e, rows in _experts(offsets):
         weight = (qdata[e], scale[e], _expert(zero_point, e), _expert(global_scale, e), _expert(bias, e))
         if activation is None:
-            y[rows] = product(x[rows], *weight, CODES[format], group_size)
+            y[rows] = product(x[rows], *weight, spec, group_size)
         else:
             y[rows] = dynamic_product(x[rows], *weight, activation, row_max(activation), format, group_size)
     return y

@@ -1,5 +1,7 @@
-"""Products with quantized activations on CPU with stock torch ops.
+"""Products with quantized activations on CPU.
 
+Where the native kernels serve (`kernels.native`) they quantize the rows of x on the way and multiply int4 and int8
+codes with them in integer sums; codes of other formats meet them in bf16 or fp32. The rest is stock torch:
 int8 x int8 with row scales runs in oneDNN's int8 GEMM on a prepacked weight (without one, and where the CPU lacks
 VNNI, in `_int_mm`): sums of integers are exact. Anything else multiplies the codes of x, which bf16 holds exactly, by
 the paths of `_cpu_mm`, and puts the row scales on the product; a weight of at most 2**16 elements, too.
@@ -8,11 +10,12 @@ the paths of `_cpu_mm`, and puts the row scales on the product; a weight of at m
 import torch
 from torch import Tensor
 
+from hf_quant.kernels import native
 from hf_quant.kernels._cpu import prepacked
 from hf_quant.kernels._cpu_decode import level_block
 from hf_quant.kernels._cpu_mm import DENSE, as_rows, no_qlinear, product, qlinear, row_vector, scaled
 from hf_quant.kernels._cpu_pack import pack_qlinear
-from hf_quant.kernels._cpu_paths import PATHS
+from hf_quant.kernels._cpu_paths import NATIVE_PATH, PATHS
 from hf_quant.kernels._op import Path, Problem, implements
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
@@ -39,7 +42,7 @@ def _supports_product(problem: Problem) -> str | None:
 INT8_PATH = Path("int8 GEMM (oneDNN)", "any M", _supports_int8)
 
 
-@implements(op.dynamic_mm, "CPU", paths=(INT8_PATH, *PATHS))
+@implements(op.dynamic_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
 def dynamic_mm_cpu(
     x: Tensor,
     qdata: Tensor,
@@ -77,13 +80,24 @@ def dynamic_product(
     if M == 0:
         return x.new_empty(0, qdata.shape[0])
     bias = None if bias is None else bias.detach()
+    spec = CODES[format]
+    if scale.shape[1] == 1:
+        group_size = K
+    integer = activation == "int8" and native.takes_int8(spec)
+    refusal = native.refusal(spec, x.dtype, K, group_size, int8=integer)
+    is_native = refusal is None and native.zero_points_fit(zero_point, spec)
+    if is_native and integer:
+        return native.product(x, qdata, scale, zero_point, global_scale, bias, spec, group_size, integer=True)
     row_scale = row_scales(x, limit)
     int8 = activation == format == "int8" and scale.shape[1] == 1 and qdata.numel() > DENSE
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    codes = _codes(x, row_scale, limit, activation, torch.int8 if int8 else dtype)
+    codes = _codes(x, row_scale, limit, activation, torch.int8 if int8 and not is_native else dtype)
+    if is_native:
+        weight = (qdata, scale, zero_point, global_scale)
+        return native.product(codes, *weight, bias, spec, group_size, row_scale=row_scale, out_dtype=x.dtype)
     if int8:
         return _int8(codes, qdata, row_scale, scale, bias, x.dtype)
-    y = product(codes, qdata, scale, zero_point, global_scale, None, CODES[format], group_size)
+    y = product(codes, qdata, scale, zero_point, global_scale, None, spec, group_size)
     return scaled(y, row_scale, None, bias, x.dtype)
 
 
@@ -122,7 +136,7 @@ def _int8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor |
     return scaled(qlinear(a.view(torch.uint8).bitwise_xor(128), weight, weight_scale), a_scale, None, bias, dtype)
 
 
-@implements(op.int8_scaled_mm, "CPU", paths=(INT8_PATH,))
+@implements(op.int8_scaled_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH))
 def int8_scaled_mm_cpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
@@ -130,6 +144,18 @@ def int8_scaled_mm_cpu(
     op.check(a, b, a_scale, b_scale, bias, torch.int8)
     if a.shape[0] == 0 or a.shape[1] < 2:
         return op.int8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
+    spec = CODES["int8"]
+    if out_dtype != torch.float64 and native.refusal(spec, torch.float32, a.shape[1], a.shape[1], int8=True) is None:
+        return native.product(
+            a.contiguous(),
+            *(b, b_scale, None, None),
+            bias,
+            spec,
+            a.shape[1],
+            integer=True,
+            row_scale=a_scale.contiguous(),
+            out_dtype=out_dtype,
+        )
     return _int8(a.contiguous(), b, a_scale, b_scale, bias, out_dtype)
 
 

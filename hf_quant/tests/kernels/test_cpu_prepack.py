@@ -15,6 +15,9 @@ from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import assert_product, decode_slowly, packed_case
 
 
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
+
 INT4 = TensorQuant("int4", "group", 128, scale_dtype="bfloat16")
 N, K = 272, 256
 

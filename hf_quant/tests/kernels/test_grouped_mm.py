@@ -10,7 +10,7 @@ from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import QUANTS, assert_product, decode_slowly, rejects
 
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
+pytestmark = pytest.mark.usefixtures("poison_empty", "cpu_kernels")
 E, N, K = 5, 272, 256
 ENDS = (1, 1, 20, 80, 83)  # rows 83.. belong to no expert; expert 1 has none
 M = 90
@@ -76,7 +76,7 @@ def test_no_rows_and_no_experts_with_rows():
         assert y.shape == (rows, N) and y.count_nonzero() == 0
 
 
-def test_only_experts_with_rows_are_prepacked():
+def test_only_experts_with_rows_are_prepacked(torch_kernels):
     clear_prepacked()
     stack, _, options = experts_case(TensorQuant("int4", "group", 128, scale_dtype="bfloat16"))
     x = torch.randn(2, K).bfloat16()

@@ -30,7 +30,7 @@ from hf_quant.tests.kernels.cases import (
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = (1, 3, 17, 128)  # of x: each side of the M at which the CPU paths change
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
+pytestmark = pytest.mark.usefixtures("poison_empty", "cpu_kernels")
 
 
 def exact_product(x, weight, bias=None):

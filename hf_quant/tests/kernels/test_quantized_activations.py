@@ -9,7 +9,7 @@ from hf_quant.kernels.scaled_mm.op import fp8_scaled_mm_reference, int8_scaled_m
 from hf_quant.testing import assert_close, assert_sqnr
 
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
+pytestmark = pytest.mark.usefixtures("poison_empty", "cpu_kernels")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -9,6 +9,9 @@ from hf_quant.formats import FORMATS
 from hf_quant.kernels import weight_only_mm
 
 
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+
 def unaligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The same tensor, 8 bytes after a multiple of 64."""
     if tensor is None:

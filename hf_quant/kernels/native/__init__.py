@@ -1,0 +1,286 @@
+"""Products of quantized weights in C++ for CPUs: codes are decoded in registers, from the canonical bytes.
+
+`_native` is an extension that is built when the package is installed where there is a compiler, and shipped in wheels;
+it holds every instruction set below and chooses at run time. Without it, or where `refusal` names a reason, the
+stock-torch paths of `_cpu_mm` serve.
+
+Instruction sets: "avx512" (with VNNI and VBMI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them),
+"avx2" (with FMA: Haswell, Zen and later), "portable" (any other, for Arm with NEON). HF_QUANT_NATIVE chooses one by
+name, or "off"; `use` does so at run time. Threads are those of torch's own OpenMP pool, as many as
+`torch.set_num_threads` says.
+
+Accuracy: codes, less their zero points, times x are exact products, summed in fp32 and then scaled in fp32: nearer to
+the reference than a weight rounded to bf16. Where the CPU multiplies bf16, bf16 x meets levels in bf16, which only
+those of nf4 do not fit; everything else is fp32. int8 x meets int4 and int8 codes in exact sums of integers.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels._cpu import clear_prepacked, fact
+from hf_quant.kernels.codes import CODES, CodeSpec
+
+
+_INTERFACE = 1  # of the arguments below; an extension built from other sources must not be called
+_DTYPES = {
+    dtype: i
+    for i, dtype in enumerate(
+        (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.int8)
+    )
+}
+_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_LAYOUTS = {(2,): 0, (2, 1): 1, (4,): 2, (4, 2): 3}  # by bit planes
+_BYTES_INT, _BYTES_FLOAT = 4, 5
+_BY_F32, _BY_BF16, _BY_INT8 = 0, 1, 2
+_MAX_EXACT_K = 65536  # sums of int8 products stay within int32
+_UNIT = 16  # group sizes are a multiple of it, for lanes to hold codes of one group
+
+
+def _load():
+    """(the extension or None, why it is missing)."""
+    try:
+        from hf_quant.kernels.native import _native
+    except ImportError as error:
+        return None, f"the extension is not built ({error}); install hf-quant from source with a C++ compiler at hand"
+    if _native.interface() != _INTERFACE:
+        return None, "the extension was built from other sources; install hf-quant again"
+    return _native, None
+
+
+_module, _missing = _load()
+_active: str | None = None  # instruction set in use
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Names of the instruction sets that this build and this CPU have, best first; () without the extension."""
+    return () if _module is None else _module.instruction_sets()
+
+
+def active() -> str | None:
+    """The instruction set in use, None if the native kernels are off or missing."""
+    return _active
+
+
+def why_not() -> str | None:
+    """Why no native kernel is used, None if they are."""
+    if _active is not None:
+        return None
+    return _missing or "the native kernels are turned off"
+
+
+def use(name: str | None) -> None:
+    """Compute by the named instruction set from now on, by torch's own ops if None.
+
+    Raises:
+        ValueError: this CPU or this build lacks it.
+    """
+    global _active
+    if name is not None:
+        if name not in instruction_sets():
+            have = ", ".join(map(repr, instruction_sets())) or f"none: {_missing}"
+            raise ValueError(f"instruction set {name!r} is not available here; available: {have}")
+        _module.use(name)
+    _active = name
+    clear_prepacked()  # products that were made ready go by what was in use before
+
+
+@contextmanager
+def using(name: str | None) -> Iterator[None]:
+    """`use`, until the end of the block."""
+    before = _active
+    use(name)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def _openmp() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded, None if it has another entry point."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/maps") as file:
+        paths = {line.split(maxsplit=5)[5].strip() for line in file if "/lib" in line and "omp" in line.lower()}
+    runtimes = [p for p in paths if os.path.basename(p).startswith(("libgomp", "libiomp", "libomp"))]
+    # Another package may bring a runtime of its own: torch's lies beside torch.
+    runtimes.sort(key=lambda path: os.path.dirname(torch.__file__) not in path)
+    for path in runtimes:
+        try:
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):  # deleted since, or without this entry point
+            continue
+    return None
+
+
+def _start() -> None:
+    """Share torch's threads, and take the best instruction set or the one of the environment."""
+    if _module is None:
+        return
+    _module.share_threads(_openmp() or 0)
+    wanted = os.environ.get("HF_QUANT_NATIVE", instruction_sets()[0])
+    use(None if wanted == "off" else wanted)
+
+
+def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False) -> str | None:
+    """Why a product is not computed here, None if it is; `int8`: both sides are integers (see `takes_int8`)."""
+    if _active is None:
+        return why_not()
+    if dtype not in _INPUTS:
+        return f"only bf16, fp16 and fp32 input, not {dtype}"
+    if group_size < K and group_size % _UNIT:
+        return f"groups of {group_size} are no multiple of {_UNIT}"
+    if K == 0:
+        return "K=0"
+    if int8 and K > _MAX_EXACT_K:
+        return f"K={K} could overflow int32 sums; at most {_MAX_EXACT_K}"
+    return None
+
+
+def zero_points_fit(zero_point: Tensor | None, spec: CodeSpec) -> bool:
+    """Whether every zero point is a code, as those are that hf_quant makes; found once for each tensor."""
+    return zero_point is None or fact("zero points fit", zero_point, _all_codes, spec.bits, zero_point)
+
+
+def _all_codes(bits: int, zero_point: Tensor) -> bool:
+    return zero_point.numel() == 0 or int(zero_point.max()) < 2**bits
+
+
+def takes_int8(spec: CodeSpec) -> bool:
+    """Whether products with int8 x are sums of integers for this format, not of bf16 or fp32."""
+    return spec.is_integer and spec.bits in (4, 8)
+
+
+@cache
+def _levels(name: str, unsigned: bool) -> Tensor:
+    """fp32 value of each code; `unsigned`: of the code itself, from which a zero point is taken."""
+    spec = CODES[name]
+    with torch.inference_mode(False), torch.device("cpu"):
+        if not spec.is_packed:
+            return torch.arange(256, dtype=torch.uint8).view(spec.dtype).float()
+        levels = torch.tensor(spec.levels, dtype=torch.float32)
+        return levels + 2 ** (spec.bits - 1) if unsigned else levels
+
+
+def _layout(spec: CodeSpec) -> int:
+    if spec.is_packed:
+        return _LAYOUTS[spec.planes]
+    return _BYTES_INT if spec.dtype == torch.int8 else _BYTES_FLOAT
+
+
+def weight_arguments(
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    spec: CodeSpec,
+    group_size: int,
+) -> tuple[int, ...]:
+    """What the extension is told of a weight [N, K], or of experts [E, N, K]: addresses among it, all contiguous."""
+    N, rows, groups = qdata.shape[-2], scale.shape[-2], scale.shape[-1]
+    experts = qdata.shape[0] if qdata.dim() == 3 else 1
+    return (
+        _layout(spec),
+        _levels(spec.name, zero_point is not None).data_ptr(),
+        group_size,
+        groups,
+        qdata.data_ptr(),
+        qdata.shape[-1] * qdata.element_size(),
+        scale.data_ptr(),
+        _DTYPES[scale.dtype],
+        0 if rows == 1 else groups,
+        1 if rows in (1, N) else 128,
+        0 if zero_point is None else zero_point.data_ptr(),
+        0 if global_scale is None else global_scale.data_ptr(),
+        experts,
+        N * qdata.shape[-1] * qdata.element_size(),
+        rows * groups,
+        N,
+    )
+
+
+def multiply(
+    x: Tensor,
+    N: int,
+    weight: tuple[int, ...],
+    bias: Tensor | None,
+    *,
+    integer: bool = False,
+    row_scale: Tensor | None = None,
+    ends: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """(x [M, K] @ w.T) * row_scale [M, 1] + bias [N] or [E, N] -> [M, N]; `weight` as `weight_arguments` gives it.
+
+    `integer`: in integer sums; x is int8 codes with their row_scale, or its rows are quantized on the way. `ends` [E]
+    int32: the end of each expert's rows; rows past the last end give zeros. The caller has checked everything, and
+    asked `refusal`.
+    """
+    M, K = x.shape
+    dtype = x.dtype if out_dtype is None else out_dtype
+    y = torch.empty(M, N, dtype=dtype) if ends is None else torch.zeros(M, N, dtype=dtype)
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    if bias is not None and bias.dtype not in _INPUTS:
+        bias = bias.float()
+    _module.matmul(
+        M,
+        N,
+        K,
+        x.data_ptr(),
+        _DTYPES[x.dtype],
+        K,
+        0 if row_scale is None else row_scale.data_ptr(),
+        y.data_ptr(),
+        _DTYPES[dtype],
+        0 if bias is None else bias.data_ptr(),
+        0 if bias is None else _DTYPES[bias.dtype],
+        0 if ends is None else ends.data_ptr(),
+        torch.get_num_threads(),
+        _BY_INT8 if integer else _BY_BF16 if x.dtype == torch.bfloat16 else _BY_F32,
+        *weight,
+    )
+    return y
+
+
+def product(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    spec: CodeSpec,
+    group_size: int,
+    **how,
+) -> Tensor:
+    """`multiply` for the tensors of a weight of any strides; x [M, K] contiguous."""
+    parts = [part if part is None else part.contiguous() for part in (qdata, scale, zero_point, global_scale)]
+    return multiply(x, qdata.shape[-2], weight_arguments(*parts, spec, group_size), bias, **how)
+
+
+def prepared(
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    spec: CodeSpec,
+    group_size: int,
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """A function of (x [M, K] contiguous, qdata, bias) for this weight, as long as its memory lives.
+
+    None if the tensors are not contiguous.
+    """
+    if not all(part is None or part.is_contiguous() for part in (qdata, scale, zero_point, global_scale)):
+        return None
+    N, weight = qdata.shape[0], weight_arguments(qdata, scale, zero_point, global_scale, spec, group_size)
+    return lambda x, qdata, bias: multiply(x, N, weight, bias)
+
+
+_start()

@@ -1,0 +1,19 @@
+// The products for AVX2 with FMA (Haswell, Zen and later).
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,bmi2")
+#endif
+
+#define HFQ_SET avx2
+#include "portable.h"
+
+namespace hfq {
+const Kernels kAvx2 = {"avx2", false, avx2::matmul};
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,219 @@
+// AVX-512 with VNNI and VBMI (Ice Lake, Zen 4 and later); dot products of bf16 where the CPU has them, too.
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,fma,f16c"))), \
+    apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,fma,f16c")
+#endif
+
+#include <atomic>
+
+#include "avx512_tile.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace hfq {
+namespace avx512 {
+
+constexpr int64_t kChunk = 480;  // rows of x that are packed at once
+// Up to which number of rows of x streaming wins over panels (14336 x 4096, Zen 4).
+template <class C>
+constexpr int64_t max_dot_rows() {
+  return C::INTEGER ? 10 : 14;
+}
+
+// A part of a chunk of x that one expert takes: rows first..first + count of the chunk.
+struct Segment {
+  int64_t expert, first, count;
+};
+
+template <class C>
+class Matmul {
+  using D = typename C::Decoder;
+
+ public:
+  explicit Matmul(const Product& p) : p_(p), decoder_(p) {}
+
+  bool run() {
+    const int64_t blocks = ceil_div(p_.K, D::BLOCK);
+    const int64_t stride = blocks * vecs<C>() * 64 + 64;
+    const int64_t units = !C::INTEGER ? 0 : grouping() == WITHIN_BLOCK ? blocks : p_.groups;
+    const int64_t groups = C::INTEGER ? p_.groups : 0;
+    const int64_t chunk = min64(p_.M, kChunk);
+    // packed rows | sums of lanes | sums of groups | row scales | lane groups | segments
+    const int64_t rows_bytes = chunk * stride, lane_sums_bytes = chunk * units * 64;
+    const int64_t sums_bytes = lane_sums_bytes + ceil_div(chunk * groups * 4, 64) * 64;
+    const int64_t scale_bytes = ceil_div(chunk * 4, 64) * 64, lane_bytes = ceil_div(blocks * 68, 64) * 64;
+    char* memory = static_cast<char*>(thread_scratch(
+        0, static_cast<size_t>(rows_bytes + sums_bytes + scale_bytes + lane_bytes + chunk * sizeof(Segment))));
+    if (memory == nullptr) return false;
+    x_.rows = memory;
+    x_.stride = stride;
+    x_.lane_sums = reinterpret_cast<int32_t*>(memory + rows_bytes);
+    x_.group_sums = reinterpret_cast<int32_t*>(memory + rows_bytes + lane_sums_bytes);
+    x_.units = units;
+    float* scales = reinterpret_cast<float*>(memory + rows_bytes + sums_bytes);
+    const bool quantize = C::INTEGER && p_.x_dtype != INT8;
+    x_.row_scale = quantize || p_.row_scale != nullptr ? scales : nullptr;
+    int32_t* relative = reinterpret_cast<int32_t*>(memory + rows_bytes + sums_bytes + scale_bytes);
+    int32_t* lane_first = relative + 16 * blocks;
+    lanes_ = {relative, lane_first};
+    segments_ = reinterpret_cast<Segment*>(memory + rows_bytes + sums_bytes + scale_bytes + lane_bytes);
+    if (grouping() >= WITHIN_BLOCK) {
+      for (int64_t b = 0; b < blocks; ++b) {
+        lane_first[b] = static_cast<int32_t>(b * D::BLOCK / p_.group_size);
+        for (int lane = 0; lane < 16; ++lane)
+          relative[16 * b + lane] =
+              static_cast<int32_t>((b * D::BLOCK + D::lane_code(lane)) / p_.group_size) - lane_first[b];
+      }
+    }
+    for (int64_t first = 0; first < p_.M; first += kChunk) {
+      const int64_t count = min64(kChunk, p_.M - first);
+      if (!pack(first, count, scales) || !multiply(first, count)) return false;
+    }
+    return true;
+  }
+
+ private:
+  Grouping grouping() const {
+    if (p_.groups == 1) return ONE_GROUP;
+    if (p_.group_size % D::BLOCK == 0) return WHOLE_BLOCKS;
+    return C::LANE_ZEROS && p_.zero != nullptr ? WITHIN_BLOCK_ZEROS : WITHIN_BLOCK;
+  }
+
+  bool pack(int64_t first, int64_t count, float* scales) {
+    const Order<C> order;
+    const int64_t natural_bytes = ceil_div(p_.K, D::BLOCK) * D::BLOCK * C::X_BYTES + 64;
+    std::atomic<bool> ok{true};
+    const int64_t element = element_size(p_.x_dtype);
+    const int threads = count * p_.K < (1 << 16) ? 1 : p_.threads;
+    parallel_for(count, threads, [&](int64_t i) {
+      char* natural = static_cast<char*>(thread_scratch(1, static_cast<size_t>(natural_bytes)));
+      if (natural == nullptr) {
+        ok = false;
+        return;
+      }
+      const void* x = static_cast<const char*>(p_.x) + (first + i) * p_.x_stride * element;
+      float scale = 1.0f;
+      if (C::INTEGER && p_.x_dtype != INT8) {
+        scale = scales[i] = int8_row_scale(row_amax(p_, x));
+      } else if (p_.row_scale != nullptr) {
+        scales[i] = p_.row_scale[first + i];
+      }
+      char* packed = const_cast<char*>(x_.rows) + i * x_.stride;
+      pack_row<C>(p_, order, x, scale, natural, packed);
+      if constexpr (C::INTEGER)
+        sum_lanes<C>(p_, grouping(), packed, const_cast<int32_t*>(x_.lane_sums) + i * x_.units * 16,
+                     const_cast<int32_t*>(x_.group_sums) + i * p_.groups);
+    });
+    return ok;
+  }
+
+  bool multiply(int64_t first, int64_t count) {
+    int64_t num_segments = 0;
+    if (p_.ends == nullptr) {
+      segments_[num_segments++] = {0, 0, count};
+    } else {
+      int64_t start = 0;
+      for (int64_t e = 0; e < p_.experts; ++e) {
+        const int64_t begin = max64(start, first), end = min64(p_.ends[e], first + count);
+        if (end > begin) segments_[num_segments++] = {e, begin - first, end - begin};
+        start = max64(start, p_.ends[e]);
+      }
+    }
+    const int64_t panels = ceil_div(p_.N, kPanel);
+    std::atomic<bool> ok{true};
+    parallel_for(num_segments * panels, p_.threads, [&](int64_t task) {
+      const Segment& segment = segments_[task / panels];
+      const int64_t n = task % panels * kPanel;
+      const Weight weight = weight_of(segment.expert);
+      if (segment.count <= max_dot_rows<C>()) {
+        float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(dot_scratch(p_)) * 4));
+        if (memory == nullptr) {
+          ok = false;
+          return;
+        }
+        dot(DotPanel<C>{p_, decoder_, weight, x_, lanes_, memory, segment.first, first + segment.first, segment.count},
+            n, min64(n + kPanel, p_.N));
+      } else {
+        bool done;
+        if constexpr (C::LANE_ZEROS) {
+          done = grouping() == WITHIN_BLOCK_ZEROS ? tile<true>(weight, n, segment, first)
+                                                  : tile<false>(weight, n, segment, first);
+        } else {
+          done = tile<false>(weight, n, segment, first);
+        }
+        if (!done) ok = false;
+      }
+    });
+    return ok;
+  }
+
+  template <bool LANE_ZEROS>
+  bool tile(const Weight& weight, int64_t n, const Segment& segment, int64_t first) const {
+    using T = Tile<C, LANE_ZEROS>;
+    char* memory = static_cast<char*>(thread_scratch(2, T::scratch_bytes(segment.count)));
+    if (memory == nullptr) return false;
+    T(p_, decoder_, weight, x_, lanes_).run(n, segment.first, first + segment.first, segment.count, memory);
+    return true;
+  }
+
+  void dot(const DotPanel<C>& panel, int64_t n, int64_t end) const {
+    switch (grouping()) {
+      case ONE_GROUP: dot_panel<C, ONE_GROUP>(panel, n, end); break;
+      case WHOLE_BLOCKS: dot_panel<C, WHOLE_BLOCKS>(panel, n, end); break;
+      case WITHIN_BLOCK: dot_panel<C, WITHIN_BLOCK>(panel, n, end); break;
+      default:
+        if constexpr (C::LANE_ZEROS) dot_panel<C, WITHIN_BLOCK_ZEROS>(panel, n, end);
+    }
+  }
+
+  Weight weight_of(int64_t expert) const {
+    const int64_t scale = expert * p_.expert_scale;
+    return {p_.qdata + expert * p_.expert_qdata,
+            static_cast<const char*>(p_.scale) + scale * element_size(p_.scale_dtype),
+            p_.zero == nullptr ? nullptr : p_.zero + scale,
+            p_.global_scale == nullptr ? 1.0f : p_.global_scale[expert],
+            p_.bias,
+            expert * p_.expert_bias};
+  }
+
+  const Product& p_;
+  const D decoder_;
+  PackedX x_{};
+  LaneGroups lanes_{};
+  Segment* segments_ = nullptr;
+};
+
+template <class D>
+static bool by_float(const Product& p) {
+  return p.compute == BY_BF16 ? Matmul<ByBf16<D>>(p).run() : Matmul<ByF32<D>>(p).run();
+}
+
+static bool matmul(const Product& p) {
+  if (p.compute == BY_INT8)
+    return p.layout == PACKED4 ? Matmul<ByInt8<Packed4Unsigned>>(p).run() : Matmul<ByInt8<BytesUnsigned>>(p).run();
+  switch (p.layout) {
+    case PACKED2: return by_float<Packed2>(p);
+    case PACKED3: return by_float<Packed3>(p);
+    case PACKED4:
+      return p.compute == BY_BF16 ? Matmul<ByBf16<Packed4>>(p).run() : Matmul<ByF32Levels<Packed4Float>>(p).run();
+    case PACKED6: return by_float<Packed6>(p);
+    case BYTES_FLOAT: return by_float<BytesFloat>(p);
+    default: return by_float<BytesInt>(p);
+  }
+}
+
+}  // namespace avx512
+
+const Kernels kAvx512 = {"avx512", true, avx512::matmul};
+
+}  // namespace hfq
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

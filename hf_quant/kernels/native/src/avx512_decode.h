@@ -1,0 +1,280 @@
+// Codes -> vectors that a dot instruction takes, in registers. The order of K inside a dot product is free, so codes
+// stay where shifts put them, and x is brought into the same order once per call.
+//
+// A decoder turns BLOCK codes of a row (BYTES bytes) into VECS vectors of 64 bytes. 32-bit lane l of all of them holds
+// codes of one stretch of K, which begins in the group of code lane_code(l). Zero points are taken from the codes, not
+// from the sums: what is exactly zero stays so. Where a block has one zero point, a table for each value of it does
+// that at no cost (`Table`); where lanes differ, the index is shifted by the zero point of its lane.
+#pragma once
+
+#include <immintrin.h>
+
+#include "types.h"
+
+namespace hfq {
+namespace avx512 {
+
+#define HFQ_INLINE static inline __attribute__((always_inline))
+#define HFQ_METHOD inline __attribute__((always_inline))
+
+HFQ_INLINE __m512i load_bytes(const uint8_t* p, __mmask64 mask) {
+  __m512i value = __builtin_constant_p(mask) && mask == ~__mmask64{0} ? _mm512_loadu_si512(p)
+                                                                      : _mm512_maskz_loadu_epi8(mask, p);
+  asm("" : "+v"(value));  // or every shift would load again: there is one load of 64 bytes a cycle
+  return value;
+}
+
+HFQ_INLINE __mmask64 first_bytes(int64_t count) {
+  return count >= 64 ? ~__mmask64{0} : count <= 0 ? __mmask64{0} : (__mmask64{1} << count) - 1;
+}
+
+// Which bytes of a block exist: all but in the last block of a row.
+struct Masks {
+  __mmask64 low, high;
+};
+
+HFQ_INLINE Masks masks_of(int64_t bytes) { return {first_bytes(bytes), first_bytes(bytes - 64)}; }
+
+// Levels of 2 to 4 bits in bf16, by the low bits of a 16-bit index: for each zero point (one, if there are none) a table
+// of 32, in which the levels are repeated, so that what stands above an index does not matter.
+template <int BITS>
+struct Levels {
+  static constexpr int COUNT = 1 << BITS, SHIFT = 16;
+  using Table = __m512i;
+  alignas(64) uint16_t values[COUNT][32];
+  alignas(64) uint16_t shifted[32];  // i - SHIFT
+
+  explicit Levels(const Product& p) {
+    for (int zero = 0; zero < COUNT; ++zero)
+      for (int i = 0; i < 32; ++i)
+        values[zero][i] = float_to_bf16(p.levels[i % COUNT] - (p.zero == nullptr ? 0.0f : static_cast<float>(zero)));
+    for (int i = 0; i < 32; ++i) shifted[i] = float_to_bf16(static_cast<float>(i - SHIFT));
+  }
+  HFQ_METHOD Table table(int zero) const { return _mm512_load_si512(values[zero & (COUNT - 1)]); }
+  HFQ_INLINE __m512i level(__m512i index, Table table) { return _mm512_permutexvar_epi16(index, table); }
+  // `shift`: SHIFT - zero point, in every word.
+  HFQ_METHOD __m512i level_shifted(__m512i index, __m512i shift) const {
+    index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(COUNT - 1)), shift);
+    return _mm512_permutexvar_epi16(index, _mm512_load_si512(shifted));
+  }
+};
+
+// Formats without zero points.
+struct NoTable {};
+
+// 4 bits: word i of 64 bytes holds codes 4i..4i+3; vector j gets code 4i + j of each word.
+struct Packed4 : Levels<4> {
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 64;
+  static constexpr bool ZERO_POINTS = true;
+  using Levels::Levels;
+  static int code(int vec, int word) { return 4 * word + vec; }
+  static constexpr int lane_code(int lane) { return 8 * lane; }
+
+  HFQ_INLINE void indices(const uint8_t* p, Masks m, __m512i* index) {
+    index[0] = load_bytes(p, m.low);
+    index[1] = _mm512_srli_epi16(index[0], 4);
+    index[2] = _mm512_srli_epi16(index[0], 8);
+    index[3] = _mm512_srli_epi16(index[0], 12);
+  }
+};
+
+// 2 bits: each of 32 bytes, widened to a word, holds codes 4i..4i+3.
+struct Packed2 : Levels<2> {
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 32;
+  static constexpr bool ZERO_POINTS = true;
+  using Levels::Levels;
+  static int code(int vec, int word) { return 4 * word + vec; }
+  static constexpr int lane_code(int lane) { return 8 * lane; }
+
+  HFQ_INLINE void indices(const uint8_t* p, Masks m, __m512i* index) {
+    index[0] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(static_cast<__mmask32>(m.low), p));
+    index[1] = _mm512_srli_epi16(index[0], 2);
+    index[2] = _mm512_srli_epi16(index[0], 4);
+    index[3] = _mm512_srli_epi16(index[0], 6);
+  }
+};
+
+// 3 bits: units of 32 codes are 8 bytes with the low two bits and 4 bytes with the third.
+struct Packed3 : Levels<3> {
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 48;
+  static constexpr bool ZERO_POINTS = true;
+  __m512i spread, third[4];
+
+  explicit Packed3(const Product& p) : Levels(p) {
+    alignas(64) uint8_t from[64];
+    alignas(64) uint16_t shift[4][32];
+    for (int i = 0; i < 32; ++i) {  // word i: low byte for codes 4i..4i+3, high byte with their third bits
+      from[2 * i] = static_cast<uint8_t>(i / 8 * 12 + i % 8);
+      from[2 * i + 1] = static_cast<uint8_t>(i / 8 * 12 + 8 + i % 8 / 2);
+      for (int j = 0; j < 4; ++j) shift[j][i] = static_cast<uint16_t>(6 + 4 * (i & 1) + j);
+    }
+    spread = _mm512_load_si512(from);
+    for (int j = 0; j < 4; ++j) third[j] = _mm512_load_si512(shift[j]);
+  }
+  static int code(int vec, int word) { return 4 * word + vec; }
+  static constexpr int lane_code(int lane) { return 8 * lane; }
+
+  HFQ_METHOD void indices(const uint8_t* p, Masks m, __m512i* index) const {
+    const __m512i words = _mm512_permutexvar_epi8(spread, load_bytes(p, m.low & ((__mmask64{1} << 48) - 1)));
+    const __m512i two = _mm512_set1_epi16(3);
+    // bits 0, 1 from the first, the others from the second (0xCA: first ? second : third operand)
+    index[0] = _mm512_ternarylogic_epi32(two, words, _mm512_srlv_epi16(words, third[0]), 0xCA);
+    index[1] = _mm512_ternarylogic_epi32(two, _mm512_srli_epi16(words, 2), _mm512_srlv_epi16(words, third[1]), 0xCA);
+    index[2] = _mm512_ternarylogic_epi32(two, _mm512_srli_epi16(words, 4), _mm512_srlv_epi16(words, third[2]), 0xCA);
+    index[3] = _mm512_ternarylogic_epi32(two, _mm512_srli_epi16(words, 6), _mm512_srlv_epi16(words, third[3]), 0xCA);
+  }
+};
+
+// 6 bits: units of 32 codes are 16 bytes with the low four bits and 8 bytes with the other two.
+struct Packed6 {
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 96;
+  static constexpr bool ZERO_POINTS = false;
+  using Table = NoTable;
+  __m512i four, two, half[2];
+
+  explicit Packed6(const Product& p) {
+    alignas(64) uint8_t low_from[64], high_from[64];
+    alignas(64) uint16_t values[64];
+    for (int i = 0; i < 32; ++i) {
+      low_from[2 * i] = static_cast<uint8_t>(i / 8 * 24 + 2 * (i % 8));
+      low_from[2 * i + 1] = static_cast<uint8_t>(low_from[2 * i] + 1);
+      high_from[2 * i] = static_cast<uint8_t>(i / 8 * 24 + 16 + i % 8);
+      high_from[2 * i + 1] = 0;
+    }
+    for (int i = 0; i < 64; ++i) values[i] = float_to_bf16(p.levels[i]);
+    four = _mm512_load_si512(low_from);
+    two = _mm512_load_si512(high_from);
+    half[0] = _mm512_load_si512(values);
+    half[1] = _mm512_load_si512(values + 32);
+  }
+  static int code(int vec, int word) { return 4 * word + vec; }
+  static constexpr int lane_code(int lane) { return 8 * lane; }
+  HFQ_INLINE Table table(int) { return {}; }
+
+  HFQ_METHOD void indices(const uint8_t* p, Masks m, __m512i* index) const {
+    const __m512i a = load_bytes(p, m.low), b = load_bytes(p + 64, m.high & 0xffffffffu);
+    const __m512i lower = _mm512_permutex2var_epi8(a, four, b), mask = _mm512_set1_epi16(15);
+    const __m512i upper =
+        _mm512_slli_epi16(_mm512_maskz_permutex2var_epi8(0x5555555555555555ull, a, two, b), 4);
+    index[0] = _mm512_ternarylogic_epi32(mask, lower, upper, 0xCA);
+    index[1] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(lower, 4), _mm512_srli_epi16(upper, 2), 0xCA);
+    index[2] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(lower, 8), _mm512_srli_epi16(upper, 4), 0xCA);
+    index[3] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(lower, 12), _mm512_srli_epi16(upper, 6), 0xCA);
+  }
+  HFQ_METHOD __m512i level(__m512i index, Table) const { return _mm512_permutex2var_epi16(half[0], index, half[1]); }
+};
+
+// 8-bit floats: both bytes of the bf16 value from tables of the 128 magnitudes. Each is exact in bf16.
+struct BytesFloat {
+  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64;
+  static constexpr bool ZERO_POINTS = false;
+  using Table = NoTable;
+  __m512i upper[2], lower[2];
+
+  explicit BytesFloat(const Product& p) {
+    alignas(64) uint8_t bytes[2][128];
+    for (int i = 0; i < 128; ++i) {
+      uint16_t value = float_to_bf16(p.levels[i]);
+      bytes[0][i] = static_cast<uint8_t>(value >> 8);
+      bytes[1][i] = static_cast<uint8_t>(value);
+    }
+    for (int half = 0; half < 2; ++half) {
+      upper[half] = _mm512_load_si512(bytes[0] + 64 * half);
+      lower[half] = _mm512_load_si512(bytes[1] + 64 * half);
+    }
+  }
+  static int code(int vec, int word) { return 16 * (word / 8) + 8 * vec + word % 8; }
+  static constexpr int lane_code(int lane) { return 16 * (lane / 4); }
+  HFQ_INLINE Table table(int) { return {}; }
+
+  HFQ_METHOD void indices(const uint8_t* p, Masks m, __m512i* value) const {
+    const __m512i codes = load_bytes(p, m.low), sign = _mm512_set1_epi8(-128);
+    const __m512i top = _mm512_permutex2var_epi8(upper[0], codes, upper[1]);
+    const __m512i with_sign = _mm512_ternarylogic_epi32(sign, codes, top, 0xEA);  // (sign & codes) | top
+    const __m512i bottom = _mm512_permutex2var_epi8(lower[0], codes, lower[1]);
+    value[0] = _mm512_unpacklo_epi8(bottom, with_sign);
+    value[1] = _mm512_unpackhi_epi8(bottom, with_sign);
+  }
+  HFQ_INLINE __m512i level(__m512i value, Table) { return value; }
+};
+
+// int8: every value is exact in bf16.
+struct BytesInt {
+  static constexpr int BLOCK = 32, VECS = 1, BYTES = 32;
+  static constexpr bool ZERO_POINTS = false;
+  using Table = NoTable;
+
+  explicit BytesInt(const Product&) {}
+  static int code(int, int word) { return word; }
+  static constexpr int lane_code(int lane) { return 2 * lane; }
+  HFQ_INLINE Table table(int) { return {}; }
+
+  HFQ_INLINE void indices(const uint8_t* p, Masks m, __m512i* value) {
+    const __m256i codes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>(m.low), p);
+    const __m512 a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
+    const __m512 b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
+    // Nothing is rounded: the lower halves of the floats are zero.
+    const __m256i low = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16));
+    const __m256i up = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(b), 16));
+    value[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), up, 1);
+  }
+  HFQ_INLINE __m512i level(__m512i value, Table) { return value; }
+};
+
+// 4 bits as fp32 levels, which need not be exact in bf16: vector j gets code 8l + j of each 32-bit lane l.
+struct Packed4Float {
+  static constexpr int BLOCK = 128, VECS = 8, BYTES = 64;
+  static constexpr bool ZERO_POINTS = true;
+  using Table = __m512;
+  alignas(64) float values[16][16];
+  alignas(64) float unsigned_levels[16];
+
+  explicit Packed4Float(const Product& p) {
+    for (int zero = 0; zero < 16; ++zero)
+      for (int i = 0; i < 16; ++i)
+        values[zero][i] = p.levels[i] - (p.zero == nullptr ? 0.0f : static_cast<float>(zero));
+    memcpy(unsigned_levels, p.levels, sizeof(unsigned_levels));
+  }
+  static int code(int vec, int lane) { return 8 * lane + vec; }
+  static constexpr int lane_code(int lane) { return 8 * lane; }
+  HFQ_METHOD Table table(int zero) const { return _mm512_load_ps(values[zero & 15]); }
+  HFQ_METHOD Table unsigned_table() const { return _mm512_load_ps(unsigned_levels); }
+
+  HFQ_INLINE void levels(const uint8_t* p, Masks m, Table table, __m512* value) {
+    const __m512i codes = load_bytes(p, m.low);
+    for (int j = 0; j < VECS; ++j) value[j] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * j), table);
+  }
+};
+
+// Unsigned bytes for products with int8 x; OFFSET is the code of zero. What it adds to a sum is taken from the integer.
+
+struct Packed4Unsigned {
+  static constexpr int BLOCK = 128, VECS = 2, BYTES = 64, OFFSET = 8;
+  using Table = NoTable;
+
+  explicit Packed4Unsigned(const Product&) {}
+  static int code(int vec, int byte) { return 2 * byte + vec; }
+  static constexpr int lane_code(int lane) { return 8 * lane; }
+
+  HFQ_INLINE void decode(const uint8_t* p, Masks m, __m512i* value) {
+    const __m512i codes = load_bytes(p, m.low), mask = _mm512_set1_epi8(15);
+    value[0] = _mm512_and_si512(codes, mask);
+    value[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+  }
+};
+
+struct BytesUnsigned {
+  static constexpr int BLOCK = 64, VECS = 1, BYTES = 64, OFFSET = 128;
+  using Table = NoTable;
+
+  explicit BytesUnsigned(const Product&) {}
+  static int code(int, int byte) { return byte; }
+  static constexpr int lane_code(int lane) { return 4 * lane; }
+
+  HFQ_INLINE void decode(const uint8_t* p, Masks m, __m512i* value) {
+    value[0] = _mm512_xor_si512(load_bytes(p, m.low), _mm512_set1_epi8(-128));
+  }
+};
+
+}  // namespace avx512
+}  // namespace hfq

@@ -1,0 +1,283 @@
+// Few rows of x: each row of codes streams once through registers and meets up to four rows of x.
+//
+// Bound by memory: a block of 128 4-bit codes costs 1 load, 3 shifts, 4 look-ups, 4 dot products and 1 scaling, some 5
+// cycles for 64 bytes, where memory takes 7 (Zen 5, one core).
+#pragma once
+
+#include "avx512_pack.h"
+
+namespace hfq {
+namespace avx512 {
+
+// One expert's weight, and what was derived from it for the whole call.
+struct Weight {
+  const uint8_t* qdata;
+  const void* scale;
+  const uint8_t* zero;
+  float global_scale;
+  const void* bias;
+  int64_t bias_first;
+};
+
+// For groups smaller than a block or that straddle them.
+struct LaneGroups {
+  const int32_t* relative;  // [blocks, 16]: group of each lane, relative to the block's first
+  const int32_t* first;     // [blocks]
+};
+
+// R rows of the weight, `gap` bytes apart, with MB rows of x. One row at a time streams at the speed of memory without
+// prefetching by hand (21 to 28 GB/s; Zen 4, one core). From three rows of x on, which then come from the L2 cache, a
+// pair of rows halves that traffic; far apart, as neighbours confuse the CPU's prefetcher (9 GB/s).
+// Rows of x are told by a stride: with a register for each GCC 12 runs out of them and keeps vectors in memory.
+template <class C, int R, int MB, Grouping GROUPING>
+struct DotRows {
+  using D = typename C::Decoder;
+  using Sum = typename C::Sum;
+  using Table = typename C::Table;
+  static constexpr int V = vecs<C>();
+  // Independent sums, so that the latency of the dot products (4 to 6 cycles) is hidden.
+  static constexpr int CHAINS = R * MB >= 4 || V == 1 ? 1 : R * MB >= 2 || V == 2 ? 2 : 4;
+  using Sums = Sum[R][MB][CHAINS];
+
+  const Product& p;
+  const D& decoder;
+  const LaneGroups& lanes;
+  const uint8_t* w;
+  int64_t gap;
+  const char* x;
+  int64_t stride;
+  const float* scales;  // those of row r start r * room floats on
+  int64_t room;
+  const uint8_t* zeros;  // those of row r start r * zero_gap on; null if there are none
+  int64_t zero_gap;
+  const int32_t* lane_sums;
+  int64_t sum_stride;
+
+  HFQ_METHOD void block(Masks m, const Table (&table)[R], const __m512i (&lane_zeros)[R], Sums& sums) {
+    __m512i value[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      if constexpr (GROUPING == WITHIN_BLOCK_ZEROS) {
+        C::decode_lanes(decoder, w + r * gap, m, lane_zeros[r], value[r]);
+      } else {
+        C::decode(decoder, w + r * gap, m, table[r], value[r]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) {
+#pragma GCC unroll 8
+      for (int i = 0; i < MB; ++i) {
+        const __m512i values = _mm512_loadu_si512(x + i * stride + j * 64);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r][i][j % CHAINS] = C::dot(sums[r][i][j % CHAINS], values, value[r][j]);
+      }
+    }
+    w += D::BYTES;
+    x += V * 64;
+  }
+
+  // Zero points and sums at the start of group g, or of the block whose first group it is.
+  HFQ_METHOD void begin(int64_t unit, int64_t g, const __m512i& relative, Table (&table)[R], __m512i (&lane_zeros)[R],
+                        Sums& sums) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const uint8_t* zero = zeros + r * zero_gap + g;
+      if constexpr (GROUPING == ONE_GROUP || GROUPING == WHOLE_BLOCKS) {
+        table[r] = C::table(decoder, zeros == nullptr ? 0 : *zero);
+        if (C::INTEGER && zeros != nullptr) lane_zeros[r] = _mm512_set1_epi32(*zero);
+      } else {
+        table[r] = C::table(decoder, 0);
+        if (zeros != nullptr) lane_zeros[r] = _mm512_permutexvar_epi32(relative, load_zeros(zero, 0, p.groups - g));
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int i = 0; i < MB; ++i) {
+#pragma GCC unroll 8
+        for (int c = 0; c < CHAINS; ++c) sums[r][i][c] = C::zero();
+        if constexpr (C::INTEGER) {
+          sums[r][i][0] = _mm512_loadu_si512(lane_sums + i * sum_stride + unit * 16);
+          if (zeros != nullptr) sums[r][i][0] = _mm512_mullo_epi32(sums[r][i][0], lane_zeros[r]);
+        }
+      }
+  }
+
+  HFQ_INLINE Sum total(const Sum (&sums)[CHAINS]) {
+    Sum sum = sums[0];
+#pragma GCC unroll 8
+    for (int c = 1; c < CHAINS; ++c) sum = C::add(sum, sums[c]);
+    return sum;
+  }
+
+  HFQ_INLINE void fold(const Sums& sums, const __m512 (&scale)[R], __m512 (&y)[R][MB]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int i = 0; i < MB; ++i) y[r][i] = _mm512_fmadd_ps(C::to_float(total(sums[r][i])), scale[r], y[r][i]);
+  }
+
+  // out[r][i] = the dot product of row r with row i of x, scaled.
+  HFQ_METHOD void run(float (&out)[R][MB]) {
+    const Masks all = {~__mmask64{0}, ~__mmask64{0}};
+    const int64_t blocks = ceil_div(p.K, D::BLOCK);
+    int64_t full = min64(p.row_bytes / D::BYTES, blocks);
+    const Masks tail = masks_of(p.row_bytes - full * D::BYTES);
+    const bool has_tail = full < blocks;
+    Sums sums;
+    Table table[R];
+    __m512i lane_zeros[R], relative = _mm512_setzero_si512();
+    if (GROUPING == ONE_GROUP) {
+      begin(0, 0, relative, table, lane_zeros, sums);
+      for (; full > 0; --full) block(all, table, lane_zeros, sums);
+      if (has_tail) block(tail, table, lane_zeros, sums);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int i = 0; i < MB; ++i) {
+          if constexpr (C::INTEGER) {  // exact, as long as K <= 65536
+            out[r][i] = scales[r * room] * static_cast<float>(_mm512_reduce_add_epi32(total(sums[r][i])));
+          } else {
+            out[r][i] = scales[r * room] * _mm512_reduce_add_ps(total(sums[r][i]));
+          }
+        }
+      }
+      return;
+    }
+    __m512 y[R][MB], scale[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int i = 0; i < MB; ++i) y[r][i] = _mm512_setzero_ps();
+    if (GROUPING == WHOLE_BLOCKS) {
+      const int64_t per_group = p.group_size / D::BLOCK, last = p.groups - 1;
+      for (int64_t g = 0; g < last; ++g) {
+        begin(g, g, relative, table, lane_zeros, sums);
+        int64_t left = per_group;
+        do block(all, table, lane_zeros, sums);
+        while (--left > 0);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) scale[r] = _mm512_set1_ps(scales[r * room + g]);
+        fold(sums, scale, y);
+      }
+      begin(last, last, relative, table, lane_zeros, sums);
+      for (full -= last * per_group; full > 0; --full) block(all, table, lane_zeros, sums);
+      if (has_tail) block(tail, table, lane_zeros, sums);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) scale[r] = _mm512_set1_ps(scales[r * room + last]);
+      fold(sums, scale, y);
+    } else {
+      const int32_t* lane = lanes.relative;
+      for (int64_t b = 0; b < blocks; ++b, lane += 16) {
+        relative = _mm512_loadu_si512(lane);
+        const int64_t g = lanes.first[b];
+        begin(b, g, relative, table, lane_zeros, sums);
+        if (b < full) {
+          block(all, table, lane_zeros, sums);
+        } else {
+          block(tail, table, lane_zeros, sums);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          scale[r] = _mm512_permutexvar_ps(relative, _mm512_loadu_ps(scales + r * room + g));
+        fold(sums, scale, y);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int i = 0; i < MB; ++i) out[r][i] = _mm512_reduce_add_ps(y[r][i]);
+  }
+};
+
+// Floats that the scales of a row take, with a vector to spare, and those that `dot_panel` needs for two rows.
+HFQ_INLINE int64_t scale_room(const Product& p) { return ceil_div(p.groups, 16) * 16 + 16; }
+HFQ_INLINE int64_t dot_scratch(const Product& p) { return 2 * scale_room(p); }
+
+// What the rows of a panel share.
+template <class C>
+struct DotPanel {
+  const Product& p;
+  const typename C::Decoder& decoder;
+  const Weight& weight;
+  const PackedX& px;
+  const LaneGroups& lanes;
+  float* memory;  // `dot_scratch` floats
+  int64_t first_x, first_y, count;
+};
+
+// First of the scales (and zero points) of row n.
+HFQ_INLINE int64_t scale_of_row(const Product& p, int64_t n) { return n / p.scale_rows * p.scale_stride; }
+
+// Rows n and, for R = 2, n + distance of the weight with MB rows of x from i0 on.
+template <class C, int R, int MB, Grouping GROUPING>
+static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0) {
+  const Product& p = a.p;
+  const int64_t x = a.first_x + i0, first = scale_of_row(p, n);
+  DotRows<C, R, MB, GROUPING> rows{p,
+                                   a.decoder,
+                                   a.lanes,
+                                   a.weight.qdata + n * p.row_bytes,
+                                   distance * p.row_bytes,
+                                   a.px.rows + x * a.px.stride,
+                                   a.px.stride,
+                                   a.memory,
+                                   scale_room(p),
+                                   a.weight.zero == nullptr ? nullptr : a.weight.zero + first,
+                                   scale_of_row(p, n + distance) - first,
+                                   C::INTEGER ? a.px.lane_sums + x * a.px.units * 16 : nullptr,
+                                   a.px.units * 16};
+  float out[R][MB];
+  rows.run(out);
+  for (int r = 0; r < R; ++r) {
+    const int64_t row = n + r * distance;
+    const float bias =
+        a.weight.bias == nullptr ? 0.0f : load_as_float(a.weight.bias, p.bias_dtype, a.weight.bias_first + row);
+    for (int i = 0; i < MB; ++i) {
+      float factor = a.weight.global_scale;
+      if (a.px.row_scale != nullptr) factor *= a.px.row_scale[x + i];
+      store_float(p.y, p.y_dtype, (a.first_y + i0 + i) * p.N + row, out[r][i] * factor + bias);
+    }
+  }
+}
+
+template <class C>
+static void load_scales_of(const DotPanel<C>& a, int64_t n, int r) {
+  const int64_t first = scale_of_row(a.p, n);
+  float* target = a.memory + r * scale_room(a.p);
+  for (int64_t g = 0; g < a.p.groups; g += 16)
+    _mm512_storeu_ps(target + g, load_scales(a.weight.scale, a.p.scale_dtype, first + g, a.p.groups - g));
+}
+
+// Rows n and n + distance of the weight with all rows of x, two at least.
+template <class C, Grouping GROUPING>
+static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance) {
+  load_scales_of<C>(a, n, 0);
+  load_scales_of<C>(a, n + distance, 1);
+  for (int64_t i = 0; i < a.count;) {
+    const int64_t left = a.count - i, rows = left <= 4 ? left : left == 5 ? 3 : 4;  // never 4 + 1
+    switch (rows) {
+      case 2: dot_rows<C, 2, 2, GROUPING>(a, n, distance, i); break;
+      case 3: dot_rows<C, 2, 3, GROUPING>(a, n, distance, i); break;
+      default: dot_rows<C, 2, 4, GROUPING>(a, n, distance, i);
+    }
+    i += rows;
+  }
+}
+
+// Rows n..end of the weight with `count` rows of x.
+template <class C, Grouping GROUPING>
+static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
+  if (a.count == 1) {
+    for (; n < end; ++n) {
+      load_scales_of<C>(a, n, 0);
+      dot_rows<C, 1, 1, GROUPING>(a, n, 0, 0);
+    }
+    return;
+  }
+  const int64_t distance = (end - n + 1) / 2;  // of an odd number the one in the middle is computed twice
+  for (int64_t i = 0; i < distance; ++i) dot_pair<C, GROUPING>(a, n + i, min64(distance, end - 1 - n - i));
+}
+
+}  // namespace avx512
+}  // namespace hfq

@@ -1,0 +1,207 @@
+// The three ways to multiply, and what surrounds them: packing x into a decoder's order, scales, reductions.
+#pragma once
+
+#include "avx512_decode.h"
+
+namespace hfq {
+namespace avx512 {
+
+HFQ_INLINE __m512 as_float(__m512i bits) { return _mm512_castsi512_ps(bits); }
+
+// A multiplication: `decode` gives the vectors of a block, `dot` adds the products of one with packed x. For each vector
+// of its decoder it has XVECS vectors. Table: what `table(decoder, zero point)` gives; with LANE_ZEROS `decode_lanes`
+// takes a zero point for each 32-bit lane instead.
+
+// Sums in fp32, zero points in the codes.
+template <class D>
+struct FloatSums {
+  using Decoder = D;
+  using Sum = __m512;
+  using Table = typename D::Table;
+  static constexpr bool INTEGER = false, LANE_ZEROS = D::ZERO_POINTS;
+
+  HFQ_INLINE Sum zero() { return _mm512_setzero_ps(); }
+  HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
+  HFQ_INLINE __m512 to_float(Sum sum) { return sum; }
+  HFQ_INLINE Table table(const D& d, int zero) { return d.table(zero); }
+};
+
+// bf16 levels of a block.
+template <class D>
+HFQ_INLINE void bf16_levels(const D& d, const uint8_t* p, Masks m, typename D::Table table, __m512i* level) {
+  d.indices(p, m, level);
+  for (int j = 0; j < D::VECS; ++j) level[j] = d.level(level[j], table);
+}
+
+template <class D>
+HFQ_INLINE void bf16_levels_lanes(const D& d, const uint8_t* p, Masks m, __m512i zeros, __m512i* level) {
+  const __m512i pairs = _mm512_or_si512(zeros, _mm512_slli_epi32(zeros, 16));
+  const __m512i shift = _mm512_sub_epi16(_mm512_set1_epi16(D::SHIFT), pairs);
+  d.indices(p, m, level);
+  for (int j = 0; j < D::VECS; ++j) level[j] = d.level_shifted(level[j], shift);
+}
+
+template <class D>
+struct ByBf16 : FloatSums<D> {
+  static constexpr int XVECS = 1, X_BYTES = 2;
+  using typename FloatSums<D>::Sum;
+
+  HFQ_INLINE void decode(const D& d, const uint8_t* p, Masks m, typename D::Table table, __m512i* value) {
+    bf16_levels(d, p, m, table, value);
+  }
+  HFQ_INLINE void decode_lanes(const D& d, const uint8_t* p, Masks m, __m512i zeros, __m512i* value) {
+    bf16_levels_lanes(d, p, m, zeros, value);
+  }
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+    return sum;
+  }
+};
+
+// fp32: each vector of bf16 words becomes one of the lower and one of the upper words.
+template <class D>
+struct ByF32 : FloatSums<D> {
+  static constexpr int XVECS = 2, X_BYTES = 4;
+  using typename FloatSums<D>::Sum;
+
+  HFQ_INLINE void widen(const __m512i* level, __m512i* value) {
+    for (int j = 0; j < D::VECS; ++j) {
+      value[2 * j] = _mm512_slli_epi32(level[j], 16);
+      value[2 * j + 1] = _mm512_and_si512(level[j], _mm512_set1_epi32(-65536));
+    }
+  }
+  HFQ_INLINE void decode(const D& d, const uint8_t* p, Masks m, typename D::Table table, __m512i* value) {
+    __m512i level[D::VECS];
+    bf16_levels(d, p, m, table, level);
+    widen(level, value);
+  }
+  HFQ_INLINE void decode_lanes(const D& d, const uint8_t* p, Masks m, __m512i zeros, __m512i* value) {
+    __m512i level[D::VECS];
+    bf16_levels_lanes(d, p, m, zeros, level);
+    widen(level, value);
+  }
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(as_float(x), as_float(w), sum); }
+};
+
+// fp32 by a decoder that delivers it.
+template <class D>
+struct ByF32Levels : FloatSums<D> {
+  static constexpr int XVECS = 1, X_BYTES = 4;
+  using typename FloatSums<D>::Sum;
+
+  HFQ_INLINE void decode(const D&, const uint8_t* p, Masks m, typename D::Table table, __m512i* value) {
+    __m512 level[D::VECS];
+    D::levels(p, m, table, level);
+    for (int j = 0; j < D::VECS; ++j) value[j] = _mm512_castps_si512(level[j]);
+  }
+  HFQ_INLINE void decode_lanes(const D& d, const uint8_t* p, Masks m, __m512i zeros, __m512i* value) {
+    __m512 level[D::VECS];
+    D::levels(p, m, d.unsigned_table(), level);
+    for (int j = 0; j < D::VECS; ++j)
+      value[j] = _mm512_castps_si512(_mm512_sub_ps(level[j], _mm512_cvtepi32_ps(zeros)));
+  }
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(as_float(x), as_float(w), sum); }
+};
+
+// Exact sums of integers; zero points are taken from the sums, for which x has those of its lanes.
+template <class D>
+struct ByInt8 {
+  using Decoder = D;
+  using Sum = __m512i;
+  using Table = NoTable;
+  static constexpr int XVECS = 1, X_BYTES = 1, OFFSET = D::OFFSET;
+  static constexpr bool INTEGER = true, LANE_ZEROS = false;
+
+  HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
+  HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
+  HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
+  HFQ_INLINE Table table(const D&, int) { return {}; }
+  HFQ_INLINE void decode(const D& d, const uint8_t* p, Masks m, Table, __m512i* value) { d.decode(p, m, value); }
+  // As assembly: around the intrinsic GCC 12 copies every sum to memory and back, which halves the speed.
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+    return sum;
+  }
+};
+
+// Vectors per block after decoding.
+template <class C>
+constexpr int vecs() {
+  return C::Decoder::VECS * C::XVECS;
+}
+
+// Where element e of vector j of a packed block comes from.
+template <class C>
+static int source_of(int vec, int element) {
+  using D = typename C::Decoder;
+  if (C::XVECS == 2) return D::code(vec / 2, 2 * element + vec % 2);
+  return D::code(vec, element);
+}
+
+// 16 scales from `first` on, as fp32; those past `count` are zero.
+HFQ_INLINE __m512 load_scales(const void* base, int dtype, int64_t first, int64_t count) {
+  const __mmask16 mask = count >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count > 0 ? count : 0)) - 1);
+  switch (dtype) {
+    case F32: return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(base) + first);
+    case BF16:
+      return as_float(_mm512_slli_epi32(
+          _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(base) + first)), 16));
+    case F16:
+      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(base) + first));
+    case E8M0: {
+      const __m512i bits = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, static_cast<const uint8_t*>(base) + first));
+      __m512i value = _mm512_slli_epi32(bits, 23);
+      value = _mm512_mask_mov_epi32(value, _mm512_testn_epi32_mask(bits, bits), _mm512_set1_epi32(0x00400000));
+      value = _mm512_mask_mov_epi32(value, _mm512_cmpeq_epi32_mask(bits, _mm512_set1_epi32(255)),
+                                    _mm512_set1_epi32(0x7fc00000));
+      return _mm512_maskz_mov_ps(mask, as_float(value));
+    }
+    default: {  // E4M3: shifted into place its exponent lacks 120
+      const __m512i bits = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, static_cast<const uint8_t*>(base) + first));
+      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(127));
+      __m512i value = _mm512_castps_si512(_mm512_mul_ps(as_float(_mm512_slli_epi32(magnitude, 20)),
+                                                        _mm512_set1_ps(bits_to_float((127u + 120u) << 23))));
+      value = _mm512_or_si512(value, _mm512_slli_epi32(_mm512_andnot_si512(_mm512_set1_epi32(127), bits), 24));
+      value = _mm512_mask_mov_epi32(value, _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(127)),
+                                    _mm512_set1_epi32(0x7fc00000));
+      return as_float(value);
+    }
+  }
+}
+
+// 16 zero points from `first` on.
+HFQ_INLINE __m512i load_zeros(const uint8_t* base, int64_t first, int64_t count) {
+  const __mmask16 mask = count >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count > 0 ? count : 0)) - 1);
+  return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, base + first));
+}
+
+// 16 values of x from `first` on, as fp32; those past `count` are zero.
+HFQ_INLINE __m512 load_x(const void* base, int dtype, int64_t first, int64_t count) {
+  if (dtype != INT8) return load_scales(base, dtype, first, count);
+  const __mmask16 mask = count >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count > 0 ? count : 0)) - 1);
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, static_cast<const int8_t*>(base) + first)));
+}
+
+// fp32 -> bf16 bits in 16 lanes, half to even; NaN stays NaN.
+HFQ_INLINE __m256i to_bf16(__m512 value) {
+  const __m512i bits = _mm512_castps_si512(value);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+
+// 16 results to y, `count` of them.
+HFQ_INLINE void store_y(void* base, int dtype, int64_t first, __mmask16 mask, __m512 value) {
+  switch (dtype) {
+    case F32: _mm512_mask_storeu_ps(static_cast<float*>(base) + first, mask, value); break;
+    case BF16: _mm256_mask_storeu_epi16(static_cast<uint16_t*>(base) + first, mask, to_bf16(value)); break;
+    default:
+      _mm256_mask_storeu_epi16(static_cast<uint16_t*>(base) + first, mask,
+                               _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+}
+
+}  // namespace avx512
+}  // namespace hfq

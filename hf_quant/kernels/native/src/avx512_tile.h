@@ -1,0 +1,268 @@
+// Many rows of x: 64 rows of codes are decoded once into a panel whose lanes are rows of the weight, then multiplied
+// with broadcast pairs (quadruples) of x, six rows of x and 24 sums at a time.
+#pragma once
+
+#include "avx512_dot.h"
+
+namespace hfq {
+namespace avx512 {
+
+constexpr int kPanel = 64;           // rows of the weight
+constexpr int kPanelBytes = 65536;   // what a panel takes at most: it stays in the L2 cache
+constexpr int kTileRows = 6;         // rows of x
+
+// 16 vectors of 16 lanes, transposed in place.
+HFQ_INLINE void transpose(__m512i (&a)[16]) {
+  __m512i b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+    a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+    a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+    a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    b[i] = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88);
+    b[4 + i] = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+    b[8 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+    b[12 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_i32x4(b[i], b[8 + i], 0x88);
+    a[8 + i] = _mm512_shuffle_i32x4(b[i], b[8 + i], 0xdd);
+    a[4 + i] = _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0x88);
+    a[12 + i] = _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0xdd);
+  }
+}
+
+// A stretch of lanes (16 to a block) that share a scale.
+struct Run {
+  int64_t first, last;  // lanes from the start of the panel's K range
+  int64_t group;
+  bool starts;  // the group begins here
+};
+
+template <class C, bool LANE_ZEROS>
+class Tile {
+  using D = typename C::Decoder;
+  using Sum = typename C::Sum;
+  static constexpr int V = vecs<C>();
+  static constexpr int STEP = V * 4 * 64;  // bytes of the panel per lane
+  // Whole blocks in a panel.
+  static constexpr int BLOCKS = kPanelBytes / (16 * STEP) > 0 ? kPanelBytes / (16 * STEP) : 1;
+
+ public:
+  Tile(const Product& p, const D& decoder, const Weight& weight, const PackedX& px, const LaneGroups& lanes)
+      : p_(p), d_(decoder), w_(weight), px_(px), lanes_(lanes) {}
+
+  // Rows n.. of the weight, at most 64; `memory` is `scratch_bytes`.
+  void run(int64_t n, int64_t first_x, int64_t first_y, int64_t count, char* memory) {
+    char* panel = memory;
+    float* scales = reinterpret_cast<float*>(panel + BLOCKS * 16 * STEP);
+    int32_t* zeros = reinterpret_cast<int32_t*>(scales + MAX_RUNS * kPanel);
+    float* sums = scales + 2 * MAX_RUNS * kPanel;
+    memset(sums, 0, static_cast<size_t>(count) * kPanel * 4);
+    const int64_t blocks = ceil_div(p_.K, D::BLOCK);
+    for (int64_t b = 0; b < blocks; b += BLOCKS) {
+      const int64_t end = min64(b + BLOCKS, blocks);
+      unpack(n, b, end, panel);
+      Run runs[MAX_RUNS];
+      const int num_runs = split(b, end, runs);
+      load_factors(n, runs, num_runs, scales, zeros);
+      for (int64_t i = 0; i < count;) {
+        const int rows = tile_rows(count - i);
+        const char* x = px_.rows + (first_x + i) * px_.stride + b * V * 64;
+        const int32_t* x_sums = C::INTEGER ? px_.group_sums + (first_x + i) * p_.groups : nullptr;
+        float* y = sums + i * kPanel;
+        switch (rows) {
+          case 1: multiply<1>(x, panel, runs, num_runs, scales, zeros, x_sums, y); break;
+          case 2: multiply<2>(x, panel, runs, num_runs, scales, zeros, x_sums, y); break;
+          case 3: multiply<3>(x, panel, runs, num_runs, scales, zeros, x_sums, y); break;
+          case 4: multiply<4>(x, panel, runs, num_runs, scales, zeros, x_sums, y); break;
+          case 5: multiply<5>(x, panel, runs, num_runs, scales, zeros, x_sums, y); break;
+          default: multiply<6>(x, panel, runs, num_runs, scales, zeros, x_sums, y);
+        }
+        i += rows;
+      }
+    }
+    finish(n, first_x, first_y, count, sums);
+  }
+
+  static size_t scratch_bytes(int64_t count) {
+    return BLOCKS * 16 * STEP + 2 * MAX_RUNS * kPanel * 4 + static_cast<size_t>(count) * kPanel * 4;
+  }
+
+ private:
+  static constexpr int MAX_RUNS = 16 * BLOCKS;  // a lane may have a group of its own
+
+  // 13 rows as 5 + 4 + 4, not 6 + 6 + 1.
+  static int tile_rows(int64_t left) {
+    return left <= kTileRows ? static_cast<int>(left) : static_cast<int>(ceil_div(left, ceil_div(left, kTileRows)));
+  }
+
+  // Vector J of 16 rows of a block, transposed; the decoder's other vectors are left out by the compiler. Decoding again
+  // for each J costs less than keeping the vectors in memory: a store of 64 bytes takes two cycles (Zen 4).
+  // zeros[r]: the row's zero points from the block's first group on.
+  template <int J>
+  void unpack_vector(const uint8_t* const (&rows)[16], const uint8_t* const (&zeros)[16], int64_t at, Masks m,
+                     int64_t groups, __m512i relative, char* out) const {
+    __m512i a[16];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+      __m512i value[V];
+      if constexpr (LANE_ZEROS) {
+        const __m512i lane_zeros = _mm512_permutexvar_epi32(relative, load_zeros(zeros[r], 0, groups));
+        C::decode_lanes(d_, rows[r] + at, m, lane_zeros, value);
+      } else {
+        C::decode(d_, rows[r] + at, m, C::table(d_, w_.zero == nullptr ? 0 : *zeros[r]), value);
+      }
+      a[r] = value[J];
+    }
+    transpose(a);
+#pragma GCC unroll 16
+    for (int lane = 0; lane < 16; ++lane) _mm512_store_si512(out + lane * STEP, a[lane]);
+    if constexpr (J + 1 < V) unpack_vector<J + 1>(rows, zeros, at, m, groups, relative, out + 256);
+  }
+
+  void unpack(int64_t n, int64_t b, int64_t end, char* panel) const {
+    for (int part = 0; part < 4; ++part) {
+      const uint8_t *rows[16], *zeros[16];  // past the end the last row again, whose lanes nobody reads
+      for (int64_t block = b; block < end; ++block) {
+        const int64_t at = block * D::BYTES, group = group_of(block, 0);
+        for (int r = 0; r < 16; ++r) {
+          const int64_t row = min64(n + 16 * part + r, p_.N - 1);
+          rows[r] = w_.qdata + row * p_.row_bytes;
+          zeros[r] = w_.zero == nullptr ? nullptr : w_.zero + scale_of_row(p_, row) + group;
+        }
+        const __m512i relative =
+            LANE_ZEROS ? _mm512_loadu_si512(lanes_.relative + 16 * block) : _mm512_setzero_si512();
+        unpack_vector<0>(rows, zeros, at, masks_of(p_.row_bytes - at), p_.groups - group, relative,
+                         panel + (block - b) * 16 * STEP + part * 64);
+      }
+    }
+  }
+
+  int64_t group_of(int64_t block, int lane) const {
+    return p_.groups == 1 ? 0 : min64((block * D::BLOCK + D::lane_code(lane)) / p_.group_size, p_.groups - 1);
+  }
+
+  int split(int64_t b, int64_t end, Run* runs) const {
+    int count = 0;
+    const int64_t before = b == 0 ? -1 : group_of(b - 1, 15);
+    if (p_.groups == 1 || p_.group_size % D::BLOCK == 0) {  // block by block
+      for (int64_t block = b; block < end; ++block) {
+        const int64_t group = group_of(block, 0), lane = (block - b) * 16;
+        if (count > 0 && runs[count - 1].group == group) {
+          runs[count - 1].last = lane + 16;
+        } else {
+          runs[count++] = {lane, lane + 16, group, group != before};
+        }
+      }
+      return count;
+    }
+    for (int64_t lane = 0; lane < (end - b) * 16; ++lane) {
+      const int64_t group = group_of(b + lane / 16, static_cast<int>(lane % 16));
+      if (count > 0 && runs[count - 1].group == group) {
+        runs[count - 1].last = lane + 1;
+      } else {
+        runs[count] = {lane, lane + 1, group, count > 0 || group != before};
+        ++count;
+      }
+    }
+    return count;
+  }
+
+  void load_factors(int64_t n, const Run* runs, int num_runs, float* scales, int32_t* zeros) const {
+    for (int64_t r = 0; r < kPanel; ++r) {
+      const int64_t first = scale_of_row(p_, min64(n + r, p_.N - 1));
+      for (int i = 0; i < num_runs; ++i) {
+        scales[i * kPanel + r] = load_as_float(w_.scale, p_.scale_dtype, first + runs[i].group);
+        if (C::INTEGER && w_.zero != nullptr) zeros[i * kPanel + r] = w_.zero[first + runs[i].group];
+      }
+    }
+  }
+
+  template <int ROWS>
+  void multiply(const char* x, const char* panel, const Run* runs, int num_runs, const float* scales,
+                const int32_t* zeros, const int32_t* x_sums, float* y) const {
+    const int64_t stride = px_.stride;
+    for (int run = 0; run < num_runs; ++run) {
+      Sum sums[ROWS][4];
+#pragma GCC unroll 8
+      for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; ++part) sums[i][part] = C::zero();
+      const char* w = panel + runs[run].first * STEP;
+      for (int64_t lane = runs[run].first; lane < runs[run].last; ++lane) {
+        const char* from = x + (lane >> 4) * (V * 64) + (lane & 15) * 4;
+#pragma GCC unroll 8
+        for (int j = 0; j < V; ++j) {
+          __m512i values[4];
+#pragma GCC unroll 4
+          for (int part = 0; part < 4; ++part) values[part] = _mm512_load_si512(w + j * 256 + part * 64);
+#pragma GCC unroll 8
+          for (int i = 0; i < ROWS; ++i) {
+            int32_t word;
+            memcpy(&word, from + i * stride + j * 64, 4);
+            const __m512i pair = _mm512_set1_epi32(word);
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; ++part) sums[i][part] = C::dot(sums[i][part], pair, values[part]);
+          }
+        }
+        w += STEP;
+      }
+      const int64_t group = runs[run].group;
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; ++part) {
+        const __m512 scale = _mm512_load_ps(scales + run * kPanel + 16 * part);
+        __m512i zero = _mm512_set1_epi32(1);
+        if (C::INTEGER && w_.zero != nullptr) zero = _mm512_load_si512(zeros + run * kPanel + 16 * part);
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i) {
+          if constexpr (C::INTEGER) {
+            if (runs[run].starts) {
+              const __m512i offset = _mm512_set1_epi32(x_sums[i * p_.groups + group]);
+              sums[i][part] = _mm512_add_epi32(sums[i][part], _mm512_mullo_epi32(offset, zero));
+            }
+          }
+          float* target = y + i * kPanel + 16 * part;
+          _mm512_store_ps(target, _mm512_fmadd_ps(C::to_float(sums[i][part]), scale, _mm512_load_ps(target)));
+        }
+      }
+    }
+  }
+
+  void finish(int64_t n, int64_t first_x, int64_t first_y, int64_t count, const float* sums) const {
+    for (int part = 0; part < 4; ++part) {
+      const int64_t first = n + 16 * part, left = p_.N - first;
+      if (left <= 0) return;
+      const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+      alignas(64) float bias_values[16] = {};
+      if (w_.bias != nullptr)
+        for (int i = 0; i < min64(left, 16); ++i)
+          bias_values[i] = load_as_float(w_.bias, p_.bias_dtype, w_.bias_first + first + i);
+      const __m512 bias = _mm512_load_ps(bias_values);
+      for (int64_t i = 0; i < count; ++i) {
+        const float factor = px_.row_scale == nullptr ? w_.global_scale : w_.global_scale * px_.row_scale[first_x + i];
+        const __m512 value = _mm512_load_ps(sums + i * kPanel + 16 * part);
+        store_y(p_.y, p_.y_dtype, (first_y + i) * p_.N + first, mask, _mm512_fmadd_ps(value, _mm512_set1_ps(factor), bias));
+      }
+    }
+  }
+
+  const Product& p_;
+  const D& d_;
+  const Weight& w_;
+  const PackedX& px_;
+  const LaneGroups& lanes_;
+};
+
+}  // namespace avx512
+}  // namespace hfq

@@ -1,0 +1,162 @@
+// The Python module: numbers in, nothing but numbers and names out. Its callers check every argument.
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace {
+
+using namespace hfq;
+
+// The instruction sets that were compiled in and that this CPU has, best first.
+const Kernels* available[4];
+int num_available = 0;
+const Kernels* active = nullptr;
+bool has_bf16 = false;
+
+void find_kernels() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("avx512vbmi")) {
+    available[num_available++] = &kAvx512;
+    has_bf16 = __builtin_cpu_supports("avx512bf16");
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    available[num_available++] = &kAvx2;
+#endif
+  available[num_available++] = &kPortable;
+  active = available[0];
+}
+
+// The arguments of a call, one after the other.
+class Arguments {
+ public:
+  Arguments(PyObject* const* args, Py_ssize_t count) : args_(args), left_(count) {}
+
+  int64_t number() {
+    if (left_ == 0) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too few arguments");
+      return 0;
+    }
+    --left_;
+    return PyLong_AsLongLong(*args_++);
+  }
+  int integer() { return static_cast<int>(number()); }
+  template <class T>
+  T* pointer() {
+    return reinterpret_cast<T*>(static_cast<intptr_t>(number()));
+  }
+  // Whether all were integers and none is left.
+  bool finish() {
+    if (PyErr_Occurred()) return false;
+    if (left_ == 0) return true;
+    PyErr_SetString(PyExc_TypeError, "too many arguments");
+    return false;
+  }
+
+ private:
+  PyObject* const* args_;
+  Py_ssize_t left_;
+};
+
+PyObject* done(bool ok) {
+  if (!ok) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  Product p;
+  p.M = a.number();
+  p.N = a.number();
+  p.K = a.number();
+  p.x = a.pointer<const void>();
+  p.x_dtype = a.integer();
+  p.x_stride = a.number();
+  p.row_scale = a.pointer<const float>();
+  p.y = a.pointer<void>();
+  p.y_dtype = a.integer();
+  p.bias = a.pointer<const void>();
+  p.bias_dtype = a.integer();
+  p.ends = a.pointer<const int32_t>();
+  p.threads = a.integer();
+  p.compute = a.integer();
+  p.layout = a.integer();
+  p.levels = a.pointer<const float>();
+  p.group_size = a.number();
+  p.groups = a.number();
+  p.qdata = a.pointer<const uint8_t>();
+  p.row_bytes = a.number();
+  p.scale = a.pointer<const void>();
+  p.scale_dtype = a.integer();
+  p.scale_stride = a.number();
+  p.scale_rows = a.number();
+  p.zero = a.pointer<const uint8_t>();
+  p.global_scale = a.pointer<const float>();
+  p.experts = a.number();
+  p.expert_qdata = a.number();
+  p.expert_scale = a.number();
+  p.expert_bias = a.number();
+  if (!a.finish()) return nullptr;
+  if (p.compute == BY_BF16 && !(active->by_bf16 && (active != &kAvx512 || has_bf16))) p.compute = BY_F32;
+  bool ok;
+  Py_BEGIN_ALLOW_THREADS ok = active->matmul(p);
+  Py_END_ALLOW_THREADS return done(ok);
+}
+
+// To be counted up when the arguments of `matmul` change.
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(1); }
+
+PyObject* instruction_sets(PyObject*, PyObject*) {
+  PyObject* names = PyTuple_New(num_available);
+  for (int i = 0; names != nullptr && i < num_available; ++i)
+    PyTuple_SetItem(names, i, PyUnicode_FromString(available[i]->name));
+  return names;
+}
+
+PyObject* use(PyObject*, PyObject* name) {
+  for (int i = 0; i < num_available; ++i) {
+    if (PyUnicode_CompareWithASCIIString(name, available[i]->name) == 0) {
+      active = available[i];
+      Py_RETURN_NONE;
+    }
+  }
+  PyErr_SetString(PyExc_ValueError, "this CPU or this build lacks that instruction set");
+  return nullptr;
+}
+
+PyObject* has_bf16_dot(PyObject*, PyObject*) {
+  return PyBool_FromLong(active == available[0] && has_bf16 && active->by_bf16);
+}
+
+PyObject* share_threads(PyObject*, PyObject* address) {
+  const long long value = PyLong_AsLongLong(address);
+  if (value == -1 && PyErr_Occurred()) return nullptr;
+  set_gomp_parallel(reinterpret_cast<GompParallel>(static_cast<intptr_t>(value)));
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"matmul", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(matmul)), METH_FASTCALL,
+     "One product, see `Product` in types.h; raises MemoryError."},
+    {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
+    {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},
+    {"use", use, METH_O, "Use the named instruction set from now on."},
+    {"has_bf16_dot", has_bf16_dot, METH_NOARGS, "Whether bf16 is multiplied by instructions for it."},
+    {"share_threads", share_threads, METH_O, "Take the threads of the runtime whose GOMP_parallel is at the address."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Quantized products on CPUs.", -1, methods,
+                          nullptr,               nullptr,   nullptr,                       nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+  if (num_available == 0) find_kernels();
+  return PyModule_Create(&definition);
+}

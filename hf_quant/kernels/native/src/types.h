@@ -1,0 +1,132 @@
+// What the kernels of every instruction set share: the description of one product, and small conversions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace hfq {
+
+enum DType : int { F32, BF16, F16, E8M0, E4M3, INT8 };
+
+// How codes lie in memory (hf_quant.kernels.codes): packed 2, 3, 4 or 6 bits in units of 32 codes, or bytes.
+enum Layout : int { PACKED2, PACKED3, PACKED4, PACKED6, BYTES_INT, BYTES_FLOAT };
+
+// What x and the codes become before they are multiplied.
+enum Compute : int { BY_F32, BY_BF16, BY_INT8 };
+
+// y [M, N] = (x [M, K] @ w [N, K].T) * row_scale [M, 1] + bias [N], for one weight or for each of several experts.
+struct Product {
+  int64_t M, N, K;
+  int64_t group_size, groups;  // values of K per scale, scales per row
+  int layout, compute;
+  const float* levels;  // value of each code: 2**bits, or 256 of an 8-bit float; unused for BYTES_INT
+
+  const void* x;  // [M, K]; INT8: codes with row_scale
+  int x_dtype;
+  int64_t x_stride;        // elements from row to row
+  const float* row_scale;  // [M] or null; with BY_INT8 and x not INT8 the rows are quantized here
+  void* y;                 // [M, N], contiguous
+  int y_dtype;
+
+  const uint8_t* qdata;
+  int64_t row_bytes;
+  const void* scale;
+  int scale_dtype;
+  int64_t scale_stride, scale_rows;  // elements from row to row; rows of the weight that share one
+  const uint8_t* zero;               // of the scale's shape, or null
+  const float* global_scale;         // one per expert, or null
+  const void* bias;
+  int bias_dtype;
+
+  int64_t experts;
+  const int32_t* ends;  // [experts] end of each expert's rows of x, ascending; null for one weight
+  int64_t expert_qdata, expert_scale, expert_bias;  // distances, in bytes, elements, elements
+  int threads;
+};
+
+static inline float bits_to_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+static inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+static inline float bf16_to_float(uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
+
+// Rounds half to even; NaN stays NaN.
+static inline uint16_t float_to_bf16(float value) {
+  uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float f16_to_float(uint16_t bits) {
+  uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+  // Shifted into place the exponent lacks 112; the product takes care of subnormals, too.
+  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * bits_to_float((127u + 112u) << 23)));
+}
+
+static inline uint16_t float_to_f16(float value) {
+  uint32_t bits = float_to_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more
+  if (magnitude < 0x38800000u) {  // subnormal: adding 2**23 units of 2**-24 rounds as the format does
+    float shifted = bits_to_float(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u));
+  }
+  uint32_t odd = (magnitude >> 13) & 1;
+  return static_cast<uint16_t>(sign | ((magnitude - (112u << 23) + 0xfffu + odd) >> 13));
+}
+
+static inline float e4m3_to_float(uint8_t bits) {
+  uint32_t sign = static_cast<uint32_t>(bits & 0x80u) << 24, magnitude = bits & 0x7fu;
+  if (magnitude == 0x7fu) return bits_to_float(0x7fc00000u);
+  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 20) * bits_to_float((127u + 120u) << 23)));
+}
+
+static inline float e8m0_to_float(uint8_t bits) {
+  if (bits == 255) return bits_to_float(0x7fc00000u);
+  return bits_to_float(bits == 0 ? 0x00400000u : static_cast<uint32_t>(bits) << 23);
+}
+
+static inline float load_as_float(const void* base, int dtype, int64_t i) {
+  switch (dtype) {
+    case F32: return static_cast<const float*>(base)[i];
+    case BF16: return bf16_to_float(static_cast<const uint16_t*>(base)[i]);
+    case F16: return f16_to_float(static_cast<const uint16_t*>(base)[i]);
+    case E8M0: return e8m0_to_float(static_cast<const uint8_t*>(base)[i]);
+    case E4M3: return e4m3_to_float(static_cast<const uint8_t*>(base)[i]);
+    default: return static_cast<const int8_t*>(base)[i];
+  }
+}
+
+static inline void store_float(void* base, int dtype, int64_t i, float value) {
+  switch (dtype) {
+    case F32: static_cast<float*>(base)[i] = value; break;
+    case BF16: static_cast<uint16_t*>(base)[i] = float_to_bf16(value); break;
+    default: static_cast<uint16_t*>(base)[i] = float_to_f16(value);
+  }
+}
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Scale of a row of activations from its largest magnitude: `row_scale` of hf_quant.kernels.rowwise.
+static inline float int8_row_scale(float amax) {
+  float scale = amax / 127.0f;
+  return scale < bits_to_float((127u - 90u) << 23) ? 1.0f : scale;  // NaN and inf stay
+}
+
+static inline int element_size(int dtype) {
+  return dtype == F32 ? 4 : dtype == BF16 || dtype == F16 ? 2 : 1;
+}
+
+}  // namespace hfq
