@@ -4,7 +4,7 @@
     python scripts/support_matrix.py --check   # exit status 1 if README.md has another one; a unit test does the same
 
 It asks `explain`, which also makes the plan's table and follows the dispatch of the ops; the matrix is for a layer of
-4096 x 4096 in bf16, on a CPU with VNNI.
+4096 x 4096 in bf16, on a CPU with VNNI, with the native kernels.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import torch
 from hf_quant.algorithms import empty_packed, geometry
 from hf_quant.config import resolve_scheme
 from hf_quant.formats import ALIASES, FORMATS
-from hf_quant.kernels import _cpu_mm, dynamic_mm, grouped_mm, weight_only_mm
+from hf_quant.kernels import _cpu_mm, dynamic_mm, grouped_mm, native, weight_only_mm
 from hf_quant.kernels._op import Problem, explain
 from hf_quant.scheme import LinearScheme
 
@@ -25,6 +25,7 @@ from hf_quant.scheme import LinearScheme
 README = Path(__file__).resolve().parents[1] / "README.md"
 NAME = "support matrix"
 SIZE = 4096  # N and K of the layer
+INSTRUCTION_SET = "avx512"  # any: all of them take the same products
 # What to ask for: (header, device, activations, experts).
 COLUMNS = tuple(
     (f"{label}{what}", device, activations, experts)
@@ -38,8 +39,8 @@ COLUMNS = tuple(
 )
 
 
-def paths(scheme: LinearScheme, device: str, experts: int | None) -> list[tuple[str, str]]:
-    """[(path, for which M)] by which a layer of the scheme is computed on a device."""
+def paths(scheme: LinearScheme, device: str, experts: int | None, kernels: str | None) -> list[tuple[str, str]]:
+    """[(path, for which M)] by which a layer of the scheme is computed; `kernels`: as `native.use` takes it."""
     problem = Problem(
         format=scheme.weight.format,
         group_size=geometry(scheme.weight, SIZE, SIZE)[1],
@@ -51,13 +52,21 @@ def paths(scheme: LinearScheme, device: str, experts: int | None) -> list[tuple[
         num_experts=experts,
     )
     op = grouped_mm if experts else weight_only_mm if scheme.activation is None else dynamic_mm
-    with patch.object(_cpu_mm, "_VNNI", True):  # the matrix is the same wherever it is made
-        return [(path, when) for path, when, reason in explain(op, device, problem) if reason is None]
+    found = []
+    # The matrix is the same wherever it is made.
+    with patch.object(_cpu_mm, "_VNNI", True), patch.object(native, "_active", kernels):
+        for path, when, reason in explain(op, device, problem):
+            if reason is None:
+                found.append((path, when))
+                if when == "any M":  # what follows it is never taken
+                    break
+    return found
 
 
 def matrix() -> str:
-    """The matrix and the legend of its letters, in Markdown."""
+    """The matrix, the legend of its letters, and what serves without the native kernels, in Markdown."""
     letters: dict[tuple[str, str], str] = {}
+    stock: dict[str, None] = {}  # names of the paths, in the order in which they are met
     alias = {full: short for short, full in ALIASES.items()}
     rows = []
     for name in FORMATS:
@@ -69,18 +78,20 @@ def matrix() -> str:
         cells = [f"`{name}`{short}", f"{8 * size / SIZE**2:.3f}", scale]
         for _, device, activations, experts in COLUMNS:
             found, _ = resolve_scheme({"weights": name, "activations": activations}, torch.bfloat16)
-            codes = [letters.setdefault(path, _letter(len(letters))) for path in paths(found, device, experts)]
-            cells.append(" ".join(codes))
+            taken = paths(found, device, experts, INSTRUCTION_SET)
+            cells.append(" ".join(letters.setdefault(path, chr(ord("A") + len(letters))) for path in taken))
+            if device == "cpu":
+                stock.update((path, None) for path, _ in paths(found, device, experts, None))
         rows.append(cells)
     header = ["weights", "bits/weight", "scale per", *(column[0] for column in COLUMNS)]
     lines = [header, ["---"] * len(header), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     legend = "\n".join(f"- **{letter}** {path}: {when}" for (path, when), letter in letters.items())
-    return f"{table}\n\nThe paths, and for which M, the number of tokens, each is taken:\n\n{legend}"
-
-
-def _letter(index: int) -> str:
-    return chr(ord("A") + index)
+    return (
+        f"{table}\n\nThe paths, and for which M, the number of tokens, each is taken:\n\n{legend}\n\n"
+        f"Where the native kernels are not built, ops of torch serve on CPUs: {'; '.join(stock)}; `print(plan)` shows "
+        "which."
+    )
 
 
 def replace_section(text: str, name: str, body: str) -> str:

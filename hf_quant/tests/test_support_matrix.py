@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from hf_quant import FORMATS
+from hf_quant.kernels import _cpu_mm, native
+from hf_quant.kernels._cpu_paths import PATHS
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "support_matrix.py"
+TINY = "bf16 (fp32) copy of a tiny weight"  # the matrix is for a large one
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,21 @@ def script():
 def test_readme_is_current(script):
     text = script.README.read_text()
     assert script.replace_section(text, script.NAME, script.matrix()) == text, "run scripts/support_matrix.py"
+
+
+@pytest.mark.parametrize(("kernels", "vnni"), [(None, False), (None, True), ("portable", True)])
+def test_the_matrix_is_the_same_on_every_machine(script, monkeypatch, kernels, vnni):
+    expected = script.matrix()
+    monkeypatch.setattr(native, "_active", kernels)
+    monkeypatch.setattr(_cpu_mm, "_VNNI", vnni)
+    assert script.matrix() == expected
+    assert native.active() == kernels and _cpu_mm._VNNI == vnni
+
+
+def test_the_matrix_says_what_serves_without_native_kernels(script):
+    sentence = script.matrix().splitlines()[-1]
+    named = {path.name for path in PATHS if path.name in sentence}
+    assert named == {path.name for path in PATHS if path.name not in ("native kernels (C++)", TINY)}
 
 
 def test_the_matrix_has_every_format_and_explains_every_letter(script):
