@@ -1,4 +1,4 @@
-"""The command line: `hf-quant quantize | plan | inspect | eval | bench | demo`.
+"""The command line: `hf-quant quantize | plan | inspect | eval | bench | demo | doctor`.
 
 A mistake of the user, or a file that is missing or broken, is one line on stderr and exit status 2; `--debug` shows
 where it was found. `main` imports nothing heavy before it knows the command: `hf-quant --help` answers at once.
@@ -22,11 +22,10 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; `arguments` default to `sys.argv[1:]`. Returns the exit status: 0, 2 on errors, 130 on Ctrl-C."""
     args = build_parser().parse_args(arguments)
-    from safetensors import SafetensorError
-
+    module, function = args.command
     try:
-        with _quiet_hosts(verbose=args.debug):
-            module, function = args.command
+        # `doctor` has to answer where a host is missing or broken.
+        with contextlib.nullcontext() if module == "_doctor" else _quiet_hosts(verbose=args.debug):
             getattr(import_module(f"hf_quant.cli.{module}"), function)(args)
             sys.stdout.flush()
         return 0
@@ -36,12 +35,19 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `hf-quant plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    # RuntimeError: what torch and the hosts raise on a full device, or on tensors that do not fit a model.
-    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+    except _expected_errors() as error:
         if args.debug:
             traceback.print_exc()
         print(f"hf-quant: error: {_one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """What mistakes, and files that are missing or broken, raise."""
+    from safetensors import SafetensorError
+
+    # RuntimeError: what torch and the hosts raise on a full device, or on tensors that do not fit a model.
+    return ValueError, OSError, ImportError, RuntimeError, SafetensorError
 
 
 def _one_line(error: BaseException) -> str:

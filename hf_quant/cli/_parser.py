@@ -25,6 +25,7 @@ _EPILOG = """examples:
   hf-quant eval llama-int4 --text wiki.txt --reference meta-llama/Llama-3.1-8B
   hf-quant bench llama-int4 --reference meta-llama/Llama-3.1-8B
   hf-quant demo
+  hf-quant doctor
 """
 _MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
 
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of errors, and the hosts' warnings")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench, _add_demo):
+    for add in (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench, _add_demo, _add_doctor):
         add(commands, common)
     return parser
 
@@ -128,6 +129,12 @@ def _add_demo(commands, common) -> None:
         "--tokens", type=_positive, default=16384, metavar="N", help="of text to judge (default: 16384)"
     )
     parser.add_argument("--rounds", type=_positive, default=5, metavar="N", help="of timing (default: 5)")
+
+
+def _add_doctor(commands, common) -> None:
+    help = "versions, CPU, native kernels, GPUs and settings: what is active on this machine, why, and what to do"
+    parser = _add_command(commands, common, "doctor", ("_doctor", "doctor"), help)
+    parser.add_argument("--json", action="store_true", help="for scripts")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
