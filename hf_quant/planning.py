@@ -62,7 +62,7 @@ class PlanEntry:
         if self.scheme is None:
             return "16-bit"
         shape = next(iter(self.shapes.values()))
-        quant, activation = self.scheme.weight, self.scheme.activation
+        quant, activation = self.scheme.weight, self.scheme.activation_on(device_type)
         problem = Problem(
             format=quant.format,
             group_size=geometry(quant, *shape[-2:])[1],
@@ -70,7 +70,7 @@ class PlanEntry:
             K=shape[-1],
             dtype=self.dtype,
             symmetric=quant.symmetric,
-            activation=None if activation is None else activation.format,
+            activation=activation,
             num_experts=shape[0] if len(shape) == 3 else None,
         )
         op = {"experts": grouped_mm, "embedding": dequantize, "conv": dequantize}.get(

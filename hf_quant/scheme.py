@@ -58,30 +58,43 @@ class LinearScheme:
         weight: how the weight is stored.
         activation: how the input is quantized on the fly before the product; None keeps it in 16 bit.
         sparsity: None, or "2:4".
+        cpu_activation: the same for products on a CPU only, where `activation` is None.
     """
 
     weight: TensorQuant
     activation: TensorQuant | None = None
     sparsity: str | None = None
+    cpu_activation: TensorQuant | None = None
+
+    def activation_on(self, device_type: str) -> str | None:
+        """Format in which the input is quantized on a device, None: it is not."""
+        activation = self.cpu_activation if self.activation is None and device_type == "cpu" else self.activation
+        return None if activation is None else activation.format
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        if self.cpu_activation is None:  # unknown to checkpoints without it
+            del fields["cpu_activation"]
+        return fields
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "LinearScheme":
         """Inverse of `to_dict`. Raises ValueError on fields that this version does not know."""
-        known = {"weight", "activation", "sparsity"}
+        known = {"weight", "activation", "sparsity", "cpu_activation"}
         if not isinstance(fields, dict) or set(fields) - known or "weight" not in fields:
-            raise ValueError(f"a scheme is {{weight, activation, sparsity}}, got {fields!r}")
-        activation = fields.get("activation")
+            raise ValueError(f"a scheme is {{weight, activation, sparsity, cpu_activation}}, got {fields!r}")
+        activation, on_cpu = fields.get("activation"), fields.get("cpu_activation")
         return cls(
             weight=_tensor_quant(fields["weight"]),
             activation=None if activation is None else _tensor_quant(activation),
             sparsity=fields.get("sparsity"),
+            cpu_activation=None if on_cpu is None else _tensor_quant(on_cpu),
         )
 
     def __str__(self) -> str:
         activation = "" if self.activation is None else f", {self.activation.format} activations"
+        if self.cpu_activation is not None:
+            activation = f", {self.cpu_activation.format} activations on CPUs"
         return f"{self.weight}{activation}" + (f", {self.sparsity}" if self.sparsity else "")
 
 

@@ -169,6 +169,11 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
         help=f"{FORMATS_HELP}" + (f" (default: {default})" if default else quantize_first),
     )
     group.add_argument("--activations", metavar="FORMAT", help="int8 or fp8, quantized on the fly (default: 16 bit)")
+    group.add_argument(
+        "--cpu-activations",
+        metavar="FORMAT",
+        help="int8: on CPUs the inputs of int4 and int8 layers, too: faster there",
+    )
     group.add_argument("--kv-cache", metavar="FORMAT", help="format of the cached keys and values (default: 16 bit)")
     group.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale, 32 to 256")
     group.add_argument("--granularity", metavar="G", help="row, group, tensor or block: what shares a scale")
@@ -239,6 +244,7 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
     return QuantizerConfig(
         None if weights is not None and weights.lower() == "none" else weights,
         args.activations,
+        cpu_activations=args.cpu_activations,
         kv_cache=args.kv_cache,
         granularity=args.granularity,
         group_size=args.group_size,
@@ -250,5 +256,6 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
 
 def gives_scheme(args: argparse.Namespace) -> bool:
     """Whether any option of `_add_scheme` is given (for commands that have no default for --weights)."""
-    fields = (args.activations, args.kv_cache, args.granularity, args.group_size, args.symmetric, args.algorithm)
-    return args.weights is not None or bool(args.module or args.skip) or any(f is not None for f in fields)
+    given = (args.weights, args.activations, args.cpu_activations, args.kv_cache)
+    given += (args.granularity, args.group_size, args.symmetric, args.algorithm)
+    return bool(args.module or args.skip) or any(field is not None for field in given)

@@ -58,7 +58,7 @@ class QuantExperts(QuantizedModule):
             self.packed(name),
             self._parameters[f"{name}_bias"] if getattr(self, "has_bias", False) else None,
             offsets,
-            activation=None if scheme.activation is None else scheme.activation.format,
+            activation=scheme.activation_on(x.device.type),
             format=scheme.weight.format,
             group_size=scheme.weight.group_size or (128 if scheme.weight.granularity == "block" else x.shape[-1]),
         )

@@ -44,8 +44,8 @@ class QuantLinear(QuantizedModule, nn.Linear):
         if parameters is None:
             parameters = self._parameters
         scheme = self.scheme
-        quant = scheme.weight
-        if scheme.activation is None:
+        quant, activation = scheme.weight, scheme.activation_on(device)
+        if activation is None:
             y = ready_linear(x, parameters, bias)
             if y is not None:
                 return y
@@ -53,7 +53,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
             x,
             self._typed("weight", parameters),
             bias,
-            activation=None if scheme.activation is None else scheme.activation.format,
+            activation=activation,
             format=quant.format,
             group_size=quant.group_size or (128 if quant.granularity == "block" else x.shape[-1]),
         )

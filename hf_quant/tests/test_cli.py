@@ -78,6 +78,7 @@ def test_every_option_reaches_the_config():
         "re:.*(?=x)v": None,
     }
     assert list(found.modules)[0] == "*.q_proj"
+    assert config("--cpu-activations", "int8").cpu_activations == "int8"
     assert config("--symmetric").symmetric is True
     assert config().symmetric is None
     assert config().weights == "int8"

@@ -121,6 +121,17 @@ def test_a_torch_dtype_is_stored_by_name():
     assert fields["scale_dtype"] == "float16" and fields["modules"]["a"]["scale_dtype"] == "float32"
 
 
+def test_cpu_activations():
+    found = scheme(weights="int4", cpu_activations="int8")
+    assert found.activation is None and found.cpu_activation == TensorQuant("int8", "row")
+    assert found.activation_on("cpu") == "int8" and found.activation_on("cuda") is None
+    assert str(found).endswith("int8 activations on CPUs")
+    assert LinearScheme.from_dict(found.to_dict()) == found
+    assert "cpu_activation" not in scheme(weights="int4").to_dict()  # older versions read what does not use it
+    assert scheme(weights="W8A8").activation_on("cpu") == "int8"
+    assert scheme(**fields_of(found)) == found
+
+
 def test_activations():
     assert scheme(weights="int8").activation is None
     assert scheme(weights="int8", activations="int8").activation == TensorQuant("int8", "row")
@@ -141,6 +152,9 @@ def test_a_preset_may_be_completed_and_confirmed():
         ({"weights": "int4", "activations": "int2"}, r"activations is 'int2'; allowed: None, 'int8', 'fp8'"),
         ({"weights": "int4", "activations": 8}, r"activations is 8"),
         ({"weights": "int4", "activation_scale": "static"}, r"activation_scale is 'static'.*'dynamic'"),
+        ({"weights": "int4", "cpu_activations": "fp8"}, r"cpu_activations is 'fp8'; allowed: None, 'int8'"),
+        ({"weights": "nf4", "cpu_activations": "int8"}, r"with weights 'nf4'; it gains something for int4 and int8"),
+        ({"weights": "W8A8", "cpu_activations": "int8"}, r"activations='int8' holds on CPUs already"),
         ({"weights": "int4", "granularity": "rows"}, r"unknown granularity 'rows'; did you mean 'row'"),
         ({"weights": "int4", "granularity": "block"}, r"int4 has no granularity 'block'; allowed: row, group, tensor"),
         ({"weights": "mxfp4", "granularity": "row"}, r"mxfp4 has no granularity 'row'; allowed: group"),
@@ -269,7 +283,8 @@ def test_a_stored_scheme_is_checked(fields, message):
 @pytest.mark.parametrize("stored", [None, {}, {"activation": None}, {"weight": {}, "bias": 1}, "int4"])
 def test_what_is_no_scheme_is_refused(stored):
     with pytest.raises(
-        ValueError, match=r"a scheme is \{weight, activation, sparsity\}|not a tensor quantization record"
+        ValueError,
+        match=r"a scheme is \{weight, activation, sparsity, cpu_activation\}|not a tensor quantization record",
     ):
         LinearScheme.from_dict(stored)
 

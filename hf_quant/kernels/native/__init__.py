@@ -161,10 +161,10 @@ def takes_int8(spec: CodeSpec) -> bool:
 def _levels(name: str, unsigned: bool) -> Tensor:
     """fp32 value of each code; `unsigned`: of the code itself, from which a zero point is taken."""
     spec = CODES[name]
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.inference_mode(False):
         if not spec.is_packed:
-            return torch.arange(256, dtype=torch.uint8).view(spec.dtype).float()
-        levels = torch.tensor(spec.levels, dtype=torch.float32)
+            return torch.arange(256, dtype=torch.uint8, device="cpu").view(spec.dtype).float()
+        levels = torch.tensor(spec.levels, dtype=torch.float32, device="cpu")
         return levels + 2 ** (spec.bits - 1) if unsigned else levels
 
 
@@ -224,7 +224,7 @@ def multiply(
     """
     M, K = x.shape
     dtype = x.dtype if out_dtype is None else out_dtype
-    y = torch.empty(M, N, dtype=dtype) if ends is None else torch.zeros(M, N, dtype=dtype)
+    y = (torch.empty if ends is None else torch.zeros)(M, N, dtype=dtype, device="cpu")
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     if bias is not None and bias.dtype not in _INPUTS:

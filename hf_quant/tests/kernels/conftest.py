@@ -1,8 +1,12 @@
-"""Which kernels the CPU computes with: every instruction set that is at hand, and torch's own ops."""
+"""What the tests of kernels share: Triton's interpreter with what it lacks, and the kernels that a CPU computes with."""
 
 import pytest
 
 from hf_quant.kernels import native
+from hf_quant.tests.kernels.interpreter import install
+
+
+install()
 
 
 @pytest.fixture(params=["torch", *native.instruction_sets()])

@@ -341,3 +341,18 @@ def test_compiles_to_one_graph_for_every_length(fields, training):
             assert_close(grad, expected, rms=1e-5)
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_cpu_activations_compute_what_activations_do(weights):
+    plain = linear({"weights": weights}, torch.bfloat16)
+    on_cpu = linear({"weights": weights, "cpu_activations": "int8"}, torch.bfloat16)
+    always = linear({"weights": weights, "activations": "int8", "scale_dtype": "bfloat16"}, torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), on_cpu.parameters()))
+    x = torch.randn(5, 160).bfloat16()
+    assert torch.equal(on_cpu(x), always(x)) and not torch.equal(on_cpu(x), plain(x))
+    x.requires_grad_()
+    on_cpu(x).sum().backward()
+    gradient, x.grad = x.grad, None
+    plain(x).sum().backward()
+    assert torch.equal(gradient, x.grad)
