@@ -172,7 +172,7 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
     group.add_argument(
         "--cpu-activations",
         metavar="FORMAT",
-        help="int8: on CPUs the inputs of int4 and int8 layers, too: faster there",
+        help="int8: on CPUs, inputs of int4 and int8 layers (faster there)",
     )
     group.add_argument("--kv-cache", metavar="FORMAT", help="format of the cached keys and values (default: 16 bit)")
     group.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale, 32 to 256")

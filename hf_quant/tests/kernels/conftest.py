@@ -1,4 +1,4 @@
-"""What the tests of kernels share: Triton's interpreter with what it lacks, and the kernels that a CPU computes with."""
+"""What the tests of kernels share: Triton's interpreter with what it lacks, and which kernels a CPU computes with."""
 
 import pytest
 
