@@ -22,7 +22,7 @@ constexpr int64_t kChunk = 480;  // rows of x that are packed at once
 // Up to which number of rows of x streaming wins over panels (14336 x 4096, Zen 4).
 template <class C>
 constexpr int64_t max_dot_rows() {
-  return C::INTEGER ? 10 : 14;
+  return C::INTEGER ? 8 : 12;
 }
 
 // A part of a chunk of x that one expert takes: rows first..first + count of the chunk.
@@ -141,8 +141,7 @@ class Matmul {
       } else {
         bool done;
         if constexpr (C::LANE_ZEROS) {
-          done = grouping() == WITHIN_BLOCK_ZEROS ? tile<true>(weight, n, segment, first)
-                                                  : tile<false>(weight, n, segment, first);
+          done = p_.zero != nullptr ? tile<true>(weight, n, segment, first) : tile<false>(weight, n, segment, first);
         } else {
           done = tile<false>(weight, n, segment, first);
         }
@@ -152,12 +151,13 @@ class Matmul {
     return ok;
   }
 
-  template <bool LANE_ZEROS>
+  template <bool ZEROS>
   bool tile(const Weight& weight, int64_t n, const Segment& segment, int64_t first) const {
-    using T = Tile<C, LANE_ZEROS>;
+    using T = Tile<C, ZEROS>;
     char* memory = static_cast<char*>(thread_scratch(2, T::scratch_bytes(segment.count)));
     if (memory == nullptr) return false;
-    T(p_, decoder_, weight, x_, lanes_).run(n, segment.first, first + segment.first, segment.count, memory);
+    T(p_, decoder_, weight, x_)
+        .run(n, n + kPanel * p_.threads, segment.first, first + segment.first, segment.count, memory);
     return true;
   }
 

@@ -1,10 +1,11 @@
 // Codes -> vectors that a dot instruction takes, in registers. The order of K inside a dot product is free, so codes
 // stay where shifts put them, and x is brought into the same order once per call.
 //
-// A decoder turns BLOCK codes of a row (BYTES bytes) into VECS vectors of 64 bytes. 32-bit lane l of all of them holds
-// codes of one stretch of K, which begins in the group of code lane_code(l). Zero points are taken from the codes, not
-// from the sums: what is exactly zero stays so. Where a block has one zero point, a table for each value of it does
-// that at no cost (`Table`); where lanes differ, the index is shifted by the zero point of its lane.
+// A decoder turns BLOCK codes of a row (BYTES bytes) into VECS vectors of 64 bytes: `load` reads them, into PARTS
+// vectors, and what follows works on each 32-bit lane by itself, so that lanes can be rows of the weight as well. Lane l
+// of a block holds the codes of one stretch of K, from code lane_code(l) on. Zero points are taken from the codes, not
+// from the sums: what is exactly zero stays so. Where all lanes have one zero point, a table for each value of it does
+// that at no cost (`Table`); where they differ, the index is shifted by the zero point of its lane.
 #pragma once
 
 #include <immintrin.h>
@@ -64,14 +65,15 @@ struct NoTable {};
 
 // 4 bits: word i of 64 bytes holds codes 4i..4i+3; vector j gets code 4i + j of each word.
 struct Packed4 : Levels<4> {
-  static constexpr int BLOCK = 128, VECS = 4, BYTES = 64;
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 64, PARTS = 1;
   static constexpr bool ZERO_POINTS = true;
   using Levels::Levels;
   static int code(int vec, int word) { return 4 * word + vec; }
   static constexpr int lane_code(int lane) { return 8 * lane; }
 
-  HFQ_INLINE void indices(const uint8_t* p, Masks m, __m512i* index) {
-    index[0] = load_bytes(p, m.low);
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
+  HFQ_INLINE void indices(const __m512i* part, __m512i* index) {
+    index[0] = part[0];
     index[1] = _mm512_srli_epi16(index[0], 4);
     index[2] = _mm512_srli_epi16(index[0], 8);
     index[3] = _mm512_srli_epi16(index[0], 12);
@@ -80,14 +82,17 @@ struct Packed4 : Levels<4> {
 
 // 2 bits: each of 32 bytes, widened to a word, holds codes 4i..4i+3.
 struct Packed2 : Levels<2> {
-  static constexpr int BLOCK = 128, VECS = 4, BYTES = 32;
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 32, PARTS = 1;
   static constexpr bool ZERO_POINTS = true;
   using Levels::Levels;
   static int code(int vec, int word) { return 4 * word + vec; }
   static constexpr int lane_code(int lane) { return 8 * lane; }
 
-  HFQ_INLINE void indices(const uint8_t* p, Masks m, __m512i* index) {
-    index[0] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(static_cast<__mmask32>(m.low), p));
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) {
+    part[0] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(static_cast<__mmask32>(m.low), p));
+  }
+  HFQ_INLINE void indices(const __m512i* part, __m512i* index) {
+    index[0] = part[0];
     index[1] = _mm512_srli_epi16(index[0], 2);
     index[2] = _mm512_srli_epi16(index[0], 4);
     index[3] = _mm512_srli_epi16(index[0], 6);
@@ -96,7 +101,7 @@ struct Packed2 : Levels<2> {
 
 // 3 bits: units of 32 codes are 8 bytes with the low two bits and 4 bytes with the third.
 struct Packed3 : Levels<3> {
-  static constexpr int BLOCK = 128, VECS = 4, BYTES = 48;
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 48, PARTS = 1;
   static constexpr bool ZERO_POINTS = true;
   __m512i spread, third[4];
 
@@ -114,9 +119,11 @@ struct Packed3 : Levels<3> {
   static int code(int vec, int word) { return 4 * word + vec; }
   static constexpr int lane_code(int lane) { return 8 * lane; }
 
-  HFQ_METHOD void indices(const uint8_t* p, Masks m, __m512i* index) const {
-    const __m512i words = _mm512_permutexvar_epi8(spread, load_bytes(p, m.low & ((__mmask64{1} << 48) - 1)));
-    const __m512i two = _mm512_set1_epi16(3);
+  HFQ_METHOD void load(const uint8_t* p, Masks m, __m512i* part) const {
+    part[0] = _mm512_permutexvar_epi8(spread, load_bytes(p, m.low & ((__mmask64{1} << 48) - 1)));
+  }
+  HFQ_METHOD void indices(const __m512i* part, __m512i* index) const {
+    const __m512i words = part[0], two = _mm512_set1_epi16(3);
     // bits 0, 1 from the first, the others from the second (0xCA: first ? second : third operand)
     index[0] = _mm512_ternarylogic_epi32(two, words, _mm512_srlv_epi16(words, third[0]), 0xCA);
     index[1] = _mm512_ternarylogic_epi32(two, _mm512_srli_epi16(words, 2), _mm512_srlv_epi16(words, third[1]), 0xCA);
@@ -127,7 +134,7 @@ struct Packed3 : Levels<3> {
 
 // 6 bits: units of 32 codes are 16 bytes with the low four bits and 8 bytes with the other two.
 struct Packed6 {
-  static constexpr int BLOCK = 128, VECS = 4, BYTES = 96;
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 96, PARTS = 2;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
   __m512i four, two, half[2];
@@ -151,11 +158,13 @@ struct Packed6 {
   static constexpr int lane_code(int lane) { return 8 * lane; }
   HFQ_INLINE Table table(int) { return {}; }
 
-  HFQ_METHOD void indices(const uint8_t* p, Masks m, __m512i* index) const {
+  HFQ_METHOD void load(const uint8_t* p, Masks m, __m512i* part) const {
     const __m512i a = load_bytes(p, m.low), b = load_bytes(p + 64, m.high & 0xffffffffu);
-    const __m512i lower = _mm512_permutex2var_epi8(a, four, b), mask = _mm512_set1_epi16(15);
-    const __m512i upper =
-        _mm512_slli_epi16(_mm512_maskz_permutex2var_epi8(0x5555555555555555ull, a, two, b), 4);
+    part[0] = _mm512_permutex2var_epi8(a, four, b);
+    part[1] = _mm512_slli_epi16(_mm512_maskz_permutex2var_epi8(0x5555555555555555ull, a, two, b), 4);
+  }
+  HFQ_INLINE void indices(const __m512i* part, __m512i* index) {
+    const __m512i lower = part[0], upper = part[1], mask = _mm512_set1_epi16(15);
     index[0] = _mm512_ternarylogic_epi32(mask, lower, upper, 0xCA);
     index[1] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(lower, 4), _mm512_srli_epi16(upper, 2), 0xCA);
     index[2] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(lower, 8), _mm512_srli_epi16(upper, 4), 0xCA);
@@ -164,17 +173,19 @@ struct Packed6 {
   HFQ_METHOD __m512i level(__m512i index, Table) const { return _mm512_permutex2var_epi16(half[0], index, half[1]); }
 };
 
-// 8-bit floats: both bytes of the bf16 value from tables of the 128 magnitudes. Each is exact in bf16.
-struct BytesFloat {
-  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64;
+// Bytes: both bytes of the bf16 value from tables of the 128 magnitudes. Each is exact in bf16.
+struct Bytes {
+  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
   __m512i upper[2], lower[2];
 
-  explicit BytesFloat(const Product& p) {
+  // level(i): the value of magnitude i.
+  template <class Level>
+  explicit Bytes(Level level) {
     alignas(64) uint8_t bytes[2][128];
     for (int i = 0; i < 128; ++i) {
-      uint16_t value = float_to_bf16(p.levels[i]);
+      uint16_t value = float_to_bf16(level(i));
       bytes[0][i] = static_cast<uint8_t>(value >> 8);
       bytes[1][i] = static_cast<uint8_t>(value);
     }
@@ -183,47 +194,45 @@ struct BytesFloat {
       lower[half] = _mm512_load_si512(bytes[1] + 64 * half);
     }
   }
-  static int code(int vec, int word) { return 16 * (word / 8) + 8 * vec + word % 8; }
-  static constexpr int lane_code(int lane) { return 16 * (lane / 4); }
-  HFQ_INLINE Table table(int) { return {}; }
-
-  HFQ_METHOD void indices(const uint8_t* p, Masks m, __m512i* value) const {
-    const __m512i codes = load_bytes(p, m.low), sign = _mm512_set1_epi8(-128);
-    const __m512i top = _mm512_permutex2var_epi8(upper[0], codes, upper[1]);
-    const __m512i with_sign = _mm512_ternarylogic_epi32(sign, codes, top, 0xEA);  // (sign & codes) | top
-    const __m512i bottom = _mm512_permutex2var_epi8(lower[0], codes, lower[1]);
-    value[0] = _mm512_unpacklo_epi8(bottom, with_sign);
-    value[1] = _mm512_unpackhi_epi8(bottom, with_sign);
+  static int code(int vec, int word) { return 2 * word + vec; }  // even bytes of a lane, then odd ones
+  static constexpr int lane_code(int lane) { return 4 * lane; }
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
+  HFQ_INLINE void join(__m512i top, __m512i bottom, __m512i* value) {
+    const __m512i low_bytes = _mm512_set1_epi16(255);
+    value[0] = _mm512_ternarylogic_epi32(low_bytes, bottom, _mm512_slli_epi16(top, 8), 0xCA);
+    value[1] = _mm512_ternarylogic_epi32(low_bytes, _mm512_srli_epi16(bottom, 8), top, 0xCA);
   }
+  HFQ_INLINE Table table(int) { return {}; }
   HFQ_INLINE __m512i level(__m512i value, Table) { return value; }
 };
 
-// int8: every value is exact in bf16.
-struct BytesInt {
-  static constexpr int BLOCK = 32, VECS = 1, BYTES = 32;
-  static constexpr bool ZERO_POINTS = false;
-  using Table = NoTable;
+struct BytesFloat : Bytes {
+  explicit BytesFloat(const Product& p) : Bytes([&](int i) { return p.levels[i]; }) {}
 
-  explicit BytesInt(const Product&) {}
-  static int code(int, int word) { return word; }
-  static constexpr int lane_code(int lane) { return 2 * lane; }
-  HFQ_INLINE Table table(int) { return {}; }
-
-  HFQ_INLINE void indices(const uint8_t* p, Masks m, __m512i* value) {
-    const __m256i codes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>(m.low), p);
-    const __m512 a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
-    const __m512 b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
-    // Nothing is rounded: the lower halves of the floats are zero.
-    const __m256i low = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16));
-    const __m256i up = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(b), 16));
-    value[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), up, 1);
+  HFQ_METHOD void indices(const __m512i* part, __m512i* value) const {
+    const __m512i codes = part[0], sign = _mm512_set1_epi8(-128);
+    const __m512i top = _mm512_permutex2var_epi8(upper[0], codes, upper[1]);  // by the low seven bits
+    const __m512i with_sign = _mm512_ternarylogic_epi32(sign, codes, top, 0xEA);  // (sign & codes) | top
+    join(with_sign, _mm512_permutex2var_epi8(lower[0], codes, lower[1]), value);
   }
-  HFQ_INLINE __m512i level(__m512i value, Table) { return value; }
+};
+
+struct BytesInt : Bytes {
+  explicit BytesInt(const Product&) : Bytes([](int i) { return static_cast<float>(i); }) {}
+
+  HFQ_METHOD void indices(const __m512i* part, __m512i* value) const {
+    const __m512i codes = part[0], magnitudes = _mm512_abs_epi8(codes), sign = _mm512_set1_epi8(-128);
+    const __m512i top = _mm512_permutex2var_epi8(upper[0], magnitudes, upper[1]);
+    __m512i with_sign = _mm512_ternarylogic_epi32(sign, codes, top, 0xEA);
+    // The magnitude 128 is beyond the table: it finds the bytes of 0, and -128 is 0xC300.
+    with_sign = _mm512_mask_mov_epi8(with_sign, _mm512_cmpeq_epi8_mask(codes, sign), _mm512_set1_epi8(-61));
+    join(with_sign, _mm512_permutex2var_epi8(lower[0], magnitudes, lower[1]), value);
+  }
 };
 
 // 4 bits as fp32 levels, which need not be exact in bf16: vector j gets code 8l + j of each 32-bit lane l.
 struct Packed4Float {
-  static constexpr int BLOCK = 128, VECS = 8, BYTES = 64;
+  static constexpr int BLOCK = 128, VECS = 8, BYTES = 64, PARTS = 1;
   static constexpr bool ZERO_POINTS = true;
   using Table = __m512;
   alignas(64) float values[16][16];
@@ -240,39 +249,41 @@ struct Packed4Float {
   HFQ_METHOD Table table(int zero) const { return _mm512_load_ps(values[zero & 15]); }
   HFQ_METHOD Table unsigned_table() const { return _mm512_load_ps(unsigned_levels); }
 
-  HFQ_INLINE void levels(const uint8_t* p, Masks m, Table table, __m512* value) {
-    const __m512i codes = load_bytes(p, m.low);
-    for (int j = 0; j < VECS; ++j) value[j] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * j), table);
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
+  HFQ_INLINE void levels(const __m512i* part, Table table, __m512* value) {
+    for (int j = 0; j < VECS; ++j) value[j] = _mm512_permutexvar_ps(_mm512_srli_epi32(part[0], 4 * j), table);
   }
 };
 
 // Unsigned bytes for products with int8 x; OFFSET is the code of zero. What it adds to a sum is taken from the integer.
 
 struct Packed4Unsigned {
-  static constexpr int BLOCK = 128, VECS = 2, BYTES = 64, OFFSET = 8;
+  static constexpr int BLOCK = 128, VECS = 2, BYTES = 64, PARTS = 1, OFFSET = 8;
   using Table = NoTable;
 
   explicit Packed4Unsigned(const Product&) {}
   static int code(int vec, int byte) { return 2 * byte + vec; }
   static constexpr int lane_code(int lane) { return 8 * lane; }
 
-  HFQ_INLINE void decode(const uint8_t* p, Masks m, __m512i* value) {
-    const __m512i codes = load_bytes(p, m.low), mask = _mm512_set1_epi8(15);
-    value[0] = _mm512_and_si512(codes, mask);
-    value[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
+  HFQ_INLINE void codes(const __m512i* part, __m512i* value) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    value[0] = _mm512_and_si512(part[0], mask);
+    value[1] = _mm512_and_si512(_mm512_srli_epi16(part[0], 4), mask);
   }
 };
 
 struct BytesUnsigned {
-  static constexpr int BLOCK = 64, VECS = 1, BYTES = 64, OFFSET = 128;
+  static constexpr int BLOCK = 64, VECS = 1, BYTES = 64, PARTS = 1, OFFSET = 128;
   using Table = NoTable;
 
   explicit BytesUnsigned(const Product&) {}
   static int code(int, int byte) { return byte; }
   static constexpr int lane_code(int lane) { return 4 * lane; }
 
-  HFQ_INLINE void decode(const uint8_t* p, Masks m, __m512i* value) {
-    value[0] = _mm512_xor_si512(load_bytes(p, m.low), _mm512_set1_epi8(-128));
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
+  HFQ_INLINE void codes(const __m512i* part, __m512i* value) {
+    value[0] = _mm512_xor_si512(part[0], _mm512_set1_epi8(-128));
   }
 };
 

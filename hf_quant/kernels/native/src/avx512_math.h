@@ -8,9 +8,9 @@ namespace avx512 {
 
 HFQ_INLINE __m512 as_float(__m512i bits) { return _mm512_castsi512_ps(bits); }
 
-// A multiplication: `decode` gives the vectors of a block, `dot` adds the products of one with packed x. For each vector
-// of its decoder it has XVECS vectors. Table: what `table(decoder, zero point)` gives; with LANE_ZEROS `decode_lanes`
-// takes a zero point for each 32-bit lane instead.
+// A multiplication: `levels` makes vectors of what its decoder has loaded, `dot` adds the products of one with packed x.
+// For each vector of its decoder it has XVECS vectors. Table: what `table(decoder, zero point)` gives; with LANE_ZEROS
+// `levels_lanes` takes a zero point for each 32-bit lane instead.
 
 // Sums in fp32, zero points in the codes.
 template <class D>
@@ -28,16 +28,16 @@ struct FloatSums {
 
 // bf16 levels of a block.
 template <class D>
-HFQ_INLINE void bf16_levels(const D& d, const uint8_t* p, Masks m, typename D::Table table, __m512i* level) {
-  d.indices(p, m, level);
+HFQ_INLINE void bf16_levels(const D& d, const __m512i* part, typename D::Table table, __m512i* level) {
+  d.indices(part, level);
   for (int j = 0; j < D::VECS; ++j) level[j] = d.level(level[j], table);
 }
 
 template <class D>
-HFQ_INLINE void bf16_levels_lanes(const D& d, const uint8_t* p, Masks m, __m512i zeros, __m512i* level) {
+HFQ_INLINE void bf16_levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* level) {
   const __m512i pairs = _mm512_or_si512(zeros, _mm512_slli_epi32(zeros, 16));
   const __m512i shift = _mm512_sub_epi16(_mm512_set1_epi16(D::SHIFT), pairs);
-  d.indices(p, m, level);
+  d.indices(part, level);
   for (int j = 0; j < D::VECS; ++j) level[j] = d.level_shifted(level[j], shift);
 }
 
@@ -46,11 +46,11 @@ struct ByBf16 : FloatSums<D> {
   static constexpr int XVECS = 1, X_BYTES = 2;
   using typename FloatSums<D>::Sum;
 
-  HFQ_INLINE void decode(const D& d, const uint8_t* p, Masks m, typename D::Table table, __m512i* value) {
-    bf16_levels(d, p, m, table, value);
+  HFQ_INLINE void levels(const D& d, const __m512i* part, typename D::Table table, __m512i* value) {
+    bf16_levels(d, part, table, value);
   }
-  HFQ_INLINE void decode_lanes(const D& d, const uint8_t* p, Masks m, __m512i zeros, __m512i* value) {
-    bf16_levels_lanes(d, p, m, zeros, value);
+  HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
+    bf16_levels_lanes(d, part, zeros, value);
   }
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
@@ -70,14 +70,14 @@ struct ByF32 : FloatSums<D> {
       value[2 * j + 1] = _mm512_and_si512(level[j], _mm512_set1_epi32(-65536));
     }
   }
-  HFQ_INLINE void decode(const D& d, const uint8_t* p, Masks m, typename D::Table table, __m512i* value) {
+  HFQ_INLINE void levels(const D& d, const __m512i* part, typename D::Table table, __m512i* value) {
     __m512i level[D::VECS];
-    bf16_levels(d, p, m, table, level);
+    bf16_levels(d, part, table, level);
     widen(level, value);
   }
-  HFQ_INLINE void decode_lanes(const D& d, const uint8_t* p, Masks m, __m512i zeros, __m512i* value) {
+  HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
     __m512i level[D::VECS];
-    bf16_levels_lanes(d, p, m, zeros, level);
+    bf16_levels_lanes(d, part, zeros, level);
     widen(level, value);
   }
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(as_float(x), as_float(w), sum); }
@@ -89,14 +89,14 @@ struct ByF32Levels : FloatSums<D> {
   static constexpr int XVECS = 1, X_BYTES = 4;
   using typename FloatSums<D>::Sum;
 
-  HFQ_INLINE void decode(const D&, const uint8_t* p, Masks m, typename D::Table table, __m512i* value) {
+  HFQ_INLINE void levels(const D&, const __m512i* part, typename D::Table table, __m512i* value) {
     __m512 level[D::VECS];
-    D::levels(p, m, table, level);
+    D::levels(part, table, level);
     for (int j = 0; j < D::VECS; ++j) value[j] = _mm512_castps_si512(level[j]);
   }
-  HFQ_INLINE void decode_lanes(const D& d, const uint8_t* p, Masks m, __m512i zeros, __m512i* value) {
+  HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
     __m512 level[D::VECS];
-    D::levels(p, m, d.unsigned_table(), level);
+    D::levels(part, d.unsigned_table(), level);
     for (int j = 0; j < D::VECS; ++j)
       value[j] = _mm512_castps_si512(_mm512_sub_ps(level[j], _mm512_cvtepi32_ps(zeros)));
   }
@@ -116,7 +116,7 @@ struct ByInt8 {
   HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
   HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
   HFQ_INLINE Table table(const D&, int) { return {}; }
-  HFQ_INLINE void decode(const D& d, const uint8_t* p, Masks m, Table, __m512i* value) { d.decode(p, m, value); }
+  HFQ_INLINE void levels(const D&, const __m512i* part, Table, __m512i* value) { D::codes(part, value); }
   // As assembly: around the intrinsic GCC 12 copies every sum to memory and back, which halves the speed.
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));

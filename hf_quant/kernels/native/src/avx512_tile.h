@@ -49,7 +49,8 @@ struct Run {
   bool starts;  // the group begins here
 };
 
-template <class C, bool LANE_ZEROS>
+// ZEROS: codes have zero points that are taken from them while they are decoded.
+template <class C, bool ZEROS>
 class Tile {
   using D = typename C::Decoder;
   using Sum = typename C::Sum;
@@ -59,11 +60,16 @@ class Tile {
   static constexpr int BLOCKS = kPanelBytes / (16 * STEP) > 0 ? kPanelBytes / (16 * STEP) : 1;
 
  public:
-  Tile(const Product& p, const D& decoder, const Weight& weight, const PackedX& px, const LaneGroups& lanes)
-      : p_(p), d_(decoder), w_(weight), px_(px), lanes_(lanes) {}
+  Tile(const Product& p, const D& decoder, const Weight& weight, const PackedX& px)
+      : p_(p), d_(decoder), w_(weight), px_(px) {}
 
-  // Rows n.. of the weight, at most 64; `memory` is `scratch_bytes`.
-  void run(int64_t n, int64_t first_x, int64_t first_y, int64_t count, char* memory) {
+  // Rows n.. of the weight, at most 64; `memory` is `scratch_bytes`. On the way the rows from `next` on, which this thread
+  // takes next, are brought into the L2 cache: 64 rows at once are more streams than the CPU's prefetcher follows.
+  void run(int64_t n, int64_t next, int64_t first_x, int64_t first_y, int64_t count, char* memory) {
+    ahead_ = w_.qdata + min64(next, p_.N) * p_.row_bytes;
+    ahead_end_ = w_.qdata + min64(next + kPanel, p_.N) * p_.row_bytes;
+    const int64_t steps = 16 * ceil_div(p_.K, D::BLOCK) * ceil_div(count, kTileRows);
+    ahead_per_step_ = static_cast<int>(min64(ceil_div(ceil_div(ahead_end_ - ahead_, 64), steps), 4));
     char* panel = memory;
     float* scales = reinterpret_cast<float*>(panel + BLOCKS * 16 * STEP);
     int32_t* zeros = reinterpret_cast<int32_t*>(scales + MAX_RUNS * kPanel);
@@ -72,10 +78,12 @@ class Tile {
     const int64_t blocks = ceil_div(p_.K, D::BLOCK);
     for (int64_t b = 0; b < blocks; b += BLOCKS) {
       const int64_t end = min64(b + BLOCKS, blocks);
-      unpack(n, b, end, panel);
       Run runs[MAX_RUNS];
       const int num_runs = split(b, end, runs);
+      for (int run = 0; run < num_runs; ++run)
+        for (int64_t lane = runs[run].first; lane < runs[run].last; ++lane) run_of_[lane] = static_cast<uint8_t>(run);
       load_factors(n, runs, num_runs, scales, zeros);
+      unpack(n, b, end, zeros, panel);
       for (int64_t i = 0; i < count;) {
         const int rows = tile_rows(count - i);
         const char* x = px_.rows + (first_x + i) * px_.stride + b * V * 64;
@@ -107,44 +115,35 @@ class Tile {
     return left <= kTileRows ? static_cast<int>(left) : static_cast<int>(ceil_div(left, ceil_div(left, kTileRows)));
   }
 
-  // Vector J of 16 rows of a block, transposed; the decoder's other vectors are left out by the compiler. Decoding again
-  // for each J costs less than keeping the vectors in memory: a store of 64 bytes takes two cycles (Zen 4).
-  // zeros[r]: the row's zero points from the block's first group on.
-  template <int J>
-  void unpack_vector(const uint8_t* const (&rows)[16], const uint8_t* const (&zeros)[16], int64_t at, Masks m,
-                     int64_t groups, __m512i relative, char* out) const {
-    __m512i a[16];
-#pragma GCC unroll 16
-    for (int r = 0; r < 16; ++r) {
-      __m512i value[V];
-      if constexpr (LANE_ZEROS) {
-        const __m512i lane_zeros = _mm512_permutexvar_epi32(relative, load_zeros(zeros[r], 0, groups));
-        C::decode_lanes(d_, rows[r] + at, m, lane_zeros, value);
-      } else {
-        C::decode(d_, rows[r] + at, m, C::table(d_, w_.zero == nullptr ? 0 : *zeros[r]), value);
-      }
-      a[r] = value[J];
-    }
-    transpose(a);
-#pragma GCC unroll 16
-    for (int lane = 0; lane < 16; ++lane) _mm512_store_si512(out + lane * STEP, a[lane]);
-    if constexpr (J + 1 < V) unpack_vector<J + 1>(rows, zeros, at, m, groups, relative, out + 256);
-  }
-
-  void unpack(int64_t n, int64_t b, int64_t end, char* panel) const {
+  // Packed codes of 16 rows are transposed first, 16 x 16 words of 32 bits, and decoded then: lanes are rows.
+  void unpack(int64_t n, int64_t b, int64_t end, const int32_t* zeros, char* panel) const {
     for (int part = 0; part < 4; ++part) {
-      const uint8_t *rows[16], *zeros[16];  // past the end the last row again, whose lanes nobody reads
+      const uint8_t* rows[16];  // past the end the last row again, whose lanes nobody reads
+      for (int r = 0; r < 16; ++r) rows[r] = w_.qdata + min64(n + 16 * part + r, p_.N - 1) * p_.row_bytes;
       for (int64_t block = b; block < end; ++block) {
-        const int64_t at = block * D::BYTES, group = group_of(block, 0);
+        const int64_t at = block * D::BYTES;
+        const Masks m = masks_of(p_.row_bytes - at);
+        __m512i codes[D::PARTS][16];
+#pragma GCC unroll 16
         for (int r = 0; r < 16; ++r) {
-          const int64_t row = min64(n + 16 * part + r, p_.N - 1);
-          rows[r] = w_.qdata + row * p_.row_bytes;
-          zeros[r] = w_.zero == nullptr ? nullptr : w_.zero + scale_of_row(p_, row) + group;
+          __m512i loaded[D::PARTS];
+          d_.load(rows[r] + at, m, loaded);
+          for (int i = 0; i < D::PARTS; ++i) codes[i][r] = loaded[i];
         }
-        const __m512i relative =
-            LANE_ZEROS ? _mm512_loadu_si512(lanes_.relative + 16 * block) : _mm512_setzero_si512();
-        unpack_vector<0>(rows, zeros, at, masks_of(p_.row_bytes - at), p_.groups - group, relative,
-                         panel + (block - b) * 16 * STEP + part * 64);
+        for (int i = 0; i < D::PARTS; ++i) transpose(codes[i]);
+        char* out = panel + (block - b) * 16 * STEP + part * 64;
+        for (int lane = 0; lane < 16; ++lane, out += STEP) {
+          __m512i lane_codes[D::PARTS], value[V];
+          for (int i = 0; i < D::PARTS; ++i) lane_codes[i] = codes[i][lane];
+          if constexpr (ZEROS) {
+            const int run = run_of_[(block - b) * 16 + lane];
+            C::levels_lanes(d_, lane_codes, _mm512_load_si512(zeros + run * kPanel + part * 16), value);
+          } else {
+            C::levels(d_, lane_codes, C::table(d_, 0), value);
+          }
+#pragma GCC unroll 8
+          for (int j = 0; j < V; ++j) _mm512_store_si512(out + j * 256, value[j]);
+        }
       }
     }
   }
@@ -184,14 +183,14 @@ class Tile {
       const int64_t first = scale_of_row(p_, min64(n + r, p_.N - 1));
       for (int i = 0; i < num_runs; ++i) {
         scales[i * kPanel + r] = load_as_float(w_.scale, p_.scale_dtype, first + runs[i].group);
-        if (C::INTEGER && w_.zero != nullptr) zeros[i * kPanel + r] = w_.zero[first + runs[i].group];
+        if (w_.zero != nullptr) zeros[i * kPanel + r] = w_.zero[first + runs[i].group];
       }
     }
   }
 
   template <int ROWS>
   void multiply(const char* x, const char* panel, const Run* runs, int num_runs, const float* scales,
-                const int32_t* zeros, const int32_t* x_sums, float* y) const {
+                const int32_t* zeros, const int32_t* x_sums, float* y) {
     const int64_t stride = px_.stride;
     for (int run = 0; run < num_runs; ++run) {
       Sum sums[ROWS][4];
@@ -201,6 +200,8 @@ class Tile {
         for (int part = 0; part < 4; ++part) sums[i][part] = C::zero();
       const char* w = panel + runs[run].first * STEP;
       for (int64_t lane = runs[run].first; lane < runs[run].last; ++lane) {
+        for (int i = 0; i < ahead_per_step_ && ahead_ < ahead_end_; ++i, ahead_ += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead_), _MM_HINT_T1);
         const char* from = x + (lane >> 4) * (V * 64) + (lane & 15) * 4;
 #pragma GCC unroll 8
         for (int j = 0; j < V; ++j) {
@@ -261,7 +262,9 @@ class Tile {
   const D& d_;
   const Weight& w_;
   const PackedX& px_;
-  const LaneGroups& lanes_;
+  uint8_t run_of_[MAX_RUNS];  // of each lane of the panel
+  const uint8_t *ahead_, *ahead_end_;
+  int ahead_per_step_;  // lines of 64 bytes per lane
 };
 
 }  // namespace avx512
