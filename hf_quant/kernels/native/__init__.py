@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from hf_quant.kernels._cpu import clear_prepacked, fact
 from hf_quant.kernels.codes import CODES, CodeSpec
 
 
-_INTERFACE = 1  # of the arguments below; an extension built from other sources must not be called
+_INTERFACE = 2  # of the arguments below; an extension built from other sources must not be called
 _DTYPES = {
     dtype: i
     for i, dtype in enumerate(
@@ -46,7 +47,7 @@ _UNIT = 16  # group sizes are a multiple of it, for lanes to hold codes of one g
 def _load():
     """(the extension or None, why it is missing)."""
     try:
-        from hf_quant.kernels.native import _native
+        _native = import_module("hf_quant.kernels.native._native")
     except ImportError as error:
         return None, f"the extension is not built ({error}); install hf-quant from source with a C++ compiler at hand"
     if _native.interface() != _INTERFACE:
@@ -143,8 +144,10 @@ def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8
     return None
 
 
-def zero_points_fit(zero_point: Tensor | None, spec: CodeSpec) -> bool:
-    """Whether every zero point is a code, as those are that hf_quant makes; found once for each tensor."""
+def tensors_fit(scale: Tensor, zero_point: Tensor | None, spec: CodeSpec) -> bool:
+    """Whether the scales have a dtype that is known here, and every zero point is a code (found once for a tensor)."""
+    if scale.dtype not in _DTYPES:
+        return False
     return zero_point is None or fact("zero points fit", zero_point, _all_codes, spec.bits, zero_point)
 
 
@@ -263,6 +266,37 @@ def product(
     """`multiply` for the tensors of a weight of any strides; x [M, K] contiguous."""
     parts = [part if part is None else part.contiguous() for part in (qdata, scale, zero_point, global_scale)]
     return multiply(x, qdata.shape[-2], weight_arguments(*parts, spec, group_size), bias, **how)
+
+
+def dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    spec: CodeSpec,
+    group_size: int,
+    K: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight [N, K], or experts [E, N, K], in `dtype`: the bits of the reference. Ask `refusal` first."""
+    parts = [part if part is None else part.contiguous() for part in (qdata, scale, zero_point, global_scale)]
+    y = torch.empty(*qdata.shape[:-1], K, dtype=dtype, device="cpu")
+    arguments = weight_arguments(*parts, spec, group_size)
+    _module.dequantize(qdata.shape[-2], K, y.data_ptr(), _DTYPES[dtype], torch.get_num_threads(), *arguments)
+    return y
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """x [M, K] contiguous -> (int8 codes [M, K], fp32 scales [M, 1]) as `quantize_rowwise`; None: not here."""
+    if _active is None or x.dtype not in _INPUTS:
+        return None
+    codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
+    scales = torch.empty(x.shape[0], 1, device="cpu")
+    _module.quantize_rows(
+        *(*x.shape, x.data_ptr(), _DTYPES[x.dtype], x.shape[1]),
+        *(codes.data_ptr(), scales.data_ptr(), torch.get_num_threads()),
+    )
+    return codes, scales
 
 
 def prepared(

@@ -85,7 +85,7 @@ def dynamic_product(
         group_size = K
     integer = activation == "int8" and native.takes_int8(spec)
     refusal = native.refusal(spec, x.dtype, K, group_size, int8=integer)
-    is_native = refusal is None and native.zero_points_fit(zero_point, spec)
+    is_native = refusal is None and native.tensors_fit(scale, zero_point, spec)
     if is_native and integer:
         return native.product(x, qdata, scale, zero_point, global_scale, bias, spec, group_size, integer=True)
     row_scale = row_scales(x, limit)

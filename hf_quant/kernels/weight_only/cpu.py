@@ -1,8 +1,9 @@
-"""`weight_only_mm`, its backward, and `dequantize` on CPU with stock torch ops; the paths are those of `_cpu_mm`."""
+"""`weight_only_mm`, its backward, and `dequantize` on CPU, by the native kernels or torch; paths: see `_cpu_mm`."""
 
 import torch
 from torch import Tensor
 
+from hf_quant.kernels import native
 from hf_quant.kernels._cpu_decode import Block, expand_rows, level_block, scale_values, weight_block
 from hf_quant.kernels._cpu_mm import as_rows, product
 from hf_quant.kernels._cpu_paths import PATHS
@@ -51,6 +52,10 @@ def dequantize_cpu(
     """See `dequantize_reference`: the same bits, in blocks of rows that stay in the cache."""
     check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
     *lead, N, _ = qdata.shape
+    spec = CODES[format]
+    refusal = native.refusal(spec, dtype, K, K if scale.shape[-1] == 1 else group_size)
+    if len(lead) <= 1 and refusal is None and qdata.numel() and native.tensors_fit(scale, zero_point, spec):
+        return native.dequantize(qdata, scale, zero_point, global_scale, spec, group_size, K, dtype)
     out = torch.empty(*lead, N, K, dtype=dtype)
     if out.numel() == 0:
         return out

@@ -10,7 +10,7 @@
 #include "portable.h"
 
 namespace hfq {
-const Kernels kAvx2 = {"avx2", false, avx2::matmul};
+const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2::dequantize, avx2::quantize_rows};
 }
 
 #if defined(__clang__)

@@ -15,6 +15,9 @@
 #include "kernels.h"
 #include "parallel.h"
 
+#define HFQ_SET avx512_portable
+#include "portable.h"
+
 namespace hfq {
 namespace avx512 {
 
@@ -99,7 +102,7 @@ class Matmul {
       const void* x = static_cast<const char*>(p_.x) + (first + i) * p_.x_stride * element;
       float scale = 1.0f;
       if (C::INTEGER && p_.x_dtype != INT8) {
-        scale = scales[i] = int8_row_scale(row_amax(p_, x));
+        scale = scales[i] = int8_row_scale(row_amax(x, p_.x_dtype, p_.K));
       } else if (p_.row_scale != nullptr) {
         scales[i] = p_.row_scale[first + i];
       }
@@ -207,9 +210,23 @@ static bool matmul(const Product& p) {
   }
 }
 
+static void quantize_rows(const RowQuantization& q) {
+  parallel_for(q.M, q.M * q.K < (1 << 16) ? 1 : q.threads, [&](int64_t i) {
+    const char* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
+    int8_t* codes = q.codes + i * q.K;
+    const float scale = q.scales[i] = int8_row_scale(row_amax(x, q.x_dtype, q.K));
+    const __m512 scales = _mm512_set1_ps(scale);
+    for (int64_t k = 0; k < q.K; k += 16) {
+      const int64_t left = q.K - k;
+      const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+      _mm_mask_storeu_epi8(codes + k, mask, int8_codes(load_x(x, q.x_dtype, k, left), scales));
+    }
+  });
+}
+
 }  // namespace avx512
 
-const Kernels kAvx512 = {"avx512", true, avx512::matmul};
+const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows};
 
 }  // namespace hfq
 

@@ -32,11 +32,11 @@ struct Order {
   }
 };
 
-HFQ_INLINE float row_amax(const Product& p, const void* x) {
+HFQ_INLINE float row_amax(const void* x, int dtype, int64_t K) {
   __m512 amax = _mm512_setzero_ps();
   __mmask16 nan = 0;
-  for (int64_t k = 0; k < p.K; k += 16) {
-    const __m512 value = load_x(x, p.x_dtype, k, p.K - k);
+  for (int64_t k = 0; k < K; k += 16) {
+    const __m512 value = load_x(x, dtype, k, K - k);
     nan |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
     amax = _mm512_max_ps(amax, _mm512_abs_ps(value));
   }

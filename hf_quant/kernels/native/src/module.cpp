@@ -69,23 +69,8 @@ PyObject* done(bool ok) {
   Py_RETURN_NONE;
 }
 
-PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments a(args, count);
-  Product p;
-  p.M = a.number();
-  p.N = a.number();
-  p.K = a.number();
-  p.x = a.pointer<const void>();
-  p.x_dtype = a.integer();
-  p.x_stride = a.number();
-  p.row_scale = a.pointer<const float>();
-  p.y = a.pointer<void>();
-  p.y_dtype = a.integer();
-  p.bias = a.pointer<const void>();
-  p.bias_dtype = a.integer();
-  p.ends = a.pointer<const int32_t>();
-  p.threads = a.integer();
-  p.compute = a.integer();
+// What a weight is told by: `weight_arguments` of the Python side.
+void read_weight(Arguments& a, Product& p) {
   p.layout = a.integer();
   p.levels = a.pointer<const float>();
   p.group_size = a.number();
@@ -102,6 +87,26 @@ PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.expert_qdata = a.number();
   p.expert_scale = a.number();
   p.expert_bias = a.number();
+}
+
+PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  Product p{};
+  p.M = a.number();
+  p.N = a.number();
+  p.K = a.number();
+  p.x = a.pointer<const void>();
+  p.x_dtype = a.integer();
+  p.x_stride = a.number();
+  p.row_scale = a.pointer<const float>();
+  p.y = a.pointer<void>();
+  p.y_dtype = a.integer();
+  p.bias = a.pointer<const void>();
+  p.bias_dtype = a.integer();
+  p.ends = a.pointer<const int32_t>();
+  p.threads = a.integer();
+  p.compute = a.integer();
+  read_weight(a, p);
   if (!a.finish()) return nullptr;
   if (p.compute == BY_BF16 && !(active->by_bf16 && (active != &kAvx512 || has_bf16))) p.compute = BY_F32;
   bool ok;
@@ -109,8 +114,39 @@ PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return done(ok);
 }
 
+PyObject* dequantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  Product p{};
+  p.N = a.number();
+  p.K = a.number();
+  p.y = a.pointer<void>();
+  p.y_dtype = a.integer();
+  p.threads = a.integer();
+  read_weight(a, p);
+  if (!a.finish()) return nullptr;
+  bool ok;
+  Py_BEGIN_ALLOW_THREADS ok = active->dequantize(p);
+  Py_END_ALLOW_THREADS return done(ok);
+}
+
+PyObject* quantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  RowQuantization q{};
+  q.M = a.number();
+  q.K = a.number();
+  q.x = a.pointer<const void>();
+  q.x_dtype = a.integer();
+  q.x_stride = a.number();
+  q.codes = a.pointer<int8_t>();
+  q.scales = a.pointer<float>();
+  q.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS active->quantize_rows(q);
+  Py_END_ALLOW_THREADS return done(true);
+}
+
 // To be counted up when the arguments of `matmul` change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(1); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(2); }
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
   PyObject* names = PyTuple_New(num_available);
@@ -144,6 +180,10 @@ PyObject* share_threads(PyObject*, PyObject* address) {
 PyMethodDef methods[] = {
     {"matmul", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(matmul)), METH_FASTCALL,
      "One product, see `Product` in types.h; raises MemoryError."},
+    {"dequantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dequantize)), METH_FASTCALL,
+     "Weights [experts, N, K], see `Kernels` in kernels.h."},
+    {"quantize_rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize_rows)), METH_FASTCALL,
+     "Rows to int8, see `RowQuantization` in kernels.h."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},
     {"use", use, METH_O, "Use the named instruction set from now on."},

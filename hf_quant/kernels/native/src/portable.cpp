@@ -3,5 +3,5 @@
 #include "portable.h"
 
 namespace hfq {
-const Kernels kPortable = {"portable", false, portable::matmul};
+const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows};
 }

@@ -13,46 +13,37 @@ namespace HFQ_SET {
 constexpr int64_t kRows = 8;        // rows of the weight that are decoded at once
 constexpr int64_t kColumns = 1024;  // columns: 32 KB in fp32
 
-// Code k of a packed row.
-static inline int code_at(const uint8_t* row, int layout, int64_t k) {
-  const int64_t unit = k / 32, i = k % 32;
-  switch (layout) {
-    case PACKED2: return row[8 * unit + i / 4] >> (2 * (i % 4)) & 3;
-    case PACKED3: {
-      const uint8_t* from = row + 12 * unit;
-      return (from[i / 4] >> (2 * (i % 4)) & 3) | (from[8 + i / 8] >> (i % 8) & 1) << 2;
+// 2**shift times the BITS-wide codes of `bytes` bytes, put over `codes` or, with ADD, into them.
+template <int BITS, bool ADD>
+static inline void unpack_plane(const uint8_t* __restrict from, int64_t bytes, int shift, uint8_t* __restrict codes) {
+  constexpr int kPer = 8 / BITS, kMask = (1 << BITS) - 1;
+  for (int64_t b = 0; b < bytes; ++b) {
+    for (int j = 0; j < kPer; ++j) {
+      const uint8_t code = static_cast<uint8_t>((from[b] >> (BITS * j) & kMask) << shift);
+      codes[kPer * b + j] = ADD ? codes[kPer * b + j] | code : code;
     }
-    case PACKED4: return row[16 * unit + i / 2] >> (4 * (i % 2)) & 15;
-    case PACKED6: {
-      const uint8_t* from = row + 24 * unit;
-      return (from[i / 2] >> (4 * (i % 2)) & 15) | (from[16 + i / 4] >> (2 * (i % 4)) & 3) << 4;
-    }
-    default: return row[k];
   }
 }
 
-// Codes first..first + count of a row; `first` is a multiple of 32.
+// Codes first..first + count of a row, `first` a multiple of 32; up to 31 codes of padding are written beyond.
 static inline void unpack(const uint8_t* row, int layout, int64_t first, int64_t count, uint8_t* __restrict codes) {
+  const int64_t units = ceil_div(count, 32);
   switch (layout) {
-    case PACKED4: {
-      const uint8_t* from = row + first / 2;
-      for (int64_t i = 0; i < count / 2; ++i) {
-        codes[2 * i] = from[i] & 15;
-        codes[2 * i + 1] = from[i] >> 4;
-      }
-      if (count % 2) codes[count - 1] = from[count / 2] & 15;
-      return;
-    }
-    case PACKED2: {
-      const uint8_t* from = row + first / 4;
-      for (int64_t i = 0; i < count / 4; ++i)
-        for (int j = 0; j < 4; ++j) codes[4 * i + j] = from[i] >> (2 * j) & 3;
-      for (int64_t k = count / 4 * 4; k < count; ++k) codes[k] = from[k / 4] >> (2 * (k % 4)) & 3;
-      return;
-    }
+    case PACKED4: return unpack_plane<4, false>(row + first / 2, units * 16, 0, codes);
+    case PACKED2: return unpack_plane<2, false>(row + first / 4, units * 8, 0, codes);
     case PACKED3:
+      for (int64_t u = 0; u < units; ++u) {
+        const uint8_t* from = row + (first / 32 + u) * 12;
+        unpack_plane<2, false>(from, 8, 0, codes + 32 * u);
+        unpack_plane<1, true>(from + 8, 4, 2, codes + 32 * u);
+      }
+      return;
     case PACKED6:
-      for (int64_t k = 0; k < count; ++k) codes[k] = static_cast<uint8_t>(code_at(row, layout, first + k));
+      for (int64_t u = 0; u < units; ++u) {
+        const uint8_t* from = row + (first / 32 + u) * 24;
+        unpack_plane<4, false>(from, 16, 0, codes + 32 * u);
+        unpack_plane<2, true>(from + 16, 8, 4, codes + 32 * u);
+      }
       return;
     default: memcpy(codes, row + first, static_cast<size_t>(count));
   }
@@ -83,6 +74,111 @@ static inline int32_t dot(const int8_t* __restrict a, const uint8_t* __restrict 
   int32_t total = 0;
   for (int64_t k = 0; k < count; ++k) total += static_cast<int16_t>(a[k]) * static_cast<int16_t>(b[k]);
   return total;
+}
+
+// Weights from `codes` of columns k.., whose scales start at `scale_first`: (level or code - zero) * (scale * global).
+static inline void decode(const Product& p, const uint8_t* __restrict codes, int64_t scale_first, float global, int64_t k,
+                          int64_t columns, float* __restrict weight) {
+  const int count = p.layout == PACKED2 ? 4 : p.layout == PACKED3 ? 8 : 16;
+  bool equally_spaced = p.layout <= PACKED4;  // then a level is a subtraction, which vectorizes
+  for (int i = 0; equally_spaced && i < count; ++i) equally_spaced = p.levels[i] == p.levels[0] + static_cast<float>(i);
+  for (int64_t at = 0; at < columns;) {
+    const int64_t g = p.groups == 1 ? 0 : (k + at) / p.group_size;
+    const int64_t end = p.groups == 1 ? columns : min64(columns, (g + 1) * p.group_size - k);
+    const float scale = load_as_float(p.scale, p.scale_dtype, scale_first + g) * global;
+    if (equally_spaced) {
+      const float zero = p.zero != nullptr ? p.zero[scale_first + g] : -p.levels[0];
+      for (int64_t i = at; i < end; ++i) weight[i] = (static_cast<float>(codes[i]) - zero) * scale;
+    } else if (p.layout == BYTES_INT) {
+      for (int64_t i = at; i < end; ++i) weight[i] = static_cast<float>(static_cast<int8_t>(codes[i])) * scale;
+    } else {
+      for (int64_t i = at; i < end; ++i) weight[i] = p.levels[codes[i]] * scale;
+    }
+    at = end;
+  }
+}
+
+static inline void store_row(const float* __restrict from, int64_t count, void* base, int dtype, int64_t first) {
+  if (dtype == F32) {
+    memcpy(static_cast<float*>(base) + first, from, static_cast<size_t>(count) * 4);
+  } else if (dtype == BF16) {
+    uint16_t* __restrict to = static_cast<uint16_t*>(base) + first;
+    for (int64_t i = 0; i < count; ++i) {  // as float_to_bf16, without its branch
+      const uint32_t bits = float_to_bits(from[i]), rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+      to[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40 : rounded);
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) store_float(base, dtype, first + i, from[i]);
+  }
+}
+
+static bool dequantize(const Product& p) {
+  constexpr int64_t kRowsPerTask = 16;
+  const int64_t tasks = ceil_div(p.N, kRowsPerTask);
+  parallel_for(p.experts * tasks, p.N * p.K * p.experts < (1 << 16) ? 1 : p.threads, [&](int64_t task) {
+    const int64_t e = task / tasks, first = task % tasks * kRowsPerTask;
+    const float global = p.global_scale == nullptr ? 1.0f : p.global_scale[e];
+    uint8_t codes[kColumns];
+    float weight[kColumns];
+    for (int64_t n = first; n < min64(first + kRowsPerTask, p.N); ++n) {
+      const uint8_t* row = p.qdata + e * p.expert_qdata + n * p.row_bytes;
+      const int64_t scale_first = e * p.expert_scale + n / p.scale_rows * p.scale_stride;
+      for (int64_t k = 0; k < p.K; k += kColumns) {
+        const int64_t columns = min64(kColumns, p.K - k);
+        unpack(row, p.layout, k, columns, codes);
+        decode(p, codes, scale_first, global, k, columns, weight);
+        store_row(weight, columns, p.y, p.y_dtype, (e * p.N + n) * p.K + k);
+      }
+    }
+  });
+  return true;
+}
+
+// Values first..first + count of x as fp32; a loop for each dtype, which vectorizes.
+static inline void to_float(const void* x, int dtype, int64_t first, int64_t count, float* __restrict values) {
+  switch (dtype) {
+    case F32: memcpy(values, static_cast<const float*>(x) + first, static_cast<size_t>(count) * 4); return;
+    case BF16: {
+      const uint16_t* from = static_cast<const uint16_t*>(x) + first;
+      for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(from[i]);
+      return;
+    }
+    default:
+      for (int64_t i = 0; i < count; ++i) values[i] = load_as_float(x, dtype, first + i);
+  }
+}
+
+// Codes of one row, and its scale.
+static inline float quantize_row(const void* x, int dtype, int64_t K, int8_t* __restrict codes) {
+  float values[kColumns];
+  uint32_t top = 0;  // as integers magnitudes have the order of their values, NaN last
+  for (int64_t k = 0; k < K; k += kColumns) {
+    const int64_t count = min64(kColumns, K - k);
+    to_float(x, dtype, k, count, values);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = float_to_bits(values[i]) & 0x7fffffffu;
+      top = bits > top ? bits : top;
+    }
+  }
+  const float scale = int8_row_scale(bits_to_float(top));
+  for (int64_t k = 0; k < K; k += kColumns) {
+    const int64_t count = min64(kColumns, K - k);
+    if (K > kColumns) to_float(x, dtype, k, count, values);
+    for (int64_t i = 0; i < count; ++i) {
+      float q = values[i] / scale;
+      q = q < 127.0f ? q : 127.0f;  // NaN, too
+      q = q > -127.0f ? q : -127.0f;
+      codes[k + i] = static_cast<int8_t>(static_cast<int32_t>(float_to_bits(q + 12582912.0f)) - 0x4B400000);
+    }
+  }
+  return scale;
+}
+
+static void quantize_rows(const RowQuantization& q) {
+  parallel_for(q.M, q.M * q.K < (1 << 16) ? 1 : q.threads, [&](int64_t i) {
+    const char* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
+    q.scales[i] = quantize_row(x, q.x_dtype, q.K, q.codes + i * q.K);
+  });
 }
 
 class Matmul {
@@ -116,24 +212,14 @@ class Matmul {
     scales_[i] = p_.row_scale == nullptr ? 1.0f : p_.row_scale[row];
     if (!integer_) {
       float* target = reinterpret_cast<float*>(x_) + i * p_.K;
-      for (int64_t k = 0; k < p_.K; ++k) target[k] = load_as_float(x, p_.x_dtype, k);
+      to_float(x, p_.x_dtype, 0, p_.K, target);
       return;
     }
     int8_t* target = reinterpret_cast<int8_t*>(x_) + i * p_.K;
     if (p_.x_dtype == INT8) {
       memcpy(target, x, static_cast<size_t>(p_.K));
     } else {
-      uint32_t top = 0;  // as integers magnitudes have the order of their values, NaN last
-      for (int64_t k = 0; k < p_.K; ++k) {
-        const uint32_t bits = float_to_bits(load_as_float(x, p_.x_dtype, k)) & 0x7fffffffu;
-        top = bits > top ? bits : top;
-      }
-      const float scale = scales_[i] = int8_row_scale(bits_to_float(top));
-      for (int64_t k = 0; k < p_.K; ++k) {
-        float q = load_as_float(x, p_.x_dtype, k) / scale;
-        q = q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q == q ? q : 0.0f;
-        target[k] = static_cast<int8_t>(static_cast<int32_t>(float_to_bits(q + 12582912.0f)) - 0x4B400000);
-      }
+      scales_[i] = quantize_row(x, p_.x_dtype, p_.K, target);
     }
     for (int64_t g = 0; g < p_.groups; ++g) {
       int32_t sum = 0;
@@ -187,7 +273,7 @@ class Matmul {
           if (p_.layout == BYTES_INT)
             for (int64_t i = 0; i < columns; ++i) codes[i] ^= 0x80;
         } else {
-          decode(codes, scale_first, k, columns, scratch.weight + r * kColumns);
+          decode(p_, codes, scale_first, 1.0f, k, columns, scratch.weight + r * kColumns);
         }
         for (int64_t i = 0; i < s.count; ++i) {
           float* total = y + i * kRows + r;
@@ -199,24 +285,6 @@ class Matmul {
           }
         }
       }
-    }
-  }
-
-  // (level or code - zero) * scale in fp32.
-  void decode(const uint8_t* codes, int64_t scale_first, int64_t k, int64_t columns, float* weight) const {
-    for (int64_t at = 0; at < columns;) {
-      const int64_t g = p_.groups == 1 ? 0 : (k + at) / p_.group_size;
-      const int64_t end = p_.groups == 1 ? columns : min64(columns, (g + 1) * p_.group_size - k);
-      const float scale = load_as_float(p_.scale, p_.scale_dtype, scale_first + g);
-      if (p_.zero != nullptr) {
-        const float zero = p_.zero[scale_first + g];
-        for (int64_t i = at; i < end; ++i) weight[i] = (codes[i] - zero) * scale;
-      } else if (p_.layout == BYTES_INT) {
-        for (int64_t i = at; i < end; ++i) weight[i] = static_cast<int8_t>(codes[i]) * scale;
-      } else {
-        for (int64_t i = at; i < end; ++i) weight[i] = p_.levels[codes[i]] * scale;
-      }
-      at = end;
     }
   }
 
