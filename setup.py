@@ -20,7 +20,7 @@ setup(
             # Instruction sets are chosen by pragmas in the sources. Without traps comparisons vectorize; no result
             # changes. -w: GCC 12 warns of its own headers.
             extra_compile_args=[
-                *("-O3", "-std=c++17", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w")
+                *("-O3", "-std=c++17", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-g0", "-w")
             ],
             extra_link_args=["-pthread"] if sys.platform == "linux" else [],
             language="c++",

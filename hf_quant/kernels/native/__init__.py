@@ -41,6 +41,7 @@ _LAYOUTS = {(2,): 0, (2, 1): 1, (4,): 2, (4, 2): 3}  # by bit planes
 _BYTES_INT, _BYTES_FLOAT = 4, 5
 _BY_F32, _BY_BF16, _BY_INT8 = 0, 1, 2
 _MAX_EXACT_K = 65536  # sums of int8 products stay within int32
+_FIT = {bits: f"zero points fit {bits} bits" for bits in (2, 3, 4)}
 _UNIT = 16  # group sizes are a multiple of it, for lanes to hold codes of one group
 
 
@@ -125,7 +126,10 @@ def _start() -> None:
     if _module is None:
         return
     _module.share_threads(_openmp() or 0)
-    wanted = os.environ.get("HF_QUANT_NATIVE", instruction_sets()[0])
+    wanted = os.environ.get("HF_QUANT_NATIVE") or instruction_sets()[0]  # set to nothing is not set
+    if wanted not in ("off", *instruction_sets()):
+        allowed = ", ".join(map(repr, ("off", *instruction_sets())))
+        raise ValueError(f"the environment variable HF_QUANT_NATIVE is {wanted!r}; allowed here: {allowed}")
     use(None if wanted == "off" else wanted)
 
 
@@ -148,7 +152,7 @@ def tensors_fit(scale: Tensor, zero_point: Tensor | None, spec: CodeSpec) -> boo
     """Whether the scales have a dtype that is known here, and every zero point is a code (found once for a tensor)."""
     if scale.dtype not in _DTYPES:
         return False
-    return zero_point is None or fact("zero points fit", zero_point, _all_codes, spec.bits, zero_point)
+    return zero_point is None or fact(_FIT[spec.bits], zero_point, _all_codes, spec.bits, zero_point)
 
 
 def _all_codes(bits: int, zero_point: Tensor) -> bool:
@@ -222,11 +226,12 @@ def multiply(
     """(x [M, K] @ w.T) * row_scale [M, 1] + bias [N] or [E, N] -> [M, N]; `weight` as `weight_arguments` gives it.
 
     `integer`: in integer sums; x is int8 codes with their row_scale, or its rows are quantized on the way. `ends` [E]
-    int32: the end of each expert's rows; rows past the last end give zeros. The caller has checked everything, and
-    asked `refusal`.
+    int32: the end of each expert's rows; rows past the last end give zeros. `out_dtype`: any, None for that of x; what
+    the extension does not know is rounded from fp32. The caller has checked everything, and asked `refusal`.
     """
     M, K = x.shape
-    dtype = x.dtype if out_dtype is None else out_dtype
+    wanted = x.dtype if out_dtype is None else out_dtype
+    dtype = wanted if wanted in _INPUTS else torch.float32
     y = (torch.empty if ends is None else torch.zeros)(M, N, dtype=dtype, device="cpu")
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
@@ -249,7 +254,7 @@ def multiply(
         _BY_INT8 if integer else _BY_BF16 if x.dtype == torch.bfloat16 else _BY_F32,
         *weight,
     )
-    return y
+    return y if dtype == wanted else y.to(wanted)
 
 
 def product(

@@ -100,7 +100,7 @@ class Tile {
         i += rows;
       }
     }
-    finish(n, first_x, first_y, count, sums);
+    finish(n, first_x, first_y, count, scales, sums);
   }
 
   static size_t scratch_bytes(int64_t count) {
@@ -234,13 +234,20 @@ class Tile {
             }
           }
           float* target = y + i * kPanel + 16 * part;
+          if constexpr (C::INTEGER) {
+            if (p_.groups == 1) {  // integers, in the place of floats, until all columns are added
+              _mm512_store_si512(target, _mm512_add_epi32(_mm512_load_si512(target), sums[i][part]));
+              continue;
+            }
+          }
           _mm512_store_ps(target, _mm512_fmadd_ps(C::to_float(sums[i][part]), scale, _mm512_load_ps(target)));
         }
       }
     }
   }
 
-  void finish(int64_t n, int64_t first_x, int64_t first_y, int64_t count, const float* sums) const {
+  void finish(int64_t n, int64_t first_x, int64_t first_y, int64_t count, const float* scales,
+              const float* sums) const {
     for (int part = 0; part < 4; ++part) {
       const int64_t first = n + 16 * part, left = p_.N - first;
       if (left <= 0) return;
@@ -252,7 +259,9 @@ class Tile {
       const __m512 bias = _mm512_load_ps(bias_values);
       for (int64_t i = 0; i < count; ++i) {
         const float factor = px_.row_scale == nullptr ? w_.global_scale : w_.global_scale * px_.row_scale[first_x + i];
-        const __m512 value = _mm512_load_ps(sums + i * kPanel + 16 * part);
+        __m512 value = _mm512_load_ps(sums + i * kPanel + 16 * part);
+        if (C::INTEGER && p_.groups == 1)
+          value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(value)), _mm512_load_ps(scales + 16 * part));
         store_y(p_.y, p_.y_dtype, (first_y + i) * p_.N + first, mask, _mm512_fmadd_ps(value, _mm512_set1_ps(factor), bias));
       }
     }

@@ -112,9 +112,9 @@ void run_tasks(int64_t count, int threads, void (*body)(void*, int64_t), void* c
 void* thread_scratch(int slot, size_t bytes) {
   static thread_local Buffer buffers[kSlots];
   Buffer& buffer = buffers[slot];
-  if (buffer.bytes < bytes) {
+  if (buffer.memory == nullptr || buffer.bytes < bytes) {
     free(buffer.memory);
-    size_t size = (bytes + 4095) / 4096 * 4096;
+    const size_t size = (bytes / 4096 + 1) * 4096;  // not zero: null means that there is no memory
     buffer.memory = aligned_alloc(4096, size);
     buffer.bytes = buffer.memory == nullptr ? 0 : size;
   }

@@ -137,12 +137,10 @@ static bool dequantize(const Product& p) {
 // Values first..first + count of x as fp32; a loop for each dtype, which vectorizes.
 static inline void to_float(const void* x, int dtype, int64_t first, int64_t count, float* __restrict values) {
   switch (dtype) {
-    case F32: memcpy(values, static_cast<const float*>(x) + first, static_cast<size_t>(count) * 4); return;
-    case BF16: {
-      const uint16_t* from = static_cast<const uint16_t*>(x) + first;
-      for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(from[i]);
+    case F32: memcpy(values, static_cast<const char*>(x) + first * 4, static_cast<size_t>(count) * 4); return;
+    case BF16:
+      for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(load<uint16_t>(x, first + i));
       return;
-    }
     default:
       for (int64_t i = 0; i < count; ++i) values[i] = load_as_float(x, dtype, first + i);
   }

@@ -96,14 +96,22 @@ static inline float e8m0_to_float(uint8_t bits) {
   return bits_to_float(bits == 0 ? 0x00400000u : static_cast<uint32_t>(bits) << 23);
 }
 
+// At any address: tensors made from foreign memory need not be aligned.
+template <class T>
+static inline T load(const void* base, int64_t i) {
+  T value;
+  memcpy(&value, static_cast<const char*>(base) + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+  return value;
+}
+
 static inline float load_as_float(const void* base, int dtype, int64_t i) {
   switch (dtype) {
-    case F32: return static_cast<const float*>(base)[i];
-    case BF16: return bf16_to_float(static_cast<const uint16_t*>(base)[i]);
-    case F16: return f16_to_float(static_cast<const uint16_t*>(base)[i]);
-    case E8M0: return e8m0_to_float(static_cast<const uint8_t*>(base)[i]);
-    case E4M3: return e4m3_to_float(static_cast<const uint8_t*>(base)[i]);
-    default: return static_cast<const int8_t*>(base)[i];
+    case F32: return load<float>(base, i);
+    case BF16: return bf16_to_float(load<uint16_t>(base, i));
+    case F16: return f16_to_float(load<uint16_t>(base, i));
+    case E8M0: return e8m0_to_float(load<uint8_t>(base, i));
+    case E4M3: return e4m3_to_float(load<uint8_t>(base, i));
+    default: return load<int8_t>(base, i);
   }
 }
 
