@@ -1,6 +1,5 @@
 """The native CPU kernels: numbers of every instruction set on random shapes, and their boundary with Python."""
 
-import importlib
 import multiprocessing
 import os
 import random
@@ -247,7 +246,7 @@ def test_a_forked_process_computes(instructions, threads):
         child.join()
 
 
-@pytest.mark.parametrize("quant", [INT4, TensorQuant("int8", "row"), TensorQuant("nvfp4", "group", 16), INT4], ids=str)
+@pytest.mark.parametrize("quant", [INT4, TensorQuant("int8", "row"), TensorQuant("nvfp4", "group", 16)], ids=str)
 @pytest.mark.parametrize("op", [weight_only_mm, dynamic_mm])
 def test_nan_and_inf_stay_in_their_rows_and_columns(op, quant, instructions):
     N, K = 70, 200
@@ -269,7 +268,6 @@ def test_nan_and_inf_stay_in_their_rows_and_columns(op, quant, instructions):
             bad_scale, bad_bias = packed.scale.clone(), bias.clone()
             bad_scale[5, -1], bad_scale[69, 0], bad_bias[9] = float("nan"), float("inf"), float("nan")
             bad = op(x, *packed._replace(scale=bad_scale), bad_bias, **options)
-            assert not bad[:, [5, 69, 9]].isfinite().any() or op is dynamic_mm
             assert not bad[1:, [5, 69, 9]].isfinite().any()
             bad[:, [5, 69, 9]] = y[:, [5, 69, 9]]
             assert torch.equal(bad, y)
@@ -346,8 +344,6 @@ def test_an_extension_of_other_sources_is_not_called(monkeypatch):
     monkeypatch.setattr(native, "_INTERFACE", -1)
     module, reason = native._load()
     assert module is None and "other sources" in reason
-    monkeypatch.setitem(sys.modules, "hf_quant.kernels.native._native", None)
-    assert native._load()[0] is None and importlib.import_module("hf_quant.kernels.native") is native
 
 
 def test_tensors_that_torch_computes(instructions, calls):
@@ -374,7 +370,7 @@ def test_tensors_that_torch_computes(instructions, calls):
         y = dynamic_mm(x, *case, None, activation="int8", **options)
         codes, row_scale = quantize_rowwise_reference(x, format="int8")
         assert excess(y, codes * row_scale.double(), weight, None, nf4=False) <= 2
-    assert len(calls) == 1
+    assert len(calls) == 1  # none of these
     small = packed._replace(zero_point=packed.zero_point.clamp(max=9))
     assert native.tensors_fit(*small[1:3], FORMATS["int4"].spec)
     assert not native.tensors_fit(*small[1:3], FORMATS["int2"].spec)  # the same tensor as another format's
