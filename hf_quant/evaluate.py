@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
+from hf_quant.kernels import native
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 
 
@@ -232,7 +233,7 @@ class _Stamps(BaseStreamer):
 
 
 def machine() -> str:
-    """One line on where a measurement was made: versions, CPU, threads of torch, GPUs, load average."""
+    """One line on where a measurement was made: versions, CPU and its kernels, threads of torch, GPUs, load average."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():  # Linux leaves platform.processor() empty
@@ -243,7 +244,8 @@ def machine() -> str:
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""  # Windows has none
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}; "
-        f"{', '.join([cpu, *gpus])}; {threads} thread{'s' if threads > 1 else ''}{load}"
+        f"{', '.join([cpu, *gpus])}; CPU kernels: {native.active() or 'torch'}; "
+        f"{threads} thread{'s' if threads > 1 else ''}{load}"
     )
 
 
