@@ -233,7 +233,7 @@ class _Stamps(BaseStreamer):
 
 
 def machine() -> str:
-    """One line on where a measurement was made: versions, CPU and its kernels, threads of torch, GPUs, load average."""
+    """One line on where a measurement was made: versions, CPU, its kernels, threads of torch, GPUs, load average."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():  # Linux leaves platform.processor() empty
