@@ -34,6 +34,10 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Fresh memory is often zero by luck; an op that leaves an element of its output unwritten must not pass for that.
     """
+    # torch remembers, at the first use of a device context, which functions make tensors: not these replacements, or
+    # no later test of the process could load a model by way of the meta device.
+    with torch.device("cpu"):
+        torch.empty(0)
     for owner, name in (
         (torch, "empty"),
         (torch, "empty_like"),
