@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 # One test process per core, but no more than 4: each holds torch and a host library, about 1 GB.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))
 PYTEST_ARGS ?=
+SANITIZE_ARGS ?=
 
 # The stamps carry the hash of what they were installed from: a changed pin, dependency or native source installs again.
 NATIVE := setup.py $(sort $(wildcard hf_quant/kernels/native/src/*))
@@ -25,13 +26,14 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
 # The oldest supported Triton, beside the one of the environment: the kernels are compiled under both.
 OLD_TRITON := build/triton-3.6.0
 
-.PHONY: help demo test style check aot aot-ci clean
+.PHONY: help demo test style check aot aot-ci sanitize clean
 
 help:
 	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
 	@echo "make test    install into $(VENV) and run every test"
 	@echo "make check   style checks (ruff, typos, house rules); make style repairs what can be repaired"
 	@echo "make aot     compile every GPU kernel for every target and check it (no GPU needed); make aot-ci a part of it"
+	@echo "make sanitize  build the native CPU kernels with sanitizers and run random calls of them (needs g++ or clang++)"
 	@echo "make clean   remove $(VENV) and what builds and tests leave behind"
 
 $(BIN)/python:
@@ -72,6 +74,10 @@ aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 aot-ci: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py --subset ci
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py --subset ci --targets sm90 --show none
+
+# By any Python, without an environment.
+sanitize:
+	$(PYTHON) scripts/sanitize_native.py $(SANITIZE_ARGS)
 
 check: $(STYLE_STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,454 @@
+// Random calls of the native kernels of every instruction set of this CPU, in buffers that end where a page without
+// access begins, compared with plain sums in fp64. `sanitize_native.py` builds it with sanitizers and runs it:
+//
+//     native_driver CASES SEED CALLERS    # CALLERS threads share the cases and call at once
+//
+// Sanitizers see the loads and stores of compiled code; the pages catch those of masked instructions and assembly, too.
+// GUARD_SCRATCH: what the kernels work in ends at such a page as well, and holds NaN until it is written.
+// PORTABLE_ONLY: without the kernels for AVX2 and AVX-512, which take a minute to build.
+
+#include <sanitizer/common_interface_defs.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace {
+
+using namespace hfq;
+
+// Numbers, by other means than types.h.
+
+struct Grid {
+  int exponent_bits, mantissa_bits;
+};
+
+Grid grid_of(int dtype) {
+  switch (dtype) {
+    case F32: return {8, 23};
+    case BF16: return {8, 7};
+    case F16: return {5, 10};
+    default: return {4, 3};  // E4M3
+  }
+}
+
+double decode(uint32_t bits, int dtype) {
+  if (dtype == INT8) return static_cast<int8_t>(bits);
+  if (dtype == E8M0) return std::ldexp(1.0, static_cast<int>(bits) - 127);
+  const Grid g = grid_of(dtype);
+  const int bias = (1 << (g.exponent_bits - 1)) - 1;
+  const int exponent = static_cast<int>(bits >> g.mantissa_bits & ((1u << g.exponent_bits) - 1));
+  if (dtype != E4M3 && exponent == (1 << g.exponent_bits) - 1) return NAN;  // or inf, which no case makes
+  const double fraction = std::ldexp(bits & ((1u << g.mantissa_bits) - 1), -g.mantissa_bits);
+  const double value = std::ldexp(exponent == 0 ? fraction : 1 + fraction, (exponent == 0 ? 1 : exponent) - bias);
+  return bits >> (g.exponent_bits + g.mantissa_bits) & 1 ? -value : value;
+}
+
+// The next value towards zero; what would be subnormal becomes zero.
+uint32_t encode(double value, int dtype) {
+  if (dtype == INT8) return static_cast<uint8_t>(static_cast<int8_t>(value));
+  int exponent;
+  const double fraction = std::frexp(std::fabs(value), &exponent);
+  if (dtype == E8M0) return static_cast<uint32_t>(exponent - 1 + 127);
+  const Grid g = grid_of(dtype);
+  const int field = exponent - 1 + (1 << (g.exponent_bits - 1)) - 1;
+  if (value == 0 || field < 1) return 0;
+  const uint32_t mantissa = static_cast<uint32_t>((2 * fraction - 1) * (1 << g.mantissa_bits));
+  return (value < 0 ? 1u : 0u) << (g.exponent_bits + g.mantissa_bits) |
+         static_cast<uint32_t>(field) << g.mantissa_bits | mantissa;
+}
+
+// What rounding to a dtype may change.
+double rounding(double value, int dtype) {
+  const double subnormal = dtype == F16 ? std::ldexp(1.0, -25) : 0;
+  return std::ldexp(1.01 * std::fabs(value), -grid_of(dtype).mantissa_bits - 1) + subnormal;
+}
+
+int bits_of(int layout) {
+  switch (layout) {
+    case PACKED2: return 2;
+    case PACKED3: return 3;
+    case PACKED4: return 4;
+    case PACKED6: return 6;
+    default: return 8;
+  }
+}
+
+// Code k of a row, bit by bit: units of 32 codes, 3 bits as planes of 2 and 1, 6 bits as planes of 4 and 2.
+uint32_t code_of(const uint8_t* row, int layout, int64_t k) {
+  const int bits = bits_of(layout), first = bits == 3 ? 2 : bits == 6 ? 4 : bits;
+  if (bits == 8) return row[k];
+  const uint8_t* unit = row + k / 32 * 4 * bits;
+  uint32_t code = 0;
+  for (int b = 0; b < bits; ++b) {
+    const int64_t bit = b < first ? k % 32 * first + b : 32 * first + k % 32 * (bits - first) + b - first;
+    code |= (unit[bit / 8] >> (bit % 8) & 1u) << b;
+  }
+  return code;
+}
+
+// Memory.
+
+enum Place { BEFORE_GUARD, AFTER_GUARD, HEAP };
+
+constexpr uint8_t kGarbage = 0xA5;
+
+// Exactly `bytes` bytes; `shift` moves them off their alignment.
+class Buffer {
+ public:
+  Buffer(int64_t bytes, Place place, int64_t shift, uint8_t garbage = kGarbage) {
+    const size_t size = static_cast<size_t>(bytes + shift);
+    if (place == HEAP) {
+      heap_ = static_cast<uint8_t*>(malloc(size));
+      data = heap_ + shift;
+    } else {
+      const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), room = (size + page - 1) / page * page;
+      mapped_ = room + 2 * page;
+      void* map = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (map == MAP_FAILED) abort();
+      map_ = static_cast<uint8_t*>(map);
+      if (mprotect(map_, page, PROT_NONE) != 0 || mprotect(map_ + page + room, page, PROT_NONE) != 0) abort();
+      data = place == BEFORE_GUARD ? map_ + page + room - bytes : map_ + page + shift;
+      if (place == BEFORE_GUARD) data -= shift;
+    }
+    memset(data, garbage, static_cast<size_t>(bytes));
+  }
+  ~Buffer() {
+    free(heap_);
+    if (map_ != nullptr) munmap(map_, mapped_);
+  }
+  Buffer(const Buffer&) = delete;
+
+  void put(int64_t i, int dtype, uint32_t bits) {
+    memcpy(data + i * element_size(dtype), &bits, static_cast<size_t>(element_size(dtype)));
+  }
+  double at(int64_t i, int dtype) const {
+    uint32_t bits = 0;
+    memcpy(&bits, data + i * element_size(dtype), static_cast<size_t>(element_size(dtype)));
+    return decode(bits, dtype);
+  }
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data);
+  }
+
+  uint8_t* data;
+
+ private:
+  uint8_t *heap_ = nullptr, *map_ = nullptr;
+  size_t mapped_ = 0;
+};
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : engine_(seed) {}
+  int64_t below(int64_t n) { return static_cast<int64_t>(engine_() % static_cast<uint64_t>(n)); }
+  bool one_in(int64_t n) { return below(n) == 0; }
+  double between(double low, double high) {
+    return low + (high - low) * std::ldexp(static_cast<double>(engine_() >> 11), -53);
+  }
+  template <class T>
+  T of(std::initializer_list<T> values) {
+    return values.begin()[below(static_cast<int64_t>(values.size()))];
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// What is called, for the message when it ends the process.
+thread_local std::string current = "between cases";
+
+void print_current() { fprintf(stderr, "the case: %s\n", current.c_str()); }
+
+std::string text_of(const Product& p) {
+  char line[512];
+  auto number = [](int64_t value) { return static_cast<long long>(value); };
+  snprintf(line, sizeof line,
+           "M=%lld N=%lld K=%lld group_size=%lld layout=%d compute=%d x_dtype=%d x_stride=%lld y_dtype=%d "
+           "scale_dtype=%d scale_rows=%lld scale_stride=%lld zero=%d bias=%d experts=%lld threads=%d",
+           number(p.M), number(p.N), number(p.K), number(p.group_size), p.layout, p.compute, p.x_dtype,
+           number(p.x_stride), p.y_dtype, p.scale_dtype, number(p.scale_rows), number(p.scale_stride),
+           p.zero != nullptr, p.bias != nullptr, number(p.experts), p.threads);
+  return line;
+}
+
+// Sizes, dtypes and strides of a product, as hf_quant.kernels.native may ask for it.
+Product draw(Random& random, bool has_bf16) {
+  Product p{};
+  do {
+    p.M = random.one_in(8) ? random.of<int64_t>({0, 100, 255, 257, 481, 485, 961}) : random.below(26);
+    p.N = random.one_in(4) ? random.of<int64_t>({1, 2, 7, 8, 63, 64, 65, 128, 129, 300}) : 1 + random.below(200);
+    p.K = random.one_in(6) ? random.of<int64_t>({1, 31, 64, 127, 128, 129, 1024, 1025, 2049, 4096, 4160})
+                           : 1 + random.below(700);
+  } while (p.M * p.N * p.K > 6000000);
+  p.layout = random.of<int>({PACKED2, PACKED3, PACKED4, PACKED4, PACKED6, BYTES_INT, BYTES_FLOAT});
+  const bool integer = (p.layout == PACKED4 || p.layout == BYTES_INT) && random.one_in(2);
+  p.x_dtype = integer && random.one_in(3) ? INT8 : random.of<int>({F32, BF16, BF16, F16});
+  p.compute = integer ? BY_INT8 : p.x_dtype == BF16 && has_bf16 ? BY_BF16 : BY_F32;
+  p.y_dtype = random.of<int>({F32, BF16, F16});
+  p.x_stride = p.K + (random.one_in(4) ? random.below(40) : 0);
+  p.group_size = random.one_in(3) ? p.K : random.of<int64_t>({16, 32, 48, 64, 80, 96, 128, 160, 256, 1024, 2048});
+  p.groups = ceil_div(p.K, p.group_size);
+  if (p.groups == 1) p.group_size = p.K;
+  p.row_bytes = bits_of(p.layout) == 8 ? p.K : ceil_div(p.K, 32) * 4 * bits_of(p.layout);
+  p.scale_dtype = random.of<int>({F32, BF16, F16, E8M0, E4M3});
+  p.scale_rows = random.one_in(5) ? 128 : 1;
+  p.scale_stride = p.scale_rows == 1 && random.one_in(5) ? 0 : p.groups;
+  p.bias_dtype = random.of<int>({F32, BF16, F16});
+  p.experts = random.one_in(4) ? 1 + random.below(6) : 1;
+  p.threads = static_cast<int>(1 + random.below(3));
+  p.expert_qdata = p.N * p.row_bytes;
+  p.expert_scale = (p.scale_stride == 0 ? 1 : ceil_div(p.N, p.scale_rows)) * p.groups;
+  p.expert_bias = p.N;
+  return p;
+}
+
+// One random call with its buffers; `p` holds their addresses.
+class Case {
+ public:
+  Case(Random& random, bool has_bf16) : random_(random), p(draw(random, has_bf16)) {
+    const int64_t scales = p.experts * p.expert_scale;
+    const int codes = 1 << bits_of(p.layout);
+    const bool has_zero = p.layout <= PACKED4 && random.one_in(2);
+    const int x_bits = p.x_dtype;
+    auto x_value = [&] { return x_bits == INT8 ? double(random_.below(256) - 128) : random_.between(-2, 2); };
+    p.x = fill(x, p.M == 0 ? 0 : (p.M - 1) * p.x_stride + p.K, p.x_dtype, true, x_value);
+    p.qdata = static_cast<uint8_t*>(fill(qdata, p.experts * p.expert_qdata, INT8, true, [&] {
+      const int64_t code = random_.below(256);  // 127 and 255 are NaN as E4M3
+      return static_cast<double>(static_cast<int8_t>(p.layout == BYTES_FLOAT && code % 128 == 127 ? code - 1 : code));
+    }));
+    p.scale = fill(scale, scales, p.scale_dtype, true, [&] { return random_.between(0.02, 0.2); });
+    if (has_zero)
+      p.zero = static_cast<uint8_t*>(fill(zero, scales, INT8, true, [&] { return double(random_.below(codes)); }));
+    if (random.one_in(2))
+      p.bias = fill(bias, p.experts * p.N, p.bias_dtype, true, [&] { return random_.between(-3, 3); });
+    if (random.one_in(4)) {
+      auto near_one = [&] { return random_.between(0.5, 1.5); };
+      p.global_scale = static_cast<float*>(fill(global, p.experts, F32, false, near_one));
+    }
+    if (p.compute == BY_INT8 ? p.x_dtype == INT8 : random.one_in(4))
+      p.row_scale = static_cast<float*>(fill(row_scale, p.M, F32, false, [&] { return random_.between(0.01, 0.1); }));
+    int code = 0;  // levels are exact in bf16, and those of 8-bit floats symmetric
+    p.levels = static_cast<float*>(fill(levels, codes, F32, false, [&] {
+      const int i = code++;
+      if (has_zero) return static_cast<double>(i);
+      if (p.compute == BY_INT8) return static_cast<double>(i - codes / 2);
+      return p.layout == BYTES_FLOAT ? decode(i % 128 == 127 ? i - 1 : i, E4M3) : double(random_.below(129) - 64) / 8;
+    }));
+    starts = {0};
+    for (int64_t e = 0; e < p.experts; ++e) {  // some experts without rows, some rows without an expert
+      const int64_t some = random.one_in(3) ? 0 : random.below(p.M - starts.back() + 1);
+      starts.push_back(p.experts > 1 ? starts.back() + some : p.M);
+    }
+    if (p.experts > 1) {
+      ends = make(p.experts * 4, false);
+      for (int64_t e = 0; e < p.experts; ++e) ends->put(e, F32, static_cast<uint32_t>(starts[e + 1]));
+      p.ends = ends->as<int32_t>();
+    }
+  }
+
+  // Whether the kernels compute what they should; says what is wrong.
+  bool passes(const Kernels& kernels) {
+    return multiplies(kernels) && dequantizes(kernels) && (p.x_dtype == INT8 || quantizes(kernels));
+  }
+
+ private:
+  using Memory = std::unique_ptr<Buffer>;
+
+  Memory make(int64_t bytes, bool may_shift) {
+    return std::make_unique<Buffer>(bytes, random_.of<Place>({BEFORE_GUARD, BEFORE_GUARD, AFTER_GUARD, HEAP}),
+                                    may_shift && random_.one_in(2) ? 1 : 0);
+  }
+
+  template <class F>
+  void* fill(Memory& memory, int64_t count, int dtype, bool may_shift, F value) {
+    memory = make(count * element_size(dtype), may_shift);
+    for (int64_t i = 0; i < count; ++i) memory->put(i, dtype, encode(value(), dtype));
+    return memory->data;
+  }
+
+  void row_of_x(int64_t m, double* row) const {
+    for (int64_t k = 0; k < p.K; ++k) row[k] = x->at(m * p.x_stride + k, p.x_dtype);
+  }
+
+  // A row as int8 codes, and its scale.
+  float quantize(double* row) const {
+    float top = 0;
+    for (int64_t k = 0; k < p.K; ++k) top = std::fmax(top, static_cast<float>(std::fabs(row[k])));
+    const float scale = top == 0 ? 1.0f : top / 127.0f;
+    for (int64_t k = 0; k < p.K; ++k) row[k] = std::nearbyint(static_cast<float>(row[k]) / scale);
+    return scale;
+  }
+
+  std::vector<double> row_of_weight(int64_t e, int64_t n) const {
+    std::vector<double> row(static_cast<size_t>(p.K));
+    const int64_t first = e * p.expert_scale + n / p.scale_rows * p.scale_stride;
+    for (int64_t k = 0; k < p.K; ++k) {
+      const uint32_t code = code_of(p.qdata + e * p.expert_qdata + n * p.row_bytes, p.layout, k);
+      const int64_t group = first + k / p.group_size;
+      const double value = p.layout == BYTES_INT ? static_cast<int8_t>(code)
+                           : p.zero != nullptr   ? static_cast<int>(code) - p.zero[group]
+                                                 : static_cast<double>(p.levels[code]);
+      row[k] = value * scale->at(group, p.scale_dtype) * (p.global_scale == nullptr ? 1.0f : p.global_scale[e]);
+    }
+    return row;
+  }
+
+  bool differs(const Kernels& kernels, const char* what, int64_t row, int64_t column, double found, double exact,
+               double allowed) const {
+    if (std::fabs(found - exact) <= allowed) return false;
+    fprintf(stderr, "%s: %s[%lld, %lld] is %.9g, not %.9g +- %.2g\n", kernels.name, what, static_cast<long long>(row),
+            static_cast<long long>(column), found, exact, allowed);
+    return true;
+  }
+
+  bool multiplies(const Kernels& kernels) {
+    const Memory y = make(p.M * p.N * element_size(p.y_dtype), false);
+    Product call = p;
+    call.y = y->data;
+    if (call.compute == BY_BF16 && !kernels.by_bf16) call.compute = BY_F32;
+    current = std::string(kernels.name) + " matmul: " + text_of(call);
+    if (!kernels.matmul(call)) {
+      fprintf(stderr, "%s: no memory\n", kernels.name);
+      return false;
+    }
+    const double tolerance = std::ldexp(static_cast<double>(p.K) / 8 + 64, -24);  // of sums in fp32
+    std::vector<double> rows(static_cast<size_t>(p.M * p.K));
+    std::vector<float> factors;
+    for (int64_t m = 0; m < p.M; ++m) {
+      row_of_x(m, rows.data() + m * p.K);
+      const bool quantized = p.compute == BY_INT8 && p.x_dtype != INT8;
+      factors.push_back(quantized ? quantize(rows.data() + m * p.K) : p.row_scale == nullptr ? 1.0f : p.row_scale[m]);
+    }
+    for (int64_t e = 0; e < p.experts; ++e) {
+      for (int64_t n = 0; n < p.N; ++n) {
+        const std::vector<double> weight = row_of_weight(e, n);
+        const double added = p.bias == nullptr ? 0.0 : bias->at(e * p.expert_bias + n, p.bias_dtype);
+        for (int64_t m = starts[e]; m < starts[e + 1]; ++m) {
+          double sum = 0, magnitude = 0;
+          for (int64_t k = 0; k < p.K; ++k) {
+            sum += rows[m * p.K + k] * weight[k];
+            magnitude += std::fabs(rows[m * p.K + k] * weight[k]);
+          }
+          const double exact = sum * factors[m] + added;
+          const double allowed = tolerance * (magnitude * factors[m] + std::fabs(added)) + rounding(exact, p.y_dtype);
+          if (differs(kernels, "y", m, n, y->at(m * p.N + n, p.y_dtype), exact, allowed)) return false;
+        }
+      }
+    }
+    const int64_t bytes = p.N * element_size(p.y_dtype);
+    for (int64_t i = starts.back() * bytes; i < p.M * bytes; ++i) {
+      if (y->data[i] == kGarbage) continue;
+      fprintf(stderr, "%s: rows of y that belong to no expert were written\n", kernels.name);
+      return false;
+    }
+    return true;
+  }
+
+  bool dequantizes(const Kernels& kernels) {
+    const Memory y = make(p.experts * p.N * p.K * element_size(p.y_dtype), false);
+    Product call = p;
+    call.y = y->data;
+    current = std::string(kernels.name) + " dequantize: " + text_of(call);
+    if (!kernels.dequantize(call)) return false;
+    for (int64_t row = 0; row < p.experts * p.N; ++row) {
+      const std::vector<double> weight = row_of_weight(row / p.N, row % p.N);
+      for (int64_t k = 0; k < p.K; ++k) {
+        const double allowed = rounding(weight[k], p.y_dtype) + std::ldexp(std::fabs(weight[k]), -22);
+        if (differs(kernels, "weight", row, k, y->at(row * p.K + k, p.y_dtype), weight[k], allowed)) return false;
+      }
+    }
+    return true;
+  }
+
+  bool quantizes(const Kernels& kernels) {
+    const Memory codes = make(p.M * p.K, true), scales = make(p.M * 4, false);
+    RowQuantization call{p.M, p.K, p.x, p.x_dtype, p.x_stride, codes->as<int8_t>(), scales->as<float>(), p.threads};
+    current = std::string(kernels.name) + " quantize_rows: " + text_of(p);
+    kernels.quantize_rows(call);
+    std::vector<double> row(static_cast<size_t>(p.K));
+    for (int64_t m = 0; m < p.M; ++m) {
+      row_of_x(m, row.data());
+      if (differs(kernels, "scale", m, 0, scales->at(m, F32), quantize(row.data()), 0)) return false;
+      for (int64_t k = 0; k < p.K; ++k)
+        if (differs(kernels, "code", m, k, codes->at(m * p.K + k, INT8), row[k], 0)) return false;
+    }
+    return true;
+  }
+
+  Random& random_;
+  Product p;
+  Memory x, qdata, scale, zero, bias, global, row_scale, levels, ends;
+  std::vector<int64_t> starts;  // rows of x of each expert, and the end of the last
+};
+
+}  // namespace
+
+#ifdef GUARD_SCRATCH
+// That of parallel.cpp is built under another name.
+namespace hfq {
+void* thread_scratch(int slot, size_t bytes) {
+  static thread_local std::unique_ptr<Buffer> buffers[kSlots];
+  buffers[slot].reset();
+  buffers[slot] = std::make_unique<Buffer>(static_cast<int64_t>((bytes + 63) / 64 * 64), BEFORE_GUARD, 0, 0xFF);
+  return buffers[slot]->data;
+}
+}  // namespace hfq
+#endif
+
+int main(int argc, char** argv) {
+  if (argc != 4) {
+    fprintf(stderr, "usage: %s CASES SEED CALLERS\n", argv[0]);
+    return 2;
+  }
+  const int64_t cases = atoll(argv[1]), seed = atoll(argv[2]), callers = atoll(argv[3]);
+  std::vector<const Kernels*> sets = {&kPortable};
+  bool has_bf16 = false;
+#if defined(__x86_64__) && !defined(PORTABLE_ONLY)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    sets.push_back(&kAvx2);
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("avx512vbmi")) {
+    sets.push_back(&kAvx512);
+    has_bf16 = __builtin_cpu_supports("avx512bf16");
+  }
+#endif
+  __sanitizer_set_death_callback(print_current);
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+  auto work = [&] {
+    for (int64_t i = next++; i < cases && !failed; i = next++) {
+      Random random(static_cast<uint64_t>(seed * 1000003 + i));
+      Case it(random, has_bf16);
+      for (const Kernels* kernels : sets) {
+        if (it.passes(*kernels)) continue;
+        print_current();
+        failed = true;
+      }
+      current = "between cases";
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int64_t i = 1; i < callers; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  if (failed) return 1;
+  printf("%lld cases, %lld at once:", static_cast<long long>(cases), static_cast<long long>(callers));
+  for (const Kernels* kernels : sets) printf(" %s", kernels->name);
+  printf(has_bf16 ? " with bf16\n" : "\n");
+  return 0;
+}
