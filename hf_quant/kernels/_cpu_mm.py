@@ -83,7 +83,7 @@ def product(
         return x.new_empty(0, N)
     weight = (qdata, scale, zero_point, global_scale)
     ready = known(_READY.get(x.dtype, ""), weight)
-    if ready is not None and M <= ready.max_rows:
+    if ready is not None and ready.format == spec.name and M <= ready.max_rows:
         return ready.run(x, qdata, bias)
     if scale.shape[1] == 1:
         group_size = K
@@ -91,7 +91,7 @@ def product(
         run = native.prepared(*weight, spec, group_size)
         if run is None:
             return native.product(x, *weight, bias, spec, group_size)
-        remember(_READY[x.dtype], tuple(t for t in weight if t is not None), _Ready(sys.maxsize, run))
+        remember(_READY[x.dtype], tuple(t for t in weight if t is not None), _Ready(spec.name, sys.maxsize, run))
         return run(x, qdata, bias)
     if not qdata.is_contiguous():
         qdata = qdata.contiguous()
@@ -116,6 +116,7 @@ def product(
 class _Ready(NamedTuple):
     """The product of one weight with x of one dtype. It must not hold the weight, whose memory it would keep."""
 
+    format: str
     max_rows: int
     run: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x [M, K] contiguous, qdata, bias [N]) -> [M, N]
 
@@ -123,13 +124,13 @@ class _Ready(NamedTuple):
 _READY = {dtype: f"ready {dtype}" for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
-def ready_product(x: Tensor, bias: Tensor | None, *weight: Tensor | None) -> Tensor | None:
+def ready_product(x: Tensor, bias: Tensor | None, *weight: Tensor | None, format: str) -> Tensor | None:
     """x [..., K] @ w.T + bias as `product` has made it ready at its first call, without checks; None if it has not.
 
     `weight` is (qdata, scale, zero_point, global_scale); views of the same bytes in another dtype do.
     """
     ready = known(_READY.get(x.dtype, ""), weight)
-    if ready is None:
+    if ready is None or ready.format != format:
         return None
     shape = x.shape
     rows = as_rows(x)
@@ -152,7 +153,7 @@ def _dense(
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     sources = tuple(t for t in (qdata, scale, zero_point, global_scale) if t is not None)
     weight = (qdata, scale, zero_point, global_scale)
-    dense = prepacked(f"dense {dtype}", sources, dequantized, *weight, spec, group_size, x.shape[1], dtype)
+    dense = prepacked(f"dense {spec.name} {dtype}", sources, dequantized, *weight, spec, group_size, x.shape[1], dtype)
     if dense is None:
         return None
 
@@ -162,7 +163,7 @@ def _dense(
         y = torch.empty(x.shape[0], dense.shape[0], dtype=dtype)  # with `out` autocast keeps off
         return _finish(torch.mm(x.to(dtype), dense.t(), out=y), None, bias, x.dtype)
 
-    remember(_READY[x.dtype], sources, _Ready(sys.maxsize, run))
+    remember(_READY[x.dtype], sources, _Ready(spec.name, sys.maxsize, run))
     return run(x, qdata, bias)
 
 
@@ -185,7 +186,7 @@ def _int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tenso
                 return _split(x, packed, factors, bias, pieces)
 
             if not small:
-                remember(_READY[x.dtype], (qdata, scale), _Ready(max_rows, split))
+                remember(_READY[x.dtype], (qdata, scale), _Ready("int8", max_rows, split))
             return split(x, qdata, bias)
     # With K % 16 != 0 int8pack reads out of bounds: NaN, or a crash. It also loads 16 bytes by instructions that crash
     # at other addresses than multiples of 16 (M=4, torch 2.13); a mapped safetensors file has multiples of 8.
@@ -200,7 +201,7 @@ def _int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tenso
             return y if bias is None else y.add_(bias)
 
         if aligned:
-            remember(_READY[x.dtype], (qdata, scale), _Ready(_SMALL_M["int8pack"], run))
+            remember(_READY[x.dtype], (qdata, scale), _Ready("int8", _SMALL_M["int8pack"], run))
         return run(x, qdata if aligned else qdata.clone(), bias)
     return None
 
@@ -274,7 +275,7 @@ def _int4pack(
         return None
     sources = tuple(t for t in (qdata, scale, zero_point, global_scale) if t is not None)
     weight = (qdata, scale, zero_point, global_scale)
-    packed = prepacked("int4pack", sources, pack_int4, *weight, spec, K, group_size, group)
+    packed = prepacked(f"int4pack {spec.name}", sources, pack_int4, *weight, spec, K, group_size, group)
     if packed is None:
         return None
     words, pairs, terms = packed
@@ -285,7 +286,8 @@ def _int4pack(
         y = torch._weight_int4pack_mm_for_cpu(x, words, group, pairs)
         return y if bias is None else y.add_(bias)
 
-    remember(_READY[x.dtype], sources, _Ready(_SMALL_M["int4pack" if spec.is_integer else "terms"], run))
+    max_rows = _SMALL_M["int4pack" if spec.is_integer else "terms"]
+    remember(_READY[x.dtype], sources, _Ready(spec.name, max_rows, run))
     return run(x, qdata, bias)
 
 

@@ -31,7 +31,7 @@ def linear(
     return dynamic_mm(x, *packed, bias, activation=activation, format=format, group_size=group_size)
 
 
-def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor | None) -> Tensor | None:
+def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor | None, format: str) -> Tensor | None:
     """`linear`, the same bits, where an earlier call on CPU has left all but the product itself done; else None.
 
     A third of the time of `linear` for one token. No gradients, no subclasses, nothing traced.
@@ -43,7 +43,8 @@ def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor |
     ):
         return None
     get = parameters.get
-    return ready_product(x, bias, parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"))
+    weight = (parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"))
+    return ready_product(x, bias, *weight, format=format)
 
 
 class _Linear(torch.autograd.Function):

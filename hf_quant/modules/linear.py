@@ -46,7 +46,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
         scheme = self.scheme
         quant, activation = scheme.weight, scheme.activation_on(device)
         if activation is None:
-            y = ready_linear(x, parameters, bias)
+            y = ready_linear(x, parameters, bias, quant.format)
             if y is not None:
                 return y
         return linear(

@@ -40,14 +40,21 @@ def check_weight(
         )
     if scale_shape[-2] not in (shape[-2], 1, -(-shape[-2] // 128)):
         raise ValueError(f"scale has {scale_shape[-2]} rows; qdata has {shape[-2]}")
+    if scale_shape[:-2] != shape[:-2]:
+        raise ValueError(f"scale is {tuple(scale_shape)}; qdata is {tuple(shape)}, their leading sizes must be equal")
     if zero_point is not None and (zero_point.shape != scale_shape or zero_point.dtype != torch.uint8):
         raise ValueError(
             f"zero_point is {tuple(zero_point.shape)} {zero_point.dtype}; needs {tuple(scale_shape)} torch.uint8"
         )
     if zero_point is not None and not (spec.is_packed and spec.is_integer):
         raise ValueError(f"{format} has no zero point")
-    if global_scale is not None and global_scale.dtype != torch.float32:
-        raise ValueError(f"global_scale is {global_scale.dtype}; needs torch.float32")
+    if global_scale is not None:
+        weights = shape[:-2].numel()
+        if global_scale.dtype != torch.float32 or global_scale.numel() != weights:
+            raise ValueError(
+                f"global_scale is {tuple(global_scale.shape)} {global_scale.dtype}; qdata is {tuple(shape)}, which "
+                f"needs {weights} of torch.float32"
+            )
 
 
 def dequantize_reference(

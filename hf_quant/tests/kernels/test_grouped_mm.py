@@ -99,6 +99,8 @@ def test_wrong_arguments_are_refused():
         ((x, *stack, None, offsets.long()), "int64"),
         ((x, *stack, None, offsets[:2]), "offsets is"),
         ((x, *stack, torch.zeros(N), offsets), "bias is"),
+        ((x, stack[0], stack[1][:1], None, None, None, offsets), "leading sizes"),
+        ((x, *stack[:3], torch.ones(1), None, offsets), "global_scale is"),
     ):
         with pytest.raises(ValueError, match=message):
             grouped_mm(*bad, activation=None, **options)

@@ -294,6 +294,7 @@ def test_wrong_arguments_are_refused(op):
         ((x, packed.qdata, packed.scale[:5], None, None, None), "5 rows"),
         ((x, *packed[:2], packed.scale, None, None), "uint8"),
         ((x, *packed, torch.zeros(63)), "63"),
+        ((x, *packed[:3], torch.ones(0), None), "needs 1 of"),
     ):
         with pytest.raises(ValueError, match=message):
             op(*bad, **options, **more)
@@ -302,3 +303,12 @@ def test_wrong_arguments_are_refused(op):
     if op is dynamic_mm:
         with pytest.raises(ValueError, match="int4"):
             op(x, *packed, None, **options, activation="int4")
+
+
+def test_the_same_bytes_in_another_format():
+    packed, options = packed_case(QUANTS[4], 64, 256)
+    x = torch.randn(2, 256)
+    for format in ("int4", "nf4", "int4"):
+        weight = dequantize_reference(*packed, format=format, group_size=128, K=256, dtype=torch.float64)
+        y = weight_only_mm(x, *packed, None, format=format, group_size=128)
+        assert_product(y, exact_product(x, weight), weight)
