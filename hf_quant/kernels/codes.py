@@ -99,7 +99,7 @@ def unpack_codes(qdata: Tensor, planes: tuple[int, ...], K: int) -> Tensor:
             mask = (2**step - 1) * 0x0101
             spread = plane.to(torch.int16)
             plane = ((spread | (spread << (8 - step))) & mask).view(torch.uint8)
-        plane = plane.reshape(*lead, -1)
+        plane = plane.flatten(-2)
         codes = plane if codes is None else codes | (plane << shift)
         shift += width
     return codes[..., :K]

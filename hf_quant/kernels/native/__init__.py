@@ -16,6 +16,7 @@ those of nf4 do not fit; everything else is fp32. int8 x meets int4 and int8 cod
 
 import ctypes
 import os
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from hf_quant.kernels._cpu import clear_prepacked, fact
 from hf_quant.kernels.codes import CODES, CodeSpec
 
 
-_INTERFACE = 2  # of the arguments below; an extension built from other sources must not be called
+_INTERFACE = 3  # of the arguments below; an extension built from other sources must not be called
 _DTYPES = {
     dtype: i
     for i, dtype in enumerate(
@@ -43,6 +44,7 @@ _BY_F32, _BY_BF16, _BY_INT8 = 0, 1, 2
 _MAX_EXACT_K = 65536  # sums of int8 products stay within int32
 _FIT = {bits: f"zero points fit {bits} bits" for bits in (2, 3, 4)}
 _UNIT = 16  # group sizes are a multiple of it, for lanes to hold codes of one group
+_MAX_HEAD_DIM = 512
 
 
 def _load():
@@ -289,6 +291,70 @@ def dequantize(
     arguments = weight_arguments(*parts, spec, group_size)
     _module.dequantize(qdata.shape[-2], K, y.data_ptr(), _DTYPES[dtype], torch.get_num_threads(), *arguments)
     return y
+
+
+def attention_refusal(dtype: torch.dtype, D: int, group_size: int, scale_dtype: torch.dtype | None) -> str | None:
+    """Why attention over codes of heads of D channels is not computed here, None if it is."""
+    if _active is None:
+        return why_not()
+    if dtype not in _INPUTS:
+        return f"only bf16, fp16 and fp32 queries, not {dtype}"
+    if group_size % _UNIT:
+        return f"groups of {group_size} are no multiple of {_UNIT}"
+    if scale_dtype is not None and scale_dtype not in _DTYPES:
+        return f"scales of {scale_dtype}"
+    return f"heads of {D} channels; at most {_MAX_HEAD_DIM}" if D > _MAX_HEAD_DIM else None
+
+
+def attention(
+    q: Tensor,
+    keys: tuple[Tensor, Tensor, Tensor | None],
+    values: tuple[Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
+    spec: CodeSpec,
+    *,
+    is_causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked, and asked the refusal."""
+    B, H, S, D = q.shape
+    H_kv, T, groups = *keys[0].shape[1:3], keys[1].shape[3]
+    q = q if q.stride(3) == 1 else q.contiguous()
+    y, lse = torch.empty_like(q), torch.empty(B, H, S, device="cpu")
+    keys, values = _rows_of_cache(*keys), _rows_of_cache(*values)  # referred to until the end of the call
+    mask_arguments = (0, 0, 0, 0, 0)
+    if mask is not None:
+        mask = mask if mask.dtype == torch.bool else mask.float()
+        mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(B, H, S, T)
+        mask_arguments = (mask.data_ptr(), _DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype])
+        mask_arguments += mask.stride()[:3]
+    _module.attention(
+        *(B, H, H_kv, S, T, D, _layout(spec), _levels(spec.name, False).data_ptr(), spec.is_integer),
+        *(groups, D // groups),
+        *(q.data_ptr(), _DTYPES[q.dtype], *q.stride()[:3], y.data_ptr(), *y.stride()[:3], lse.data_ptr()),
+        *_cache_arguments(*keys),
+        *_cache_arguments(*values),
+        *mask_arguments,
+        *(is_causal, window, *struct.unpack("I", struct.pack("f", scale)), torch.get_num_threads()),
+    )
+    return y, lse
+
+
+def _rows_of_cache(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same with the codes of a token in one piece, and scales and offsets at equal distances."""
+    codes = codes if codes.stride(3) == 1 else codes.contiguous()
+    if offset is not None and offset.stride() != scale.stride():
+        scale, offset = scale.contiguous(), offset.contiguous()
+    return codes, scale, offset
+
+
+def _cache_arguments(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[int, ...]:
+    size = codes.element_size()
+    return (
+        *(codes.data_ptr(), *(stride * size for stride in codes.stride()[:3])),
+        *(scale.data_ptr(), 0 if offset is None else offset.data_ptr(), _DTYPES[scale.dtype], *scale.stride()),
+    )
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -7,10 +7,12 @@
 #endif
 
 #define HFQ_SET avx2
-#include "portable.h"
+#define HFQ_VECTOR_BYTES 32
+#include "attention.h"
 
 namespace hfq {
-const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2::dequantize, avx2::quantize_rows};
+const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2::dequantize, avx2::quantize_rows,
+                         avx2::attention};
 }
 
 #if defined(__clang__)

@@ -11,12 +11,9 @@
 
 #include <atomic>
 
-#include "avx512_tile.h"
-#include "kernels.h"
-#include "parallel.h"
-
 #define HFQ_SET avx512_portable
-#include "portable.h"
+#define HFQ_VECTOR_BYTES 64
+#include "avx512_attention.h"
 
 namespace hfq {
 namespace avx512 {
@@ -226,7 +223,8 @@ static void quantize_rows(const RowQuantization& q) {
 
 }  // namespace avx512
 
-const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows};
+const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
+                         avx512::attention};
 
 }  // namespace hfq
 

@@ -16,6 +16,42 @@ struct RowQuantization {
   int threads;
 };
 
+// Quantized keys, or values, of a cache: codes [B, H_kv, T, D], a scale and an offset [B, H_kv, T, groups] of each group.
+struct Cache {
+  const uint8_t* codes;
+  int64_t code_batch, code_head, code_token;  // bytes from one to the next
+  const void *scale, *offset;                 // value = level * scale + offset; no offset: null
+  int scale_dtype;
+  int64_t scale_batch, scale_head, scale_token, scale_group;  // elements, of the offsets as well
+};
+
+constexpr int64_t kMaxHeadDim = 512;
+
+// y = softmax(q @ k.T * scale + mask) @ v, and the logarithm of the sum of its exponentials.
+struct Attention {
+  int64_t B, H, H_kv, S, T, D;
+  int layout;  // PACKED2, PACKED4, BYTES_INT or BYTES_FLOAT
+  const float* levels;
+  bool equally_spaced;         // levels[i] = levels[0] + i
+  int64_t groups, group_size;  // of D; group_size a multiple of 16
+
+  const void* q;  // [B, H, S, D], as y; strides in elements
+  int q_dtype;
+  int64_t q_batch, q_head, q_position;
+  void* y;
+  int64_t y_batch, y_head, y_position;
+  float* lse;  // [B, H, S]
+
+  Cache k, v;
+  const void* mask;  // F32 to be added, or INT8 for booleans; null if there is none; strides in elements, of tokens 1
+  int mask_dtype;
+  int64_t mask_batch, mask_head, mask_position;
+  bool causal;     // position i sees tokens up to T - S + i
+  int64_t window;  // and of these the last ones; 0: all
+  float scale;
+  int threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;  // whether Product.compute may be BY_BF16
@@ -23,6 +59,7 @@ struct Kernels {
   // y [experts, N, K] = the weights, rounded once; of the Product only they, y and threads count.
   bool (*dequantize)(const Product&);
   void (*quantize_rows)(const RowQuantization&);
+  bool (*attention)(const Attention&);
 };
 
 extern const Kernels kPortable;

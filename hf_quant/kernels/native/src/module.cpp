@@ -145,8 +145,63 @@ PyObject* quantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return done(true);
 }
 
-// To be counted up when the arguments of `matmul` change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(2); }
+void read_cache(Arguments& a, Cache& c) {
+  c.codes = a.pointer<const uint8_t>();
+  c.code_batch = a.number();
+  c.code_head = a.number();
+  c.code_token = a.number();
+  c.scale = a.pointer<const void>();
+  c.offset = a.pointer<const void>();
+  c.scale_dtype = a.integer();
+  c.scale_batch = a.number();
+  c.scale_head = a.number();
+  c.scale_token = a.number();
+  c.scale_group = a.number();
+}
+
+PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  Attention p{};
+  p.B = a.number();
+  p.H = a.number();
+  p.H_kv = a.number();
+  p.S = a.number();
+  p.T = a.number();
+  p.D = a.number();
+  p.layout = a.integer();
+  p.levels = a.pointer<const float>();
+  p.equally_spaced = a.integer() != 0;
+  p.groups = a.number();
+  p.group_size = a.number();
+  p.q = a.pointer<const void>();
+  p.q_dtype = a.integer();
+  p.q_batch = a.number();
+  p.q_head = a.number();
+  p.q_position = a.number();
+  p.y = a.pointer<void>();
+  p.y_batch = a.number();
+  p.y_head = a.number();
+  p.y_position = a.number();
+  p.lse = a.pointer<float>();
+  read_cache(a, p.k);
+  read_cache(a, p.v);
+  p.mask = a.pointer<const void>();
+  p.mask_dtype = a.integer();
+  p.mask_batch = a.number();
+  p.mask_head = a.number();
+  p.mask_position = a.number();
+  p.causal = a.integer() != 0;
+  p.window = a.number();
+  p.scale = bits_to_float(static_cast<uint32_t>(a.number()));
+  p.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  bool ok;
+  Py_BEGIN_ALLOW_THREADS ok = active->attention(p);
+  Py_END_ALLOW_THREADS return done(ok);
+}
+
+// To be counted up when the arguments of a function change.
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(3); }
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
   PyObject* names = PyTuple_New(num_available);
@@ -184,6 +239,8 @@ PyMethodDef methods[] = {
      "Weights [experts, N, K], see `Kernels` in kernels.h."},
     {"quantize_rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize_rows)), METH_FASTCALL,
      "Rows to int8, see `RowQuantization` in kernels.h."},
+    {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL,
+     "Attention over quantized keys and values, see `Attention` in kernels.h."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},
     {"use", use, METH_O, "Use the named instruction set from now on."},

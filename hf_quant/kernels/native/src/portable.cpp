@@ -1,7 +1,9 @@
 // The products for any CPU that the compiler builds for.
 #define HFQ_SET portable
-#include "portable.h"
+#define HFQ_VECTOR_BYTES 16
+#include "attention.h"
 
 namespace hfq {
-const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows};
+const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows,
+                         portable::attention};
 }

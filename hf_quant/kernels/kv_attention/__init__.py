@@ -1,0 +1,1 @@
+"""Attention over the codes of a quantized KV cache."""

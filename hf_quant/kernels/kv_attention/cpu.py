@@ -1,0 +1,90 @@
+"""`kv_attention` on CPU: the native kernel, which decodes 64 tokens at a time, or torch's ops on blocks of tokens."""
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels import native
+from hf_quant.kernels._op import Path, Problem, implements
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.kv_attention import op
+
+
+_BLOCK = 2**21  # codes decoded at once: 8 MB in fp32
+
+
+def _supports_native(problem: Problem) -> str | None:
+    return native.attention_refusal(problem.dtype, problem.K, problem.group_size, None)
+
+
+PATHS = (
+    Path("native kernel (C++)", "any length", _supports_native),
+    Path("decoded blocks of tokens", "any length", lambda problem: None),
+)
+
+
+@implements(op.kv_attention, "CPU", PATHS)
+def kv_attention_cpu(
+    q: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor | None,
+    mask: Tensor | None,
+    *,
+    format: str,
+    is_causal: bool,
+    window: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """See `kv_attention_reference`."""
+    op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, format, is_causal, window, scale)
+    spec, D = CODES[format], q.shape[3]
+    q = q.detach()
+    scale = D**-0.5 if scale is None else scale
+    keys, values = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
+    how = {"is_causal": is_causal, "window": window, "scale": scale}
+    if native.attention_refusal(q.dtype, D, D // k_scale.shape[-1], k_scale.dtype) is None:
+        return native.attention(q, keys, values, mask, spec, **how)
+    y = torch.zeros_like(q, dtype=torch.float32)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+    T = k_codes.shape[2]
+    # All positions end at T: a block that ends earlier is met without its future by the mask of the block.
+    step = max(_BLOCK // max(q.shape[0] * k_codes.shape[1] * D, 1), 1)
+    seen = op.visible(q.shape[2], T, window, q.device) if is_causal else None
+    for start in range(0, T, step):
+        tokens = slice(start, start + step)
+        part = _attend(
+            q,
+            [part if part is None else part[:, :, tokens] for part in keys],
+            [part if part is None else part[:, :, tokens] for part in values],
+            None if mask is None else mask[..., tokens],
+            None if seen is None else seen[:, tokens],
+            spec,
+            scale,
+        )
+        y, lse = merge(y, lse, *part)
+    return torch.empty_like(q).copy_(y), lse
+
+
+def _attend(q, keys, values, mask, seen, spec, scale) -> tuple[Tensor, Tensor]:
+    """Attention over a block of tokens, in fp32."""
+    (B, H, S, D), H_kv = q.shape, keys[0].shape[1]
+    rows = H // H_kv * S  # that meet the same keys
+    k, v = op.decode_heads(*keys, spec, D), op.decode_heads(*values, spec, D)
+    scores = ((q.float() * scale).reshape(B, H_kv, rows, D) @ k.transpose(2, 3)).view(B, H, S, k.shape[2])
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
+    if seen is not None:
+        scores.masked_fill_(~seen, float("-inf"))
+    lse = torch.logsumexp(scores, -1)
+    weights = scores.sub_(lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()
+    return (weights.view(B, H_kv, rows, k.shape[2]) @ v).view(B, H, S, D), lse
+
+
+def merge(y: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two parts of the tokens -> over both: y [B, H, S, D], log-sum-exp [B, H, S], all fp32."""
+    total = torch.logaddexp(lse, more_lse)
+    safe = total.masked_fill(total.isneginf(), 0.0)
+    return y * (lse - safe).exp().unsqueeze(-1) + more * (more_lse - safe).exp().unsqueeze(-1), total

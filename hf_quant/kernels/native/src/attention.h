@@ -1,0 +1,336 @@
+// Attention over quantized keys and values: 64 tokens at a time are decoded to panels of fp32, which meet up to 48 rows
+// of queries (all heads that share the keys, at several positions) by an online softmax (https://arxiv.org/abs/2205.14135).
+//
+// The order of all sums depends on the shapes only, not on the number of threads. With few rows the tokens are split
+// among tasks, whose results are merged in their order (https://pytorch.org/blog/flash-decoding).
+#pragma once
+
+#include <atomic>
+#include <cmath>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "portable.h"
+
+namespace hfq {
+namespace HFQ_SET {
+
+constexpr int64_t kTokens = 64;       // of a panel
+constexpr int64_t kFewTokens = 256;   // that few rows meet at once
+constexpr int64_t kQueryRows = 48;    // that meet a panel
+constexpr int64_t kSplitTokens = 1024;
+constexpr int64_t kMaxSplits = 64;
+
+// A vector of the instruction set, at any address; sums of ROWS x VECS of them fit its registers.
+constexpr int kLanes = HFQ_VECTOR_BYTES / 4;
+constexpr int kVecs = HFQ_VECTOR_BYTES == 64 ? 4 : 2;
+typedef float Lanes __attribute__((vector_size(HFQ_VECTOR_BYTES), aligned(4), may_alias));
+
+// One row of codes of one token and head, as fp32.
+static inline void decode_token(const Attention& a, const Cache& cache, int64_t b, int64_t h, int64_t t,
+                                float* __restrict values) {
+  const uint8_t* row = cache.codes + b * cache.code_batch + h * cache.code_head + t * cache.code_token;
+  uint8_t codes[kMaxHeadDim];
+  switch (a.layout) {
+    case PACKED4: unpack_plane<4, false>(row, a.D / 2, 0, codes); break;
+    case PACKED2: unpack_plane<2, false>(row, a.D / 4, 0, codes); break;
+    default: memcpy(codes, row, static_cast<size_t>(a.D));
+  }
+  const int64_t first = b * cache.scale_batch + h * cache.scale_head + t * cache.scale_token;
+  for (int64_t g = 0; g < a.groups; ++g) {
+    const float scale = load_as_float(cache.scale, cache.scale_dtype, first + g * cache.scale_group);
+    const float offset =
+        cache.offset == nullptr ? 0.0f : load_as_float(cache.offset, cache.scale_dtype, first + g * cache.scale_group);
+    const int64_t begin = g * a.group_size, end = begin + a.group_size;
+    if (a.layout == BYTES_INT) {
+      for (int64_t d = begin; d < end; ++d)
+        values[d] = static_cast<float>(static_cast<int8_t>(codes[d])) * scale + offset;
+    } else if (a.equally_spaced) {  // vectorizes, unlike a table
+      for (int64_t d = begin; d < end; ++d) values[d] = (static_cast<float>(codes[d]) + a.levels[0]) * scale + offset;
+    } else {
+      for (int64_t d = begin; d < end; ++d) values[d] = a.levels[codes[d]] * scale + offset;
+    }
+  }
+}
+
+// How tokens first..first + count of a head become panels. With `few` rows, up to kFewTokens tokens at a time need none:
+// `scores` makes those of all rows, kFewTokens apart, `add` adds values weighted by them to out [rows, D].
+struct TokenPanels {
+  static bool few(const Attention&, int64_t) { return false; }
+  static void scores(const Attention&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t, float*) {}
+  static void add(const Attention&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t, float*) {}
+
+  // panel [D, kTokens]
+  static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    float values[kMaxHeadDim];
+    for (int64_t t = 0; t < count; ++t) {
+      decode_token(a, a.k, b, h, first + t, values);
+      for (int64_t d = 0; d < a.D; ++d) panel[d * kTokens + t] = values[d];
+    }
+  }
+  // panel [kTokens, D]
+  static void values(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    for (int64_t t = 0; t < count; ++t) decode_token(a, a.v, b, h, first + t, panel + t * a.D);
+  }
+};
+
+template <int ROWS, int VECS>
+static inline void multiply_tile(const float* left, int64_t left_stride, const float* panel, int64_t panel_stride,
+                                 int64_t depth, float* out, int64_t out_stride) {
+  Lanes sums[ROWS][VECS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECS; ++j) sums[r][j] = *reinterpret_cast<const Lanes*>(out + r * out_stride + j * kLanes);
+  for (int64_t i = 0; i < depth; ++i) {
+    Lanes row[VECS];
+#pragma GCC unroll 8
+    for (int j = 0; j < VECS; ++j) row[j] = *reinterpret_cast<const Lanes*>(panel + i * panel_stride + j * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int j = 0; j < VECS; ++j) sums[r][j] += left[r * left_stride + i] * row[j];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECS; ++j) *reinterpret_cast<Lanes*>(out + r * out_stride + j * kLanes) = sums[r][j];
+}
+
+template <int ROWS>
+static void multiply_rows(const float* left, int64_t left_stride, const float* panel, int64_t columns, int64_t depth,
+                          float* out) {
+  int64_t c = 0;
+  for (; c + kVecs * kLanes <= columns; c += kVecs * kLanes)
+    multiply_tile<ROWS, kVecs>(left, left_stride, panel + c, columns, depth, out + c, columns);
+  for (; c < columns; c += kLanes)
+    multiply_tile<ROWS, 1>(left, left_stride, panel + c, columns, depth, out + c, columns);
+}
+
+// out [rows, columns] += left [rows, depth] @ panel [depth, columns]; columns a multiple of 16.
+static void multiply(const float* left, int64_t left_stride, int64_t rows, const float* panel, int64_t columns,
+                     int64_t depth, float* out) {
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6)
+    multiply_rows<6>(left + r * left_stride, left_stride, panel, columns, depth, out + r * columns);
+  left += r * left_stride;
+  out += r * columns;
+  switch (rows - r) {
+    case 1: return multiply_rows<1>(left, left_stride, panel, columns, depth, out);
+    case 2: return multiply_rows<2>(left, left_stride, panel, columns, depth, out);
+    case 3: return multiply_rows<3>(left, left_stride, panel, columns, depth, out);
+    case 4: return multiply_rows<4>(left, left_stride, panel, columns, depth, out);
+    case 5: return multiply_rows<5>(left, left_stride, panel, columns, depth, out);
+  }
+}
+
+// e**x for x <= 0, to 2 units in the last place; below e**-87 it is 0.
+static inline float exp_of_negative(float x) {
+  const float y = x * 1.44269504f, whole = y + 12582912.0f, n = whole - 12582912.0f;  // rounds to an integer
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;                           // x - n * ln 2
+  float value = 1.9875691500e-4f;  // Cephes' expf
+  value = value * r + 1.3981999507e-3f;
+  value = value * r + 8.3334519073e-3f;
+  value = value * r + 4.1665795894e-2f;
+  value = value * r + 1.6666665459e-1f;
+  value = value * r + 5.0000001201e-1f;
+  value = value * (r * r) + r + 1.0f;
+  const float power = bits_to_float((float_to_bits(whole) - 0x4B400000u + 127u) << 23);
+  return y < -125.0f ? 0.0f : value * power;
+}
+
+// What has been seen of the tokens by `rows` rows of queries.
+struct Partial {
+  float* top;     // [rows] largest score
+  float* weight;  // [rows] sum of exp(score - top)
+  float* out;     // [rows, D] sum of exp(score - top) * value
+};
+
+template <class Panels>
+class AttentionTasks {
+ public:
+  explicit AttentionTasks(const Attention& a) : a_(a), repeats_(a.H / a.H_kv), rows_(repeats_ * a.S) {
+    blocks_ = ceil_div(rows_, kQueryRows);
+    split_ = a.T;
+    if (blocks_ == 1) split_ = max64(kSplitTokens, ceil_div(ceil_div(a.T, kMaxSplits), kTokens) * kTokens);
+    splits_ = max64(ceil_div(a.T, split_), 1);
+  }
+
+  bool run() {
+    const int64_t heads = a_.B * a_.H_kv, partial_rows = blocks_ == 1 ? rows_ : 0;
+    const size_t partial = static_cast<size_t>(partial_rows * (a_.D + 2));
+    float* partials = nullptr;
+    if (splits_ > 1) {
+      partials = static_cast<float*>(thread_scratch(0, heads * splits_ * partial * sizeof(float)));
+      if (partials == nullptr) return false;
+    }
+    std::atomic<bool> ok{true};
+    parallel_for(heads * blocks_ * splits_, a_.threads, [&](int64_t task) {
+      const int64_t split = task % splits_, block = task / splits_ % blocks_, head = task / splits_ / blocks_;
+      const int64_t first = block * kQueryRows, rows = min64(kQueryRows, rows_ - first);
+      float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats(rows) * sizeof(float)));
+      if (scratch == nullptr) {
+        ok = false;
+        return;
+      }
+      float* at = partials == nullptr ? scratch : partials + task * partial;
+      const Partial seen{at, at + rows, at + 2 * rows};
+      attend(head, first, rows, split * split_, min64(a_.T, (split + 1) * split_), seen, scratch + rows * (a_.D + 2));
+      if (splits_ == 1) store(head, first, rows, seen);
+    });
+    if (!ok || splits_ == 1) return ok;
+    parallel_for(heads, a_.threads, [&](int64_t head) {
+      float* at = partials + head * splits_ * partial;
+      const Partial total{at, at + rows_, at + 2 * rows_};
+      for (int64_t split = 1; split < splits_; ++split) {
+        at += partial;
+        merge(total, {at, at + rows_, at + 2 * rows_});
+      }
+      store(head, 0, rows_, total);
+    });
+    return true;
+  }
+
+ private:
+  // seen | queries [rows, D] | scores of the rows | panel [kTokens, D]
+  size_t scratch_floats(int64_t rows) const {
+    return static_cast<size_t>(rows * (a_.D + 2) + rows * a_.D + rows * step(rows) + kTokens * a_.D);
+  }
+
+  int64_t step(int64_t rows) const { return Panels::few(a_, rows) ? kFewTokens : kTokens; }
+
+  // Row r of a head of the keys: position r / repeats_, head r % repeats_ of the queries that share it.
+  const char* query(int64_t head, int64_t r) const {
+    const int64_t at = head / a_.H_kv * a_.q_batch + (head % a_.H_kv * repeats_ + r % repeats_) * a_.q_head +
+                       r / repeats_ * a_.q_position;
+    return static_cast<const char*>(a_.q) + at * element_size(a_.q_dtype);
+  }
+
+  // Tokens begin..end that a position sees.
+  int64_t first_seen(int64_t position) const {
+    return a_.window == 0 ? 0 : max64(0, a_.T - a_.S + position + 1 - a_.window);
+  }
+  int64_t end_seen(int64_t position) const { return a_.causal ? max64(0, a_.T - a_.S + position + 1) : a_.T; }
+
+  void attend(int64_t head, int64_t first, int64_t rows, int64_t begin, int64_t end, const Partial& seen,
+              float* scratch) const {
+    const int64_t b = head / a_.H_kv, h = head % a_.H_kv;
+    const int64_t tokens = step(rows);
+    float *queries = scratch, *scores = queries + rows * a_.D, *panel = scores + rows * tokens;
+    for (int64_t r = 0; r < rows; ++r) {
+      to_float(query(head, first + r), a_.q_dtype, 0, a_.D, queries + r * a_.D);
+      for (int64_t d = 0; d < a_.D; ++d) queries[r * a_.D + d] *= a_.scale;
+      seen.top[r] = -INFINITY;
+      seen.weight[r] = 0.0f;
+    }
+    memset(seen.out, 0, static_cast<size_t>(rows * a_.D) * sizeof(float));
+    memset(panel, 0, static_cast<size_t>(kTokens * a_.D) * sizeof(float));  // no products with what lies there
+    begin = max64(begin, first_seen(first / repeats_) / kTokens * kTokens);
+    end = min64(end, end_seen((first + rows - 1) / repeats_));
+    for (int64_t t = begin; t < end; t += tokens) {
+      const int64_t count = min64(tokens, end - t);
+      if (tokens == kFewTokens) {
+        Panels::scores(a_, b, h, t, count, queries, rows, scores);
+      } else {
+        Panels::keys(a_, b, h, t, count, panel);
+        memset(scores, 0, static_cast<size_t>(rows * kTokens) * sizeof(float));
+        multiply(queries, a_.D, rows, panel, kTokens, a_.D, scores);
+      }
+      bool any = false;
+      for (int64_t r = 0; r < rows; ++r) {
+        mask(b, h, first + r, t, count, tokens, scores + r * tokens);
+        any |= soften(tokens, scores + r * tokens, seen.top[r], seen.weight[r], seen.out + r * a_.D);
+      }
+      if (!any) continue;
+      if (tokens == kFewTokens) {
+        Panels::add(a_, b, h, t, count, scores, rows, seen.out);
+      } else {
+        Panels::values(a_, b, h, t, count, panel);
+        multiply(scores, kTokens, rows, panel, a_.D, count, seen.out);
+      }
+    }
+  }
+
+  // Scores of tokens t..t + count of one row, to which the mask is added; -inf for what the row does not see.
+  void mask(int64_t b, int64_t h, int64_t r, int64_t t, int64_t count, int64_t tokens,
+            float* __restrict scores) const {
+    const int64_t position = r / repeats_;
+    if (a_.mask != nullptr) {
+      const int64_t at = b * a_.mask_batch + (h * repeats_ + r % repeats_) * a_.mask_head + position * a_.mask_position + t;
+      if (a_.mask_dtype == F32) {
+        for (int64_t i = 0; i < count; ++i) scores[i] += load<float>(a_.mask, at + i);
+      } else {
+        for (int64_t i = 0; i < count; ++i) scores[i] = load<uint8_t>(a_.mask, at + i) != 0 ? scores[i] : -INFINITY;
+      }
+    }
+    const int64_t from = first_seen(position) - t, to = min64(count, end_seen(position) - t);
+    for (int64_t i = 0; i < min64(from, tokens); ++i) scores[i] = -INFINITY;
+    for (int64_t i = max64(to, 0); i < tokens; ++i) scores[i] = -INFINITY;
+  }
+
+  // Scores of so many tokens -> exp(score - top), of the new top; whether there is one above -inf.
+  bool soften(int64_t tokens, float* __restrict scores, float& top, float& weight, float* __restrict out) const {
+    float tops[16];
+    for (int i = 0; i < 16; ++i) tops[i] = scores[i];
+    for (int64_t t = 16; t < tokens; t += 16)
+      for (int i = 0; i < 16; ++i) tops[i] = scores[t + i] > tops[i] ? scores[t + i] : tops[i];
+    float largest = top;
+    bool is_nan = false;
+    for (int i = 0; i < 16; ++i) {
+      largest = tops[i] > largest ? tops[i] : largest;
+      is_nan |= tops[i] != tops[i];
+    }
+    if (largest == -INFINITY && !is_nan) {
+      memset(scores, 0, static_cast<size_t>(tokens) * sizeof(float));
+      return false;
+    }
+    if (largest > top) {
+      const float shrink = top == -INFINITY ? 0.0f : exp_of_negative(top - largest);
+      for (int64_t d = 0; d < a_.D; ++d) out[d] *= shrink;
+      weight *= shrink;
+      top = largest;
+    }
+    float sums[16] = {};
+    for (int64_t t = 0; t < tokens; t += 16) {
+      for (int i = 0; i < 16; ++i) {
+        scores[t + i] = exp_of_negative(scores[t + i] - largest);
+        sums[i] += scores[t + i];
+      }
+    }
+    for (int i = 0; i < 16; ++i) weight += sums[i];
+    return true;
+  }
+
+  void merge(const Partial& total, const Partial& more) const {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const float top = more.top[r] > total.top[r] ? more.top[r] : total.top[r];
+      if (top == -INFINITY) continue;
+      const float old = exp_of_negative(total.top[r] - top), fresh = exp_of_negative(more.top[r] - top);
+      float *out = total.out + r * a_.D, *from = more.out + r * a_.D;
+      for (int64_t d = 0; d < a_.D; ++d) out[d] = out[d] * old + from[d] * fresh;
+      total.weight[r] = total.weight[r] * old + more.weight[r] * fresh;
+      total.top[r] = top;
+    }
+  }
+
+  void store(int64_t head, int64_t first, int64_t rows, const Partial& seen) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t b = head / a_.H_kv, h = head % a_.H_kv * repeats_ + (first + r) % repeats_;
+      const int64_t position = (first + r) / repeats_;
+      float* out = seen.out + r * a_.D;
+      const float inverse = seen.weight[r] == 0.0f ? 0.0f : 1.0f / seen.weight[r];
+      for (int64_t d = 0; d < a_.D; ++d) out[d] *= inverse;
+      store_row(out, a_.D, a_.y, a_.q_dtype, b * a_.y_batch + h * a_.y_head + position * a_.y_position);
+      a_.lse[(b * a_.H + h) * a_.S + position] = seen.top[r] + std::log(seen.weight[r]);
+    }
+  }
+
+  const Attention& a_;
+  const int64_t repeats_, rows_;
+  int64_t blocks_, split_, splits_;
+};
+
+static bool attention(const Attention& a) { return AttentionTasks<TokenPanels>(a).run(); }
+
+}  // namespace HFQ_SET
+}  // namespace hfq

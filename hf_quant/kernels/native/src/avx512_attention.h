@@ -1,0 +1,141 @@
+// Panels of keys and values for `attention`, decoded in registers.
+#pragma once
+
+#include "avx512_few_rows.h"
+
+namespace hfq {
+namespace avx512 {
+
+using avx512_portable::kTokens;
+
+// Packed codes of BITS bits by a table of levels, or signed bytes.
+template <int BITS>
+struct WordPanels {
+  static constexpr int PER = 32 / BITS;  // codes of a word: in one group, whose size is a multiple of 16
+
+  static bool few(const Attention& a, int64_t rows) { return FewRows<BITS>::fits(a, rows); }
+
+  static void scores(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, const float* queries,
+                     int64_t rows, float* scores) {
+    FewRows<BITS> few(a, a.k, b, h);
+    few.load_factors(first, count);
+    switch (rows) {
+      case 1: return few.template scores<1>(first, count, queries, scores);
+      case 2: return few.template scores<2>(first, count, queries, scores);
+      case 3: return few.template scores<3>(first, count, queries, scores);
+      default: return few.template scores<4>(first, count, queries, scores);
+    }
+  }
+
+  static void add(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, const float* weights,
+                  int64_t rows, float* out) {
+    FewRows<BITS> few(a, a.v, b, h);
+    few.load_factors(first, count);
+    switch (rows) {
+      case 1: return few.template add<1>(first, count, weights, out);
+      case 2: return few.template add<2>(first, count, weights, out);
+      case 3: return few.template add<3>(first, count, weights, out);
+      default: return few.template add<4>(first, count, weights, out);
+    }
+  }
+
+  // Words of 16 tokens at a time are transposed: lanes are tokens then.
+  static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    const __m512 table = levels(a);
+    const int64_t words = a.D / PER;
+    for (int64_t part = 0; part < count; part += 16) {
+      const uint8_t* rows[16];  // past the end the last one again, which nobody reads
+      int64_t scales[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        const int64_t t = first + min64(part + i, count - 1);
+        rows[i] = row(a.k, b, h, t);
+        scales[i] = scale_of(a.k, b, h, t);
+      }
+      int64_t group = -1;
+      __m512 scale, offset;
+      for (int64_t line = 0; line < words; line += 16) {
+        const int64_t left = min64(words - line, 16);
+        __m512i codes[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i)
+          codes[i] = _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << left) - 1), rows[i] + line * 4);
+        transpose(codes);
+        for (int64_t w = 0; w < left; ++w) {
+          const int64_t d = (line + w) * PER;
+          if (d / a.group_size != group) {
+            group = d / a.group_size;
+            alignas(64) float scale_values[16], offset_values[16] = {};
+            for (int i = 0; i < 16; ++i) {
+              const int64_t at = scales[i] + group * a.k.scale_group;
+              scale_values[i] = load_as_float(a.k.scale, a.k.scale_dtype, at);
+              if (a.k.offset != nullptr) offset_values[i] = load_as_float(a.k.offset, a.k.scale_dtype, at);
+            }
+            scale = _mm512_load_ps(scale_values);
+            offset = _mm512_load_ps(offset_values);
+          }
+#pragma GCC unroll 16
+          for (int j = 0; j < PER; ++j)
+            _mm512_storeu_ps(panel + (d + j) * kTokens + part, _mm512_fmadd_ps(level(codes[w], j, table), scale, offset));
+        }
+      }
+    }
+  }
+
+  static void values(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    const __m512 table = levels(a);
+    for (int64_t t = first; t < first + count; ++t) {
+      const uint8_t* from = row(a.v, b, h, t);
+      for (int64_t g = 0; g < a.groups; ++g) {
+        const int64_t at = scale_of(a.v, b, h, t) + g * a.v.scale_group;
+        const __m512 scale = _mm512_set1_ps(load_as_float(a.v.scale, a.v.scale_dtype, at));
+        const __m512 offset =
+            a.v.offset == nullptr ? _mm512_setzero_ps() : _mm512_set1_ps(load_as_float(a.v.offset, a.v.scale_dtype, at));
+        for (int64_t d = 0; d < a.group_size; d += 16, from += 2 * BITS, panel += 16)
+          _mm512_storeu_ps(panel, _mm512_fmadd_ps(sixteen(from, table), scale, offset));
+      }
+    }
+  }
+
+ private:
+  static const uint8_t* row(const Cache& c, int64_t b, int64_t h, int64_t t) {
+    return c.codes + b * c.code_batch + h * c.code_head + t * c.code_token;
+  }
+  static int64_t scale_of(const Cache& c, int64_t b, int64_t h, int64_t t) {
+    return b * c.scale_batch + h * c.scale_head + t * c.scale_token;
+  }
+
+  // By the low 4 bits of an index: levels of 2 bits are repeated.
+  static __m512 levels(const Attention& a) {
+    alignas(64) float values[16] = {};
+    for (int i = 0; BITS < 8 && i < 16; ++i) values[i] = a.levels[i % (1 << BITS)];
+    return _mm512_load_ps(values);
+  }
+
+  HFQ_INLINE __m512 level(__m512i word, int j, __m512 table) {
+    if constexpr (BITS == 8) return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(word, 24 - 8 * j), 24));
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(word, BITS * j), table);
+  }
+
+  // 16 codes in their order.
+  HFQ_INLINE __m512 sixteen(const uint8_t* from, __m512 table) {
+    if constexpr (BITS == 8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+    if constexpr (BITS == 4) {
+      const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)from));
+      return _mm512_permutexvar_ps(_mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28)), table);
+    }
+    const __m512i shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi32(load<int32_t>(from, 0)), shifts), table);
+  }
+};
+
+static bool attention(const Attention& a) {
+  switch (a.layout) {
+    case PACKED2: return avx512_portable::AttentionTasks<WordPanels<2>>(a).run();
+    case PACKED4: return avx512_portable::AttentionTasks<WordPanels<4>>(a).run();
+    case BYTES_INT: return avx512_portable::AttentionTasks<WordPanels<8>>(a).run();
+    default: return avx512_portable::attention(a);
+  }
+}
+
+}  // namespace avx512
+}  // namespace hfq
