@@ -1,13 +1,18 @@
 """How a weight of any shape goes through an algorithm: in blocks of rows, on its device, with bounded temporaries."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_quant.algorithms._groups import Choice, Groups, TensorGroups
+from hf_quant.algorithms.absmax import absmax
+from hf_quant.algorithms.mse import Search, mse, search_for
+from hf_quant.algorithms.norm import norm
 from hf_quant.formats import FORMATS
+from hf_quant.kernels import native
 from hf_quant.scheme import BLOCK_SIZE, TensorQuant
 
 
@@ -66,6 +71,10 @@ class _Piece(NamedTuple):
     rows: slice
 
 
+_EVERYTHING = _Piece(slice(None), slice(None))
+_NATIVE: tuple[Algorithm, ...] = (absmax, mse, norm)  # which native kernels know
+
+
 class Quantization:
     """One weight [..., N, K] on its way into its packed tensors."""
 
@@ -92,8 +101,10 @@ class Quantization:
         if self.global_scale is not None:
             # The largest scale lands on the end of fp8's grid, as NVIDIA's recipe for nvfp4 has it.
             amax = torch.maximum(self.weight.amax((1, 2)), -self.weight.amin((1, 2))).float()
-            limit = self.format.max * torch.finfo(self.scale.dtype).max
-            self.global_scale.copy_(torch.where(amax > 0, amax / limit, torch.ones_like(amax)))
+            unit = amax / (self.format.max * torch.finfo(self.scale.dtype).max)
+            self.global_scale.copy_(torch.where(unit > 0, unit, torch.ones_like(unit)))
+        if choose in _NATIVE and self.quant.granularity in ("row", "group") and native.quantizes(self.weight):
+            return self._run_native(choose)
         for pieces in self._matrices():
             if self.quant.granularity == "tensor":
                 groups = TensorGroups(lambda pieces=pieces: map(self._load, pieces))
@@ -105,6 +116,27 @@ class Quantization:
                     groups = self._load(piece)
                     self._store(piece, groups, choose(groups))
         return bool(self.poison.isfinite())
+
+    def _run_native(self, choose: Algorithm) -> bool:
+        """`run` in C++, with the same result: all rows at once, or piece by piece where rows are strided."""
+        powers = self.scale.dtype == torch.float8_e8m0fnu
+        search = Search() if choose is absmax else search_for(self.format, self.quant.symmetric, powers)
+        finite = True
+        for piece in [_EVERYTHING] if self.weight.stride(-1) == 1 else chain(*self._matrices()):
+            weight = self.weight[piece]
+            finite &= native.quantize(
+                weight if weight.stride(-1) == 1 else weight.contiguous(),
+                self.columns,
+                self.format.spec,
+                self.format.max,
+                self.qdata[piece],
+                self.scale[piece],
+                None if self.zero_point is None else self.zero_point[piece],
+                None if self.global_scale is None else self.global_scale[piece.matrices],
+                **search._asdict(),
+                norm=choose is norm and not powers,
+            )
+        return finite
 
     def _matrices(self) -> Iterator[list[_Piece]]:
         """The pieces of each matrix; of many small matrices, several are one piece."""
@@ -176,14 +208,14 @@ def scale_rounder(dtype: torch.dtype, unit: Tensor | None) -> Callable[[Tensor],
     smallest = info.smallest_normal * (info.eps if dtype != torch.float8_e8m0fnu else 1.0)
 
     def round_scale(scale: Tensor) -> Tensor:
-        relative = scale if unit is None else scale / unit
+        relative = (scale if unit is None else scale / unit).clamp(max=info.max)
         if dtype == torch.float8_e8m0fnu:
             # amax / 6 -> 2**floor(log2(amax) - 2), the rule of the OCP specification: round up from a mantissa of 4/3.
             mantissa, exponent = torch.frexp(relative * 1.5)
             stored = torch.ldexp(torch.ones_like(mantissa), exponent - 1)
             stored = torch.where(relative.isfinite(), stored, relative)
         else:
-            stored = relative.clamp(max=info.max).to(dtype).float()
+            stored = relative.to(dtype).float()
         stored = torch.where(scale == 0, 1.0, stored.clamp(min=smallest))
         return stored if unit is None else stored * unit
 

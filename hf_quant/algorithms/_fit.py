@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._groups import Choice, Groups
+from hf_quant.algorithms._groups import Choice, Groups, sum_of_squares
 
 
 def fit(
@@ -48,10 +48,12 @@ def _moments(
     if zero_point is not None:
         value.sub_(groups.signed(zero_point))
         level.sub_(groups.signed(zero_point))
-    sums = [torch.linalg.vector_norm(level, dim=-1, keepdim=True).double().square_()]
+    square = sum_of_squares(level)
+    value, level = value.double(), level.double()
+    sums = [(value * level).sum(-1, keepdim=True), square]
     if zero_point is not None:
-        sums += [level.sum(-1, keepdim=True).double(), value.sum(-1, keepdim=True).double()]
-    return (value.mul_(level).sum(-1, keepdim=True).double(), *sums)
+        sums += [level.sum(-1, keepdim=True), value.sum(-1, keepdim=True)]
+    return tuple(sums)
 
 
 def squares(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -61,8 +63,7 @@ def squares(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[T
     if zero_point is not None:
         value.sub_(groups.signed(zero_point))
         level.sub_(groups.signed(zero_point))
-    value, level = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).double() for x in (value, level))
-    return value.square_(), level.square_()
+    return sum_of_squares(value), sum_of_squares(level)
 
 
 def stored_scale(groups: Groups, scale: Tensor, *, otherwise: Tensor) -> Tensor:

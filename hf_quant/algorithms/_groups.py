@@ -107,10 +107,19 @@ class TensorGroups(Groups):
         return tuple(torch.stack(terms).sum(0) for terms in zip(*parts))
 
 
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Of fp32 [R, G, g], over each group: fp64 [R, G, 1].
+
+    Exact squares, whose sums round so finely that no choice depends on the order of adding them up, and with it on
+    the device, the instruction set or the number of threads.
+    """
+    return values.double().square_().sum(-1, keepdim=True)
+
+
 def power_error(groups: Groups, scale: Tensor, zero_point: Tensor | None, power: float) -> tuple[Tensor]:
     """Sum over each group of |what would be stored - weight|**power: fp64 [R, G, 1], whose range holds any power."""
     relative = groups.relative(scale, zero_point)
     error, unit = groups.snapped(relative).sub_(relative), scale.abs().double()
     if power == 2:
-        return ((torch.linalg.vector_norm(error, dim=-1, keepdim=True).double() * unit).square_(),)
+        return (sum_of_squares(error) * unit.square_(),)
     return (error.abs_().pow_(power).sum(-1, keepdim=True).double() * unit.pow_(power),)

@@ -5,17 +5,33 @@ the error of what would be stored, after its scale is rounded to the storage dty
 `absmax`: it cannot lose to it.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from hf_quant.algorithms._fit import fit
 from hf_quant.algorithms._groups import Choice, Groups, power_error
 from hf_quant.algorithms.absmax import absmax
+from hf_quant.formats import Format
 
 
-# Clip factors, coarse to fine: the whole range of a format first, then steps around the best.
-_COARSE_STEP = 0.1
-_FINE_STEPS = (0.05, 0.025)
+class Search(NamedTuple):
+    """What is tried for each group, in this order, besides `absmax`.
+
+    Attributes:
+        shrinks: clip factors.
+        turns: with a negative scale where that turns the longer side of the grid to the longer side of the weights.
+        moves: each also with the zero point moved by -1 and by 1.
+        steps: then clip factors less and more by this than the best so far.
+        fits: last, the least-squares fit to the codes of the best so far.
+    """
+
+    shrinks: tuple[float, ...] = ()
+    turns: bool = False
+    moves: bool = False
+    steps: tuple[float, ...] = ()
+    fits: bool = False
 
 
 def mse(groups: Groups) -> Choice:
@@ -51,32 +67,44 @@ class Best:
 
 def clip_search(groups: Groups, power: float = 2.0) -> Best:
     """The best of: absmax, absmax with clipping, and the least-squares fit to the codes of the best of those."""
-    best = Best(groups, power)
-    if groups.power_of_two_scales:
-        for shrink in (0.5, 2.0):
-            best.consider(absmax(groups, shrink))
-        return best
-    sign, top = _longer_side(groups), 2**groups.format.bits - 1
-    lowest, highest = _range(groups)
-    # Few codes: where zero lies among them matters as much as the scale (2 % of the error at 2 bits, 0.1 % at 4).
-    moves = (0, -1, 1) if not groups.symmetric and groups.format.bits < 4 else (0,)
-    for i in range(round((highest - lowest) / _COARSE_STEP) + 1):
-        shrink = torch.full_like(best.shrink, highest - _COARSE_STEP * i)
+    best, search = Best(groups, power), search_for(groups.format, groups.symmetric, groups.power_of_two_scales)
+    sign, top = _longer_side(groups) if search.turns else 1.0, 2**groups.format.bits - 1
+    for factor in search.shrinks:
+        shrink = torch.full_like(best.shrink, factor)
         scale, zero_point, _ = absmax(groups, shrink)
-        for move in moves:
+        for move in (0, -1, 1) if search.moves else (0,):
             moved = None if zero_point is None else (zero_point + move).clamp_(0, top)
             best.consider(Choice(scale * sign, moved), shrink)
-    for step in _FINE_STEPS:
+    for step in search.steps:
         for shrink in (best.shrink - step, best.shrink + step):
             scale = absmax(groups, shrink).scale
             best.consider(Choice(scale * sign, best.zero_point), shrink)
-    best.consider(fit(groups, best.scale, best.zero_point))
+    if search.fits:
+        best.consider(fit(groups, best.scale, best.zero_point))
     return best
 
 
-def _range(groups: Groups) -> tuple[float, float]:
+def search_for(format: Format, symmetric: bool, power_of_two_scales: bool) -> Search:
+    """The search for a grid and the kind of its scales."""
+    if power_of_two_scales:
+        return Search((0.5, 2.0))
+    lowest, highest = _range(format)
+    return Search(
+        # Coarse to fine: the whole range first, then steps around the best.
+        tuple(highest - 0.1 * i for i in range(round((highest - lowest) / 0.1) + 1)),
+        # A two's complement grid reaches one step further down than up; a negative scale turns that side to where the
+        # largest weight is. It costs nothing (the bytes and all arithmetic on them stay as they are) and takes a tenth
+        # off the squared error of symmetric int4.
+        turns=symmetric and format.spec.is_packed and format.spec.is_integer,
+        # Few codes: where zero lies among them matters as much as the scale (2 % of the error at 2 bits, 0.1 % at 4).
+        moves=not symmetric and format.bits < 4,
+        steps=(0.05, 0.025),
+        fits=True,
+    )
+
+
+def _range(format: Format) -> tuple[float, float]:
     """(smallest, largest) clip factor worth trying: the fewer codes, the smaller."""
-    format = groups.format
     if format.spec.is_integer:
         return {2: 0.5, 3: 0.6, 4: 0.7, 8: 0.9}[format.bits], 1.0
     # Levels thin out towards the ends: e2m1 gains from putting the largest weight on 4 instead of 6, nf4 on its last
@@ -84,13 +112,6 @@ def _range(groups: Groups) -> tuple[float, float]:
     return (0.8, 1.5) if format.bits == 4 else (0.9, 1.2)
 
 
-def _longer_side(groups: Groups) -> Tensor | float:
-    """-1 where the scale had better be negative, else 1.
-
-    A two's complement grid reaches one step further down than up; a negative scale turns that side to where the
-    largest weight is. It costs nothing (the bytes and all arithmetic on them stay as they are) and takes a tenth off
-    the squared error of symmetric int4.
-    """
-    if not (groups.symmetric and groups.format.spec.is_packed and groups.format.spec.is_integer):
-        return 1.0
+def _longer_side(groups: Groups) -> Tensor:
+    """-1 where the largest weight of a group is positive, else 1."""
     return torch.where(groups.high > -groups.low, -1.0, 1.0)

@@ -12,6 +12,7 @@ name, or "off"; `use` does so at run time. Threads are those of torch's own Open
 Accuracy: codes, less their zero points, times x are exact products, summed in fp32 and then scaled in fp32: nearer to
 the reference than a weight rounded to bf16. Where the CPU multiplies bf16, bf16 x meets levels in bf16, which only
 those of nf4 do not fit; everything else is fp32. int8 x meets int4 and int8 codes in exact sums of integers.
+Quantizing a weight gives the bits of the torch algorithms.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ from hf_quant.kernels._cpu import clear_prepacked, fact
 from hf_quant.kernels.codes import CODES, CodeSpec
 
 
-_INTERFACE = 3  # of the arguments below; an extension built from other sources must not be called
+_INTERFACE = 4  # of the arguments below; an extension built from other sources must not be called
 _DTYPES = {
     dtype: i
     for i, dtype in enumerate(
@@ -368,6 +369,61 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
         *(codes.data_ptr(), scales.data_ptr(), torch.get_num_threads()),
     )
     return codes, scales
+
+
+def quantizes(weight: Tensor) -> bool:
+    """Whether `quantize` is for this weight [L, N, K]."""
+    return _active is not None and weight.device.type == "cpu" and weight.dtype in _INPUTS
+
+
+def quantize(
+    weight: Tensor,
+    group_size: int,
+    spec: CodeSpec,
+    largest: float,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    *,
+    shrinks: tuple[float, ...],
+    turns: bool,
+    moves: bool,
+    steps: tuple[float, ...],
+    fits: bool,
+    norm: bool,
+) -> bool:
+    """Fill qdata, scale and zero_point [L, N, ...], contiguous, for weight [L, N, K]; False if one is NaN or inf.
+
+    Each row's groups of `group_size` get what `hf_quant.algorithms` would choose, bit for bit: absmax, with `shrinks`
+    the search of mse, with `norm` its norm. `largest` is the value at amax (Format.max); global_scale [L] is given.
+    The weight's last dimension is contiguous. Ask `quantizes` first.
+    """
+    matrices, N, K = weight.shape
+    low, high = (int(spec.levels[0]), int(spec.levels[-1])) if spec.is_packed else (-int(largest), int(largest))
+    factors = torch.tensor([largest, *shrinks, *steps], dtype=torch.float32, device="cpu")
+    return _module.quantize(
+        *(matrices, N, K, group_size, scale.shape[-1]),
+        *(weight.data_ptr(), _DTYPES[weight.dtype], weight.stride(0), weight.stride(1)),
+        *(qdata.data_ptr(), qdata.shape[-1] * qdata.element_size(), _layout(spec)),
+        *(scale.data_ptr(), _DTYPES[scale.dtype]),
+        0 if zero_point is None else zero_point.data_ptr(),
+        0 if global_scale is None else global_scale.data_ptr(),
+        *(low, high),
+        *(spec.minifloat or (0, 0, 0)),
+        0 if spec.is_integer or spec.minifloat else _levels_and_midpoints(spec.name).data_ptr(),
+        factors.data_ptr(),
+        *(len(shrinks), len(steps), turns, moves, fits, norm),
+        torch.get_num_threads(),
+    )
+
+
+@cache
+def _levels_and_midpoints(name: str) -> Tensor:
+    """fp32: the levels, ascending, and the midpoints between them."""
+    with torch.inference_mode(False):
+        levels = torch.tensor(CODES[name].levels, dtype=torch.float64, device="cpu")
+        return torch.cat([levels, (levels[1:] + levels[:-1]) / 2]).float()
 
 
 def prepared(

@@ -9,10 +9,11 @@
 #define HFQ_SET avx2
 #define HFQ_VECTOR_BYTES 32
 #include "attention.h"
+#include "quantize.h"
 
 namespace hfq {
 const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2::dequantize, avx2::quantize_rows,
-                         avx2::attention};
+                         avx2::attention, avx2::quantize};
 }
 
 #if defined(__clang__)

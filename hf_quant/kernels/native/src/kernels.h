@@ -52,6 +52,34 @@ struct Attention {
   int threads;
 };
 
+// Weights [matrices, N, K] to codes, scales and zero points [matrices, N, groups].
+struct WeightQuantization {
+  int64_t matrices, N, K, group_size, groups;
+  const void* weight;
+  int weight_dtype;
+  int64_t matrix_stride, row_stride;  // elements
+
+  uint8_t* qdata;
+  int64_t row_bytes;
+  int layout;
+  void* scale;
+  int scale_dtype;
+  uint8_t* zero;              // or null
+  const float* global_scale;  // one per matrix, or null
+
+  // The grid: 16 levels, then the 15 midpoints between them, or null; minifloats if there are exponent bits, else
+  // integers from low to high.
+  int low, high, exponent_bits, mantissa_bits, exponent_bias;
+  const float* levels;
+
+  // How scales and zero points are chosen: see hf_quant.algorithms.mse.Search.
+  float max;
+  const float *shrinks, *steps;
+  int num_shrinks, num_steps;
+  bool turns, moves, fits, norm;
+  int threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;  // whether Product.compute may be BY_BF16
@@ -60,6 +88,7 @@ struct Kernels {
   bool (*dequantize)(const Product&);
   void (*quantize_rows)(const RowQuantization&);
   bool (*attention)(const Attention&);
+  bool (*quantize)(const WeightQuantization&, bool* finite);  // finite: whether every weight is
 };
 
 extern const Kernels kPortable;

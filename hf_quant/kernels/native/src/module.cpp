@@ -201,7 +201,51 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(3); }
+// Returns whether every weight is finite.
+PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  WeightQuantization q{};
+  q.matrices = a.number();
+  q.N = a.number();
+  q.K = a.number();
+  q.group_size = a.number();
+  q.groups = a.number();
+  q.weight = a.pointer<const void>();
+  q.weight_dtype = a.integer();
+  q.matrix_stride = a.number();
+  q.row_stride = a.number();
+  q.qdata = a.pointer<uint8_t>();
+  q.row_bytes = a.number();
+  q.layout = a.integer();
+  q.scale = a.pointer<void>();
+  q.scale_dtype = a.integer();
+  q.zero = a.pointer<uint8_t>();
+  q.global_scale = a.pointer<const float>();
+  q.low = a.integer();
+  q.high = a.integer();
+  q.exponent_bits = a.integer();
+  q.mantissa_bits = a.integer();
+  q.exponent_bias = a.integer();
+  q.levels = a.pointer<const float>();
+  const float* factors = a.pointer<const float>();
+  q.num_shrinks = a.integer();
+  q.num_steps = a.integer();
+  q.turns = a.integer();
+  q.moves = a.integer();
+  q.fits = a.integer();
+  q.norm = a.integer();
+  q.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  q.max = factors[0];
+  q.shrinks = factors + 1;
+  q.steps = q.shrinks + q.num_shrinks;
+  bool ok, finite;
+  Py_BEGIN_ALLOW_THREADS ok = active->quantize(q, &finite);
+  Py_END_ALLOW_THREADS return ok ? PyBool_FromLong(finite) : PyErr_NoMemory();
+}
+
+// To be counted up when the arguments change.
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(4); }
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
   PyObject* names = PyTuple_New(num_available);
@@ -241,6 +285,8 @@ PyMethodDef methods[] = {
      "Rows to int8, see `RowQuantization` in kernels.h."},
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL,
      "Attention over quantized keys and values, see `Attention` in kernels.h."},
+    {"quantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize)), METH_FASTCALL,
+     "Weights to codes, scales and zero points, see `WeightQuantization` in kernels.h; raises MemoryError."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},
     {"use", use, METH_O, "Use the named instruction set from now on."},

@@ -2,8 +2,9 @@
 #define HFQ_SET portable
 #define HFQ_VECTOR_BYTES 16
 #include "attention.h"
+#include "quantize.h"
 
 namespace hfq {
 const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows,
-                         portable::attention};
+                         portable::attention, portable::quantize};
 }

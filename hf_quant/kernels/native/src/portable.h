@@ -141,6 +141,9 @@ static inline void to_float(const void* x, int dtype, int64_t first, int64_t cou
     case BF16:
       for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(load<uint16_t>(x, first + i));
       return;
+    case F16:
+      for (int64_t i = 0; i < count; ++i) values[i] = f16_to_float(load<uint16_t>(x, first + i));
+      return;
     default:
       for (int64_t i = 0; i < count; ++i) values[i] = load_as_float(x, dtype, first + i);
   }
