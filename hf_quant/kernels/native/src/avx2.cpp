@@ -1,4 +1,4 @@
-// The products for AVX2 with FMA (Haswell, Zen and later).
+// AVX2 with FMA (Haswell, Zen and later).
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
@@ -6,15 +6,222 @@
 #pragma GCC target("avx2,fma,f16c,bmi2")
 #endif
 
-#define HFQ_SET avx2
+#include <atomic>
+#include <type_traits>
+
+#include "avx2_panel.h"
+
+#define HFQ_SET avx2_portable
 #define HFQ_VECTOR_BYTES 32
 #include "attention.h"
 #include "quantize.h"
 
 namespace hfq {
-const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2::dequantize, avx2::quantize_rows,
-                         avx2::attention, avx2::quantize};
+namespace avx2 {
+
+constexpr int64_t kStreamRows = 4;     // of x, up to which streaming wins over panels
+constexpr int64_t kStreamedX = 16384;  // bytes of x that stay in the L1 cache
+
+template <class C>
+class Matmul {
+  using L = typename C::Loader;
+
+ public:
+  explicit Matmul(const Product& p) : p_(p), c_(p), units_(ceil_div(p.K, kUnit)) {
+    runs_.aligned = p.groups == 1 || p.group_size % kUnit == 0;
+    runs_.length = p.groups == 1 ? units_ : runs_.aligned ? p.group_size / kUnit : 1;
+    runs_.count = ceil_div(units_, runs_.length);
+    for (int half = 0; half < 2; ++half)
+      for (int b = 0; b < 16; ++b) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
+  }
+
+  bool run() {
+    const int64_t chunk = min64(p_.M, kChunk);
+    x_.stride = units_ * kUnit * C::X_BYTES + 64;
+    // segments | packed rows | groups of runs | sums | row scales
+    const int64_t segment_bytes = chunk * static_cast<int64_t>(sizeof(Segment)), rows_bytes = chunk * x_.stride;
+    const int64_t run_bytes = runs_.count * 8, sums = C::INTEGER ? chunk * (runs_.count * 2 + p_.groups) : 0;
+    char* memory = static_cast<char*>(
+        thread_scratch(0, static_cast<size_t>(segment_bytes + rows_bytes + run_bytes + sums * 4 + chunk * 4)));
+    if (memory == nullptr) return false;
+    segments_ = reinterpret_cast<Segment*>(memory);
+    x_.rows = memory + segment_bytes;
+    int32_t* groups = reinterpret_cast<int32_t*>(x_.rows + rows_bytes);
+    runs_.groups = groups;
+    x_.half_sums = groups + 2 * runs_.count;
+    x_.group_sums = x_.half_sums + (C::INTEGER ? chunk * runs_.count * 2 : 0);
+    x_.scales = reinterpret_cast<float*>(x_.half_sums + sums);
+    for (int64_t half = 0; half < 2 * runs_.count; ++half)
+      groups[half] = static_cast<int32_t>(group_of(half / 2 * runs_.length * kUnit + half % 2 * kUnit / 2));
+    for (int64_t first = 0; first < p_.M; first += kChunk) {
+      const int64_t count = min64(kChunk, p_.M - first);
+      if (!pack(first, count) || !multiply(first, count)) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kChunk = 240;  // rows of x that are packed at once
+  static constexpr int64_t kStreamed = 64;  // rows of the weight that a task streams
+
+  int64_t group_of(int64_t k) const { return p_.groups == 1 ? 0 : min64(k / p_.group_size, p_.groups - 1); }
+
+  bool pack(int64_t first, int64_t count) const {
+    std::atomic<bool> ok{true};
+    parallel_for(count, count * p_.K < (1 << 16) ? 1 : p_.threads, [&](int64_t i) {
+      void* natural = thread_scratch(1, static_cast<size_t>(units_ * kUnit * 4));
+      if (natural == nullptr) {
+        ok = false;
+        return;
+      }
+      const char* x = static_cast<const char*>(p_.x) + (first + i) * p_.x_stride * element_size(p_.x_dtype);
+      x_.scales[i] = p_.row_scale == nullptr ? 1.0f : p_.row_scale[first + i];
+      if constexpr (C::INTEGER) {
+        int8_t* codes = static_cast<int8_t*>(natural);
+        if (p_.x_dtype == INT8) {
+          memcpy(codes, x, static_cast<size_t>(p_.K));
+        } else {
+          x_.scales[i] = avx2_portable::quantize_row(x, p_.x_dtype, p_.K, codes);
+        }
+        memset(codes + p_.K, 0, static_cast<size_t>(units_ * kUnit - p_.K));
+        add_sums(codes, i);
+        using Element = typename std::conditional<C::X_BYTES == 1, int8_t, int16_t>::type;
+        reorder(codes, reinterpret_cast<Element*>(x_.rows + i * x_.stride));
+      } else {
+        float* values = static_cast<float*>(natural);
+        memset(values + (units_ - 1) * kUnit, 0, kUnit * 4);
+        load_floats(x, p_.x_dtype, 0, p_.K, values);
+        reorder(values, reinterpret_cast<float*>(x_.rows + i * x_.stride));
+      }
+    });
+    return ok;
+  }
+
+  template <class From, class To>
+  void reorder(const From* values, To* to) const {
+    for (int64_t u = 0; u < units_; ++u, values += kUnit, to += kUnit)
+      for (int j = 0; j < kUnit; ++j) to[j] = values[from_[j]];
+  }
+
+  void add_sums(const int8_t* codes, int64_t i) const {
+    int32_t *halves = x_.half_sums + i * runs_.count * 2, *groups = x_.group_sums + i * p_.groups;
+    memset(halves, 0, static_cast<size_t>(runs_.count) * 8);
+    memset(groups, 0, static_cast<size_t>(p_.groups) * 4);
+    for (int64_t half = 0; half < 2 * units_; ++half) {
+      int32_t sum = 0;
+      for (int j = 0; j < kUnit / 2; ++j) sum += codes[half * (kUnit / 2) + j];
+      halves[half / 2 / runs_.length * 2 + half % 2] += sum;
+      groups[group_of(half * (kUnit / 2))] += sum;
+    }
+  }
+
+  bool multiply(int64_t first, int64_t count) const {
+    const int64_t num_segments = split_by_experts(p_, first, count, segments_);
+    const int64_t rows = max64(kStreamed, Panel<C>::ROWS), panels = ceil_div(p_.N, rows);
+    std::atomic<bool> ok{true};
+    parallel_for(num_segments * panels, p_.threads, [&](int64_t task) {
+      const Segment& s = segments_[task / panels];
+      const int64_t n = task % panels * rows, end = min64(n + rows, p_.N);
+      if (!(s.count <= kStreamRows ? stream(s, first, n, end) : panel(s, first, n, end))) ok = false;
+    });
+    return ok;
+  }
+
+  bool stream(const Segment& s, int64_t first, int64_t n, int64_t end) const {
+    float* scales = static_cast<float*>(thread_scratch(2, static_cast<size_t>(p_.groups + 8) * 4));
+    if (scales == nullptr) return false;
+    const Weight weight = weight_of(s.expert);
+    float out[kStreamed][kStreamRows] = {};
+    // Several rows of x meet the rows block by block, so that they stay in the L1 cache.
+    const int64_t fit = s.count == 1 ? units_ : kStreamedX / (s.count * C::V * 32);
+    const int64_t block = p_.groups == 1 ? fit : max64(fit / runs_.length, 1) * runs_.length;
+    for (int64_t u = 0; u < units_; u += block) {
+      const int64_t g = group_of(u * kUnit), groups = group_of((u + block) * kUnit - 1) - g + 1;
+      for (int64_t row = n; row < end; ++row) {
+        const int64_t first_scale = scale_of_row(p_, weight, row);
+        load_floats(p_.scale, p_.scale_dtype, first_scale + g, groups, scales + g);
+        const uint8_t* zeros = p_.zero == nullptr ? nullptr : p_.zero + first_scale;
+        Stream<C>{p_, c_, runs_, x_, weight.qdata + row * p_.row_bytes, scales, zeros}.run(
+            s.first, s.count, u, min64(u + block, units_), out[row - n]);
+      }
+    }
+    for (int64_t row = n; row < end; ++row) {
+      const float added = bias(s, row);
+      const bool sums = C::INTEGER && p_.groups == 1;
+      for (int64_t i = 0; i < s.count; ++i) {
+        float value = out[row - n][i];
+        if (sums)  // exact, as long as K <= 65536
+          value = static_cast<float>(static_cast<int32_t>(float_to_bits(value))) *
+                  load_as_float(p_.scale, p_.scale_dtype, scale_of_row(p_, weight, row));
+        store_float(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + row,
+                    value * (global(s) * x_.scales[s.first + i]) + added);
+      }
+    }
+    return true;
+  }
+
+  bool panel(const Segment& s, int64_t first, int64_t n, int64_t end) const {
+    char* memory = static_cast<char*>(thread_scratch(2, Panel<C>::scratch_bytes(s.count)));
+    if (memory == nullptr) return false;
+    const Weight weight = weight_of(s.expert);
+    Panel<C> panel(p_, c_, weight, x_);
+    for (; n < end; n += Panel<C>::ROWS) {
+      const float* y = panel.run(n, s.first, s.count, memory);
+      const int64_t rows = min64(Panel<C>::ROWS, end - n);
+      float added[Panel<C>::ROWS], out[Panel<C>::ROWS];
+      for (int64_t r = 0; r < rows; ++r) added[r] = bias(s, n + r);
+      for (int64_t i = 0; i < s.count; ++i) {
+        const float factor = global(s) * x_.scales[s.first + i];
+        for (int64_t r = 0; r < rows; ++r) out[r] = y[i * Panel<C>::ROWS + r] * factor + added[r];
+        store_floats(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + n, rows, out);
+      }
+    }
+    return true;
+  }
+
+  Weight weight_of(int64_t expert) const {
+    return {p_.qdata + expert * p_.expert_qdata, expert * p_.expert_scale};
+  }
+  float global(const Segment& s) const { return p_.global_scale == nullptr ? 1.0f : p_.global_scale[s.expert]; }
+  float bias(const Segment& s, int64_t n) const {
+    return p_.bias == nullptr ? 0.0f : load_as_float(p_.bias, p_.bias_dtype, s.expert * p_.expert_bias + n);
+  }
+
+  const Product& p_;
+  const C c_;
+  const int64_t units_;
+  Runs runs_{};
+  PackedX x_{};
+  Segment* segments_ = nullptr;
+  uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
+};
+
+static bool exact_in_bf16(const float* levels, int count) {
+  for (int i = 0; i < count; ++i)
+    if (float_to_bits(levels[i]) & 0xffff) return false;
+  return true;
 }
+
+static bool matmul(const Product& p) {
+  if (p.compute == BY_INT8) return p.layout == PACKED4 ? Matmul<Int4ByInt8>(p).run() : Matmul<Int8ByInt8>(p).run();
+  switch (p.layout) {
+    case PACKED2: return Matmul<ByF32<Levels<Packed2>>>(p).run();
+    case PACKED3: return Matmul<ByF32<Levels<Packed3>>>(p).run();
+    case PACKED4:
+      return exact_in_bf16(p.levels, 16) ? Matmul<ByF32<Levels<Packed4>>>(p).run()
+                                         : Matmul<ByF32<WideLevels>>(p).run();
+    case PACKED6: return Matmul<ByF32<ManyLevels<Packed6, 4>>>(p).run();
+    case BYTES_FLOAT: return Matmul<ByF32<ManyLevels<Bytes, 8>>>(p).run();
+    default: return Matmul<ByF32<Integers>>(p).run();
+  }
+}
+
+}  // namespace avx2
+
+const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2_portable::dequantize, avx2_portable::quantize_rows,
+                       avx2_portable::attention, avx2_portable::quantize};
+
+}  // namespace hfq
 
 #if defined(__clang__)
 #pragma clang attribute pop

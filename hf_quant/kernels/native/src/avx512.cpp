@@ -26,11 +26,6 @@ constexpr int64_t max_dot_rows() {
   return C::INTEGER ? 8 : 12;
 }
 
-// A part of a chunk of x that one expert takes: rows first..first + count of the chunk.
-struct Segment {
-  int64_t expert, first, count;
-};
-
 template <class C>
 class Matmul {
   using D = typename C::Decoder;
@@ -114,17 +109,7 @@ class Matmul {
   }
 
   bool multiply(int64_t first, int64_t count) {
-    int64_t num_segments = 0;
-    if (p_.ends == nullptr) {
-      segments_[num_segments++] = {0, 0, count};
-    } else {
-      int64_t start = 0;
-      for (int64_t e = 0; e < p_.experts; ++e) {
-        const int64_t begin = max64(start, first), end = min64(p_.ends[e], first + count);
-        if (end > begin) segments_[num_segments++] = {e, begin - first, end - begin};
-        start = max64(start, p_.ends[e]);
-      }
-    }
+    const int64_t num_segments = split_by_experts(p_, first, count, segments_);
     const int64_t panels = ceil_div(p_.N, kPanel);
     std::atomic<bool> ok{true};
     parallel_for(num_segments * panels, p_.threads, [&](int64_t task) {

@@ -49,10 +49,6 @@ static inline void unpack(const uint8_t* row, int layout, int64_t first, int64_t
   }
 }
 
-struct Segment {
-  int64_t expert, first, count;
-};
-
 // What one thread works in.
 struct Scratch {
   float weight[kRows * kColumns];
@@ -232,21 +228,12 @@ class Matmul {
   int64_t group() const { return p_.groups == 1 ? p_.K : p_.group_size; }
 
   bool multiply(int64_t first, int64_t count) {
-    int64_t num_segments = 0, start = 0;
-    if (p_.ends == nullptr) {
-      segments_[num_segments++] = {0, 0, count};
-    } else {
-      for (int64_t e = 0; e < p_.experts; ++e) {
-        const int64_t begin = max64(start, first), end = min64(p_.ends[e], first + count);
-        if (end > begin) segments_[num_segments++] = {e, begin - first, end - begin};
-        start = max64(start, p_.ends[e]);
-      }
-    }
+    const int64_t num_segments = split_by_experts(p_, first, count, segments_);
     const int64_t panels = ceil_div(p_.N, kRows);
     std::atomic<bool> ok{true};
     parallel_for(num_segments * panels, p_.threads, [&](int64_t task) {
       const Segment& s = segments_[task / panels];
-      const size_t sums = static_cast<size_t>(s.count * kRows) * sizeof(float);
+      const size_t sums = static_cast<size_t>(s.count * kRows) * (sizeof(float) + sizeof(int32_t));
       Scratch* scratch = static_cast<Scratch*>(thread_scratch(1, sizeof(Scratch) + sums));
       if (scratch == nullptr) {
         ok = false;
@@ -261,6 +248,7 @@ class Matmul {
   }
 
   void panel(const Segment& s, int64_t n, Scratch& scratch, float* y) const {
+    int32_t* open = reinterpret_cast<int32_t*>(y + s.count * kRows);
     const int64_t rows = min64(kRows, p_.N - n), scale_base = s.expert * p_.expert_scale;
     const uint8_t* qdata = p_.qdata + s.expert * p_.expert_qdata;
     for (int64_t k = 0; k < p_.K; k += kColumns) {
@@ -279,7 +267,7 @@ class Matmul {
         for (int64_t i = 0; i < s.count; ++i) {
           float* total = y + i * kRows + r;
           if (integer_) {
-            *total = add_groups(scratch, r, s.first + i, scale_first, k, columns, *total);
+            *total = add_groups(scratch, r, s.first + i, scale_first, k, columns, *total, open[i * kRows + r]);
           } else {
             *total += dot(reinterpret_cast<const float*>(x_) + (s.first + i) * p_.K + k,
                           scratch.weight + r * kColumns, columns);
@@ -289,22 +277,21 @@ class Matmul {
     }
   }
 
+  // `open`: the sum of a group that goes on in the next columns.
   float add_groups(const Scratch& scratch, int64_t r, int64_t i, int64_t scale_first, int64_t k, int64_t columns,
-                   float total) const {
+                   float total, int32_t& open) const {
     const int8_t* x = reinterpret_cast<const int8_t*>(x_) + i * p_.K;
     const int offset = p_.layout == BYTES_INT ? 128 : 8;
-    if (p_.groups == 1) {  // the sum stays an integer, in the bits of the float, until all columns are added
-      const int32_t sum = static_cast<int32_t>(float_to_bits(total)) + dot(x + k, scratch.codes + r * kColumns, columns);
-      if (k + columns < p_.K) return bits_to_float(static_cast<uint32_t>(sum));
-      const int zero = p_.zero == nullptr ? offset : p_.zero[scale_first];
-      return static_cast<float>(sum - zero * sums_[i]) * load_as_float(p_.scale, p_.scale_dtype, scale_first);
-    }
     for (int64_t at = 0; at < columns;) {
-      const int64_t g = (k + at) / p_.group_size, end = min64(columns, (g + 1) * p_.group_size - k);
-      const int zero = p_.zero == nullptr ? offset : p_.zero[scale_first + g];
-      int32_t sum = dot(x + k + at, scratch.codes + r * kColumns + at, end - at);
-      if (k + at == g * p_.group_size) sum -= zero * sums_[i * p_.groups + g];
-      total += static_cast<float>(sum) * load_as_float(p_.scale, p_.scale_dtype, scale_first + g);
+      const int64_t g = p_.groups == 1 ? 0 : (k + at) / p_.group_size, group_end = min64(p_.K, (g + 1) * group());
+      const int64_t end = min64(columns, group_end - k);
+      open += dot(x + k + at, scratch.codes + r * kColumns + at, end - at);
+      if (k + end == group_end) {
+        const int zero = p_.zero == nullptr ? offset : p_.zero[scale_first + g];
+        total += static_cast<float>(open - zero * sums_[i * p_.groups + g]) *
+                 load_as_float(p_.scale, p_.scale_dtype, scale_first + g);
+        open = 0;
+      }
       at = end;
     }
     return total;

@@ -137,4 +137,24 @@ static inline int element_size(int dtype) {
   return dtype == F32 ? 4 : dtype == BF16 || dtype == F16 ? 2 : 1;
 }
 
+// A part of a chunk of x that one expert takes: rows first..first + count of the chunk.
+struct Segment {
+  int64_t expert, first, count;
+};
+
+// Those of rows first..first + count of x, `count` at most; returns their number.
+static inline int64_t split_by_experts(const Product& p, int64_t first, int64_t count, Segment* segments) {
+  if (p.ends == nullptr) {
+    segments[0] = {0, 0, count};
+    return 1;
+  }
+  int64_t found = 0, start = 0;
+  for (int64_t e = 0; e < p.experts; ++e) {
+    const int64_t begin = max64(start, first), end = min64(p.ends[e], first + count);
+    if (end > begin) segments[found++] = {e, begin - first, end - begin};
+    start = max64(start, p.ends[e]);
+  }
+  return found;
+}
+
 }  // namespace hfq

@@ -1,0 +1,164 @@
+// The ways to multiply, and what surrounds them: conversions, the order of x, reductions.
+#pragma once
+
+#include "avx2_decode.h"
+
+namespace hfq {
+namespace avx2 {
+
+HFQ_INLINE __m256i load_vector(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+// A multiplication: `values` makes V vectors of the codes of a unit, `dot` adds the products of one with packed x, of
+// which an element takes X_BYTES. After at most MOST products `add` must bring what was added up, a Part, into a Sum.
+// What byte `b` of a half meets is element `place` of packed x, in bytes: what vector j of word `w` of a half meets
+// starts at `offset`, and 16 further on for the second half. TILE: rows of x that panels are multiplied by at once.
+
+// Sums in fp32.
+template <class D>
+struct ByF32 : D {
+  using Decoder = D;
+  using typename D::Table;
+  using Part = __m256;
+  using Sum = __m256;
+  using Value = __m256;
+  static constexpr int V = 4, X_BYTES = 4, TILE = 6;
+  static constexpr int64_t MOST = INT64_MAX;
+  static constexpr bool INTEGER = false;
+  using D::D;
+
+  static constexpr int place(int half, int b) { return 16 * (b / 8) + 8 * (b % 2) + 4 * half + b % 8 / 2; }
+  static constexpr int offset(int word, int j) { return 4 * place(0, 4 * word + j); }
+  HFQ_INLINE Part zero() { return _mm256_setzero_ps(); }
+  HFQ_INLINE Part dot(Part sum, __m256i x, Value w) { return _mm256_fmadd_ps(as_float(x), w, sum); }
+  HFQ_INLINE Part join(Part a, Part b) { return _mm256_add_ps(a, b); }
+  HFQ_INLINE Sum add(Sum sum, Part part) { return _mm256_add_ps(sum, part); }
+  HFQ_INLINE __m256 to_float(Sum sum) { return sum; }
+};
+
+// What products of integers share: exact sums, from which zero points are taken.
+struct IntegerSums {
+  using Table = NoTable;
+  using Part = __m256i;
+  using Sum = __m256i;
+  using Value = __m256i;
+  static constexpr bool INTEGER = true;
+
+  explicit IntegerSums(const Product&) {}
+  HFQ_METHOD Table table(int, int = 0) const { return {}; }
+  HFQ_INLINE Part zero() { return _mm256_setzero_si256(); }
+  HFQ_INLINE __m256 to_float(Sum sum) { return _mm256_cvtepi32_ps(sum); }
+  // Or GCC 12 adds the products of many steps in an order of its own, and keeps them in memory until then.
+  HFQ_INLINE Part in_order(Part sum) {
+    asm("" : "+x"(sum));
+    return sum;
+  }
+};
+
+// A pair of products is at most 2 * 15 * 128, and 8 of them fit 16 bits.
+struct Int4ByInt8 : IntegerSums {
+  using Loader = Packed4;
+  static constexpr int V = 1, X_BYTES = 1, OFFSET = 8, TILE = 4;
+  static constexpr int64_t MOST = 8;
+  using IntegerSums::IntegerSums;
+
+  static constexpr int place(int half, int b) { return 16 * half + b; }
+  static constexpr int offset(int word, int) { return 4 * word; }
+  HFQ_INLINE void values(__m256i codes, Table, Value* value) { value[0] = codes; }
+  HFQ_INLINE Part dot(Part sum, __m256i x, Value w) {
+    return in_order(_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)));
+  }
+  HFQ_INLINE Part join(Part a, Part b) { return _mm256_add_epi16(a, b); }
+  HFQ_INLINE Sum add(Sum sum, Part part) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));
+  }
+};
+
+// Both sides as 16 bits: bytes times bytes would saturate, and -128 has no magnitude in 8 bits.
+struct Int8ByInt8 : IntegerSums {
+  using Loader = Bytes;
+  static constexpr int V = 2, X_BYTES = 2, OFFSET = 0, TILE = 4;
+  static constexpr int64_t MOST = INT64_MAX;
+  using IntegerSums::IntegerSums;
+
+  static constexpr int place(int half, int b) { return 16 * (b % 2) + 8 * half + b / 2; }
+  static constexpr int offset(int word, int j) { return 32 * j + 4 * word; }
+  HFQ_INLINE void values(__m256i codes, Table, Value* value) {
+    value[0] = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8);
+    value[1] = _mm256_srai_epi16(codes, 8);
+  }
+  HFQ_INLINE Part dot(Part sum, __m256i x, Value w) {
+    return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(w, x)));
+  }
+  HFQ_INLINE Part join(Part a, Part b) { return _mm256_add_epi32(a, b); }
+  HFQ_INLINE Sum add(Sum sum, Part part) { return _mm256_add_epi32(sum, part); }
+};
+
+HFQ_INLINE float reduce(__m256 v) {
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+HFQ_INLINE int32_t reduce(__m256i v) {
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
+}
+
+// 8 values from `first` on, as fp32.
+HFQ_INLINE __m256 load_floats(const void* base, int dtype, int64_t first) {
+  const char* from = static_cast<const char*>(base) + first * element_size(dtype);
+  if (dtype == F32) return _mm256_loadu_ps(reinterpret_cast<const float*>(from));
+  if (dtype == BF16 || dtype == F16) {
+    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return dtype == F16 ? _mm256_cvtph_ps(words) : as_float(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+  }
+  const __m256i bits = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  const __m256i nan = _mm256_set1_epi32(0x7fc00000);
+  if (dtype == E8M0) {
+    const __m256i value = _mm256_max_epi32(_mm256_slli_epi32(bits, 23), _mm256_set1_epi32(0x00400000));
+    return as_float(_mm256_blendv_epi8(value, nan, _mm256_cmpeq_epi32(bits, _mm256_set1_epi32(255))));
+  }
+  // E4M3: shifted into place its exponent lacks 120.
+  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(127));
+  __m256i value = _mm256_castps_si256(
+      _mm256_mul_ps(as_float(_mm256_slli_epi32(magnitude, 20)), _mm256_set1_ps(bits_to_float((127u + 120u) << 23))));
+  value = _mm256_or_si256(value, _mm256_slli_epi32(_mm256_andnot_si256(_mm256_set1_epi32(127), bits), 24));
+  return as_float(_mm256_blendv_epi8(value, nan, _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(127))));
+}
+
+static inline void load_floats(const void* base, int dtype, int64_t first, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, load_floats(base, dtype, first + i));
+  for (; i < count; ++i) to[i] = load_as_float(base, dtype, first + i);
+}
+
+// 8 values to y.
+HFQ_INLINE void store_floats(void* base, int dtype, int64_t first, __m256 value) {
+  if (dtype == F32) {
+    _mm256_storeu_ps(static_cast<float*>(base) + first, value);
+    return;
+  }
+  __m128i words;
+  if (dtype == F16) {
+    words = _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  } else {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    words = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+  }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(base) + first), words);
+}
+
+static inline void store_floats(void* base, int dtype, int64_t first, int64_t count, const float* from) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) store_floats(base, dtype, first + i, _mm256_loadu_ps(from + i));
+  for (; i < count; ++i) store_float(base, dtype, first + i, from[i]);
+}
+
+}  // namespace avx2
+}  // namespace hfq
