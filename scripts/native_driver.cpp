@@ -394,6 +394,187 @@ class Case {
   std::vector<int64_t> starts;  // rows of x of each expert, and the end of the last
 };
 
+// One random attention over a cache, with its buffers.
+class AttentionCase {
+ public:
+  explicit AttentionCase(Random& random) : random_(random) {
+    p.B = 1 + random.below(2);
+    p.H_kv = 1 + random.below(2);
+    p.H = p.H_kv * (1 + random.below(5));
+    p.D = random.of<int64_t>({16, 48, 64, 64, 80, 96, 128, 128, 256, 512});
+    p.S = random.one_in(3) ? 1 + random.below(12) : 1;
+    p.T = random.one_in(10) ? random.of<int64_t>({0, 1, 64, 255, 256, 257, 1025, 2050}) : random.below(300);
+    if (p.S > 3 && p.T > 300) p.T = 300;
+    p.layout = random.of<int>({PACKED2, PACKED4, PACKED4, BYTES_INT, BYTES_FLOAT});
+    p.equally_spaced = p.layout <= PACKED4 && random.one_in(2);
+    do {
+      p.group_size = 16 * (1 + random.below(p.D / 16));
+    } while (p.D % p.group_size != 0);
+    p.groups = p.D / p.group_size;
+    p.q_dtype = random.of<int>({F32, BF16, F16});
+    p.causal = random.one_in(2);
+    p.window = p.causal && random.one_in(2) ? 1 + random.below(100) : 0;
+    p.scale = static_cast<float>(random.between(0.05, 0.5));
+    p.threads = static_cast<int>(1 + random.below(3));
+    p.mask_dtype = random.of<int>({F32, INT8});
+
+    const bool by_head = random.one_in(2);  // [B, H, S, D], else [B, S, H, D]
+    const int64_t row = p.D + random.below(3);
+    p.q_head = by_head ? row * p.S : row;
+    p.q_position = by_head ? row : row * p.H;
+    p.q_batch = row * p.S * p.H;
+    p.q = fill(q, p.B * p.q_batch, p.q_dtype, [&] { return random_.between(-1, 1); });
+    p.y_position = p.D;
+    p.y_head = p.D * p.S;
+    p.y_batch = p.y_head * p.H;
+    int code = 0;
+    p.levels = static_cast<float*>(fill(levels, 1 << bits_of(p.layout), F32, [&] {
+      const int i = code++;
+      if (p.layout == BYTES_FLOAT) return decode(static_cast<uint32_t>(i % 128 == 127 ? i - 1 : i), E4M3) / 64;
+      return p.equally_spaced ? double(i - 3) : random_.between(-3, 3);
+    }));
+    k = make_cache(p.k);
+    v = make_cache(p.v);
+    if (random.one_in(2)) {
+      p.mask_position = random.one_in(2) ? 0 : p.T;
+      p.mask_head = random.one_in(2) ? 0 : p.S * p.T;
+      p.mask_batch = p.H * p.S * p.T;
+      p.mask = fill(mask, p.B * p.mask_batch, p.mask_dtype, [&] {
+        return p.mask_dtype == INT8 ? double(!random_.one_in(3)) : random_.between(-3, 0);
+      });
+    }
+  }
+
+  bool passes(const Kernels& kernels) {
+    const Memory y = make(p.B * p.y_batch * element_size(p.q_dtype)), lse = make(p.B * p.H * p.S * 4);
+    Attention call = p;
+    call.y = y->data;
+    call.lse = lse->as<float>();
+    char line[256];
+    snprintf(line, sizeof line, "%s attention: B=%d H=%d/%d S=%d T=%d D=%d layout=%d group_size=%d window=%d", kernels.name,
+             int(p.B), int(p.H), int(p.H_kv), int(p.S), int(p.T), int(p.D), p.layout, int(p.group_size), int(p.window));
+    current = line;
+    if (!kernels.attention(call)) return false;
+    for (int64_t b = 0; b < p.B; ++b) {
+      for (int64_t h = 0; h < p.H; ++h) {
+        const int64_t kv = h / (p.H / p.H_kv);
+        if (h % (p.H / p.H_kv) == 0) {
+          keys = values_of(p.k, k, b, kv);
+          values = values_of(p.v, v, b, kv);
+        }
+        for (int64_t s = 0; s < p.S; ++s)
+          if (!row_passes(kernels, b, h, s, *y, *lse)) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  using Memory = std::unique_ptr<Buffer>;
+
+  struct Tensors {
+    Memory codes, scale, offset;
+  };
+
+  Memory make(int64_t bytes) {
+    return std::make_unique<Buffer>(bytes, random_.of<Place>({BEFORE_GUARD, BEFORE_GUARD, AFTER_GUARD, HEAP}), 0);
+  }
+
+  template <class F>
+  void* fill(Memory& memory, int64_t count, int dtype, F value) {
+    memory = make(count * element_size(dtype));
+    for (int64_t i = 0; i < count; ++i) memory->put(i, dtype, encode(value(), dtype));
+    return memory->data;
+  }
+
+  Tensors make_cache(Cache& cache) {
+    Tensors made;
+    const int64_t bytes = p.D * bits_of(p.layout) / 8, rows = p.B * p.H_kv * p.T;
+    cache.code_token = bytes + random_.of<int64_t>({0, 0, 3});
+    cache.code_head = cache.code_token * p.T;
+    cache.code_batch = cache.code_head * p.H_kv;
+    made.codes = make(rows == 0 ? 0 : (rows - 1) * cache.code_token + bytes);
+    for (int64_t i = 0; rows > 0 && i < (rows - 1) * cache.code_token + bytes; ++i) {
+      const int64_t code = random_.below(256);
+      made.codes->data[i] = static_cast<uint8_t>(p.layout == BYTES_FLOAT && code % 128 == 127 ? code - 1 : code);
+    }
+    cache.codes = made.codes->data;
+    cache.scale_dtype = random_.of<int>({F32, BF16, F16});
+    cache.scale_group = random_.of<int64_t>({1, 1, 2});
+    cache.scale_token = p.groups * cache.scale_group;
+    cache.scale_head = cache.scale_token * p.T;
+    cache.scale_batch = cache.scale_head * p.H_kv;
+    const int64_t scales = rows == 0 ? 0 : rows * cache.scale_token - cache.scale_group + 1;
+    const double top = p.layout == BYTES_INT ? 128 : 3;
+    cache.scale = fill(made.scale, scales, cache.scale_dtype, [&] { return random_.between(0.5, 1) / top; });
+    if (random_.one_in(2))
+      cache.offset = fill(made.offset, scales, cache.scale_dtype, [&] { return random_.between(-0.3, 0.3); });
+    return made;
+  }
+
+  // [T, D] of a head.
+  std::vector<double> values_of(const Cache& cache, const Tensors& tensors, int64_t b, int64_t h) const {
+    const int bits = bits_of(p.layout);
+    std::vector<double> values;
+    for (int64_t t = 0; t < p.T; ++t) {
+      const uint8_t* row = cache.codes + b * cache.code_batch + h * cache.code_head + t * cache.code_token;
+      const int64_t first = b * cache.scale_batch + h * cache.scale_head + t * cache.scale_token;
+      double scale = 0, offset = 0;
+      for (int64_t d = 0; d < p.D; ++d) {
+        if (d % p.group_size == 0) {
+          const int64_t at = first + d / p.group_size * cache.scale_group;
+          scale = tensors.scale->at(at, cache.scale_dtype);
+          offset = cache.offset == nullptr ? 0.0 : tensors.offset->at(at, cache.scale_dtype);
+        }
+        const int code = row[d * bits / 8] >> (d * bits % 8) & ((1 << bits) - 1);
+        const double level = p.layout == BYTES_INT ? static_cast<int8_t>(code) : p.levels[code];
+        values.push_back(level * scale + offset);
+      }
+    }
+    return values;
+  }
+
+  bool row_passes(const Kernels& kernels, int64_t b, int64_t h, int64_t s, const Buffer& y, const Buffer& lse) const {
+    const int64_t last = p.causal ? p.T - p.S + s : p.T - 1;
+    std::vector<double> weight(static_cast<size_t>(p.T), 0.0), out(static_cast<size_t>(p.D), 0.0);
+    std::vector<double> row(static_cast<size_t>(p.D));
+    for (int64_t d = 0; d < p.D; ++d) row[d] = q->at(b * p.q_batch + h * p.q_head + s * p.q_position + d, p.q_dtype);
+    double sum = 0;
+    for (int64_t t = 0; t <= last; ++t) {
+      if (p.window != 0 && t <= last - p.window) continue;
+      double score = 0;
+      for (int64_t d = 0; d < p.D; ++d) score += row[d] * keys[t * p.D + d];
+      score *= p.scale;
+      const int64_t at = b * p.mask_batch + h * p.mask_head + s * p.mask_position + t;
+      if (p.mask != nullptr && p.mask_dtype == F32) score += mask->at(at, F32);
+      weight[t] = p.mask != nullptr && p.mask_dtype == INT8 && mask->at(at, INT8) == 0 ? 0.0 : std::exp(score);
+      sum += weight[t];
+    }
+    const double found = lse.at((b * p.H + h) * p.S + s, F32);
+    if (sum == 0 ? !std::isinf(bits_to_float(load<uint32_t>(lse.data, (b * p.H + h) * p.S + s)))
+                 : std::fabs(found - std::log(sum)) > 1e-4) {
+      fprintf(stderr, "%s: log-sum-exp is %g, not %g\n", kernels.name, found, std::log(sum));
+      return false;
+    }
+    for (int64_t t = 0; t < p.T; ++t)
+      for (int64_t d = 0; weight[t] != 0 && d < p.D; ++d) out[d] += weight[t] / sum * values[t * p.D + d];
+    for (int64_t d = 0; d < p.D; ++d) {
+      const double value = y.at(b * p.y_batch + h * p.y_head + s * p.y_position + d, p.q_dtype);
+      if (std::fabs(value - out[d]) <= 1e-4 + rounding(out[d], p.q_dtype)) continue;
+      fprintf(stderr, "%s: y[%d, %d, %d, %d] is %.9g, not %.9g\n", kernels.name, int(b), int(h), int(s), int(d), value,
+              out[d]);
+      return false;
+    }
+    return true;
+  }
+
+  Random& random_;
+  Attention p{};
+  Memory q, levels, mask;
+  Tensors k, v;
+  std::vector<double> keys, values;  // of the head that is checked
+};
+
 }  // namespace
 
 #ifdef GUARD_SCRATCH
@@ -434,8 +615,9 @@ int main(int argc, char** argv) {
     for (int64_t i = next++; i < cases && !failed; i = next++) {
       Random random(static_cast<uint64_t>(seed * 1000003 + i));
       Case it(random, has_bf16);
+      AttentionCase attention(random);
       for (const Kernels* kernels : sets) {
-        if (it.passes(*kernels)) continue;
+        if (it.passes(*kernels) && attention.passes(*kernels)) continue;
         print_current();
         failed = true;
       }

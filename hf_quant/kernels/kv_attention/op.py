@@ -52,8 +52,8 @@ def check(
             )
         if scales.shape != scale_shape or not scales.is_floating_point() or not groups or D % groups:
             raise ValueError(
-                f"{name}_scale is {tuple(scales.shape)} {scales.dtype}; needs {shape[:3]} and groups, equally many for k "
-                f"and v, that divide D={D}, in a floating-point dtype"
+                f"{name}_scale is {tuple(scales.shape)} {scales.dtype}; needs {shape[:3]} and groups, as many for k"
+                f" as for v, that divide D={D}, in a floating-point dtype"
             )
         if scales.dtype != k_scale.dtype:
             raise ValueError(f"v_scale is {v_scale.dtype}; needs {k_scale.dtype}, the dtype of k_scale")
