@@ -141,8 +141,7 @@ def _native() -> dict[str, Any]:
     return {
         "active": active,
         "available": list(native.instruction_sets()),
-        "has_bf16_dot": active is not None and native._module.has_bf16_dot(),
-        "shares_threads_of_torch": None if active is None else native._openmp() is not None,
+        **native.features(),
         "environment": os.environ.get(_VARIABLE),
         "why_not": why_not,
         "to_do": todo,

@@ -124,6 +124,14 @@ def _openmp() -> int | None:
     return None
 
 
+def features() -> dict[str, bool]:
+    """What the instruction set in use has beyond its name: bf16 dot products, and the threads of torch's own pool."""
+    return {
+        "has_bf16_dot": _active is not None and _module.has_bf16_dot(),
+        "shares_threads_of_torch": _active is not None and _openmp() is not None,
+    }
+
+
 def _start() -> None:
     """Share torch's threads, and take the best instruction set or the one of the environment."""
     if _module is None:
@@ -136,7 +144,7 @@ def _start() -> None:
     use(None if wanted == "off" else wanted)
 
 
-def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False) -> str | None:
+def refusal(dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False) -> str | None:
     """Why a product is not computed here, None if it is; `int8`: both sides are integers (see `takes_int8`)."""
     if _active is None:
         return why_not()

@@ -173,8 +173,40 @@ def test_extreme_integers(instructions, calls):
                 y = int8_scaled_mm(x, weight, *one, None, out_dtype=dtype)
                 assert y.dtype == dtype and torch.equal(y.view(torch.uint8), exact.to(dtype).view(torch.uint8))
     assert len(calls) == 2 * 3 * 4  # fp64 is left to torch
-    spec = FORMATS["int8"].spec
-    assert "overflow" in native.refusal(spec, torch.float32, 65537, 65537, int8=True)
+    assert "overflow" in native.refusal(torch.float32, 65537, 65537, int8=True)
+
+
+@pytest.mark.parametrize("group_size", [16, 48, 64, 1040, 2048, None])
+def test_extreme_int4_sums_are_exact(group_size, instructions, calls):
+    """Of the largest codes, zero points and x, with scales of one: no sum of 16 bits overflows, no group is rounded."""
+    N, K = 70, 2100
+    quant = TensorQuant("int4", "group" if group_size else "row", group_size, symmetric=False)
+    packed, options = random_packed(quant, N, K, 0), options_of(quant, N, K)
+    packed.qdata[0], packed.zero_point[0], packed.qdata[1], packed.zero_point[1] = -1, 0, 0, 15
+    packed.scale.fill_(1)
+    weight = decode_slowly(packed, quant, K)
+    for M in (1, 3, 4, 6, 17):
+        x = torch.full((M, K), 127.0)
+        x[M // 2], x[M - 1, ::3] = -127, 5
+        y = dynamic_mm(x, *packed, None, activation="int8", **options)
+        assert torch.equal(y.double(), x.double() @ weight.t())
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "avx512"])  # which rounds each block of K
+def test_sums_of_long_groups_are_rounded_once(name, calls):
+    """The halves of a group cancel but for one product; rounded by themselves they would leave another rest."""
+    N, K, half = 20, 4160, 1024
+    quant = TensorQuant("int8", "group", 2 * half)
+    packed, options = random_packed(quant, N, K, 0), options_of(quant, N, K)
+    packed.qdata[:, :half], packed.qdata[:, half:] = 127, -127
+    packed.qdata[:, 2 * half :], packed.qdata[:, 5] = 0, 126
+    exact = -127.0 * packed.scale[:, 0].double()
+    for M in (1, 3, 17):
+        with native.using(name):
+            y = dynamic_mm(torch.full((M, K), 127.0), *packed, None, activation="int8", **options)
+        assert ((y.double() - exact).abs() <= 2**-23 * exact.abs()).all(), M
+    assert len(calls) == 3
 
 
 @pytest.fixture
