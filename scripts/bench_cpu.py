@@ -1,13 +1,14 @@
-"""Measure the CPU paths: quantized products against bf16 `F.linear` and the memory's bandwidth, in one run.
+"""Measure the CPU paths: products against bf16 `F.linear`, attention over a cache against bf16, in one run.
 
     python scripts/bench_cpu.py linear                                 # forward, the figures of README.md
     python scripts/bench_cpu.py linear --direction backward
     python scripts/bench_cpu.py linear --kernels torch,avx512,avx2,portable --only "int4 g128"
     python scripts/bench_cpu.py linear --targets --json targets.json   # what is aimed at, and what is reached
+    python scripts/bench_cpu.py kv_attention --context 8192            # a decoding step
 
-Every number is the ratio to bf16 `F.linear` (for the gradient: to the bf16 product) on the same shape in the same run:
-above 1 is faster. At M = 1 there are also the GB/s at which a weight with its scales is read, and the share that this
-is of the bandwidth at which torch reads memory in the same run, by as many threads.
+Every number of `linear` is the ratio to bf16 `F.linear` (for the gradient: to the bf16 product) on the same shape in
+the same run: above 1 is faster. At M = 1 there are also the GB/s at which a weight with its scales is read, and the
+share that this is of the bandwidth at which torch reads memory in the same run, by as many threads.
 
 Candidates take turns; a turn is one call for each of `--copies` random weights, as the layers of a model follow each
 other, and no weight stays in the cache; the least of the turns counts, which other processes disturb least. By
@@ -19,29 +20,24 @@ use of a weight, which may prepack it, is not timed.
 import argparse
 import json
 import os
-import shlex
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
+import cpu_attention
 import torch
 import torch.nn.functional as F
+from cpu_timing import TORCH, Turn, command, environment, interleaved, kernels_in_use, print_table
 from kernel_cases import CANDIDATES, Candidate
 from torch import Tensor
 
 from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight, quantize_matrix
-from hf_quant.cli._doctor import cpu
 from hf_quant.kernels import native
 from hf_quant.planning import format_table
 
 
-TORCH = "torch"  # the kernels that serve where no native ones are in use
 BASE = "bf16"
 TOKENS = (1, 2, 4, 8, 16, 17, 32, 64, 128, 256, 512, 1024)
 READ_BYTES = 2**28  # more than caches hold
@@ -78,15 +74,6 @@ class Record:
     share: float | None = None
 
 
-class Turn(NamedTuple):
-    """What is timed at once: `calls` calls that read `nbytes` each, by the native kernels, torch's, or any (None)."""
-
-    run: Callable[[], None]
-    calls: int
-    nbytes: int
-    kernels: str | None = None
-
-
 def weight_copies(candidate: Candidate, packed: PackedWeight, N: int, copies: int) -> list[PackedWeight]:
     """`copies` different packed weights of N rows: those of one, rolled."""
     if candidate.weight.granularity in ("tensor", "block"):
@@ -119,39 +106,6 @@ def backward_call(candidate: Candidate, K: int) -> Callable[[Tensor, PackedWeigh
     """grad, weight -> gradient of the input, through the registered op."""
     options = {"format": candidate.weight.format, "group_size": candidate.group_size(K), "K": K}
     return lambda grad, packed: kernels.weight_only_mm_backward(grad, *packed, **options)
-
-
-def clock() -> Callable[[], float]:
-    """CPU time of the thread if there is only one, else wall-clock time."""
-    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-
-def kernels_in_use() -> str:
-    """The native instruction set, or `TORCH`."""
-    return native.active() or TORCH
-
-
-def select(wanted: str) -> None:
-    """Compute by a native instruction set, or by torch's ops.
-
-    `native.use` drops what was made ready for a weight by the kernels before. Here they never meet that weight.
-    """
-    if wanted != kernels_in_use():
-        with patch.object(native, "clear_prepacked", lambda: None):
-            native.use(None if wanted == TORCH else wanted)
-
-
-def interleaved(turns: dict[Any, Turn], rounds: int) -> dict[Any, float]:
-    """Seconds of each turn, the least of `rounds`; the candidates take turns, the first round does not count."""
-    now, seconds = clock(), {key: [] for key in turns}
-    for _ in range(rounds + 1):
-        for key, turn in turns.items():
-            if turn.kernels is not None:
-                select(turn.kernels)
-            start = now()
-            turn.run()
-            seconds[key].append(now() - start)
-    return {key: min(values[1:]) for key, values in seconds.items()}
 
 
 class Bench:
@@ -227,6 +181,7 @@ def _each(call: Callable[[Any], Tensor], weights: list[Any]) -> Callable[[], Non
 
 def bench_linear(args: argparse.Namespace) -> None:
     """Every candidate against bf16 `F.linear`, for all shapes, M and thread counts."""
+    print(f"kernels: {', '.join(args.kernels)}")
     names = [c.name for c in CANDIDATES if not args.only or any(word in c.name for word in args.only)]
     if args.targets:
         names = [name for name in names if name in TARGETS]
@@ -271,14 +226,6 @@ def print_ratios(records: list[Record], tokens: list[int], *, several: bool) -> 
             print(f"memory is {record.name}, at {record.gbps:.1f} GB/s")
 
 
-def print_table(header: list[str], rows: dict[str, list[str]]) -> None:
-    """Names left, cells right-aligned."""
-    width = max(len(name) for name in [*rows, header[0]])
-    print(header[0].ljust(width), *(title.rjust(8) for title in header[1:]))
-    for name, cells in rows.items():
-        print(name.ljust(width), *(cell.rjust(8) for cell in cells))
-
-
 def judge(records: list[Record]) -> list[dict[str, Any]]:
     """What is aimed at, and what is reached, for each record with a target."""
     goals = []
@@ -308,22 +255,6 @@ def print_goals(goals: list[dict[str, Any]]) -> None:
     print(f"\n{format_table(rows)}\n{sum(goal['pass'] for goal in goals)} of {len(goals)} targets are reached")
 
 
-def command() -> str:
-    """What was called."""
-    return f"python {shlex.join(sys.argv)}"
-
-
-def environment() -> str:
-    """What a reader needs to know to repeat the numbers."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    model, features = cpu()
-    return (
-        f"torch {torch.__version__} ({torch.version.git_version[:10]}), hf_quant at {commit or '?'}, "
-        f"{model}, {os.cpu_count()} cores, {' '.join(features)}"
-    )
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -347,7 +278,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     linear.add_argument("--read-bytes", type=int, default=READ_BYTES, help="size of the memory that is read")
     linear.set_defaults(run=bench_linear)
 
+    attention = commands.add_parser("kv_attention", help="a decoding step over a quantized KV cache against bf16")
+    cpu_attention.add_arguments(attention)
+
     args = parser.parse_args(arguments)
+    if args.command == "kv_attention":
+        return args
     args.kernels, known = args.kernels.split(","), (*native.instruction_sets(), TORCH)
     if not set(args.kernels) <= set(known):
         linear.error(f"--kernels {','.join(args.kernels)}: known on this machine are {', '.join(known)}")
@@ -362,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one benchmark; `arguments` default to those of the process."""
     args = parse(arguments)
     args.environment = environment()
-    print(f"{command()}\n{args.environment}\nkernels: {', '.join(args.kernels)}")
+    print(f"{command()}\n{args.environment}")
     with native.using(native.active()):
         args.run(args)
 

@@ -178,7 +178,7 @@ def test_extreme_integers(instructions, calls):
 
 @pytest.mark.parametrize("group_size", [16, 48, 64, 1040, 2048, None])
 def test_extreme_int4_sums_are_exact(group_size, instructions, calls):
-    """Of the largest codes, zero points and x, with scales of one: no sum of 16 bits overflows, no group is rounded."""
+    """Of the largest codes, zero points and x, scales of one: no sum of 16 bits overflows, no group is rounded."""
     N, K = 70, 2100
     quant = TensorQuant("int4", "group" if group_size else "row", group_size, symmetric=False)
     packed, options = random_packed(quant, N, K, 0), options_of(quant, N, K)

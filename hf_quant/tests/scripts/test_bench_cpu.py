@@ -3,6 +3,8 @@
 import json
 
 import bench_cpu
+import cpu_attention
+import cpu_timing
 import pytest
 import torch
 from bench_cpu import Record, judge
@@ -108,7 +110,7 @@ def test_selecting_keeps_what_was_made_ready():
         call(x, packed)
         before = bench_cpu.kernels.prepacked_bytes()
         for kind in (*native.instruction_sets(), bench_cpu.TORCH):
-            bench_cpu.select(kind)
+            cpu_timing.select(kind)
             assert bench_cpu.kernels_in_use() == kind
         assert bench_cpu.kernels.prepacked_bytes() == before > 0
 
@@ -130,3 +132,21 @@ def test_backward(capsys):
     bench_cpu.main([*TINY, "--direction", "backward", "--only", "int8 g128", "--m", "1"])
     text = capsys.readouterr().out
     assert "int8 g128" in text and "memory is read" not in text
+
+
+def test_attention(capsys, tmp_path):
+    path = tmp_path / "out.json"
+    shape = ("--heads", "4/2x32", "--context", "70", "--threads", "1", "--copies", "2", "--rounds", "2")
+    bench_cpu.main(["kv_attention", *shape, "--json", str(path)])
+    records = json.loads(path.read_text())["records"]
+    seconds = {record["name"]: record["seconds"] for record in records}
+    assert set(seconds) == {cpu_attention.SDPA, cpu_attention.MATMUL, *cpu_attention.GROUPS}
+    for record in records:
+        assert record["ratio_to_sdpa"] == pytest.approx(seconds[cpu_attention.SDPA] / record["seconds"])
+    assert "4/2x32 heads, 70 tokens" in capsys.readouterr().out
+
+
+def test_the_matmuls_are_attention():
+    q, k, v = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 50, 32), torch.randn(1, 2, 50, 32)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.allclose(cpu_attention.matmuls(q, k, v), expected, atol=1e-6)
