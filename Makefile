@@ -26,7 +26,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
 # The oldest supported Triton, beside the one of the environment: the kernels are compiled under both.
 OLD_TRITON := build/triton-3.6.0
 
-.PHONY: help demo test style check aot aot-ci sanitize clean
+.PHONY: help demo test style check aot aot-ci sanitize arm clean
 
 help:
 	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
@@ -34,6 +34,7 @@ help:
 	@echo "make check   style checks (ruff, typos, house rules); make style repairs what can be repaired"
 	@echo "make aot     compile every GPU kernel for every target and check it (no GPU needed); make aot-ci a part of it"
 	@echo "make sanitize  build the native CPU kernels with sanitizers and run random calls of them (needs g++ or clang++)"
+	@echo "make arm     the same calls of the kernels for Arm in an emulator (needs zig and qemu-aarch64)"
 	@echo "make clean   remove $(VENV) and what builds and tests leave behind"
 
 $(BIN)/python:
@@ -78,6 +79,9 @@ aot-ci: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 # By any Python, without an environment.
 sanitize:
 	$(PYTHON) scripts/sanitize_native.py $(SANITIZE_ARGS)
+
+arm:
+	$(PYTHON) scripts/emulate_arm.py
 
 check: $(STYLE_STAMP)
 	$(BIN)/ruff check .

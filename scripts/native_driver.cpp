@@ -5,9 +5,12 @@
 //
 // Sanitizers see the loads and stores of compiled code; the pages catch those of masked instructions and assembly, too.
 // GUARD_SCRATCH: what the kernels work in ends at such a page as well, and holds NaN until it is written.
-// PORTABLE_ONLY: without the kernels for AVX2 and AVX-512, which take a minute to build.
+// PORTABLE_ONLY: without the kernels for AVX2 and AVX-512, which take a minute to build. NO_SANITIZER: as it says, for
+// `emulate_arm.py`.
 
+#ifndef NO_SANITIZER
 #include <sanitizer/common_interface_defs.h>
+#endif
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -607,8 +610,12 @@ int main(int argc, char** argv) {
     sets.push_back(&kAvx512);
     has_bf16 = __builtin_cpu_supports("avx512bf16");
   }
+#elif defined(__aarch64__) && !defined(PORTABLE_ONLY)
+  if (has_dot_products()) sets.push_back(&kNeon);
 #endif
+#ifndef NO_SANITIZER
   __sanitizer_set_death_callback(print_current);
+#endif
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   auto work = [&] {

@@ -5,7 +5,8 @@ it holds every instruction set below and chooses at run time. Without it, or whe
 stock-torch paths of `_cpu_mm` serve.
 
 Instruction sets: "avx512" (with VNNI and VBMI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them),
-"avx2" (with FMA: Haswell, Zen and later), "portable" (any other, for Arm with NEON). HF_QUANT_NATIVE chooses one by
+"avx2" (with FMA: Haswell, Zen and later), "neon" (Arm with dot products of int8: Armv8.2 DotProd), "portable" (any
+other, for Arm with NEON). HF_QUANT_NATIVE chooses one by
 name, or "off"; `use` does so at run time. Threads are those of torch's own OpenMP pool, as many as
 `torch.set_num_threads` says.
 

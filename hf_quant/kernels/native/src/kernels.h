@@ -94,6 +94,9 @@ struct Kernels {
 extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2, kAvx512;
+#elif defined(__aarch64__)
+extern const Kernels kNeon;
+bool has_dot_products();  // which kNeon needs
 #endif
 
 }  // namespace hfq

@@ -28,6 +28,8 @@ void find_kernels() {
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     available[num_available++] = &kAvx2;
+#elif defined(__aarch64__)
+  if (has_dot_products()) available[num_available++] = &kNeon;
 #endif
   available[num_available++] = &kPortable;
   active = available[0];

@@ -66,9 +66,18 @@ static inline float dot(const float* __restrict a, const float* __restrict b, in
   return total;
 }
 
-static inline int32_t dot(const int8_t* __restrict a, const uint8_t* __restrict b, int64_t count) {
+static inline int32_t dot(const int8_t* __restrict a, const int8_t* __restrict b, int64_t count) {
+  int64_t k = 0;
   int32_t total = 0;
-  for (int64_t k = 0; k < count; ++k) total += static_cast<int16_t>(a[k]) * static_cast<int16_t>(b[k]);
+#ifdef HFQ_SDOT
+  int32x4_t even = vdupq_n_s32(0), odd = vdupq_n_s32(0);
+  for (; k + 32 <= count; k += 32) {
+    even = vdotq_s32(even, vld1q_s8(a + k), vld1q_s8(b + k));
+    odd = vdotq_s32(odd, vld1q_s8(a + k + 16), vld1q_s8(b + k + 16));
+  }
+  total = vaddvq_s32(vaddq_s32(even, odd));
+#endif
+  for (; k < count; ++k) total += static_cast<int16_t>(a[k]) * static_cast<int16_t>(b[k]);
   return total;
 }
 
@@ -258,12 +267,7 @@ class Matmul {
         uint8_t* codes = scratch.codes + r * kColumns;
         unpack(row, p_.layout, k, columns, codes);
         const int64_t scale_first = scale_base + (n + r) / p_.scale_rows * p_.scale_stride;
-        if (integer_) {
-          if (p_.layout == BYTES_INT)
-            for (int64_t i = 0; i < columns; ++i) codes[i] ^= 0x80;
-        } else {
-          decode(p_, codes, scale_first, 1.0f, k, columns, scratch.weight + r * kColumns);
-        }
+        if (!integer_) decode(p_, codes, scale_first, 1.0f, k, columns, scratch.weight + r * kColumns);
         for (int64_t i = 0; i < s.count; ++i) {
           float* total = y + i * kRows + r;
           if (integer_) {
@@ -281,11 +285,12 @@ class Matmul {
   float add_groups(const Scratch& scratch, int64_t r, int64_t i, int64_t scale_first, int64_t k, int64_t columns,
                    float total, int32_t& open) const {
     const int8_t* x = reinterpret_cast<const int8_t*>(x_) + i * p_.K;
-    const int offset = p_.layout == BYTES_INT ? 128 : 8;
+    const int8_t* codes = reinterpret_cast<const int8_t*>(scratch.codes) + r * kColumns;
+    const int offset = p_.layout == BYTES_INT ? 0 : 8;
     for (int64_t at = 0; at < columns;) {
       const int64_t g = p_.groups == 1 ? 0 : (k + at) / p_.group_size, group_end = min64(p_.K, (g + 1) * group());
       const int64_t end = min64(columns, group_end - k);
-      open += dot(x + k + at, scratch.codes + r * kColumns + at, end - at);
+      open += dot(x + k + at, codes + at, end - at);
       if (k + end == group_end) {
         const int zero = p_.zero == nullptr ? offset : p_.zero[scale_first + g];
         total += static_cast<float>(open - zero * sums_[i * p_.groups + g]) *

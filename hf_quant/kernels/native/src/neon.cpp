@@ -1,0 +1,40 @@
+// Arm with dot products of int8 (Armv8.2 DotProd: Cortex-A76, Graviton 2, Apple M1 and later).
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
+#else
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+
+#define HFQ_SDOT
+#define HFQ_SET neon
+#define HFQ_VECTOR_BYTES 16
+#include "attention.h"
+#include "quantize.h"
+
+namespace hfq {
+const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
+                       neon::attention, neon::quantize};
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+namespace hfq {
+bool has_dot_products() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP) >> 20 & 1) != 0;  // HWCAP_ASIMDDP
+#elif defined(__APPLE__)
+  return true;
+#else
+  return false;
+#endif
+}
+}  // namespace hfq
+#endif
