@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -578,6 +579,204 @@ class AttentionCase {
   std::vector<double> keys, values;  // of the head that is checked
 };
 
+// One random weight to be quantized, with its buffers.
+class QuantizationCase {
+ public:
+  explicit QuantizationCase(Random& random) : random_(random) {
+    q.matrices = 1 + random.below(3);
+    q.N = 1 + random.below(12);
+    q.K = random.one_in(6) ? random.of<int64_t>({1, 31, 32, 128, 4096, 4097}) : 1 + random.below(700);
+    q.group_size = random.one_in(3) ? q.K : random.of<int64_t>({1, 3, 15, 16, 17, 32, 48, 64, 100, 128, 256, 1024});
+    q.groups = ceil_div(q.K, q.group_size);
+    q.weight_dtype = random.of<int>({F32, BF16, F16});
+    q.row_stride = q.K + (random.one_in(4) ? random.below(40) : 0);
+    q.matrix_stride = q.N * q.row_stride + (random.one_in(4) ? random.below(40) : 0);
+    q.layout = random.of<int>({PACKED2, PACKED3, PACKED4, PACKED4, PACKED6, BYTES_INT, BYTES_FLOAT});
+    bits = bits_of(q.layout);
+    q.row_bytes = bits == 8 ? q.K : ceil_div(q.K, 32) * 4 * bits;
+    q.scale_dtype = random.of<int>({F32, BF16, F16, E8M0, E4M3});
+    q.threads = static_cast<int>(1 + random.below(3));
+    choose_grid();
+    const double scale = random.of({1.0, 1e-3, 1e3});
+    const int64_t weights = (q.matrices - 1) * q.matrix_stride + (q.N - 1) * q.row_stride + q.K;
+    q.weight = fill(weight, weights, q.weight_dtype, true, [&] {
+      return random_.one_in(9) ? 0.0 : scale * random_.between(-1, 1) * random_.between(0, 1);
+    });
+    if (random.one_in(8)) {
+      broken = random.below(q.matrices * q.N * q.K);
+      weight->put(place_of(broken), q.weight_dtype, infinity_of(q.weight_dtype) | random.below(2));  // inf or NaN
+    }
+    if (q.scale_dtype == E4M3) {
+      auto unit = [&] { return scale * random_.between(0.5, 1) / 448; };
+      q.global_scale = static_cast<float*>(fill(global, q.matrices, F32, false, unit));
+    }
+    const double shrinks[] = {1.0, 0.9, 0.8, 0.05, 0.025};
+    int i = 0;
+    q.shrinks = static_cast<float*>(fill(factors, 5, F32, false, [&] { return shrinks[i++]; }));
+    q.steps = q.shrinks + 3;
+    q.num_shrinks = random.one_in(4) ? 0 : static_cast<int>(random.below(4));
+    if (q.num_shrinks > 0 && q.scale_dtype != E8M0) {
+      q.num_steps = static_cast<int>(random.below(3));
+      q.turns = !has_zero && integers && random.one_in(2);
+      q.moves = has_zero && random.one_in(2);
+      q.fits = random.one_in(2);
+      q.norm = random.one_in(3);
+    }
+  }
+
+  // Whether the kernels compute what they should, and the same as the first that were asked.
+  bool passes(const Kernels& kernels) {
+    Result result(*this), absmax(*this);
+    WeightQuantization plain = q;
+    plain.num_shrinks = plain.num_steps = plain.norm = plain.fits = plain.turns = 0;
+    if (!call(kernels, q, result) || !call(kernels, plain, absmax)) return false;
+    if (broken >= 0) return true;
+    std::vector<uint8_t> bytes = result.bytes(*this);
+    if (first.empty()) first = bytes;
+    if (bytes != first) return wrong(kernels, "differs from the others", 0, 0);
+    for (int64_t row = 0; row < q.matrices * q.N; ++row) {
+      for (int64_t k = q.K; bits != 8 && k < ceil_div(q.K, 32) * 32; ++k)
+        if (code_of(result.qdata->data + row * q.row_bytes, q.layout, k) != 0) return wrong(kernels, "padding", row, k);
+      for (int64_t g = 0; g < q.groups; ++g)
+        if (!group_passes(kernels, result, absmax, row, g)) return false;
+    }
+    return true;
+  }
+
+ private:
+  using Memory = std::unique_ptr<Buffer>;
+
+  struct Result {
+    explicit Result(QuantizationCase& of)
+        : qdata(of.make(of.q.matrices * of.q.N * of.q.row_bytes, true)),
+          scale(of.make(of.scales() * element_size(of.q.scale_dtype), false)),
+          zero(of.make(of.scales(), true)) {}
+    std::vector<uint8_t> bytes(const QuantizationCase& of) const {
+      std::vector<uint8_t> all(qdata->data, qdata->data + of.q.matrices * of.q.N * of.q.row_bytes);
+      all.insert(all.end(), scale->data, scale->data + of.scales() * element_size(of.q.scale_dtype));
+      all.insert(all.end(), zero->data, zero->data + of.scales());
+      return all;
+    }
+    Memory qdata, scale, zero;
+  };
+
+  void choose_grid() {
+    integers = q.layout <= PACKED3 || q.layout == BYTES_INT || (q.layout == PACKED4 && random_.one_in(2));
+    const int codes = 1 << bits;
+    if (integers) {
+      q.low = bits == 8 ? -127 : -codes / 2;
+      q.high = bits == 8 ? 127 : codes / 2 - 1;
+      q.max = bits == 8 ? 127.0f : static_cast<float>(codes / 2 - 0.5);
+      has_zero = bits != 8 && random_.one_in(2);
+      for (int i = 0; i < codes; ++i) grid.push_back(bits == 8 ? std::max<int>(static_cast<int8_t>(i), q.low) : q.low + i);
+    } else if (q.layout == PACKED4 && random_.one_in(2)) {
+      for (int i = 0; i < 16; ++i) grid.push_back((i - 7) * (i < 7 ? 0.125 : 0.1328125) + (i == 2 ? 0.0625 : 0));
+      q.max = static_cast<float>(grid.back());
+      std::vector<double> all = grid;
+      for (int i = 0; i < 15; ++i) all.push_back((grid[i] + grid[i + 1]) / 2);
+      int i = 0;
+      q.levels = static_cast<float*>(fill(levels, 31, F32, false, [&] { return all[i++]; }));
+    } else {
+      q.exponent_bits = bits == 4 ? 2 : bits == 6 ? 3 : 4;
+      q.mantissa_bits = bits - 1 - q.exponent_bits;
+      q.exponent_bias = (1 << (q.exponent_bits - 1)) - 1;
+      for (int i = 0; i < codes; ++i) {
+        const int magnitude = i & (codes / 2 - 1), exponent = magnitude >> q.mantissa_bits;
+        const double fraction = std::ldexp(magnitude & ((1 << q.mantissa_bits) - 1), -q.mantissa_bits);
+        const double value = std::ldexp(exponent == 0 ? fraction : 1 + fraction,
+                                        (exponent == 0 ? 1 : exponent) - q.exponent_bias);
+        if (bits == 8 && magnitude == 127) continue;  // NaN, the last of its sign
+        grid.push_back(i >= codes / 2 ? -value : value);
+        q.max = std::fmax(q.max, static_cast<float>(value));
+      }
+    }
+  }
+
+  static uint32_t infinity_of(int dtype) { return dtype == F32 ? 0x7f800000 : dtype == BF16 ? 0x7f80 : 0x7c00; }
+
+  int64_t scales() const { return q.matrices * q.N * q.groups; }
+
+  int64_t place_of(int64_t i) const {
+    return i / (q.N * q.K) * q.matrix_stride + i / q.K % q.N * q.row_stride + i % q.K;
+  }
+
+  bool wrong(const Kernels& kernels, const char* what, int64_t row, int64_t at) const {
+    fprintf(stderr, "%s: %s, in row %lld at %lld\n", kernels.name, what, static_cast<long long>(row),
+            static_cast<long long>(at));
+    return false;
+  }
+
+  bool call(const Kernels& kernels, WeightQuantization p, Result& result) {
+    p.qdata = result.qdata->data;
+    p.scale = result.scale->data;
+    p.zero = has_zero ? result.zero->data : nullptr;
+    auto number = [](int64_t value) { return static_cast<long long>(value); };
+    char line[512];
+    snprintf(line, sizeof line,
+             "%s quantize: %lld x %lld x %lld group_size=%lld strides=%lld, %lld dtype=%d layout=%d scale_dtype=%d zero=%d "
+             "exponent_bits=%d levels=%d shrinks=%d steps=%d turns=%d moves=%d fits=%d norm=%d threads=%d",
+             kernels.name, number(p.matrices), number(p.N), number(p.K), number(p.group_size), number(p.matrix_stride),
+             number(p.row_stride), p.weight_dtype, p.layout, p.scale_dtype, has_zero, p.exponent_bits,
+             p.levels != nullptr, p.num_shrinks, p.num_steps, p.turns, p.moves, p.fits, p.norm, p.threads);
+    current = line;
+    bool finite;
+    if (!kernels.quantize(p, &finite)) return wrong(kernels, "no memory", 0, 0);
+    return finite == (broken < 0) || wrong(kernels, "finite", 0, 0);
+  }
+
+  // The squared error of a group, and whether its codes are the nearest.
+  bool decode_group(const Result& result, int64_t row, int64_t g, double* error) const {
+    const double unit = q.global_scale == nullptr ? 1 : q.global_scale[row / q.N];
+    const double scale = result.scale->at(row * q.groups + g, q.scale_dtype) * unit;
+    const double zero = has_zero ? result.zero->data[row * q.groups + g] + q.low : 0;
+    bool nearest = true;
+    *error = 0;
+    for (int64_t k = g * q.group_size; k < std::min(q.K, (g + 1) * q.group_size); ++k) {
+      const double x = weight->at(place_of(row * q.K + k), q.weight_dtype) / scale + zero;
+      uint32_t code = code_of(result.qdata->data + row * q.row_bytes, q.layout, k);
+      if (grid.size() == 254 && code > 127) --code;  // two codes are NaN
+      const double distance = std::fabs(grid[code] - x);
+      for (double level : grid)
+        nearest &= distance <= std::fabs(level - x) + std::ldexp(std::fabs(x) + std::fabs(zero), -21);
+      *error += distance * scale * distance * scale;
+    }
+    return nearest;
+  }
+
+  bool group_passes(const Kernels& kernels, const Result& result, const Result& absmax, int64_t row, int64_t g) const {
+    double found, allowed, weights = 0;
+    if (!decode_group(absmax, row, g, &allowed)) return wrong(kernels, "absmax, not the nearest code", row, g);
+    const bool nearest = decode_group(result, row, g, &found);
+    if (q.norm) return true;  // codes are those of another scale
+    if (!nearest) return wrong(kernels, "not the nearest code", row, g);
+    for (int64_t k = g * q.group_size; k < std::min(q.K, (g + 1) * q.group_size); ++k)
+      weights += std::pow(weight->at(place_of(row * q.K + k), q.weight_dtype), 2);
+    if (found > allowed * (1 + 1e-5) + 1e-12 * weights) return wrong(kernels, "a larger error than absmax", row, g);
+    return true;
+  }
+
+  Memory make(int64_t bytes, bool may_shift) {
+    return std::make_unique<Buffer>(bytes, random_.of<Place>({BEFORE_GUARD, BEFORE_GUARD, AFTER_GUARD, HEAP}),
+                                    may_shift && random_.one_in(2) ? 1 : 0);
+  }
+
+  template <class F>
+  void* fill(Memory& memory, int64_t count, int dtype, bool may_shift, F value) {
+    memory = make(count * element_size(dtype), may_shift);
+    for (int64_t i = 0; i < count; ++i) memory->put(i, dtype, encode(value(), dtype));
+    return memory->data;
+  }
+
+  Random& random_;
+  WeightQuantization q{};
+  int bits = 8;
+  bool integers = false, has_zero = false;
+  int64_t broken = -1;  // which weight is not finite
+  std::vector<double> grid;  // value of each code
+  std::vector<uint8_t> first;  // what the first kernels gave
+  Memory weight, global, factors, levels;
+};
+
 }  // namespace
 
 #ifdef GUARD_SCRATCH
@@ -623,8 +822,9 @@ int main(int argc, char** argv) {
       Random random(static_cast<uint64_t>(seed * 1000003 + i));
       Case it(random, has_bf16);
       AttentionCase attention(random);
+      QuantizationCase weight(random);
       for (const Kernels* kernels : sets) {
-        if (it.passes(*kernels) && attention.passes(*kernels)) continue;
+        if (it.passes(*kernels) && attention.passes(*kernels) && weight.passes(*kernels)) continue;
         print_current();
         failed = true;
       }
