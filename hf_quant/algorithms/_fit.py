@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._groups import Choice, Groups, sum_of_squares
+from hf_quant.algorithms._groups import Choice, Groups, total
 
 
 def fit(
@@ -48,11 +48,9 @@ def _moments(
     if zero_point is not None:
         value.sub_(groups.signed(zero_point))
         level.sub_(groups.signed(zero_point))
-    square = sum_of_squares(level)
-    value, level = value.double(), level.double()
-    sums = [(value * level).sum(-1, keepdim=True), square]
+    sums = [total(value * level), total(level.square())]
     if zero_point is not None:
-        sums += [level.sum(-1, keepdim=True), value.sum(-1, keepdim=True)]
+        sums += [total(level), total(value)]
     return tuple(sums)
 
 
@@ -63,7 +61,7 @@ def squares(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[T
     if zero_point is not None:
         value.sub_(groups.signed(zero_point))
         level.sub_(groups.signed(zero_point))
-    return sum_of_squares(value), sum_of_squares(level)
+    return total(value.square_()), total(level.square_())
 
 
 def stored_scale(groups: Groups, scale: Tensor, *, otherwise: Tensor) -> Tensor:

@@ -107,13 +107,13 @@ class TensorGroups(Groups):
         return tuple(torch.stack(terms).sum(0) for terms in zip(*parts))
 
 
-def sum_of_squares(values: Tensor) -> Tensor:
-    """Of fp32 [R, G, g], over each group: fp64 [R, G, 1].
+def total(values: Tensor) -> Tensor:
+    """Sum over each group of fp32 [R, G, g]: fp64 [R, G, 1].
 
-    Exact squares, whose sums round so finely that no choice depends on the order of adding them up, and with it on
-    the device, the instruction set or the number of threads.
+    It rounds so finely that what is chosen by such sums does not depend on the order of adding up, and with it on the
+    device, the instruction set or the number of threads.
     """
-    return values.double().square_().sum(-1, keepdim=True)
+    return values.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def power_error(groups: Groups, scale: Tensor, zero_point: Tensor | None, power: float) -> tuple[Tensor]:
@@ -121,5 +121,5 @@ def power_error(groups: Groups, scale: Tensor, zero_point: Tensor | None, power:
     relative = groups.relative(scale, zero_point)
     error, unit = groups.snapped(relative).sub_(relative), scale.abs().double()
     if power == 2:
-        return (sum_of_squares(error) * unit.square_(),)
-    return (error.abs_().pow_(power).sum(-1, keepdim=True).double() * unit.pow_(power),)
+        return (total(error.square_()) * unit.square_(),)
+    return (total(error.abs_().pow_(power)) * unit.pow_(power),)

@@ -1,8 +1,8 @@
 // Weights to codes and scales, in plain C++, compiled once for every instruction set: what hf_quant.algorithms computes,
 // bit for bit.
 //
-// That takes two things. Each step that rounds is the same: a quotient is divided, nothing is fused. And sums are such
-// that their order does not count: of products of two fp32 numbers in fp64, which are exact.
+// That takes two things. Each step that rounds is the same: a quotient is divided, no product is fused with a sum. And
+// the order of summing up does not count, since fp32 numbers are summed in fp64.
 #pragma once
 
 #include <atomic>
@@ -131,7 +131,7 @@ static double group_error(const Grid grid, const float* __restrict values, int64
   for (int64_t k = 0; k < size; k += kSumLanes) {
     for (int j = 0; j < kSumLanes; ++j) {
       const float x = values[k + j] / scale + zero, error = grid.level(x) - x;
-      lanes[j] += static_cast<double>(error) * static_cast<double>(error);
+      lanes[j] += static_cast<double>(error * error);
     }
   }
   return sum_lanes(lanes);
@@ -148,12 +148,12 @@ static Sums group_sums(const Grid grid, const float* __restrict values, int64_t 
   for (int64_t k = 0; k < size; k += kSumLanes) {
     for (int j = 0; j < kSumLanes; ++j) {
       const float x = values[k + j] / scale + zero;
-      const double value = x - zero, level = grid.level(x) - zero;
-      lanes[0][j] += value * level;
-      lanes[1][j] += level * level;
-      lanes[2][j] += value * value;
-      lanes[3][j] += level;
-      lanes[4][j] += value;
+      const float value = x - zero, level = grid.level(x) - zero;
+      lanes[0][j] += static_cast<double>(value * level);
+      lanes[1][j] += static_cast<double>(level * level);
+      lanes[2][j] += static_cast<double>(value * value);
+      lanes[3][j] += static_cast<double>(level);
+      lanes[4][j] += static_cast<double>(value);
     }
   }
   return {sum_lanes(lanes[0]), sum_lanes(lanes[1]), sum_lanes(lanes[2]), sum_lanes(lanes[3]), sum_lanes(lanes[4])};
