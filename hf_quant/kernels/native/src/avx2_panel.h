@@ -1,5 +1,5 @@
 // Many rows of x: a panel of rows of the weight is decoded once, block by block of K, into a buffer that the caches
-// hold, and multiplied from there by a tile of up to four rows of x at a time.
+// hold, and multiplied from there by a tile of up to six rows of x at a time.
 #pragma once
 
 #include "avx2_stream.h"
