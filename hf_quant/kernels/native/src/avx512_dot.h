@@ -25,12 +25,13 @@ struct LaneGroups {
   const int32_t* first;     // [blocks]
 };
 
-constexpr int64_t kPairPrefetch = 4096;  // bytes ahead
+constexpr int64_t kAhead = 8192;    // bytes that are prefetched, into the L2 cache: into L1, half of the speed is lost
+constexpr int64_t kNearRow = 8192;  // bytes of a row of x up to which the CPU's own prefetcher follows the codes
 
-// R rows of the weight, `gap` bytes apart, with MB rows of x. One row at a time streams at the speed of memory, and
-// prefetching by hand only harms (21 to 28 GB/s; Zen 4, one core). With several rows of x, which then come from the L2
-// cache, a pair of rows halves that traffic; far apart, as neighbours confuse the CPU's prefetcher (9 GB/s), and with
-// prefetching into the L2 cache, which gains up to a half there.
+// R rows of the weight, `gap` bytes apart, with MB rows of x. Where x and the codes are the only streams, the CPU's own
+// prefetcher does best (12.6 cycles a block of int4 with K = 4096, 15.1 by hand); a longer row of x, groups within
+// blocks or a second row of the weight confuse it (30 cycles with K = 14336, 17 by hand; Zen 4, one core). With several
+// rows of x, which then come from the L2 cache, a pair of rows far apart halves that traffic.
 // Rows of x are told by a stride: with a register for each GCC 12 runs out of them and keeps vectors in memory.
 template <class C, int R, int MB, Grouping GROUPING>
 struct DotRows {
@@ -39,7 +40,8 @@ struct DotRows {
   using Table = typename C::Table;
   static constexpr int V = vecs<C>();
   // Independent sums, so that the latency of the dot products (4 to 6 cycles) is hidden.
-  static constexpr int CHAINS = R * MB >= 4 || V == 1 ? 1 : R * MB >= 2 || V == 2 ? 2 : 4;
+  static constexpr int CHAINS =
+      R * MB >= 4 || V == 1 || GROUPING >= WITHIN_BLOCK ? 1 : R * MB >= 2 || V == 2 ? 2 : 4;
   using Sums = Sum[R][MB][CHAINS];
 
   const Product& p;
@@ -61,7 +63,8 @@ struct DotRows {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const uint8_t* from = w + r * gap;
-      if (R > 1) _mm_prefetch(reinterpret_cast<const char*>(from) + kPairPrefetch, _MM_HINT_T1);
+      if (R > 1 || GROUPING >= WITHIN_BLOCK || stride > kNearRow + 64)
+        _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T1);
       __m512i part[D::PARTS];
       decoder.load(from, m, part);
       if constexpr (GROUPING == WITHIN_BLOCK_ZEROS) {
