@@ -43,19 +43,27 @@ struct Levels {
   static constexpr int COUNT = 1 << BITS, SHIFT = 16;
   using Table = __m512i;
   alignas(64) uint16_t values[COUNT][32];
-  alignas(64) uint16_t shifted[32];  // i - SHIFT
+  alignas(64) uint16_t shifted[32];  // of 2 bits, by zero point * 4 + code; else by 16 + code - zero point
 
   explicit Levels(const Product& p) {
     for (int zero = 0; zero < COUNT; ++zero)
       for (int i = 0; i < 32; ++i)
         values[zero][i] = float_to_bf16(p.levels[i % COUNT] - (p.zero == nullptr ? 0.0f : static_cast<float>(zero)));
-    for (int i = 0; i < 32; ++i) shifted[i] = float_to_bf16(static_cast<float>(i - SHIFT));
+    for (int i = 0; i < 32; ++i)
+      shifted[i] = float_to_bf16(static_cast<float>(BITS == 2 ? i % COUNT - i / COUNT % COUNT : i - SHIFT));
   }
   HFQ_METHOD Table table(int zero) const { return _mm512_load_si512(values[zero & (COUNT - 1)]); }
   HFQ_INLINE __m512i level(__m512i index, Table table) { return _mm512_permutexvar_epi16(index, table); }
-  // `shift`: SHIFT - zero point, in every word.
+
+  // Zero points of lanes, in 32 bits -> what `level_shifted` takes.
+  HFQ_INLINE __m512i shift_of(__m512i zeros) {
+    const __m512i pairs = _mm512_or_si512(zeros, _mm512_slli_epi32(zeros, 16));
+    return BITS == 2 ? _mm512_slli_epi16(pairs, 2) : _mm512_sub_epi16(_mm512_set1_epi16(SHIFT), pairs);
+  }
   HFQ_METHOD __m512i level_shifted(__m512i index, __m512i shift) const {
-    index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(COUNT - 1)), shift);
+    const __m512i mask = _mm512_set1_epi16(COUNT - 1);
+    index = BITS == 2 ? _mm512_ternarylogic_epi32(index, mask, shift, 0xEA)  // index & mask | shift
+                      : _mm512_add_epi16(_mm512_and_si512(index, mask), shift);
     return _mm512_permutexvar_epi16(index, _mm512_load_si512(shifted));
   }
 };

@@ -35,8 +35,7 @@ HFQ_INLINE void bf16_levels(const D& d, const __m512i* part, typename D::Table t
 
 template <class D>
 HFQ_INLINE void bf16_levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* level) {
-  const __m512i pairs = _mm512_or_si512(zeros, _mm512_slli_epi32(zeros, 16));
-  const __m512i shift = _mm512_sub_epi16(_mm512_set1_epi16(D::SHIFT), pairs);
+  const __m512i shift = D::shift_of(zeros);
   d.indices(part, level);
   for (int j = 0; j < D::VECS; ++j) level[j] = d.level_shifted(level[j], shift);
 }
