@@ -3,12 +3,14 @@
     python scripts/bench_generate.py                          # the figures of README.md
     python scripts/bench_generate.py --rivals                 # with torchao, optimum-quanto, bitsandbytes
     python scripts/bench_generate.py --compile --formats int8 int4
+    python scripts/bench_generate.py --compile --head --formats int8 int4   # with a quantized output embedding
     python scripts/bench_generate.py --graphs --device cuda   # decoding captured, by hf_quant.capture_generate
     python scripts/bench_generate.py --threads 1 --clock cpu  # on a machine that others use, too
 
 The model is a Llama of 468M parameters with random weights in bf16 (hidden 1024, 24 layers, intermediate 4096,
-vocabulary 32000), or a directory given by --model. Every library leaves the output embedding in 16 bit. The models
-take turns, one generation each; the medians count: of the time to the first token, and of the interval between tokens.
+vocabulary 32000), or a directory given by --model. Every library leaves the output embedding in 16 bit; ours quantizes
+it with --head. The models take turns, one generation each; the medians count: of the time to the first token, and of
+the interval between tokens.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_quant import capture_generate, quantize_
+from hf_quant import QuantizerConfig, capture_generate, quantize_
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine
 from hf_quant.planning import format_table
 
@@ -126,8 +128,9 @@ def installed(package: str) -> bool:
 
 def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, nn.Module], dict[str, float]]:
     """({name: model}, {name: seconds to quantize it}), the 16-bit one first."""
+    keep = {"modules_to_not_convert": []} if args.head else {}
     todo: dict[str, Callable[[nn.Module], object]] = {
-        name: lambda model, _name=name: quantize_(model, _name) for name in args.formats
+        name: lambda model, _name=name: quantize_(model, QuantizerConfig(_name, **keep)) for name in args.formats
     }
     if args.rivals:
         for name, (package, function) in RIVALS.items():
@@ -199,6 +202,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="directory of a causal language model instead of the random one")
     parser.add_argument("--layers", type=int, default=24, help="of the random model (default: 24)")
     parser.add_argument("--formats", nargs="*", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
+    parser.add_argument("--head", action="store_true", help="quantize the output embedding, too")
     parser.add_argument("--rivals", action="store_true", help="measure other libraries, too, where installed")
     parser.add_argument("--compile", action="store_true", help="torch.compile, with a static cache")
     parser.add_argument("--graphs", action="store_true", help="replay decoding from CUDA graphs; needs --device cuda")

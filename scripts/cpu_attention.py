@@ -54,8 +54,8 @@ def matmuls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.float().mul_(D**-0.5).softmax(-1).to(q.dtype) @ v).view(B, H, S, D)
 
 
-def measure(heads: str, T: int, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of one step, by name."""
+def measure(heads: str, T: int, args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """{name: (seconds of one step, GB/s at which the cache is read)}."""
     (H, H_kv), D = map(int, heads.split("x")[0].split("/")), int(heads.split("x")[1])
     q = torch.randn(1, H, 1, D).bfloat16()
     plain = [torch.randn(2, 1, H_kv, T, D).bfloat16() for _ in range(args.copies)]
@@ -65,11 +65,13 @@ def measure(heads: str, T: int, args: argparse.Namespace) -> dict[str, float]:
         caches = [random_cache(H_kv, T, D, format) for _ in range(args.copies)]
         options = {"format": format, "is_causal": True, "window": 0, "scale": None}
         turns[format] = _turn(lambda parts, options=options: kv_attention(q, *parts, None, **options), caches)
-    return {name: each / args.copies for name, each in interleaved(turns, args.rounds).items()}
+    seconds = {name: each / args.copies for name, each in interleaved(turns, args.rounds).items()}
+    return {name: (each, turns[name].nbytes / each / 1e9) for name, each in seconds.items()}
 
 
 def _turn(call: Callable, arguments: list) -> Turn:
-    return Turn(lambda: [call(argument) for argument in arguments], len(arguments), 0)
+    nbytes = sum(part.nbytes for part in arguments[0] if part is not None)
+    return Turn(lambda: [call(argument) for argument in arguments], len(arguments), nbytes)
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -81,16 +83,23 @@ def bench(args: argparse.Namespace) -> None:
         for heads in args.heads:
             for T in args.context:
                 torch.manual_seed(0)
-                seconds = measure(heads, T, args)
+                found = measure(heads, T, args)
                 print(f"\n{heads} heads, {T} tokens, {threads} thread(s); load {os.getloadavg()[0]:.1f}")
                 rows = {}
-                for name, each in seconds.items():
-                    ratios = [seconds[base] / each for base in (SDPA, MATMUL)]
+                for name, (each, gbps) in found.items():
+                    ratios = [found[base][0] / each for base in (SDPA, MATMUL)]
                     target = TARGETS.get(name) if T == 8192 else None
                     verdict = "" if target is None else f"{'PASS' if ratios[0] >= target else 'short of'} {target}"
-                    rows[name] = [f"{each * 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios), verdict]
-                    record = {"heads": heads, "tokens": T, "threads": threads, "name": name, "seconds": each}
+                    rows[name] = [f"{each * 1e3:.2f}", f"{gbps:.1f}", *(f"{ratio:.2f}" for ratio in ratios), verdict]
+                    record = {
+                        "heads": heads,
+                        "tokens": T,
+                        "threads": threads,
+                        "name": name,
+                        "seconds": each,
+                        "gbps": gbps,
+                    }
                     records.append({**record, "ratio_to_sdpa": ratios[0], "ratio_to_matmuls": ratios[1]})
-                print_table(["", "ms", "x SDPA", "x matmuls", "target"], rows)
+                print_table(["", "ms", "GB/s", "x SDPA", "x matmuls", "target"], rows)
     if args.json is not None:
         args.json.write_text(json.dumps({"environment": args.environment, "records": records}, indent=1))

@@ -96,8 +96,8 @@ def _name(op) -> str:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is no subclass and no dispatch mode watches: nothing is missed by calling an implementation itself."""
-    return type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack()
+    """Whether x is no subclass or negated view, and no dispatch mode watches: implementations may be called directly."""
+    return type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack() and not x.is_neg()
 
 
 def direct(op) -> Callable[..., Tensor]:

@@ -30,8 +30,8 @@ def check(
     scale: float | None,
 ) -> None:
     """Raise ValueError unless the arguments are as `kv_attention_reference` wants them."""
-    if not q.is_floating_point() or q.dim() != 4:
-        raise ValueError(f"q is {tuple(q.shape)} {q.dtype}; needs [B, H, S, D] in fp16, bf16 or fp32")
+    if not q.is_floating_point() or q.dim() != 4 or q.shape[3] == 0:
+        raise ValueError(f"q is {tuple(q.shape)} {q.dtype}; needs [B, H, S, D] in fp16, bf16 or fp32, D above 0")
     spec = CODES.get(format)
     if spec is None or len(spec.planes) > 1:
         allowed = ", ".join(name for name, known in CODES.items() if len(known.planes) < 2)

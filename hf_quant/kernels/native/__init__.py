@@ -1,19 +1,18 @@
-"""Products of quantized weights in C++ for CPUs: codes are decoded in registers, from the canonical bytes.
+"""Quantized products, attention and quantizing in C++ for CPUs: codes are decoded in registers, from the stored bytes.
 
 `_native` is an extension that is built when the package is installed where there is a compiler, and shipped in wheels;
 it holds every instruction set below and chooses at run time. Without it, or where `refusal` names a reason, the
-stock-torch paths of `_cpu_mm` serve.
+stock-torch paths of `_cpu_mm`, `kv_attention` and `algorithms` serve.
 
 Instruction sets: "avx512" (with VNNI and VBMI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them),
 "avx2" (with FMA: Haswell, Zen and later), "neon" (Arm with dot products of int8: Armv8.2 DotProd), "portable" (any
-other, for Arm with NEON). HF_QUANT_NATIVE chooses one by
-name, or "off"; `use` does so at run time. Threads are those of torch's own OpenMP pool, as many as
-`torch.set_num_threads` says.
+other). HF_QUANT_NATIVE chooses one by name, or "off"; `use` does so at run time. Threads are those of torch's own
+OpenMP pool, as many as `torch.set_num_threads` says.
 
 Accuracy: codes, less their zero points, times x are exact products, summed in fp32 and then scaled in fp32: nearer to
 the reference than a weight rounded to bf16. Where the CPU multiplies bf16, bf16 x meets levels in bf16, which only
-those of nf4 do not fit; everything else is fp32. int8 x meets int4 and int8 codes in exact sums of integers.
-Quantizing a weight gives the bits of the torch algorithms.
+those of nf4 do not fit; everything else is fp32. int8 x meets int4 and int8 codes in exact sums of integers, of whole
+groups or, of groups above 1024 columns, of parts of them. Quantizing a weight gives the bits of the torch algorithms.
 """
 
 import ctypes
@@ -29,10 +28,11 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels._cpu import clear_prepacked, fact
+from hf_quant.kernels._op import is_plain
 from hf_quant.kernels.codes import CODES, CodeSpec
 
 
-_INTERFACE = 4  # of the arguments below; an extension built from other sources must not be called
+_INTERFACE = 5  # of the arguments below; an extension built from other sources must not be called
 _DTYPES = {
     dtype: i
     for i, dtype in enumerate(
@@ -46,7 +46,6 @@ _BY_F32, _BY_BF16, _BY_INT8 = 0, 1, 2
 _MAX_EXACT_K = 65536  # sums of int8 products stay within int32
 _FIT = {bits: f"zero points fit {bits} bits" for bits in (2, 3, 4)}
 _UNIT = 16  # group sizes are a multiple of it, for lanes to hold codes of one group
-_MAX_HEAD_DIM = 512
 
 
 def _load():
@@ -313,7 +312,8 @@ def attention_refusal(dtype: torch.dtype, D: int, group_size: int, scale_dtype: 
         return f"groups of {group_size} are no multiple of {_UNIT}"
     if scale_dtype is not None and scale_dtype not in _DTYPES:
         return f"scales of {scale_dtype}"
-    return f"heads of {D} channels; at most {_MAX_HEAD_DIM}" if D > _MAX_HEAD_DIM else None
+    most = _module.max_head_dim()
+    return f"heads of {D} channels; at most {most}" if D > most else None
 
 
 def attention(
@@ -330,8 +330,9 @@ def attention(
     """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked, and asked the refusal."""
     B, H, S, D = q.shape
     H_kv, T, groups = *keys[0].shape[1:3], keys[1].shape[3]
+    result, lse = torch.empty_like(q), torch.empty(B, H, S, device="cpu")
     q = q if q.stride(3) == 1 else q.contiguous()
-    y, lse = torch.empty_like(q), torch.empty(B, H, S, device="cpu")
+    y = result if result.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device="cpu")
     keys, values = _rows_of_cache(*keys), _rows_of_cache(*values)  # referred to until the end of the call
     mask_arguments = (0, 0, 0, 0, 0)
     if mask is not None:
@@ -348,7 +349,7 @@ def attention(
         *mask_arguments,
         *(is_causal, window, *struct.unpack("I", struct.pack("f", scale)), torch.get_num_threads()),
     )
-    return y, lse
+    return (y if y is result else result.copy_(y)), lse
 
 
 def _rows_of_cache(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -382,7 +383,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def quantizes(weight: Tensor) -> bool:
     """Whether `quantize` is for this weight [L, N, K]."""
-    return _active is not None and weight.device.type == "cpu" and weight.dtype in _INPUTS
+    return _active is not None and is_plain(weight) and weight.device.type == "cpu" and weight.dtype in _INPUTS
 
 
 def quantize(

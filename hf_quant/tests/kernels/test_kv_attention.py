@@ -142,6 +142,23 @@ def test_caches_that_grow_in_place():
         assert torch.equal(kv_attention(q, *odd[0], *odd[1], None, format=format, **CAUSAL)[0], expected)
 
 
+def test_memory_of_queries():
+    """Transposed, and overlapping: the result has the strides that the reference, and tracing, promise."""
+    parts = [cache((1, 2, 9, 64), "int8", seed=seed) for seed in (1, 2)]
+    sliding = torch.randn(1, 2, 80).unfold(-1, 64, 1)[:, :, :10]
+    for q in (torch.randn(1, 2, 64, 8).transpose(2, 3), sliding, torch.randn(1, 1, 3, 64).expand(1, 2, 3, 64)):
+        assert_matches(q, *parts, None, format="int8", **PLAIN)
+
+
+def test_the_tolerances_would_notice():
+    q, parts = queries(1, 2, 3, 64), [cache((1, 2, 40, 64), "int4", seed=seed) for seed in (1, 2)]
+    expected = kv_attention_reference(q, *parts[0], *parts[1], None, format="int4", **PLAIN)[0]
+    fewer = [[part if part is None else part[:, :, :-1] for part in tensors] for tensors in parts]
+    y = kv_attention(q, *fewer[0], *fewer[1], None, format="int4", **PLAIN)[0]
+    with pytest.raises(AssertionError):
+        assert_close(y, expected, rms=RMS[torch.bfloat16])
+
+
 def test_positions_that_see_nothing():
     q, parts = queries(2, 2, 3, 64), [cache((2, 2, 65, 64), "int4", seed=seed) for seed in (1, 2)]
     mask = torch.ones(2, 1, 1, 65, dtype=torch.bool)
@@ -151,6 +168,9 @@ def test_positions_that_see_nothing():
     assert (y[0] == 0).all() and lse[0].isneginf().all() and lse[1].isfinite().all()
     empty = [tuple(part if part is None else part[:, :, :0] for part in parts[0])] * 2
     y, lse = kv_attention(q, *empty[0], *empty[1], None, format="int4", **PLAIN)
+    assert (y == 0).all() and lse.isneginf().all()
+    many = queries(2, 2, 64, 64)  # more rows than meet a panel at once
+    y, lse = kv_attention(many, *empty[0], *empty[1], None, format="int4", **PLAIN)
     assert (y == 0).all() and lse.isneginf().all()
     none = queries(0, 2, 1, 64), [cache((0, 2, 5, 64), "int4")] * 2
     assert kv_attention(none[0], *none[1][0], *none[1][1], None, format="int4", **PLAIN)[0].shape == (0, 2, 1, 64)
@@ -162,6 +182,10 @@ def test_what_is_not_finite_stays_where_it_is():
     keys[1][0, 0, 70] = float("nan")
     y, _ = kv_attention(q, *keys, *values, None, format="int8", **PLAIN)
     assert y[0, 0].isnan().all() and torch.equal(y[0, 1], expected[0, 1])
+    only = torch.zeros(1, 1, 1, 90, dtype=torch.bool)
+    only[..., 70] = True  # the rest is not seen
+    y, lse = kv_attention(q, *keys, *values, only, format="int8", **PLAIN)
+    assert y[0, 0].isnan().all() and lse[0, 0].isnan().all() and y[0, 1].isfinite().all()
     large = kv_attention(q * 1e4, *cache((1, 2, 90, 64), "int8", seed=1), *values, None, format="int8", **PLAIN)[0]
     assert large.isfinite().all()
 
@@ -184,6 +208,7 @@ def test_wrong_arguments_are_refused():
     for at, bad, message in (
         (0, q[0], r"q is \(4, 2, 64\)"),
         (0, q.int(), "int32"),
+        (0, q[..., :0], "D above 0"),
         (0, queries(1, 3, 2, 64), "divides H=3"),
         (1, keys[0][..., :4], "k_codes is"),
         (1, keys[0].view(torch.float32), "k_codes is"),

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from hf_quant.algorithms import PackedWeight, quantize_matrix
 from hf_quant.formats import FORMATS
@@ -139,3 +140,16 @@ def test_what_stays_with_torch(calls):
         assert_same_bits(quantize_matrix(weight, quant, algorithm), by_torch(weight, quant, algorithm), str(quant))
     quantize_matrix(weight.double(), INT4)
     assert not calls
+
+
+def test_only_plain_memory_is_read(calls):
+    """Views that are negated when they are read, and tensors without memory, are torch's affair."""
+    weight = torch.randn(8, 64)
+    quantized = quantize_matrix(torch._neg_view(weight), INT4, "absmax")
+    assert not calls
+    for mine, expected in zip(quantized, quantize_matrix(-weight, INT4, "absmax")):
+        assert (mine is None and expected is None) or torch.equal(mine, expected)
+    assert len(calls) == 1
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        quantize_matrix(torch.randn(8, 64), INT4, "absmax")
+    assert len(calls) == 1

@@ -151,7 +151,7 @@ class AttentionTasks {
  public:
   explicit AttentionTasks(const Attention& a) : a_(a), repeats_(a.H / a.H_kv), rows_(repeats_ * a.S) {
     blocks_ = ceil_div(rows_, kQueryRows);
-    split_ = a.T;
+    split_ = max64(a.T, 1);
     if (blocks_ == 1) split_ = max64(kSplitTokens, ceil_div(ceil_div(a.T, kMaxSplits), kTokens) * kTokens);
     splits_ = max64(ceil_div(a.T, split_), 1);
   }
@@ -224,7 +224,7 @@ class AttentionTasks {
       seen.weight[r] = 0.0f;
     }
     memset(seen.out, 0, static_cast<size_t>(rows * a_.D) * sizeof(float));
-    memset(panel, 0, static_cast<size_t>(kTokens * a_.D) * sizeof(float));  // no products with what lies there
+    if (tokens == kTokens) memset(panel, 0, static_cast<size_t>(kTokens * a_.D) * sizeof(float));  // what it holds counts
     begin = max64(begin, first_seen(first / repeats_) / kTokens * kTokens);
     end = min64(end, end_seen((first + rows - 1) / repeats_));
     for (int64_t t = begin; t < end; t += tokens) {
@@ -271,16 +271,21 @@ class AttentionTasks {
   // Scores of so many tokens -> exp(score - top), of the new top; whether there is one above -inf.
   bool soften(int64_t tokens, float* __restrict scores, float& top, float& weight, float* __restrict out) const {
     float tops[16];
-    for (int i = 0; i < 16; ++i) tops[i] = scores[i];
-    for (int64_t t = 16; t < tokens; t += 16)
-      for (int i = 0; i < 16; ++i) tops[i] = scores[t + i] > tops[i] ? scores[t + i] : tops[i];
+    int32_t nans[16] = {};
+    for (int i = 0; i < 16; ++i) tops[i] = -INFINITY;
+    for (int64_t t = 0; t < tokens; t += 16) {
+      for (int i = 0; i < 16; ++i) {
+        tops[i] = scores[t + i] > tops[i] ? scores[t + i] : tops[i];
+        nans[i] |= scores[t + i] != scores[t + i];
+      }
+    }
     float largest = top;
-    bool is_nan = false;
+    int32_t any_nan = 0;
     for (int i = 0; i < 16; ++i) {
       largest = tops[i] > largest ? tops[i] : largest;
-      is_nan |= tops[i] != tops[i];
+      any_nan |= nans[i];
     }
-    if (largest == -INFINITY && !is_nan) {
+    if (largest == -INFINITY && !any_nan) {
       memset(scores, 0, static_cast<size_t>(tokens) * sizeof(float));
       return false;
     }

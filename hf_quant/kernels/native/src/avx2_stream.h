@@ -105,6 +105,10 @@ struct Stream {
         }
       }
       if (u < stop) {  // the last unit, of which only a part is there
+        if (C::MOST != INT64_MAX && u > 0) {
+          flush();
+          clear();
+        }
         alignas(32) uint8_t tail[32] = {};
         memcpy(tail, from, static_cast<size_t>(p.row_bytes - u * L::BYTES));
         add_unit(tail);

@@ -26,7 +26,8 @@ void find_kernels() {
     available[num_available++] = &kAvx512;
     has_bf16 = __builtin_cpu_supports("avx512bf16");
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+      __builtin_cpu_supports("bmi2"))
     available[num_available++] = &kAvx2;
 #elif defined(__aarch64__)
   if (has_dot_products()) available[num_available++] = &kNeon;
@@ -202,7 +203,6 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return done(ok);
 }
 
-// To be counted up when the arguments of a function change.
 // Returns whether every weight is finite.
 PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments a(args, count);
@@ -246,8 +246,10 @@ PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return ok ? PyBool_FromLong(finite) : PyErr_NoMemory();
 }
 
-// To be counted up when the arguments change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(4); }
+// To be counted up when the arguments of a function change.
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(5); }
+
+PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
   PyObject* names = PyTuple_New(num_available);
@@ -286,9 +288,10 @@ PyMethodDef methods[] = {
     {"quantize_rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize_rows)), METH_FASTCALL,
      "Rows to int8, see `RowQuantization` in kernels.h."},
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL,
-     "Attention over quantized keys and values, see `Attention` in kernels.h."},
+     "Attention over quantized keys and values, see `Attention` in kernels.h; raises MemoryError."},
     {"quantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize)), METH_FASTCALL,
      "Weights to codes, scales and zero points, see `WeightQuantization` in kernels.h; raises MemoryError."},
+    {"max_head_dim", max_head_dim, METH_NOARGS, "Channels of a head that `attention` takes at most."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},
     {"use", use, METH_O, "Use the named instruction set from now on."},

@@ -8,6 +8,7 @@
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
 #else
+#pragma GCC push_options
 #pragma GCC target("arch=armv8.2-a+dotprod")
 #endif
 
@@ -22,8 +23,11 @@ const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quan
                        neon::attention, neon::quantize};
 }
 
+// What follows runs on any Arm.
 #if defined(__clang__)
 #pragma clang attribute pop
+#else
+#pragma GCC pop_options
 #endif
 
 namespace hfq {

@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "words of packed codes are little-endian"
+#endif
+
 namespace hfq {
 
 enum DType : int { F32, BF16, F16, E8M0, E4M3, INT8 };
