@@ -96,7 +96,7 @@ def _name(op) -> str:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is no subclass or negated view, and no dispatch mode watches: implementations may be called directly."""
+    """Whether x is no subclass or negated view, and no dispatch mode watches: implementations may be called."""
     return type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack() and not x.is_neg()
 
 
