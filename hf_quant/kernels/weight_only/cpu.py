@@ -6,8 +6,8 @@ from torch import Tensor
 from hf_quant.kernels import native
 from hf_quant.kernels._cpu_decode import Block, expand_rows, level_block, scale_values, weight_block
 from hf_quant.kernels._cpu_mm import as_rows, product
-from hf_quant.kernels._cpu_paths import PATHS
-from hf_quant.kernels._op import implements
+from hf_quant.kernels._cpu_paths import NATIVE_PATH, PATHS
+from hf_quant.kernels._op import Path, implements
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.weight_only import op
 from hf_quant.kernels.weight_only.op import check, check_weight
@@ -37,7 +37,7 @@ def weight_only_mm_cpu(
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
-@implements(op.dequantize, "CPU")
+@implements(op.dequantize, "CPU", paths=(NATIVE_PATH, Path("torch, block by block", "any M", lambda problem: None)))
 def dequantize_cpu(
     qdata: Tensor,
     scale: Tensor,
