@@ -29,14 +29,14 @@ typedef float Lanes __attribute__((vector_size(HFQ_VECTOR_BYTES), aligned(4), ma
 // One row of codes of one token and head, as fp32.
 static inline void decode_token(const Attention& a, const Cache& cache, int64_t b, int64_t h, int64_t t,
                                 float* __restrict values) {
-  const uint8_t* row = cache.codes + b * cache.code_batch + h * cache.code_head + t * cache.code_token;
+  const uint8_t* row = cache.row(b, h, t);
   uint8_t codes[kMaxHeadDim];
   switch (a.layout) {
     case PACKED4: unpack_plane<4, false>(row, a.D / 2, 0, codes); break;
     case PACKED2: unpack_plane<2, false>(row, a.D / 4, 0, codes); break;
     default: memcpy(codes, row, static_cast<size_t>(a.D));
   }
-  const int64_t first = b * cache.scale_batch + h * cache.scale_head + t * cache.scale_token;
+  const int64_t first = cache.scales_of(b, h, t);
   for (int64_t g = 0; g < a.groups; ++g) {
     const float scale = load_as_float(cache.scale, cache.scale_dtype, first + g * cache.scale_group);
     const float offset =

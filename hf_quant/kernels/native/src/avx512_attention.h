@@ -1,6 +1,8 @@
 // Panels of keys and values for `attention`, decoded in registers.
 #pragma once
 
+#include <type_traits>
+
 #include "avx512_few_rows.h"
 
 namespace hfq {
@@ -19,37 +21,27 @@ struct WordPanels {
                      int64_t rows, float* scores) {
     FewRows<BITS> few(a, a.k, b, h);
     few.load_factors(first, count);
-    switch (rows) {
-      case 1: return few.template scores<1>(first, count, queries, scores);
-      case 2: return few.template scores<2>(first, count, queries, scores);
-      case 3: return few.template scores<3>(first, count, queries, scores);
-      default: return few.template scores<4>(first, count, queries, scores);
-    }
+    with_rows(rows, [&](auto n) { few.template scores<n>(first, count, queries, scores); });
   }
 
   static void add(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, const float* weights,
                   int64_t rows, float* out) {
     FewRows<BITS> few(a, a.v, b, h);
     few.load_factors(first, count);
-    switch (rows) {
-      case 1: return few.template add<1>(first, count, weights, out);
-      case 2: return few.template add<2>(first, count, weights, out);
-      case 3: return few.template add<3>(first, count, weights, out);
-      default: return few.template add<4>(first, count, weights, out);
-    }
+    with_rows(rows, [&](auto n) { few.template add<n>(first, count, weights, out); });
   }
 
   // Words of 16 tokens at a time are transposed: lanes are tokens then.
   static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
-    const __m512 table = levels(a);
+    const __m512 table = level_table<BITS>(a);
     const int64_t words = a.D / PER;
     for (int64_t part = 0; part < count; part += 16) {
       const uint8_t* rows[16];  // past the end the last one again, which nobody reads
       int64_t scales[16];
       for (int64_t i = 0; i < 16; ++i) {
         const int64_t t = first + min64(part + i, count - 1);
-        rows[i] = row(a.k, b, h, t);
-        scales[i] = scale_of(a.k, b, h, t);
+        rows[i] = a.k.row(b, h, t);
+        scales[i] = a.k.scales_of(b, h, t);
       }
       int64_t group = -1;
       __m512 scale, offset;
@@ -82,11 +74,11 @@ struct WordPanels {
   }
 
   static void values(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
-    const __m512 table = levels(a);
+    const __m512 table = level_table<BITS>(a);
     for (int64_t t = first; t < first + count; ++t) {
-      const uint8_t* from = row(a.v, b, h, t);
+      const uint8_t* from = a.v.row(b, h, t);
       for (int64_t g = 0; g < a.groups; ++g) {
-        const int64_t at = scale_of(a.v, b, h, t) + g * a.v.scale_group;
+        const int64_t at = a.v.scales_of(b, h, t) + g * a.v.scale_group;
         const __m512 scale = _mm512_set1_ps(load_as_float(a.v.scale, a.v.scale_dtype, at));
         const __m512 offset =
             a.v.offset == nullptr ? _mm512_setzero_ps() : _mm512_set1_ps(load_as_float(a.v.offset, a.v.scale_dtype, at));
@@ -97,18 +89,14 @@ struct WordPanels {
   }
 
  private:
-  static const uint8_t* row(const Cache& c, int64_t b, int64_t h, int64_t t) {
-    return c.codes + b * c.code_batch + h * c.code_head + t * c.code_token;
-  }
-  static int64_t scale_of(const Cache& c, int64_t b, int64_t h, int64_t t) {
-    return b * c.scale_batch + h * c.scale_head + t * c.scale_token;
-  }
-
-  // By the low 4 bits of an index: levels of 2 bits are repeated.
-  static __m512 levels(const Attention& a) {
-    alignas(64) float values[16] = {};
-    for (int i = 0; BITS < 8 && i < 16; ++i) values[i] = a.levels[i % (1 << BITS)];
-    return _mm512_load_ps(values);
+  template <class Body>
+  static void with_rows(int64_t rows, Body&& body) {
+    switch (rows) {
+      case 1: return body(std::integral_constant<int, 1>());
+      case 2: return body(std::integral_constant<int, 2>());
+      case 3: return body(std::integral_constant<int, 3>());
+      default: return body(std::integral_constant<int, 4>());
+    }
   }
 
   HFQ_INLINE __m512 level(__m512i word, int j, __m512 table) {

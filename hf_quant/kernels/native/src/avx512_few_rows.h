@@ -12,6 +12,14 @@ namespace avx512 {
 
 using avx512_portable::kFewTokens;
 
+// By the low 4 bits of an index: levels of 2 bits are repeated. Codes of 8 bits need none.
+template <int BITS>
+HFQ_INLINE __m512 level_table(const Attention& a) {
+  alignas(64) float values[16] = {};
+  for (int i = 0; BITS < 8 && i < 16; ++i) values[i] = a.levels[i % (1 << BITS)];
+  return _mm512_load_ps(values);
+}
+
 template <int BITS>
 struct FewRows {
   static constexpr int PER = 32 / BITS;  // codes of a word
@@ -24,11 +32,9 @@ struct FewRows {
 
   FewRows(const Attention& a, const Cache& cache, int64_t b, int64_t h)
       : a_(a), cache_(cache), lines_(ceil_div(a.D, LINE_CODES)) {
-    codes_ = cache.codes + b * cache.code_batch + h * cache.code_head;
-    scales_ = b * cache.scale_batch + h * cache.scale_head;
-    alignas(64) float values[16] = {};
-    for (int i = 0; BITS < 8 && i < 16; ++i) values[i] = a.levels[i % (1 << BITS)];  // the low 4 bits are looked up
-    table_ = _mm512_load_ps(values);
+    codes_ = cache.row(b, h, 0);
+    scales_ = cache.scales_of(b, h, 0);
+    table_ = level_table<BITS>(a);
     for (int64_t line = 0; line < lines_; ++line)
       for (int w = 0; w < 16; ++w)
         group_[line][w] = static_cast<int32_t>(min64(code(line, 0, w) / a.group_size, a.groups - 1));

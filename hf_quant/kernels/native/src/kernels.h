@@ -23,6 +23,14 @@ struct Cache {
   const void *scale, *offset;                 // value = level * scale + offset; no offset: null
   int scale_dtype;
   int64_t scale_batch, scale_head, scale_token, scale_group;  // elements, of the offsets as well
+
+  const uint8_t* row(int64_t b, int64_t h, int64_t t) const {
+    return codes + b * code_batch + h * code_head + t * code_token;
+  }
+  // Where the scales (and offsets) of a row begin.
+  int64_t scales_of(int64_t b, int64_t h, int64_t t) const {
+    return b * scale_batch + h * scale_head + t * scale_token;
+  }
 };
 
 constexpr int64_t kMaxHeadDim = 512;
