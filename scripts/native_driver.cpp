@@ -219,10 +219,32 @@ Product draw(Random& random, bool has_bf16) {
   return p;
 }
 
+// What every random call shares: buffers of random places and contents.
+class RandomCall {
+ protected:
+  using Memory = std::unique_ptr<Buffer>;
+
+  explicit RandomCall(Random& random) : random_(random) {}
+
+  Memory make(int64_t bytes, bool may_shift) {
+    return std::make_unique<Buffer>(bytes, random_.of<Place>({BEFORE_GUARD, BEFORE_GUARD, AFTER_GUARD, HEAP}),
+                                    may_shift && random_.one_in(2) ? 1 : 0);
+  }
+
+  template <class F>
+  void* fill(Memory& memory, int64_t count, int dtype, bool may_shift, F value) {
+    memory = make(count * element_size(dtype), may_shift);
+    for (int64_t i = 0; i < count; ++i) memory->put(i, dtype, encode(value(), dtype));
+    return memory->data;
+  }
+
+  Random& random_;
+};
+
 // One random call with its buffers; `p` holds their addresses.
-class Case {
+class Case : RandomCall {
  public:
-  Case(Random& random, bool has_bf16) : random_(random), p(draw(random, has_bf16)) {
+  Case(Random& random, bool has_bf16) : RandomCall(random), p(draw(random, has_bf16)) {
     const int64_t scales = p.experts * p.expert_scale;
     const int codes = 1 << bits_of(p.layout);
     const bool has_zero = p.layout <= PACKED4 && random.one_in(2);
@@ -269,20 +291,6 @@ class Case {
   }
 
  private:
-  using Memory = std::unique_ptr<Buffer>;
-
-  Memory make(int64_t bytes, bool may_shift) {
-    return std::make_unique<Buffer>(bytes, random_.of<Place>({BEFORE_GUARD, BEFORE_GUARD, AFTER_GUARD, HEAP}),
-                                    may_shift && random_.one_in(2) ? 1 : 0);
-  }
-
-  template <class F>
-  void* fill(Memory& memory, int64_t count, int dtype, bool may_shift, F value) {
-    memory = make(count * element_size(dtype), may_shift);
-    for (int64_t i = 0; i < count; ++i) memory->put(i, dtype, encode(value(), dtype));
-    return memory->data;
-  }
-
   void row_of_x(int64_t m, double* row) const {
     for (int64_t k = 0; k < p.K; ++k) row[k] = x->at(m * p.x_stride + k, p.x_dtype);
   }
@@ -392,16 +400,15 @@ class Case {
     return true;
   }
 
-  Random& random_;
   Product p;
   Memory x, qdata, scale, zero, bias, global, row_scale, levels, ends;
   std::vector<int64_t> starts;  // rows of x of each expert, and the end of the last
 };
 
 // One random attention over a cache, with its buffers.
-class AttentionCase {
+class AttentionCase : RandomCall {
  public:
-  explicit AttentionCase(Random& random) : random_(random) {
+  explicit AttentionCase(Random& random) : RandomCall(random) {
     p.B = 1 + random.below(2);
     p.H_kv = 1 + random.below(2);
     p.H = p.H_kv * (1 + random.below(5));
@@ -431,12 +438,12 @@ class AttentionCase {
     p.q_head = by_head ? row * p.S : row;
     p.q_position = by_head ? row : row * p.H;
     p.q_batch = row * p.S * p.H;
-    p.q = fill(q, p.B * p.q_batch, p.q_dtype, [&] { return random_.between(-1, 1); });
+    p.q = fill(q, p.B * p.q_batch, p.q_dtype, false, [&] { return random_.between(-1, 1); });
     p.y_position = p.D;
     p.y_head = p.D * p.S;
     p.y_batch = p.y_head * p.H;
     int code = 0;
-    p.levels = static_cast<float*>(fill(levels, 1 << bits_of(p.layout), F32, [&] {
+    p.levels = static_cast<float*>(fill(levels, 1 << bits_of(p.layout), F32, false, [&] {
       const int i = code++;
       if (p.layout == BYTES_FLOAT) return decode(static_cast<uint32_t>(i % 128 == 127 ? i - 1 : i), E4M3) / 64;
       return p.equally_spaced ? double(i - 3) : random_.between(-3, 3);
@@ -447,14 +454,14 @@ class AttentionCase {
       p.mask_position = random.one_in(2) ? 0 : p.T;
       p.mask_head = random.one_in(2) ? 0 : p.S * p.T;
       p.mask_batch = p.H * p.S * p.T;
-      p.mask = fill(mask, p.B * p.mask_batch, p.mask_dtype, [&] {
+      p.mask = fill(mask, p.B * p.mask_batch, p.mask_dtype, false, [&] {
         return p.mask_dtype == INT8 ? double(!random_.one_in(3)) : random_.between(-3, 0);
       });
     }
   }
 
   bool passes(const Kernels& kernels) {
-    const Memory y = make(p.B * p.y_batch * element_size(p.q_dtype)), lse = make(p.B * p.H * p.S * 4);
+    const Memory y = make(p.B * p.y_batch * element_size(p.q_dtype), false), lse = make(p.B * p.H * p.S * 4, false);
     Attention call = p;
     call.y = y->data;
     call.lse = lse->as<float>();
@@ -478,22 +485,9 @@ class AttentionCase {
   }
 
  private:
-  using Memory = std::unique_ptr<Buffer>;
-
   struct Tensors {
     Memory codes, scale, offset;
   };
-
-  Memory make(int64_t bytes) {
-    return std::make_unique<Buffer>(bytes, random_.of<Place>({BEFORE_GUARD, BEFORE_GUARD, AFTER_GUARD, HEAP}), 0);
-  }
-
-  template <class F>
-  void* fill(Memory& memory, int64_t count, int dtype, F value) {
-    memory = make(count * element_size(dtype));
-    for (int64_t i = 0; i < count; ++i) memory->put(i, dtype, encode(value(), dtype));
-    return memory->data;
-  }
 
   Tensors make_cache(Cache& cache) {
     Tensors made;
@@ -501,7 +495,7 @@ class AttentionCase {
     cache.code_token = bytes + random_.of<int64_t>({0, 0, 3});
     cache.code_head = cache.code_token * p.T;
     cache.code_batch = cache.code_head * p.H_kv;
-    made.codes = make(rows == 0 ? 0 : (rows - 1) * cache.code_token + bytes);
+    made.codes = make(rows == 0 ? 0 : (rows - 1) * cache.code_token + bytes, false);
     for (int64_t i = 0; rows > 0 && i < (rows - 1) * cache.code_token + bytes; ++i) {
       const int64_t code = random_.below(256);
       made.codes->data[i] = static_cast<uint8_t>(p.layout == BYTES_FLOAT && code % 128 == 127 ? code - 1 : code);
@@ -514,9 +508,9 @@ class AttentionCase {
     cache.scale_batch = cache.scale_head * p.H_kv;
     const int64_t scales = rows == 0 ? 0 : rows * cache.scale_token - cache.scale_group + 1;
     const double top = p.layout == BYTES_INT ? 128 : 3;
-    cache.scale = fill(made.scale, scales, cache.scale_dtype, [&] { return random_.between(0.5, 1) / top; });
+    cache.scale = fill(made.scale, scales, cache.scale_dtype, false, [&] { return random_.between(0.5, 1) / top; });
     if (random_.one_in(2))
-      cache.offset = fill(made.offset, scales, cache.scale_dtype, [&] { return random_.between(-0.3, 0.3); });
+      cache.offset = fill(made.offset, scales, cache.scale_dtype, false, [&] { return random_.between(-0.3, 0.3); });
     return made;
   }
 
@@ -575,7 +569,6 @@ class AttentionCase {
     return true;
   }
 
-  Random& random_;
   Attention p{};
   Memory q, levels, mask;
   Tensors k, v;
@@ -583,9 +576,9 @@ class AttentionCase {
 };
 
 // One random weight to be quantized, with its buffers.
-class QuantizationCase {
+class QuantizationCase : RandomCall {
  public:
-  explicit QuantizationCase(Random& random) : random_(random) {
+  explicit QuantizationCase(Random& random) : RandomCall(random) {
     q.matrices = 1 + random.below(3);
     q.N = 1 + random.below(12);
     q.K = random.one_in(6) ? random.of<int64_t>({1, 31, 32, 128, 4096, 4097}) : 1 + random.below(700);
@@ -647,8 +640,6 @@ class QuantizationCase {
   }
 
  private:
-  using Memory = std::unique_ptr<Buffer>;
-
   struct Result {
     explicit Result(QuantizationCase& of)
         : qdata(of.make(of.q.matrices * of.q.N * of.q.row_bytes, true)),
@@ -758,19 +749,6 @@ class QuantizationCase {
     return true;
   }
 
-  Memory make(int64_t bytes, bool may_shift) {
-    return std::make_unique<Buffer>(bytes, random_.of<Place>({BEFORE_GUARD, BEFORE_GUARD, AFTER_GUARD, HEAP}),
-                                    may_shift && random_.one_in(2) ? 1 : 0);
-  }
-
-  template <class F>
-  void* fill(Memory& memory, int64_t count, int dtype, bool may_shift, F value) {
-    memory = make(count * element_size(dtype), may_shift);
-    for (int64_t i = 0; i < count; ++i) memory->put(i, dtype, encode(value(), dtype));
-    return memory->data;
-  }
-
-  Random& random_;
   WeightQuantization q{};
   int bits = 8;
   bool integers = false, has_zero = false;
