@@ -63,8 +63,8 @@ def measure(heads: str, T: int, args: argparse.Namespace) -> dict[str, tuple[flo
     turns = {SDPA: _turn(sdpa, plain), MATMUL: _turn(lambda kv: matmuls(q, *kv), plain)}
     for format in args.formats:
         caches = [random_cache(H_kv, T, D, format) for _ in range(args.copies)]
-        options = {"format": format, "is_causal": True, "window": 0, "scale": None}
-        turns[format] = _turn(lambda parts, options=options: kv_attention(q, *parts, None, **options), caches)
+        options = {"format": format, "is_causal": True, "window": 0, "scale": None, "rotates_keys": False}
+        turns[format] = _turn(lambda parts, options=options: kv_attention(q, *parts, None, None, **options), caches)
     seconds = {name: each / args.copies for name, each in interleaved(turns, args.rounds).items()}
     return {name: (each, turns[name].nbytes / each / 1e9) for name, each in seconds.items()}
 

@@ -13,7 +13,7 @@ from hf_quant.kernels.hadamard.op import differentiable_hadamard, hadamard, hada
 from hf_quant.kernels.int8_attention import cpu as _int8_attention_cpu  # noqa: F401
 from hf_quant.kernels.int8_attention.op import int8_attention
 from hf_quant.kernels.kv_attention import cpu as _kv_attention_cpu  # noqa: F401
-from hf_quant.kernels.kv_attention.op import kv_attention
+from hf_quant.kernels.kv_attention.op import kv_append, kv_attention
 from hf_quant.kernels.rowwise import cpu as _rowwise_cpu  # noqa: F401
 from hf_quant.kernels.rowwise.op import (
     act_quantize_rowwise,
@@ -55,6 +55,7 @@ __all__ = [
     "hadamard_quantize_rowwise",
     "int8_attention",
     "int8_scaled_mm",
+    "kv_append",
     "kv_attention",
     "layer_norm_quantize_rowwise",
     "prepacked_bytes",

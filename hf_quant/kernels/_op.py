@@ -47,12 +47,13 @@ _IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {}  # {op name: {device type:
 _LAZY: dict[tuple[str, str], str] = {}  # {(op name, key): module that registers it when it is imported}
 
 
-def define_op(name: str, reference: Callable, fake: Callable):
+def define_op(name: str, reference: Callable, fake: Callable, mutates: tuple[str, ...] = ()):
     """Register the fully typed `reference` as `hf_quant::<name>` on every device; return the op.
 
-    `fake` gives the output's shape and dtype (and is what torch.compile traces).
+    `fake` gives the output's shape and dtype (and is what torch.compile traces); `mutates` names the arguments that
+    the op writes to.
     """
-    LIB.define(name + torch.library.infer_schema(reference, mutates_args=()))
+    LIB.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
     LIB.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_quant::{name}", fake, lib=LIB)
     return getattr(torch.ops.hf_quant, name).default

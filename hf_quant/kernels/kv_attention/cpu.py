@@ -32,27 +32,33 @@ def kv_attention_cpu(
     v_scale: Tensor,
     v_offset: Tensor | None,
     mask: Tensor | None,
+    length: Tensor | None,
     *,
     format: str,
     is_causal: bool,
     window: int,
     scale: float | None,
+    rotates_keys: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `kv_attention_reference`."""
-    op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, format, is_causal, window, scale)
+    op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
     spec, D = CODES[format], q.shape[3]
-    q = q.detach()
+    q = _rotated(q.detach()) if rotates_keys else q.detach()
     scale = D**-0.5 if scale is None else scale
     keys, values = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
+    if length is not None:
+        end = min(max(int(length), 0), k_codes.shape[2])
+        keys, values = ([part if part is None else part[:, :, :end] for part in parts] for parts in (keys, values))
+        mask = None if mask is None else mask[..., :end]
     how = {"is_causal": is_causal, "window": window, "scale": scale}
     if native.attention_refusal(q.dtype, D, D // k_scale.shape[-1], k_scale.dtype) is None:
         return native.attention(q, keys, values, mask, spec, **how)
     y = torch.zeros_like(q, dtype=torch.float32)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
-    T = k_codes.shape[2]
+    T = keys[0].shape[2]
     # All positions end at T: a block that ends earlier is met without its future by the mask of the block.
     step = max(_BLOCK // max(q.shape[0] * k_codes.shape[1] * D, 1), 1)
-    seen = op.visible(q.shape[2], T, window, q.device) if is_causal else None
+    seen = op.visible(q.shape[2], T, T, window, q.device) if is_causal else None
     for start in range(0, T, step):
         tokens = slice(start, start + step)
         part = _attend(
@@ -66,6 +72,11 @@ def kv_attention_cpu(
         )
         y, lse = merge(y, lse, *part)
     return torch.empty_like(q).copy_(y), lse
+
+
+def _rotated(q: Tensor) -> Tensor:
+    """In memory as q: so is the result."""
+    return torch.empty_like(q).copy_(op.rotate(q.float()))
 
 
 def _attend(q, keys, values, mask, seen, spec, scale) -> tuple[Tensor, Tensor]:

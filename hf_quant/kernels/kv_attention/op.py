@@ -1,13 +1,20 @@
-"""`kv_attention`: scaled dot product attention whose keys and values are codes of a quantized cache.
+"""`kv_append` and `kv_attention`: a cache of keys and values as codes, written once, and attention that reads them.
 
-The reference is the specification: decode in fp32, multiply, add up and take the softmax in fp32. Not differentiable.
+The references are the specification: in fp32. Not differentiable.
+
+A value is the level of its code times the scale of its group plus, where there are offsets, the offset. Keys may be
+rotated before they are quantized, queries then are, too: an orthogonal matrix leaves their products as they are, and
+spreads channels that are much larger than the others, as many models have them (QuaRot, https://arxiv.org/abs/2404.00456).
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from hf_quant.kernels._op import define_op
-from hf_quant.kernels.codes import CODES, CodeSpec, decode_codes, unpack_codes
+from hf_quant.kernels.codes import CODES, CodeSpec, decode_codes, pack_codes, unpack_codes
+from hf_quant.kernels.rowwise.op import row_max
 
 
 def code_width(spec: CodeSpec, D: int) -> int:
@@ -24,6 +31,7 @@ def check(
     v_scale: Tensor,
     v_offset: Tensor | None,
     mask: Tensor | None,
+    length: Tensor | None,
     format: str,
     is_causal: bool,
     window: int,
@@ -69,10 +77,36 @@ def check(
                 f"mask is {tuple(mask.shape)} {mask.dtype}; needs a boolean or floating-point [B|1, H|1, S|1, T] of "
                 f"{full}"
             )
+    _check_position("length", length)
     if window < 0 or (window and not is_causal):
         raise ValueError(f"window is {window} and is_causal {is_causal}; needs 0, or a number of tokens if causal")
     if scale is not None and not scale > 0:
         raise ValueError(f"scale is {scale}; must be above 0, or None for 1 / sqrt(D)")
+
+
+def _check_position(name: str, position: Tensor | None) -> None:
+    if position is not None and (position.dtype != torch.int64 or position.numel() != 1):
+        raise ValueError(f"{name} is {tuple(position.shape)} {position.dtype}; needs one int64, or None")
+
+
+def rotation_block(D: int) -> int:
+    """Channels that are rotated together: the largest power of two that divides D."""
+    return D & -D
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x fp32 [..., D] times the orthonormal Hadamard matrix of each block of channels; its own inverse.
+
+    By sums and differences in a fixed order, so that a token's codes do not depend on how many come with it.
+    """
+    D = x.shape[-1]
+    size, half = rotation_block(D), 1
+    y = x
+    while half < size:
+        low, high = y.unflatten(-1, (D // (2 * half), 2, half)).unbind(-2)
+        y = torch.stack([low + high, low - high], -2).flatten(-3)
+        half *= 2
+    return y * (1 / math.sqrt(size))
 
 
 def decode_heads(codes: Tensor, scale: Tensor, offset: Tensor | None, spec: CodeSpec, D: int) -> Tensor:
@@ -87,9 +121,10 @@ def decode_heads(codes: Tensor, scale: Tensor, offset: Tensor | None, spec: Code
     return (values if offset is None else values + offset.float().unsqueeze(-1)).flatten(-2)
 
 
-def visible(S: int, T: int, window: int, device: torch.device) -> Tensor:
-    """Which tokens a position sees in causal attention, bool [S, T]: the positions are the last ones of T."""
-    past = torch.arange(T - S, T, device=device).unsqueeze(1) - torch.arange(T, device=device)
+def visible(S: int, T: int, end: int | Tensor, window: int, device: torch.device) -> Tensor:
+    """Which of T tokens a position sees in causal attention, bool [S, T]: the positions are the last S before end."""
+    positions = torch.arange(S, device=device).unsqueeze(1) + (end - S)
+    past = positions - torch.arange(T, device=device)
     return (past >= 0) & (past < window) if window else past >= 0
 
 
@@ -102,11 +137,13 @@ def kv_attention_reference(
     v_scale: Tensor,
     v_offset: Tensor | None,
     mask: Tensor | None,
+    length: Tensor | None,
     *,
     format: str,
     is_causal: bool,
     window: int,
     scale: float | None,
+    rotates_keys: bool,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q @ k.T * scale + mask) @ v -> (y [B, H, S, D] in memory as q, lse [B, H, S] fp32).
 
@@ -115,29 +152,210 @@ def kv_attention_reference(
     level of its code times scale plus offset. Heads h * H / H_kv to (h + 1) * H / H_kv of q meet head h. All may have
     any strides, as a cache grows in place.
 
-    mask: boolean (True is seen) or to be added, [B|1, H|1, S|1, T]. is_causal: position i sees tokens up to T - S + i,
-    with a window only the last ones of them. scale: by default 1 / sqrt(D). A position that sees nothing gives zeros
-    and -inf. lse is the log-sum-exp of the scores, by which attention over several parts of a cache is put together.
+    mask: boolean (True is seen) or to be added, [B|1, H|1, S|1, T]. length: one int64 on the device: how many of the T
+    tokens there are, in a cache that is as long as it may become; a negative one counts as 0. is_causal: position i
+    sees tokens up to length - S + i, with a window only the last ones of them. scale: by default 1 / sqrt(D).
+    rotates_keys: q is rotated, as `kv_append` rotates keys, and rounded to its dtype. A position that sees nothing gives zeros and -inf. lse is the log-sum-exp of the
+    scores, by which attention over several parts of a cache is put together.
     """
-    check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, format, is_causal, window, scale)
+    check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
     spec, D, repeats = CODES[format], q.shape[3], q.shape[1] // k_codes.shape[1]
     k = decode_heads(k_codes, k_scale, k_offset, spec, D).repeat_interleave(repeats, 1)
     v = decode_heads(v_codes, v_scale, v_offset, spec, D).repeat_interleave(repeats, 1)
-    scores = (q.float() @ k.transpose(2, 3)) * (D**-0.5 if scale is None else scale)
+    queries = rotate(q.float()).to(q.dtype).float() if rotates_keys else q.float()
+    scores = (queries @ k.transpose(2, 3)) * (D**-0.5 if scale is None else scale)
+    T = scores.shape[3]
+    end = T if length is None else length.clamp(0, T)
+    if length is not None:
+        scores = scores.masked_fill(torch.arange(T, device=q.device) >= end, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.float()
     if is_causal:
-        scores = scores.masked_fill(~visible(*scores.shape[2:], window, scores.device), float("-inf"))
+        scores = scores.masked_fill(~visible(q.shape[2], T, end, window, q.device), float("-inf"))
     lse = torch.logsumexp(scores, -1)
     weights = torch.where(lse.isneginf().unsqueeze(-1), 0.0, (scores - lse.unsqueeze(-1)).exp())
     return torch.empty_like(q).copy_(weights @ v), lse
 
 
 def _kv_attention_fake(
-    q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, *, format, is_causal, window, scale
+    q,
+    k_codes,
+    k_scale,
+    k_offset,
+    v_codes,
+    v_scale,
+    v_offset,
+    mask,
+    length,
+    *,
+    format,
+    is_causal,
+    window,
+    scale,
+    rotates_keys,
 ):
-    check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, format, is_causal, window, scale)
+    check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 kv_attention = define_op("kv_attention", kv_attention_reference, _kv_attention_fake)
+
+
+# The range of a group of asymmetric codes is this part of that of its values, before `_fitted` moves it: few levels
+# serve the many values of the middle better than the two at the ends.
+FIRST_RANGE = {4: 1.0, 2: 0.75}  # by bits
+CACHE_FORMATS = ("int8", "fp8_e4m3", "int4", "int2")
+
+
+def check_append(
+    k: Tensor,
+    v: Tensor,
+    start: Tensor | None,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor | None,
+    format: str,
+) -> None:
+    """Raise ValueError unless the arguments are as `kv_append_reference` wants them."""
+    spec = CODES.get(format)
+    if spec is None or format not in CACHE_FORMATS:
+        raise ValueError(f"format is {format!r}; allowed: {', '.join(CACHE_FORMATS)}")
+    _check_position("start", start)
+    if k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.dim() != 4 or v.dtype != k.dtype or not k.is_floating_point():
+        raise ValueError(
+            f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}; needs [B, H_kv, S, D] of one "
+            "floating-point dtype, of which only D may differ"
+        )
+    for name, x, codes, scale, offset in (("k", k, k_codes, k_scale, k_offset), ("v", v, v_codes, v_scale, v_offset)):
+        D = x.shape[3]
+        if D == 0 or (spec.is_packed and D * spec.bits % 32):
+            raise ValueError(f"{name} has D={D}: codes of {spec.bits} bits of a head must fill words of 32 bits")
+        C, groups = codes.shape[2] if codes.dim() == 4 else 0, scale.shape[-1] if scale.dim() else 0
+        shape = (*x.shape[:2], C, code_width(spec, D))
+        if codes.shape != shape or codes.dtype != spec.dtype or C < x.shape[2]:
+            raise ValueError(
+                f"{name}_codes is {tuple(codes.shape)} {codes.dtype}; {format} of {name} {tuple(x.shape)} needs "
+                f"{shape} {spec.dtype}, room for {x.shape[2]} tokens at least"
+            )
+        fits = scale.shape == (*shape[:3], groups) and groups and D % groups == 0 and scale.is_floating_point()
+        if not fits or (offset is not None and (offset.shape != scale.shape or offset.dtype != scale.dtype)):
+            have = None if offset is None else (tuple(offset.shape), offset.dtype)
+            raise ValueError(
+                f"{name}_scale is {tuple(scale.shape)} {scale.dtype} and {name}_offset {have}; needs "
+                f"{(*shape[:3], 'groups')}, groups dividing D={D}, in one floating-point dtype; the offset may be None"
+            )
+        if spec.is_packed != (offset is not None):
+            raise ValueError(f"{name}_offset is {offset}; int4 and int2 need offsets, int8 and fp8 have none")
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Sums over the last dimension [..., 1], in an order that its size alone decides: halves onto halves."""
+    while x.shape[-1] > 1:
+        n = x.shape[-1]
+        half = (n + 1) // 2
+        x = torch.cat([x[..., : n - half] + x[..., half:], x[..., n - half : half]], -1)
+    return x
+
+
+def _fitted(values: Tensor, spec: CodeSpec) -> tuple[Tensor, Tensor]:
+    """values [..., G] -> (distance of two levels, value of the lowest one), each [..., 1].
+
+    From the range of the values, then once by least squares: the line that goes best through the values and their
+    codes. A quarter (int2) to a twentieth (int4) less squared error than the range alone, on normal values.
+    """
+    G, most = values.shape[-1], 2**spec.bits - 1
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    span = (high - low) * FIRST_RANGE[spec.bits]
+    low = (low + high) * 0.5 - span * 0.5
+    step = span * (1 / most)
+    codes = ((values - low) / step.masked_fill(step == 0, 1.0)).round().clamp(0, most)
+    mean, mean_code = _sum(values) * (1 / G), _sum(codes) * (1 / G)
+    spread = codes - mean_code
+    square = _sum(spread * spread)
+    fits = square > 0
+    step = torch.where(fits, _sum(spread * (values - mean)) / square.masked_fill(~fits, 1.0), step)
+    return step, torch.where(fits, mean - step * mean_code, low)
+
+
+def quantize_heads(
+    x: Tensor, groups: int, scale_dtype: torch.dtype, spec: CodeSpec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x fp32 [..., D] -> codes [..., width], scale and offset [..., groups] of scale_dtype; int8 and fp8: no offset.
+
+    Scale and offset are rounded before the codes are chosen. A group whose scale would be 0 gets 1. What is not finite
+    makes its group NaN or infinite.
+    """
+    values = x.unflatten(-1, (groups, x.shape[-1] // groups))
+    if spec.is_packed:
+        step, low = _fitted(values, spec)
+        offset = (low + step * 2 ** (spec.bits - 1)).to(scale_dtype)
+    else:
+        step, offset = values.abs().amax(-1, keepdim=True) * (1 / row_max(spec.name)), None
+    scale = step.to(scale_dtype)
+    scale = scale.masked_fill(scale == 0, 1.0)
+    levels = ((values if offset is None else values - offset.float()) / scale.float()).flatten(-2)
+    if spec.is_packed:
+        zero = 2 ** (spec.bits - 1)
+        codes = (levels.round().clamp(-zero, zero - 1) + zero).nan_to_num(0.0).to(torch.uint8)
+        codes = pack_codes(codes, spec.planes)[..., : code_width(spec, x.shape[-1])]
+    elif spec.is_integer:
+        codes = levels.round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8)
+    else:
+        most = row_max(spec.name)
+        codes = levels.clamp(-most, most).to(spec.dtype)
+    return codes, scale.squeeze(-1), None if offset is None else offset.squeeze(-1)
+
+
+def kv_append_reference(
+    k: Tensor,
+    v: Tensor,
+    start: Tensor | None,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor | None,
+    *,
+    format: str,
+    rotates_keys: bool,
+) -> None:
+    """Quantize keys and values [B, H_kv, S, D] fp16, bf16, fp32 and write them into a cache, from token `start` on.
+
+    Written are codes [B, H_kv, C, width], scale and offset [B, H_kv, C, groups] of any strides: see
+    `kv_attention_reference`. D, width and groups of v may differ from those of k. format: int8 and fp8 (by the largest
+    magnitude of each group, without offsets), or int4 and int2 (with offsets). start: one int64 on the device; None is
+    0. The caller makes sure that start + S is at most C; tokens that would be written behind are lost. rotates_keys: k
+    is rotated, see `rotate`, before it is quantized. The codes of a token depend on nothing but the token.
+    """
+    check_append(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, format)
+    spec, C, S = CODES[format], k_codes.shape[2], k.shape[2]
+    first = 0 if start is None else int(start)
+    room = max(min(S, C - first), 0)
+    tokens = slice(first, first + room)
+    if room == 0 or k.numel() == 0:
+        return
+    for x, codes, scale, offset, rotates in (
+        (k, k_codes, k_scale, k_offset, rotates_keys),
+        (v, v_codes, v_scale, v_offset, False),
+    ):
+        values = x[:, :, :room].float()
+        new = quantize_heads(rotate(values) if rotates else values, scale.shape[-1], scale.dtype, spec)
+        for part, value in zip((codes, scale, offset), new):
+            if part is not None:
+                part[:, :, tokens] = value
+
+
+def _kv_append_fake(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, *, format, rotates_keys):
+    check_append(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, format)
+
+
+kv_append = define_op(
+    "kv_append",
+    kv_append_reference,
+    _kv_append_fake,
+    mutates=("k_codes", "k_scale", "k_offset", "v_codes", "v_scale", "v_offset"),
+)

@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 from hf_quant.formats import FORMATS
-from hf_quant.kernels import kv_attention, native
+from hf_quant.kernels import hadamard, kv_attention, native
 from hf_quant.kernels._op import Problem, explain
 from hf_quant.kernels.kv_attention import cpu
-from hf_quant.kernels.kv_attention.op import code_width, decode_heads, kv_attention_reference
+from hf_quant.kernels.kv_attention.op import code_width, decode_heads, kv_attention_reference, rotate, rotation_block
 from hf_quant.testing import assert_close
 from hf_quant.tests.kernels.test_unaligned_weights import unaligned
 
 
 pytestmark = pytest.mark.usefixtures("poison_empty", "cpu_kernels")
-PLAIN = {"is_causal": False, "window": 0, "scale": None}
-CAUSAL = {"is_causal": True, "window": 0, "scale": None}
+PLAIN = {"is_causal": False, "window": 0, "scale": None, "rotates_keys": False}
+CAUSAL = {"is_causal": True, "window": 0, "scale": None, "rotates_keys": False}
 FORMATS_OF_CACHES = ("int8", "int4", "int2", "nf4", "fp8_e4m3")
 RMS = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 2e-6}
 
@@ -42,9 +42,9 @@ def queries(B, H, S, D, dtype=torch.float32):
     return torch.randn(B, S, H, D, generator=torch.Generator().manual_seed(7)).to(dtype).transpose(1, 2)
 
 
-def assert_matches(q, keys, values, mask, **options):
-    y, lse = kv_attention(q, *keys, *values, mask, **options)
-    expected, expected_lse = kv_attention_reference(q, *keys, *values, mask, **options)
+def assert_matches(q, keys, values, mask, *, length=None, **options):
+    y, lse = kv_attention(q, *keys, *values, mask, length, **options)
+    expected, expected_lse = kv_attention_reference(q, *keys, *values, mask, length, **options)
     assert y.dtype == q.dtype and y.stride() == expected.stride()
     assert_close(y, expected, rms=RMS[q.dtype])
     finite = expected_lse.isfinite()
@@ -62,13 +62,13 @@ def test_the_reference_is_attention_over_decoded_values(format):
         cache((2, 3, 40, D), format, 2),
     )
     k, v = decode_heads(*keys, spec, D).double(), decode_heads(*values, spec, D).double()
-    y, lse = kv_attention_reference(q, *keys, *values, None, format=format, **PLAIN)
+    y, lse = kv_attention_reference(q, *keys, *values, None, None, format=format, **PLAIN)
     expected = F.scaled_dot_product_attention(q.double(), k, v, enable_gqa=True)
     assert_close(y, expected, rms=1e-6)
     scores = q.double() @ k.repeat_interleave(2, 1).transpose(2, 3) / math.sqrt(D)
     assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-5)
     # Positions are the last ones: the last sees everything, the one before all but the last token.
-    y, _ = kv_attention_reference(q, *keys, *values, None, format=format, **CAUSAL)
+    y, _ = kv_attention_reference(q, *keys, *values, None, None, format=format, **CAUSAL)
     assert_close(y[:, :, -1], expected[:, :, -1], rms=1e-6)
     before = F.scaled_dot_product_attention(q.double()[:, :, -2:-1], k[:, :, :-1], v[:, :, :-1], enable_gqa=True)
     assert_close(y[:, :, -2:-1], before, rms=1e-6)
@@ -97,7 +97,32 @@ def test_it_matches_the_reference(format, heads):
         mask = torch.rand(2, 1, 1, T, generator=torch.Generator().manual_seed(3)) > 0.3
         assert_matches(q, *parts, None, format=format, **PLAIN)
         assert_matches(q, *parts, mask, format=format, **CAUSAL)
-        assert_matches(q, *parts, torch.randn(1, H, S, T), format=format, is_causal=True, window=50, scale=0.3)
+        assert_matches(
+            q, *parts, torch.randn(1, H, S, T), format=format, is_causal=True, window=50, scale=0.3, rotates_keys=True
+        )
+
+
+@pytest.mark.parametrize("rotates_keys", [False, True])
+@pytest.mark.parametrize("S", [1, 7])
+def test_a_cache_that_is_not_full(S, rotates_keys):
+    """Nothing behind `length` counts, and positions end there."""
+    q, parts = queries(2, 4, S, 64), [cache((2, 2, 90, 64), "int4", 2, offset=True, seed=seed) for seed in (1, 2)]
+    mask = torch.rand(2, 1, S, 90, generator=torch.Generator().manual_seed(3)) > 0.3
+    for length in (0, 3, 40, 90, 200, -5):
+        end = min(max(length, 0), 90)
+        shorter = [tuple(part[:, :, :end] for part in tensors) for tensors in parts]
+        for options in (PLAIN, CAUSAL, {**CAUSAL, "window": 9}):
+            options = {**options, "format": "int4", "rotates_keys": rotates_keys}
+            y, lse = assert_matches(q, *parts, mask, length=torch.tensor([length]), **options)
+            expected = kv_attention(q, *shorter[0], *shorter[1], mask[..., :end], None, **options)
+            assert torch.equal(y, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_rotating_keys_and_queries_leaves_the_scores():
+    q, k = queries(1, 2, 3, 80), queries(1, 2, 9, 80)
+    assert torch.allclose(rotate(q) @ rotate(k).mT, q @ k.mT, atol=1e-4)
+    assert torch.allclose(rotate(rotate(k)), k, atol=1e-5) and rotation_block(80) == 16
+    assert torch.allclose(rotate(k), hadamard(k, block_size=16), atol=1e-5)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -110,13 +135,13 @@ def test_long_contexts_are_split_and_merged(format, monkeypatch):
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            again = kv_attention(q, *parts[0], *parts[1], None, format=format, **CAUSAL)
+            again = kv_attention(q, *parts[0], *parts[1], None, None, format=format, **CAUSAL)
             assert torch.equal(y, again[0]) and torch.equal(lse, again[1])
     finally:
         torch.set_num_threads(threads)
     first, second = ([[p if p is None else p[:, :, s] for p in part] for part in parts] for s in _halves(1100))
-    before = kv_attention(q, *first[0], *first[1], None, format=format, **PLAIN)
-    after = kv_attention(q, *second[0], *second[1], None, format=format, **CAUSAL)
+    before = kv_attention(q, *first[0], *first[1], None, None, format=format, **PLAIN)
+    after = kv_attention(q, *second[0], *second[1], None, None, format=format, **CAUSAL)
     merged, merged_lse = cpu.merge(*before, *after)
     assert_close(merged, y, rms=2e-6)
     assert torch.allclose(merged_lse, lse, atol=1e-5)
@@ -136,10 +161,10 @@ def test_caches_that_grow_in_place():
         for codes, scale, offset in whole:
             pairs = torch.stack([scale, offset], -1)
             views.append((codes[:, :, 30:120], pairs[:, :, 30:120, :, 0], pairs[:, :, 30:120, :, 1]))
-        expected = kv_attention(q, *plain[0], *plain[1], None, format=format, **CAUSAL)[0]
-        assert torch.equal(kv_attention(q, *views[0], *views[1], None, format=format, **CAUSAL)[0], expected)
+        expected = kv_attention(q, *plain[0], *plain[1], None, None, format=format, **CAUSAL)[0]
+        assert torch.equal(kv_attention(q, *views[0], *views[1], None, None, format=format, **CAUSAL)[0], expected)
         odd = [[part if part is None else unaligned(part) for part in parts] for parts in plain]
-        assert torch.equal(kv_attention(q, *odd[0], *odd[1], None, format=format, **CAUSAL)[0], expected)
+        assert torch.equal(kv_attention(q, *odd[0], *odd[1], None, None, format=format, **CAUSAL)[0], expected)
 
 
 def test_memory_of_queries():
@@ -152,9 +177,9 @@ def test_memory_of_queries():
 
 def test_the_tolerances_would_notice():
     q, parts = queries(1, 2, 3, 64), [cache((1, 2, 40, 64), "int4", seed=seed) for seed in (1, 2)]
-    expected = kv_attention_reference(q, *parts[0], *parts[1], None, format="int4", **PLAIN)[0]
+    expected = kv_attention_reference(q, *parts[0], *parts[1], None, None, format="int4", **PLAIN)[0]
     fewer = [[part if part is None else part[:, :, :-1] for part in tensors] for tensors in parts]
-    y = kv_attention(q, *fewer[0], *fewer[1], None, format="int4", **PLAIN)[0]
+    y = kv_attention(q, *fewer[0], *fewer[1], None, None, format="int4", **PLAIN)[0]
     with pytest.raises(AssertionError):
         assert_close(y, expected, rms=RMS[torch.bfloat16])
 
@@ -167,33 +192,45 @@ def test_positions_that_see_nothing():
     y, lse = assert_matches(q, *parts, mask, format="int4", **PLAIN)
     assert (y[0] == 0).all() and lse[0].isneginf().all() and lse[1].isfinite().all()
     empty = [tuple(part if part is None else part[:, :, :0] for part in parts[0])] * 2
-    y, lse = kv_attention(q, *empty[0], *empty[1], None, format="int4", **PLAIN)
+    y, lse = kv_attention(q, *empty[0], *empty[1], None, None, format="int4", **PLAIN)
     assert (y == 0).all() and lse.isneginf().all()
     many = queries(2, 2, 64, 64)  # more rows than meet a panel at once
-    y, lse = kv_attention(many, *empty[0], *empty[1], None, format="int4", **PLAIN)
+    y, lse = kv_attention(many, *empty[0], *empty[1], None, None, format="int4", **PLAIN)
     assert (y == 0).all() and lse.isneginf().all()
     none = queries(0, 2, 1, 64), [cache((0, 2, 5, 64), "int4")] * 2
-    assert kv_attention(none[0], *none[1][0], *none[1][1], None, format="int4", **PLAIN)[0].shape == (0, 2, 1, 64)
+    assert kv_attention(none[0], *none[1][0], *none[1][1], None, None, format="int4", **PLAIN)[0].shape == (
+        0,
+        2,
+        1,
+        64,
+    )
 
 
 def test_what_is_not_finite_stays_where_it_is():
     q, (keys, values) = queries(1, 2, 2, 64), [cache((1, 2, 90, 64), "int8", seed=seed) for seed in (1, 2)]
-    expected = kv_attention(q, *keys, *values, None, format="int8", **PLAIN)[0]
+    expected = kv_attention(q, *keys, *values, None, None, format="int8", **PLAIN)[0]
     keys[1][0, 0, 70] = float("nan")
-    y, _ = kv_attention(q, *keys, *values, None, format="int8", **PLAIN)
+    y, _ = kv_attention(q, *keys, *values, None, None, format="int8", **PLAIN)
     assert y[0, 0].isnan().all() and torch.equal(y[0, 1], expected[0, 1])
     only = torch.zeros(1, 1, 1, 90, dtype=torch.bool)
     only[..., 70] = True  # the rest is not seen
-    y, lse = kv_attention(q, *keys, *values, only, format="int8", **PLAIN)
+    y, lse = kv_attention(q, *keys, *values, only, None, format="int8", **PLAIN)
     assert y[0, 0].isnan().all() and lse[0, 0].isnan().all() and y[0, 1].isfinite().all()
-    large = kv_attention(q * 1e4, *cache((1, 2, 90, 64), "int8", seed=1), *values, None, format="int8", **PLAIN)[0]
+    large = kv_attention(q * 1e4, *cache((1, 2, 90, 64), "int8", seed=1), *values, None, None, format="int8", **PLAIN)[
+        0
+    ]
     assert large.isfinite().all()
 
 
 def test_opcheck():
     q, parts = queries(1, 4, 3, 64), [cache((1, 2, 20, 64), "int4", 2, offset=True, seed=seed) for seed in (1, 2)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    opcheck(kv_attention, (q, *parts[0], *parts[1], None), {"format": "int4", **CAUSAL}, test_utils=tests)
+    opcheck(
+        kv_attention,
+        (q, *parts[0], *parts[1], None, torch.tensor([13])),
+        {"format": "int4", **CAUSAL},
+        test_utils=tests,
+    )
 
 
 def test_the_plan_can_explain_it(cpu_kernels):
@@ -204,7 +241,7 @@ def test_the_plan_can_explain_it(cpu_kernels):
 
 def test_wrong_arguments_are_refused():
     q, keys, values = queries(1, 4, 2, 64), cache((1, 2, 9, 64), "int4", 2), cache((1, 2, 9, 64), "int4", 2, seed=1)
-    good = [q, *keys, *values, None]
+    good = [q, *keys, *values, None, None]
     for at, bad, message in (
         (0, q[0], r"q is \(4, 2, 64\)"),
         (0, q.int(), "int32"),
@@ -219,6 +256,8 @@ def test_wrong_arguments_are_refused():
         (6, values[1].float(), "v_offset is"),
         (7, torch.zeros(1, 1, 2, 8), "mask is"),
         (7, torch.zeros(1, 1, 2, 9, dtype=torch.int32), "int32"),
+        (8, torch.tensor([5], dtype=torch.int32), "length is"),
+        (8, torch.tensor([5, 5]), "length is"),
     ):
         with pytest.raises(ValueError, match=message):
             kv_attention(*good[:at], bad, *good[at + 1 :], format="int4", **PLAIN)
