@@ -155,8 +155,9 @@ def kv_attention_reference(
     mask: boolean (True is seen) or to be added, [B|1, H|1, S|1, T]. length: one int64 on the device: how many of the T
     tokens there are, in a cache that is as long as it may become; a negative one counts as 0. is_causal: position i
     sees tokens up to length - S + i, with a window only the last ones of them. scale: by default 1 / sqrt(D).
-    rotates_keys: q is rotated, as `kv_append` rotates keys, and rounded to its dtype. A position that sees nothing gives zeros and -inf. lse is the log-sum-exp of the
-    scores, by which attention over several parts of a cache is put together.
+    rotates_keys: q is rotated, as `kv_append` rotates keys, and rounded to its dtype. A position that sees nothing
+    gives zeros and -inf. lse is the log-sum-exp of the scores, by which attention over several parts of a cache is
+    put together.
     """
     check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
     spec, D, repeats = CODES[format], q.shape[3], q.shape[1] // k_codes.shape[1]
