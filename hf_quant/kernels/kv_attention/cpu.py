@@ -1,12 +1,12 @@
-"""`kv_attention` on CPU: the native kernel, which decodes 64 tokens at a time, or torch's ops on blocks of tokens."""
+"""`kv_append` and `kv_attention` on CPU: the native kernels, or torch's ops (attention: on blocks of tokens)."""
 
 import torch
 from torch import Tensor
 
-from hf_quant.kernels import native
 from hf_quant.kernels._op import Path, Problem, implements
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.kv_attention import op
+from hf_quant.kernels.native import attention as native
 
 
 _BLOCK = 2**21  # codes decoded at once: 8 MB in fp32
@@ -43,7 +43,7 @@ def kv_attention_cpu(
     """See `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
     spec, D = CODES[format], q.shape[3]
-    q = _rotated(q.detach()) if rotates_keys else q.detach()
+    q = q.detach()
     scale = D**-0.5 if scale is None else scale
     keys, values = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
     if length is not None:
@@ -52,7 +52,8 @@ def kv_attention_cpu(
         mask = None if mask is None else mask[..., :end]
     how = {"is_causal": is_causal, "window": window, "scale": scale}
     if native.attention_refusal(q.dtype, D, D // k_scale.shape[-1], k_scale.dtype) is None:
-        return native.attention(q, keys, values, mask, spec, **how)
+        return native.attention(q, keys, values, mask, spec, rotates=rotates_keys, **how)
+    q = _rotated(q) if rotates_keys else q
     y = torch.zeros_like(q, dtype=torch.float32)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
     T = keys[0].shape[2]
@@ -92,6 +93,37 @@ def _attend(q, keys, values, mask, seen, spec, scale) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(scores, -1)
     weights = scores.sub_(lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()
     return (weights.view(B, H_kv, rows, k.shape[2]) @ v).view(B, H, S, D), lse
+
+
+def _supports_append(problem: Problem) -> str | None:
+    return native.append_refusal(problem.dtype, problem.K, None)
+
+
+@implements(op.kv_append, "CPU", (Path("native kernel (C++)", "any length", _supports_append),))
+def kv_append_cpu(
+    k: Tensor,
+    v: Tensor,
+    start: Tensor | None,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor | None,
+    *,
+    format: str,
+    rotates_keys: bool,
+) -> None:
+    """See `kv_append_reference`, which serves where the native kernel does not."""
+    keys, values = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
+    for x, scale in ((k, k_scale), (v, v_scale)):
+        if native.append_refusal(x.dtype, x.shape[-1], scale.dtype) is not None:
+            op.kv_append_reference(k, v, start, *keys, *values, format=format, rotates_keys=rotates_keys)
+            return
+    op.check_append(k, v, start, *keys, *values, format)
+    if k.numel() != 0:
+        first = 0 if start is None else int(start)
+        native.append(k, v, first, keys, values, CODES[format], rotates_keys=rotates_keys)
 
 
 def merge(y: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:

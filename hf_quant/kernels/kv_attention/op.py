@@ -225,30 +225,35 @@ def check_append(
     if spec is None or format not in CACHE_FORMATS:
         raise ValueError(f"format is {format!r}; allowed: {', '.join(CACHE_FORMATS)}")
     _check_position("start", start)
-    if k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.dim() != 4 or v.dtype != k.dtype or not k.is_floating_point():
+    # Shapes are asked for once: this runs for every token of every layer.
+    k_shape, v_shape, is_packed = k.shape, v.shape, spec.is_packed
+    if len(k_shape) != 4 or k_shape[:3] != v_shape[:-1] or v.dtype != k.dtype or not k.is_floating_point():
         raise ValueError(
-            f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}; needs [B, H_kv, S, D] of one "
+            f"k is {tuple(k_shape)} {k.dtype} and v {tuple(v_shape)} {v.dtype}; needs [B, H_kv, S, D] of one "
             "floating-point dtype, of which only D may differ"
         )
-    for name, x, codes, scale, offset in (("k", k, k_codes, k_scale, k_offset), ("v", v, v_codes, v_scale, v_offset)):
-        D = x.shape[3]
-        if D == 0 or (spec.is_packed and D * spec.bits % 32):
+    B, H, S, _ = k_shape
+    for name, D, codes, scale, offset in (
+        ("k", k_shape[3], k_codes, k_scale, k_offset),
+        ("v", v_shape[3], v_codes, v_scale, v_offset),
+    ):
+        if D == 0 or (is_packed and D * spec.bits % 32):
             raise ValueError(f"{name} has D={D}: codes of {spec.bits} bits of a head must fill words of 32 bits")
-        C, groups = codes.shape[2] if codes.dim() == 4 else 0, scale.shape[-1] if scale.dim() else 0
-        shape = (*x.shape[:2], C, code_width(spec, D))
-        if codes.shape != shape or codes.dtype != spec.dtype or C < x.shape[2]:
+        shape, scales = codes.shape, scale.shape
+        C, groups = shape[2] if len(shape) == 4 else 0, scales[-1] if scales else 0
+        if shape != (B, H, C, code_width(spec, D)) or codes.dtype != spec.dtype or C < S:
             raise ValueError(
-                f"{name}_codes is {tuple(codes.shape)} {codes.dtype}; {format} of {name} {tuple(x.shape)} needs "
-                f"{shape} {spec.dtype}, room for {x.shape[2]} tokens at least"
+                f"{name}_codes is {tuple(shape)} {codes.dtype}; {format} of {name} {(B, H, S, D)} needs "
+                f"{(B, H, C, code_width(spec, D))} {spec.dtype}, room for {S} tokens at least"
             )
-        fits = scale.shape == (*shape[:3], groups) and groups and D % groups == 0 and scale.is_floating_point()
-        if not fits or (offset is not None and (offset.shape != scale.shape or offset.dtype != scale.dtype)):
+        fits = scales == (B, H, C, groups) and groups and D % groups == 0 and scale.is_floating_point()
+        if not fits or (offset is not None and (offset.shape != scales or offset.dtype != scale.dtype)):
             have = None if offset is None else (tuple(offset.shape), offset.dtype)
             raise ValueError(
-                f"{name}_scale is {tuple(scale.shape)} {scale.dtype} and {name}_offset {have}; needs "
-                f"{(*shape[:3], 'groups')}, groups dividing D={D}, in one floating-point dtype; the offset may be None"
+                f"{name}_scale is {tuple(scales)} {scale.dtype} and {name}_offset {have}; needs "
+                f"{(B, H, C, 'groups')}, groups dividing D={D}, in one floating-point dtype; the offset may be None"
             )
-        if spec.is_packed != (offset is not None):
+        if is_packed != (offset is not None):
             raise ValueError(f"{name}_offset is {offset}; int4 and int2 need offsets, int8 and fp8 have none")
 
 
@@ -329,23 +334,24 @@ def kv_append_reference(
     Written are codes [B, H_kv, C, width], scale and offset [B, H_kv, C, groups] of any strides: see
     `kv_attention_reference`. D, width and groups of v may differ from those of k. format: int8 and fp8 (by the largest
     magnitude of each group, without offsets), or int4 and int2 (with offsets). start: one int64 on the device; None is
-    0. The caller makes sure that start + S is at most C; tokens that would be written behind are lost. rotates_keys: k
-    is rotated, see `rotate`, before it is quantized. The codes of a token depend on nothing but the token.
+    0. The caller makes sure that start + S is at most C; tokens that would be written behind, or before 0, are lost.
+    rotates_keys: k is rotated, see `rotate`, before it is quantized. The codes of a token depend on nothing but the
+    token.
     """
     check_append(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, format)
     spec, C, S = CODES[format], k_codes.shape[2], k.shape[2]
     first = 0 if start is None else int(start)
-    room = max(min(S, C - first), 0)
-    tokens = slice(first, first + room)
-    if room == 0 or k.numel() == 0:
+    new = slice(max(-first, 0), min(S, C - first))
+    tokens = slice(first + new.start, first + new.stop)
+    if new.stop <= new.start or k.numel() == 0:
         return
     for x, codes, scale, offset, rotates in (
         (k, k_codes, k_scale, k_offset, rotates_keys),
         (v, v_codes, v_scale, v_offset, False),
     ):
-        values = x[:, :, :room].float()
-        new = quantize_heads(rotate(values) if rotates else values, scale.shape[-1], scale.dtype, spec)
-        for part, value in zip((codes, scale, offset), new):
+        values = x[:, :, new].float()
+        parts = quantize_heads(rotate(values) if rotates else values, scale.shape[-1], scale.dtype, spec)
+        for part, value in zip((codes, scale, offset), parts):
             if part is not None:
                 part[:, :, tokens] = value
 

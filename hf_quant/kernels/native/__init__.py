@@ -2,7 +2,7 @@
 
 `_native` is an extension that is built when the package is installed where there is a compiler, and shipped in wheels;
 it holds every instruction set below and chooses at run time. Without it, or where `refusal` names a reason, the
-stock-torch paths of `_cpu_mm`, `kv_attention` and `algorithms` serve.
+stock-torch paths of `_cpu_mm`, `kv_attention` and `algorithms` serve. What concerns caches is in `attention`.
 
 Instruction sets: "avx512" (with VNNI and VBMI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them),
 "avx2" (with FMA: Haswell, Zen and later), "neon" (Arm with dot products of int8: Armv8.2 DotProd), "portable" (any
@@ -17,7 +17,6 @@ groups or, of groups above 1024 columns, of parts of them. Quantizing a weight g
 
 import ctypes
 import os
-import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from hf_quant.kernels._op import is_plain
 from hf_quant.kernels.codes import CODES, CodeSpec
 
 
-_INTERFACE = 5  # of the arguments below; an extension built from other sources must not be called
+_INTERFACE = 6  # of the arguments below; an extension built from other sources must not be called
 _DTYPES = {
     dtype: i
     for i, dtype in enumerate(
@@ -300,72 +299,6 @@ def dequantize(
     arguments = weight_arguments(*parts, spec, group_size)
     _module.dequantize(qdata.shape[-2], K, y.data_ptr(), _DTYPES[dtype], torch.get_num_threads(), *arguments)
     return y
-
-
-def attention_refusal(dtype: torch.dtype, D: int, group_size: int, scale_dtype: torch.dtype | None) -> str | None:
-    """Why attention over codes of heads of D channels is not computed here, None if it is."""
-    if _active is None:
-        return why_not()
-    if dtype not in _INPUTS:
-        return f"only bf16, fp16 and fp32 queries, not {dtype}"
-    if group_size % _UNIT:
-        return f"groups of {group_size} are no multiple of {_UNIT}"
-    if scale_dtype is not None and scale_dtype not in _DTYPES:
-        return f"scales of {scale_dtype}"
-    most = _module.max_head_dim()
-    return f"heads of {D} channels; at most {most}" if D > most else None
-
-
-def attention(
-    q: Tensor,
-    keys: tuple[Tensor, Tensor, Tensor | None],
-    values: tuple[Tensor, Tensor, Tensor | None],
-    mask: Tensor | None,
-    spec: CodeSpec,
-    *,
-    is_causal: bool,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked, and asked the refusal."""
-    B, H, S, D = q.shape
-    H_kv, T, groups = *keys[0].shape[1:3], keys[1].shape[3]
-    result, lse = torch.empty_like(q), torch.empty(B, H, S, device="cpu")
-    q = q if q.stride(3) == 1 else q.contiguous()
-    y = result if result.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device="cpu")
-    keys, values = _rows_of_cache(*keys), _rows_of_cache(*values)  # referred to until the end of the call
-    mask_arguments = (0, 0, 0, 0, 0)
-    if mask is not None:
-        mask = mask if mask.dtype == torch.bool else mask.float()
-        mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(B, H, S, T)
-        mask_arguments = (mask.data_ptr(), _DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype])
-        mask_arguments += mask.stride()[:3]
-    _module.attention(
-        *(B, H, H_kv, S, T, D, _layout(spec), _levels(spec.name, False).data_ptr(), spec.is_integer),
-        *(groups, D // groups),
-        *(q.data_ptr(), _DTYPES[q.dtype], *q.stride()[:3], y.data_ptr(), *y.stride()[:3], lse.data_ptr()),
-        *_cache_arguments(*keys),
-        *_cache_arguments(*values),
-        *mask_arguments,
-        *(is_causal, window, *struct.unpack("I", struct.pack("f", scale)), torch.get_num_threads()),
-    )
-    return (y if y is result else result.copy_(y)), lse
-
-
-def _rows_of_cache(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same with the codes of a token in one piece, and scales and offsets at equal distances."""
-    codes = codes if codes.stride(3) == 1 else codes.contiguous()
-    if offset is not None and offset.stride() != scale.stride():
-        scale, offset = scale.contiguous(), offset.contiguous()
-    return codes, scale, offset
-
-
-def _cache_arguments(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[int, ...]:
-    size = codes.element_size()
-    return (
-        *(codes.data_ptr(), *(stride * size for stride in codes.stride()[:3])),
-        *(scale.data_ptr(), 0 if offset is None else offset.data_ptr(), _DTYPES[scale.dtype], *scale.stride()),
-    )
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:

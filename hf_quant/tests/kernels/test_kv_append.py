@@ -6,6 +6,7 @@ from torch.library import opcheck
 
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import kv_append
+from hf_quant.kernels._op import Problem, explain
 from hf_quant.kernels.kv_attention.op import (
     CACHE_FORMATS,
     code_width,
@@ -14,6 +15,7 @@ from hf_quant.kernels.kv_attention.op import (
     rotate,
 )
 from hf_quant.testing import sqnr
+from hf_quant.tests.kernels.test_unaligned_weights import unaligned
 
 
 pytestmark = pytest.mark.usefixtures("poison_empty", "cpu_kernels")
@@ -33,6 +35,15 @@ def new_cache(B, H, C, D, format, groups=1, dtype=torch.bfloat16):
     codes = torch.full((B, H, C, code_width(spec, D)), 7, dtype=torch.int32).to(spec.dtype)
     pairs = torch.full((B, H, C, groups, 2), 3.0, dtype=dtype)
     return codes, pairs[..., 0], pairs[..., 1] if spec.is_packed else None
+
+
+def assert_same_bits(k, v, start, caches, *, format, rotates_keys):
+    """What the op and the reference write into two copies of (keys, values): the same bits, of NaN any."""
+    for op, (keys, values) in zip((kv_append, kv_append_reference), caches):
+        op(k, v, start, *keys, *values, format=format, rotates_keys=rotates_keys)
+    for found, expected in zip((*caches[0][0], *caches[0][1]), (*caches[1][0], *caches[1][1])):
+        if found is not None:
+            torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def decoded(parts, format, D, rotated=False):
@@ -56,6 +67,74 @@ def test_what_is_written_is_near_and_as_the_reference_says(format, heads):
                 assert sqnr(x.float(), found[:, :, 3:8]) > MIN_SQNR[format]
                 assert (parts[0][:, :, :3].float() == 7).all() and (parts[0][:, :, 8:].float() == 7).all()
                 assert (parts[1][:, :, :3] == 3).all() and (parts[1][:, :, 8:] == 3).all()
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 16, 24, 32, 48, 64, 80, 128, 256, 512])
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+def test_the_bits_are_those_of_the_reference(format, size):
+    """Groups of any size, every dtype, values of any magnitude: what is fused or summed up otherwise would show."""
+    D, unit = size, 32 // FORMATS[format].spec.bits if FORMATS[format].spec.is_packed else 1
+    while D % unit or D < 48:
+        D *= 2
+    scales = (torch.float32, torch.bfloat16, torch.float16)
+    for i, magnitude in enumerate((1.0, 1e-3, 3e4, 1e-7, 1e-38, 1e30, 2e38)):
+        dtype, scale_dtype = scales[i % 3], scales[(i + i // 3) % 3]
+        k, v = (states(1, 2, 9, D, seed=10 * i + seed).mul(magnitude) for seed in (1, 2))
+        k[..., : D // 2].round_(decimals=1)  # ties
+        k, v = k.to(dtype), (v + magnitude).to(dtype)
+        caches = [[new_cache(1, 2, 9, D, format, D // size, scale_dtype) for _ in "kv"] for _ in "ab"]
+        assert_same_bits(k, v, None, caches, format=format, rotates_keys=i % 2 == 1)
+
+
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+def test_memory_of_keys_and_caches(format):
+    """Transposed, overlapping, off their alignment; caches whose every dimension has a stride."""
+    room = torch.randn(1, 2, 2 * 80, generator=torch.Generator().manual_seed(5))
+    wide = states(2, 3, 7, 2 * 64, torch.bfloat16)
+    inputs = (wide[..., ::2], wide.mT.contiguous().mT[..., 64:], unaligned(wide)[..., 3:67], room.unfold(-1, 64, 1))
+    for x in (*inputs, states(2, 1, 7, 64, torch.float16).expand(2, 3, 7, 64)):
+        B, H, S, D = x.shape
+        for layout in range(3):
+            caches = []
+            for _ in "ab":
+                parts = [new_cache(B, H, S + 5, D, format, 2, torch.float16) for _ in "kv"]
+                if layout == 0:
+                    parts = [[part if part is None else unaligned(part.contiguous()) for part in p] for p in parts]
+                elif layout == 1:
+                    parts = [[p if p is None else p.mT.contiguous().mT[:, :, :] for p in tensors] for tensors in parts]
+                else:  # every other token, head and element of a larger one
+                    parts = [[part if part is None else spaced(part) for part in tensors] for tensors in parts]
+                caches.append(parts)
+            assert_same_bits(x, x.flip(0), torch.tensor([4]), caches, format=format, rotates_keys=True)
+
+
+def spaced(part):
+    room = part.repeat_interleave(2, 3).repeat_interleave(2, 2).repeat_interleave(2, 1)
+    return room[:, 1::2, ::2, 1::2]
+
+
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+def test_many_tokens_and_threads(format):
+    k, v = states(2, 3, 301, 96, torch.bfloat16), states(2, 3, 301, 128, torch.bfloat16, 1)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            caches = [[new_cache(2, 3, 310, D, format, 2) for D in (96, 128)] for _ in "ab"]
+            assert_same_bits(k, v, torch.tensor([8]), caches, format=format, rotates_keys=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_is_computed_where(cpu_kernels):
+    assert explain(kv_append, "cpu", Problem("int4", 64, 1, 128, torch.bfloat16))[0][2] is None or cpu_kernels == "torch"
+    refused = explain(kv_append, "cpu", Problem("int4", 64, 1, 1024, torch.bfloat16))
+    assert refused[0][2] is not None and refused[-1] == ("reference", "any M", None)
+    # Heads, input and scales that the native kernels do not know.
+    for dtype, D, scale_dtype in ((torch.bfloat16, 1024, torch.bfloat16), (torch.float64, 64, torch.float64)):
+        k = states(1, 2, 3, D, dtype)
+        caches = [[new_cache(1, 2, 4, D, "int4", 2, scale_dtype) for _ in "kv"] for _ in "ab"]
+        assert_same_bits(k, k, None, caches, format="int4", rotates_keys=True)
 
 
 @pytest.mark.parametrize("rotates", [False, True])
@@ -82,6 +161,9 @@ def test_zeros_constants_and_what_is_not_finite(format):
     x[0, 0, 2] = torch.linspace(-1, 1, 64)
     x[0, 0, 3] = x[0, 0, 2]
     x[0, 0, 2, 5], x[0, 0, 3, 40] = float("nan"), float("inf")
+    for y in (x, x * -3e38):
+        caches = [[new_cache(1, 1, 4, 64, format, 2) for _ in "kv"] for _ in "ab"]
+        assert_same_bits(y, y, None, caches, format=format, rotates_keys=False)
     parts = [new_cache(1, 1, 4, 64, format, 2) for _ in range(2)]
     kv_append(x, x, None, *parts[0], *parts[1], format=format, rotates_keys=False)
     found = decoded(parts[1], format, 64)[0, 0]
@@ -113,6 +195,9 @@ def test_positions_and_empty_inputs():
     assert torch.equal(parts[0][0], before)
     kv_append(k, k, torch.tensor([2]), *parts[0], *parts[1], format="int4", rotates_keys=True)  # the last one is lost
     assert torch.equal(parts[0][0][:, :, :2], before[:, :, :2]) and (parts[0][0][:, :, 2:] != 7).any()
+    for start in (-1, -3, 3, 2**62, -(2**62)):
+        caches = [[new_cache(1, 2, 4, 64, "int4") for _ in "kv"] for _ in "ab"]
+        assert_same_bits(k, k, torch.tensor([start]), caches, format="int4", rotates_keys=False)
 
 
 def test_opcheck():

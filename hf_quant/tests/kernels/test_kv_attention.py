@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 from hf_quant.formats import FORMATS
-from hf_quant.kernels import hadamard, kv_attention, native
+from hf_quant.kernels import hadamard, kv_attention
 from hf_quant.kernels._op import Problem, explain
 from hf_quant.kernels.kv_attention import cpu
 from hf_quant.kernels.kv_attention.op import code_width, decode_heads, kv_attention_reference, rotate, rotation_block
+from hf_quant.kernels.native import attention as native
 from hf_quant.testing import assert_close
 from hf_quant.tests.kernels.test_unaligned_weights import unaligned
 
@@ -97,9 +98,8 @@ def test_it_matches_the_reference(format, heads):
         mask = torch.rand(2, 1, 1, T, generator=torch.Generator().manual_seed(3)) > 0.3
         assert_matches(q, *parts, None, format=format, **PLAIN)
         assert_matches(q, *parts, mask, format=format, **CAUSAL)
-        assert_matches(
-            q, *parts, torch.randn(1, H, S, T), format=format, is_causal=True, window=50, scale=0.3, rotates_keys=True
-        )
+        bias = torch.randn(1, H, S, T, generator=torch.Generator().manual_seed(4))
+        assert_matches(q, *parts, bias, format=format, is_causal=True, window=50, scale=0.3, rotates_keys=True)
 
 
 @pytest.mark.parametrize("rotates_keys", [False, True])
@@ -116,6 +116,17 @@ def test_a_cache_that_is_not_full(S, rotates_keys):
             y, lse = assert_matches(q, *parts, mask, length=torch.tensor([length]), **options)
             expected = kv_attention(q, *shorter[0], *shorter[1], mask[..., :end], None, **options)
             assert torch.equal(y, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_queries_are_rotated_as_the_reference_does(dtype):
+    """To the bit, the rounding to their dtype included."""
+    for S, D in ((1, 64), (3, 80), (20, 128), (1, 48), (60, 16), (2, 512)):
+        q, parts = queries(2, 4, S, D, dtype), [cache((2, 2, 70, D), "int4", seed=seed) for seed in (1, 2)]
+        y, lse = kv_attention(q, *parts[0], *parts[1], None, None, format="int4", **{**PLAIN, "rotates_keys": True})
+        rotated = torch.empty_like(q).copy_(rotate(q.float()))
+        expected, expected_lse = kv_attention(rotated, *parts[0], *parts[1], None, None, format="int4", **PLAIN)
+        assert torch.equal(y, expected) and torch.equal(lse, expected_lse)
 
 
 def test_rotating_keys_and_queries_leaves_the_scores():
@@ -236,7 +247,8 @@ def test_opcheck():
 def test_the_plan_can_explain_it(cpu_kernels):
     rows = explain(kv_attention, "cpu", Problem("int4", 64, 1, 128, torch.bfloat16))
     assert (rows[0][2] is None) == (cpu_kernels != "torch") and rows[1][2] is None
-    assert "multiple of 16" in native.attention_refusal(torch.float32, 64, 8, torch.float16) or cpu_kernels == "torch"
+    refusal = native.attention_refusal(torch.float32, 64, 8, torch.float16)
+    assert "multiple of 16" in refusal or cpu_kernels == "torch"
 
 
 def test_wrong_arguments_are_refused():

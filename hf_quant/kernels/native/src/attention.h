@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "portable.h"
+#include "rotation.h"
 
 namespace hfq {
 namespace HFQ_SET {
@@ -206,6 +207,16 @@ class AttentionTasks {
     return static_cast<const char*>(a_.q) + at * element_size(a_.q_dtype);
   }
 
+  void load_query(const char* from, float* values) const {
+    to_float(from, a_.q_dtype, 0, a_.D, values);
+    if (!a_.rotates) return;
+    rotate(values, a_.D);
+    if (a_.q_dtype == F32) return;
+    uint16_t rounded[kMaxHeadDim];
+    store_row(values, a_.D, rounded, a_.q_dtype, 0);
+    to_float(rounded, a_.q_dtype, 0, a_.D, values);
+  }
+
   // Tokens begin..end that a position sees.
   int64_t first_seen(int64_t position) const {
     return a_.window == 0 ? 0 : max64(0, a_.T - a_.S + position + 1 - a_.window);
@@ -218,7 +229,7 @@ class AttentionTasks {
     const int64_t tokens = step(rows);
     float *queries = scratch, *scores = queries + rows * a_.D, *panel = scores + rows * tokens;
     for (int64_t r = 0; r < rows; ++r) {
-      to_float(query(head, first + r), a_.q_dtype, 0, a_.D, queries + r * a_.D);
+      load_query(query(head, first + r), queries + r * a_.D);
       for (int64_t d = 0; d < a_.D; ++d) queries[r * a_.D + d] *= a_.scale;
       seen.top[r] = -INFINITY;
       seen.weight[r] = 0.0f;

@@ -13,8 +13,8 @@
 
 #define HFQ_SET avx2_portable
 #define HFQ_VECTOR_BYTES 32
+#include "append.h"
 #include "attention.h"
-#include "quantize.h"
 
 namespace hfq {
 namespace avx2 {
@@ -219,7 +219,7 @@ static bool matmul(const Product& p) {
 }  // namespace avx2
 
 const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2_portable::dequantize, avx2_portable::quantize_rows,
-                       avx2_portable::attention, avx2_portable::quantize};
+                       avx2_portable::attention, avx2_portable::quantize, avx2_portable::append};
 
 }  // namespace hfq
 

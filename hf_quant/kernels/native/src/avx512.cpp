@@ -13,8 +13,8 @@
 
 #define HFQ_SET avx512_portable
 #define HFQ_VECTOR_BYTES 64
+#include "append.h"
 #include "avx512_attention.h"
-#include "quantize.h"
 
 namespace hfq {
 namespace avx512 {
@@ -210,7 +210,7 @@ static void quantize_rows(const RowQuantization& q) {
 }  // namespace avx512
 
 const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
-                         avx512::attention, avx512_portable::quantize};
+                         avx512::attention, avx512_portable::quantize, avx512_portable::append};
 
 }  // namespace hfq
 

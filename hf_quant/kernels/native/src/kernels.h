@@ -46,6 +46,7 @@ struct Attention {
   const void* q;  // [B, H, S, D], as y; strides in elements
   int q_dtype;
   int64_t q_batch, q_head, q_position;
+  bool rotates;  // q, as the keys were, rounded to its dtype
   void* y;
   int64_t y_batch, y_head, y_position;
   float* lse;  // [B, H, S]
@@ -57,6 +58,28 @@ struct Attention {
   bool causal;     // position i sees tokens up to T - S + i
   int64_t window;  // and of these the last ones; 0: all
   float scale;
+  int threads;
+};
+
+// New keys, or values, [B, H, S, D] and the cache that takes their codes; a cache as in `Cache`, but with any strides.
+struct AppendedHeads {
+  int64_t D, groups;
+  bool rotates;
+  const void* x;
+  int64_t x_batch, x_head, x_token;  // elements
+  uint8_t* codes;
+  int64_t code_batch, code_head, code_token, code_element;  // bytes; an element is a word of codes, or a byte
+  void *scale, *offset;                                     // no offset for bytes
+  int scale_dtype;
+  int64_t scale_batch, scale_head, scale_token, scale_group;  // elements
+  int64_t offset_batch, offset_head, offset_token, offset_group;
+};
+
+// Token t becomes token start + t of the caches, all of which are there.
+struct Append {
+  int64_t B, H, S, start;
+  int layout, x_dtype;
+  AppendedHeads k, v;
   int threads;
 };
 
@@ -97,6 +120,7 @@ struct Kernels {
   void (*quantize_rows)(const RowQuantization&);
   bool (*attention)(const Attention&);
   bool (*quantize)(const WeightQuantization&, bool* finite);  // finite: whether every weight is
+  void (*append)(const Append&);
 };
 
 extern const Kernels kPortable;

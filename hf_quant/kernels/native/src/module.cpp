@@ -181,6 +181,7 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.q_batch = a.number();
   p.q_head = a.number();
   p.q_position = a.number();
+  p.rotates = a.integer() != 0;
   p.y = a.pointer<void>();
   p.y_batch = a.number();
   p.y_head = a.number();
@@ -201,6 +202,51 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   bool ok;
   Py_BEGIN_ALLOW_THREADS ok = active->attention(p);
   Py_END_ALLOW_THREADS return done(ok);
+}
+
+void read_appended(Arguments& a, AppendedHeads& heads) {
+  heads.D = a.number();
+  heads.groups = a.number();
+  heads.rotates = a.integer() != 0;
+  heads.x = a.pointer<const void>();
+  heads.x_batch = a.number();
+  heads.x_head = a.number();
+  heads.x_token = a.number();
+  a.number();  // 1
+  const int64_t element = a.number();
+  heads.codes = a.pointer<uint8_t>();
+  heads.code_batch = a.number() * element;
+  heads.code_head = a.number() * element;
+  heads.code_token = a.number() * element;
+  heads.code_element = a.number() * element;
+  heads.scale_dtype = a.integer();
+  heads.scale = a.pointer<void>();
+  heads.scale_batch = a.number();
+  heads.scale_head = a.number();
+  heads.scale_token = a.number();
+  heads.scale_group = a.number();
+  heads.offset = a.pointer<void>();
+  heads.offset_batch = a.number();
+  heads.offset_head = a.number();
+  heads.offset_token = a.number();
+  heads.offset_group = a.number();
+}
+
+PyObject* append(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  Append p{};
+  p.B = a.number();
+  p.H = a.number();
+  p.S = a.number();
+  p.start = a.number();
+  p.layout = a.integer();
+  p.x_dtype = a.integer();
+  read_appended(a, p.k);
+  read_appended(a, p.v);
+  p.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS active->append(p);
+  Py_END_ALLOW_THREADS return done(true);
 }
 
 // Returns whether every weight is finite.
@@ -247,7 +293,7 @@ PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(5); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(6); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
@@ -289,9 +335,11 @@ PyMethodDef methods[] = {
      "Rows to int8, see `RowQuantization` in kernels.h."},
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL,
      "Attention over quantized keys and values, see `Attention` in kernels.h; raises MemoryError."},
+    {"append", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(append)), METH_FASTCALL,
+     "New keys and values into a cache of codes, see `Append` in kernels.h."},
     {"quantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize)), METH_FASTCALL,
      "Weights to codes, scales and zero points, see `WeightQuantization` in kernels.h; raises MemoryError."},
-    {"max_head_dim", max_head_dim, METH_NOARGS, "Channels of a head that `attention` takes at most."},
+    {"max_head_dim", max_head_dim, METH_NOARGS, "Channels of a head that `attention` and `append` take at most."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},
     {"use", use, METH_O, "Use the named instruction set from now on."},

@@ -15,12 +15,12 @@
 #define HFQ_SDOT
 #define HFQ_SET neon
 #define HFQ_VECTOR_BYTES 16
+#include "append.h"
 #include "attention.h"
-#include "quantize.h"
 
 namespace hfq {
 const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
-                       neon::attention, neon::quantize};
+                       neon::attention, neon::quantize, neon::append};
 }
 
 // What follows runs on any Arm.

@@ -1,0 +1,133 @@
+"""Caches of keys and values as codes, in C++: attention that reads one, and what writes new tokens into it."""
+
+import struct
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels.codes import CodeSpec
+from hf_quant.kernels.native import _DTYPES, _INPUTS, _UNIT, _layout, _levels, _module, active, why_not
+
+
+def attention_refusal(dtype: torch.dtype, D: int, group_size: int, scale_dtype: torch.dtype | None) -> str | None:
+    """Why attention over codes of heads of D channels is not computed here, None if it is."""
+    if active() is None:
+        return why_not()
+    if dtype not in _INPUTS:
+        return f"only bf16, fp16 and fp32 queries, not {dtype}"
+    if group_size % _UNIT:
+        return f"groups of {group_size} are no multiple of {_UNIT}"
+    if scale_dtype is not None and scale_dtype not in _DTYPES:
+        return f"scales of {scale_dtype}"
+    most = _module.max_head_dim()
+    return f"heads of {D} channels; at most {most}" if D > most else None
+
+
+def attention(
+    q: Tensor,
+    keys: tuple[Tensor, Tensor, Tensor | None],
+    values: tuple[Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
+    spec: CodeSpec,
+    *,
+    is_causal: bool,
+    window: int,
+    scale: float,
+    rotates: bool,
+) -> tuple[Tensor, Tensor]:
+    """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked, and asked the refusal."""
+    B, H, S, D = q.shape
+    H_kv, T, groups = *keys[0].shape[1:3], keys[1].shape[3]
+    result, lse = torch.empty_like(q), torch.empty(B, H, S, device="cpu")
+    q = q if q.stride(3) == 1 else q.contiguous()
+    y = result if result.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device="cpu")
+    keys, values = _rows_of_cache(*keys), _rows_of_cache(*values)  # referred to until the end of the call
+    mask_arguments = (0, 0, 0, 0, 0)
+    if mask is not None:
+        mask = mask if mask.dtype == torch.bool else mask.float()
+        mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(B, H, S, T)
+        mask_arguments = (mask.data_ptr(), _DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype])
+        mask_arguments += mask.stride()[:3]
+    _module.attention(
+        *(B, H, H_kv, S, T, D, _layout(spec), _levels(spec.name, False).data_ptr(), spec.is_integer),
+        *(groups, D // groups),
+        *(q.data_ptr(), _DTYPES[q.dtype], *q.stride()[:3], rotates),
+        *(y.data_ptr(), *y.stride()[:3], lse.data_ptr()),
+        *_cache_arguments(*keys),
+        *_cache_arguments(*values),
+        *mask_arguments,
+        *(is_causal, window, *struct.unpack("I", struct.pack("f", scale)), torch.get_num_threads()),
+    )
+    return (y if y is result else result.copy_(y)), lse
+
+
+def _rows_of_cache(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same with the codes of a token in one piece, and scales and offsets at equal distances."""
+    codes = codes if codes.stride(3) == 1 else codes.contiguous()
+    if offset is not None and offset.stride() != scale.stride():
+        scale, offset = scale.contiguous(), offset.contiguous()
+    return codes, scale, offset
+
+
+def _cache_arguments(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[int, ...]:
+    size = codes.element_size()
+    return (
+        *(codes.data_ptr(), *(stride * size for stride in codes.stride()[:3])),
+        *(scale.data_ptr(), 0 if offset is None else offset.data_ptr(), _DTYPES[scale.dtype], *scale.stride()),
+    )
+
+
+def append_refusal(dtype: torch.dtype, D: int, scale_dtype: torch.dtype | None) -> str | None:
+    """Why new keys or values of D channels are not written into a cache here, None if they are."""
+    if active() is None:
+        return why_not()
+    if dtype not in _INPUTS:
+        return f"only bf16, fp16 and fp32 input, not {dtype}"
+    if scale_dtype is not None and scale_dtype not in _INPUTS:
+        return f"scales of {scale_dtype}"
+    most = _module.max_head_dim()
+    return f"heads of {D} channels; at most {most}" if D > most else None
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    start: int,
+    keys: tuple[Tensor, Tensor, Tensor | None],
+    values: tuple[Tensor, Tensor, Tensor | None],
+    spec: CodeSpec,
+    *,
+    rotates_keys: bool,
+) -> None:
+    """`kv_append`; keys and values are (codes, scale, offset). The caller has checked, and asked the refusal."""
+    B, H, S, _ = k.shape
+    skipped, end = max(-start, 0), min(S, keys[0].shape[2] - start)
+    if end <= skipped:
+        return
+    if skipped:
+        k, v, start = k[:, :, skipped:], v[:, :, skipped:], 0
+    k = k if k.stride(3) == 1 else k.contiguous()  # referred to until the end of the call
+    v = v if v.stride(3) == 1 else v.contiguous()
+    _module.append(
+        *(B, H, end - skipped, start, _layout(spec), _DTYPES[k.dtype]),
+        *_appended(k, rotates_keys, *keys),
+        *_appended(v, False, *values),
+        torch.get_num_threads(),
+    )
+
+
+def _appended(x: Tensor, rotates: bool, codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[int, ...]:
+    return (
+        x.shape[3],
+        scale.shape[3],
+        rotates,
+        x.data_ptr(),
+        *x.stride(),
+        codes.element_size(),
+        codes.data_ptr(),
+        *codes.stride(),
+        _DTYPES[scale.dtype],
+        scale.data_ptr(),
+        *scale.stride(),
+        *((0, 0, 0, 0, 0) if offset is None else (offset.data_ptr(), *offset.stride())),
+    )
