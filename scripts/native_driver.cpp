@@ -405,6 +405,20 @@ class Case : RandomCall {
   std::vector<int64_t> starts;  // rows of x of each expert, and the end of the last
 };
 
+// `rotate` of hf_quant.kernels.kv_attention, as it says.
+void rotate(std::vector<float>& x) {
+  const size_t block = x.size() & (~x.size() + 1);
+  for (size_t half = 1; half < block; half *= 2) {
+    for (size_t i = 0; i < x.size(); ++i) {
+      if (i / half % 2 != 0) continue;
+      const float low = x[i], high = x[i + half];
+      x[i] = low + high;
+      x[i + half] = low - high;
+    }
+  }
+  for (float& value : x) value *= static_cast<float>(1 / std::sqrt(static_cast<double>(block)));
+}
+
 // One random attention over a cache, with its buffers.
 class AttentionCase : RandomCall {
  public:
@@ -430,6 +444,7 @@ class AttentionCase : RandomCall {
     p.causal = random.one_in(2);
     p.window = p.causal && random.one_in(2) ? 1 + random.below(100) : 0;
     p.scale = static_cast<float>(random.between(0.05, 0.5));
+    p.rotates = random.one_in(3);
     p.threads = static_cast<int>(1 + random.below(3));
     p.mask_dtype = random.of<int>({F32, INT8});
 
@@ -468,7 +483,7 @@ class AttentionCase : RandomCall {
     char line[256];
     snprintf(line, sizeof line, "%s attention: B=%d H=%d/%d S=%d T=%d D=%d layout=%d group_size=%d window=%d", kernels.name,
              int(p.B), int(p.H), int(p.H_kv), int(p.S), int(p.T), int(p.D), p.layout, int(p.group_size), int(p.window));
-    current = line;
+    current = std::string(line) + (p.rotates ? " rotates" : "");
     if (!kernels.attention(call)) return false;
     for (int64_t b = 0; b < p.B; ++b) {
       for (int64_t h = 0; h < p.H; ++h) {
@@ -539,13 +554,19 @@ class AttentionCase : RandomCall {
   bool row_passes(const Kernels& kernels, int64_t b, int64_t h, int64_t s, const Buffer& y, const Buffer& lse) const {
     const int64_t last = p.causal ? p.T - p.S + s : p.T - 1;
     std::vector<double> weight(static_cast<size_t>(p.T), 0.0), out(static_cast<size_t>(p.D), 0.0);
-    std::vector<double> row(static_cast<size_t>(p.D));
-    for (int64_t d = 0; d < p.D; ++d) row[d] = q->at(b * p.q_batch + h * p.q_head + s * p.q_position + d, p.q_dtype);
+    std::vector<float> row(static_cast<size_t>(p.D));
+    for (int64_t d = 0; d < p.D; ++d)
+      row[d] = static_cast<float>(q->at(b * p.q_batch + h * p.q_head + s * p.q_position + d, p.q_dtype));
+    if (p.rotates) rotate(row);
+    for (float& x : row) {  // what is not rotated is rounded already
+      if (p.q_dtype == BF16) x = bf16_to_float(float_to_bf16(x));
+      if (p.q_dtype == F16) x = f16_to_float(float_to_f16(x));
+    }
     double sum = 0;
     for (int64_t t = 0; t <= last; ++t) {
       if (p.window != 0 && t <= last - p.window) continue;
       double score = 0;
-      for (int64_t d = 0; d < p.D; ++d) score += row[d] * keys[t * p.D + d];
+      for (int64_t d = 0; d < p.D; ++d) score += double(row[d]) * keys[t * p.D + d];
       score *= p.scale;
       const int64_t at = b * p.mask_batch + h * p.mask_head + s * p.mask_position + t;
       if (p.mask != nullptr && p.mask_dtype == F32) score += mask->at(at, F32);
@@ -758,6 +779,185 @@ class QuantizationCase : RandomCall {
   Memory weight, global, factors, levels;
 };
 
+// New keys and values for a cache, random strides of which have gaps that nobody may write to.
+class AppendCase : RandomCall {
+ public:
+  explicit AppendCase(Random& random) : RandomCall(random) {
+    p.B = 1 + random.below(2);
+    p.H = 1 + random.below(3);
+    p.S = random.one_in(4) ? random.below(60) : 1 + random.below(3);
+    tokens = p.S + random.below(4);
+    p.start = random.below(tokens - p.S + 1);
+    p.layout = random.of<int>({PACKED2, PACKED4, PACKED4, BYTES_INT, BYTES_FLOAT});
+    p.x_dtype = random.of<int>({F32, BF16, F16});
+    p.threads = static_cast<int>(1 + random.below(3));
+    make_heads(p.k, k);
+    make_heads(p.v, v);
+    p.k.rotates = random.one_in(2);
+  }
+
+  // Whether what is written is right, the same as by the first kernels that were asked, and nothing else is.
+  bool passes(const Kernels& kernels) {
+    Append call = p;
+    Result keys(*this, p.k), values(*this, p.v);
+    keys.give(call.k);
+    values.give(call.v);
+    char line[256];
+    snprintf(line, sizeof line,
+             "%s append: B=%d H=%d S=%d start=%d layout=%d dtype=%d D=%d, %d groups=%d, %d rotates=%d scale_dtype=%d, %d",
+             kernels.name, int(p.B), int(p.H), int(p.S), int(p.start), p.layout, p.x_dtype, int(p.k.D), int(p.v.D),
+             int(p.k.groups), int(p.v.groups), p.k.rotates, p.k.scale_dtype, p.v.scale_dtype);
+    current = line;
+    kernels.append(call);
+    std::vector<uint8_t> bytes;
+    keys.add_to(bytes);
+    values.add_to(bytes);
+    if (!first.empty()) return bytes == first || wrong(kernels, "differs from the others");
+    first = bytes;
+    for (auto [heads, x, result] : {Part{&p.k, &k, &keys}, Part{&p.v, &v, &values}}) {
+      for (int64_t row = 0; row < p.B * p.H * p.S; ++row)
+        if (!row_passes(kernels, *heads, **x, *result, row % p.S, row / p.S % p.H, row / p.S / p.H)) return false;
+      if (!result->untouched()) return wrong(kernels, "something else was written to");
+    }
+    return true;
+  }
+
+ private:
+  struct Result {
+    Result(AppendCase& of, const AppendedHeads& heads)
+        : codes(of.make(sizes[0] = of.p.B * heads.code_batch, true)),
+          scale(of.make(sizes[1] = of.p.B * heads.scale_batch * element_size(heads.scale_dtype), true)),
+          offset(of.make(sizes[2] = of.p.B * heads.offset_batch * element_size(heads.scale_dtype), true)) {}
+    void give(AppendedHeads& heads) const {
+      heads.codes = codes->data;
+      heads.scale = scale->data;
+      heads.offset = heads.offset_batch == 0 ? nullptr : offset->data;
+    }
+    void add_to(std::vector<uint8_t>& bytes) const {
+      int i = 0;
+      for (const Memory* part : {&codes, &scale, &offset}) {
+        bytes.insert(bytes.end(), (*part)->data, (*part)->data + sizes[i]);
+        ++i;
+      }
+    }
+    // Whether all that was not read, which makes it garbage again, is garbage.
+    bool untouched() const {
+      std::vector<uint8_t> bytes;
+      add_to(bytes);
+      return std::all_of(bytes.begin(), bytes.end(), [](uint8_t byte) { return byte == kGarbage; });
+    }
+    static double take(const Memory& memory, int64_t i, int dtype) {
+      const double value = memory->at(i, dtype);
+      memset(memory->data + i * element_size(dtype), kGarbage, static_cast<size_t>(element_size(dtype)));
+      return value;
+    }
+    int64_t sizes[3];
+    Memory codes, scale, offset;
+  };
+
+  struct Part {
+    const AppendedHeads* heads;
+    const Memory* x;
+    const Result* result;
+  };
+
+  void make_heads(AppendedHeads& heads, Memory& x) {
+    const bool packed = p.layout < BYTES_INT;
+    const int64_t unit = packed ? 32 / bits_of(p.layout) : 1, element = packed ? 4 : 1;
+    heads.D = unit * (1 + random_.below(random_.one_in(3) ? kMaxHeadDim / unit : 12));
+    do {
+      heads.groups = 1 + random_.below(std::min<int64_t>(heads.D, 40));
+    } while (heads.D % heads.groups != 0);
+    const bool by_head = random_.one_in(2);
+    const int64_t row = heads.D + random_.below(3);
+    heads.x_head = by_head ? row * p.S : row;
+    heads.x_token = by_head ? row : row * p.H;
+    heads.x_batch = row * p.S * p.H;
+    heads.x = fill(x, p.B * heads.x_batch, p.x_dtype, true,
+                   [&] { return random_.between(-1, 1) * random_.between(0, 1); });
+    heads.code_element = element * random_.of<int64_t>({1, 1, 2});
+    heads.code_token = heads.D / unit * heads.code_element + random_.of<int64_t>({0, 0, 3});
+    heads.code_head = heads.code_token * tokens;
+    heads.code_batch = heads.code_head * p.H;
+    heads.scale_dtype = random_.of<int>({F32, BF16, F16});
+    heads.scale_group = random_.of<int64_t>({1, 1, 2});
+    heads.scale_token = heads.groups * heads.scale_group;
+    heads.scale_head = heads.scale_token * tokens + random_.below(2);
+    heads.scale_batch = heads.scale_head * p.H;
+    if (!packed) return;
+    heads.offset_token = random_.of<int64_t>({1, 2});
+    heads.offset_group = heads.offset_token * tokens;
+    heads.offset_head = heads.offset_group * heads.groups;
+    heads.offset_batch = heads.offset_head * p.H;
+  }
+
+  bool wrong(const Kernels& kernels, const char* what) const {
+    fprintf(stderr, "%s: %s\n", kernels.name, what);
+    return false;
+  }
+
+  // Each code is nearer to its value than the next ones are, and scales are as good as those of the range of the values.
+  bool row_passes(const Kernels& kernels, const AppendedHeads& heads, const Buffer& x, const Result& result, int64_t t,
+                  int64_t h, int64_t b) const {
+    const int bits = bits_of(p.layout);
+    const int64_t token = p.start + t, size = heads.D / heads.groups;
+    const int64_t element = bits == 8 ? 1 : 4;
+    const int64_t row = b * heads.code_batch + h * heads.code_head + token * heads.code_token;
+    const int64_t scales = b * heads.scale_batch + h * heads.scale_head + token * heads.scale_token;
+    const int64_t offsets = b * heads.offset_batch + h * heads.offset_head + token * heads.offset_token;
+    std::vector<float> values(static_cast<size_t>(heads.D));
+    for (int64_t d = 0; d < heads.D; ++d)
+      values[d] = static_cast<float>(x.at(b * heads.x_batch + h * heads.x_head + t * heads.x_token + d, p.x_dtype));
+    if (heads.rotates) rotate(values);
+    std::vector<uint8_t> codes;
+    for (int64_t i = 0; i < heads.D * bits / 8; ++i) {
+      uint8_t& code = result.codes->data[row + i / element * heads.code_element + i % element];
+      codes.push_back(code);
+      code = kGarbage;
+    }
+    for (int64_t g = 0; g < heads.groups; ++g) {
+      const double scale = result.take(result.scale, scales + g * heads.scale_group, heads.scale_dtype);
+      const double offset =
+          bits == 8 ? 0 : result.take(result.offset, offsets + g * heads.offset_group, heads.scale_dtype);
+      const auto value_of = [&](uint32_t code) {
+        const double level = p.layout == BYTES_FLOAT ? decode(code, E4M3)
+                             : p.layout == BYTES_INT ? decode(code, INT8)
+                                                     : double(code) - (1 << (bits - 1));
+        return level * scale + offset;
+      };
+      const auto [low, high] = std::minmax_element(values.begin() + g * size, values.begin() + (g + 1) * size);
+      const double most = (1 << bits) - 1, span = (double(*high) - *low) * (bits == 2 ? 0.75 : 1);
+      const double start = (double(*high) + *low - span) / 2, step = span / most;
+      double error = 0, allowed = 0;
+      for (int64_t d = g * size; d < (g + 1) * size; ++d) {
+        const int own = static_cast<int>(code_of(codes.data(), p.layout, d));
+        const double found = std::fabs(value_of(own) - values[d]);
+        for (int code = std::max(own - 3, 0); code <= std::min(own + 3, (1 << bits) - 1); ++code) {
+          if (bits == 8 && (p.layout == BYTES_INT ? code == 128 : code % 128 == 127)) continue;  // -128 and NaN
+          if (found > std::fabs(value_of(code) - values[d]) + 1e-6 * (scale + std::fabs(offset) + std::fabs(values[d])))
+            return wrong(kernels, "not the nearest code");
+        }
+        error += found * found;
+        const double by_range = step == 0 ? 0 : std::min(std::max(std::nearbyint((values[d] - start) / step), 0.0), most);
+        allowed += std::pow(start + by_range * step - values[d], 2);
+      }
+      const double top = std::max(std::fabs(double(*low)), std::fabs(double(*high))), slack = top / 100 + 1e-6;
+      const double largest = p.layout == BYTES_FLOAT ? 448 : 127;
+      const double rounded = rounding(scale, heads.scale_dtype) * largest + 1e-6 * top;
+      if (bits != 8 && std::sqrt(error) > std::sqrt(allowed) + slack * std::sqrt(double(size)))
+        return wrong(kernels, "a larger error than by the range");
+      if (bits == 8 && top > 1e-3 && std::fabs(scale * largest - top) > rounded)
+        return wrong(kernels, "scale");
+    }
+    return true;
+  }
+
+  Append p{};
+  int64_t tokens;  // of the caches
+  std::vector<uint8_t> first;  // what the first kernels gave
+  Memory k, v;
+};
+
 }  // namespace
 
 #ifdef GUARD_SCRATCH
@@ -805,8 +1005,10 @@ int main(int argc, char** argv) {
       Case it(random, has_bf16);
       AttentionCase attention(random);
       QuantizationCase weight(random);
+      AppendCase appended(random);
       for (const Kernels* kernels : sets) {
-        if (it.passes(*kernels) && attention.passes(*kernels) && weight.passes(*kernels)) continue;
+        if (it.passes(*kernels) && attention.passes(*kernels) && weight.passes(*kernels) && appended.passes(*kernels))
+          continue;
         print_current();
         failed = true;
       }
