@@ -896,7 +896,7 @@ class AppendCase : RandomCall {
     return false;
   }
 
-  // Each code is nearer to its value than the next ones are, and scales are as good as those of the range of the values.
+  // Each code is nearer to its value than the next ones are, and scales are as good as those of the range of values.
   bool row_passes(const Kernels& kernels, const AppendedHeads& heads, const Buffer& x, const Result& result, int64_t t,
                   int64_t h, int64_t b) const {
     const int bits = bits_of(p.layout);
@@ -938,7 +938,8 @@ class AppendCase : RandomCall {
             return wrong(kernels, "not the nearest code");
         }
         error += found * found;
-        const double by_range = step == 0 ? 0 : std::min(std::max(std::nearbyint((values[d] - start) / step), 0.0), most);
+        const double level = step == 0 ? 0 : std::nearbyint((values[d] - start) / step);
+        const double by_range = std::min(std::max(level, 0.0), most);
         allowed += std::pow(start + by_range * step - values[d], 2);
       }
       const double top = std::max(std::fabs(double(*low)), std::fabs(double(*high))), slack = top / 100 + 1e-6;

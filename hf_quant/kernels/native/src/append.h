@@ -10,8 +10,8 @@
 namespace hfq {
 namespace HFQ_SET {
 
-// GCC takes HFQ_UNFUSED for a wish to compile a function otherwise in more ways, of which one is that comparisons do not
-// vectorize. Loops are functions of their own, therefore, which neither add to a product nor are inlined where it is.
+// HFQ_UNFUSED costs other options of the compiler as well: loops with comparisons no longer vectorize (GCC 12, a fit of
+// 64 values 230 ns instead of 60). Loops are functions of their own, therefore; none of them adds to a product.
 #define HFQ_LOOP __attribute__((noinline))
 
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
