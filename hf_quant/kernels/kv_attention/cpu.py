@@ -71,7 +71,7 @@ def kv_attention_cpu(
             spec,
             scale,
         )
-        y, lse = merge(y, lse, *part)
+        y, lse = op.merge(y, lse, *part)
     return torch.empty_like(q).copy_(y), lse
 
 
@@ -124,10 +124,3 @@ def kv_append_cpu(
     if k.numel() != 0:
         first = 0 if start is None else int(start)
         native.append(k, v, first, keys, values, CODES[format], rotates_keys=rotates_keys)
-
-
-def merge(y: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two parts of the tokens -> over both: y [B, H, S, D], log-sum-exp [B, H, S], all fp32."""
-    total = torch.logaddexp(lse, more_lse)
-    safe = total.masked_fill(total.isneginf(), 0.0)
-    return y * (lse - safe).exp().unsqueeze(-1) + more * (more_lse - safe).exp().unsqueeze(-1), total

@@ -202,6 +202,13 @@ def _kv_attention_fake(
 kv_attention = define_op("kv_attention", kv_attention_reference, _kv_attention_fake)
 
 
+def merge(y: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two parts of the tokens -> over both: y [B, H, S, D], log-sum-exp [B, H, S], all fp32."""
+    total = torch.logaddexp(lse, more_lse)
+    safe = total.masked_fill(total.isneginf(), 0.0)
+    return y * (lse - safe).exp().unsqueeze(-1) + more * (more_lse - safe).exp().unsqueeze(-1), total
+
+
 # The range of a group of asymmetric codes is this part of that of its values, before `_fitted` moves it: few levels
 # serve the many values of the middle better than the two at the ends.
 FIRST_RANGE = {4: 1.0, 2: 0.75}  # by bits

@@ -11,7 +11,14 @@ from hf_quant.formats import FORMATS
 from hf_quant.kernels import hadamard, kv_attention
 from hf_quant.kernels._op import Problem, explain
 from hf_quant.kernels.kv_attention import cpu
-from hf_quant.kernels.kv_attention.op import code_width, decode_heads, kv_attention_reference, rotate, rotation_block
+from hf_quant.kernels.kv_attention.op import (
+    code_width,
+    decode_heads,
+    kv_attention_reference,
+    merge,
+    rotate,
+    rotation_block,
+)
 from hf_quant.kernels.native import attention as native
 from hf_quant.testing import assert_close
 from hf_quant.tests.kernels.test_unaligned_weights import unaligned
@@ -153,7 +160,7 @@ def test_long_contexts_are_split_and_merged(format, monkeypatch):
     first, second = ([[p if p is None else p[:, :, s] for p in part] for part in parts] for s in _halves(1100))
     before = kv_attention(q, *first[0], *first[1], None, None, format=format, **PLAIN)
     after = kv_attention(q, *second[0], *second[1], None, None, format=format, **CAUSAL)
-    merged, merged_lse = cpu.merge(*before, *after)
+    merged, merged_lse = merge(*before, *after)
     assert_close(merged, y, rms=2e-6)
     assert torch.allclose(merged_lse, lse, atol=1e-5)
 

@@ -1,0 +1,89 @@
+"""The quantized KV cache: `QuantizedCache`, its `KVCacheConfig`, and the attention that reads its codes."""
+
+from typing import Any
+
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+)
+
+from hf_quant.kv_cache._attention import attend
+from hf_quant.kv_cache._config import KVCacheConfig
+from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer, QuantizedStaticLayer
+from hf_quant.kv_cache._states import QuantizedStates
+
+
+__all__ = ["KVCacheConfig", "QuantizedCache", "QuantizedStates", "attend"]
+
+
+class QuantizedCache(DynamicCache):
+    """A KV cache in 8, 4 or 2 bits for any model of transformers that takes a cache.
+
+        model.generate(**inputs, past_key_values=QuantizedCache(model.config, "int4"))
+
+    Each token is quantized once, when it comes. Attention reads the codes: with the attention implementations "sdpa"
+    (the default of transformers), "flash_attention_2", "flash_attention_3", "flex_attention" and "hf_quant"; any other
+    dequantizes the layer that it reads, and a warning says so. The first states that an empty cache gets, a prompt
+    that is read at once, meet each other in 16 bit.
+
+    Layers with full attention and, unless `max_cache_len` is given, sliding windows are quantized. What else a model
+    keeps (states of linear attention, indexers, windows of fixed size) stays as transformers has it.
+
+    Args:
+        config: of the model.
+        kv_cache: a format ("int8", "fp8", "int4", "int2"), a `KVCacheConfig`, or a dict of its fields.
+        max_cache_len: None: the cache grows. A number of tokens: memory that stays where it is, for `torch.compile`
+            and CUDA graphs.
+        offloading: keep the layers that are not in use in the memory of the CPU.
+
+    Raises:
+        ValueError: on a format that does not exist, or a model of which no layer would be quantized.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        kv_cache: KVCacheConfig | str | dict = "int8",
+        *,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+    ) -> None:
+        from hf_quant.kv_cache import _interface  # imports the models' module of transformers
+
+        _interface.register()
+        self.kv_cache = KVCacheConfig.of(kv_cache)
+        if max_cache_len is None:
+            host = DynamicCache(config=config)
+        else:
+            host = StaticCache(config=config, max_cache_len=max_cache_len)
+        layers = [self._quantized(layer) for layer in host.layers]
+        if not any(is_quantized(layer) for layer in layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+            raise ValueError(f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}")
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
+
+    def _quantized(self, layer: Any) -> Any:
+        """The layer in the place of the host's; the same where there is none."""
+        kind = type(layer)
+        if kind is DynamicLayer:
+            return QuantizedLayer(self.kv_cache)
+        if kind is DynamicSlidingWindowLayer:
+            return QuantizedSlidingWindowLayer(self.kv_cache, layer.sliding_window)
+        return QuantizedStaticLayer(self.kv_cache, layer.max_cache_len) if kind is StaticLayer else layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the quantized layers take: codes, scales, 16-bit tokens, and room to grow."""
+        return sum(layer.nbytes for layer in self.layers if is_quantized(layer))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.kv_cache.format}, layers={self.layers})"
+
+
+def is_quantized(layer: Any) -> bool:
+    """Whether a layer of a cache keeps codes."""
+    return isinstance(layer, QuantizedLayer | QuantizedSlidingWindowLayer | QuantizedStaticLayer)

@@ -1,0 +1,92 @@
+"""Attention over quantized states: the codes by the kernel, the 16-bit tokens by torch's ops, put together."""
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels import kv_attention
+from hf_quant.kernels._op import direct
+from hf_quant.kernels.kv_attention.op import merge
+from hf_quant.kv_cache._states import QuantizedStates
+
+
+_kv_attention = direct(kv_attention)
+
+
+def attend(
+    q: Tensor,
+    keys: QuantizedStates,
+    values: QuantizedStates,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    window: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(q @ keys.T * scale + mask) @ values -> ([B, H, S, D] as q, log-sum-exp of the scores fp32 [B, H, S]).
+
+    mask: boolean or to be added, [B|1, H|1, S|1, T]. is_causal: the positions of q are the last ones that the states
+    hold; with a window they see only the last ones before them. Several positions see 16-bit tokens where all of them
+    were kept: `recents` of the states, if there are no more positions than that.
+    """
+    options = {"format": keys.kind.format, "scale": scale, "rotates_keys": keys.kind.rotated}
+    if keys.window is None:
+        causal = {"is_causal": is_causal, "window": window if is_causal else 0}
+        return _kv_attention(q, *keys.parts, *values.parts, mask, keys.length, **causal, **options)
+    S, sinks = q.shape[2], keys.kind.sinks
+    reads_recents = 0 < S <= keys.kind.recents
+    if keys.span is None:
+        first, last = sinks, None
+        length = keys.length - sinks - (keys.kind.recents if reads_recents else 0)
+    else:
+        start, end, recent = keys.span
+        first, length = max(sinks - start, 0), None
+        last = max((recent if reads_recents else end) - start, first)
+    tokens = slice(first, last)
+    codes = [[part if part is None else part[:, :, tokens] for part in states.parts] for states in (keys, values)]
+    seen = None if mask is None else mask[..., tokens]
+    if is_causal and window and reads_recents:  # dynamic windows only: the codes end before the positions do
+        behind = torch.arange(end - S, end, device=q.device).unsqueeze(1) - torch.arange(first, last, device=q.device)
+        seen = _and(seen, behind - start < window)
+    causal = is_causal and not reads_recents
+    causal = {"is_causal": causal, "window": window if causal else 0}
+    y, lse = _kv_attention(q, *codes[0], *codes[1], seen, length, **causal, **options)
+    more = _attend_window(q, keys, values, mask, is_causal, window, scale, reads_recents)
+    y, lse = merge(y.float(), lse, *more)
+    return torch.empty_like(q).copy_(y), lse
+
+
+def _and(mask: Tensor | None, seen: Tensor) -> Tensor:
+    """A mask less what is not seen, bool [S, T]."""
+    if mask is None:
+        return seen[None, None]
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+
+
+def _attend_window(
+    q: Tensor,
+    keys: QuantizedStates,
+    values: QuantizedStates,
+    mask: Tensor | None,
+    is_causal: bool,
+    window: int,
+    scale: float | None,
+    reads_recents: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the tokens in 16 bit -> (y fp32 [B, H, S, D], lse fp32 [B, H, S])."""
+    (B, H, S, D), H_kv = q.shape, keys.shape[1]
+    count = keys.kind.sinks + (keys.kind.recents if reads_recents else 0)
+    positions = keys.window_positions()[:count]
+    end: int | Tensor = keys.length if keys.span is None else keys.span.end
+    first = 0 if keys.span is None else keys.span.start
+    seen = (positions >= first).expand(S, -1)
+    if is_causal:
+        behind = (end - S + torch.arange(S, device=q.device)).unsqueeze(1) - positions
+        seen = seen & (behind >= 0) & ((behind < window) if window else True)
+    seen = _and(None if mask is None else mask.index_select(-1, (positions - first).clamp(min=0)), seen)
+    k, v = (states.window[:, :, :count].float() for states in (keys, values))
+    scores = q.float().reshape(B, H_kv, H // H_kv * S, D) @ k.mT * (D**-0.5 if scale is None else scale)
+    scores = scores.view(B, H, S, count)
+    scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen.float()
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()
+    return (weights.view(B, H_kv, -1, count) @ v).view(B, H, S, D), lse

@@ -1,0 +1,123 @@
+"""`KVCacheConfig`: the format of a quantized cache, and what it takes per token."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_quant.formats import ALIASES
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.kv_attention.op import CACHE_FORMATS, code_width
+
+
+class Defaults(NamedTuple):
+    group_size: int | None  # None: one group per head
+    rotate_keys: bool
+    sink_tokens: int
+    recent_tokens: int
+
+
+# The smallest that keep the perplexity of a trained model: `scripts/eval_quality.py --kv-cache`.
+DEFAULTS = {
+    "int8": Defaults(None, False, 0, 0),
+    "fp8_e4m3": Defaults(None, False, 0, 0),
+    "int4": Defaults(64, True, 0, 0),
+    "int2": Defaults(32, True, 4, 64),
+}
+PREFILL_CHUNK = 4096  # tokens
+
+
+class Layout(NamedTuple):
+    """What the codes of the keys or values of one head take, for one token."""
+
+    D: int
+    width: int  # elements of the format's dtype
+    groups: int
+    numbers: int  # stored per group: 1 a scale, 2 a scale and an offset
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """How keys and values are kept: one number per group of channels says how large, the rest are codes.
+
+    Args:
+        format: "int8" and "fp8": 8 bits and a scale; "int4", "int2": 4 and 2 bits, a scale and an offset.
+        group_size: channels of a head that share a scale. Default: int8 and fp8 all of a head, int4 64, int2 32. Where
+            it does not divide a head, the next larger multiple of 16 that does, or all of it.
+        rotate_keys: spread keys over their channels by a Hadamard rotation (queries are rotated, too, so the scores
+            stay): for the channels that are much larger than the others in many models. Default: int4 and int2.
+        sink_tokens: how many of the first tokens are kept in 16 bit, too, and read there. Default: int2 4, else 0.
+        recent_tokens: how many of the last tokens are kept in 16 bit, too, and read there. Default: int2 64, else 0.
+        prefill_chunk_size: `generate` reads longer prompts in parts of so many tokens: the memory that the layers need
+            does not grow with the prompt then. None: all at once.
+
+    Raises:
+        ValueError: on a format that is none of these, or a number that is out of range.
+    """
+
+    format: str
+    group_size: int | None = None
+    rotate_keys: bool | None = None
+    sink_tokens: int | None = None
+    recent_tokens: int | None = None
+    prefill_chunk_size: int | None = PREFILL_CHUNK
+
+    def __post_init__(self) -> None:
+        name = self.format.lower() if isinstance(self.format, str) else self.format
+        name = ALIASES.get(name, name) if isinstance(name, str) else name
+        if name not in DEFAULTS:
+            raise ValueError(f"the format of a cache is {self.format!r}; allowed: {', '.join(CACHE_FORMATS)}, fp8")
+        object.__setattr__(self, "format", name)
+        for field, least in (("group_size", 16), ("sink_tokens", 0), ("recent_tokens", 0), ("prefill_chunk_size", 1)):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"{field} of a cache is {value!r}; needs an integer from {least}, or None")
+        if self.group_size is not None and self.group_size % 16:
+            raise ValueError(f"group_size of a cache is {self.group_size}; needs a multiple of 16, or None")
+        if not isinstance(self.rotate_keys, bool | None):
+            raise ValueError(f"rotate_keys is {self.rotate_keys!r}; needs True, False or None")
+
+    @classmethod
+    def of(cls, value: "KVCacheConfig | str | dict") -> "KVCacheConfig":
+        """From what a user may write: a config, a format, or a dict of the fields above. Raises ValueError."""
+        if isinstance(value, KVCacheConfig):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        known = [field.name for field in fields(cls)]
+        if not isinstance(value, dict) or "format" not in value or not set(value) <= set(known):
+            raise ValueError(f"kv_cache is {value!r}; needs a format, or a dict with `format` and any of {known[1:]}")
+        return cls(**value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are not at their default, `format` first."""
+        return {n: v for n, v in asdict(self).items() if n == "format" or v != getattr(KVCacheConfig, n)}
+
+    def resolved(self) -> "KVCacheConfig":
+        """With what None stands for."""
+        chosen = {
+            name: value if getattr(self, name) is None else getattr(self, name)
+            for name, value in DEFAULTS[self.format]._asdict().items()
+        }
+        return KVCacheConfig(self.format, **chosen, prefill_chunk_size=self.prefill_chunk_size)
+
+    def layout(self, D: int) -> Layout:
+        """Of heads of D channels. Raises ValueError if their codes do not fill words of 32 bits."""
+        spec, size = CODES[self.format], self.resolved().group_size
+        if spec.is_packed and D * spec.bits % 32:
+            fitting = ", ".join(n for n in CACHE_FORMATS if not CODES[n].is_packed or D * CODES[n].bits % 32 == 0)
+            raise ValueError(
+                f"heads of {D} channels: their {self.format} codes do not fill words of 32 bits; allowed: {fitting}"
+            )
+        size = D if size is None else next((g for g in range(size, D, 16) if D % g == 0), D)
+        return Layout(D, code_width(spec, D), D // size, 2 if spec.is_packed else 1)
+
+    def bytes_per_token(self, D: int) -> int:
+        """Of the keys, or the values, of one head; without what `sink_tokens` and `recent_tokens` keep."""
+        layout = self.layout(D)
+        return layout.width * CODES[self.format].dtype.itemsize + 2 * layout.groups * layout.numbers
+
+
+def scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of scales and offsets in a cache for states of a dtype: 16 bits with the range of the states."""
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16

@@ -1,0 +1,143 @@
+"""Attention of transformers over a quantized cache, and masks that do not grow with it.
+
+A `QuantizedCache` returns `QuantizedStates`. The attention functions in the registry of transformers are wrapped: they
+go on serving plain tensors, and quantized states go to the kernel that reads their codes. "hf_quant" is one more name
+in that registry, for models whose config asks for a quantized cache: where "sdpa" makes a mask of all pairs,
+[B, 1, S, T], and that is large, it takes one of padding alone, [B, T].
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from hf_quant.kernels.kv_attention.op import visible
+from hf_quant.kv_cache._attention import attend
+from hf_quant.kv_cache._states import QuantizedStates
+
+
+NAME = "hf_quant"
+LARGE_MASK = 2**24  # bytes; smaller ones are made as for "sdpa"
+_WRAPPED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention implementation "hf_quant" for plain tensors: "sdpa", causal from the lower right corner on.
+
+    query [B, H, S, D] -> ([B, S, H, D], None). attention_mask: None, of padding [B, T], or of all pairs [B, 1, S, T].
+    """
+    S, T = query.shape[2], key.shape[2]
+    is_padding = attention_mask is not None and attention_mask.dim() == 2
+    if S > 1 and (is_padding or (attention_mask is None and T > S and _is_causal(module, kwargs))):
+        seen = visible(S, T, T, kwargs.get("sliding_window") or 0, query.device)
+        attention_mask = seen & attention_mask[:, None, None, -T:] if is_padding else seen[None, None]
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of "hf_quant": None or padding, bool [B, T], for a part of a long prompt; else what "sdpa" takes."""
+    is_large = q_length > 1 and batch_size * q_length * kv_length >= LARGE_MASK
+    if is_large and mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True):
+        # The positions are the last ones: not so in a cache of fixed size, where q_offset is a tensor.
+        if isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length:
+            padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+            return None if padding is None or bool(padding.all()) else padding
+    sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    return sdpa_mask(*sizes, **kwargs)
+
+
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    given = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if given is None else given
+
+
+def _reading_codes(host: Callable) -> Callable:
+    """An attention function that reads the codes of quantized states, and is `host` for everything else."""
+
+    @wraps(host)
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        if isinstance(key, QuantizedStates):
+            found = _attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+            if found is not None:
+                return found, None
+        key, value = (x.noted().dequantize() if isinstance(x, QuantizedStates) else x for x in (key, value))
+        return host(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+    return forward
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: QuantizedStates,
+    value: Tensor,
+    mask: Any,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """[B, S, H, D] from the codes; None if they cannot serve this attention."""
+    S, D, T = *query.shape[2:], key.shape[2]
+    has_codes = isinstance(value, QuantizedStates) and key.shape[3] == value.shape[3] == D
+    if not has_codes or dropout or kwargs.get("softcap") is not None or not isinstance(mask, Tensor | None):
+        return None
+    causal, window = False, 0
+    if mask is None or mask.dim() == 2:  # else the mask says both
+        causal = _is_causal(module, kwargs)
+        window = (kwargs.get("sliding_window") or 0) if causal else 0
+    if mask is not None:
+        mask = (mask[:, None, None, :].bool() if mask.dim() == 2 else mask)[..., :T]
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        bias = bias[..., :T]
+        if mask is not None:
+            bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+        mask = bias
+    y, lse = attend(query, key, value, mask, is_causal=causal and (S > 1 or window > 0), window=window, scale=scaling)
+    sinks = kwargs.get("s_aux")
+    if sinks is not None:  # one more score for each head, with no value
+        y = (y * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)).to(y.dtype)
+    return y.transpose(1, 2).contiguous()
+
+
+@cache
+def register() -> None:
+    """Have transformers know all this; once."""
+    AttentionInterface.register(NAME, _reading_codes(attention_forward))
+    AttentionMaskInterface.register(NAME, padding_mask)
+    for name in _WRAPPED:
+        host = AttentionInterface._global_mapping.get(name)
+        if host is not None:
+            AttentionInterface.register(name, _reading_codes(host))

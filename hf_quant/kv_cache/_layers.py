@@ -1,0 +1,340 @@
+"""Cache layers of transformers that keep codes: growing, growing within a sliding window, of fixed size.
+
+A token is quantized when it comes and never again. The first states that an empty layer gets are returned as they are:
+the attention of a prompt that is read at once is exact, whatever computes it. From then on a layer returns
+`QuantizedStates`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from hf_quant.kernels import kv_append
+from hf_quant.kernels._op import direct
+from hf_quant.kernels.codes import CODES
+from hf_quant.kv_cache._config import KVCacheConfig, scale_dtype
+from hf_quant.kv_cache._states import Kind, QuantizedStates, Span
+
+
+BLOCK = 256  # tokens; a growing layer grows by at least so many, and by a sixteenth
+_kv_append = direct(kv_append)
+
+
+class _Codes:
+    """What the three kinds of layers share: tensors of codes, how states get into them and out of them."""
+
+    config: KVCacheConfig
+    is_initialized: bool
+
+    def _set_config(self, config: KVCacheConfig) -> None:
+        self.config = config.resolved()
+        for name in _TENSORS:
+            setattr(self, name, None)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
+        """Room for `capacity` tokens of heads like those of the states. Raises ValueError if they have no codes."""
+        for what, states in (("keys", key_states), ("values", value_states)):
+            if states.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+                raise ValueError(f"{what} are {states.dtype}; a quantized cache takes float16, bfloat16 and float32")
+        config = self.config
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        window = config.sink_tokens + config.recent_tokens
+        spec = CODES[config.format]
+        options = {"device": self.device}
+        for which, states in (("k", key_states), ("v", value_states)):
+            layout = config.layout(states.shape[-1])
+            shape = (*states.shape[:2], capacity)
+            codes = torch.zeros(*shape, layout.width, dtype=spec.dtype, **options)
+            pairs = torch.zeros(*shape, layout.groups, layout.numbers, dtype=scale_dtype(self.dtype), **options)
+            kept = (*states.shape[:2], window + 1, layout.D)
+            setattr(self, f"{which}_codes", codes)
+            setattr(self, f"{which}_pairs", pairs)
+            setattr(self, f"{which}_window", torch.zeros(kept, dtype=self.dtype, **options) if window else None)
+        kind = (config.sink_tokens, config.recent_tokens, self.dtype)
+        self.key_kind = Kind(config.format, key_states.shape[-1], config.rotate_keys, *kind)
+        self.value_kind = Kind(config.format, value_states.shape[-1], False, *kind)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in _TENSORS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.is_initialized:
+            for name, tensor in self._tensors():
+                setattr(self, name, function(tensor))
+
+    def _append(self, keys: Tensor, values: Tensor, start: Tensor | None, tokens: slice) -> None:
+        """Write states into the columns `tokens`, from `start` in them on."""
+        parts = []
+        for which in ("k", "v"):
+            codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
+            parts += [codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None]
+        options = {"format": self.config.format, "rotates_keys": self.config.rotate_keys}
+        _kv_append(keys, values, start, *parts, **options)
+
+    def _keep(self, keys: Tensor, values: Tensor, start: int | Tensor) -> None:
+        """Keep the first and the last tokens in 16 bit; these states begin at position `start`."""
+        sinks, recents, S = self.config.sink_tokens, self.config.recent_tokens, keys.shape[2]
+        trash = sinks + recents
+        for window, states in ((self.k_window, keys), (self.v_window, values)):
+            if sinks and not (isinstance(start, int) and start >= sinks):
+                positions = start + torch.arange(min(S, sinks), device=self.device)
+                slots = torch.where(positions < sinks, positions, trash)
+                window.index_copy_(2, slots, states[:, :, :sinks])
+            if recents:
+                count = min(S, recents)
+                positions = start + torch.arange(S - count, S, device=self.device)
+                window.index_copy_(2, sinks + positions % recents, states[:, :, S - count :])
+
+    def _get(self, which: str, tokens: slice, length: Tensor | None, span: Span | None) -> QuantizedStates:
+        codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
+        kind = self.key_kind if which == "k" else self.value_kind
+        return QuantizedStates(codes, pairs, getattr(self, f"{which}_window"), length, kind, span)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that this layer takes."""
+        return sum(tensor.nbytes for _, tensor in self._tensors()) if self.is_initialized else 0
+
+    # The host's own methods, on all tensors.
+
+    def offload(self) -> None:
+        self._apply(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized and self.k_codes.device != self.device:
+            self._apply(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._apply(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._apply(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._count_batch()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._apply(lambda tensor: tensor[indices, ...])
+        self._count_batch()
+
+    def _count_batch(self) -> None:
+        if self.is_initialized:
+            self.batch_size = self.k_codes.shape[0]
+
+
+_TENSORS = ("k_codes", "k_pairs", "k_window", "v_codes", "v_pairs", "v_window")
+
+
+class _Growing(_Codes):
+    """Layers without a fixed size. Columns [first, first + tokens) of the tensors are in use."""
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self._first = 0  # column of the first token
+        self._start = 0  # its position
+        self._end = 0  # position behind the last one
+        self._recent = 0  # first position that the ring of the last tokens holds
+        for name in _TENSORS:
+            setattr(self, name, None)
+
+    @property
+    def keys(self) -> QuantizedStates | None:
+        """All keys; what the host's own code may look at."""
+        return self._states(self._start)[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        """The host's constructor says that there are none."""
+
+    @property
+    def values(self) -> QuantizedStates | None:
+        """All values."""
+        return self._states(self._start)[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, value: None) -> None:
+        """See `keys`."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._allocate(key_states, value_states, 0)
+        self.is_initialized = True
+
+    def _states(self, start: int) -> tuple[QuantizedStates, QuantizedStates]:
+        """From position `start` on."""
+        first = self._first + start - self._start
+        tokens = slice(first, first + self._end - start)
+        span = Span(start, self._end, self._recent)
+        return self._get("k", tokens, None, span), self._get("v", tokens, None, span)
+
+    def _reserve(self, count: int) -> None:
+        """Room for `count` more tokens. What is in use is moved, or copied into larger tensors, layer by layer."""
+        used, capacity = self._end - self._start, self.k_codes.shape[2]
+        if self._first + used + count <= capacity:
+            return
+        room = BLOCK if capacity == 0 else max(BLOCK, used // 16)
+        if used + count + room // 2 > capacity:  # else there is room once the tokens of the past are gone
+            capacity = -(-(used + count + room) // BLOCK) * BLOCK
+        for name in ("k_codes", "k_pairs", "v_codes", "v_pairs"):
+            tensor = getattr(self, name)
+            kept = tensor[:, :, self._first : self._first + used]
+            if tensor.shape[2] == capacity:
+                kept = kept.clone()  # overlaps
+            else:
+                tensor = tensor.new_zeros((*tensor.shape[:2], capacity, *tensor.shape[3:]))
+                setattr(self, name, tensor)
+            tensor[:, :, :used] = kept
+        self._first = 0
+
+    def _add(self, key_states: Tensor, value_states: Tensor) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        S = key_states.shape[2]
+        self._reserve(S)
+        column = self._first + self._end - self._start
+        keys, values = key_states.detach(), value_states.detach()
+        self._append(keys, values, None, slice(column, column + S))
+        if self.k_window is not None:
+            self._keep(keys, values, self._end)
+        self._end += S
+        self._recent = max(self._recent, self._end - self.config.recent_tokens)
+
+    def _remove(self, count: int) -> None:
+        self._end = max(self._end - count, self._start)
+
+    def reset(self) -> None:
+        self._clear()
+        if hasattr(self, "cumulative_length"):
+            self.cumulative_length = 0
+
+
+class QuantizedLayer(_Growing, DynamicLayer):
+    """Keys and values of all tokens."""
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        super().__init__()
+        self._set_config(config)
+        self._clear()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add states [B, H_kv, S, D]; all that the layer holds now, or, if that is these, themselves."""
+        is_first = self._end == 0
+        self._add(key_states, value_states)
+        return (key_states, value_states) if is_first else self._states(0)
+
+    def get_seq_length(self) -> int:
+        return self._end
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens; a positive number says how many to keep (older versions)."""
+        keep_at_most = tokens_to_remove > 0
+        self._remove(max(self._end - tokens_to_remove, 0) if keep_at_most else -tokens_to_remove)
+
+
+class QuantizedSlidingWindowLayer(_Growing, DynamicSlidingWindowLayer):
+    """Keys and values of the last `sliding_window - 1` tokens, and of more while the host may take tokens back."""
+
+    def __init__(self, config: KVCacheConfig, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        # What was first leaves the window like everything else.
+        self._set_config(KVCacheConfig(**{**config.resolved().__dict__, "sink_tokens": 0}))
+        self._clear()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add states [B, H_kv, S, D]; what they see of the layer, or, if it was empty, themselves."""
+        is_first, S = self._end == 0, key_states.shape[2]
+        self._add(key_states, value_states)
+        self.cumulative_length = self._end
+        seen = (key_states, value_states)
+        if not is_first:
+            seen = self._states(max(self._start, self._end - S - self.sliding_window + 1))
+        if not self.record_past:
+            self._trim()
+        return seen
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, and those that have left the window."""
+        is_full = self._end >= self.sliding_window
+        if is_full and not self.record_past:
+            raise RuntimeError(
+                "crop was called, but tokens have left the sliding window: call activate_past_recording first"
+            )
+        if is_full and tokens_to_remove > 0:
+            raise RuntimeError("a full sliding window is cropped by a negative number: how many tokens to remove")
+        self._remove(max(self._end - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove)
+        self.cumulative_length = self._end
+        self._trim()
+
+    def _trim(self) -> None:
+        start = max(self._start, self._end - self.sliding_window + 1)
+        self._first += start - self._start
+        self._start = start
+
+
+class QuantizedStaticLayer(_Codes, StaticLayer):
+    """Keys and values of up to `max_cache_len` tokens in memory that stays where it is, for compiled code."""
+
+    def __init__(self, config: KVCacheConfig, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+        self._set_config(config)
+        self.is_empty = True
+
+    @property
+    def keys(self) -> QuantizedStates | None:
+        """All keys; what the host's own code may look at."""
+        return self._states()[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        """The host's constructor says that there are none."""
+
+    @property
+    def values(self) -> QuantizedStates | None:
+        """All values."""
+        return self._states()[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, value: None) -> None:
+        """See `keys`."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._allocate(key_states, value_states, self.max_cache_len)
+        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not torch.compiler.is_compiling():
+            for tensor in (*(t for _, t in self._tensors()), self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    def _states(self) -> tuple[QuantizedStates, QuantizedStates]:
+        everything = slice(None)
+        return tuple(self._get(which, everything, self.cumulative_length, None) for which in ("k", "v"))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add states [B, H_kv, S, D]; all that the layer holds now, or, if that is these, themselves."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        is_first, self.is_empty = self.is_empty, False
+        keys, values, start = key_states.detach(), value_states.detach(), self.cumulative_length
+        self._append(keys, values, start, slice(None))
+        if self.k_window is not None:
+            self._keep(keys, values, start)
+        self.cumulative_length.add_(key_states.shape[2])
+        return (key_states, value_states) if is_first else self._states()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the states that the next `update` returns."""
+        return (query_length if self.is_empty else self.max_cache_len), 0
+
+    def reset(self) -> None:
+        self.is_empty = True
+        if self.is_initialized:
+            self.cumulative_length.zero_()

@@ -1,0 +1,152 @@
+"""`QuantizedStates`: the keys or values of one layer, as the attention of a model gets them from the cache."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.kv_attention.op import decode_heads, rotate
+
+
+logger = logging.getLogger(__name__)
+
+_noted: list[bool] = []
+_BLOCK = 2**21  # values decoded at once: 8 MB in fp32
+
+
+class Kind(NamedTuple):
+    """What the codes of states mean.
+
+    Attributes:
+        rotated: the values were rotated before they were quantized.
+        sinks, recents: how many of the first and of the last tokens `window` holds.
+        dtype: of the states.
+    """
+
+    format: str
+    D: int
+    rotated: bool
+    sinks: int
+    recents: int
+    dtype: torch.dtype
+
+
+class Span(NamedTuple):
+    """Which tokens states that grow hold.
+
+    Attributes:
+        start, end: from which to which position; one token for each column.
+        recent: the first position that `window` holds of the last tokens.
+    """
+
+    start: int
+    end: int
+    recent: int
+
+
+class QuantizedStates(Tensor):
+    """Keys or values [B, H_kv, T, D] that are codes; in every op but those of hf_quant what they stand for.
+
+    Attributes:
+        codes, pairs: [B, H_kv, T, width] and scales with or without offsets [B, H_kv, T, groups, 1 or 2].
+        window: None, or [B, H_kv, sinks + recents + 1, D] in 16 bit: the first tokens, then a ring of the last ones
+            (position p at sinks + p % recents), then one that means nothing.
+        length: None, or one int64 on the device: how many of the T tokens there are, in a cache of fixed size.
+        kind, span: see there; span is None where length is not.
+    """
+
+    codes: Tensor
+    pairs: Tensor
+    window: Tensor | None
+    length: Tensor | None
+    kind: Kind
+    span: Span | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        codes: Tensor,
+        pairs: Tensor,
+        window: Tensor | None,
+        length: Tensor | None,
+        kind: Kind,
+        span: Span | None,
+    ) -> "QuantizedStates":
+        shape = (*codes.shape[:3], kind.D)
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=kind.dtype, device=codes.device)
+        self.codes, self.pairs, self.window, self.length, self.kind, self.span = (
+            *(codes, pairs, window, length),
+            *(kind, span),
+        )
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [name for name in ("codes", "pairs", "window", "length") if getattr(self, name) is not None]
+        return names, (self.kind, self.span)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Sequence[int], stride: Any) -> Tensor:
+        kind, span = meta
+        parts = (inner.get(name) for name in ("codes", "pairs", "window", "length"))
+        return QuantizedStates(*parts, kind, span)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        plain = lambda x: x.noted().dequantize() if isinstance(x, QuantizedStates) else x  # noqa: E731
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"QuantizedStates({tuple(self.shape)}, {self.kind.format}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codes, scale, offset) as `kv_attention` wants them."""
+        return self.codes, self.pairs[..., 0], self.pairs[..., 1] if self.pairs.shape[-1] == 2 else None
+
+    def dequantize(self) -> Tensor:
+        """What the codes stand for, [B, H_kv, T, D]; the tokens of `window` as they were. Behind `length` anything."""
+        B, H, T = self.shape[:3]
+        spec, kind = CODES[self.kind.format], self.kind
+        out = torch.empty(B, H, T + 1, kind.D, dtype=kind.dtype, device=self.codes.device)
+        step = T if torch.compiler.is_compiling() else _BLOCK // max(B * H * kind.D, 1)
+        for start in range(0, T, max(step, 1)):
+            tokens = slice(start, min(start + max(step, 1), T))
+            values = decode_heads(*(p if p is None else p[:, :, tokens] for p in self.parts), spec, kind.D)
+            out[:, :, tokens] = rotate(values) if kind.rotated else values
+        if self.window is not None:
+            positions = self.window_positions()
+            first = 0 if self.span is None else self.span.start
+            # What means nothing is written behind the end.
+            out.index_copy_(2, torch.where(positions < first, T, positions - first), self.window[:, :, :-1])
+        return out[:, :, :T]
+
+    def noted(self) -> "QuantizedStates":
+        """Itself; says once that somebody reads states as a whole."""
+        if not _noted and not torch.compiler.is_compiling():
+            _noted.append(True)
+            logger.warning(
+                "the attention of this model cannot read the codes of the quantized cache: the cache of each layer is "
+                "dequantized when it is read, which costs time and the memory of one layer"
+            )
+        return self
+
+    def window_positions(self) -> Tensor:
+        """Of the tokens in `window`, -1 where it holds none: int64 [sinks + recents]."""
+        sinks, recents, device = self.kind.sinks, self.kind.recents, self.codes.device
+        end: int | Tensor = self.length if self.span is None else self.span.end
+        first = torch.arange(sinks, device=device)
+        found = [torch.where(first < end, first, -1)]
+        if recents:
+            last = torch.arange(recents, device=device)
+            last = (end - 1) - ((end - 1) - last) % recents
+            least = sinks if self.span is None else max(sinks, self.span.recent)
+            found.append(torch.where(last >= least, last, -1))
+        return torch.cat(found)
