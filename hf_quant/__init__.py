@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_quant.config import QuantizerConfig
     from hf_quant.formats import FORMATS
     from hf_quant.graphs import capture_generate
+    from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
     from hf_quant.modules import (
         QuantEmbedding,
         QuantExperts,
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 
 _HOME = {
     "FORMATS": "formats",
+    "KVCacheConfig": "kv_cache",
     "LinearScheme": "scheme",
     "PRESETS": "scheme",
     "QuantEmbedding": "modules",
     "QuantExperts": "modules",
     "QuantLinear": "modules",
     "QuantPlan": "planning",
+    "QuantizedCache": "kv_cache",
     "QuantizerConfig": "config",
     "TensorQuant": "scheme",
     "capture_generate": "graphs",
@@ -49,12 +52,14 @@ _HOME = {
 
 __all__ = [
     "FORMATS",
+    "KVCacheConfig",
     "LinearScheme",
     "PRESETS",
     "QuantEmbedding",
     "QuantExperts",
     "QuantLinear",
     "QuantPlan",
+    "QuantizedCache",
     "QuantizerConfig",
     "TensorQuant",
     "__version__",

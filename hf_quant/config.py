@@ -14,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hf_quant._version import __version__
 from hf_quant.algorithms import ALGORITHMS
 from hf_quant.formats import ALIASES, FORMATS
+from hf_quant.kv_cache import KVCacheConfig
 from hf_quant.scheme import GRANULARITIES, PRESETS, LinearScheme, TensorQuant
 
 
@@ -61,7 +62,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             (double quantization).
         algorithm: how values are chosen ("absmax", "mse", "hqq"); None: the best data-free one for the format.
         sparsity: None.
-        kv_cache: None.
+        kv_cache: format of the cache that `generate` uses: "int8", "fp8", "int4", "int2", or a `KVCacheConfig` or dict
+            of its fields; None: 16 bit. With weights=None nothing else is quantized.
         modules: {pattern: format, preset, dict of the fields above, or None = keep 16 bit}. A pattern is a module
             name, a glob ("*.down_proj") or a regular expression ("re:..."); exact names win, then the first match.
             An entry stands alone: it takes nothing from the fields above, and beats every default exclusion.
@@ -89,7 +91,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         scale_dtype: str | None = None,
         algorithm: str | None = None,
         sparsity: str | None = None,
-        kv_cache: str | dict | None = None,
+        kv_cache: "str | dict | KVCacheConfig | None" = None,
         modules: dict[str, str | dict | None] | None = None,
         modules_to_not_convert: list[str] | None = None,
         quantization_device: str | None = None,
@@ -108,7 +110,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.scale_dtype = _dtype_name(scale_dtype)
         self.algorithm = algorithm
         self.sparsity = sparsity
-        self.kv_cache = kv_cache
+        self.kv_cache = None if kv_cache is None else _stored_cache(kv_cache)
         if not isinstance(modules, dict | None):
             raise ValueError(f"modules is {modules!r}; needs {{pattern: format, dict of fields, or None}}")
         self.modules = {
@@ -151,8 +153,6 @@ class QuantizerConfig(QuantizationConfigMixin):
         return [*SCHEME_FIELDS, *own]
 
     def _check(self) -> None:
-        if self.kv_cache is not None:
-            raise ValueError(f"kv_cache is {self.kv_cache!r}; this version quantizes weights and activations only")
         if not isinstance(self.fuse_projections, bool | None):
             raise ValueError(f"fuse_projections is {self.fuse_projections!r}; needs True, False or None")
         if self.weights is not None:
@@ -174,8 +174,13 @@ class QuantizerConfig(QuantizationConfigMixin):
             if not isinstance(pattern, str):
                 raise ValueError(f"modules_to_not_convert has {pattern!r}; needs a list of names or patterns")
             compile_pattern(pattern)
-        if self.weights is None and not any(entry is not None for entry in self.modules.values()):
-            raise ValueError("weights is None and `modules` names no format: nothing to quantize")
+        if self.quantizes_no_weights and self.kv_cache is None:
+            raise ValueError("weights and kv_cache are None and `modules` names no format: nothing to quantize")
+
+    @property
+    def quantizes_no_weights(self) -> bool:
+        """Whether only the KV cache is quantized."""
+        return self.weights is None and not any(entry is not None for entry in self.modules.values())
 
     def scheme_fields(self) -> dict[str, Any]:
         """The fields that make up the default scheme."""
@@ -221,6 +226,12 @@ def as_config(config: "QuantizerConfig | str | dict") -> QuantizerConfig:
     if isinstance(config, dict):
         return QuantizerConfig(**config)
     raise ValueError(f"config is a {type(config).__name__}; needs a QuantizerConfig, a format name or a dict")
+
+
+def _stored_cache(value: "str | dict | KVCacheConfig") -> str | dict:
+    """What JSON holds of a `KVCacheConfig`: its format alone if that is all it says."""
+    fields = KVCacheConfig.of(value).to_dict()
+    return fields["format"] if len(fields) == 1 else fields
 
 
 def entry_fields(entry: str | dict) -> dict[str, Any]:

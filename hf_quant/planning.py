@@ -184,7 +184,7 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
     tied = _tied_modules(model, candidates)
     context = _Context(model, config, candidates, tied, dtype)
     entries = [context.entry(name) for name in candidates]
-    if all(entry.scheme is None for entry in entries):
+    if all(entry.scheme is None for entry in entries) and not (config.quantizes_no_weights and config.kv_cache):
         reasons = sorted({entry.reason for entry in entries}) or ["it has no linear layers"]
         raise ValueError(f"nothing to quantize in {type(model).__name__}: {'; '.join(reasons)}")
     entries += _unsupported(model, candidates, dtype)

@@ -55,6 +55,10 @@ def quantize_(
             matches nothing, or nothing would be quantized. The model is then unchanged.
     """
     config = as_config(config)
+    if config.kv_cache is not None and not any(o.recognizes(m) for o in OBSERVERS for m in model.modules()):
+        raise ValueError(
+            f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
+        )
     quant_plan = plan(model, config)
     modules = dict(model.named_modules())
     for name, entry in quant_plan.quantized.items():

@@ -2,12 +2,14 @@
 
     python scripts/eval_quality.py MODEL TEXT [--format int4 --format int4:group_size=64:algorithm=hqq ...]
     python scripts/eval_quality.py --embeddings ENCODER TEXT
+    python scripts/eval_quality.py MODEL TEXT --kv-cache [int4 int4:recent_tokens=32 ...]
 
 MODEL is a directory or name of a causal language model, TEXT a text file or token ids (.npy). Without --format: every
 format with its defaults, and each again by plain rounding (absmax) with the same groups, to which it is compared: a
 format that is worse than plain rounding is an error (exit status 1). With --embeddings the model is an encoder, and
 the measure is the mean of 1 - cosine between its mean-pooled embeddings and those of the 16-bit model, over --texts
-equal slices of TEXT, of which each is cut after --window tokens.
+equal slices of TEXT, of which each is cut after --window tokens. With --kv-cache the weights stay, and the cache is
+quantized: see cache_quality.py.
 
 Prints one table; writes quality.json (with the SQNR of every layer) and quality.png (needs matplotlib) into --out.
 """
@@ -19,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cache_quality
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -200,6 +203,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=256, help="for encoders")
     parser.add_argument("--dtype", default="auto", help="of the 16-bit model; default: the checkpoint's")
     parser.add_argument("--device", default="cpu")
+    caches = parser.add_argument_group("KV cache")
+    caches.add_argument("--kv-cache", nargs="*", metavar="FORMAT[:FIELD=VALUE]...", help="formats of the cache")
+    caches.add_argument("--windows", type=int, default=40, help="how many windows are read")
+    caches.add_argument("--prefill", type=int, default=96, help="tokens that are read at once")
+    caches.add_argument("--step", type=int, default=16, help="tokens that are read at a time behind them")
+    caches.add_argument("--residual", type=int, default=1, help="tokens that transformers' backends keep in 16 bit")
+    caches.add_argument("--stretch-keys", type=float, help="make two pairs of channels of each head so much larger")
     parser.add_argument("--out", type=Path, default=Path("quality"), help="directory of quality.json and quality.png")
     return parser.parse_args()
 
@@ -209,6 +219,10 @@ def main() -> int:
     args = parse_args()
     auto = AutoModel if args.embeddings else AutoModelForCausalLM
     reference = auto.from_pretrained(args.model, dtype=args.dtype).to(args.device).eval()
+    if args.kv_cache is not None:
+        tokenizer = None if args.text.suffix == ".npy" else AutoTokenizer.from_pretrained(args.model)
+        args.window = args.window or 256
+        return cache_quality.evaluate(reference, read_ids(args.text, tokenizer), args)
     judge = (Encoder if args.embeddings else LanguageModel)(reference, args)
     specs = {spec: None if args.no_plain else plain_spec(reference, spec) for spec in args.format or FORMATS}
     results: dict[str, dict[str, Any]] = {}

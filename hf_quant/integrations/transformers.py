@@ -23,6 +23,7 @@ from hf_quant import quantize
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import check_packed, guard_entry
 from hf_quant.config import QuantizerConfig, resolve_scheme
+from hf_quant.integrations import generation
 from hf_quant.integrations._loading import (
     prepare_from_checkpoint,
     prepare_from_config,
@@ -67,7 +68,10 @@ class TransformersQuantizer(HfQuantizer):
         # The host puts a user's config, given with a checkpoint that has its own, into the latter.
         requested = self.quantization_config.__dict__.pop("requested", None)
         if requested is not None:
-            _refuse_other(self.quantization_config, requested)
+            # Nothing in the checkpoint depends on the cache: it may be chosen anew.
+            self.quantization_config.kv_cache = requested.kv_cache or self.quantization_config.kv_cache
+            if not requested.quantizes_no_weights:
+                _refuse_other(self.quantization_config, requested)
 
     def update_tp_plan(self, config: Any) -> Any:
         return config  # 5.17 only; the plan is edited once the modules are known
@@ -144,6 +148,8 @@ class TransformersQuantizer(HfQuantizer):
         self.quantization_config.quantization_device = self.quantization_config.fuse_projections = None
         model.config.quantization_config = self.quantization_config
         _attach(model)
+        if not self.pre_quantized or model.can_generate():  # a headless model of the checkpoint has no cache to make
+            generation.attach(model)
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
@@ -166,14 +172,18 @@ class TransformersQuantizer(HfQuantizer):
         return {**state, **rows, guard: empty}, {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        quantized = (module for module in model.modules() if isinstance(module, QuantizedModule))
+        quantized = [module for module in model.modules() if isinstance(module, QuantizedModule)]
         if any(p.is_meta for module in quantized for p in module.parameters(recurse=False)):
             raise ValueError(
                 "parts of this model are offloaded and cannot be dequantized there: load it without device_map, and "
                 "dequantize that"
             )
         # config.dtype, the host's default, is a str after a reload.
-        dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        if not quantized:  # only its cache was
+            generation.detach(model)
+            _detach(model)
+        else:
+            dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model
 
 
@@ -246,7 +256,7 @@ def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
 
     def meaning(c: QuantizerConfig) -> tuple:
         scheme = None if c.weights is None else resolve_scheme(c.scheme_fields(), torch.bfloat16)
-        return scheme, c.modules, c.modules_to_not_convert, c.kv_cache
+        return scheme, c.modules, c.modules_to_not_convert
 
     if meaning(config) != meaning(requested):
         raise ValueError(
@@ -360,12 +370,14 @@ def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
         if getattr(model, "hf_quantizer", None) is not None:
             model.hf_quantizer.remove_quantization_config(model)
         _detach(model)
+        generation.detach(model)
         return
     tie_codes(model)
     quantizer = TransformersQuantizer(config, pre_quantized=False)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
     model.config.quantization_config = config
     _attach(model)
+    generation.attach(model)
 
 
 _OBSERVER = quantize.Observer(_is_own, _observe)

@@ -19,10 +19,10 @@ class Defaults(NamedTuple):
 
 # The smallest that keep the perplexity of a trained model: `scripts/eval_quality.py --kv-cache`.
 DEFAULTS = {
-    "int8": Defaults(None, False, 0, 0),
+    "int8": Defaults(None, True, 0, 0),
     "fp8_e4m3": Defaults(None, False, 0, 0),
     "int4": Defaults(64, True, 0, 0),
-    "int2": Defaults(32, True, 4, 64),
+    "int2": Defaults(32, True, 4, 32),
 }
 PREFILL_CHUNK = 4096  # tokens
 
@@ -45,9 +45,10 @@ class KVCacheConfig:
         group_size: channels of a head that share a scale. Default: int8 and fp8 all of a head, int4 64, int2 32. Where
             it does not divide a head, the next larger multiple of 16 that does, or all of it.
         rotate_keys: spread keys over their channels by a Hadamard rotation (queries are rotated, too, so the scores
-            stay): for the channels that are much larger than the others in many models. Default: int4 and int2.
+            stay): for the channels that are much larger than the others in many models. Default: True, but for fp8,
+            whose exponents serve such channels as they are.
         sink_tokens: how many of the first tokens are kept in 16 bit, too, and read there. Default: int2 4, else 0.
-        recent_tokens: how many of the last tokens are kept in 16 bit, too, and read there. Default: int2 64, else 0.
+        recent_tokens: how many of the last tokens are kept in 16 bit, too, and read there. Default: int2 32, else 0.
         prefill_chunk_size: `generate` reads longer prompts in parts of so many tokens: the memory that the layers need
             does not grow with the prompt then. None: all at once.
 

@@ -1,0 +1,144 @@
+"""`model.generate` of a model whose `QuantizerConfig` has a `kv_cache`: it makes that cache, with nothing to be asked.
+
+One method of the model, the one by which transformers makes a cache for a generation, is replaced. A cache that the
+caller gives, and a `cache_implementation` that says another kind ("dynamic", "quantized", ...), are used as they are;
+"static", "offloaded" and "offloaded_static" say where a cache lies, and are obeyed with codes in it.
+"""
+
+import logging
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_quant.config import QuantizerConfig
+from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
+
+
+logger = logging.getLogger(__name__)
+
+_METHOD = "_prepare_cache_for_generation"
+_PLACES = (None, "static", "offloaded", "offloaded_static")
+_IN_PARTS = ("greedy_search", "sample", "beam_search", "beam_sample")  # that read their prompt once, at the start
+_TEXT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep")
+
+
+def kv_cache_of(model: nn.Module) -> KVCacheConfig | None:
+    """What the model's config asks of the cache."""
+    config = getattr(model.config, "quantization_config", None)
+    stored = config.kv_cache if isinstance(config, QuantizerConfig) else None
+    return None if stored is None else KVCacheConfig.of(stored)
+
+
+def attach(model: nn.Module) -> None:
+    """Have `generate` use the cache that the model's config asks for, if it does.
+
+    Raises ValueError if the model does not generate, or has no layer whose cache can be quantized.
+    """
+    config = kv_cache_of(model)
+    if config is None:
+        return
+    if not hasattr(model, _METHOD) or not model.can_generate():
+        raise ValueError(
+            f"kv_cache is {config.format!r}, but a {type(model).__name__} does not generate: leave it out"
+        )
+    QuantizedCache(model.config, config)  # raises if there is nothing to quantize
+    if model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
+        model.set_attn_implementation("hf_quant")
+    if not isinstance(model.__dict__.get(_METHOD), CacheMethod):
+        setattr(model, _METHOD, CacheMethod(model))
+
+
+def detach(model: nn.Module) -> None:
+    """Inverse of `attach`."""
+    if isinstance(model.__dict__.get(_METHOD), CacheMethod):
+        del model.__dict__[_METHOD]
+        if model.config.get_text_config(decoder=True)._attn_implementation == "hf_quant":
+            model.set_attn_implementation("sdpa")
+
+
+class CacheMethod:
+    """The method of one model, which it holds weakly; an object, so that the model can be pickled and copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.__setstate__(model)
+
+    def __getstate__(self) -> Any:
+        return self.model()
+
+    def __setstate__(self, model: Any) -> None:
+        self.model = weakref.ref(model)
+        self.static: QuantizedCache | None = None  # of the last generation; code is compiled for its memory
+
+    def __call__(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        model = self.model()
+        config = kv_cache_of(model)
+        if config is None or not _is_ours(model, config, generation_config, model_kwargs):
+            host = getattr(type(model), _METHOD)
+            return host(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        place = generation_config.cache_implementation
+        if place in ("static", "offloaded_static"):
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            cache = self._static(model, config, rows, length, place == "offloaded_static", generation_config)
+        else:
+            cache = QuantizedCache(model.config, config, offloading=place == "offloaded")
+        if model.config.is_encoder_decoder:
+            from transformers.cache_utils import EncoderDecoderCache
+
+            cache = EncoderDecoderCache(cache, QuantizedCache(model.config, config))
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        in_parts = generation_mode.value in _IN_PARTS and not model.config.is_encoder_decoder
+        if in_parts and max_cache_length > (config.prefill_chunk_size or max_cache_length):
+            if generation_config.prefill_chunk_size is None and _is_text(model_kwargs):
+                generation_config.prefill_chunk_size = config.prefill_chunk_size
+        model_kwargs["past_key_values"] = cache
+        return None
+
+    def _static(
+        self,
+        model: nn.Module,
+        config: KVCacheConfig,
+        rows: int,
+        length: int,
+        offloading: bool,
+        generation_config: Any,
+    ) -> QuantizedCache:
+        """The last static cache, emptied, if it fits and nobody was given it, else a new one."""
+        last, self.static = self.static, None
+        fits = last is not None and last.kv_cache == config and last.offloading == offloading
+        if not fits or last.get_max_length() < length or last.batch_size not in (-1, rows):
+            last = QuantizedCache(model.config, config, max_cache_len=length, offloading=offloading)
+        else:
+            last.reset()
+        if not generation_config.return_dict_in_generate:
+            self.static = last
+        return last
+
+
+def _is_ours(model: nn.Module, config: KVCacheConfig, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether this generation gets the quantized cache; says why not where the caller may not expect it."""
+    place = generation_config.cache_implementation
+    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        return False
+    if place not in _PLACES or (model.config.is_encoder_decoder and place not in (None, "offloaded")):
+        logger.warning(
+            "cache_implementation=%r is used in place of the %s cache of the model's QuantizerConfig: leave it out to "
+            "get that",
+            *(place, config.format),
+        )
+        return False
+    return model._supports_default_dynamic_cache()
+
+
+def _is_text(model_kwargs: dict[str, Any]) -> bool:
+    """Whether the inputs are tokens alone: they can be read in parts."""
+    return not any(isinstance(value, Tensor) and name not in _TEXT for name, value in model_kwargs.items())
