@@ -7,13 +7,20 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     StaticCache,
     StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 from hf_quant.kv_cache._attention import attend
 from hf_quant.kv_cache._config import KVCacheConfig
-from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer, QuantizedStaticLayer
+from hf_quant.kv_cache._layers import (
+    QuantizedHybridLayer,
+    QuantizedLayer,
+    QuantizedSlidingWindowLayer,
+    QuantizedStaticLayer,
+)
 from hf_quant.kv_cache._states import QuantizedStates
 
 
@@ -56,24 +63,11 @@ class QuantizedCache(DynamicCache):
 
         _interface.register()
         self.kv_cache = KVCacheConfig.of(kv_cache)
-        if max_cache_len is None:
-            host = DynamicCache(config=config)
-        else:
-            host = StaticCache(config=config, max_cache_len=max_cache_len)
-        layers = [self._quantized(layer) for layer in host.layers]
+        layers = quantized_layers(config, self.kv_cache, max_cache_len)
         if not any(is_quantized(layer) for layer in layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             raise ValueError(f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}")
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
-
-    def _quantized(self, layer: Any) -> Any:
-        """The layer in the place of the host's; the same where there is none."""
-        kind = type(layer)
-        if kind is DynamicLayer:
-            return QuantizedLayer(self.kv_cache)
-        if kind is DynamicSlidingWindowLayer:
-            return QuantizedSlidingWindowLayer(self.kv_cache, layer.sliding_window)
-        return QuantizedStaticLayer(self.kv_cache, layer.max_cache_len) if kind is StaticLayer else layer
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +76,32 @@ class QuantizedCache(DynamicCache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kv_cache.format}, layers={self.layers})"
+
+
+def quantized_layers(config: Any, kv_cache: KVCacheConfig, max_cache_len: int | None) -> list[Any]:
+    """The layers that transformers makes for a model, with quantized ones in the place of those that can be."""
+    if max_cache_len is None:
+        return [_quantized(layer, kv_cache) for layer in DynamicCache(config=config).layers]
+    layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
+    return [_quantized_static(layer, kv_cache, max_cache_len) for layer in layers]
+
+
+def _quantized(layer: Any, config: KVCacheConfig) -> Any:
+    kind = type(layer)
+    if kind is DynamicLayer:
+        return QuantizedLayer(config)
+    if kind is DynamicSlidingWindowLayer:
+        return QuantizedSlidingWindowLayer(config, layer.sliding_window)
+    if kind is LinearAttentionAndFullAttentionLayer:
+        return QuantizedHybridLayer(config, layer.number_of_states)
+    return layer
+
+
+def _quantized_static(layer: Any, config: KVCacheConfig, max_cache_len: int) -> Any:
+    is_sliding = type(layer) is StaticSlidingWindowLayer and layer.max_cache_len == max_cache_len
+    if type(layer) is StaticLayer or is_sliding:
+        return QuantizedStaticLayer(config, max_cache_len, is_sliding)
+    return layer
 
 
 def is_quantized(layer: Any) -> bool:

@@ -6,7 +6,7 @@ from torch import Tensor
 from hf_quant.kernels import kv_attention
 from hf_quant.kernels._op import direct
 from hf_quant.kernels.kv_attention.op import merge
-from hf_quant.kv_cache._states import QuantizedStates
+from hf_quant.kv_cache._states import QuantizedStates, parts_of, window_positions
 
 
 _kv_attention = direct(kv_attention)
@@ -31,7 +31,7 @@ def attend(
     options = {"format": keys.kind.format, "scale": scale, "rotates_keys": keys.kind.rotated}
     if keys.window is None:
         causal = {"is_causal": is_causal, "window": window if is_causal else 0}
-        return _kv_attention(q, *keys.parts, *values.parts, mask, keys.length, **causal, **options)
+        return _kv_attention(q, *parts_of(keys), *parts_of(values), mask, keys.length, **causal, **options)
     S, sinks = q.shape[2], keys.kind.sinks
     reads_recents = 0 < S <= keys.kind.recents
     if keys.span is None:
@@ -42,7 +42,7 @@ def attend(
         first, length = max(sinks - start, 0), None
         last = max((recent if reads_recents else end) - start, first)
     tokens = slice(first, last)
-    codes = [[part if part is None else part[:, :, tokens] for part in states.parts] for states in (keys, values)]
+    codes = [[part if part is None else part[:, :, tokens] for part in parts_of(states)] for states in (keys, values)]
     seen = None if mask is None else mask[..., tokens]
     if is_causal and window and reads_recents:  # dynamic windows only: the codes end before the positions do
         behind = torch.arange(end - S, end, device=q.device).unsqueeze(1) - torch.arange(first, last, device=q.device)
@@ -75,7 +75,7 @@ def _attend_window(
     """Attention over the tokens in 16 bit -> (y fp32 [B, H, S, D], lse fp32 [B, H, S])."""
     (B, H, S, D), H_kv = q.shape, keys.shape[1]
     count = keys.kind.sinks + (keys.kind.recents if reads_recents else 0)
-    positions = keys.window_positions()[:count]
+    positions = window_positions(keys)[:count]
     end: int | Tensor = keys.length if keys.span is None else keys.span.end
     first = 0 if keys.span is None else keys.span.start
     seen = (positions >= first).expand(S, -1)

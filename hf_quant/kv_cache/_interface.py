@@ -88,6 +88,10 @@ def _reading_codes(host: Callable) -> Callable:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
+        if isinstance(key, QuantizedStates) and key.exact is not None:
+            key, value = key.exact, value.exact
+            if isinstance(attention_mask, Tensor):
+                attention_mask = attention_mask[..., : key.shape[2]]
         if isinstance(key, QuantizedStates):
             found = _attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
             if found is not None:

@@ -1,8 +1,8 @@
 """Cache layers of transformers that keep codes: growing, growing within a sliding window, of fixed size.
 
-A token is quantized when it comes and never again. The first states that an empty layer gets are returned as they are:
-the attention of a prompt that is read at once is exact, whatever computes it. From then on a layer returns
-`QuantizedStates`.
+A token is quantized when it comes and never again. The first states that an empty layer gets are returned as they are
+(by a layer of fixed size: with the codes): a prompt that is read at once meets itself in 16 bit. From then on a layer
+returns `QuantizedStates`.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from hf_quant.kernels import kv_append
 from hf_quant.kernels._op import direct
@@ -92,10 +98,12 @@ class _Codes:
                 positions = start + torch.arange(S - count, S, device=self.device)
                 window.index_copy_(2, sinks + positions % recents, states[:, :, S - count :])
 
-    def _get(self, which: str, tokens: slice, length: Tensor | None, span: Span | None) -> QuantizedStates:
+    def _get(
+        self, which: str, tokens: slice, length: Tensor | None, span: Span | None, exact: Tensor | None = None
+    ) -> QuantizedStates:
         codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
         kind = self.key_kind if which == "k" else self.value_kind
-        return QuantizedStates(codes, pairs, getattr(self, f"{which}_window"), length, kind, span)
+        return QuantizedStates(codes, pairs, getattr(self, f"{which}_window"), length, exact, kind, span)
 
     @property
     def nbytes(self) -> int:
@@ -235,6 +243,42 @@ class QuantizedLayer(_Growing, DynamicLayer):
         self._remove(max(self._end - tokens_to_remove, 0) if keep_at_most else -tokens_to_remove)
 
 
+class QuantizedHybridLayer(QuantizedLayer, LinearAttentionAndFullAttentionLayer):
+    """Keys and values of all tokens, and beside them the states of linear attention as transformers keeps them."""
+
+    def __init__(self, config: KVCacheConfig, number_of_states: int) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self._set_config(config)
+        self._clear()
+
+    def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
+        """Keys and values come as two arguments, other states by name."""
+        if args:
+            QuantizedLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def offload(self) -> None:
+        QuantizedLayer.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        QuantizedLayer.prefetch(self)
+        LinearAttentionLayer.prefetch(self)
+
+    def reset(self) -> None:
+        QuantizedLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        QuantizedLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)  # refuses what it cannot take back
+        QuantizedLayer.crop(self, tokens_to_remove)
+
+
 class QuantizedSlidingWindowLayer(_Growing, DynamicSlidingWindowLayer):
     """Keys and values of the last `sliding_window - 1` tokens, and of more while the host may take tokens back."""
 
@@ -282,9 +326,10 @@ class QuantizedSlidingWindowLayer(_Growing, DynamicSlidingWindowLayer):
 class QuantizedStaticLayer(_Codes, StaticLayer):
     """Keys and values of up to `max_cache_len` tokens in memory that stays where it is, for compiled code."""
 
-    def __init__(self, config: KVCacheConfig, max_cache_len: int) -> None:
+    def __init__(self, config: KVCacheConfig, max_cache_len: int, is_sliding: bool = False) -> None:
         super().__init__(max_cache_len)
         self._set_config(config)
+        self.is_sliding = is_sliding  # in a window that is no shorter than the cache: the model's masks say the rest
         self.is_empty = True
 
     @property
@@ -314,25 +359,22 @@ class QuantizedStaticLayer(_Codes, StaticLayer):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
-    def _states(self) -> tuple[QuantizedStates, QuantizedStates]:
-        everything = slice(None)
-        return tuple(self._get(which, everything, self.cumulative_length, None) for which in ("k", "v"))
+    def _states(self, *exact: Tensor) -> tuple[QuantizedStates, QuantizedStates]:
+        parts = (slice(None), self.cumulative_length, None)
+        keys, values = exact or (None, None)
+        return self._get("k", *parts, keys), self._get("v", *parts, values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states [B, H_kv, S, D]; all that the layer holds now, or, if that is these, themselves."""
+        """Add states [B, H_kv, S, D]; all that the layer holds now, [B, H_kv, max_cache_len, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        is_first, self.is_empty = self.is_empty, False
+        exact, self.is_empty = ((key_states, value_states) if self.is_empty else ()), False
         keys, values, start = key_states.detach(), value_states.detach(), self.cumulative_length
         self._append(keys, values, start, slice(None))
         if self.k_window is not None:
             self._keep(keys, values, start)
         self.cumulative_length.add_(key_states.shape[2])
-        return (key_states, value_states) if is_first else self._states()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the states that the next `update` returns."""
-        return (query_length if self.is_empty else self.max_cache_len), 0
+        return self._states(*exact)
 
     def reset(self) -> None:
         self.is_empty = True

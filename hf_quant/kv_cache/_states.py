@@ -14,6 +14,7 @@ from hf_quant.kernels.kv_attention.op import decode_heads, rotate
 
 logger = logging.getLogger(__name__)
 
+_TENSORS = ("codes", "pairs", "window", "length", "exact")
 _noted: list[bool] = []
 _BLOCK = 2**21  # values decoded at once: 8 MB in fp32
 
@@ -56,6 +57,7 @@ class QuantizedStates(Tensor):
         window: None, or [B, H_kv, sinks + recents + 1, D] in 16 bit: the first tokens, then a ring of the last ones
             (position p at sinks + p % recents), then one that means nothing.
         length: None, or one int64 on the device: how many of the T tokens there are, in a cache of fixed size.
+        exact: None, or the first tokens of a cache of fixed size as they came, [B, H_kv, length, D].
         kind, span: see there; span is None where length is not.
     """
 
@@ -63,6 +65,7 @@ class QuantizedStates(Tensor):
     pairs: Tensor
     window: Tensor | None
     length: Tensor | None
+    exact: Tensor | None
     kind: Kind
     span: Span | None
 
@@ -73,28 +76,25 @@ class QuantizedStates(Tensor):
         pairs: Tensor,
         window: Tensor | None,
         length: Tensor | None,
+        exact: Tensor | None,
         kind: Kind,
         span: Span | None,
     ) -> "QuantizedStates":
         shape = (*codes.shape[:3], kind.D)
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=kind.dtype, device=codes.device)
-        self.codes, self.pairs, self.window, self.length, self.kind, self.span = (
-            *(codes, pairs, window, length),
-            *(kind, span),
-        )
+        self.codes, self.pairs, self.window, self.length, self.exact = codes, pairs, window, length, exact
+        self.kind, self.span = kind, span
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [name for name in ("codes", "pairs", "window", "length") if getattr(self, name) is not None]
-        return names, (self.kind, self.span)
+        return [name for name in _TENSORS if getattr(self, name) is not None], (self.kind, self.span)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Sequence[int], stride: Any) -> Tensor:
         kind, span = meta
-        parts = (inner.get(name) for name in ("codes", "pairs", "window", "length"))
-        return QuantizedStates(*parts, kind, span)
+        return QuantizedStates(*(inner.get(name) for name in _TENSORS), kind, span)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -106,26 +106,24 @@ class QuantizedStates(Tensor):
     def __repr__(self, **kwargs: Any) -> str:
         return f"QuantizedStates({tuple(self.shape)}, {self.kind.format}, dtype={self.dtype}, device={self.device})"
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(codes, scale, offset) as `kv_attention` wants them."""
-        return self.codes, self.pairs[..., 0], self.pairs[..., 1] if self.pairs.shape[-1] == 2 else None
-
     def dequantize(self) -> Tensor:
         """What the codes stand for, [B, H_kv, T, D]; the tokens of `window` as they were. Behind `length` anything."""
         B, H, T = self.shape[:3]
         spec, kind = CODES[self.kind.format], self.kind
-        out = torch.empty(B, H, T + 1, kind.D, dtype=kind.dtype, device=self.codes.device)
+        rows = T if self.window is None else T + 1
+        out = torch.empty(B, H, rows, kind.D, dtype=kind.dtype, device=self.codes.device)
         step = T if torch.compiler.is_compiling() else _BLOCK // max(B * H * kind.D, 1)
         for start in range(0, T, max(step, 1)):
             tokens = slice(start, min(start + max(step, 1), T))
-            values = decode_heads(*(p if p is None else p[:, :, tokens] for p in self.parts), spec, kind.D)
+            values = decode_heads(*(p if p is None else p[:, :, tokens] for p in parts_of(self)), spec, kind.D)
             out[:, :, tokens] = rotate(values) if kind.rotated else values
         if self.window is not None:
-            positions = self.window_positions()
+            positions = window_positions(self)
             first = 0 if self.span is None else self.span.start
             # What means nothing is written behind the end.
             out.index_copy_(2, torch.where(positions < first, T, positions - first), self.window[:, :, :-1])
+        if self.exact is not None:
+            out[:, :, : self.exact.shape[2]] = self.exact
         return out[:, :, :T]
 
     def noted(self) -> "QuantizedStates":
@@ -138,15 +136,25 @@ class QuantizedStates(Tensor):
             )
         return self
 
-    def window_positions(self) -> Tensor:
-        """Of the tokens in `window`, -1 where it holds none: int64 [sinks + recents]."""
-        sinks, recents, device = self.kind.sinks, self.kind.recents, self.codes.device
-        end: int | Tensor = self.length if self.span is None else self.span.end
-        first = torch.arange(sinks, device=device)
-        found = [torch.where(first < end, first, -1)]
-        if recents:
-            last = torch.arange(recents, device=device)
-            last = (end - 1) - ((end - 1) - last) % recents
-            least = sinks if self.span is None else max(sinks, self.span.recent)
-            found.append(torch.where(last >= least, last, -1))
-        return torch.cat(found)
+
+# Functions, not methods: what torch.compile traces may look at attributes of states only.
+
+
+def parts_of(states: QuantizedStates) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, offset) as `kv_attention` wants them."""
+    pairs = states.pairs
+    return states.codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None
+
+
+def window_positions(states: QuantizedStates) -> Tensor:
+    """Of the tokens in `window`, -1 where it holds none: int64 [sinks + recents]."""
+    sinks, recents, device, span = states.kind.sinks, states.kind.recents, states.codes.device, states.span
+    end: int | Tensor = states.length if span is None else span.end
+    first = torch.arange(sinks, device=device)
+    found = [torch.where(first < end, first, -1)]
+    if recents:
+        last = torch.arange(recents, device=device)
+        last = (end - 1) - ((end - 1) - last) % recents
+        least = sinks if span is None else max(sinks, span.recent)
+        found.append(torch.where(last >= least, last, -1))
+    return torch.cat(found)
