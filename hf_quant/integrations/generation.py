@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_quant.config import QuantizerConfig
-from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
+from hf_quant.kv_cache import KVCacheConfig, QuantizedCache, is_quantized, quantized_layers
 
 
 logger = logging.getLogger(__name__)
 
 _METHOD = "_prepare_cache_for_generation"
-_PLACES = (None, "static", "offloaded", "offloaded_static")
+_STATIC = ("static", "offloaded_static")
+_PLACES = (None, "offloaded", *_STATIC)
 _IN_PARTS = ("greedy_search", "sample", "beam_search", "beam_sample")  # that read their prompt once, at the start
 _TEXT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep")
 
@@ -80,13 +81,13 @@ class CacheMethod:
     ) -> None:
         model = self.model()
         config = kv_cache_of(model)
-        if config is None or not _is_ours(model, config, generation_config, model_kwargs):
+        if config is None or not _is_ours(model, config, generation_config, model_kwargs, max_cache_length):
             host = getattr(type(model), _METHOD)
             return host(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         place = generation_config.cache_implementation
-        if place in ("static", "offloaded_static"):
+        if place in _STATIC:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            length = _static_length(generation_config, max_cache_length)
             cache = self._static(model, config, rows, length, place == "offloaded_static", generation_config)
         else:
             cache = QuantizedCache(model.config, config, offloading=place == "offloaded")
@@ -124,19 +125,35 @@ class CacheMethod:
         return last
 
 
-def _is_ours(model: nn.Module, config: KVCacheConfig, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+def _static_length(generation_config: Any, max_cache_length: int) -> int:
+    return max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+
+
+def _is_ours(
+    model: nn.Module,
+    config: KVCacheConfig,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    max_cache_length: int,
+) -> bool:
     """Whether this generation gets the quantized cache; says why not where the caller may not expect it."""
     place = generation_config.cache_implementation
     if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
         return False
-    if place not in _PLACES or (model.config.is_encoder_decoder and place not in (None, "offloaded")):
-        logger.warning(
-            "cache_implementation=%r is used in place of the %s cache of the model's QuantizerConfig: leave it out to "
-            "get that",
-            *(place, config.format),
-        )
+    if not model._supports_default_dynamic_cache():
         return False
-    return model._supports_default_dynamic_cache()
+    why = None
+    if place not in _PLACES:
+        why = f"cache_implementation={place!r} is used: leave it out to get that"
+    elif place in _STATIC and model.config.is_encoder_decoder:
+        why = f"cache_implementation={place!r} of an encoder-decoder model has no quantized layers"
+    elif place in _STATIC:
+        layers = quantized_layers(model.config, config, _static_length(generation_config, max_cache_length))
+        if not any(is_quantized(layer) for layer in layers):
+            why = f"cache_implementation={place!r} has no layers of fixed size for this model that can be quantized"
+    if why is not None:
+        logger.warning("In place of the %s cache of the model's QuantizerConfig, %s", config.format, why)
+    return why is None
 
 
 def _is_text(model_kwargs: dict[str, Any]) -> bool:

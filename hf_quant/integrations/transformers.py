@@ -32,6 +32,7 @@ from hf_quant.integrations._loading import (
 )
 from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_codes, tie_weights, tied_modules
 from hf_quant.integrations.parallel import guard_gathered_state, prepare_parallel, quantize_shard, refuse_fsdp
+from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.planning import schemes_from_list
 from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
@@ -51,6 +52,8 @@ class TransformersQuantizer(HfQuantizer):
         # What went wrong with single weights: the host would swallow an exception and print its traceback.
         self.errors: list[str] = []
         self.shapes: dict[str, torch.Size] = {}  # of the model's parameters, as its config has them
+        if quantization_config.kv_cache is not None:
+            register_attention()  # attn_implementation="hf_quant" may be asked for
 
     @property
     def is_trainable(self) -> bool:

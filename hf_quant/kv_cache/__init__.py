@@ -24,7 +24,15 @@ from hf_quant.kv_cache._layers import (
 from hf_quant.kv_cache._states import QuantizedStates
 
 
-__all__ = ["KVCacheConfig", "QuantizedCache", "QuantizedStates", "attend"]
+__all__ = [
+    "KVCacheConfig",
+    "QuantizedCache",
+    "QuantizedStates",
+    "attend",
+    "is_quantized",
+    "quantized_layers",
+    "register_attention",
+]
 
 
 class QuantizedCache(DynamicCache):
@@ -59,9 +67,7 @@ class QuantizedCache(DynamicCache):
         max_cache_len: int | None = None,
         offloading: bool = False,
     ) -> None:
-        from hf_quant.kv_cache import _interface  # imports the models' module of transformers
-
-        _interface.register()
+        register_attention()
         self.kv_cache = KVCacheConfig.of(kv_cache)
         layers = quantized_layers(config, self.kv_cache, max_cache_len)
         if not any(is_quantized(layer) for layer in layers):
@@ -76,6 +82,13 @@ class QuantizedCache(DynamicCache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kv_cache.format}, layers={self.layers})"
+
+
+def register_attention() -> None:
+    """Have transformers know the attention implementation "hf_quant", and its own ones read quantized caches."""
+    from hf_quant.kv_cache import _interface  # imports the models' module of transformers
+
+    _interface.register()
 
 
 def quantized_layers(config: Any, kv_cache: KVCacheConfig, max_cache_len: int | None) -> list[Any]:
