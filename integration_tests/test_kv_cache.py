@@ -1,0 +1,415 @@
+"""The quantized KV cache as a user meets it: `generate` in every mode, kinds of models, save and reload, memory."""
+
+import copy
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+import hf_quant
+from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig
+from hf_quant.evaluate import read_ids
+from hf_quant.kv_cache import is_quantized
+from hf_quant.testing import sqnr
+from integration_tests.tiny_models import VOCAB, build, inputs
+
+
+LM = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+
+
+def ids(rows=2, length=20):
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def padded(rows=2, length=20):
+    """Inputs of which the first row is padded on the left."""
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, :5] = 0
+    return {"input_ids": ids(rows, length), "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def asset(asset_model_dir):
+    """The trained model, and 16 prompts of 80 tokens."""
+    model = AutoModelForCausalLM.from_pretrained(asset_model_dir, dtype=torch.float32).eval()
+    tokens = read_ids(asset_model_dir / "val_ids.npy")
+    return model, torch.stack([tokens[400 * i : 400 * i + 80] for i in range(16)])
+
+
+def test_int8_generates_what_16_bit_generates(asset):
+    model, prompts = asset
+    options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    mask = torch.ones_like(prompts)
+    expected = model.generate(prompts, attention_mask=mask, **options)[:, 80:]
+    cache = QuantizedCache(model.config, "int8")
+    found = model.generate(prompts, attention_mask=mask, past_key_values=cache, **options)[:, 80:]
+    assert (found == expected).float().mean() >= 0.95
+    assert cache.get_seq_length() == 143 and cache.nbytes > 0
+
+
+@pytest.mark.parametrize(("format", "most"), [("int8", 2e-4), ("fp8", 2e-3), ("int4", 1e-2), ("int2", 3e-2)])
+@torch.no_grad()
+def test_predictions_through_the_cache_stay_near(asset, format, most):
+    """KL per token, read in steps of 16 behind a prompt."""
+    model, prompts = asset
+    scores = []
+    for cache in (DynamicCache(config=model.config), QuantizedCache(model.config, format)):
+        parts = [model(prompts[:, :32], past_key_values=cache).logits[:, -1:]]
+        parts += [model(prompts[:, i : i + 16], past_key_values=cache).logits for i in range(32, 80, 16)]
+        scores.append(torch.cat(parts, 1).log_softmax(-1))
+    kl = (scores[0].exp() * (scores[0] - scores[1])).sum(-1).mean()
+    assert 0 < kl < most
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build("llama", torch.float32)
+
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 5},
+    "beams": {"num_beams": 3},
+    "beams, several of them": {"num_beams": 4, "num_return_sequences": 3},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+    "several samples": {"do_sample": True, "num_return_sequences": 3},
+    "static": {"cache_implementation": "static"},
+    "static beams": {"cache_implementation": "static", "num_beams": 2},
+    "in parts": {"prefill_chunk_size": 7},
+    "static, in parts": {"cache_implementation": "static", "prefill_chunk_size": 7},
+}
+ALONE = {"prompt lookup": {"prompt_lookup_num_tokens": 3}, "assisted": {"assistant_model": None}}
+
+
+@pytest.mark.parametrize("mode", [*MODES, *ALONE])
+@pytest.mark.parametrize("kv_cache", ["int8", {"format": "int4", "sink_tokens": 2, "recent_tokens": 4}], ids=str)
+def test_every_way_to_generate(llama, mode, kv_cache):
+    """As long as with transformers' cache, finite, and int8 near to it where nothing is drawn."""
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache=kv_cache))
+    alone = mode in ALONE
+    options = {**GREEDY, **(ALONE if alone else MODES)[mode], "return_dict_in_generate": True, "output_logits": True}
+    if "assistant_model" in options:
+        options["assistant_model"] = model
+    inputs = {"input_ids": ids(1)} if alone else padded()
+    found = model.generate(**inputs, **options)
+    assert is_quantized(found.past_key_values.layers[0])
+    if "assistant_model" in options:
+        options["assistant_model"] = llama
+    expected = llama.generate(**inputs, **options)
+    assert found.sequences.shape == expected.sequences.shape
+    assert all(step.isfinite().all() for step in found.logits)
+    assert sqnr(expected.logits[0], found.logits[0]) > (20 if kv_cache == "int8" else 8)
+
+
+class Kind(NamedTuple):
+    """A model of transformers: class, config, whether its attention reads codes, with what the others are compared."""
+
+    model: str
+    config: str
+    fields: dict
+    reads_codes: bool | None = True  # None: depends on the version of transformers
+    static: bool = True  # has layers of fixed size that can be quantized
+
+
+ENCODER_DECODER = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "decoder_start_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+_GPT = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_LINEAR = {f"linear_{which}_head_dim": 16 for which in ("key", "value")}
+_NEXT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_ALTERNATING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+KINDS = {
+    "heads of 80": Kind("LlamaForCausalLM", "LlamaConfig", {**LM, "head_dim": 80}),
+    "heads of 96, one for keys": Kind(
+        "LlamaForCausalLM", "LlamaConfig", {**LM, "head_dim": 96, "num_key_value_heads": 1}
+    ),
+    "heads of 128": Kind("Qwen3ForCausalLM", "Qwen3Config", {**LM, "head_dim": 128}),
+    "heads of 256": Kind("GemmaForCausalLM", "GemmaConfig", {**LM, "head_dim": 256, "num_key_value_heads": 4}),
+    "GPT-2": Kind("GPT2LMHeadModel", "GPT2Config", _GPT),
+    "sliding": Kind("MistralForCausalLM", "MistralConfig", {**LM, "sliding_window": 8}, static=False),
+    "sliding and full": Kind("Gemma3ForCausalLM", "Gemma3TextConfig", {**LM, "head_dim": 16, **_ALTERNATING}),
+    "capped scores": Kind("Gemma2ForCausalLM", "Gemma2Config", {**LM, "head_dim": 16, **_ALTERNATING}, False),
+    "ALiBi": Kind("BloomForCausalLM", "BloomConfig", {**LM, "n_layer": 2, "n_head": 4}, False),
+    "attention of its own": Kind("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 8}, False),
+    "linear attention": Kind(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {
+            **LM,
+            **_LINEAR,
+            **_NEXT,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "linear attention in every layer": Kind(
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {**LM, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+        static=False,
+    ),
+    "T5": Kind(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**ENCODER_DECODER, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+        None,
+        False,
+    ),
+    "BART": Kind(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {
+            **ENCODER_DECODER,
+            "encoder_layers": 1,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+        },
+        static=False,
+    ),
+}
+
+
+def make(kind, dtype=torch.float32):
+    """A model with random weights, large enough that every layer matters."""
+    torch.manual_seed(0)
+    config = getattr(transformers, kind.config)(**kind.fields)
+    model = getattr(transformers, kind.model)(config).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not name.endswith("A_log"):
+            parameter.data.normal_(std=0.12)
+    return model
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_model(name, caplog, monkeypatch):
+    """Against the same model without: the first steps are near, and codes are read, or a warning says that not."""
+    kind = KINDS[name]
+    plain, model = make(kind), make(kind)
+    hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
+    options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    for cache_implementation in (None, "static") if kind.static else (None,):
+        monkeypatch.setattr("hf_quant.kv_cache._states._noted", [])
+        caplog.clear()
+        options["cache_implementation"] = cache_implementation
+        with caplog.at_level(logging.WARNING, logger="hf_quant"):
+            found, expected = (m.generate(**padded(), **options) for m in (model, plain))
+        if kind.reads_codes is not None:
+            assert ("cannot read the codes" not in caplog.text) == kind.reads_codes
+        cache = found.past_key_values
+        caches = (
+            [cache.self_attention_cache, cache.cross_attention_cache] if model.config.is_encoder_decoder else [cache]
+        )
+        for cache in caches:
+            assert any(is_quantized(layer) for layer in cache.layers)
+        assert found.sequences.shape == expected.sequences.shape
+        assert sqnr(expected.logits[0], found.logits[0]) > 30
+        assert sqnr(expected.logits[1], found.logits[1]) > 20
+
+
+def test_whisper_transcribes_from_a_quantized_cache():
+    plain, model = build("whisper", torch.float32), build("whisper", torch.float32)
+    hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
+    features = inputs("whisper", torch.float32)["input_features"]
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    found, expected = (m.generate(features, **options) for m in (model, plain))
+    assert found.shape == expected.shape
+
+
+def test_a_conversation_goes_on_with_its_cache(asset):
+    """Several calls of generate with one cache; tokens are taken back at the end."""
+    (model, prompts), outputs = asset, []
+    tokens, options = prompts[1:2], {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    for cache in (DynamicCache(config=model.config), QuantizedCache(model.config, "int8")):
+        text = tokens[:, :20]
+        for turn in range(3):
+            text = model.generate(text, past_key_values=cache, **options)
+            text = torch.cat([text, tokens[:, 20 + 10 * turn : 30 + 10 * turn]], 1)
+        cache.crop(-5)
+        length = cache.get_seq_length()
+        with torch.no_grad():
+            outputs.append((length, text, model(text[:, length : length + 3], past_key_values=cache).logits))
+    assert outputs[0][0] == outputs[1][0] == 20 + 16 * 2 + 6 - 1 - 5
+    assert torch.equal(outputs[0][1], outputs[1][1]) and sqnr(outputs[0][2], outputs[1][2]) > 30
+
+
+def test_the_cache_of_the_caller_wins(llama, caplog):
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig("int8", kv_cache="int4"))
+    options = {**GREEDY, "return_dict_in_generate": True}
+
+    def kind(**more):
+        return type(model.generate(ids(), **options, **more).past_key_values)
+
+    assert kind() is QuantizedCache and not caplog.records
+    assert kind(past_key_values=StaticCache(config=model.config, max_cache_len=40)) is StaticCache
+    assert kind(cache_implementation="dynamic") is DynamicCache
+    assert "In place of the int4 cache" in caplog.text and "'dynamic' is used" in caplog.text
+    assert model.generate(ids(), **options, use_cache=False).past_key_values is None
+    assert model(ids()).logits.isfinite().all()
+
+
+def test_a_static_cache_that_cannot_be_quantized(caplog):
+    model = hf_quant.quantize_(make(KINDS["sliding"]), QuantizerConfig(None, kv_cache="int4"))
+    options = {**GREEDY, "return_dict_in_generate": True}
+    assert type(model.generate(ids(), cache_implementation="static", **options).past_key_values) is StaticCache
+    assert "no layers of fixed size" in caplog.text
+
+
+def test_a_static_cache_is_used_again(llama):
+    """Its memory stays where it is, so that nothing compiled for it is compiled again."""
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int4"))
+    options = {**GREEDY, "cache_implementation": "static"}
+    first = model.generate(ids(), **options)
+    cache = model._prepare_cache_for_generation.static
+    memory = cache.layers[0].k_codes.data_ptr()
+    assert torch.equal(model.generate(ids(), **options), first)
+    assert model._prepare_cache_for_generation.static.layers[0].k_codes.data_ptr() == memory
+    longer = model.generate(ids(), **{**options, "max_new_tokens": 30})
+    assert torch.equal(longer[:, :32], first) and model._prepare_cache_for_generation.static is not cache
+    model.generate(ids(3), **options)
+    kept = model.generate(ids(), return_dict_in_generate=True, **options).past_key_values
+    model.generate(ids(), **options)
+    assert int(kept.get_seq_length()) == 31 and model._prepare_cache_for_generation.static is not kept
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_the_choice_is_saved_and_comes_back(asset_model_dir, tmp_path, weights):
+    """In a new process, the same tokens."""
+    config = QuantizerConfig(weights, kv_cache={"format": "int4", "recent_tokens": 8})
+    model = AutoModelForCausalLM.from_pretrained(asset_model_dir, dtype=torch.float32, quantization_config=config)
+    prompt = torch.arange(20, 60)[None]
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    model.save_pretrained(tmp_path)
+    code = (
+        "import torch, sys\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)\n"
+        f"out = model.generate(torch.arange(20, 60)[None], return_dict_in_generate=True, **{options})\n"
+        "print(out.past_key_values.kv_cache.recent_tokens, out.sequences[0].tolist())\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True, env=os.environ
+    ).stdout
+    assert printed.strip() == f"8 {expected[0].tolist()}"
+    # Another format at load time; what the checkpoint holds of weights is as it was.
+    other = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=QuantizerConfig(None, kv_cache="int8")
+    )
+    cache = other.generate(prompt, return_dict_in_generate=True, **options).past_key_values
+    assert cache.kv_cache == KVCacheConfig("int8")
+    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+    assert all(torch.equal(m.generate(prompt, **options), expected) for m in copies)
+    model.dequantize()
+    assert type(model.generate(prompt, return_dict_in_generate=True, **options).past_key_values) is DynamicCache
+    headless = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert headless(prompt).last_hidden_state.isfinite().all()
+
+
+def test_what_has_no_cache_is_refused():
+    with pytest.raises(ValueError, match="does not generate: leave it out"):
+        hf_quant.quantize_(build("bert"), QuantizerConfig("int8", kv_cache="int8"))
+    with pytest.raises(ValueError, match="is no model of transformers"):
+        hf_quant.quantize_(torch.nn.Linear(64, 64), QuantizerConfig("int8", kv_cache="int8"))
+    with pytest.raises(ValueError, match="no layer of a MambaConfig has a cache"):
+        QuantizedCache(build("mamba").config, "int8")
+
+
+def test_capture_generate_with_a_quantized_cache(llama):
+    """Without a GPU nothing is captured, and nothing changes."""
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
+    expected = model.generate(ids(), **GREEDY)
+    with hf_quant.capture_generate(model):
+        assert torch.equal(model.generate(ids(), **GREEDY), expected)
+
+
+def test_left_padding_changes_nothing(asset):
+    """A row gives what it gives alone."""
+    model, prompts = asset
+    config = {"format": "int4", "sink_tokens": 2, "recent_tokens": 8}
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    short = prompts[:1, 30:]
+    alone = model.generate(short, past_key_values=QuantizedCache(model.config, config), **options)[:, 50:]
+    rows = torch.cat([torch.cat([torch.zeros(1, 30, dtype=torch.long), short], 1), prompts[1:2]])
+    mask = torch.ones_like(rows)
+    mask[0, :30] = 0
+    cache = QuantizedCache(model.config, config)
+    together = model.generate(rows, attention_mask=mask, past_key_values=cache, **options)[:, 80:]
+    # Sinks and recent tokens are by column, so those of the padded row differ: not the first token, which is exact.
+    assert together[0, 0] == alone[0, 0]
+    exact = KVCacheConfig("int8")
+    alone = model.generate(short, past_key_values=QuantizedCache(model.config, exact), **options)[:, 50:]
+    cache = QuantizedCache(model.config, exact)
+    together = model.generate(rows, attention_mask=mask, past_key_values=cache, **options)[:, 80:]
+    assert torch.equal(together[:1], alone)
+
+
+def peak_while(call):
+    """Bytes of anonymous memory that a call takes at most, beside what was taken before."""
+    process, peak, done = psutil.Process(), 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, process.memory_info().rss - process.memory_info().shared)
+
+    before = process.memory_info().rss - process.memory_info().shared
+    thread = threading.Thread(target=watch)
+    thread.start()
+    call()
+    done.set()
+    thread.join()
+    return peak - before
+
+
+def test_a_long_prompt_is_read_in_parts():
+    """Its memory is that of the codes, and of a part: no mask and no 16-bit cache of all of it."""
+    fields = {
+        **LM,
+        "head_dim": 128,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 16384,
+    }
+    model = make(Kind("LlamaForCausalLM", "LlamaConfig", fields))
+    model.eval()
+    prompt, length = ids(1, 12288), 12288
+    config = {"format": "int4", "prefill_chunk_size": 256}
+    hf_quant.quantize_(model, QuantizerConfig(None, kv_cache=config))
+    options = {**GREEDY, "max_new_tokens": 2, "min_new_tokens": 2}
+    model.generate(prompt[:, :600], **options)
+    taken = peak_while(lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
+    codes = 2 * 4 * length * KVCacheConfig("int4").bytes_per_token(128)
+    plain = 2 * 4 * length * 128 * 4
+    assert taken < 3 * codes + 24e6 < plain
