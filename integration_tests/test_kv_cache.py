@@ -156,7 +156,8 @@ KINDS = {
     "sliding": Kind("MistralForCausalLM", "MistralConfig", {**LM, "sliding_window": 8}, static=False),
     "sliding and full": Kind("Gemma3ForCausalLM", "Gemma3TextConfig", {**LM, "head_dim": 16, **_ALTERNATING}),
     "capped scores": Kind("Gemma2ForCausalLM", "Gemma2Config", {**LM, "head_dim": 16, **_ALTERNATING}, False),
-    "ALiBi": Kind("BloomForCausalLM", "BloomConfig", {**LM, "n_layer": 2, "n_head": 4}, False),
+    # Before 5.18 the model cannot use a static cache, whoever makes it.
+    "ALiBi": Kind("BloomForCausalLM", "BloomConfig", {**LM, "n_layer": 2, "n_head": 4}, False, False),
     "attention of its own": Kind("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 8}, False),
     "linear attention": Kind(
         "Qwen3NextForCausalLM",

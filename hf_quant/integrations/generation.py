@@ -44,7 +44,8 @@ def attach(model: nn.Module) -> None:
             f"kv_cache is {config.format!r}, but a {type(model).__name__} does not generate: leave it out"
         )
     QuantizedCache(model.config, config)  # raises if there is nothing to quantize
-    if model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
+    text = model.config.get_text_config(decoder=True)
+    if text._attn_implementation == "sdpa" and getattr(text, "attn_logit_softcapping", None) is None:
         model.set_attn_implementation("hf_quant")
     if not isinstance(model.__dict__.get(_METHOD), CacheMethod):
         setattr(model, _METHOD, CacheMethod(model))
