@@ -16,6 +16,7 @@ from hf_quant.algorithms import empty_packed, geometry
 from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, fields_of, matches, resolve_scheme
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
 from hf_quant.kernels._op import Problem, explain
+from hf_quant.kv_cache import KVCacheConfig, bytes_per_token
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
 from hf_quant.scheme import LinearScheme
 
@@ -93,6 +94,7 @@ class QuantPlan:
         bytes_other: of all other parameters and buffers.
         fused: names of linear layers that read the same tensor and share one product, see `fuse_projections_`.
         fused_on: where they do: "every device", or "GPUs".
+        kv_cache: what `generate` keeps of keys and values, one line; None: 16 bit.
     """
 
     def __init__(
@@ -101,10 +103,11 @@ class QuantPlan:
         bytes_other: int,
         fused: Iterable[tuple[str, ...]] = (),
         fused_on: str = "GPUs",
+        kv_cache: str | None = None,
     ) -> None:
         self.entries = {entry.name: entry for entry in entries}
         self.bytes_other = bytes_other
-        self.fused, self.fused_on = list(fused), fused_on
+        self.fused, self.fused_on, self.kv_cache = list(fused), fused_on, kv_cache
 
     @property
     def quantized(self) -> dict[str, PlanEntry]:
@@ -205,7 +208,20 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
         if e.scheme is not None and e.kind == "linear" and e.shared_with is None and e.name not in shared
     }
     fused = [] if config.fuse_projections is False else planned_projections(model, weights)
-    return QuantPlan(entries, other, fused, "every device" if config.fuse_projections else "GPUs")
+    fused_on = "every device" if config.fuse_projections else "GPUs"
+    return QuantPlan(entries, other, fused, fused_on, _cache_line(model, config))
+
+
+def _cache_line(model: nn.Module, config: QuantizerConfig) -> str | None:
+    """What the plan says of the KV cache. Raises ValueError for heads whose codes it could not hold."""
+    if config.kv_cache is None:
+        return None
+    kv_cache, host = KVCacheConfig.of(config.kv_cache), getattr(model, "config", None)
+    if not hasattr(host, "get_text_config"):
+        return f"KV cache: {kv_cache.format}"
+    before, after = (bytes_per_token(host, cache) for cache in (None, kv_cache))
+    bits = f"{16 * after / before:.3f} bits per element, " if before else ""
+    return f"KV cache: {kv_cache.format}, {bits}{before:,} -> {after:,} bytes per token of a sequence"
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
@@ -486,6 +502,8 @@ def _table(plan: QuantPlan) -> str:
         fused[text] = fused.get(text, 0) + 1
     if fused:
         total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
+    if plan.kv_cache is not None:
+        total += f"\n{plan.kv_cache}"
     return f"{format_table(rows)}\n{total}"
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "QuantizedCache",
     "QuantizedStates",
     "attend",
+    "bytes_per_token",
     "is_quantized",
     "quantized_layers",
     "register_attention",
@@ -82,6 +83,26 @@ class QuantizedCache(DynamicCache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kv_cache.format}, layers={self.layers})"
+
+
+def bytes_per_token(config: Any, kv_cache: KVCacheConfig | None) -> int:
+    """What one more token of a sequence adds to the cache of a model, over all layers; None: in 16 bit.
+
+    Layers with a sliding window or linear attention, which stop growing, are not counted, nor those of an encoder.
+    Raises ValueError if the config of the model does not say how many heads there are, of which size.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    D = getattr(text, "head_dim", None)
+    if D is None and getattr(text, "hidden_size", None) and heads:
+        D = text.hidden_size // text.num_attention_heads
+    if not isinstance(heads, int) or not isinstance(D, int):
+        raise ValueError(f"a {type(text).__name__} does not say how many heads of which size its cache has")
+    growing = sum(type(layer) in _GROWING for layer in DynamicCache(config=config).layers)
+    return growing * heads * 2 * (2 * D if kv_cache is None else kv_cache.bytes_per_token(D))
+
+
+_GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 
 
 def register_attention() -> None:
