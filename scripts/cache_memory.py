@@ -4,8 +4,8 @@
     python scripts/cache_memory.py --config DIRECTORY_OR_NAME --batch 8 --context 8192 32768
     python scripts/cache_memory.py --readme                            # write it into README.md
 
-Exact: the bytes of codes, scales and offsets. Not in it are layers with sliding windows or linear attention, which stop
-growing, and the first and last tokens that int2 keeps in 16 bit.
+Exact: the bytes of codes, scales and offsets. Not in it are layers with sliding windows or linear attention, which do
+not grow, and the first and last tokens that int2 keeps in 16 bit.
 """
 
 import argparse

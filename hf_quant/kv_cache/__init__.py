@@ -30,6 +30,7 @@ __all__ = [
     "QuantizedStates",
     "attend",
     "bytes_per_token",
+    "describe",
     "is_quantized",
     "quantized_layers",
     "register_attention",
@@ -100,6 +101,16 @@ def bytes_per_token(config: Any, kv_cache: KVCacheConfig | None) -> int:
         raise ValueError(f"a {type(text).__name__} does not say how many heads of which size its cache has")
     growing = sum(type(layer) in _GROWING for layer in DynamicCache(config=config).layers)
     return growing * heads * 2 * (2 * D if kv_cache is None else kv_cache.bytes_per_token(D))
+
+
+def describe(model: Any, kv_cache: KVCacheConfig) -> str:
+    """One line on what the cache of a model, which may be on the meta device, takes."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return f"KV cache: {kv_cache.format}"
+    before, after = (bytes_per_token(config, cache) for cache in (None, kv_cache))
+    bits = f"{16 * after / before:.3f} bits per element, " if before else ""
+    return f"KV cache: {kv_cache.format}, {bits}{before:,} -> {after:,} bytes per token of a sequence"
 
 
 _GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)

@@ -199,9 +199,8 @@ def test_errors_of_a_scheme_alone_and_in_modules(fields, message):
             {"group": 4, "symmetric_": True},
             r"unknown field 'group'.*; unknown field 'symmetric_'; did you mean 'symmetric'",
         ),
-        ({"kv_cache": "int8"}, r"kv_cache is 'int8'; this version"),
-        ({"weights": None}, r"weights is None and `modules` names no format"),
-        ({"weights": None, "modules": {"a": None}}, r"weights is None and `modules` names no format"),
+        ({"weights": None}, r"weights and kv_cache are None and `modules` names no format"),
+        ({"weights": None, "modules": {"a": None}}, r"weights and kv_cache are None and `modules` names no format"),
         (
             {"weights": None, "activations": "int8", "modules": {"a": "int4"}},
             r"'activations': 'int8'.* applies to nothing",

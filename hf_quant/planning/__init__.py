@@ -16,8 +16,10 @@ from hf_quant.algorithms import empty_packed, geometry
 from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, fields_of, matches, resolve_scheme
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
 from hf_quant.kernels._op import Problem, explain
-from hf_quant.kv_cache import KVCacheConfig, bytes_per_token
+from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
+from hf_quant.planning._table import format_table as format_table
+from hf_quant.planning._table import table
 from hf_quant.scheme import LinearScheme
 
 
@@ -140,7 +142,7 @@ class QuantPlan:
         return schemes_to_list(self.schemes)
 
     def __str__(self) -> str:
-        return _table(self)
+        return table(self)
 
     __repr__ = __str__
 
@@ -209,19 +211,8 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
     }
     fused = [] if config.fuse_projections is False else planned_projections(model, weights)
     fused_on = "every device" if config.fuse_projections else "GPUs"
-    return QuantPlan(entries, other, fused, fused_on, _cache_line(model, config))
-
-
-def _cache_line(model: nn.Module, config: QuantizerConfig) -> str | None:
-    """What the plan says of the KV cache. Raises ValueError for heads whose codes it could not hold."""
-    if config.kv_cache is None:
-        return None
-    kv_cache, host = KVCacheConfig.of(config.kv_cache), getattr(model, "config", None)
-    if not hasattr(host, "get_text_config"):
-        return f"KV cache: {kv_cache.format}"
-    before, after = (bytes_per_token(host, cache) for cache in (None, kv_cache))
-    bits = f"{16 * after / before:.3f} bits per element, " if before else ""
-    return f"KV cache: {kv_cache.format}, {bits}{before:,} -> {after:,} bytes per token of a sequence"
+    cache = None if config.kv_cache is None else describe(model, KVCacheConfig.of(config.kv_cache))
+    return QuantPlan(entries, other, fused, fused_on, cache)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
@@ -464,51 +455,3 @@ def unfold_name(folded: str) -> list[str]:
     if prod(map(len, parts)) > MAX_MODULES:
         raise ValueError(f"the stored plan's {folded[:80]!r} stands for more than {MAX_MODULES} modules")
     return [".".join(combination) for combination in itertools.product(*parts)]
-
-
-def _table(plan: QuantPlan) -> str:
-    groups: dict[tuple, list[PlanEntry]] = {}
-    for e in plan.entries.values():
-        template = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", e.name) or "(model)"
-        groups.setdefault((template, tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None), []).append(
-            e
-        )
-    header = ("modules", "count", "shape", "scheme", "bits", "MB before", "MB after", "cpu", "cuda", "reason")
-    rows = [header]
-    for (template, shapes, scheme, reason, _), entries in groups.items():
-        after, count = sum(e.bytes_after for e in entries), sum(e.num_weights for e in entries)
-        shared = entries[0].shared_with
-        rows.append(
-            (
-                template,
-                str(len(entries)),
-                " + ".join("x".join(map(str, shape)) for shape in shapes),
-                "16-bit" if scheme is None else str(scheme),
-                f"{8 * after / count:.2f}" if count else "shared",
-                f"{sum(e.bytes_before for e in entries) / 1e6:.2f}",
-                f"{after / 1e6:.2f}",
-                "" if scheme is None else entries[0].kernel("cpu"),
-                "" if scheme is None else entries[0].kernel("cuda"),
-                "; ".join(filter(None, (reason, shared and f"shares the codes of {shared}" if scheme else None))),
-            )
-        )
-    total = (
-        f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
-        f"model {plan.nbytes_before / 1e6:.2f} -> {plan.nbytes / 1e6:.2f} MB"
-    )
-    fused: dict[str, int] = {}
-    for names in plan.fused:
-        text = " + ".join([re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[0]), *(n.rpartition(".")[2] for n in names[1:])])
-        fused[text] = fused.get(text, 0) + 1
-    if fused:
-        total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
-    if plan.kv_cache is not None:
-        total += f"\n{plan.kv_cache}"
-    return f"{format_table(rows)}\n{total}"
-
-
-def format_table(rows: list[tuple[str, ...]]) -> str:
-    """Aligned columns under a line; the first row is the header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -1,0 +1,53 @@
+"""A plan as a table."""
+
+import re
+from typing import Any
+
+
+def table(plan: Any) -> str:
+    """A plan as text: a line for modules that are alike, then totals."""
+    groups: dict[tuple, list] = {}
+    for e in plan.entries.values():
+        template = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", e.name) or "(model)"
+        groups.setdefault((template, tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None), []).append(
+            e
+        )
+    header = ("modules", "count", "shape", "scheme", "bits", "MB before", "MB after", "cpu", "cuda", "reason")
+    rows = [header]
+    for (template, shapes, scheme, reason, _), entries in groups.items():
+        after, count = sum(e.bytes_after for e in entries), sum(e.num_weights for e in entries)
+        shared = entries[0].shared_with
+        rows.append(
+            (
+                template,
+                str(len(entries)),
+                " + ".join("x".join(map(str, shape)) for shape in shapes),
+                "16-bit" if scheme is None else str(scheme),
+                f"{8 * after / count:.2f}" if count else "shared",
+                f"{sum(e.bytes_before for e in entries) / 1e6:.2f}",
+                f"{after / 1e6:.2f}",
+                "" if scheme is None else entries[0].kernel("cpu"),
+                "" if scheme is None else entries[0].kernel("cuda"),
+                "; ".join(filter(None, (reason, shared and f"shares the codes of {shared}" if scheme else None))),
+            )
+        )
+    total = (
+        f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
+        f"model {plan.nbytes_before / 1e6:.2f} -> {plan.nbytes / 1e6:.2f} MB"
+    )
+    fused: dict[str, int] = {}
+    for names in plan.fused:
+        text = " + ".join([re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[0]), *(n.rpartition(".")[2] for n in names[1:])])
+        fused[text] = fused.get(text, 0) + 1
+    if fused:
+        total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
+    if plan.kv_cache is not None:
+        total += f"\n{plan.kv_cache}"
+    return f"{format_table(rows)}\n{total}"
+
+
+def format_table(rows: list[tuple[str, ...]]) -> str:
+    """Aligned columns under a line; the first row is the header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
