@@ -114,14 +114,17 @@ class CacheMethod:
         offloading: bool,
         generation_config: Any,
     ) -> QuantizedCache:
-        """The last static cache, emptied, if it fits and nobody was given it, else a new one."""
+        """The last static cache, emptied, if it fits and nobody was given it, else a new one.
+
+        Who has put something in the place of the compiled call brings memory of its own for each cache.
+        """
         last, self.static = self.static, None
         fits = last is not None and last.kv_cache == config and last.offloading == offloading
         if not fits or last.get_max_length() < length or last.batch_size not in (-1, rows):
             last = QuantizedCache(model.config, config, max_cache_len=length, offloading=offloading)
         else:
             last.reset()
-        if not generation_config.return_dict_in_generate:
+        if not generation_config.return_dict_in_generate and "get_compiled_call" not in model.__dict__:
             self.static = last
         return last
 

@@ -1,6 +1,7 @@
 """`KVCacheConfig`: the format of a quantized cache, and what it takes per token."""
 
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -95,12 +96,8 @@ class KVCacheConfig:
         return {n: v for n, v in asdict(self).items() if n == "format" or v != getattr(KVCacheConfig, n)}
 
     def resolved(self) -> "KVCacheConfig":
-        """With what None stands for."""
-        chosen = {
-            name: value if getattr(self, name) is None else getattr(self, name)
-            for name, value in DEFAULTS[self.format]._asdict().items()
-        }
-        return KVCacheConfig(self.format, **chosen, prefill_chunk_size=self.prefill_chunk_size)
+        """With what None stands for; the same object for equal configs."""
+        return _resolved(self)
 
     def layout(self, D: int) -> Layout:
         """Of heads of D channels. Raises ValueError if their codes do not fill words of 32 bits."""
@@ -117,6 +114,15 @@ class KVCacheConfig:
         """Of the keys, or the values, of one head; without what `sink_tokens` and `recent_tokens` keep."""
         layout = self.layout(D)
         return layout.width * CODES[self.format].dtype.itemsize + 2 * layout.groups * layout.numbers
+
+
+@cache
+def _resolved(config: KVCacheConfig) -> KVCacheConfig:
+    chosen = {
+        name: value if getattr(config, name) is None else getattr(config, name)
+        for name, value in DEFAULTS[config.format]._asdict().items()
+    }
+    return KVCacheConfig(config.format, **chosen, prefill_chunk_size=config.prefill_chunk_size)
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:

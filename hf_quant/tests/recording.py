@@ -71,7 +71,7 @@ class _Recording(TorchDispatchMode):
             error, self.recorder.fail = self.recorder.fail, None
             raise error
         for argument, schema in zip(args, func._schema.arguments):
-            if schema.alias_info is not None and schema.alias_info.is_write:
+            if argument is not None and schema.alias_info is not None and schema.alias_info.is_write:
                 storage = argument.untyped_storage()
                 if storage._cdata not in self.seen:
                     whole = torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -109,6 +109,23 @@ def test_one_capture_and_the_tokens_of_eager_generate(name):
     assert recorder.ops and not any("_local_scalar_dense" in op for op in recorder.ops)
 
 
+@pytest.mark.parametrize("kv_cache", ["int8", {"format": "int4", "sink_tokens": 2, "recent_tokens": 5}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_quantized_cache_is_captured(name, kv_cache):
+    """Lengths are read from device memory, so a replay sees the tokens that came since."""
+    model = make(name, config={"weights": "int4", "kv_cache": kv_cache})
+    ids, others = prompt(2), prompt(2, 9, seed=1)
+    # Without the length: a static cache that is as long holds the same codes and reads them in the same blocks.
+    expected = [eager(model, x, max_new_tokens=n) for x, n in ((ids, LENGTH), (others, 30))]
+    recorder = Recorder()
+    with capture_generate(model, backend=recorder) as graphs:
+        for _ in range(2):
+            assert torch.equal(generate(model, others, max_new_tokens=30), expected[1])
+            assert torch.equal(generate(model, ids), expected[0])
+        assert not graphs.reasons and graphs.num_captures == (2 if name == "gemma3" else 1)
+        assert graphs.num_replays > 60
+
+
 def test_a_step_is_the_fused_products(captured):
     model, recorder, _ = captured
     generate(model, prompt())
