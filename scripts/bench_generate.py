@@ -6,11 +6,16 @@
     python scripts/bench_generate.py --compile --head --formats int8 int4   # with a quantized output embedding
     python scripts/bench_generate.py --graphs --device cuda   # decoding captured, by hf_quant.capture_generate
     python scripts/bench_generate.py --threads 1 --clock cpu  # on a machine that others use, too
+    python scripts/bench_generate.py --context 8192 --kv-cache int8 int4 --formats int4     # quantized KV caches
+    python scripts/bench_generate.py --shape llama-3.1-8b --device cuda --graphs --context 131072 --kv-cache int4 \
+        --formats int4 --only-both
 
 The model is a Llama of 468M parameters with random weights in bf16 (hidden 1024, 24 layers, intermediate 4096,
-vocabulary 32000), or a directory given by --model. Every library leaves the output embedding in 16 bit; ours quantizes
-it with --head. The models take turns, one generation each; the medians count: of the time to the first token, and of
-the interval between tokens.
+vocabulary 32000), of another --shape, or a directory given by --model. Every library leaves the output embedding in
+16 bit; ours quantizes it with --head. The models take turns, one generation each; the medians count: of the time to
+the first token, and of the interval between tokens. With --kv-cache the 16-bit model and each format are measured
+with each quantized cache, too (--only-both: only formats with a cache, next to 16 bit with one of 16 bit). --context
+is the length of the prompt; memory is then measured as well: a generation's peak beside the weights.
 """
 
 import argparse
@@ -28,7 +33,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_quant import QuantizerConfig, capture_generate, quantize_
-from hf_quant.evaluate import bits_per_weight, generation_speed, machine
+from hf_quant.evaluate import PeakMemory, bits_per_weight, generation_speed, machine
 from hf_quant.planning import format_table
 
 
@@ -36,28 +41,34 @@ HEAD = "lm_head"
 FORMATS = ("int8", "W8A8", "int4", "W4A8", "nf4", "fp8", "int3", "int2")
 
 
-def make_model(path: Path | None, layers: int) -> nn.Module:
-    """The model to measure, in bf16 on the CPU."""
+SHAPES = {
+    "468m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 32000},
+    "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+}
+HEADS = {"468m": (16, 16), "llama-3.1-8b": (32, 8)}  # of queries, of keys and values
+
+
+def make_model(path: Path | None, shape: str, layers: int | None, context: int, device: str) -> nn.Module:
+    """The model to measure, in bf16."""
     if path is not None:
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     torch.manual_seed(0)
+    heads, kv_heads = HEADS[shape]
     config = LlamaConfig(
-        hidden_size=1024,
-        num_hidden_layers=layers,
-        intermediate_size=4096,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=32000,
+        **{**SHAPES[shape], **({} if layers is None else {"num_hidden_layers": layers})},
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=max(2048, context),
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
-    model = model.to_empty(device="cpu")
+    model = model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not parameters
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are not parameters
     return model
 
 
@@ -129,9 +140,14 @@ def installed(package: str) -> bool:
 def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, nn.Module], dict[str, float]]:
     """({name: model}, {name: seconds to quantize it}), the 16-bit one first."""
     keep = {"modules_to_not_convert": []} if args.head else {}
-    todo: dict[str, Callable[[nn.Module], object]] = {
-        name: lambda model, _name=name: quantize_(model, QuantizerConfig(_name, **keep)) for name in args.formats
-    }
+    todo: dict[str, Callable[[nn.Module], object]] = {}
+    for weights in (*args.formats, None):
+        for cache in (None, *args.kv_cache):
+            if (weights is None and cache is None) or (args.only_both and (weights is None or cache is None)):
+                continue
+            config = QuantizerConfig(weights, kv_cache=cache, **({} if weights is None else keep))
+            name = (weights or "bf16") + ("" if cache is None else f", {cache} cache")
+            todo[name] = lambda model, config=config: quantize_(model, config)
     if args.rivals:
         for name, (package, function) in RIVALS.items():
             if installed(package):
@@ -140,7 +156,8 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
                 print(f"{name}: {package} is not installed")
     models, seconds = {"bf16": base}, {"bf16": 0.0}
     for name, function in todo.items():
-        model = copy.deepcopy(base)
+        shares = name.startswith("bf16")  # only the cache differs
+        model = copy.deepcopy(base, {id(p): p for p in base.parameters()} if shares else None)
         start = time.perf_counter()
         function(model)
         seconds[name] = time.perf_counter() - start
@@ -163,7 +180,8 @@ def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argpar
     )
     base = speeds["bf16"]
     rows = [("weights", "bits/weight", "quantize s", f"prefill of {args.prompt_tokens}, ms", "x bf16", "decode tok/s")]
-    rows[0] += ("x bf16",)
+    rows[0] += ("x bf16",) if args.context is None else ("x bf16", "peak GB beside the weights", "weights GB")
+    memory = {name: () for name in models} if args.context is None else peaks(models, args)
     for name, speed in speeds.items():
         bits = bits_per_weight(models[name])
         rows.append(
@@ -175,9 +193,22 @@ def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argpar
                 f"{base.prefill / speed.prefill:.2f}",
                 f"{speed.decode:.1f}",
                 f"{speed.decode / base.decode:.2f}",
+                *memory[name],
             )
         )
     return format_table(rows)
+
+
+def peaks(models: dict[str, nn.Module], args: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """{name: (GB that a generation takes at its peak beside the weights, GB of the weights)}."""
+    found = {}
+    for name, model in models.items():
+        prompt = torch.randint(0, 1000, (1, args.prompt_tokens), device=model.device)
+        with PeakMemory(model.device) as peak:
+            mask = torch.ones_like(prompt)
+            model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=2, min_new_tokens=2)
+        found[name] = (f"{peak.nbytes / 1e9:.2f}", f"{model.get_memory_footprint() / 1e9:.2f}")
+    return found
 
 
 def compile_(models: dict[str, nn.Module]) -> None:
@@ -200,7 +231,8 @@ def main() -> None:
     """Read the arguments, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of a causal language model instead of the random one")
-    parser.add_argument("--layers", type=int, default=24, help="of the random model (default: 24)")
+    parser.add_argument("--shape", choices=SHAPES, default="468m", help="of the random model (default: 468m)")
+    parser.add_argument("--layers", type=int, help="of the random model (default: its shape's)")
     parser.add_argument("--formats", nargs="*", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
     parser.add_argument("--head", action="store_true", help="quantize the output embedding, too")
     parser.add_argument("--rivals", action="store_true", help="measure other libraries, too, where installed")
@@ -211,6 +243,11 @@ def main() -> None:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, with --threads 1")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--context", type=int, help="length of the prompt; measures memory, too")
+    parser.add_argument("--kv-cache", nargs="*", default=(), metavar="FORMAT", help="with quantized caches, too")
+    parser.add_argument(
+        "--only-both", action="store_true", help="no format without a cache, no cache without a format"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if args.threads is not None:
@@ -218,7 +255,9 @@ def main() -> None:
     if args.clock == "cpu" and torch.get_num_threads() != 1:
         parser.error("--clock cpu measures one thread: give --threads 1")
     torch.set_grad_enabled(False)
-    base = make_model(args.model, args.layers).eval()
+    args.prompt_tokens = args.context or args.prompt_tokens
+    length = args.prompt_tokens + args.new_tokens
+    base = make_model(args.model, args.shape, args.layers, length, args.device).eval()
     print(f"python {' '.join(sys.argv)}")
     print(f"{machine()}; commit {commit()}; {args.clock} time")
     count = sum(p.numel() for p in base.parameters())
