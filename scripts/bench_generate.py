@@ -203,7 +203,7 @@ def peaks(models: dict[str, nn.Module], args: argparse.Namespace) -> dict[str, t
     """{name: (GB that a generation takes at its peak beside the weights, GB of the weights)}."""
     found = {}
     for name, model in models.items():
-        prompt = torch.randint(0, 1000, (1, args.prompt_tokens), device=model.device)
+        prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), device=model.device)
         with PeakMemory(model.device) as peak:
             mask = torch.ones_like(prompt)
             model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=2, min_new_tokens=2)
