@@ -31,6 +31,8 @@ implements_lazily("hf_quant.kernels.grouped_mm.backward_gpu", grouped_mm_backwar
 implements_lazily("hf_quant.kernels.grouped_mm.gpu", grouped_mm)
 implements_lazily("hf_quant.kernels.hadamard.gpu", hadamard, hadamard_quantize_rowwise)
 implements_lazily("hf_quant.kernels.int8_attention.gpu", int8_attention)
+implements_lazily("hf_quant.kernels.kv_attention.append_gpu", kv_append)
+implements_lazily("hf_quant.kernels.kv_attention.gpu", kv_attention)
 implements_lazily(
     "hf_quant.kernels.rowwise.gpu",
     act_quantize_rowwise,

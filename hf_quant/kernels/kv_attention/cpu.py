@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.native import attention as native
 
@@ -53,30 +53,50 @@ def kv_attention_cpu(
     how = {"is_causal": is_causal, "window": window, "scale": scale}
     if native.attention_refusal(q.dtype, D, D // k_scale.shape[-1], k_scale.dtype) is None:
         return native.attention(q, keys, values, mask, spec, rotates=rotates_keys, **how)
-    q = _rotated(q) if rotates_keys else q
+    q = rotated(q) if rotates_keys else q
+    return attend_in_blocks(q, keys, values, mask, None, spec, **how)
+
+
+def attend_in_blocks(
+    q: Tensor,
+    keys: tuple[Tensor, ...],
+    values: tuple[Tensor, ...],
+    mask: Tensor | None,
+    length: Tensor | None,
+    spec: CodeSpec,
+    *,
+    is_causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`kv_attention` by torch's ops on blocks of tokens, on any device; keys and values are (codes, scale, offset).
+
+    Queries are rotated already. `length` is not read on the host.
+    """
     y = torch.zeros_like(q, dtype=torch.float32)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
     T = keys[0].shape[2]
-    # All positions end at T: a block that ends earlier is met without its future by the mask of the block.
-    step = max(_BLOCK // max(q.shape[0] * k_codes.shape[1] * D, 1), 1)
-    seen = op.visible(q.shape[2], T, T, window, q.device) if is_causal else None
+    # All positions end at one place: a block that ends earlier is met without its future by the mask of the block.
+    step = max(_BLOCK // max(q.shape[0] * keys[0].shape[1] * q.shape[3], 1), 1)
+    end = T if length is None else length.clamp(0, T)
+    seen = op.visible(q.shape[2], T, end, window, q.device) if is_causal else None
+    exists = None if length is None else torch.arange(T, device=q.device).unsqueeze(0) < end
     for start in range(0, T, step):
         tokens = slice(start, start + step)
-        part = _attend(
-            q,
-            [part if part is None else part[:, :, tokens] for part in keys],
-            [part if part is None else part[:, :, tokens] for part in values],
-            None if mask is None else mask[..., tokens],
-            None if seen is None else seen[:, tokens],
-            spec,
-            scale,
-        )
+        cuts = [[part if part is None else part[:, :, tokens] for part in parts] for parts in (keys, values)]
+        visible = None if seen is None else seen[:, tokens]
+        if exists is not None:
+            here = exists[:, tokens]
+            visible = here if visible is None else visible & here
+            # Nobody has written behind the end: a weight of 0 times NaN is NaN.
+            cuts[1][1:] = [part if part is None else part.masked_fill(~here.t(), 0) for part in cuts[1][1:]]
+        part = _attend(q, *cuts, None if mask is None else mask[..., tokens], visible, spec, scale)
         y, lse = op.merge(y, lse, *part)
     return torch.empty_like(q).copy_(y), lse
 
 
-def _rotated(q: Tensor) -> Tensor:
-    """In memory as q: so is the result."""
+def rotated(q: Tensor) -> Tensor:
+    """Queries as they meet rotated keys, in memory as q: so is the result."""
     return torch.empty_like(q).copy_(op.rotate(q.float()))
 
 

@@ -168,11 +168,18 @@ def _execute(name: str, a: np.ndarray, more: list[np.ndarray]) -> np.ndarray:
         return result
     if name == "prmt.b32":
         return _prmt(a, *more)
+    if name == "fma.rn.bf16x2":  # exact in fp64, rounded once
+        pairs = [_to_float32(np.ascontiguousarray(x).view(np.uint16), tl.bfloat16).astype(np.float64) for x in _full(a, *more)]
+        return _from_float32((pairs[0] * pairs[1] + pairs[2]).astype(np.float32), tl.bfloat16).view(np.uint32)
     if name in _FLOAT:
         with np.errstate(all="ignore"):
             values = (np.asarray(value, dtype=np.uint32).view(np.float32) for value in (a, *more))
             return np.asarray(_FLOAT[name](*values), dtype=np.float32).view(np.uint32)
     raise NotImplementedError(name)
+
+
+def _full(*values: np.ndarray) -> list[np.ndarray]:
+    return [value.copy() for value in np.broadcast_arrays(*(np.atleast_1d(value) for value in values))]
 
 
 def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:

@@ -1,0 +1,291 @@
+"""DOCSTRING"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels._op import Path, Problem, implements
+from hf_quant.kernels._triton import (
+    HAS_TRITON,
+    Target,
+    cached_plan,
+    config_table,
+    launch,
+    target_of,
+    tl,
+    unavailable,
+)
+from hf_quant.kernels._weight_decode import ptx
+from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.hadamard.gpu import hadamard_gpu
+from hf_quant.kernels.kv_attention import op
+from hf_quant.kernels.kv_attention.cpu import attend_in_blocks, rotated
+from hf_quant.kernels.kv_attention.decode_kernels import _kv_decode_kernel, _kv_merge_kernel
+from hf_quant.kernels.kv_attention.decoding import place_ptx, places
+from hf_quant.kernels.kv_attention.prefill_kernels import _kv_prefill_kernel
+
+
+_MAX_D = 256
+_ROWS = 32  # of a tile of the decoding kernel: rows of queries times groups
+_MAX_SPLITS = 128
+_LEAST_TOKENS = 256  # of a split
+_FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32} if HAS_TRITON else {}
+# (bits, largest D, BLOCK_N, num_warps, num_stages, programs of a multiprocessor)
+_DECODE = (
+    (2, 128, 32, 1, 4, 8),
+    (2, 256, 64, 4, 3, 3),
+    (4, 64, 64, 2, 3, 6),
+    (4, 128, 64, 4, 3, 4),
+    (4, 256, 64, 4, 3, 2),
+    (8, 128, 64, 4, 3, 3),
+    (8, 256, 64, 4, 2, 2),
+)
+DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100", "gfx942"), _DECODE)
+# (largest D, BLOCK_M, BLOCK_N, num_warps, num_stages)
+_PREFILL = ((64, 128, 64, 4, 3), (128, 128, 64, 8, 2), (256, 64, 32, 8, 2))
+PREFILL_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100", "gfx942"), _PREFILL)
+
+
+def attention_refusal(D: int, group_size: int, dtype: torch.dtype, format: str) -> str | None:
+    """Why the kernels do not serve heads of D channels, None if they do."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if format not in op.CACHE_FORMATS:
+        return f"no kernel decodes {format}; they decode {', '.join(op.CACHE_FORMATS)}"
+    if dtype not in _FLOATS:
+        return f"only bf16, fp16 and fp32 queries, not {dtype}"
+    if D > _MAX_D or D % 16:
+        return f"heads of {D} channels: needs a multiple of 16, at most {_MAX_D}"
+    if group_size % 16:
+        return f"groups of {group_size} are no multiple of 16"
+    return None
+
+
+def _supports(problem: Problem) -> str | None:
+    return attention_refusal(problem.K, problem.group_size, problem.dtype, problem.format)
+
+
+def _supports_prefill(problem: Problem) -> str | None:
+    reason = _supports(problem)
+    if reason is None and problem.dtype == torch.float32:
+        reason = "fp32 queries take the kernel for few rows, by tiles"
+    if reason is None and problem.group_size != problem.K and problem.group_size & (problem.group_size - 1):
+        reason = f"groups of {problem.group_size}: needs a power of two, or one group"
+    return reason
+
+
+PATHS = (
+    Path("Triton, split over the tokens", f"rows of a head of keys * groups <= {_ROWS}", _supports),
+    Path("Triton, tiles of queries", "more rows", _supports_prefill),
+    Path("decoded blocks of tokens, torch ops", "any length", lambda problem: None),
+)
+
+
+class Shape(NamedTuple):
+    """What a plan follows from, besides the lengths."""
+
+    heads: int  # of keys, times the batch
+    repeats: int  # heads of queries for each
+    D: int
+    groups: int
+    format: str
+    dtype: torch.dtype
+    scale_dtype: torch.dtype
+    has_offset: bool
+
+
+class AttentionPlan(NamedTuple):
+    """How one attention is launched."""
+
+    kernel: object
+    tiles: int  # of rows, for each head of keys
+    splits: int
+    options: dict
+    merge: dict  # options of the launch that adds the splits
+
+
+def _power(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _multiplier(spec: CodeSpec, dtype: torch.dtype) -> float:
+    """From the exponent bias of a minifloat to that of dtype."""
+    return 2.0 ** ((127 if dtype == torch.bfloat16 else 15) - spec.minifloat[2]) if spec.minifloat else 1.0
+
+
+@cached_plan
+def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> AttentionPlan | None:
+    """The plan for `rows` rows of queries of each head of keys, None where torch ops serve."""
+    if not target.has_bf16_dot or attention_refusal(shape.D, shape.D // shape.groups, shape.dtype, shape.format):
+        return None
+    spec, G = CODES[shape.format], _power(shape.groups)
+    few = G * _power(rows) <= _ROWS or shape.dtype == torch.float32
+    group = shape.D // shape.groups
+    if not few and group != shape.D and group & (group - 1):
+        few = True  # no tile of queries spreads such groups: several tiles of a few rows
+    options = {"D": shape.D, "GROUP": group, "G": G, "KIND": "minifloat" if spec.minifloat else "integer"}
+    options |= {"BITS": spec.bits, "CODES": 16 // spec.bits, "SCALE": _FLOATS[shape.scale_dtype]}
+    if few:
+        row = next(
+            r for r in config_table("kv_decode", DECODE_CONFIGS, target) if r[0] == spec.bits and shape.D <= r[1]
+        )
+        _, _, block_n, num_warps, stages, programs = row
+        R = max(min(_power(rows), _ROWS // G), 16 // G, 1)
+        E = max(_power(shape.D // options["CODES"]), 16)
+        join = 1
+        while num_warps > 1 and E * join <= G * R and join < options["CODES"]:
+            join *= 2
+        use_ptx = target.is_nvidia
+        options |= {"R": R, "E": E, "JOIN": join, "BLOCK_N": block_n, "STAGES": stages}
+        options |= {"PARTS": 1 if shape.dtype == torch.bfloat16 else 2}
+        options |= {"MULTIPLIER": _multiplier(spec, torch.bfloat16), "MAGIC": use_ptx and spec.bits < 8}
+        options |= {"K_PTX": place_ptx(shape.format, centered=False) if use_ptx else None}
+        options |= {"V_PTX": place_ptx(shape.format, centered=True) if use_ptx else None}
+        options |= {"PLACES": places(shape.format, use_ptx=use_ptx)}
+        kernel, tiles = _kv_decode_kernel, -(-rows // R)
+    else:
+        row = next(r for r in config_table("kv_prefill", PREFILL_CONFIGS, target) if shape.D <= r[0])
+        _, block_m, block_n, num_warps, stages = row
+        block_m = max(min(block_m, _power(rows)), 16 * num_warps // 2)
+        dot = torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16
+        scaled = shape.groups > 1 or shape.has_offset or dot == torch.float16
+        options |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": _power(shape.D), "STAGES": stages}
+        options |= {"SCALED": scaled, "DOT": _FLOATS[dot]}
+        options["G"] = _power(shape.D) // group if shape.groups > 1 else 1
+        options |= {"MULTIPLIER": _multiplier(spec, dot)}
+        options |= {"PTX": ptx(shape.format, dot) if target.is_nvidia else None}
+        kernel, tiles, programs = _kv_prefill_kernel, -(-rows // block_m), 1
+    options |= {"num_warps": num_warps, "num_stages": stages}
+    # By what fits at once, not by how long the cache is, so that a growing one compiles nothing anew.
+    most = min(max(programs * target.multiprocessors // (shape.heads * tiles), 1), _MAX_SPLITS)
+    splits = min(most, max(-(-T // _LEAST_TOKENS), 1))
+    merge = {"D": shape.D, "BLOCK_D": _power(shape.D), "SPLITS": max(_power(most), 2), "num_warps": 4}
+    merge["STEP"] = min(merge["SPLITS"], 4096 // merge["BLOCK_D"])
+    return AttentionPlan(kernel, tiles, splits, options, merge)
+
+
+class Operand(NamedTuple):
+    """Keys or values as a kernel reads them."""
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    code_strides: tuple[int, ...]  # in units of `align` elements of 16 bits
+    scale_strides: tuple[int, ...]
+    offset_strides: tuple[int, ...]
+    align: int
+    is_paired: bool
+
+
+def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | None:
+    """None if the kernels cannot read it where it lies."""
+    size = codes.element_size()
+    spans = [n * size for n in codes.stride()[:3]]
+    if codes.stride(3) != 1 or any(n % 2 for n in (codes.data_ptr(), *spans)) or scale.dtype not in _FLOATS:
+        return None
+    align = 8
+    while any(n // 2 % align for n in spans):
+        align //= 2
+    offset_strides = (0, 0) if offset is None else offset.stride()[:2]
+    if offset is None:
+        is_paired = False
+    else:
+        if offset.stride()[2:] != scale.stride()[2:]:
+            return None
+        item = scale.element_size()
+        is_paired = item == 2 and offset.data_ptr() == scale.data_ptr() + 2 and scale.data_ptr() % 4 == 0
+        is_paired &= scale.stride() == offset.stride() and not any(n % 2 for n in scale.stride())
+    unit = 2 if is_paired else 1
+    return Operand(
+        codes,
+        scale,
+        None if is_paired else offset,
+        tuple(n // 2 // align for n in spans),
+        tuple(n // unit for n in scale.stride()),
+        offset_strides,
+        align,
+        is_paired,
+    )
+
+
+def _rotated(q: Tensor) -> Tensor:
+    """By a launch of its own: every split would make the same products, some 800 instructions a thread.
+
+    The transform takes rows where they lie together: [B, S, H, D] or [B, H, S, D].
+    """
+    D = q.shape[3]
+    if q.dtype == torch.float32:
+        return rotated(q)
+    if q.transpose(1, 2).is_contiguous():
+        return hadamard_gpu(q.transpose(1, 2), block_size=op.rotation_block(D)).transpose(1, 2)
+    return hadamard_gpu(q, block_size=op.rotation_block(D))
+
+
+@implements(op.kv_attention, "XPU", PATHS)
+@implements(op.kv_attention, "CUDA", PATHS)
+def kv_attention_gpu(
+    q: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor | None,
+    mask: Tensor | None,
+    length: Tensor | None,
+    *,
+    format: str,
+    is_causal: bool,
+    window: int,
+    scale: float | None,
+    rotates_keys: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `kv_attention_reference`."""
+    op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
+    (B, H, S, D), (kv_heads, T), spec = q.shape, k_codes.shape[1:3], CODES[format]
+    scale = D**-0.5 if scale is None else scale
+    out, q = torch.empty_like(q), q.detach()
+    keys, values = _operand(k_codes, k_scale, k_offset), _operand(v_codes, v_scale, v_offset)
+    plan = None
+    if unavailable(q.device) is None and None not in (keys, values) and q.numel() and T:
+        repeats, has_offset = H // kv_heads, not (k_offset is None and v_offset is None)
+        shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, has_offset)
+        plan = attention_plan(shape, S * repeats, T, target_of(q.device))
+    if plan is None:
+        q = rotated(q) if rotates_keys else q
+        parts = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
+        how = {"is_causal": is_causal, "window": window, "scale": scale}
+        return attend_in_blocks(q, *parts, mask, length, spec, **how)
+    q = _rotated(q) if rotates_keys else q
+    q = q if q.stride(3) == 1 else q.contiguous()
+    y = out if out.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
+    parts = stats = None
+    if plan.splits > 1:
+        rows = B * kv_heads * plan.splits * S * repeats
+        workspace = torch.empty(rows * (D + 1), dtype=torch.float32, device=q.device)
+        parts, stats = workspace[: rows * D], workspace[rows * D :]
+    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "added"
+    mask_strides = (0, 0, 0, 0)
+    if mask is not None:
+        mask_strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride()))
+        mask = mask.view(torch.uint8) if kind == "bool" else mask
+    launch(
+        *(plan.kernel, (B * kv_heads * plan.tiles, plan.splits), q, keys.codes, keys.scale, keys.offset),
+        *(values.codes, values.scale, values.offset, mask, length, y, lse, parts, stats),
+        *(scale * math.log2(math.e), 1 / scale, S, T, kv_heads, repeats, plan.tiles, window, k_scale.shape[3]),
+        *(*q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
+        *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),
+        **plan.options,
+        **{"K_PAIRED": keys.is_paired, "V_PAIRED": values.is_paired, "K_ALIGN": keys.align, "V_ALIGN": values.align},
+        **{"CAUSAL": is_causal, "WINDOWED": window > 0, "MASK": kind},
+    )
+    if plan.splits > 1:
+        launch(
+            *(_kv_merge_kernel, (S * repeats, B * kv_heads), parts, stats, y, lse, S, kv_heads, repeats, plan.splits),
+            *y.stride()[:3],
+            **plan.merge,
+        )
+    return (y if y is out else out.copy_(y)), lse
