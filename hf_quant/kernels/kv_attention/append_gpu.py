@@ -26,15 +26,13 @@ _MAX_D = 256
 
 
 @triton.jit
-def _butterfly(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """`op.rotate` of x [ROWS, BLOCK_D], in blocks of SIZE = 2 ** n channels."""
-    half: tl.constexpr = 1
-    while half < SIZE:
-        pairs = tl.permute(tl.reshape(x, (ROWS, BLOCK_D // (2 * half), 2, half)), (0, 1, 3, 2))
-        low, high = tl.split(pairs)
+def _butterfly(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LOG_SIZE: tl.constexpr, NORM: tl.constexpr):
+    """`op.rotate` of x [ROWS, BLOCK_D], in blocks of 2 ** LOG_SIZE channels."""
+    for stage in tl.static_range(LOG_SIZE):
+        pairs = tl.reshape(x, (ROWS, BLOCK_D // (2 << stage), 2, 1 << stage))
+        low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         pairs = tl.join(low + high, low - high)
         x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROWS, BLOCK_D))
-        half *= 2
     return x * NORM
 
 
@@ -95,7 +93,7 @@ def _append(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
-    ROTATION: tl.constexpr,
+    LOG_ROTATION: tl.constexpr,
     NORM: tl.constexpr,
     BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
@@ -110,8 +108,8 @@ def _append(
     x += b.to(tl.int64) * x_batch + h.to(tl.int64) * x_head
     inside = (s < S)[:, None] & (d < D)[None, :]
     values = tl.load(x + s.to(tl.int64)[:, None] * x_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ROTATION > 1:
-        values = _butterfly(values, TOKENS, BLOCK_D, ROTATION, NORM)
+    if LOG_ROTATION > 0:
+        values = _butterfly(values, TOKENS, BLOCK_D, LOG_ROTATION, NORM)
     values = tl.reshape(values, (TOKENS, G, GROUP_PAD))
     ZERO: tl.constexpr = 2 ** (BITS - 1)
     if BITS < 8:
@@ -225,7 +223,7 @@ def _kv_append_kernel(
     V_BLOCK: tl.constexpr,
     V_GROUP: tl.constexpr,
     V_GROUP_PAD: tl.constexpr,
-    ROTATION: tl.constexpr,
+    LOG_ROTATION: tl.constexpr,
     NORM: tl.constexpr,
     BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
@@ -241,13 +239,13 @@ def _kv_append_kernel(
         _append(
             *(k, start, k_codes, k_scale, k_offset, S, C, b, h, k_batch, k_head, k_token, kc_batch, kc_head, kc_token),
             *(ks_batch, ks_head, ks_token, ks_group, ko_batch, ko_head, ko_token, ko_group),
-            *(K_D, K_BLOCK, K_GROUP, K_GROUP_PAD, ROTATION, NORM, BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, TOKENS),
+            *(K_D, K_BLOCK, K_GROUP, K_GROUP_PAD, LOG_ROTATION, NORM, BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, TOKENS),
         )
     else:
         _append(
             *(v, start, v_codes, v_scale, v_offset, S, C, b, h, v_batch, v_head, v_token, vc_batch, vc_head, vc_token),
             *(vs_batch, vs_head, vs_token, vs_group, vo_batch, vo_head, vo_token, vo_group),
-            *(V_D, V_BLOCK, V_GROUP, V_GROUP_PAD, 1, 1.0, BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, TOKENS),
+            *(V_D, V_BLOCK, V_GROUP, V_GROUP_PAD, 0, 1.0, BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, TOKENS),
         )
 
 
@@ -322,7 +320,7 @@ def kv_append_gpu(
     rotation = op.rotation_block(K_D) if rotates_keys else 1
     options = {f"K_{name}": n for name, n in zip(("D", "BLOCK", "GROUP", "GROUP_PAD"), _options(*heads[0]))}
     options |= {f"V_{name}": n for name, n in zip(("D", "BLOCK", "GROUP", "GROUP_PAD"), _options(*heads[1]))}
-    options |= {"ROTATION": rotation, "NORM": rotation**-0.5, "BITS": spec.bits, "IS_FLOAT": is_float}
+    options |= {"LOG_ROTATION": rotation.bit_length() - 1, "NORM": rotation**-0.5, "BITS": spec.bits, "IS_FLOAT": is_float}
     options |= {"CONVERTS": is_float and target_of(k.device).has_fp8_dot}
     options |= {"LIMIT": row_max(format) if spec.bits == 8 else 0.0, "RANGE": op.FIRST_RANGE.get(spec.bits, 0.0)}
     codes = [part.view(torch.uint8) if is_float else part for part in (k_codes, v_codes)]

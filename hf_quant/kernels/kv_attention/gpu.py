@@ -194,8 +194,11 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
     else:
         if offset.stride()[2:] != scale.stride()[2:]:
             return None
-        item = scale.element_size()
-        is_paired = item == 2 and offset.data_ptr() == scale.data_ptr() + 2 and scale.data_ptr() % 4 == 0
+        # Side by side, as one word of 32 bits. Tensors without memory ("meta") have only a place in their storage.
+        distance = offset.data_ptr() - scale.data_ptr()
+        if scale.is_meta:
+            distance = 2 * (offset.storage_offset() - scale.storage_offset())
+        is_paired = scale.element_size() == 2 and distance == 2 and scale.data_ptr() % 4 == 0
         is_paired &= scale.stride() == offset.stride() and not any(n % 2 for n in scale.stride())
     unit = 2 if is_paired else 1
     return Operand(

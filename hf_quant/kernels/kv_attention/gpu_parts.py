@@ -3,12 +3,11 @@
 from hf_quant.kernels._triton import tl, triton
 
 
-# Nothing that a growing cache changes may compile a kernel anew.
+# Nothing that the length of a cache changes may compile a kernel anew.
 SIZES = (
-    *("S", "T", "kv_heads", "repeats", "tiles", "window", "groups", "q_batch", "q_head", "q_token"),
-    *("k_batch", "k_head", "k_token", "ks_batch", "ks_head", "ks_token", "ks_group", "ko_batch", "ko_head"),
-    *("v_batch", "v_head", "v_token", "vs_batch", "vs_head", "vs_token", "vs_group", "vo_batch", "vo_head"),
-    *("mask_batch", "mask_head", "mask_row", "mask_token", "y_batch", "y_head", "y_token"),
+    *("S", "T", "kv_heads", "repeats", "tiles", "window", "groups", "k_batch", "k_head", "k_token"),
+    *("ks_batch", "ks_head", "ko_batch", "ko_head", "v_batch", "v_head", "v_token", "vs_batch", "vs_head"),
+    *("vo_batch", "vo_head", "mask_batch", "mask_head", "mask_row"),
 )
 
 
