@@ -87,6 +87,12 @@ EXCEPTIONS = (
     Accepted("width", "_dequantize.*", ".*", "nf4.* fp32.*", "levels are looked up in the cache, 4 bytes each"),
     Accepted("width", ".*", "gfx942", "nf4.*", "without NVIDIA's byte permute, levels are looked up in the cache"),
     Accepted("width", "_int8_attention_stats.*", "gfx942", ".*", "one pass over k; attention makes many"),
+    # Tiles of 16 rows: the left operand of wgmma, and of tcgen05, has 64 and more.
+    Accepted("matrix", "_kv_decode.*", "sm90|sm100", ".*", "few queries: bound by bytes"),
+    Accepted("matrix", "_kv_prefill.*", "sm90|sm100", r".*\bBLOCK_M=(16|32)\b.*", "few queries: bound by bytes"),
+    Accepted("width", "_kv_.*", ".*", "int2.*", "a tile of codes is less than 16 bytes for each thread"),
+    Accepted("width", "_kv_append.*", ".*", ".*", "words and scales of a token lie apart; 3 bytes a value in all"),
+    Accepted("width", "_kv_merge.*", ".*", ".*", "a row of fp32 for each split: 4 bytes a lane, all in flight"),
 )
 
 
@@ -271,6 +277,11 @@ def work_of(case: Case, launched: Recorded, built: Built) -> Work:
             M = experts * -(-max(case.M // experts, 1) // values["BLOCK_M"])
         steps = M * N * K
         num_ops = 2.0 * steps * values["BLOCK_M"] * values["BLOCK_N"] * values["BLOCK_K"]
+    elif launched.unit.name in ("_kv_decode_kernel", "_kv_prefill_kernel"):
+        # Every tile of rows meets the tokens of its head, those of a causal chunk half of their own.
+        steps = int(launched.grid[0]) * -(-(values["T"] - values["S"] // 2) // values["BLOCK_N"])
+        rows = values["BLOCK_M"] if "BLOCK_M" in values else values["G"] * values["R"] * values["PARTS"]
+        num_ops = 4.0 * steps * rows * values["BLOCK_N"] * values["D"]
     return Work(int(num_bytes), num_ops if kind else 0.0, kind, blocks, steps)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from cache_cases import CACHE_GROUPS, CACHED, Cached, cached_case
 from gpu_timing import Ceilings, GraphTimer, Timer, environment, environment_line, gpu, measure_ceilings
 from kernel_cases import (
     ATTENTION,
@@ -39,6 +40,7 @@ from kernel_cases import (
 from kernel_measures import (
     Record,
     measure_attention,
+    measure_cached,
     measure_grouped,
     measure_linear,
     measure_memory,
@@ -57,6 +59,7 @@ FORMATS = {  # of each op; DEFAULTS, or all, if the command line names none
     "fp8_scaled_mm": ("fp8_e4m3",),
     "rowwise": tuple(MEMORY),
     "int8_attention": ("16-bit values", "fp8_e4m3"),
+    "kv_attention": tuple(CACHE_GROUPS),
 }
 DEFAULTS = {
     "weight_only_mm": ("int4 g128", "int8", "fp8_e4m3"),
@@ -93,8 +96,15 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             Job(attention_case(one, BF16, values), partial(measure_attention, one=one, value_format=values), 0.0)
             for one, values in pairs
         ]
+    if args.op == "kv_attention":
+        return [_cached_job(one, name) for one in CACHED for name in names]
     wanted = _rival_names(args)
     return [_job(args.op, name, linear, M, wanted) for linear in _linears(args) for name in names for M in args.m]
+
+
+def _cached_job(one: Cached, format: str) -> Job:
+    plain_bytes = 4 * one.batch * one.D * (one.kv_heads * one.T + one.H * one.S)
+    return Job(cached_case(one, format, BF16), partial(measure_cached, one=one, format=format), plain_bytes)
 
 
 def _job(op: str, name: str, linear: Linear, M: int, wanted: tuple[str, ...] | None) -> Job:

@@ -1,9 +1,11 @@
 """Compares ops on a GPU with their references at real shapes; used by gpu_suite.py."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from cache_cases import CACHE_GROUPS, Cached, append_case, cached_case
 from gpu_timing import installed
 from kernel_cases import (
     CANDIDATES,
@@ -80,6 +82,14 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
         cases += [attention_case(one, bf16, values) for values in (None, "fp8_e4m3")]
         # 16-bit values by online softmax: all heads of fp16, and of bf16 those whose scores have no bound.
         cases += [attention_case(one, fp16), attention_case(one, bf16, loud=one.H // 2)]
+    for format in CACHE_GROUPS:
+        T = 300 if tiny else 3000
+        for S in (1, 3, 70):
+            cases.append(cached_case(Cached("gqa", 2, S, T, 8, 2, 128), format, bf16, rotates=S == 1))
+            cases.append(cached_case(Cached("odd", 2, S, T - 7, 3, 3, 80), format, fp16))
+        cases += [
+            append_case(Cached("odd", 2, S, T, 8, 2, 80), format, dtype) for S in (1, 70) for dtype in (bf16, fp32)
+        ]
     return [case for case in cases if case.op in gpu_ops()]
 
 
@@ -87,13 +97,13 @@ def check_case(case: Case, device: torch.device) -> str | None:
     """Why the op is wrong, None if it equals its reference, and itself in a second call, to the bit."""
     op = getattr(torch.ops.hf_quant, case.op)
     arguments, options = case.make(device)
-    expected = _parts(reference(case.op)(*arguments, **options))
+    expected = _results(reference(case.op), arguments, options)
     _poison(expected)
-    found = _parts(op(*arguments, **options))
+    found = _results(op, arguments, options)
     reason = compare(case, found, expected)
     if reason is not None:
         return reason
-    again = _parts(op(*arguments, **options))
+    again = _results(op, arguments, options)
     if not all(_same_bits(a, b) for a, b in zip(found, again)):
         return "a second call gives other bits"
     if not case.num_ops:
@@ -102,7 +112,12 @@ def check_case(case: Case, device: torch.device) -> str | None:
     return None if compare(case, wrong, expected) else "the comparison accepts a result whose columns were moved"
 
 
-def _parts(result: Any) -> list[Tensor]:
+def _results(call: Callable, arguments: tuple, options: dict[str, Any]) -> list[Tensor]:
+    """What a call returns, or, of `kv_append`, what it has written into copies of its arguments."""
+    copies = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+    result = call(*copies, **options)
+    if result is None:
+        return [value for value in copies[3:] if value is not None]
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
@@ -123,19 +138,37 @@ def compare(case: Case, found: list[Tensor], expected: list[Tensor]) -> str | No
             return f"{tuple(value.shape)} {value.dtype} instead of {tuple(wanted.shape)} {wanted.dtype}"
         if not value.float().isfinite().all():
             return f"{(~value.float().isfinite()).sum().item()} values are not finite"
-    if len(found) == 2:  # codes and scales of rows
+    if case.op == "kv_append":
+        return _compare_caches(found, expected)
+    if len(found) == 2 and case.op != "kv_attention":  # codes and scales of rows
         moved = (found[0].float() != expected[0].float()).float().mean().item()
         error = rms_error(found[1], expected[1])
         return (
             f"{moved:.1e} of the codes differ, scales by {error:.1e}" if moved > MOVED_CODES or error > 1e-5 else None
         )
     limit = PRODUCT_RMS[found[0].dtype]
-    if case.op == "int8_attention":
+    if case.op == "kv_attention":
+        limit = SOFTMAX_RMS
+        if not torch.allclose(found[1], expected[1], atol=1e-2):
+            return f"log-sum-exp differs by {(found[1] - expected[1]).abs().max().item():.1e}"
+    elif case.op == "int8_attention":
         limit = FP8_WEIGHTS_RMS if "fp8" in case.name else SOFTMAX_RMS
     elif "fp8" in case.name and case.op in _FP8_SUMS:
         limit = FP8_PRODUCT_RMS
     error = rms_error(found[0], expected[0])
     return f"RMS error {error:.2e}, allowed {limit:.2e}" if not error <= limit else None
+
+
+def _compare_caches(found: list[Tensor], expected: list[Tensor]) -> str | None:
+    """Sums in another order move a code, or a scale by its last place, where it is between two."""
+    for value, wanted in zip(found, expected):
+        if value.dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
+            moved = (value.float() != wanted.float()).float().mean().item()
+            if moved > 8 * MOVED_CODES:  # words of 4 to 16 codes
+                return f"{moved:.1e} of the words of codes differ"
+        elif rms_error(value, wanted) > 1e-3:
+            return f"scales or offsets differ by {rms_error(value, wanted):.1e}"
+    return None
 
 
 _FP8_SUMS = ("dynamic_mm", "fp8_scaled_mm", "grouped_mm")

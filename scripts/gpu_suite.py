@@ -181,7 +181,7 @@ SECTIONS = (
     Section("dynamic", _cells("dynamic"), 60, 25),
     Section("rowwise", _cells("rowwise"), 30, 15),
     Section("experts", _cells("experts"), 50, 20),
-    Section("attention", _cells("attention"), 25, 15),
+    Section("attention", _cells("attention"), 35, 20),
     Section("models", models, 65, 0),
 )
 

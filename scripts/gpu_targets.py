@@ -7,6 +7,7 @@ their time. `next` names what to try first where a target is missed, or has neve
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from cache_cases import CACHED
 from kernel_cases import ATTENTION
 from kernel_measures import Record
 
@@ -71,6 +72,11 @@ _PREFILL = "the crossover in weight_only CONFIGS (last row): lower the largest M
 _DENSE = "time `dequantize` alone: over 2.5 bytes a weight at copy bandwidth, widen its loads; else it is cuBLAS"
 _FP8 = "num_stages 3 -> 4, BLOCK_N 256 with 8 warps; then the chain length (_CHAIN) that bounds fp8 accumulation"
 _EXPERTS = "sort blocks so that those of one expert run together; BLOCK_M 8 where most experts have one row"
+
+
+def _caches(format: str) -> tuple[str, ...]:
+    return tuple(f"{format} cache {one.batch}x{one.T}" for one in CACHED if one.S == 1 and one.T >= 32768)
+
 
 TARGETS: tuple[Target, ...] = (
     Target("G1", "int4, layers of a Llama-3.1-8B", "weights", INT4, (1,), "bf16", 3.0, _FIXED),
@@ -139,6 +145,16 @@ TARGETS: tuple[Target, ...] = (
         "bf16",
         1.25,
         "BLOCK_M 128 with 8 warps against 4; the exponentials bound it at D = 64 (modelled)",
+    ),
+    *(
+        Target(
+            "K1", f"attention over an {format} cache", "attention", _caches(format), (1,), "best rival", limit, next
+        )
+        for format, limit, next in (
+            ("int8", 1.8, "bytes in flight: num_stages 4; then 8 warps with BLOCK_N 128"),
+            ("int4", 3.0, "issue slots or occupancy: BLOCK_N 128 (fewer instructions), maxnreg 128 (more blocks)"),
+            ("int2", 4.2, "instructions: skip the rescaling of the sums where the maximum stays"),
+        )
     ),
     Target("S1", "int4, every M", "weights", INT4, EVERY, "bf16", 0.9, _PREFILL, ("llama o",)),
     Target("L1", "generate, bf16 in a graph", "models", ("bf16 graph",), (1,), "tok/s", 235, "profile attention"),

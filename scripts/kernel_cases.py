@@ -14,7 +14,6 @@ from hf_quant.algorithms import PackedWeight, empty_packed
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import _op
 from hf_quant.kernels.codes import pack_codes
-from hf_quant.kernels.kv_attention.op import code_width
 from hf_quant.scheme import TensorQuant
 
 
@@ -183,7 +182,8 @@ def random_weight(quant: TensorQuant, shape: tuple[int, ...], device: torch.devi
     return packed
 
 
-def _randn(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+def randn(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+    """Normal values; no content on "meta"."""
     return torch.empty(shape, dtype=dtype, device=device).normal_()
 
 
@@ -200,8 +200,8 @@ def linear_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         packed = random_weight(candidate.weight, (linear.N, linear.K), device)
-        added = _randn((linear.N,), dtype, device) if bias else None
-        return (_randn((M, linear.K), dtype, device), *packed, added), options
+        added = randn((linear.N,), dtype, device) if bias else None
+        return (randn((M, linear.K), dtype, device), *packed, added), options
 
     op = "weight_only_mm" if candidate.activation is None else "dynamic_mm"
     return Case(op, _describe(candidate.name, M, linear, dtype), make, dtype, M, 2 * M * linear.N * linear.K)
@@ -213,7 +213,7 @@ def backward_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dty
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         packed = random_weight(candidate.weight, (linear.N, linear.K), device)
-        return (_randn((M, linear.N), dtype, device), *packed), options
+        return (randn((M, linear.N), dtype, device), *packed), options
 
     name = _describe(f"{candidate.name} backward", M, linear, dtype)
     return Case("weight_only_mm_backward", name, make, dtype, M, 2 * M * linear.N * linear.K)
@@ -238,7 +238,7 @@ def scaled_case(activation: str, linear: Linear, M: int, dtype: torch.dtype) -> 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         operands = []
         for rows in (M, linear.N):
-            values = _randn((rows, linear.K), torch.float32, device) * 32
+            values = randn((rows, linear.K), torch.float32, device) * 32
             operands.append(values.round().clamp(-127, 127).to(codes) if codes == torch.int8 else values.to(codes))
         scales = [torch.empty((rows, 1), device=device).uniform_(0.5e-3, 1.5e-3) for rows in (M, linear.N)]
         return (*operands, *scales, None), {"out_dtype": dtype}
@@ -266,7 +266,7 @@ def grouped_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtyp
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         packed = random_weight(candidate.weight, (linear.experts, linear.N, linear.K), device)
-        x = _randn((rows, linear.K), dtype, device)
+        x = randn((rows, linear.K), dtype, device)
         return (x, *packed, None, rows_per_expert(linear, M, device)), options
 
     touched = 1 - (1 - linear.per_token / linear.experts) ** M  # expected: tokens choose independently
@@ -281,18 +281,18 @@ def grouped_backward_case(candidate: Candidate, linear: Linear, M: int, dtype: t
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         (_, *packed, _, offsets), _ = forward.make(device)
-        return (_randn((forward.M, linear.N), dtype, device), *packed, offsets), options
+        return (randn((forward.M, linear.N), dtype, device), *packed, offsets), options
 
     name = f"{forward.name} backward"
     return forward._replace(op="grouped_mm_backward", name=name, make=make)
 
 
 def _row(K: int, dtype: torch.dtype, device: Any) -> Tensor:
-    return _randn((K,), dtype, device)
+    return randn((K,), dtype, device)
 
 
 def _halves(M: int, K: int, dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-    return _randn((M, 2 * K), dtype, device).chunk(2, -1)
+    return randn((M, 2 * K), dtype, device).chunk(2, -1)
 
 
 def _seed(device: Any) -> Tensor:
@@ -302,29 +302,29 @@ def _seed(device: Any) -> Tensor:
 # Ops that move data: name -> (op, (M, K, dtype, device) -> arguments, options besides "format").
 Maker = Callable[[int, int, torch.dtype, Any], tuple]
 MEMORY: dict[str, tuple[str, Maker, dict[str, Any]]] = {
-    "quantize": ("quantize_rowwise", lambda M, K, t, d: (_randn((M, K), t, d),), {}),
-    "quantize, random rounding": ("quantize_rowwise", lambda M, K, t, d: (_randn((M, K), t, d), _seed(d)), {}),
+    "quantize": ("quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d),), {}),
+    "quantize, random rounding": ("quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d), _seed(d)), {}),
     "RMSNorm": (
         "rms_norm_quantize_rowwise",
-        lambda M, K, t, d: (_randn((M, K), t, d), _row(K, t, d)),
+        lambda M, K, t, d: (randn((M, K), t, d), _row(K, t, d)),
         {"eps": 1e-6},
     ),
     "LayerNorm": (
         "layer_norm_quantize_rowwise",
-        lambda M, K, t, d: (_randn((M, K), t, d), _row(K, t, d), _row(K, t, d), None, None),
+        lambda M, K, t, d: (randn((M, K), t, d), _row(K, t, d), _row(K, t, d), None, None),
         {"eps": 1e-6},
     ),
     "LayerNorm, modulated": (
         "layer_norm_quantize_rowwise",
-        lambda M, K, t, d: (_randn((M, K), t, d), None, None, _randn((1, K), t, d), _randn((1, K), t, d)),
+        lambda M, K, t, d: (randn((M, K), t, d), None, None, randn((1, K), t, d), randn((1, K), t, d)),
         {"eps": 1e-6},
     ),
     "SiLU * up": ("act_quantize_rowwise", lambda M, K, t, d: _halves(M, K, t, d), {"act": "silu"}),
-    "GELU": ("act_quantize_rowwise", lambda M, K, t, d: (_randn((M, K), t, d), None), {"act": "gelu"}),
-    "GELU, tanh": ("act_quantize_rowwise", lambda M, K, t, d: (_randn((M, K), t, d), None), {"act": "gelu_tanh"}),
-    "Hadamard": ("hadamard", lambda M, K, t, d: (_randn((M, K), t, d),), {}),
-    "Hadamard, blocks of 128": ("hadamard", lambda M, K, t, d: (_randn((M, K), t, d),), {"block_size": 128}),
-    "Hadamard, quantize": ("hadamard_quantize_rowwise", lambda M, K, t, d: (_randn((M, K), t, d),), {}),
+    "GELU": ("act_quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d), None), {"act": "gelu"}),
+    "GELU, tanh": ("act_quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d), None), {"act": "gelu_tanh"}),
+    "Hadamard": ("hadamard", lambda M, K, t, d: (randn((M, K), t, d),), {}),
+    "Hadamard, blocks of 128": ("hadamard", lambda M, K, t, d: (randn((M, K), t, d),), {"block_size": 128}),
+    "Hadamard, quantize": ("hadamard_quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d),), {}),
 }
 
 
@@ -363,9 +363,9 @@ def attention_case(one: Attention, dtype: torch.dtype, value_format: str | None 
     """`int8_attention`; M is the number of queries. loud: so many heads have queries of 30 times the size."""
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
-        q = _randn((1, one.H, one.S, one.D), dtype, device)
+        q = randn((1, one.H, one.S, one.D), dtype, device)
         q[:, :loud] *= 30
-        k, v = (_randn((1, one.kv_heads, one.S, one.D), dtype, device) for _ in range(2))
+        k, v = (randn((1, one.kv_heads, one.S, one.D), dtype, device) for _ in range(2))
         return (q, k, v), {"is_causal": one.is_causal, "scale": None, "value_format": value_format}
 
     values = (f", {value_format} values" if value_format else "") + (f", {loud} loud heads" if loud else "")
@@ -376,85 +376,13 @@ def attention_case(one: Attention, dtype: torch.dtype, value_format: str | None 
     return Case("int8_attention", name, make, dtype, one.S, num_ops)
 
 
-class Cached(NamedTuple):
-    """Attention of `batch` times S queries over a quantized cache of T tokens; otherwise as `Attention`."""
-
-    name: str
-    batch: int
-    S: int
-    T: int
-    H: int = 32
-    kv_heads: int = 8
-    D: int = 128
-
-
-CACHE_GROUPS = {"int8": None, "fp8_e4m3": None, "int4": 64, "int2": 32}  # channels of a scale; None: those of a head
-CACHED = (
-    Cached("llama", 1, 1, 8192),
-    Cached("llama", 1, 1, 32768),
-    Cached("llama", 8, 1, 32768),
-    Cached("llama", 1, 1, 131072),
-    Cached("llama", 8, 1, 131072),
-    Cached("llama", 1, 2048, 32768),
-)
-
-
-def _side_by_side(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-    """Scale and offset, as a cache keeps them."""
-    pairs = torch.empty((*shape, 2), dtype=dtype, device=device).uniform_(0.5, 1.5)
-    return pairs[..., 0], pairs[..., 1]
-
-
-def _cached(one: Cached, format: str, device: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random codes, scale and offset of keys or values of variance about 1."""
-    spec = FORMATS[format].spec
-    shape = (one.batch, one.kv_heads, one.T)
-    codes = torch.empty((*shape, code_width(spec, one.D)), dtype=spec.dtype, device=device)
-    if spec.dtype.is_floating_point:
-        codes.copy_(torch.empty(codes.shape, dtype=torch.bfloat16, device=device).normal_().mul_(64))
-    else:
-        bounds = (-127, 128) if spec.dtype == torch.int8 else (-(2**31), 2**31)
-        codes.random_(*bounds)
-    scale, offset = _side_by_side((*shape, one.D // (CACHE_GROUPS[format] or one.D)), torch.bfloat16, device)
-    scale.mul_({"int8": 1 / 73, "fp8_e4m3": 1 / 64, "int4": 1 / 4.6, "int2": 1 / 1.1}[format])
-    return codes, scale if spec.is_packed else scale.contiguous(), offset.sub_(1) if spec.is_packed else None
-
-
-def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool = False) -> Case:
-    """`kv_attention`, causal, over a full cache; M is the number of queries of a sequence."""
-    options = {"format": format, "is_causal": True, "window": 0, "scale": None, "rotates_keys": rotates}
-
-    def make(device: Any) -> tuple[tuple, dict[str, Any]]:
-        q = _randn((one.batch, one.S, one.H, one.D), dtype, device).transpose(1, 2)
-        return (q, *_cached(one, format, device), *_cached(one, format, device), None, None), options
-
-    kind = next(name for name, known in DTYPES.items() if known == dtype)
-    shape = f"{one.batch}x{one.H}/{one.kv_heads}x{one.D}"
-    name = f"{format} cache, {one.name} {shape}, {one.T} tokens{', rotated' if rotates else ''}, M={one.S}, {kind}"
-    num_ops = 4 * one.batch * one.H * one.S * (one.T - one.S // 2) * one.D
-    return Case("kv_attention", name, make, dtype, one.S, num_ops)
-
-
-def append_case(one: Cached, format: str, dtype: torch.dtype) -> Case:
-    """`kv_append` of the S tokens of a model's layer, keys rotated, into a cache of T tokens."""
-    options = {"format": format, "rotates_keys": True}
-
-    def make(device: Any) -> tuple[tuple, dict[str, Any]]:
-        k, v = (_randn((one.batch, one.S, one.kv_heads, one.D), dtype, device).transpose(1, 2) for _ in range(2))
-        start = torch.empty(1, dtype=torch.int64, device=device).fill_(one.T - one.S)
-        return (k, v, start, *_cached(one, format, device), *_cached(one, format, device)), options
-
-    kind = next(name for name, known in DTYPES.items() if known == dtype)
-    shape = f"{one.batch}x{one.kv_heads}x{one.D}"
-    name = f"{format} cache, append, {one.name} {shape}, M={one.S}, {kind}"
-    return Case("kv_append", name, make, dtype, one.S, 0)
-
-
 MAIN = ("int4 g128", "int8", "fp8_e4m3", "nf4 g64", "W8A8 int8", "W8A8 fp8", "W4A8 int8")
 
 
 def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
     """What ahead-of-time compilation covers: every format, op and M in bf16; the other dtypes on fewer shapes."""
+    from cache_cases import cache_cases  # which imports this module
+
     found = []
     for dtype in DTYPES.values():
         for candidate in CANDIDATES:
@@ -472,22 +400,8 @@ def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
         extra = (Attention("off-tile", 1001, 4, 2, 80), Attention("wide", 300, 2, 2, 256, is_causal=True))
         for one in (*ATTENTION, *extra) if plain else ATTENTION[:1]:
             found += [attention_case(one, dtype, format) for format in (None, "fp8_e4m3")]
-        found += _cache_cases(dtype)
+        found += cache_cases(dtype)
     return [case for case in found if ops is None or case.op in ops]
-
-
-def _cache_cases(dtype: torch.dtype) -> list[Case]:
-    """Attention over, and writing into, quantized caches."""
-    small, large = Cached("small", 2, 1, 4096, 16, 4, 64), Cached("large", 1, 1, 8192, 16, 8, 256)
-    several = (Cached("draft", 1, 8, 32768), Cached("odd", 1, 3, 1000, 6, 1, 80))
-    prefills = (small._replace(S=512), large._replace(S=512))
-    found = []
-    for format in CACHE_GROUPS:
-        for one in (*CACHED, small, large, *several, *prefills) if dtype == torch.bfloat16 else (CACHED[0], CACHED[5]):
-            found.append(cached_case(one, format, dtype, rotates=one.name == "small"))
-        for one in (CACHED[0], CACHED[5], small, large):
-            found.append(append_case(one, format, dtype))
-    return found
 
 
 def _candidate_cases(candidate: Candidate, dtype: torch.dtype) -> list[Case]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cache_cases import Cached, cached_case
 from gpu_timing import Calls, Ceilings, Timer, num_copies
 from kernel_cases import (
     Attention,
@@ -20,6 +21,7 @@ from kernel_cases import (
     scaled_case,
 )
 from rivals import FAILURES, first_line, int_mm_alone, rivals_of, scaled_mm_alone
+from torch.nn.attention.bias import causal_lower_right
 
 from hf_quant.planning import format_table
 
@@ -199,6 +201,27 @@ def measure_attention(timer: Timer, one: Attention, value_format: str | None, ce
 
     record = measure(timer, case, ceilings, rate=2.0 if value_format else 4 / 3, base=plain, rounds=5)
     return {**record, "candidate": f"int8 attention{f', {value_format}' if value_format else ''}", "linear": one.name}
+
+
+def measure_cached(timer: Timer, one: Cached, format: str, ceilings: Ceilings) -> Record:
+    """`kv_attention` against torch's attention over a bf16 cache, with heads of keys as they are, and repeated."""
+    case = cached_case(one, format, torch.bfloat16)
+
+    def plain(repeats: int) -> Calls:
+        heads, calls = one.kv_heads * repeats, []
+        nbytes = 4 * one.batch * heads * one.T * one.D
+        for _ in range(num_copies(nbytes, timer.device)):
+            q = _randn((one.batch, one.H, one.S, one.D), timer.device)
+            k, v = (_randn((one.batch, heads, one.T, one.D), timer.device) for _ in range(2))
+            gqa = heads != one.H
+            # A single query is the last one: it sees everything. Several stand at the end: lower right.
+            mask = None if one.S == 1 else causal_lower_right(one.S, one.T)
+            calls.append(partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, enable_gqa=gqa))
+        return calls
+
+    rivals = {"SDPA": partial(plain, 1), "SDPA, heads repeated": partial(plain, one.H // one.kv_heads)}
+    record = measure(timer, case, ceilings, rivals=rivals, rounds=5)
+    return {**record, "candidate": f"{format} cache {one.batch}x{one.T}", "linear": one.name}
 
 
 def measure_memory(timer: Timer, case: Case, ceilings: Ceilings, *, inductor: bool = False, rounds: int = 9) -> Record:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from cache_cases import CACHED, cached_case
 from gpu_checks import shrunk
 from gpu_timing import Ceilings, Timer
 from kernel_cases import (
@@ -21,7 +22,15 @@ from kernel_cases import (
     memory_case,
     scaled_case,
 )
-from kernel_measures import Record, measure_attention, measure_grouped, measure_linear, measure_memory, measure_scaled
+from kernel_measures import (
+    Record,
+    measure_attention,
+    measure_cached,
+    measure_grouped,
+    measure_linear,
+    measure_memory,
+    measure_scaled,
+)
 
 
 SQUARES = (Linear("4096 square", 4096, 4096), Linear("8192 square", 8192, 8192))
@@ -108,8 +117,20 @@ def experts(quick: bool, tiny: bool) -> list[Cell]:
 
 
 def attention(quick: bool, tiny: bool) -> list[Cell]:
-    """8-bit attention of diffusion transformers: D5."""
+    """8-bit attention of diffusion transformers: D5; attention over quantized caches: K1."""
     cells = []
+    long = [one for one in CACHED if one.S == 1 and one.T >= 32768]
+    for one in long[-2:-1] if quick else long:
+        label, one = f"{one.batch}x{one.T}", one._replace(T=one.T // 512, batch=1) if tiny else one
+        for format in ("int4",) if quick else ("int8", "int4", "int2"):
+            run = partial(measure_cached, one=one, format=format)
+            name = f"{format} cache {label}"
+            cells.append(
+                Cell(
+                    cached_case(one, format, BF16),
+                    lambda t, c, run=run, name=name: {**run(timer=t, ceilings=c), "candidate": name},
+                )
+            )
     for one in ATTENTION[:1] if quick else ATTENTION:
         tokens, one = one.S, one._replace(S=one.S // 64, H=2, kv_heads=2) if tiny else one
         for values in (None, "fp8_e4m3"):

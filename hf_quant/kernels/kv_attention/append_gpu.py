@@ -320,7 +320,12 @@ def kv_append_gpu(
     rotation = op.rotation_block(K_D) if rotates_keys else 1
     options = {f"K_{name}": n for name, n in zip(("D", "BLOCK", "GROUP", "GROUP_PAD"), _options(*heads[0]))}
     options |= {f"V_{name}": n for name, n in zip(("D", "BLOCK", "GROUP", "GROUP_PAD"), _options(*heads[1]))}
-    options |= {"LOG_ROTATION": rotation.bit_length() - 1, "NORM": rotation**-0.5, "BITS": spec.bits, "IS_FLOAT": is_float}
+    options |= {
+        "LOG_ROTATION": rotation.bit_length() - 1,
+        "NORM": rotation**-0.5,
+        "BITS": spec.bits,
+        "IS_FLOAT": is_float,
+    }
     options |= {"CONVERTS": is_float and target_of(k.device).has_fp8_dot}
     options |= {"LIMIT": row_max(format) if spec.bits == 8 else 0.0, "RANGE": op.FIRST_RANGE.get(spec.bits, 0.0)}
     codes = [part.view(torch.uint8) if is_float else part for part in (k_codes, v_codes)]

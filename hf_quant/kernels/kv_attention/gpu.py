@@ -32,19 +32,22 @@ _ROWS = 32  # of a tile of the decoding kernel: rows of queries times groups
 _MAX_SPLITS = 128
 _LEAST_TOKENS = 256  # of a split
 _FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32} if HAS_TRITON else {}
-# (bits, largest D, BLOCK_N, num_warps, num_stages, programs of a multiprocessor)
+# (bits, largest D, bf16 parts of a query, BLOCK_N, num_warps, num_stages, programs of a multiprocessor)
 _DECODE = (
-    (2, 128, 32, 1, 4, 8),
-    (2, 256, 64, 4, 3, 3),
-    (4, 64, 64, 2, 3, 6),
-    (4, 128, 64, 4, 3, 4),
-    (4, 256, 64, 4, 3, 2),
-    (8, 128, 64, 4, 3, 3),
-    (8, 256, 64, 4, 2, 2),
+    (2, 128, 1, 32, 1, 3, 8),
+    (2, 128, 2, 32, 2, 3, 6),
+    (2, 256, 2, 64, 4, 3, 3),
+    (4, 64, 2, 32, 2, 3, 6),
+    (4, 128, 1, 64, 4, 3, 3),
+    (4, 128, 2, 32, 4, 3, 4),
+    (4, 256, 2, 64, 4, 3, 2),
+    (8, 128, 1, 64, 4, 3, 3),
+    (8, 128, 2, 64, 8, 3, 2),
+    (8, 256, 2, 64, 4, 2, 2),
 )
 DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100", "gfx942"), _DECODE)
 # (largest D, BLOCK_M, BLOCK_N, num_warps, num_stages)
-_PREFILL = ((64, 128, 64, 4, 3), (128, 128, 64, 8, 2), (256, 64, 32, 8, 2))
+_PREFILL = ((64, 128, 64, 8, 2), (128, 128, 64, 8, 2), (256, 64, 32, 8, 2))
 PREFILL_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100", "gfx942"), _PREFILL)
 
 
@@ -128,10 +131,10 @@ def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> Attention
     options = {"D": shape.D, "GROUP": group, "G": G, "KIND": "minifloat" if spec.minifloat else "integer"}
     options |= {"BITS": spec.bits, "CODES": 16 // spec.bits, "SCALE": _FLOATS[shape.scale_dtype]}
     if few:
-        row = next(
-            r for r in config_table("kv_decode", DECODE_CONFIGS, target) if r[0] == spec.bits and shape.D <= r[1]
-        )
-        _, _, block_n, num_warps, stages, programs = row
+        parts = 1 if shape.dtype == torch.bfloat16 else 2
+        table = config_table("kv_decode", DECODE_CONFIGS, target)
+        row = next(r for r in table if r[0] == spec.bits and shape.D <= r[1] and parts <= r[2])
+        _, _, _, block_n, num_warps, stages, programs = row
         R = max(min(_power(rows), _ROWS // G), 16 // G, 1)
         E = max(_power(shape.D // options["CODES"]), 16)
         join = 1
@@ -139,7 +142,7 @@ def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> Attention
             join *= 2
         use_ptx = target.is_nvidia
         options |= {"R": R, "E": E, "JOIN": join, "BLOCK_N": block_n, "STAGES": stages}
-        options |= {"PARTS": 1 if shape.dtype == torch.bfloat16 else 2}
+        options |= {"PARTS": parts}
         options |= {"MULTIPLIER": _multiplier(spec, torch.bfloat16), "MAGIC": use_ptx and spec.bits < 8}
         options |= {"K_PTX": place_ptx(shape.format, centered=False) if use_ptx else None}
         options |= {"V_PTX": place_ptx(shape.format, centered=True) if use_ptx else None}

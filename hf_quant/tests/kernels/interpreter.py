@@ -169,7 +169,10 @@ def _execute(name: str, a: np.ndarray, more: list[np.ndarray]) -> np.ndarray:
     if name == "prmt.b32":
         return _prmt(a, *more)
     if name == "fma.rn.bf16x2":  # exact in fp64, rounded once
-        pairs = [_to_float32(np.ascontiguousarray(x).view(np.uint16), tl.bfloat16).astype(np.float64) for x in _full(a, *more)]
+        pairs = [
+            _to_float32(np.ascontiguousarray(x).view(np.uint16), tl.bfloat16).astype(np.float64)
+            for x in _full(a, *more)
+        ]
         return _from_float32((pairs[0] * pairs[1] + pairs[2]).astype(np.float32), tl.bfloat16).view(np.uint32)
     if name in _FLOAT:
         with np.errstate(all="ignore"):
