@@ -180,6 +180,8 @@ def _kv_decode_kernel(
     ks_group,
     ko_batch,
     ko_head,
+    ko_token,
+    ko_group,
     v_batch,
     v_head,
     v_token,
@@ -189,6 +191,8 @@ def _kv_decode_kernel(
     vs_group,
     vo_batch,
     vo_head,
+    vo_token,
+    vo_group,
     mask_batch,
     mask_head,
     mask_row,
@@ -275,9 +279,9 @@ def _kv_decode_kernel(
     k_scale = head_start(k_scale, b, h, ks_batch, ks_head, 1) + g[:, None] * ks_group + n[None, :] * ks_token
     v_scale = head_start(v_scale, b, h, vs_batch, vs_head, 1) + g[:, None] * vs_group + n[None, :] * vs_token
     if k_offset is not None:
-        k_offset = head_start(k_offset, b, h, ko_batch, ko_head, 1) + g[:, None] * ks_group + n[None, :] * ks_token
+        k_offset = head_start(k_offset, b, h, ko_batch, ko_head, 1) + g[:, None] * ko_group + n[None, :] * ko_token
     if v_offset is not None:
-        v_offset = head_start(v_offset, b, h, vo_batch, vo_head, 1) + g[:, None] * vs_group + n[None, :] * vs_token
+        v_offset = head_start(v_offset, b, h, vo_batch, vo_head, 1) + g[:, None] * vo_group + n[None, :] * vo_token
     K_OFFSET: tl.constexpr = K_PAIRED or k_offset is not None
     V_OFFSET: tl.constexpr = V_PAIRED or v_offset is not None
     largest = tl.full((R,), float("-inf"), tl.float32)
@@ -294,8 +298,8 @@ def _kv_decode_kernel(
                 *(acc, weight, offsets, largest, queries, q_sum, q_magic, factor, inverse_scale),
                 load_words(k_row, k_token, at, e, WIDTH, K_ALIGN),
                 load_words(v_row, v_token, at, e, WIDTH, V_ALIGN),
-                load_scales(k_scale, k_offset, at, ks_token, in_group, K_PAIRED),
-                load_scales(v_scale, v_offset, at, vs_token, in_group, V_PAIRED),
+                load_scales(k_scale, k_offset, at, ks_token, ko_token, in_group, K_PAIRED),
+                load_scales(v_scale, v_offset, at, vs_token, vo_token, in_group, V_PAIRED),
                 *(
                     n,
                     n,
@@ -325,8 +329,8 @@ def _kv_decode_kernel(
             *(acc, weight, offsets, largest, queries, q_sum, q_magic, factor, inverse_scale),
             load_words_until(k_row, k_token, at, e, inside, WIDTH, K_ALIGN),
             load_words_until(v_row, v_token, at, e, inside, WIDTH, V_ALIGN),
-            load_scales(k_scale, k_offset, at, ks_token, in_group & inside[None, :], K_PAIRED),
-            load_scales(v_scale, v_offset, at, vs_token, in_group & inside[None, :], V_PAIRED),
+            load_scales(k_scale, k_offset, at, ks_token, ko_token, in_group & inside[None, :], K_PAIRED),
+            load_scales(v_scale, v_offset, at, vs_token, vo_token, in_group & inside[None, :], V_PAIRED),
             *(
                 at + n,
                 inside,

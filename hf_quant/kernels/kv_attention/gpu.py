@@ -191,12 +191,10 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
     align = 8
     while any(n // 2 % align for n in spans):
         align //= 2
-    offset_strides = (0, 0) if offset is None else offset.stride()[:2]
+    offset_strides = (0, 0, 0, 0) if offset is None else offset.stride()
     if offset is None:
         is_paired = False
     else:
-        if offset.stride()[2:] != scale.stride()[2:]:
-            return None
         # Side by side, as one word of 32 bits. Tensors without memory ("meta") have only a place in their storage.
         distance = offset.data_ptr() - scale.data_ptr()
         if scale.is_meta:

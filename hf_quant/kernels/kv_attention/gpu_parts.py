@@ -35,7 +35,7 @@ def load_words_until(row, token_stride, at, e, inside, WIDTH: tl.constexpr, ALIG
 
 
 @triton.jit
-def load_scales(scale, offset, at, token_stride, inside, PAIRED: tl.constexpr):
+def load_scales(scale, offset, at, token_stride, offset_stride, inside, PAIRED: tl.constexpr):
     """(scale, offset) [G, BLOCK_N] as they are stored, 0 where not `inside`; if PAIRED both in one int32, twice."""
     shift = at.to(tl.int64) * token_stride
     if PAIRED:
@@ -46,7 +46,7 @@ def load_scales(scale, offset, at, token_stride, inside, PAIRED: tl.constexpr):
         if offset is None:
             return scales, scales
         else:
-            return scales, tl.load(offset + shift, mask=inside, other=0.0)
+            return scales, tl.load(offset + at.to(tl.int64) * offset_stride, mask=inside, other=0.0)
 
 
 @triton.jit
