@@ -76,6 +76,7 @@ def _decode_step(
     q_sum,
     q_magic,
     factor,
+    slack,
     inverse_scale,
     k_words,
     v_words,
@@ -124,24 +125,34 @@ def _decode_step(
         scores = masked(
             scores, t, inside, positions, mask, mask_token, rows_inside, window, inverse_scale, WINDOWED, CAUSAL, MASK
         )
+    # The reference of the weights is moved only when they would grow above 2 ** 8: rescaling sums costs a tenth.
     top = tl.maximum(largest, tl.max(scores, 1))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    shrink = tl.exp2((largest - safe) * factor)
+    if tl.max((top > largest + slack).to(tl.int32), 0) > 0:
+        shrink = tl.exp2((largest - tl.where(top == float("-inf"), 0.0, top)) * factor)
+        weight *= shrink[:, None]
+        if V_OFFSET:
+            offsets *= shrink[None, :, None]
+        rescale = tl.reshape(tl.broadcast_to(shrink[None, :], (G, R)), (G * R,))[:, None]
+        rescaled = ()
+        for i in tl.static_range(CODES // JOIN):
+            rescaled = rescaled + (acc[i] * rescale,)
+        acc = rescaled
+        largest = top
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
     p = tl.exp2(tl.fma(scores, factor, (safe * -factor)[:, None]))
-    weight = weight * shrink[:, None] + p
+    weight += p
     scale, offset = scales_of(v_raw, SCALE, V_PAIRED)
     if V_OFFSET:
-        offsets = offsets * shrink[None, :, None] + p[None, :, :] * offset[:, None, :]
+        offsets += p[None, :, :] * offset[:, None, :]
     scaled = _high_and_low(tl.reshape(p[None, :, :] * scale[:, None, :], (G * R, BLOCK_N)), PARTS)
-    rescale = tl.reshape(tl.broadcast_to(shrink[None, :], (G, R)), (G * R,))[:, None]
     total = ()
     for i in tl.static_range(CODES // JOIN):
         values = _places_beside(v_words, i * JOIN, JOIN, KIND, BITS, MULTIPLIER, V_PTX)
-        one = acc[i] * rescale
+        one = acc[i]
         for part in tl.static_range(PARTS):
             one = tl.dot(scaled[part], values, one)
         total = total + (one,)
-    return total, weight, offsets, top
+    return total, weight, offsets, largest
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -284,7 +295,7 @@ def _kv_decode_kernel(
         v_offset = head_start(v_offset, b, h, vo_batch, vo_head, 1) + g[:, None] * vo_group + n[None, :] * vo_token
     K_OFFSET: tl.constexpr = K_PAIRED or k_offset is not None
     V_OFFSET: tl.constexpr = V_PAIRED or v_offset is not None
-    largest = tl.full((R,), float("-inf"), tl.float32)
+    largest, slack = tl.full((R,), float("-inf"), tl.float32), 8 / factor
     weight = tl.zeros((R, BLOCK_N), tl.float32)
     offsets = tl.zeros((G, R, BLOCK_N), tl.float32)
     start, stop, whole, whole_end = token_ranges(split, splits, end, first, last, window, CAUSAL, WINDOWED, BLOCK_N)
@@ -295,7 +306,7 @@ def _kv_decode_kernel(
         for block in tl.range(whole, whole_end, num_stages=STAGES):
             at = start + block * BLOCK_N
             acc, weight, offsets, largest = _decode_step(
-                *(acc, weight, offsets, largest, queries, q_sum, q_magic, factor, inverse_scale),
+                *(acc, weight, offsets, largest, queries, q_sum, q_magic, factor, slack, inverse_scale),
                 load_words(k_row, k_token, at, e, WIDTH, K_ALIGN),
                 load_words(v_row, v_token, at, e, WIDTH, V_ALIGN),
                 load_scales(k_scale, k_offset, at, ks_token, ko_token, in_group, K_PAIRED),
@@ -326,7 +337,7 @@ def _kv_decode_kernel(
         at = start + (block + tl.where(block < whole, 0, skipped)) * BLOCK_N
         inside = at + n < stop
         acc, weight, offsets, largest = _decode_step(
-            *(acc, weight, offsets, largest, queries, q_sum, q_magic, factor, inverse_scale),
+            *(acc, weight, offsets, largest, queries, q_sum, q_magic, factor, slack, inverse_scale),
             load_words_until(k_row, k_token, at, e, inside, WIDTH, K_ALIGN),
             load_words_until(v_row, v_token, at, e, inside, WIDTH, V_ALIGN),
             load_scales(k_scale, k_offset, at, ks_token, ko_token, in_group & inside[None, :], K_PAIRED),
