@@ -175,13 +175,13 @@ def models(timer: Timer, options: Options, writer: Writer) -> None:
 
 
 SECTIONS = (
-    Section("warm_up", warm_up, 75, 35),
+    Section("warm_up", warm_up, 70, 35),
     Section("correctness", correctness, 70, 35),
-    Section("weights", _cells("weights"), 95, 35),
+    Section("weights", _cells("weights"), 90, 35),
     Section("dynamic", _cells("dynamic"), 60, 25),
     Section("rowwise", _cells("rowwise"), 30, 15),
     Section("experts", _cells("experts"), 50, 20),
-    Section("attention", _cells("attention"), 35, 20),
+    Section("attention", _cells("attention"), 35, 15),
     Section("models", models, 65, 0),
 )
 

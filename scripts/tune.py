@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from aot_compile import case_label, check_built, collect, is_excepted
+from cache_cases import Cached, cached_case
 from gpu_checks import check_case
 from gpu_timing import Calls, GraphTimer, Timer, environment_line, gpu, num_copies
 from kernel_build import build
@@ -160,6 +161,30 @@ def _attention_checks(row: Row, before: Row | None, linears: Sequence[Linear], f
     return [attention_case(one, dtype, values) for one in small]
 
 
+_OF_BITS = {2: "int2", 4: "int4", 8: "int8"}
+
+
+def _decode_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    """One query over long caches; two parts of a query are those of fp16, where bf16 has a row of its own."""
+    bits, D, parts = row[:3]
+    dtype = torch.float16 if before is not None and before[:2] == (bits, D) and parts == 2 else BF16
+    caches = [Cached("llama", batch, 1, 32768, D=D) for batch in (1, 8)]
+    return [cached_case(one, _OF_BITS[bits], dtype) for one in caches if not formats or _OF_BITS[bits] in formats]
+
+
+def _decode_checks(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    return [cached_case(Cached("short", 2, 1, 3000, 8, 2, row[1]), _OF_BITS[row[0]], BF16)]
+
+
+def _prefill_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    one = Cached("llama", 1, 2048, 32768, D=row[0])
+    return [cached_case(one, name, BF16) for name in formats or ("int8", "int4")]
+
+
+def _prefill_checks(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
+    return [cached_case(Cached("short", 1, 200, 1000, 8, 2, row[0]), name, BF16) for name in ("int8", "int4")]
+
+
 def _hadamard_cases(name: str) -> Callable[..., list[Case]]:
     def cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
         sizes = [K for K in (3072, 4096, 14336) if K <= row[0] and (before is None or K > before[0])]
@@ -220,6 +245,25 @@ SPACES = {
         (_given("D"), _given("kind"), Column("BLOCK_M", 64, 256), Column("BLOCK_N", 32, KEY_BLOCK), _WARPS, _STAGES),
         _attention_cases,
         _attention_checks,
+    ),
+    "kv_decode": Space(
+        "kv_attention",
+        "hf_quant.kernels.kv_attention.gpu",
+        ("DECODE_CONFIGS",),
+        (
+            *(_given("bits"), _given("D"), _given("parts"), Column("BLOCK_N", 32, 256), _WARPS, _STAGES),
+            Column("programs", 1, 16, is_power=False),
+        ),
+        _decode_cases,
+        _decode_checks,
+    ),
+    "kv_prefill": Space(
+        "kv_attention",
+        "hf_quant.kernels.kv_attention.gpu",
+        ("PREFILL_CONFIGS",),
+        (_given("D"), Column("BLOCK_M", 64, 256), Column("BLOCK_N", 32, 128), _WARPS, _STAGES),
+        _prefill_cases,
+        _prefill_checks,
     ),
     **{
         op: Space(

@@ -156,24 +156,14 @@ def _append(
         tl.store(offset + g[None, :] * offset_group, tl.reshape(shift, (TOKENS, G)), mask=writes)
 
 
-_SIZES = ("S", "C", "heads")
-_STRIDES = tuple(
-    f"{name}_{dim}"
-    for name, dims in (
-        ("k", ("batch", "head", "token")),
-        ("v", ("batch", "head", "token")),
-        ("kc", ("batch", "head", "token")),
-        ("ks", ("batch", "head", "token", "group")),
-        ("ko", ("batch", "head", "token", "group")),
-        ("vc", ("batch", "head", "token")),
-        ("vs", ("batch", "head", "token", "group")),
-        ("vo", ("batch", "head", "token", "group")),
-    )
-    for dim in dims
+# Nothing that the length of a cache, or the number of tokens, changes may compile the kernel anew.
+_SIZES = (
+    *("S", "C", "heads", "kc_batch", "kc_head", "ks_batch", "ks_head", "ko_batch", "ko_head"),
+    *("vc_batch", "vc_head", "vs_batch", "vs_head", "vo_batch", "vo_head"),
 )
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
+@triton.jit(do_not_specialize=_SIZES)
 def _kv_append_kernel(
     k,
     v,

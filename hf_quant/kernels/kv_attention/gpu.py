@@ -1,4 +1,48 @@
-"""DOCSTRING"""
+"""Attention over the codes of a quantized KV cache on a GPU.
+
+Few queries (decoding): the tokens are split over the grid, and a second, tiny launch adds the splits in their order.
+The rows of a tile are all positions and all heads of queries that meet one head of keys, so each code is read once.
+- Words go to shared memory by asynchronous copies, 16 bytes a lane, and from there straight into the layout of the
+  matrix units' operand (values transposed by ldmatrix), where they are decoded: no code ever moves between lanes.
+  Element i of every word is an operand of its own ("place"), see `decoding`; queries are gathered accordingly.
+- Scales enter after the products. With G groups a tile has G * R rows: row (g, r) is query r with all channels zero
+  but those of group g, so that its sum is multiplied by the scale of group g, and the G rows are added. For values
+  the weights of row (g, r) carry the scale of group g, of whose sums only the channels of group g are kept. A tile
+  has 16 rows at least: 4 heads of queries and up to 4 groups cost what one row would.
+- Offsets, and what the magic number adds to keys, need only the sum of each query's channels: the products start
+  from there. Offsets of values are added up beside the weights.
+- The reference of the softmax moves only when weights would pass 2 ** 8.
+- fp16 and fp32 queries, and their weights, go as two bf16 parts: 16 bits of mantissa.
+
+Many queries: flash attention over tiles that are decoded, scaled and rounded to 16 bits in registers on their way to
+shared memory; one scale a token (8 bits, bf16) is folded into scores and weights instead. Blocks behind the diagonal
+are skipped. fp32 takes the other kernel, in tiles of a few rows.
+
+`length` is read by each program: what lies behind it costs a program's start. The number of splits follows from the
+heads and the GPU alone: a growing cache compiles nothing anew.
+
+Rotated queries: by a launch of `hadamard` before (2 us). In the kernel each of some 400 programs would make the sign
+matrix again: about 800 instructions a thread, a tenth of a split of 2048 tokens.
+
+Traffic and time, modelled on an H200 (132 multiprocessors at 1.755 GHz, 4.3 TB/s; not measured): 32 / 8 heads of 128,
+131072 tokens, batch 1; instructions of the loop's machine code for sm90 per decoded channel, without the rescaling,
+at 29.7e12 a second; 16 rows on the matrix units at 60 % of their rate take 15 us. bf16 reads 537 MB: 125 us.
+- int8 (one bf16 scale): 273 MB, 63 us; 3.6 instructions, 33 us. 165 registers, 12 warps a multiprocessor. 1.97 x.
+- fp8_e4m3: as int8; 5.0 instructions, 45 us.
+- int4 g64: 151 MB, 35 us; 3.0 instructions, 27 us. 152 registers, 12 warps. 3.6 x.
+- int2 g32: 101 MB, 23.4 us; 2.45 instructions, 22 us. 230 registers, 8 warps. 5.3 x at most: bytes and instructions
+  take equally long, so the target of 4.2 leaves them 6 us that do not overlap.
+The sum of the splits reads 8 MB (49 splits) to 17 MB (128), from L2, and takes some 2 us with its launch.
+Prefill, 2048 tokens at 32768: 0.53 PFLOP, 0.67 ms at 790 TFLOP/s; the loop's instructions take 0.7 (int4, int2) to
+0.95 ms (int8): bound by instructions, where bf16 is bound by the matrix units.
+
+Tried and lost, by the compiler's output: int2 with 2 or 4 warps (a place is 16 columns wide, and Triton then gives all
+warps the same rows: each does everything; two places side by side need a pass through shared memory: 3.1 instead of
+2.8 instructions); blocks of 128 tokens for int4 (2.8 instead of 3.2 instructions, but 217 registers: 8 warps);
+one warp for each program for int4 and int8 (spills); decoding all places at once (the same registers); rescaling in
+every step (10 % more instructions); strides of queries that the compiler may not assume to be multiples of 16 (the
+tile's pointers alone took 128 registers of the prefill kernel, which spilled 592 bytes).
+"""
 
 import math
 from typing import NamedTuple
