@@ -32,9 +32,9 @@ at 29.7e12 a second; 16 rows on the matrix units at 60 % of their rate take 15 u
 - int4 g64: 151 MB, 35 us; 3.0 instructions, 27 us. 152 registers, 12 warps. 3.6 x.
 - int2 g32: 101 MB, 23.4 us; 2.45 instructions, 22 us. 230 registers, 8 warps. 5.3 x at most: bytes and instructions
   take equally long, so the target of 4.2 leaves them 6 us that do not overlap.
-The sum of the splits reads 8 MB (49 splits) to 17 MB (128), from L2, and takes some 2 us with its launch.
-Prefill, 2048 tokens at 32768: 0.53 PFLOP, 0.67 ms at 790 TFLOP/s; the loop's instructions take 0.7 (int4, int2) to
-0.95 ms (int8): bound by instructions, where bf16 is bound by the matrix units.
+The sum of the splits reads .8 MB (49 splits) to 2.1 MB (128) from L2, and takes some 2 us with its launch.
+Prefill, 2048 tokens at 32768: 1.07 TFLOP, 1.35 ms at 790 TFLOP/s; the loop's instructions take 1.2 (int4, int2) to
+1.5 ms (int8). One block of 8 warps has a multiprocessor for itself, so the two overlap in part only.
 
 Tried and lost, by the compiler's output: int2 with 2 or 4 warps (a place is 16 columns wide, and Triton then gives all
 warps the same rows: each does everything; two places side by side need a pass through shared memory: 3.1 instead of

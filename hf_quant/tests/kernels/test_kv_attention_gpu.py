@@ -128,7 +128,12 @@ def test_what_lies_behind_the_end_is_not_read():
 
 
 def test_rotated_keys():
-    for S, dtype, D in ((1, torch.bfloat16, 128), (2, torch.float32, 80), (40, torch.bfloat16, 64)):
+    for S, dtype, D in (
+        (1, torch.bfloat16, 128),
+        (1, torch.bfloat16, 80),
+        (2, torch.float32, 80),
+        (40, torch.float16, 96),
+    ):
         q, parts = queries(1, 4, S, D, dtype), caches((1, 2, 90, D), "int4", 1)
         compare(q, parts, format="int4", rms=2e-2 if S == 40 else 8e-3, **{**CAUSAL, "rotates_keys": True})
         plain = q.contiguous()
