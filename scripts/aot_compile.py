@@ -90,6 +90,9 @@ EXCEPTIONS = (
     # Tiles of 16 rows: the left operand of wgmma, and of tcgen05, has 64 and more.
     Accepted("matrix", "_kv_decode.*", "sm90|sm100", ".*", "few queries: bound by bytes"),
     Accepted("matrix", "_kv_prefill.*", "sm90|sm100", r".*\bBLOCK_M=(16|32)\b.*", "few queries: bound by bytes"),
+    Accepted("width", "_kv_prefill.*", ".*", ".*", "scales and masks: the loop is bound by products and softmax"),
+    Accepted("width", "_kv_decode.*", ".*", ".*(fp32|fp16|masked).*", "32 tokens a step: 8 bytes of codes a lane"),
+    Accepted("width", "_kv_decode.*", "gfx942", ".*", "scales and offsets, 4 bytes a token, go by registers"),
     Accepted("width", "_kv_.*", ".*", "int2.*", "a tile of codes is less than 16 bytes for each thread"),
     Accepted("width", "_kv_append.*", ".*", ".*", "words and scales of a token lie apart; 3 bytes a value in all"),
     Accepted("width", "_kv_merge.*", ".*", ".*", "a row of fp32 for each split: 4 bytes a lane, all in flight"),

@@ -58,16 +58,29 @@ def _cached(one: Cached, format: str, device: Any) -> tuple[Tensor, Tensor, Tens
     return codes, scale if spec.is_packed else scale.contiguous(), offset.sub_(1) if spec.is_packed else None
 
 
-def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool = False) -> Case:
-    """`kv_attention`, causal, over a full cache; M is the number of queries of a sequence."""
-    options = {"format": format, "is_causal": True, "window": 0, "scale": None, "rotates_keys": rotates}
+def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool = False, masked: bool = False) -> Case:
+    """`kv_attention`, causal, over a full cache; M is the number of queries of a sequence.
+
+    masked: a boolean mask, a window, and a cache that is not full, too.
+    """
+    options = {
+        "format": format,
+        "is_causal": True,
+        "window": one.T // 2 if masked else 0,
+        "scale": None,
+        "rotates_keys": rotates,
+    }
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         q = randn((one.batch, one.S, one.H, one.D), dtype, device).transpose(1, 2)
-        return (q, *_cached(one, format, device), *_cached(one, format, device), None, None), options
+        mask = length = None
+        if masked:
+            mask = torch.empty((one.batch, 1, one.S, one.T), dtype=torch.bool, device=device).bernoulli_(0.9)
+            length = torch.empty(1, dtype=torch.int64, device=device).fill_(one.T - 5)
+        return (q, *_cached(one, format, device), *_cached(one, format, device), mask, length), options
 
     shape = f"{one.batch}x{one.H}/{one.kv_heads}x{one.D}"
-    rotated = ", rotated" if rotates else ""
+    rotated = (", rotated" if rotates else "") + (", masked" if masked else "")
     name = f"{format} cache, {one.name} {shape}, {one.T} tokens{rotated}, M={one.S}, {_dtype_name(dtype)}"
     num_ops = 4 * one.batch * one.H * one.S * (one.T - one.S // 2) * one.D
     return Case("kv_attention", name, make, dtype, one.S, num_ops)
@@ -96,6 +109,7 @@ def cache_cases(dtype: torch.dtype) -> list[Case]:
     for format in CACHE_GROUPS:
         for one in (*CACHED, small, large, *several, *prefills) if dtype == torch.bfloat16 else (CACHED[0], CACHED[5]):
             found.append(cached_case(one, format, dtype, rotates=one.name == "small"))
+        found += [cached_case(one, format, dtype, masked=True) for one in (CACHED[0], CACHED[5])]
         for one in (CACHED[0], CACHED[5], small, large):
             found.append(append_case(one, format, dtype))
     return found

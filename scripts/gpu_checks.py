@@ -87,6 +87,7 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
         for S in (1, 3, 70):
             cases.append(cached_case(Cached("gqa", 2, S, T, 8, 2, 128), format, bf16, rotates=S == 1))
             cases.append(cached_case(Cached("odd", 2, S, T - 7, 3, 3, 80), format, fp16))
+            cases.append(cached_case(Cached("odd", 2, S, T - 7, 8, 2, 64), format, bf16, masked=True))
         cases += [
             append_case(Cached("odd", 2, S, T, 8, 2, 80), format, dtype) for S in (1, 70) for dtype in (bf16, fp32)
         ]

@@ -178,7 +178,8 @@ def _decode_checks(row: Row, before: Row | None, linears: Sequence[Linear], form
 
 def _prefill_cases(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
     one = Cached("llama", 1, 2048, 32768, D=row[0])
-    return [cached_case(one, name, BF16) for name in formats or ("int8", "int4")]
+    masked = row[1] > 0 and row[0] <= 128  # larger heads have one row for both
+    return [cached_case(one, name, BF16, masked=masked) for name in formats or ("int8", "int4")]
 
 
 def _prefill_checks(row: Row, before: Row | None, linears: Sequence[Linear], formats: Sequence[str]) -> list[Case]:
@@ -261,7 +262,7 @@ SPACES = {
         "kv_attention",
         "hf_quant.kernels.kv_attention.gpu",
         ("PREFILL_CONFIGS",),
-        (_given("D"), Column("BLOCK_M", 64, 256), Column("BLOCK_N", 32, 128), _WARPS, _STAGES),
+        (_given("D"), _given("mask"), Column("BLOCK_M", 64, 256), Column("BLOCK_N", 32, 128), _WARPS, _STAGES),
         _prefill_cases,
         _prefill_checks,
     ),

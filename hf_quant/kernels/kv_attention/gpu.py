@@ -61,7 +61,7 @@ from hf_quant.kernels._triton import (
     tl,
     unavailable,
 )
-from hf_quant.kernels._weight_decode import ptx
+from hf_quant.kernels._weight_decode import bits_of, ptx
 from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.hadamard.gpu import hadamard_gpu
 from hf_quant.kernels.kv_attention import op
@@ -89,10 +89,19 @@ _DECODE = (
     (8, 128, 2, 64, 8, 3, 2),
     (8, 256, 2, 64, 4, 2, 2),
 )
-DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100", "gfx942"), _DECODE)
-# (largest D, BLOCK_M, BLOCK_N, num_warps, num_stages)
-_PREFILL = ((64, 128, 64, 8, 2), (128, 128, 64, 8, 2), (256, 64, 32, 8, 2))
-PREFILL_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100", "gfx942"), _PREFILL)
+DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100"), _DECODE)
+DECODE_CONFIGS["gfx942"] = tuple((*row[:3], 32, row[4], 1, row[6]) for row in _DECODE)
+# (largest D, whether with a mask, BLOCK_M, BLOCK_N, num_warps, num_stages). A mask is read as it lies in memory, which
+# Triton then makes the layout of the scores, too: smaller tiles. Without wgmma, heads above 128 spill: tiles of a few
+# rows serve.
+_PREFILL = ((64, 0, 128, 64, 8, 2), (64, 1, 64, 32, 8, 2), (128, 0, 128, 64, 8, 2), (128, 1, 64, 32, 8, 2))
+_PREFILL_SM90 = (*_PREFILL, (256, 1, 64, 32, 8, 2))
+PREFILL_CONFIGS = {
+    **dict.fromkeys(("sm90", "sm100"), _PREFILL_SM90),
+    # Operands in registers: half the tokens a step.
+    **dict.fromkeys(("sm80", "sm89"), tuple((D, mask, m, 32, 8, 2) for D, mask, m, *_ in _PREFILL)),
+    "gfx942": tuple((D, mask, 64, 32, 4, 1) for D, mask, *_ in _PREFILL),
+}
 
 
 def attention_refusal(D: int, group_size: int, dtype: torch.dtype, format: str) -> str | None:
@@ -141,6 +150,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     scale_dtype: torch.dtype
     has_offset: bool
+    has_mask: bool
 
 
 class AttentionPlan(NamedTuple):
@@ -168,10 +178,13 @@ def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> Attention
     if not target.has_bf16_dot or attention_refusal(shape.D, shape.D // shape.groups, shape.dtype, shape.format):
         return None
     spec, G = CODES[shape.format], _power(shape.groups)
-    few = G * _power(rows) <= _ROWS or shape.dtype == torch.float32
+    most = _ROWS if shape.D <= 128 else _ROWS // 2  # registers
+    few = G * _power(rows) <= most or shape.dtype == torch.float32
     group = shape.D // shape.groups
-    if not few and group != shape.D and group & (group - 1):
-        few = True  # no tile of queries spreads such groups: several tiles of a few rows
+    table = config_table("kv_prefill", PREFILL_CONFIGS, target)
+    row = next((r for r in table if shape.D <= r[0] and shape.has_mask <= r[1]), None)
+    # No tile of queries spreads groups of other sizes: several tiles of a few rows.
+    few = few or row is None or (group != shape.D and bool(group & (group - 1)))
     options = {"D": shape.D, "GROUP": group, "G": G, "KIND": "minifloat" if spec.minifloat else "integer"}
     options |= {"BITS": spec.bits, "CODES": 16 // spec.bits, "SCALE": _FLOATS[shape.scale_dtype]}
     if few:
@@ -179,7 +192,7 @@ def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> Attention
         table = config_table("kv_decode", DECODE_CONFIGS, target)
         row = next(r for r in table if r[0] == spec.bits and shape.D <= r[1] and parts <= r[2])
         _, _, _, block_n, num_warps, stages, programs = row
-        R = max(min(_power(rows), _ROWS // G), 16 // G, 1)
+        R = max(min(_power(rows), most // G), 16 // G, 1)
         E = max(_power(shape.D // options["CODES"]), 16)
         join = 1
         while num_warps > 1 and E * join <= G * R and join < options["CODES"]:
@@ -193,8 +206,7 @@ def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> Attention
         options |= {"PLACES": places(shape.format, use_ptx=use_ptx)}
         kernel, tiles = _kv_decode_kernel, -(-rows // R)
     else:
-        row = next(r for r in config_table("kv_prefill", PREFILL_CONFIGS, target) if shape.D <= r[0])
-        _, block_m, block_n, num_warps, stages = row
+        _, _, block_m, block_n, num_warps, stages = row
         block_m = max(min(block_m, _power(rows)), 16 * num_warps // 2)
         dot = torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16
         scaled = shape.groups > 1 or shape.has_offset or dot == torch.float16
@@ -247,7 +259,7 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
         is_paired &= scale.stride() == offset.stride() and not any(n % 2 for n in scale.stride())
     unit = 2 if is_paired else 1
     return Operand(
-        codes,
+        bits_of(codes),
         scale,
         None if is_paired else offset,
         tuple(n // 2 // align for n in spans),
@@ -298,8 +310,8 @@ def kv_attention_gpu(
     keys, values = _operand(k_codes, k_scale, k_offset), _operand(v_codes, v_scale, v_offset)
     plan = None
     if unavailable(q.device) is None and None not in (keys, values) and q.numel() and T:
-        repeats, has_offset = H // kv_heads, not (k_offset is None and v_offset is None)
-        shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, has_offset)
+        repeats, flags = H // kv_heads, (not (k_offset is None and v_offset is None), mask is not None)
+        shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
         plan = attention_plan(shape, S * repeats, T, target_of(q.device))
     if plan is None:
         q = rotated(q) if rotates_keys else q

@@ -254,7 +254,7 @@ def _kv_prefill_kernel(
             )
     # The blocks before and behind those.
     skipped = whole_end - whole
-    for block in tl.range(0, tl.cdiv(stop - start, BLOCK_N) - skipped, num_stages=STAGES if MASK != "none" else 1):
+    for block in tl.range(0, tl.cdiv(stop - start, BLOCK_N) - skipped, num_stages=1):
         at = start + (block + tl.where(block < whole, 0, skipped)) * BLOCK_N
         inside = at + n < stop
         acc, weight, largest = _prefill_step(
