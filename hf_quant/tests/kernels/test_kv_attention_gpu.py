@@ -102,12 +102,12 @@ def test_many_queries(format):
 @pytest.mark.parametrize("S", [1, 37])
 def test_masks_windows_lengths(S):
     generator = torch.Generator().manual_seed(3)
-    q, parts = queries(2, 4, S, 64, torch.bfloat16), caches((2, 2, 300, 64), "int4", 1)
-    boolean = torch.rand(2, 1, S, 300, generator=generator) > 0.3
-    added = torch.randn(1, 4, 1, 300, generator=generator)
-    added[..., 40:120] = float("-inf")
-    for mask in (boolean, boolean[:1, :, :1].expand(2, 4, S, 300), added, None):
-        for length in (None, 0, 3, 130, 300, 999, -5):
+    q, parts = queries(2, 4, S, 64, torch.bfloat16), caches((2, 2, 150, 64), "int4", 1)
+    boolean = torch.rand(2, 1, S, 150, generator=generator) > 0.3
+    added = torch.randn(1, 4, 1, 150, generator=generator)
+    added[..., 40:100] = float("-inf")
+    for mask in (boolean, boolean[:1, :, :1].expand(2, 4, S, 150), added, None):
+        for length in (None, 0, 3, 130, 150, 999, -5):
             end = None if length is None else torch.tensor([length])
             for options in (PLAIN, CAUSAL, {**CAUSAL, "window": 50, "scale": 0.2}):
                 if (mask is None or length in (None, 130)) and (length in (None, 130) or options is CAUSAL):
