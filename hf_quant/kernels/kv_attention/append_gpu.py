@@ -131,7 +131,7 @@ def _append(
     t = s.to(tl.int64)
     if start is not None:
         t += tl.load(start)
-    writes = ((s < S) & (t < C))[:, None]
+    writes = ((s < S) & (t >= 0) & (t < C))[:, None]
     codes += b.to(tl.int64) * codes_batch + h.to(tl.int64) * codes_head + t[:, None] * codes_token
     if BITS < 8:
         # NaN, which clamping ignored, is a group's own step: code 0.
