@@ -29,11 +29,11 @@ def attend(
     were kept: `recents` of the states, if there are no more positions than that.
     """
     options = {"format": keys.kind.format, "scale": scale, "rotates_keys": keys.kind.rotated}
-    if keys.window is None:
-        causal = {"is_causal": is_causal, "window": window if is_causal else 0}
-        return _kv_attention(q, *parts_of(keys), *parts_of(values), mask, keys.length, **causal, **options)
     S, sinks = q.shape[2], keys.kind.sinks
     reads_recents = 0 < S <= keys.kind.recents
+    if not (sinks or reads_recents):
+        causal = {"is_causal": is_causal, "window": window if is_causal else 0}
+        return _kv_attention(q, *parts_of(keys), *parts_of(values), mask, keys.length, **causal, **options)
     if keys.span is None:
         first, last = sinks, None
         length = keys.length - sinks - (keys.kind.recents if reads_recents else 0)

@@ -242,3 +242,15 @@ def test_decoding_compiles_once_whatever_the_length(config):
         found = [call(ids[:, index : index + 1], past_key_values=c).logits for call, c in zip((model, step), caches)]
         assert torch.allclose(*found, atol=1e-5)
     assert counter.frame_count == 1 and caches[1].get_seq_length() == 30
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_more_positions_than_recent_tokens_without_sinks(layer):
+    """No token is read in 16 bit then."""
+    keys, values = filled(LAYERS[layer](KVCacheConfig("int8", recent_tokens=4)), 70, 9)
+    q = randn(2, H, 9, D, seed=2)
+    found, _ = attend(q, keys, values, None, is_causal=True, window=30 if layer == "sliding" else 0, scale=None)
+    plain = [x.dequantize()[:, :, :70] for x in (keys, values)]
+    T = plain[0].shape[2]
+    seen = visible(9, T, T, 30 if layer == "sliding" else 0, q.device)
+    assert_close(found, exact(q, *plain, seen), rms=1e-5)
