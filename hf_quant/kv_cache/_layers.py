@@ -213,6 +213,7 @@ class _Growing(_Codes):
 
     def _remove(self, count: int) -> None:
         self._end = max(self._end - count, self._start)
+        self._recent = min(self._recent, self._end)  # else the ring would begin behind tokens that come next
 
     def reset(self) -> None:
         self._clear()

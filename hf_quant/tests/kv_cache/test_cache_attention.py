@@ -254,3 +254,14 @@ def test_more_positions_than_recent_tokens_without_sinks(layer):
     T = plain[0].shape[2]
     seen = visible(9, T, T, 30 if layer == "sliding" else 0, q.device)
     assert_close(found, exact(q, *plain, seen), rms=1e-5)
+
+
+def test_several_positions_after_many_tokens_were_taken_back():
+    """More than the ring holds: what comes next is seen by itself and by what follows only."""
+    layer = QuantizedLayer(KVCacheConfig("int8", sink_tokens=2, recent_tokens=16))
+    filled(layer, 60, 1)
+    layer.crop(-30)
+    keys, values = layer.update(randn(2, H_KV, 16, D, seed=3), randn(2, H_KV, 16, D, seed=4))
+    q = randn(2, H, 16, D, seed=2)
+    found, _ = attend(q, keys, values, None, is_causal=True, window=0, scale=None)
+    assert_close(found, exact(q, keys.dequantize(), values.dequantize(), visible(16, 46, 46, 0, q.device)), rms=1e-5)
