@@ -110,21 +110,17 @@ class QuantizedStates(Tensor):
         """What the codes stand for, [B, H_kv, T, D]; the tokens of `window` as they were. Behind `length` anything."""
         B, H, T = self.shape[:3]
         spec, kind = CODES[self.kind.format], self.kind
-        rows = T if self.window is None else T + 1
-        out = torch.empty(B, H, rows, kind.D, dtype=kind.dtype, device=self.codes.device)
+        out = torch.empty(B, H, T, kind.D, dtype=kind.dtype, device=self.codes.device)
         step = T if torch.compiler.is_compiling() else _BLOCK // max(B * H * kind.D, 1)
         for start in range(0, T, max(step, 1)):
             tokens = slice(start, min(start + max(step, 1), T))
             values = decode_heads(*(p if p is None else p[:, :, tokens] for p in parts_of(self)), spec, kind.D)
             out[:, :, tokens] = rotate(values) if kind.rotated else values
         if self.window is not None:
-            positions = window_positions(self)
-            first = 0 if self.span is None else self.span.start
-            # What means nothing is written behind the end.
-            out.index_copy_(2, torch.where(positions < first, T, positions - first), self.window[:, :, :-1])
+            _put_window(out, self)
         if self.exact is not None:
             out[:, :, : self.exact.shape[2]] = self.exact
-        return out[:, :, :T]
+        return out  # contiguous, as the wrapper says: ops are taken apart by its strides
 
     def noted(self) -> "QuantizedStates":
         """Itself; says once that somebody reads states as a whole."""
@@ -158,3 +154,19 @@ def window_positions(states: QuantizedStates) -> Tensor:
         least = sinks if span is None else max(sinks, span.recent)
         found.append(torch.where(last >= least, last, -1))
     return torch.cat(found)
+
+
+def _put_window(out: Tensor, states: QuantizedStates) -> None:
+    """Write the tokens of `window` over their columns of `out` [B, H_kv, T, D]."""
+    sinks, recents, T = states.kind.sinks, states.kind.recents, out.shape[2]
+    first = 0 if states.span is None else states.span.start
+    positions = window_positions(states)
+    columns = torch.arange(T, device=out.device)
+    some, last = columns[: max(sinks - first, 0)], columns[:recents]
+    for own, slots in ((some, some + first), (last, sinks + (last + first) % max(recents, 1))):
+        held = positions[slots]
+        # A slot that holds nothing writes what is there into a column that no other slot has.
+        column = torch.where(held >= first, held - first, own)
+        values = states.window.index_select(2, slots)
+        values = torch.where((held >= first)[:, None], values, out.index_select(2, column))
+        out.index_copy_(2, column, values)

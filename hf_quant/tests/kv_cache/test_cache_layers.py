@@ -235,3 +235,21 @@ def test_a_cache_can_be_copied_and_knows_its_kind():
     assert other.get_seq_length() == 9 and cache.get_seq_length() == 18 and other.nbytes > 0
     assert "int2" in repr(cache) and not cache.is_compileable
     assert QuantizedCache(config, max_cache_len=16).is_compileable
+
+
+@pytest.mark.parametrize("total", [1, 3, 9, 30])
+def test_what_states_stand_for_is_laid_out_as_they_say(total):
+    """Ops that look at strides are taken apart before they meet the values."""
+    keys, values = states(total)
+    config = KVCacheConfig("int2", sink_tokens=4, recent_tokens=6, group_size=16)
+    for layer in (QuantizedLayer(config), QuantizedStaticLayer(config, 32), QuantizedSlidingWindowLayer(config, 9)):
+        filled(layer, keys, values, [1] * total)
+        found = layer.keys
+        plain, T = found.dequantize(), min(total, found.shape[2])
+        assert plain.is_contiguous() and plain.shape == found.shape
+        weight = torch.ones(5, D, dtype=found.dtype)
+        assert torch.equal(torch.nn.functional.linear(found, weight), torch.nn.functional.linear(plain, weight))
+        sinks = 0 if isinstance(layer, QuantizedSlidingWindowLayer) else 4
+        same = (plain[:, :, :T] == keys[:, :, total - T : total] if not layer.is_sliding else plain == keys[:, :, -T:])
+        same = same.flatten(0, 1).all(-1).all(0)
+        assert same[:sinks].all() and same[-6:].all() and not same[sinks : max(T - 6, sinks)].any()
