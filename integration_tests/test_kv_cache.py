@@ -156,6 +156,7 @@ KINDS = {
     "sliding": Kind("MistralForCausalLM", "MistralConfig", {**LM, "sliding_window": 8}, static=False),
     "sliding and full": Kind("Gemma3ForCausalLM", "Gemma3TextConfig", {**LM, "head_dim": 16, **_ALTERNATING}),
     "capped scores": Kind("Gemma2ForCausalLM", "Gemma2Config", {**LM, "head_dim": 16, **_ALTERNATING}, False),
+    "values of its own": Kind("DiffLlamaForCausalLM", "DiffLlamaConfig", {**LM, "head_dim": 16}, False),
     # Before 5.18 the model cannot use a static cache, whoever makes it.
     "ALiBi": Kind("BloomForCausalLM", "BloomConfig", {**LM, "n_layer": 2, "n_head": 4}, False, False),
     "attention of its own": Kind("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 8}, False),
@@ -171,6 +172,16 @@ KINDS = {
             "linear_num_value_heads": 2,
             "layer_types": ["linear_attention", "full_attention"],
         },
+    ),
+    "latent attention": Kind(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **LM,
+            **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32},
+            **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "first_k_dense_replace": 2},
+        },
+        None,
     ),
     "linear attention in every layer": Kind(
         "FalconH1ForCausalLM",

@@ -114,7 +114,8 @@ def _reading_codes(host: Callable) -> Callable:
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         if isinstance(key, QuantizedStates) and key.exact is not None:
-            key, value = key.exact, value.exact
+            key = key.exact  # the model may have made new values of those of the cache
+            value = value.exact if isinstance(value, QuantizedStates) else value[:, :, : key.shape[2]]
             if isinstance(attention_mask, Tensor):
                 attention_mask = attention_mask[..., : key.shape[2]]
         if isinstance(key, QuantizedStates):
