@@ -425,3 +425,16 @@ def test_a_long_prompt_is_read_in_parts():
     codes = 2 * 4 * length * KVCacheConfig("int4").bytes_per_token(128)
     plain = 2 * 4 * length * 128 * 4
     assert taken < 3 * codes + 24e6 < plain
+
+
+def test_generation_under_autocast(llama):
+    """With a cache of fixed size, too, which transformers' own cannot do; and what is filled there is read behind."""
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
+    options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = llama.generate(**padded(), **options)
+        for cache_implementation in ("static", None):
+            found = model.generate(**padded(), cache_implementation=cache_implementation, **options)
+            assert sqnr(expected.logits[1].float(), found.logits[1].float()) > 20
+    with torch.no_grad():
+        assert model(ids(2, 1), past_key_values=found.past_key_values).logits.isfinite().all()

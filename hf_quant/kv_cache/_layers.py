@@ -59,10 +59,10 @@ class _Codes:
             kept = (*states.shape[:2], window + 1, layout.D)
             setattr(self, f"{which}_codes", codes)
             setattr(self, f"{which}_pairs", pairs)
-            setattr(self, f"{which}_window", torch.zeros(kept, dtype=self.dtype, **options) if window else None)
-        kind = (config.sink_tokens, config.recent_tokens, self.dtype)
-        self.key_kind = Kind(config.format, key_states.shape[-1], config.rotate_keys, *kind)
-        self.value_kind = Kind(config.format, value_states.shape[-1], False, *kind)
+            setattr(self, f"{which}_window", torch.zeros(kept, dtype=states.dtype, **options) if window else None)
+        kept = (config.sink_tokens, config.recent_tokens)
+        self.key_kind = Kind(config.format, key_states.shape[-1], config.rotate_keys, *kept, key_states.dtype)
+        self.value_kind = Kind(config.format, value_states.shape[-1], False, *kept, value_states.dtype)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in _TENSORS:
@@ -75,6 +75,10 @@ class _Codes:
             for name, tensor in self._tensors():
                 setattr(self, name, function(tensor))
 
+    def _own(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """In the dtypes of the first ones, as those of a model change where autocast begins or ends."""
+        return key_states.detach().to(self.key_kind.dtype), value_states.detach().to(self.value_kind.dtype)
+
     def _append(self, keys: Tensor, values: Tensor, start: Tensor | None, tokens: slice) -> None:
         """Write states into the columns `tokens`, from `start` in them on."""
         parts = []
@@ -82,7 +86,7 @@ class _Codes:
             codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
             parts += [codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None]
         options = {"format": self.config.format, "rotates_keys": self.config.rotate_keys}
-        _kv_append(keys, values, start, *parts, **options)
+        _kv_append(keys, values.to(keys.dtype), start, *parts, **options)
 
     def _keep(self, keys: Tensor, values: Tensor, start: int | Tensor) -> None:
         """Keep the first and the last tokens in 16 bit; these states begin at position `start`."""
@@ -204,7 +208,7 @@ class _Growing(_Codes):
         S = key_states.shape[2]
         self._reserve(S)
         column = self._first + self._end - self._start
-        keys, values = key_states.detach(), value_states.detach()
+        keys, values = self._own(key_states, value_states)
         self._append(keys, values, None, slice(column, column + S))
         if self.k_window is not None:
             self._keep(keys, values, self._end)
@@ -370,7 +374,7 @@ class QuantizedStaticLayer(_Codes, StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         exact, self.is_empty = ((key_states, value_states) if self.is_empty else ()), False
-        keys, values, start = key_states.detach(), value_states.detach(), self.cumulative_length
+        (keys, values), start = self._own(key_states, value_states), self.cumulative_length
         self._append(keys, values, start, slice(None))
         if self.k_window is not None:
             self._keep(keys, values, start)

@@ -253,3 +253,17 @@ def test_what_states_stand_for_is_laid_out_as_they_say(total):
         same = (plain[:, :, :T] == keys[:, :, total - T : total] if not layer.is_sliding else plain == keys[:, :, -T:])
         same = same.flatten(0, 1).all(-1).all(0)
         assert same[:sinks].all() and same[-6:].all() and not same[sinks : max(T - 6, sinks)].any()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_keys_and_values_of_different_dtypes(config):
+    """As under autocast: rotated keys are fp32 there, values are not; and behind it all are."""
+    (keys, _), (_, values) = states(30, dtype=torch.float32), states(30)
+    config = KVCacheConfig.of(config)
+    for layer in (QuantizedLayer(config), QuantizedStaticLayer(config, 40), QuantizedSlidingWindowLayer(config, 40)):
+        filled(layer, keys[:, :, :20], values[:, :, :20], [10, 10])
+        found = filled(layer, keys[:, :, 20:], values[:, :, 20:].float(), [10])
+        assert [x.dtype for x in found] == [torch.float32, torch.bfloat16]
+        for x, exact in zip(found, (keys, values)):
+            assert x.dequantize().dtype == x.dtype
+            assert sqnr(exact.float(), x.dequantize()[:, :, :30].float()) > 8
