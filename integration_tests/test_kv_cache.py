@@ -438,3 +438,12 @@ def test_generation_under_autocast(llama):
             assert sqnr(expected.logits[1].float(), found.logits[1].float()) > 20
     with torch.no_grad():
         assert model(ids(2, 1), past_key_values=found.past_key_values).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+def test_generation_in_inference_mode_and_outside(llama, cache_implementation):
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
+    options = {**GREEDY, "cache_implementation": cache_implementation}
+    with torch.inference_mode():
+        expected = model.generate(ids(), **options)
+    assert torch.equal(model.generate(ids(), **options), expected)

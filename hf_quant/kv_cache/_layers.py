@@ -6,6 +6,7 @@ returns `QuantizedStates`.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from hf_quant.kernels._op import direct
 from hf_quant.kernels.codes import CODES
 from hf_quant.kv_cache._config import KVCacheConfig, scale_dtype
 from hf_quant.kv_cache._states import Kind, QuantizedStates, Span
+
+
+def _lasting() -> Any:
+    """Tensors that are made in this context may be written to in and outside of `torch.inference_mode`."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
 BLOCK = 256  # tokens; a growing layer grows by at least so many, and by a sixteenth
@@ -54,12 +60,12 @@ class _Codes:
         for which, states in (("k", key_states), ("v", value_states)):
             layout = config.layout(states.shape[-1])
             shape = (*states.shape[:2], capacity)
-            codes = torch.zeros(*shape, layout.width, dtype=spec.dtype, **options)
-            pairs = torch.zeros(*shape, layout.groups, layout.numbers, dtype=scale_dtype(self.dtype), **options)
+            pairs = (*shape, layout.groups, layout.numbers)
             kept = (*states.shape[:2], window + 1, layout.D)
-            setattr(self, f"{which}_codes", codes)
-            setattr(self, f"{which}_pairs", pairs)
-            setattr(self, f"{which}_window", torch.zeros(kept, dtype=states.dtype, **options) if window else None)
+            with _lasting():
+                setattr(self, f"{which}_codes", torch.zeros(*shape, layout.width, dtype=spec.dtype, **options))
+                setattr(self, f"{which}_pairs", torch.zeros(pairs, dtype=scale_dtype(self.dtype), **options))
+                setattr(self, f"{which}_window", torch.zeros(kept, dtype=states.dtype, **options) if window else None)
         kept = (config.sink_tokens, config.recent_tokens)
         self.key_kind = Kind(config.format, key_states.shape[-1], config.rotate_keys, *kept, key_states.dtype)
         self.value_kind = Kind(config.format, value_states.shape[-1], False, *kept, value_states.dtype)
@@ -72,8 +78,9 @@ class _Codes:
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
-            for name, tensor in self._tensors():
-                setattr(self, name, function(tensor))
+            with _lasting():
+                for name, tensor in self._tensors():
+                    setattr(self, name, function(tensor))
 
     def _own(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """In the dtypes of the first ones, as those of a model change where autocast begins or ends."""
@@ -197,7 +204,8 @@ class _Growing(_Codes):
             if tensor.shape[2] == capacity:
                 kept = kept.clone()  # overlaps
             else:
-                tensor = tensor.new_zeros((*tensor.shape[:2], capacity, *tensor.shape[3:]))
+                with _lasting():
+                    tensor = tensor.new_zeros((*tensor.shape[:2], capacity, *tensor.shape[3:]))
                 setattr(self, name, tensor)
             tensor[:, :, :used] = kept
         self._first = 0
@@ -332,7 +340,8 @@ class QuantizedStaticLayer(_Codes, StaticLayer):
     """Keys and values of up to `max_cache_len` tokens in memory that stays where it is, for compiled code."""
 
     def __init__(self, config: KVCacheConfig, max_cache_len: int, is_sliding: bool = False) -> None:
-        super().__init__(max_cache_len)
+        with _lasting():
+            super().__init__(max_cache_len)
         self._set_config(config)
         self.is_sliding = is_sliding  # in a window that is no shorter than the cache: the model's masks say the rest
         self.is_empty = True
@@ -358,7 +367,8 @@ class QuantizedStaticLayer(_Codes, StaticLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._allocate(key_states, value_states, self.max_cache_len)
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        self.cumulative_length = self.cumulative_length.to(self.device)
+        with _lasting():
+            self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():
             for tensor in (*(t for _, t in self._tensors()), self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)

@@ -267,3 +267,21 @@ def test_keys_and_values_of_different_dtypes(config):
         for x, exact in zip(found, (keys, values)):
             assert x.dequantize().dtype == x.dtype
             assert sqnr(exact.float(), x.dequantize()[:, :, :30].float()) > 8
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_layer_that_was_filled_in_inference_mode(config):
+    keys, values = states(BLOCK + 40)
+    config = KVCacheConfig.of(config)
+    outside = QuantizedLayer(config)
+    filled(outside, keys, values, [20, BLOCK + 20])
+    with torch.inference_mode():
+        keys, values = keys.clone(), values.clone()
+        layers = [QuantizedLayer(config), QuantizedStaticLayer(config, BLOCK + 40)]
+        for layer in layers:
+            filled(layer, keys, values, [20, BLOCK])
+            layer.reorder_cache(torch.tensor([0, 1]))
+    for layer in layers:
+        layer.update(keys[:, :, BLOCK + 20 :], values[:, :, BLOCK + 20 :])
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(tensors(layer), tensors(outside)))
+        layer.reset()
