@@ -145,6 +145,7 @@ _NEXT = {
     "shared_expert_intermediate_size": 32,
 }
 _ALTERNATING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_NO_CAPS = {"query_pre_attn_scalar": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None}
 KINDS = {
     "heads of 80": Kind("LlamaForCausalLM", "LlamaConfig", {**LM, "head_dim": 80}),
     "heads of 96, one for keys": Kind(
@@ -194,6 +195,17 @@ KINDS = {
         "T5Config",
         {**ENCODER_DECODER, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
         None,
+        False,
+    ),
+    "T5Gemma": Kind(
+        "T5GemmaForConditionalGeneration",
+        "T5GemmaConfig",
+        {
+            "vocab_size": VOCAB,
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+            **{which: {**LM, **_ALTERNATING, "head_dim": 16, **_NO_CAPS} for which in ("encoder", "decoder")},
+        },
+        None,  # newer versions choose "eager" for it
         False,
     ),
     "BART": Kind(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_quant.config import QuantizerConfig
 from hf_quant.kv_cache import KVCacheConfig, QuantizedCache, is_quantized, quantized_layers
+from hf_quant.kv_cache._layers import QuantizedLayer
 
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,9 @@ class CacheMethod:
         if model.config.is_encoder_decoder:
             from transformers.cache_utils import EncoderDecoderCache
 
-            cache = EncoderDecoderCache(cache, QuantizedCache(model.config, config))
+            cross = QuantizedCache(model.config, config)
+            cross.layers = [QuantizedLayer(cross.kv_cache) for _ in cross.layers]  # no window: all of the encoder's
+            cache = EncoderDecoderCache(cache, cross)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         in_parts = generation_mode.value in _IN_PARTS and not model.config.is_encoder_decoder
