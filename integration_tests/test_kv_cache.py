@@ -459,3 +459,10 @@ def test_generation_in_inference_mode_and_outside(llama, cache_implementation):
     with torch.inference_mode():
         expected = model.generate(ids(), **options)
     assert torch.equal(model.generate(ids(), **options), expected)
+
+
+def test_a_later_config_without_a_cache(llama):
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
+    hf_quant.quantize_(model, QuantizerConfig("int8"))
+    assert model.config._attn_implementation == "sdpa" and "_prepare_cache_for_generation" not in model.__dict__
+    assert type(model.generate(ids(), return_dict_in_generate=True, **GREEDY).past_key_values) is DynamicCache

@@ -39,6 +39,7 @@ def attach(model: nn.Module) -> None:
     """
     config = kv_cache_of(model)
     if config is None:
+        detach(model)  # from what an earlier config asked for
         return
     if not hasattr(model, _METHOD) or not model.can_generate():
         raise ValueError(
