@@ -466,3 +466,13 @@ def test_a_later_config_without_a_cache(llama):
     hf_quant.quantize_(model, QuantizerConfig("int8"))
     assert model.config._attn_implementation == "sdpa" and "_prepare_cache_for_generation" not in model.__dict__
     assert type(model.generate(ids(), return_dict_in_generate=True, **GREEDY).past_key_values) is DynamicCache
+
+
+def test_a_long_prompt_is_read_at_once_where_parts_would_be_wrong():
+    fields = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_experts": 2, "mamba_d_state": 8}
+    plain = make(Kind("JambaForCausalLM", "JambaConfig", {**LM, **fields}))
+    config = QuantizerConfig(None, kv_cache={"format": "int8", "prefill_chunk_size": 7})
+    model = hf_quant.quantize_(copy.deepcopy(plain), config)
+    options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    found, expected = (m.generate(**padded(), **options) for m in (model, plain))
+    assert sqnr(expected.logits[0], found.logits[0]) > 100 and sqnr(expected.logits[1], found.logits[1]) > 30

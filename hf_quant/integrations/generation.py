@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _METHOD = "_prepare_cache_for_generation"
 _STATIC = ("static", "offloaded_static")
 _PLACES = (None, "offloaded", *_STATIC)
+_AT_ONCE = ("jamba",)  # types of models whose states of linear attention would begin anew with each part
 _IN_PARTS = ("greedy_search", "sample", "beam_search", "beam_sample")  # that read their prompt once, at the start
 _TEXT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep")
 
@@ -103,6 +104,7 @@ class CacheMethod:
         if generation_config.is_assistant:
             cache.activate_past_recording()
         in_parts = generation_mode.value in _IN_PARTS and not model.config.is_encoder_decoder
+        in_parts = in_parts and model.config.get_text_config(decoder=True).model_type not in _AT_ONCE
         if in_parts and max_cache_length > (config.prefill_chunk_size or max_cache_length):
             if generation_config.prefill_chunk_size is None and _is_text(model_kwargs):
                 generation_config.prefill_chunk_size = config.prefill_chunk_size
