@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 import hf_quant
 from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig
 from hf_quant.evaluate import read_ids
-from hf_quant.kv_cache import is_quantized
+from hf_quant.kv_cache import bytes_per_token, is_quantized
 from hf_quant.testing import sqnr
 from integration_tests.tiny_models import VOCAB, build, inputs
 
@@ -156,6 +156,16 @@ KINDS = {
     "GPT-2": Kind("GPT2LMHeadModel", "GPT2Config", _GPT),
     "sliding": Kind("MistralForCausalLM", "MistralConfig", {**LM, "sliding_window": 8}, static=False),
     "sliding and full": Kind("Gemma3ForCausalLM", "Gemma3TextConfig", {**LM, "head_dim": 16, **_ALTERNATING}),
+    "layers of different heads": Kind(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **LM,
+            **_ALTERNATING,
+            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+            **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        },
+    ),
     "capped scores": Kind("Gemma2ForCausalLM", "Gemma2Config", {**LM, "head_dim": 16, **_ALTERNATING}, False),
     "values of its own": Kind("DiffLlamaForCausalLM", "DiffLlamaConfig", {**LM, "head_dim": 16}, False),
     # Before 5.18 the model cannot use a static cache, whoever makes it.
@@ -476,3 +486,12 @@ def test_a_long_prompt_is_read_at_once_where_parts_would_be_wrong():
     options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
     found, expected = (m.generate(**padded(), **options) for m in (model, plain))
     assert sqnr(expected.logits[0], found.logits[0]) > 100 and sqnr(expected.logits[1], found.logits[1]) > 30
+
+
+def test_bytes_per_token_where_layers_differ():
+    config = KINDS["layers of different heads"]
+    config = getattr(transformers, config.config)(**config.fields)
+    last = config.per_layer_config[1]
+    per_token = 2 * last.num_key_value_heads * last.head_dim
+    assert bytes_per_token(config, None) == 2 * per_token
+    assert bytes_per_token(config, KVCacheConfig("int8")) == per_token + 2 * 2 * last.num_key_value_heads

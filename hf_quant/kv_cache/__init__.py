@@ -92,15 +92,20 @@ def bytes_per_token(config: Any, kv_cache: KVCacheConfig | None) -> int:
     Layers with a sliding window or linear attention, which stop growing, are not counted, nor those of an encoder.
     Raises ValueError if the config of the model does not say how many heads there are, of which size.
     """
+    layers = DynamicCache(config=config).layers
     text = config.get_text_config(decoder=True)
+    each = text.per_layer_config  # sizes that differ between layers cannot be asked of the whole
+    return sum(_layer_bytes(each[i], kv_cache) for i, layer in enumerate(layers) if type(layer) in _GROWING)
+
+
+def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     D = getattr(text, "head_dim", None)
     if D is None and getattr(text, "hidden_size", None) and heads:
         D = text.hidden_size // text.num_attention_heads
     if not isinstance(heads, int) or not isinstance(D, int):
         raise ValueError(f"a {type(text).__name__} does not say how many heads of which size its cache has")
-    growing = sum(type(layer) in _GROWING for layer in DynamicCache(config=config).layers)
-    return growing * heads * 2 * (2 * D if kv_cache is None else kv_cache.bytes_per_token(D))
+    return heads * 2 * (2 * D if kv_cache is None else kv_cache.bytes_per_token(D))
 
 
 def describe(model: Any, kv_cache: KVCacheConfig) -> str:
