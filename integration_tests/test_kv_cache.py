@@ -495,3 +495,21 @@ def test_bytes_per_token_where_layers_differ():
     per_token = 2 * last.num_key_value_heads * last.head_dim
     assert bytes_per_token(config, None) == 2 * per_token
     assert bytes_per_token(config, KVCacheConfig("int8")) == per_token + 2 * 2 * last.num_key_value_heads
+
+
+def test_generations_at_the_same_time(llama):
+    """Each has a cache of its own, though the last one is kept."""
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
+    options, found = {**GREEDY, "cache_implementation": "static"}, {}
+    prompts = [ids(2, length) for length in (20, 17, 20, 12)]
+    expected = [model.generate(prompt, **options) for prompt in prompts]
+
+    def generate(index):
+        found[index] = model.generate(prompts[index], **options)
+
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[index], tokens) for index, tokens in enumerate(expected))

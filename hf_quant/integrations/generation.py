@@ -5,7 +5,9 @@ caller gives, and a `cache_implementation` that says another kind ("dynamic", "q
 "static", "offloaded" and "offloaded_static" say where a cache lies, and are obeyed with codes in it.
 """
 
+import copy
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -74,6 +76,8 @@ class CacheMethod:
     def __setstate__(self, model: Any) -> None:
         self.model = weakref.ref(model)
         self.static: QuantizedCache | None = None  # of the last generation; code is compiled for its memory
+        self.lent: weakref.ref | None = None  # what that generation got: a copy on the same layers
+        self.lock = threading.Lock()
 
     def __call__(
         self,
@@ -92,7 +96,8 @@ class CacheMethod:
         if place in _STATIC:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             length = _static_length(generation_config, max_cache_length)
-            cache = self._static(model, config, rows, length, place == "offloaded_static", generation_config)
+            with self.lock:
+                cache = self._static(model, config, rows, length, place == "offloaded_static", generation_config)
         else:
             cache = QuantizedCache(model.config, config, offloading=place == "offloaded")
         if model.config.is_encoder_decoder:
@@ -120,18 +125,20 @@ class CacheMethod:
         offloading: bool,
         generation_config: Any,
     ) -> QuantizedCache:
-        """The last static cache, emptied, if it fits and nobody was given it, else a new one.
+        """The last static cache, emptied, if it fits and nobody has or was given it, else a new one.
 
         Who has put something in the place of the compiled call brings memory of its own for each cache.
         """
-        last, self.static = self.static, None
-        fits = last is not None and last.kv_cache == config and last.offloading == offloading
+        last, is_free = self.static, self.lent is None or self.lent() is None
+        self.static = self.lent = None
+        fits = is_free and last is not None and last.kv_cache == config and last.offloading == offloading
         if not fits or last.get_max_length() < length or last.batch_size not in (-1, rows):
             last = QuantizedCache(model.config, config, max_cache_len=length, offloading=offloading)
         else:
             last.reset()
         if not generation_config.return_dict_in_generate and "get_compiled_call" not in model.__dict__:
-            self.static = last
+            self.static, last = last, copy.copy(last)
+            self.lent = weakref.ref(last)
         return last
 
 
