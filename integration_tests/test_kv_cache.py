@@ -513,3 +513,22 @@ def test_generations_at_the_same_time(llama):
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[index], tokens) for index, tokens in enumerate(expected))
+
+
+def test_only_long_prompts_are_read_in_parts(llama, monkeypatch):
+    """And at once where the caller wants the hidden states of all positions."""
+    model = hf_quant.quantize_(
+        copy.deepcopy(llama), QuantizerConfig(None, kv_cache={"format": "int8", "prefill_chunk_size": 8})
+    )
+    lengths, forward = [], model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, **k: lengths.append(k["input_ids"].shape[1]) or forward(*a, **k))
+    options = {**GREEDY, "return_dict_in_generate": True}
+    for cache_implementation in (None, "static"):
+        options["cache_implementation"] = cache_implementation
+        lengths.clear()
+        model.generate(ids(2, 8), **options)
+        assert lengths[:2] == [8, 1]
+        lengths.clear()
+        model.generate(ids(2, 20), **options)
+        assert lengths[:4] == [8, 8, 4, 1]
+    assert model.generate(ids(2, 20), output_hidden_states=True, **options).hidden_states[0][0].shape[1] == 20

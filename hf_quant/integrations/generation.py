@@ -110,8 +110,10 @@ class CacheMethod:
             cache.activate_past_recording()
         in_parts = generation_mode.value in _IN_PARTS and not model.config.is_encoder_decoder
         in_parts = in_parts and model.config.get_text_config(decoder=True).model_type not in _AT_ONCE
-        if in_parts and max_cache_length > (config.prefill_chunk_size or max_cache_length):
-            if generation_config.prefill_chunk_size is None and _is_text(model_kwargs):
+        prompt = max_cache_length + 1 - (generation_config.max_new_tokens or 0)  # at most
+        if in_parts and prompt > (config.prefill_chunk_size or prompt):
+            is_asked = generation_config.prefill_chunk_size is not None
+            if not is_asked and _is_text(model_kwargs) and not _is_traced(generation_config):
                 generation_config.prefill_chunk_size = config.prefill_chunk_size
         model_kwargs["past_key_values"] = cache
         return None
@@ -171,6 +173,11 @@ def _is_ours(
     if why is not None:
         logger.warning("In place of the %s cache of the model's QuantizerConfig, %s", config.format, why)
     return why is None
+
+
+def _is_traced(generation_config: Any) -> bool:
+    """Whether the caller wants what the layers computed: reading in parts would give that of the last part alone."""
+    return bool(generation_config.output_hidden_states or generation_config.output_attentions)
 
 
 def _is_text(model_kwargs: dict[str, Any]) -> bool:

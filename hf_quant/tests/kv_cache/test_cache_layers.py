@@ -250,7 +250,7 @@ def test_what_states_stand_for_is_laid_out_as_they_say(total):
         weight = torch.ones(5, D, dtype=found.dtype)
         assert torch.equal(torch.nn.functional.linear(found, weight), torch.nn.functional.linear(plain, weight))
         sinks = 0 if isinstance(layer, QuantizedSlidingWindowLayer) else 4
-        same = (plain[:, :, :T] == keys[:, :, total - T : total] if not layer.is_sliding else plain == keys[:, :, -T:])
+        same = plain[:, :, :T] == keys[:, :, total - T : total] if not layer.is_sliding else plain == keys[:, :, -T:]
         same = same.flatten(0, 1).all(-1).all(0)
         assert same[:sinks].all() and same[-6:].all() and not same[sinks : max(T - 6, sinks)].any()
 
