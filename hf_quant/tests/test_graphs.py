@@ -722,6 +722,7 @@ def test_ops_have_what_cuda_graphs_of_inductor_need():
         op = getattr(torch.ops.hf_quant, name.removeprefix("hf_quant::").partition(".")[0]).default
         assert torch.Tag.cudagraph_unsafe not in op.tags
         assert torch.Tag.data_dependent_output not in op.tags and torch.Tag.dynamic_output_shape not in op.tags
-        schema = op._schema
-        assert not schema.is_mutable and all(v.alias_info is None for v in (*schema.arguments, *schema.returns))
+        if name != "hf_quant::kv_append":  # it writes to a cache, whose memory is marked as static
+            schema = op._schema
+            assert not schema.is_mutable and all(v.alias_info is None for v in (*schema.arguments, *schema.returns))
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta") or torch._library.utils.has_fake_kernel(op)
