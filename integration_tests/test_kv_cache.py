@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
 
 import hf_quant
 from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig
@@ -532,3 +533,18 @@ def test_only_long_prompts_are_read_in_parts(llama, monkeypatch):
         model.generate(ids(2, 20), **options)
         assert lengths[:4] == [8, 8, 4, 1]
     assert model.generate(ids(2, 20), output_hidden_states=True, **options).hidden_states[0][0].shape[1] == 20
+
+
+def test_a_prompt_in_parts_that_is_compiled(llama):
+    """The second generation compiles nothing, as with transformers' cache."""
+    torch._dynamo.reset()
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
+    compile_config = CompileConfig(fullgraph=True, mode=None, backend="aot_eager")
+    compile_config._compile_all_devices = True
+    options = {**GREEDY, "cache_implementation": "static", "prefill_chunk_size": 7, "compile_config": compile_config}
+    first = model.generate(ids(), **options)
+    memory, compiled = model._prepare_cache_for_generation.static.layers[0].k_codes.data_ptr(), dict(counters["stats"])
+    assert compiled["unique_graphs"] > 0
+    assert torch.equal(model.generate(ids(), **options), first)
+    assert counters["stats"]["unique_graphs"] == compiled["unique_graphs"]
+    assert model._prepare_cache_for_generation.static.layers[0].k_codes.data_ptr() == memory

@@ -5,7 +5,6 @@ caller gives, and a `cache_implementation` that says another kind ("dynamic", "q
 "static", "offloaded" and "offloaded_static" say where a cache lies, and are obeyed with codes in it.
 """
 
-import copy
 import logging
 import threading
 import weakref
@@ -76,7 +75,7 @@ class CacheMethod:
     def __setstate__(self, model: Any) -> None:
         self.model = weakref.ref(model)
         self.static: QuantizedCache | None = None  # of the last generation; code is compiled for its memory
-        self.lent: weakref.ref | None = None  # what that generation got: a copy on the same layers
+        self.lent: weakref.ref | None = None  # the config that `generate` made for that generation: lives as long
         self.lock = threading.Lock()
 
     def __call__(
@@ -116,6 +115,11 @@ class CacheMethod:
             if not is_asked and _is_text(model_kwargs) and not _is_traced(generation_config):
                 generation_config.prefill_chunk_size = config.prefill_chunk_size
         model_kwargs["past_key_values"] = cache
+        is_compiled = generation_config.prefill_chunk_size is not None and place in _STATIC
+        if is_compiled and model._valid_auto_compile_criteria(model_kwargs, generation_config):
+            shape = model._get_static_cache_init_shape()
+            if shape is not None:  # else memory that stays where it is would be made in compiled code
+                cache.early_initialization(rows, *shape, model.dtype, model.device)
         return None
 
     def _static(
@@ -139,8 +143,7 @@ class CacheMethod:
         else:
             last.reset()
         if not generation_config.return_dict_in_generate and "get_compiled_call" not in model.__dict__:
-            self.static, last = last, copy.copy(last)
-            self.lent = weakref.ref(last)
+            self.static, self.lent = last, weakref.ref(generation_config)
         return last
 
 
