@@ -18,7 +18,7 @@ from hf_quant.modules import (
     restore_module_,
     unfuse_projections_,
 )
-from hf_quant.planning import QuantPlan, plan, schemes_to_list
+from hf_quant.planning import QuantPlan, plan, schemes_from_list, schemes_to_list
 from hf_quant.scheme import LinearScheme
 
 
@@ -59,6 +59,11 @@ def quantize_(
         raise ValueError(
             f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
         )
+    known = stored_config(model)
+    if config.quantizes_no_weights and config.kv_cache is not None and known is not None:  # weights stay as they are
+        known = QuantizerConfig.from_dict({**known.to_dict(), "kv_cache": config.kv_cache})
+        tell_observers(model, known, schemes_from_list(known.plan or []))
+        return model
     quant_plan = plan(model, config)
     modules = dict(model.named_modules())
     for name, entry in quant_plan.quantized.items():
@@ -74,6 +79,12 @@ def quantize_(
     fuse_as_configured_(model, config.fuse_projections)
     tell_observers(model, config, quant_plan.schemes)
     return model
+
+
+def stored_config(model: nn.Module) -> QuantizerConfig | None:
+    """What a host's model was quantized by, if it was."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    return config if isinstance(config, QuantizerConfig) else None
 
 
 def tell_observers(
@@ -141,7 +152,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     if it is sharded: the host's hooks would meet whole weights.
     """
     found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
-    if not found:
+    config = stored_config(model)
+    if not found and (config is None or config.kv_cache is None):
         raise ValueError(f"nothing in this {type(model).__name__} is quantized")
     if any(module.is_sharded for module in found):
         raise ValueError(f"this {type(model).__name__} is sharded: dequantize it in one process")

@@ -1,6 +1,7 @@
 """The quantized KV cache as a user meets it: `generate` in every mode, kinds of models, save and reload, memory."""
 
 import copy
+import functools
 import logging
 import os
 import pickle
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, Stat
 
 import hf_quant
 from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig
+from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.evaluate import read_ids
 from hf_quant.kv_cache import bytes_per_token, is_quantized
 from hf_quant.testing import sqnr
@@ -548,3 +550,41 @@ def test_a_prompt_in_parts_that_is_compiled(llama):
     assert torch.equal(model.generate(ids(), **options), first)
     assert counters["stats"]["unique_graphs"] == compiled["unique_graphs"]
     assert model._prepare_cache_for_generation.static.layers[0].k_codes.data_ptr() == memory
+
+
+def test_a_cache_is_added_to_a_quantized_model_and_taken_back(llama, tmp_path):
+    model = hf_quant.quantize_(copy.deepcopy(llama), "int4")
+    codes = model.model.layers[0].mlp.up_proj.qdata.clone()
+    options = {**GREEDY, "return_dict_in_generate": True}
+    before = model.generate(ids(), **options)
+    hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
+    assert type(model.generate(ids(), **options).past_key_values) is QuantizedCache
+    assert torch.equal(model.model.layers[0].mlp.up_proj.qdata, codes)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(again.generate(ids(), **options).past_key_values) is QuantizedCache
+    summary = inspect_checkpoint(tmp_path)
+    assert str(summary).endswith("KV cache int8") and summary.config.kv_cache == "int8"
+    assert before.sequences.shape == (2, 32)
+    alone = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
+    assert alone.config._attn_implementation == "hf_quant"
+    hf_quant.dequantize_(alone)
+    assert type(alone.generate(ids(), **options).past_key_values) is DynamicCache
+    assert alone.config._attn_implementation == "sdpa" and not hasattr(alone.config, "quantization_config")
+    with pytest.raises(ValueError, match="nothing in this"):
+        hf_quant.dequantize_(alone)
+
+
+def test_gradients_reach_what_reads_the_cache(llama):
+    """As with a cache in 16 bit: this pass has gradients, what was cached before has none."""
+    model, grads = copy.deepcopy(llama), []
+    static = functools.partial(QuantizedCache, max_cache_len=30)
+    for make_cache in (DynamicCache, QuantizedCache, static):
+        model.zero_grad()
+        cache = make_cache(config=model.config)
+        with torch.no_grad():
+            model(ids(1), past_key_values=cache)
+        model(ids(1)[:, :4], past_key_values=cache).logits.square().mean().backward()
+        layer = model.model.layers[0].self_attn
+        grads.append(torch.cat([layer.q_proj.weight.grad, layer.k_proj.weight.grad, layer.v_proj.weight.grad]))
+    assert sqnr(*grads[:2]) > 20 and sqnr(grads[0], grads[2]) > 20

@@ -71,7 +71,8 @@ def quantize(args: argparse.Namespace) -> None:
         _move(staged, args.out)
     for part, value in bits.items():
         size = sum(path.stat().st_size for path in (args.out / part).glob("*.safetensors"))
-        print(f"{args.out / part}: {size / 1e6:.2f} MB on disk, {value:.3f} bits per quantized weight")
+        label = "weights as they were" if value is None else f"{value:.3f} bits per quantized weight"
+        print(f"{args.out / part}: {size / 1e6:.2f} MB on disk, {label}")
     if args.push is not None:
         _push(args.out, args.push, private=args.private)
 

@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from hf_quant.config import QuantizerConfig
 from hf_quant.kv_cache import KVCacheConfig, QuantizedCache, is_quantized, quantized_layers
@@ -48,9 +49,8 @@ def attach(model: nn.Module) -> None:
             f"kv_cache is {config.format!r}, but a {type(model).__name__} does not generate: leave it out"
         )
     QuantizedCache(model.config, config)  # raises if there is nothing to quantize
-    text = model.config.get_text_config(decoder=True)
-    if text._attn_implementation == "sdpa" and getattr(text, "attn_logit_softcapping", None) is None:
-        model.set_attn_implementation("hf_quant")
+    if _reads_any_mask(model):
+        _set_attention(model, "sdpa", "hf_quant")
     if not isinstance(model.__dict__.get(_METHOD), CacheMethod):
         setattr(model, _METHOD, CacheMethod(model))
 
@@ -59,8 +59,23 @@ def detach(model: nn.Module) -> None:
     """Inverse of `attach`."""
     if isinstance(model.__dict__.get(_METHOD), CacheMethod):
         del model.__dict__[_METHOD]
-        if model.config.get_text_config(decoder=True)._attn_implementation == "hf_quant":
-            model.set_attn_implementation("sdpa")
+        _set_attention(model, "hf_quant", "sdpa")
+
+
+def _reads_any_mask(model: nn.Module) -> bool:
+    """Whether the attention of a model does nothing with masks but to pass them on, as far as can be known."""
+    text = model.config.get_text_config(decoder=True)
+    caps_scores = getattr(text, "attn_logit_softcapping", None) is not None
+    # Models that choose tokens by an index add that choice to masks made for "sdpa".
+    return not caps_scores and not any(hasattr(m, "update_indexer") for m in DynamicCache(config=model.config).layers)
+
+
+def _set_attention(model: nn.Module, before: str, after: str) -> None:
+    """Another attention implementation for the part of a model that has the cache, if it has `before`."""
+    text = model.config.get_text_config(decoder=True)
+    if text._attn_implementation == before:
+        name = next((n for n in model.config.sub_configs if getattr(model.config, n, None) is text), None)
+        model.set_attn_implementation(after if name is None else {name: after})
 
 
 class CacheMethod:
@@ -85,12 +100,13 @@ class CacheMethod:
         generation_mode: Any,
         batch_size: int,
         max_cache_length: int,
+        **more: Any,
     ) -> None:
         model = self.model()
         config = kv_cache_of(model)
         if config is None or not _is_ours(model, config, generation_config, model_kwargs, max_cache_length):
-            host = getattr(type(model), _METHOD)
-            return host(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            return getattr(type(model), _METHOD)(model, *arguments, **more)
         place = generation_config.cache_implementation
         if place in _STATIC:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -165,7 +181,9 @@ def _is_ours(
     if not model._supports_default_dynamic_cache():
         return False
     why = None
-    if place not in _PLACES:
+    if not _has_hosts_way(model):
+        why = f"a {type(model).__name__} makes its own: give generate a QuantizedCache as past_key_values"
+    elif place not in _PLACES:
         why = f"cache_implementation={place!r} is used: leave it out to get that"
     elif place in _STATIC and model.config.is_encoder_decoder:
         why = f"cache_implementation={place!r} of an encoder-decoder model has no quantized layers"
@@ -176,6 +194,12 @@ def _is_ours(
     if why is not None:
         logger.warning("In place of the %s cache of the model's QuantizerConfig, %s", config.format, why)
     return why is None
+
+
+def _has_hosts_way(model: nn.Module) -> bool:
+    """Whether transformers makes the cache of a model as for every model, or as T5Gemma's, which is made here, too."""
+    method = getattr(type(model), _METHOD)
+    return method.__module__ == "transformers.generation.utils" or "t5gemma" in method.__module__
 
 
 def _is_traced(generation_config: Any) -> bool:

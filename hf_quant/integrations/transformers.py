@@ -182,11 +182,7 @@ class TransformersQuantizer(HfQuantizer):
                 "dequantize that"
             )
         # config.dtype, the host's default, is a str after a reload.
-        if not quantized:  # only its cache was
-            generation.detach(model)
-            _detach(model)
-        else:
-            dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model
 
 

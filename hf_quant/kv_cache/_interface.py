@@ -118,6 +118,8 @@ def _reading_codes(host: Callable) -> Callable:
             value = value.exact if isinstance(value, QuantizedStates) else value[:, :, : key.shape[2]]
             if isinstance(attention_mask, Tensor):
                 attention_mask = attention_mask[..., : key.shape[2]]
+        if torch.is_grad_enabled() and query.requires_grad:  # the kernel has no gradient
+            key, value = (x.dequantize() if isinstance(x, QuantizedStates) else x for x in (key, value))
         if isinstance(key, QuantizedStates):
             found = _attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
             if found is not None:

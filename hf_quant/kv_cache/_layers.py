@@ -233,6 +233,14 @@ class _Growing(_Codes):
             self.cumulative_length = 0
 
 
+def _differentiable(states: tuple[QuantizedStates, ...], *new: Tensor) -> tuple[Tensor, ...]:
+    """The states, which end with the new ones; where those need a gradient, plain tensors that lead there."""
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in new)):
+        return states
+    past = (x.dequantize()[:, :, : x.shape[2] - own.shape[2]] for x, own in zip(states, new))
+    return tuple(torch.cat([before.to(own.dtype), own], 2) for before, own in zip(past, new))
+
+
 class QuantizedLayer(_Growing, DynamicLayer):
     """Keys and values of all tokens."""
 
@@ -245,7 +253,7 @@ class QuantizedLayer(_Growing, DynamicLayer):
         """Add states [B, H_kv, S, D]; all that the layer holds now, or, if that is these, themselves."""
         is_first = self._end == 0
         self._add(key_states, value_states)
-        return (key_states, value_states) if is_first else self._states(0)
+        return (key_states, value_states) if is_first else _differentiable(self._states(0), key_states, value_states)
 
     def get_seq_length(self) -> int:
         return self._end
@@ -312,7 +320,8 @@ class QuantizedSlidingWindowLayer(_Growing, DynamicSlidingWindowLayer):
         self.cumulative_length = self._end
         seen = (key_states, value_states)
         if not is_first:
-            seen = self._states(max(self._start, self._end - S - self.sliding_window + 1))
+            states = self._states(max(self._start, self._end - S - self.sliding_window + 1))
+            seen = _differentiable(states, key_states, value_states)
         if not self.record_past:
             self._trim()
         return seen
@@ -389,7 +398,11 @@ class QuantizedStaticLayer(_Codes, StaticLayer):
         if self.k_window is not None:
             self._keep(keys, values, start)
         self.cumulative_length.add_(key_states.shape[2])
-        return self._states(*exact)
+        found = self._states(*exact)
+        if torch.is_grad_enabled() and key_states.requires_grad and not exact:
+            columns = self.cumulative_length + torch.arange(-key_states.shape[2], 0, device=self.device)
+            found = (x.dequantize().index_copy(2, columns, own) for x, own in zip(found, (key_states, value_states)))
+        return tuple(found)
 
     def reset(self) -> None:
         self.is_empty = True

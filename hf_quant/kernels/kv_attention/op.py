@@ -124,8 +124,9 @@ def decode_heads(codes: Tensor, scale: Tensor, offset: Tensor | None, spec: Code
 def visible(S: int, T: int, end: int | Tensor, window: int, device: torch.device) -> Tensor:
     """Which of T tokens a position sees in causal attention, bool [S, T]: the positions are the last S before end."""
     positions = torch.arange(S, device=device).unsqueeze(1) + (end - S)
-    past = positions - torch.arange(T, device=device)
-    return (past >= 0) & (past < window) if window else past >= 0
+    tokens = torch.arange(T, device=device)
+    seen = tokens <= positions  # compared as they are: nothing of S * T numbers is made
+    return seen & (tokens > positions - window) if window else seen
 
 
 def kv_attention_reference(
