@@ -95,7 +95,7 @@ DECODE_CONFIGS["gfx942"] = tuple((*row[:3], 32, row[4], 1, row[6]) for row in _D
 # Triton then makes the layout of the scores, too: smaller tiles. Without wgmma, heads above 128 spill: tiles of a few
 # rows serve.
 _PREFILL = ((64, 0, 128, 64, 8, 2), (64, 1, 64, 32, 8, 2), (128, 0, 128, 64, 8, 2), (128, 1, 64, 32, 8, 2))
-_PREFILL_SM90 = (*_PREFILL, (256, 1, 64, 32, 8, 2))
+_PREFILL_SM90 = (*_PREFILL, (256, 1, 64, 16, 8, 2))
 PREFILL_CONFIGS = {
     **dict.fromkeys(("sm90", "sm100"), _PREFILL_SM90),
     # Operands in registers: half the tokens a step.
