@@ -34,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_quant import QuantizerConfig, capture_generate, quantize_
 from hf_quant.evaluate import PeakMemory, bits_per_weight, generation_speed, machine
+from hf_quant.integrations._loading import trim_memory
 from hf_quant.planning import format_table
 
 
@@ -169,6 +170,7 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
 
 def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argparse.Namespace) -> str:
     """Measure, and make the table."""
+    memory = {name: () for name in models} if args.context is None else peaks(models, args)
     speeds = generation_speed(
         models,
         prompt_tokens=args.prompt_tokens,
@@ -181,7 +183,6 @@ def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argpar
     base = speeds["bf16"]
     rows = [("weights", "bits/weight", "quantize s", f"prefill of {args.prompt_tokens}, ms", "x bf16", "decode tok/s")]
     rows[0] += ("x bf16",) if args.context is None else ("x bf16", "peak GB beside the weights", "weights GB")
-    memory = {name: () for name in models} if args.context is None else peaks(models, args)
     for name, speed in speeds.items():
         bits = bits_per_weight(models[name])
         rows.append(
@@ -203,6 +204,7 @@ def peaks(models: dict[str, nn.Module], args: argparse.Namespace) -> dict[str, t
     """{name: (GB that a generation takes at its peak beside the weights, GB of the weights)}."""
     found = {}
     for name, model in models.items():
+        trim_memory()  # what the one before has freed would serve this one
         prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), device=model.device)
         with PeakMemory(model.device) as peak:
             mask = torch.ones_like(prompt)
