@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from hf_quant.config import QuantizerConfig
 from hf_quant.kv_cache import KVCacheConfig, QuantizedCache, is_quantized, quantized_layers
 from hf_quant.kv_cache._layers import QuantizedLayer
+from hf_quant.quantize import stored_config
 
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,8 @@ _TEXT = ("attention_mask", "position_ids", "cache_position", "past_key_values", 
 
 def kv_cache_of(model: nn.Module) -> KVCacheConfig | None:
     """What the model's config asks of the cache."""
-    config = getattr(model.config, "quantization_config", None)
-    stored = config.kv_cache if isinstance(config, QuantizerConfig) else None
-    return None if stored is None else KVCacheConfig.of(stored)
+    config = stored_config(model)
+    return None if config is None or config.kv_cache is None else KVCacheConfig.of(config.kv_cache)
 
 
 def attach(model: nn.Module) -> None:

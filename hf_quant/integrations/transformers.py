@@ -175,7 +175,7 @@ class TransformersQuantizer(HfQuantizer):
         return {**state, **rows, guard: empty}, {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        quantized = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+        quantized = (module for module in model.modules() if isinstance(module, QuantizedModule))
         if any(p.is_meta for module in quantized for p in module.parameters(recurse=False)):
             raise ValueError(
                 "parts of this model are offloaded and cannot be dequantized there: load it without device_map, and "

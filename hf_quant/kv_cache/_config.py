@@ -18,7 +18,7 @@ class Defaults(NamedTuple):
     recent_tokens: int
 
 
-# The smallest that keep the perplexity of a trained model: `scripts/eval_quality.py --kv-cache`.
+# What keeps the perplexity of a trained model, and with int2 some room: `scripts/eval_quality.py --kv-cache`.
 DEFAULTS = {
     "int8": Defaults(None, True, 0, 0),
     "fp8_e4m3": Defaults(None, False, 0, 0),
@@ -26,6 +26,13 @@ DEFAULTS = {
     "int2": Defaults(32, True, 4, 32),
 }
 PREFILL_CHUNK = 4096  # tokens
+# A config may come from a stranger's checkpoint: what it makes a cache allocate beside its tokens is bounded.
+_RANGES = {
+    "group_size": (16, 2**16),
+    "sink_tokens": (0, 2**12),
+    "recent_tokens": (0, 2**12),
+    "prefill_chunk_size": (1, 2**31 - 1),
+}
 
 
 class Layout(NamedTuple):
@@ -70,10 +77,10 @@ class KVCacheConfig:
         if name not in DEFAULTS:
             raise ValueError(f"the format of a cache is {self.format!r}; allowed: {', '.join(CACHE_FORMATS)}, fp8")
         object.__setattr__(self, "format", name)
-        for field, least in (("group_size", 16), ("sink_tokens", 0), ("recent_tokens", 0), ("prefill_chunk_size", 1)):
+        for field, (least, most) in _RANGES.items():
             value = getattr(self, field)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{field} of a cache is {value!r}; needs an integer from {least}, or None")
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                raise ValueError(f"{field} of a cache is {value!r}; needs an integer from {least} to {most}, or None")
         if self.group_size is not None and self.group_size % 16:
             raise ValueError(f"group_size of a cache is {self.group_size}; needs a multiple of 16, or None")
         if not isinstance(self.rotate_keys, bool | None):

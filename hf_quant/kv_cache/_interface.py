@@ -46,28 +46,25 @@ def attention_forward(
             f'{type(module).__name__} caps its scores, which "hf_quant" attention does not: call '
             'set_attn_implementation("eager"), which takes a quantized cache, too'
         )
-    S, T = query.shape[2], key.shape[2]
+    S, T, sinks = query.shape[2], key.shape[2], kwargs.pop("s_aux", None)
     is_padding = attention_mask is not None and attention_mask.dim() == 2
-    if S > 1 and (is_padding or (attention_mask is None and T > S and _is_causal(module, kwargs))):
+    lacks_mask = attention_mask is None and (T > S or sinks is not None) and _is_causal(module, kwargs)
+    if S > 1 and (is_padding or lacks_mask):
         seen = visible(S, T, T, kwargs.get("sliding_window") or 0, query.device)
         attention_mask = seen & attention_mask[:, None, None, -T:] if is_padding else seen[None, None]
-    sinks = kwargs.pop("s_aux", None)
     if sinks is not None:
-        key, value, attention_mask = _with_sinks(query, key, value, attention_mask, sinks, _is_causal(module, kwargs))
+        key, value, attention_mask = _with_sinks(query, key, value, attention_mask, sinks)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 def _with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, is_causal: bool
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and mask with one more token, of zeros, whose mask is the score `sinks` [H] of each head."""
-    S, T = query.shape[2], key.shape[2]
-    if mask is None and is_causal and S > 1:
-        mask = visible(S, T, T, 0, query.device)[None, None]
     scores = query.new_zeros(()) if mask is None else mask
     if scores.dtype == torch.bool:
         scores = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-    scores = scores.to(query.dtype).expand(query.shape[0], query.shape[1], S, T)
+    scores = scores.to(query.dtype).expand(*query.shape[:3], key.shape[2])
     more = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     key, value = (torch.cat([x, torch.zeros_like(x[:, :, :1])], 2) for x in (key, value))
     return key, value, torch.cat([scores, more], -1)

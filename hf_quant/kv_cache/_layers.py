@@ -7,6 +7,7 @@ returns `QuantizedStates`.
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from hf_quant.kernels import kv_append
-from hf_quant.kernels._op import direct
+from hf_quant.kernels._op import direct, is_plain
 from hf_quant.kernels.codes import CODES
 from hf_quant.kv_cache._config import KVCacheConfig, scale_dtype
 from hf_quant.kv_cache._states import Kind, QuantizedStates, Span
@@ -40,9 +41,14 @@ class _Codes:
 
     config: KVCacheConfig
     is_initialized: bool
+    _states: Callable[..., tuple[QuantizedStates, QuantizedStates]]  # all keys and all values
 
-    def _set_config(self, config: KVCacheConfig) -> None:
+    def _begin(self, config: KVCacheConfig) -> None:
         self.config = config.resolved()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
         for name in _TENSORS:
             setattr(self, name, None)
 
@@ -117,6 +123,24 @@ class _Codes:
         return QuantizedStates(codes, pairs, getattr(self, f"{which}_window"), length, exact, kind, span)
 
     @property
+    def keys(self) -> QuantizedStates | None:
+        """All keys; what the host's own code may look at."""
+        return self._states()[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        """The host's constructor says that there are none."""
+
+    @property
+    def values(self) -> QuantizedStates | None:
+        """All values."""
+        return self._states()[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, value: None) -> None:
+        """See `keys`."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that this layer takes."""
         return sum(tensor.nbytes for _, tensor in self._tensors()) if self.is_initialized else 0
@@ -153,38 +177,19 @@ class _Growing(_Codes):
     """Layers without a fixed size. Columns [first, first + tokens) of the tensors are in use."""
 
     def _clear(self) -> None:
-        self.is_initialized = False
+        super()._clear()
         self._first = 0  # column of the first token
         self._start = 0  # its position
         self._end = 0  # position behind the last one
         self._recent = 0  # first position that the ring of the last tokens holds
-        for name in _TENSORS:
-            setattr(self, name, None)
-
-    @property
-    def keys(self) -> QuantizedStates | None:
-        """All keys; what the host's own code may look at."""
-        return self._states(self._start)[0] if self.is_initialized else None
-
-    @keys.setter
-    def keys(self, value: None) -> None:
-        """The host's constructor says that there are none."""
-
-    @property
-    def values(self) -> QuantizedStates | None:
-        """All values."""
-        return self._states(self._start)[1] if self.is_initialized else None
-
-    @values.setter
-    def values(self, value: None) -> None:
-        """See `keys`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._allocate(key_states, value_states, 0)
         self.is_initialized = True
 
-    def _states(self, start: int) -> tuple[QuantizedStates, QuantizedStates]:
-        """From position `start` on."""
+    def _states(self, start: int | None = None) -> tuple[QuantizedStates, QuantizedStates]:
+        """From position `start` on; None: all."""
+        start = self._start if start is None else start
         first = self._first + start - self._start
         tokens = slice(first, first + self._end - start)
         span = Span(start, self._end, self._recent)
@@ -233,12 +238,14 @@ class _Growing(_Codes):
             self.cumulative_length = 0
 
 
-def _differentiable(states: tuple[QuantizedStates, ...], *new: Tensor) -> tuple[Tensor, ...]:
-    """The states, which end with the new ones; where those need a gradient, plain tensors that lead there."""
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in new)):
+def _differentiable(
+    states: tuple[QuantizedStates, ...], new: tuple[Tensor, ...], first: int | Tensor
+) -> tuple[Tensor, ...]:
+    """The states, of which `new` are those from column `first` on; plain tensors if these need a gradient."""
+    if not (torch.is_grad_enabled() and any(own.requires_grad for own in new)):
         return states
-    past = (x.dequantize()[:, :, : x.shape[2] - own.shape[2]] for x, own in zip(states, new))
-    return tuple(torch.cat([before.to(own.dtype), own], 2) for before, own in zip(past, new))
+    columns = first + torch.arange(new[0].shape[2], device=new[0].device)
+    return tuple(x.dequantize().to(own.dtype).index_copy(2, columns, own) for x, own in zip(states, new))
 
 
 class QuantizedLayer(_Growing, DynamicLayer):
@@ -246,14 +253,13 @@ class QuantizedLayer(_Growing, DynamicLayer):
 
     def __init__(self, config: KVCacheConfig) -> None:
         super().__init__()
-        self._set_config(config)
-        self._clear()
+        self._begin(config)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add states [B, H_kv, S, D]; all that the layer holds now, or, if that is these, themselves."""
-        is_first = self._end == 0
-        self._add(key_states, value_states)
-        return (key_states, value_states) if is_first else _differentiable(self._states(0), key_states, value_states)
+        before, new = self._end, (key_states, value_states)
+        self._add(*new)
+        return _differentiable(self._states(), new, before) if before else new
 
     def get_seq_length(self) -> int:
         return self._end
@@ -269,8 +275,7 @@ class QuantizedHybridLayer(QuantizedLayer, LinearAttentionAndFullAttentionLayer)
 
     def __init__(self, config: KVCacheConfig, number_of_states: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
-        self._set_config(config)
-        self._clear()
+        self._begin(config)
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
         """Keys and values come as two arguments, other states by name."""
@@ -306,8 +311,7 @@ class QuantizedSlidingWindowLayer(_Growing, DynamicSlidingWindowLayer):
     def __init__(self, config: KVCacheConfig, sliding_window: int) -> None:
         super().__init__(sliding_window)
         # What was first leaves the window like everything else.
-        self._set_config(KVCacheConfig(**{**config.resolved().__dict__, "sink_tokens": 0}))
-        self._clear()
+        self._begin(replace(config.resolved(), sink_tokens=0))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -315,13 +319,12 @@ class QuantizedSlidingWindowLayer(_Growing, DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add states [B, H_kv, S, D]; what they see of the layer, or, if it was empty, themselves."""
-        is_first, S = self._end == 0, key_states.shape[2]
-        self._add(key_states, value_states)
+        before, seen = self._end, (key_states, value_states)
+        self._add(*seen)
         self.cumulative_length = self._end
-        seen = (key_states, value_states)
-        if not is_first:
-            states = self._states(max(self._start, self._end - S - self.sliding_window + 1))
-            seen = _differentiable(states, key_states, value_states)
+        if before:
+            start = max(self._start, before - self.sliding_window + 1)
+            seen = _differentiable(self._states(start), seen, before - start)
         if not self.record_past:
             self._trim()
         return seen
@@ -351,27 +354,9 @@ class QuantizedStaticLayer(_Codes, StaticLayer):
     def __init__(self, config: KVCacheConfig, max_cache_len: int, is_sliding: bool = False) -> None:
         with _lasting():
             super().__init__(max_cache_len)
-        self._set_config(config)
+        self._begin(config)
         self.is_sliding = is_sliding  # in a window that is no shorter than the cache: the model's masks say the rest
         self.is_empty = True
-
-    @property
-    def keys(self) -> QuantizedStates | None:
-        """All keys; what the host's own code may look at."""
-        return self._states()[0] if self.is_initialized else None
-
-    @keys.setter
-    def keys(self, value: None) -> None:
-        """The host's constructor says that there are none."""
-
-    @property
-    def values(self) -> QuantizedStates | None:
-        """All values."""
-        return self._states()[1] if self.is_initialized else None
-
-    @values.setter
-    def values(self, value: None) -> None:
-        """See `keys`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._allocate(key_states, value_states, self.max_cache_len)
@@ -392,17 +377,33 @@ class QuantizedStaticLayer(_Codes, StaticLayer):
         """Add states [B, H_kv, S, D]; all that the layer holds now, [B, H_kv, max_cache_len, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        exact, self.is_empty = ((key_states, value_states) if self.is_empty else ()), False
-        (keys, values), start = self._own(key_states, value_states), self.cumulative_length
+        self._check_room(key_states.shape[2])
+        new, start = (key_states, value_states), self.cumulative_length
+        exact, self.is_empty = (new if self.is_empty else ()), False
+        keys, values = self._own(*new)
         self._append(keys, values, start, slice(None))
         if self.k_window is not None:
             self._keep(keys, values, start)
         self.cumulative_length.add_(key_states.shape[2])
-        found = self._states(*exact)
-        if torch.is_grad_enabled() and key_states.requires_grad and not exact:
-            columns = self.cumulative_length + torch.arange(-key_states.shape[2], 0, device=self.device)
-            found = (x.dequantize().index_copy(2, columns, own) for x, own in zip(found, (key_states, value_states)))
-        return tuple(found)
+        states = self._states(*exact)
+        return states if exact else _differentiable(states, new, self.cumulative_length - key_states.shape[2])
+
+    def _check_room(self, count: int) -> None:
+        """Raise ValueError if so many tokens more do not fit, as far as that is known here.
+
+        A length on a GPU, or in code that is compiled or captured, is not read: there, as with transformers' own
+        static caches, the caller makes sure.
+        """
+        length = self.cumulative_length
+        is_known = self.is_empty or (
+            length.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(length)
+        )
+        used = 0 if self.is_empty or not is_known else int(length)
+        if is_known and used + count > self.max_cache_len:
+            raise ValueError(
+                f"{count} tokens more than the {used} in it do not fit into a cache of max_cache_len="
+                f"{self.max_cache_len}: make it longer, or leave max_cache_len out"
+            )
 
     def reset(self) -> None:
         self.is_empty = True

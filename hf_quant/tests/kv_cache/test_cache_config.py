@@ -67,6 +67,7 @@ def test_groups_are_chosen_or_given():
         ({"format": "int4", "sink_tokens": True}, "sink_tokens of a cache is True"),
         ({"format": "int4", "prefill_chunk_size": 0}, "prefill_chunk_size of a cache is 0"),
         ({"format": "int4", "rotate_keys": 1}, "rotate_keys is 1"),
+        ({"format": "int4", "sink_tokens": 10**12}, "sink_tokens of a cache is 1000000000000; needs .* to 4096"),
         ({"format": "int4", "bits": 4}, "any of"),
         ({"group_size": 64}, "needs a format"),
         (7, "kv_cache is 7"),

@@ -215,6 +215,21 @@ def test_wrong_states_are_refused():
         QuantizedLayer(KVCacheConfig("int8")).update(*states(3, dtype=torch.float64))
 
 
+def test_a_layer_of_fixed_size_refuses_what_does_not_fit():
+    """And holds what it held."""
+    keys, values = states(30)
+    layer = QuantizedStaticLayer(KVCacheConfig("int8"), 24)
+    with pytest.raises(ValueError, match="30 tokens more than the 0 in it .* max_cache_len=24"):
+        layer.update(keys, values)
+    filled(layer, keys, values, [20])
+    before = tensors(layer)
+    with pytest.raises(ValueError, match="5 tokens more than the 20 in it"):
+        layer.update(keys[:, :, :5], values[:, :, :5])
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(layer))) and layer.get_seq_length() == 20
+    filled(layer, keys[:, :, 20:], values[:, :, 20:], [4])
+    assert layer.get_seq_length() == 24
+
+
 def test_nan_and_inf_stay_where_they_are():
     keys, values = states(12)
     keys[0, 0, 5, 3], values[1, 1, 6, 2] = float("nan"), float("inf")
