@@ -18,7 +18,7 @@ from accelerate.utils import set_module_tensor_to_device
 from diffusers.quantizers import base
 from torch import nn
 
-from hf_quant import quantize
+from hf_quant import planning, quantize
 from hf_quant.checkpoint import check_packed
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._loading import (
@@ -29,6 +29,7 @@ from hf_quant.integrations._loading import (
     stored_weights,
     trim_memory,
 )
+from hf_quant.integrations.diffusers_rules import rules
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
 
@@ -358,6 +359,7 @@ def register() -> None:
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = QuantizerConfig
     if _OBSERVER not in quantize.OBSERVERS:
         quantize.OBSERVERS.append(_OBSERVER)
+        planning.HOST_RULES.append(lambda model: rules(model) if _is_own(model) else None)
 
 
 register()

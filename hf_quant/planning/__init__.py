@@ -4,10 +4,10 @@ import difflib
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,21 @@ logger = logging.getLogger(__name__)
 MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
 MAX_MODULES = 10**6  # in a stored plan; more is no model but an attack on memory
 DEFAULT_KINDS = ("linear", "experts")
+
+
+class Rules(NamedTuple):
+    """What a host knows of its model: {module name: reason}.
+
+    Attributes:
+        keep: stay in 16 bit, unless `modules_to_not_convert` is given.
+        weight_only: are quantized without their input.
+    """
+
+    keep: Mapping[str, str]
+    weight_only: Mapping[str, str]
+
+
+HOST_RULES: list[Callable[[nn.Module], Rules | None]] = []  # filled by `integrations`; None: not that host's model
 
 
 @dataclass(frozen=True)
@@ -278,6 +293,7 @@ class _Context:
         body = getattr(model, prefix, None) if prefix else None
         self.body = f"{prefix}." if isinstance(body, nn.Module) and body is not model else None
         self.keep_fp32 = _fp32_patterns(model, dtype)
+        self.rules = next((found for rules in HOST_RULES if (found := rules(model)) is not None), Rules({}, {}))
         self.partners: dict[str, list[str]] = {}
         for target, source in tied.items():
             self.partners.setdefault(source, [source]).append(target)
@@ -326,6 +342,8 @@ class _Context:
             return None, "output embedding"
         elif self.body is not None and not name.startswith(self.body):
             return None, "task head"
+        elif name in self.rules.keep:
+            return None, self.rules.keep[name]
         if any(excludes(p, name) for p in self.keep_fp32):
             return None, "kept in fp32 by the model"
         if self.is_adapter(name):
@@ -335,7 +353,10 @@ class _Context:
         count = sum(w.numel() for w in self.weights(name).values())
         if count < MIN_WEIGHTS:
             return None, f"fewer than {MIN_WEIGHTS} weights"
-        return config.scheme_fields(), None
+        fields = config.scheme_fields()
+        if name in self.rules.weight_only and resolve_scheme(fields, torch.bfloat16)[0].activation is not None:
+            return fields, self.rules.weight_only[name]
+        return fields, None
 
     def is_adapter(self, name: str) -> bool:
         """A layer beside a `base_layer` or inside of one's sibling: what PEFT adds, and trains in 16 bit."""
@@ -368,7 +389,8 @@ class _Context:
         if fields is not None:
             scheme, algorithm = resolve_scheme(fields, dtype)
             group = self.partners.get(source or name, [name])
-            if kind in ("embedding", "conv") or any(self.candidates[n][0] == "embedding" for n in group):
+            weight_only = self.explicit(name) is None and name in self.rules.weight_only
+            if weight_only or kind in ("embedding", "conv") or any(self.candidates[n][0] == "embedding" for n in group):
                 scheme = LinearScheme(scheme.weight)
         before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
         after = before
