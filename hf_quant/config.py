@@ -20,6 +20,8 @@ from hf_quant.scheme import GRANULARITIES, PRESETS, LinearScheme, TensorQuant
 
 FORMAT_VERSION = 1  # of the checkpoint: bytes, tensor names, config fields
 GROUP_SIZES = (32, 64, 96, 128, 192, 256)
+ATTENTIONS = (None, "int8")
+WITHOUT_WEIGHTS = ("kv_cache", "attention")  # what may be quantized where no weight is
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 SCHEME_FIELDS = (
@@ -64,6 +66,8 @@ class QuantizerConfig(QuantizationConfigMixin):
         sparsity: None.
         kv_cache: format of the cache that `generate` uses: "int8", "fp8", "int4", "int2", or a `KVCacheConfig` or dict
             of its fields; None: 16 bit. With weights=None nothing else is quantized.
+        attention: "int8": scores of attention in a diffusion model are products of int8 codes; None: 16 bit. With
+            weights=None nothing else is quantized.
         modules: {pattern: format, preset, dict of the fields above, or None = keep 16 bit}. A pattern is a module
             name, a glob ("*.down_proj") or a regular expression ("re:..."); exact names win, then the first match.
             An entry stands alone: it takes nothing from the fields above, and beats every default exclusion.
@@ -92,6 +96,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         algorithm: str | None = None,
         sparsity: str | None = None,
         kv_cache: "str | dict | KVCacheConfig | None" = None,
+        attention: str | None = None,
         modules: dict[str, str | dict | None] | None = None,
         modules_to_not_convert: list[str] | None = None,
         quantization_device: str | None = None,
@@ -111,6 +116,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.algorithm = algorithm
         self.sparsity = sparsity
         self.kv_cache = None if kv_cache is None else _stored_cache(kv_cache)
+        self.attention = attention
         if not isinstance(modules, dict | None):
             raise ValueError(f"modules is {modules!r}; needs {{pattern: format, dict of fields, or None}}")
         self.modules = {
@@ -149,12 +155,14 @@ class QuantizerConfig(QuantizationConfigMixin):
     @classmethod
     def user_fields(cls) -> list[str]:
         """Names of the arguments that a user may give."""
-        own = ("kv_cache", "modules", "modules_to_not_convert", "quantization_device", "fuse_projections")
+        own = ("kv_cache", "attention", "modules", "modules_to_not_convert", "quantization_device", "fuse_projections")
         return [*SCHEME_FIELDS, *own]
 
     def _check(self) -> None:
         if not isinstance(self.fuse_projections, bool | None):
             raise ValueError(f"fuse_projections is {self.fuse_projections!r}; needs True, False or None")
+        if not isinstance(self.attention, str | None) or self.attention not in ATTENTIONS:
+            raise ValueError(f"attention is {self.attention!r}; allowed: None, 'int8'")
         if self.weights is not None:
             resolve_scheme(self.scheme_fields(), torch.bfloat16)
         else:
@@ -174,13 +182,20 @@ class QuantizerConfig(QuantizationConfigMixin):
             if not isinstance(pattern, str):
                 raise ValueError(f"modules_to_not_convert has {pattern!r}; needs a list of names or patterns")
             compile_pattern(pattern)
-        if self.quantizes_no_weights and self.kv_cache is None:
-            raise ValueError("weights and kv_cache are None and `modules` names no format: nothing to quantize")
+        if self.quantizes_no_weights and not self.has_more_than_weights:
+            raise ValueError(
+                "weights, kv_cache and attention are None and `modules` names no format: nothing to quantize"
+            )
 
     @property
     def quantizes_no_weights(self) -> bool:
-        """Whether only the KV cache is quantized."""
+        """Whether only the KV cache or attention is quantized."""
         return self.weights is None and not any(entry is not None for entry in self.modules.values())
+
+    @property
+    def has_more_than_weights(self) -> bool:
+        """Whether the KV cache or attention is quantized."""
+        return any(getattr(self, name) is not None for name in WITHOUT_WEIGHTS)
 
     def scheme_fields(self) -> dict[str, Any]:
         """The fields that make up the default scheme."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_quant.config import QuantizerConfig, as_config
+from hf_quant.config import WITHOUT_WEIGHTS, QuantizerConfig, as_config
 from hf_quant.modules import (
     PACKED_NAMES,
     QuantizedModule,
@@ -60,8 +60,9 @@ def quantize_(
             f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
         )
     known = stored_config(model)
-    if config.quantizes_no_weights and config.kv_cache is not None and known is not None:  # weights stay as they are
-        known = QuantizerConfig.from_dict({**known.to_dict(), "kv_cache": config.kv_cache})
+    if config.quantizes_no_weights and known is not None:  # weights stay as they are
+        added = {name: value for name in WITHOUT_WEIGHTS if (value := getattr(config, name)) is not None}
+        known = QuantizerConfig.from_dict({**known.to_dict(), **added})
         tell_observers(model, known, schemes_from_list(known.plan or []))
         return model
     quant_plan = plan(model, config)
@@ -153,7 +154,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     """
     found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     config = stored_config(model)
-    if not found and (config is None or config.kv_cache is None):
+    if not found and (config is None or not config.has_more_than_weights):
         raise ValueError(f"nothing in this {type(model).__name__} is quantized")
     if any(module.is_sharded for module in found):
         raise ValueError(f"this {type(model).__name__} is sharded: dequantize it in one process")

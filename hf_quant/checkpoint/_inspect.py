@@ -75,11 +75,12 @@ class CheckpointSummary:
             bits, size = f"{row.bits_per_weight:.2f}", f"{row.nbytes / 1e6:.2f}"
             table.append((row.modules, str(row.count), row.shape, scheme, bits, size))
         count = sum(row.count for row in self.rows if row.scheme is not None)
-        cache = "" if self.config.kv_cache is None else f"; KV cache {KVCacheConfig.of(self.config.kv_cache).format}"
+        more = "" if self.config.kv_cache is None else f"; KV cache {KVCacheConfig.of(self.config.kv_cache).format}"
+        more += "" if self.config.attention is None else f"; attention {self.config.attention}"
         return (
             f"{format_table(table)}\n{count} modules quantized by hf_quant {self.config.hf_quant_version} (format "
             f"version {self.config.format_version}), {self.bits_per_weight:.3f} bits per weight; "
-            f"{self.nbytes / 1e6:.2f} MB in {self.num_files} file{'s' if self.num_files > 1 else ''}{cache}"
+            f"{self.nbytes / 1e6:.2f} MB in {self.num_files} file{'s' if self.num_files > 1 else ''}{more}"
         )
 
 
@@ -106,7 +107,7 @@ def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
         shape = " + ".join("x".join(map(str, s)) for s in shapes.values())
         size = sum(map(prod, shapes.values())), sum(info.nbytes for info in expected.values())
         groups.setdefault((_template(name) or "(model)", shape, scheme), []).append(size)
-    if not groups and not (config.quantizes_no_weights and config.kv_cache is not None):
+    if not groups and not config.quantizes_no_weights:
         raise ValueError(f"{directory} holds no codes of hf_quant")
     for name, info in tensors.items():
         if info.nbytes:  # the guard has none

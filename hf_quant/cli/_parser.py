@@ -175,6 +175,7 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
         help="int8: on CPUs, inputs of int4 and int8 layers (faster there)",
     )
     group.add_argument("--kv-cache", metavar="FORMAT", help="format of the cached keys and values (default: 16 bit)")
+    group.add_argument("--attention", metavar="FORMAT", help="int8: scores of a diffusion model (default: 16 bit)")
     group.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale, 32 to 256")
     group.add_argument("--granularity", metavar="G", help="row, group, tensor or block: what shares a scale")
     group.add_argument("--algorithm", metavar="NAME", help=f"{ALGORITHMS_HELP} (default: the best for the format)")
@@ -246,6 +247,7 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
         args.activations,
         cpu_activations=args.cpu_activations,
         kv_cache=args.kv_cache,
+        attention=args.attention,
         granularity=args.granularity,
         group_size=args.group_size,
         symmetric=args.symmetric,
@@ -256,6 +258,6 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
 
 def gives_scheme(args: argparse.Namespace) -> bool:
     """Whether any option of `_add_scheme` is given (for commands that have no default for --weights)."""
-    given = (args.weights, args.activations, args.cpu_activations, args.kv_cache)
+    given = (args.weights, args.activations, args.cpu_activations, args.kv_cache, args.attention)
     given += (args.granularity, args.group_size, args.symmetric, args.algorithm)
     return bool(args.module or args.skip) or any(field is not None for field in given)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import PreTrainedModel
+
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,
@@ -50,6 +52,8 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
         modules = {p: value for p, value in config.modules.items() if any(matches(p, n) for n in names)}
         unmatched -= set(modules)
         fields = {field: getattr(config, field) for field in config.user_fields()}
+        if isinstance(model, PreTrainedModel):
+            fields["attention"] = None  # that of denoisers
         try:
             own = QuantizerConfig(**{**fields, "modules": modules})
             table = plan(model, own)

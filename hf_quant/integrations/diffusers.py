@@ -240,7 +240,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
                 f"the checkpoint has no fitting {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}; is it of "
                 f"another model, or is a shard missing? What it lacks cannot be quantized"
             )
-        if not any(True for _ in _quantized_modules(model)):
+        if not any(True for _ in _quantized_modules(model)) and self.quantization_config.attention is None:
             _forget(model)
             return model
         for name, module in _quantized_modules(model):
@@ -307,6 +307,8 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
     model.register_to_config(quantization_config=config)
     model.enable_layerwise_casting = _refuse_layerwise_casting
+    if config.attention is not None:
+        _set_attention(model, config.attention)
 
 
 def _forget(model: nn.Module) -> None:
@@ -314,8 +316,17 @@ def _forget(model: nn.Module) -> None:
     for attribute in ("hf_quantizer", "quantization_method", "enable_layerwise_casting"):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
+    if getattr(model.config.get("quantization_config"), "attention", None) is not None:
+        _set_attention(model, None)
     kept = {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS}
     model._internal_dict = type(model._internal_dict)(kept)
+
+
+def _set_attention(model: nn.Module, attention: str | None) -> None:
+    # Not at the top: see `diffusers_rules.rules`.
+    from hf_quant.integrations.diffusers_attention import set_attention_
+
+    set_attention_(model, attention)
 
 
 def refresh_plan(model: nn.Module) -> None:
@@ -323,7 +334,7 @@ def refresh_plan(model: nn.Module) -> None:
     schemes = {name: module.scheme for name, module in _quantized_modules(model)}
     config = resolved(model.hf_quantizer.quantization_config, schemes)
     model.hf_quantizer.quantization_config = config
-    if config.plan:
+    if config.plan or config.attention is not None:
         _attach(model, model.hf_quantizer)
     else:
         _forget(model)

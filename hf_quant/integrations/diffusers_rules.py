@@ -37,6 +37,9 @@ _MODULATION_CLASSES = re.compile(r"Ada(ptive)?(Layer|RMS)?Norm|NormZero|NormCont
 
 def rules(model: nn.Module) -> Rules:
     """What `hf_quant.plan` does otherwise for a diffusers model; names are those of its linear layers."""
+    # Not at the top: this is loaded before diffusers' attention, which takes seconds; now a model of it exists.
+    from hf_quant.integrations.diffusers_attention import describe
+
     keep, weight_only = {}, {}
     blocks = set(_blocks(model))
     first = next((names for cls in type(model).__mro__ if (names := _FIRST_BLOCKS.get(cls.__name__))), ())
@@ -53,7 +56,7 @@ def rules(model: nn.Module) -> Rules:
             _MODULATION_CLASSES.search(type(modules[parent]).__name__) for parent in parents[-1:]
         ):
             weight_only[name] = _ONE_VECTOR
-    return Rules(keep, weight_only)
+    return Rules(keep, weight_only, describe(model))
 
 
 def _blocks(model: nn.Module) -> Iterator[str]:

@@ -5,6 +5,7 @@ for each weight that `param_needs_quantization` names, `_process_model_after_wei
 exist differs between versions; this file uses those that all have.
 """
 
+import logging
 import re
 import weakref
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
 
 
 NAME = "hf_quant"
+logger = logging.getLogger(NAME)
 
 
 class TransformersQuantizer(HfQuantizer):
@@ -110,12 +112,22 @@ class TransformersQuantizer(HfQuantizer):
             if self.quantization_config.plan is not None:
                 raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
             fuse_projections = self.quantization_config.fuse_projections
-            self.quantization_config = prepare_from_config(model, self.quantization_config)
+            self.quantization_config = prepare_from_config(model, self._without_attention(model))
             self.quantization_config.fuse_projections = fuse_projections
         tie_codes(model)
         prepare_parallel(model)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
+
+    def _without_attention(self, model: nn.Module) -> QuantizerConfig:
+        """The config for a text encoder: that of a whole pipeline may ask for 8-bit attention, of its denoiser."""
+        config = self.quantization_config
+        if config.attention is None:
+            return config
+        logger.warning(
+            "attention is %r, but only diffusion models have it: not %s", config.attention, type(model).__name__
+        )
+        return QuantizerConfig.from_dict({**config.to_dict(), "attention": None})
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and _placeholder(model, param_name) is not None

@@ -36,10 +36,12 @@ class Rules(NamedTuple):
     Attributes:
         keep: stay in 16 bit, unless `modules_to_not_convert` is given.
         weight_only: are quantized without their input.
+        attention: what 8-bit attention means for the model, one line; None: it has none that could be.
     """
 
     keep: Mapping[str, str]
     weight_only: Mapping[str, str]
+    attention: str | None = None
 
 
 HOST_RULES: list[Callable[[nn.Module], Rules | None]] = []  # filled by `integrations`; None: not that host's model
@@ -112,6 +114,7 @@ class QuantPlan:
         fused: names of linear layers that read the same tensor and share one product, see `fuse_projections_`.
         fused_on: where they do: "every device", or "GPUs".
         kv_cache: what `generate` keeps of keys and values, one line; None: 16 bit.
+        attention: what of attention is in 8 bit, one line; None: nothing.
     """
 
     def __init__(
@@ -121,10 +124,11 @@ class QuantPlan:
         fused: Iterable[tuple[str, ...]] = (),
         fused_on: str = "GPUs",
         kv_cache: str | None = None,
+        attention: str | None = None,
     ) -> None:
         self.entries = {entry.name: entry for entry in entries}
         self.bytes_other = bytes_other
-        self.fused, self.fused_on, self.kv_cache = list(fused), fused_on, kv_cache
+        self.fused, self.fused_on, self.kv_cache, self.attention = list(fused), fused_on, kv_cache, attention
 
     @property
     def quantized(self) -> dict[str, PlanEntry]:
@@ -204,7 +208,9 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
     tied = _tied_modules(model, candidates)
     context = _Context(model, config, candidates, tied, dtype)
     entries = [context.entry(name) for name in candidates]
-    if all(entry.scheme is None for entry in entries) and not (config.quantizes_no_weights and config.kv_cache):
+    attention = context.attention()
+    is_enough = config.quantizes_no_weights and config.has_more_than_weights
+    if all(entry.scheme is None for entry in entries) and not is_enough:
         reasons = sorted({entry.reason for entry in entries}) or ["it has no linear layers"]
         raise ValueError(f"nothing to quantize in {type(model).__name__}: {'; '.join(reasons)}")
     entries += _unsupported(model, candidates, dtype)
@@ -227,7 +233,7 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
     fused = [] if config.fuse_projections is False else planned_projections(model, weights)
     fused_on = "every device" if config.fuse_projections else "GPUs"
     cache = None if config.kv_cache is None else describe(model, KVCacheConfig.of(config.kv_cache))
-    return QuantPlan(entries, other, fused, fused_on, cache)
+    return QuantPlan(entries, other, fused, fused_on, cache, attention)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
@@ -286,6 +292,7 @@ class _Context:
 
     def __init__(self, model, config, candidates, tied, dtype) -> None:
         self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
+        self.model_class = type(model).__name__
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.output = next((n for n, (_, m) in candidates.items() if m is output), None)
         # transformers' models with a head hold the rest under `base_model_prefix`.
@@ -297,6 +304,15 @@ class _Context:
         self.partners: dict[str, list[str]] = {}
         for target, source in tied.items():
             self.partners.setdefault(source, [source]).append(target)
+
+    def attention(self) -> str | None:
+        """What of the model's attention is in 8 bit; raises ValueError if that is asked for in vain."""
+        if self.config.attention is not None and self.rules.attention is None:
+            raise ValueError(
+                f"attention is {self.config.attention!r}, but a {self.model_class} is no diffusion model whose "
+                "attention could be in 8 bit: leave it out (in language models kv_cache quantizes keys and values)"
+            )
+        return None if self.config.attention is None else self.rules.attention
 
     def weights(self, name: str) -> dict[str, nn.Parameter]:
         module = self.candidates[name][1]
@@ -390,7 +406,11 @@ class _Context:
             scheme, algorithm = resolve_scheme(fields, dtype)
             group = self.partners.get(source or name, [name])
             weight_only = self.explicit(name) is None and name in self.rules.weight_only
-            if weight_only or kind in ("embedding", "conv") or any(self.candidates[n][0] == "embedding" for n in group):
+            if (
+                weight_only
+                or kind in ("embedding", "conv")
+                or any(self.candidates[n][0] == "embedding" for n in group)
+            ):
                 scheme = LinearScheme(scheme.weight)
         before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
         after = before

@@ -41,8 +41,9 @@ def table(plan: Any) -> str:
         fused[text] = fused.get(text, 0) + 1
     if fused:
         total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
-    if plan.kv_cache is not None:
-        total += f"\n{plan.kv_cache}"
+    for line in (plan.kv_cache, plan.attention):
+        if line is not None:
+            total += f"\n{line}"
     return f"{format_table(rows)}\n{total}"
 
 

@@ -199,8 +199,11 @@ def test_errors_of_a_scheme_alone_and_in_modules(fields, message):
             {"group": 4, "symmetric_": True},
             r"unknown field 'group'.*; unknown field 'symmetric_'; did you mean 'symmetric'",
         ),
-        ({"weights": None}, r"weights and kv_cache are None and `modules` names no format"),
-        ({"weights": None, "modules": {"a": None}}, r"weights and kv_cache are None and `modules` names no format"),
+        ({"weights": None}, r"weights, kv_cache and attention are None and `modules` names no format"),
+        (
+            {"weights": None, "modules": {"a": None}},
+            r"weights, kv_cache and attention are None and `modules` names no format",
+        ),
         (
             {"weights": None, "activations": "int8", "modules": {"a": "int4"}},
             r"'activations': 'int8'.* applies to nothing",
