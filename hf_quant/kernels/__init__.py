@@ -22,7 +22,7 @@ from hf_quant.kernels.rowwise.op import (
     rms_norm_quantize_rowwise,
 )
 from hf_quant.kernels.scaled_mm import cpu as _scaled_mm_cpu  # noqa: F401
-from hf_quant.kernels.scaled_mm.op import dynamic_mm, fp8_scaled_mm, int8_scaled_mm
+from hf_quant.kernels.scaled_mm.op import dynamic_mm, fp8_scaled_mm, int8_scaled_mm, quantized_mm
 from hf_quant.kernels.weight_only import cpu as _weight_only_cpu  # noqa: F401
 from hf_quant.kernels.weight_only.op import dequantize, weight_only_mm, weight_only_mm_backward
 
@@ -40,7 +40,7 @@ implements_lazily(
     quantize_rowwise,
     rms_norm_quantize_rowwise,
 )
-implements_lazily("hf_quant.kernels.scaled_mm.gpu", dynamic_mm, fp8_scaled_mm, int8_scaled_mm)
+implements_lazily("hf_quant.kernels.scaled_mm.gpu", dynamic_mm, fp8_scaled_mm, int8_scaled_mm, quantized_mm)
 implements_lazily("hf_quant.kernels.weight_only.dequantize_gpu", dequantize)
 implements_lazily("hf_quant.kernels.weight_only.gpu", weight_only_mm, weight_only_mm_backward)
 
@@ -61,6 +61,7 @@ __all__ = [
     "kv_attention",
     "layer_norm_quantize_rowwise",
     "prepacked_bytes",
+    "quantized_mm",
     "quantize_rowwise",
     "rms_norm_quantize_rowwise",
     "set_prepack_limit",

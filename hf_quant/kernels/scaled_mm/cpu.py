@@ -17,7 +17,7 @@ from hf_quant.kernels._cpu_mm import DENSE, as_rows, no_qlinear, product, qlinea
 from hf_quant.kernels._cpu_pack import pack_qlinear
 from hf_quant.kernels._cpu_paths import NATIVE_PATH, PATHS
 from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm import op
@@ -89,16 +89,84 @@ def dynamic_product(
     if is_native and integer:
         return native.product(x, qdata, scale, zero_point, global_scale, bias, spec, group_size, integer=True)
     row_scale = row_scales(x, limit)
-    int8 = activation == format == "int8" and scale.shape[1] == 1 and qdata.numel() > DENSE
-    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    codes = _codes(x, row_scale, limit, activation, torch.int8 if int8 and not is_native else dtype)
+    int8 = not is_native and _is_int8_product(activation, format, scale, qdata)
+    dtype = torch.int8 if int8 else torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    codes = _codes(x, row_scale, limit, activation, dtype)
+    return _product_of_codes(
+        codes, row_scale, qdata, scale, zero_point, global_scale, bias, spec, group_size, x.dtype, is_native
+    )
+
+
+def _is_int8_product(activation: str, format: str, scale: Tensor, qdata: Tensor) -> bool:
+    return activation == format == "int8" and scale.shape[1] == 1 and qdata.numel() > DENSE
+
+
+def _product_of_codes(
+    codes: Tensor,
+    row_scale: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    spec: CodeSpec,
+    group_size: int,
+    dtype: torch.dtype,
+    is_native: bool,
+) -> Tensor:
+    """codes [M, K]: int8 for oneDNN's product of int8, else numbers in bf16 or fp32."""
+    weight = (qdata, scale, zero_point, global_scale)
     if is_native:
-        weight = (qdata, scale, zero_point, global_scale)
-        return native.product(codes, *weight, bias, spec, group_size, row_scale=row_scale, out_dtype=x.dtype)
-    if int8:
-        return _int8(codes, qdata, row_scale, scale, bias, x.dtype)
-    y = product(codes, qdata, scale, zero_point, global_scale, None, spec, group_size)
-    return scaled(y, row_scale, None, bias, x.dtype)
+        return native.product(codes, *weight, bias, spec, group_size, row_scale=row_scale, out_dtype=dtype)
+    if codes.dtype == torch.int8:
+        return _int8(codes, qdata, row_scale, scale, bias, dtype)
+    y = product(codes, *weight, None, spec, group_size)
+    return scaled(y, row_scale, None, bias, dtype)
+
+
+@implements(op.quantized_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
+def quantized_mm_cpu(
+    codes: Tensor,
+    row_scale: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    format: str,
+    group_size: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `quantized_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
+    weight, K = (qdata, scale, zero_point, global_scale), codes.shape[-1]
+    op.check_quantized(codes, row_scale, *weight, bias, format, group_size)
+    rows, row_scale = as_rows(codes), row_scale.reshape(-1, 1)
+    bias = None if bias is None else bias.detach()
+    if scale.shape[1] == 1:
+        group_size = K
+    spec, shape = CODES[format], (*codes.shape[:-1], qdata.shape[0])
+    if rows.shape[0] == 0 or K == 0:
+        return op.quantized_mm_reference(
+            codes,
+            row_scale.view(*shape[:-1], 1),
+            *weight,
+            bias,
+            format=format,
+            group_size=group_size,
+            out_dtype=out_dtype,
+        )
+    integer = codes.dtype == torch.int8 and native.takes_int8(spec)
+    is_native = native.refusal(out_dtype, K, group_size, int8=integer) is None
+    is_native = is_native and native.tensors_fit(scale, zero_point, spec)
+    if is_native and integer:
+        how = {"integer": True, "row_scale": row_scale, "out_dtype": out_dtype}
+        return native.product(rows, *weight, bias, spec, group_size, **how).view(shape)
+    activation = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
+    if is_native or not _is_int8_product(activation, format, scale, qdata):
+        dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+        rows = rows.to(dtype) if codes.dtype == torch.int8 else _float8_values(rows, dtype)
+    return _product_of_codes(rows, row_scale, *weight, bias, spec, group_size, out_dtype, is_native).view(shape)
 
 
 def _codes(x: Tensor, row_scale: Tensor, limit: float, activation: str, dtype: torch.dtype) -> Tensor:

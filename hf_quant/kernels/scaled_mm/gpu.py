@@ -289,6 +289,40 @@ def fp8_scaled_mm_gpu(
     return scaled_product(a, b, a_scale, b_scale, bias, out_dtype)
 
 
+@implements(op.quantized_mm, "XPU", SCALED + FUSED + DENSE)
+@implements(op.quantized_mm, "CUDA", SCALED + FUSED + DENSE)
+def quantized_mm_gpu(
+    codes: Tensor,
+    row_scale: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    format: str,
+    group_size: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `quantized_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
+    weight, N, K = (qdata, scale, zero_point, global_scale), qdata.shape[0], codes.shape[-1]
+    op.check_quantized(codes, row_scale, *weight, bias, format, group_size)
+    options = {"format": format, "group_size": group_size}
+    activation = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
+    problem = Problem(format, group_size, N, K, out_dtype, zero_point is None, activation)
+    has_units = _has_units(format != "int8", target_of(codes.device))
+    if _why_not_codes(problem) is None and global_scale is None and has_units:
+        y = scaled_product(as_rows(codes), qdata, row_scale.view(-1, 1), scale, bias, out_dtype)
+        return y.view(*codes.shape[:-1], N)
+    y = fused_mm(codes, *weight, bias, row_scale, **options, dtype=out_dtype)
+    if y is not None:
+        return y
+    # int8 and fp8 codes are exact in bf16. A sum of 127 * w can pass fp16's 65504, hence fp32 there.
+    dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
+    y = (codes.to(dtype) @ dequantize(*weight, **options, K=K, dtype=dtype).t()).float() * row_scale
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
 _quantize = direct(quantize_rowwise)
 
 
@@ -308,18 +342,6 @@ def dynamic_mm_gpu(
 ) -> Tensor:
     """See `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
     check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    weight, N, K = (qdata, scale, zero_point, global_scale), qdata.shape[0], x.shape[-1]
-    options = {"format": format, "group_size": group_size}
     codes, row_scale = _quantize(x, format=activation)
-    problem = Problem(format, group_size, N, K, x.dtype, zero_point is None, activation)
-    has_units = _has_units(format != "int8", target_of(x.device))
-    if _why_not_codes(problem) is None and global_scale is None and has_units:
-        y = scaled_product(as_rows(codes), qdata, row_scale.view(-1, 1), scale, bias, x.dtype)
-        return y.view(*x.shape[:-1], N)
-    y = fused_mm(codes, *weight, bias, row_scale, **options, dtype=x.dtype)
-    if y is not None:
-        return y
-    # int8 and fp8 codes are exact in bf16. A sum of 127 * w can pass fp16's 65504, hence fp32 there.
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
-    y = (codes.to(dtype) @ dequantize(*weight, **options, K=K, dtype=dtype).t()).float() * row_scale
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    weight = (qdata, scale, zero_point, global_scale)
+    return quantized_mm_gpu(codes, row_scale, *weight, bias, format=format, group_size=group_size, out_dtype=x.dtype)

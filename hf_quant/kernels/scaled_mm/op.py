@@ -1,4 +1,7 @@
-"""Products with quantized activations: `int8_scaled_mm`, `fp8_scaled_mm`, and `dynamic_mm` which quantizes x itself.
+"""Products with quantized activations.
+
+`int8_scaled_mm` and `fp8_scaled_mm` multiply codes of one type with codes of the same; `quantized_mm` codes with a
+weight of any format; `dynamic_mm` quantizes x itself.
 
 None is differentiable; `modules` wraps them in an autograd.Function with the exact gradient to the input.
 """
@@ -7,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels._op import define_op
-from hf_quant.kernels.rowwise.op import quantize_rowwise_reference, row_max
+from hf_quant.kernels.rowwise.op import ROW_FORMATS, quantize_rowwise_reference, row_max
 from hf_quant.kernels.weight_only.op import check as check_weight_only
-from hf_quant.kernels.weight_only.op import dequantize_reference
+from hf_quant.kernels.weight_only.op import check_operands, dequantize_reference
 
 
 def check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -67,6 +70,64 @@ def _fp8_scaled_mm_fake(a, b, a_scale, b_scale, bias, *, out_dtype):
 fp8_scaled_mm = define_op("fp8_scaled_mm", fp8_scaled_mm_reference, _fp8_scaled_mm_fake)
 
 
+def check_quantized(
+    codes: Tensor,
+    row_scale: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    group_size: int,
+) -> None:
+    """Raise ValueError unless codes are [..., K] int8 or float8_e4m3fn, row_scale [..., 1] fp32, the weight fits."""
+    if codes.dtype not in ROW_FORMATS.values() or codes.dim() == 0:
+        raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}; needs [..., K] in int8 or float8_e4m3fn")
+    if row_scale.dtype != torch.float32 or row_scale.shape != (*codes.shape[:-1], 1):
+        raise ValueError(
+            f"row_scale is {tuple(row_scale.shape)} {row_scale.dtype}; needs {(*codes.shape[:-1], 1)} in fp32"
+        )
+    check_operands(codes, qdata, scale, zero_point, global_scale, bias, format, group_size)
+
+
+def quantized_mm_reference(
+    codes: Tensor,
+    row_scale: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    format: str,
+    group_size: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """(codes @ dequant(w).T) * row_scale + bias: what follows `quantize_rowwise` in `dynamic_mm`, bit for bit.
+
+    codes [..., K] int8 or float8_e4m3fn, row_scale [..., 1] fp32, w [N, K] of any format -> [..., N] in out_dtype;
+    accumulated in fp32. For several weights that meet the same codes.
+    """
+    weight = (qdata, scale, zero_point, global_scale)
+    check_quantized(codes, row_scale, *weight, bias, format, group_size)
+    values = dequantize_reference(
+        *weight, format=format, group_size=group_size, K=codes.shape[-1], dtype=torch.float32
+    )
+    y = (codes.float() @ values.t()) * row_scale
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def _quantized_mm_fake(
+    codes, row_scale, qdata, scale, zero_point, global_scale, bias, *, format, group_size, out_dtype
+):
+    check_quantized(codes, row_scale, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    return codes.new_empty((*codes.shape[:-1], qdata.shape[0]), dtype=out_dtype)
+
+
+quantized_mm = define_op("quantized_mm", quantized_mm_reference, _quantized_mm_fake)
+
+
 def dynamic_mm_reference(
     x: Tensor,
     qdata: Tensor,
@@ -85,18 +146,10 @@ def dynamic_mm_reference(
     """
     check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
     codes, row_scale = quantize_rowwise_reference(x, format=activation)
-    weight = dequantize_reference(
-        qdata,
-        scale,
-        zero_point,
-        global_scale,
-        format=format,
-        group_size=group_size,
-        K=x.shape[-1],
-        dtype=torch.float32,
+    weight = (qdata, scale, zero_point, global_scale)
+    return quantized_mm_reference(
+        codes, row_scale, *weight, bias, format=format, group_size=group_size, out_dtype=x.dtype
     )
-    y = (codes.float() @ weight.t()) * row_scale
-    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def _dynamic_mm_fake(x, qdata, scale, zero_point, global_scale, bias, *, activation, format, group_size):

@@ -101,6 +101,20 @@ def check(
     """Raise ValueError unless x is [..., K] floating, qdata is 2-D and bias is None or [N]."""
     if not x.is_floating_point() or x.dim() == 0:
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [..., K] in fp16, bf16 or fp32")
+    check_operands(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+
+
+def check_operands(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    group_size: int,
+) -> None:
+    """`check` for x of any dtype."""
     if qdata.dim() != 2 or scale.dim() != 2:
         raise ValueError(f"qdata is {qdata.dim()}-D and scale {scale.dim()}-D; both must be 2-D")
     try:

@@ -33,6 +33,11 @@ def calls(x: torch.Tensor) -> dict:
         "weight_only_mm_backward": (kernels.weight_only_mm_backward, (grad, *packed), {**options, "K": K}),
         "dequantize": (kernels.dequantize, (*packed,), {**options, "K": K, "dtype": torch.bfloat16}),
         "dynamic_mm": (kernels.dynamic_mm, (x, *packed, bias), {**options, "activation": "int8"}),
+        "quantized_mm": (
+            kernels.quantized_mm,
+            (*kernels.quantize_rowwise(x, format="int8"), *packed, bias),
+            {**options, "out_dtype": x.dtype},
+        ),
         "quantize_rowwise": (kernels.quantize_rowwise, (x,), {"format": "int8"}),
         "quantize_rowwise_at_random": (kernels.quantize_rowwise, (x, torch.tensor(1)), {"format": "fp8_e4m3"}),
         "rms_norm_quantize_rowwise": (
@@ -80,9 +85,7 @@ def test_ten_lengths_compile_once(name):
     with_offsets = name.startswith("grouped")
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
-    def run(first, row_scale, rest):
-        if name.endswith("scaled_mm"):
-            rest = (rest[0], row_scale, *rest[2:])
+    def run(first, rest):
         return op(first, *rest, **options)
 
     for M in (2, 3, 5, 7, 17, 33, 40, 41, 100, 257):
@@ -91,8 +94,11 @@ def test_ten_lengths_compile_once(name):
         row_scale = torch.ones(M, 1)
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(row_scale, 0)
-        y = run(x, row_scale, rest)
-        eager = op(x, *((rest[0], row_scale, *rest[2:]) if name.endswith("scaled_mm") else rest), **options)
+        if name.endswith("scaled_mm"):
+            rest = (rest[0], row_scale, *rest[2:])
+        elif name == "quantized_mm":
+            rest = (row_scale, *rest[1:])
+        y, eager = run(x, rest), op(x, *rest, **options)
         for mine, expected in zip(y if isinstance(y, tuple) else (y,), eager if isinstance(y, tuple) else (eager,)):
             assert mine.shape == expected.shape and mine.dtype == expected.dtype
             assert torch.equal(mine.float(), expected.float())

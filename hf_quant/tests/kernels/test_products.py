@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from hf_quant.algorithms import quantize_matrix
-from hf_quant.kernels import dequantize, dynamic_mm, quantize_rowwise, weight_only_mm, weight_only_mm_backward
+from hf_quant.kernels import (
+    dequantize,
+    dynamic_mm,
+    quantize_rowwise,
+    quantized_mm,
+    weight_only_mm,
+    weight_only_mm_backward,
+)
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
 from hf_quant.kernels.weight_only.op import (
     dequantize_reference,
@@ -102,7 +109,13 @@ def test_dynamic_mm(activation, quant):
             x, bias = normal(M, K).to(dtype), normal(N, seed=2).to(dtype)
             codes, scale = quantize_rowwise(x, format=activation)
             exact = exact_product(codes.double() * scale, weight, bias)
-            assert_product(dynamic_mm(x, *packed, bias, **options), exact, weight)
+            y = dynamic_mm(x, *packed, bias, **options)
+            assert_product(y, exact, weight)
+            given = {key: value for key, value in options.items() if key != "activation"}
+            again = quantized_mm(codes, scale, *packed, bias, **given, out_dtype=dtype)
+            assert torch.equal(again, y) and again.dtype == dtype
+        other = codes.view(torch.uint8).flip(1).view(codes.dtype)
+        assert rejects(quantized_mm(other, scale, *packed, bias, **given, out_dtype=dtype), exact, weight, dtype=dtype)
         assert rejects(exact_product(x, weight, bias), exact, weight, dtype=dtype)  # x in fp32 is quantized indeed
         assert_product(dynamic_mm_reference(x, *packed, bias, **options), exact, weight)
 
