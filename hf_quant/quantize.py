@@ -16,6 +16,7 @@ from hf_quant.modules import (
     fuse_where_possible,
     packed_key,
     restore_module_,
+    share_inputs_,
     unfuse_projections_,
 )
 from hf_quant.planning import QuantPlan, plan, schemes_from_list, schemes_to_list
@@ -171,7 +172,11 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None:
-    """Do what `QuantizerConfig.fuse_projections` says; None: fuse what is on a GPU, unless the model is to train."""
+    """Do what `QuantizerConfig.fuse_projections` says; None: fuse what is on a GPU, unless the model is to train.
+
+    Whatever it says, layers that read one tensor quantize it once.
+    """
+    share_inputs_(model)
     if fuse_projections is False or (fuse_projections is None and model.training):
         return
     num_groups, reasons = fuse_where_possible(model, only_on=None if fuse_projections else ("cuda", "xpu"))

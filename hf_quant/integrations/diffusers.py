@@ -246,8 +246,8 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         for name, module in _quantized_modules(model):
             if self.pre_quantized and module.packed_device(module.weight_names[0]).type != "meta":
                 check_packed(module, name)
-        if self._fuse_projections:  # None, too, means no: activations of many tokens hide what a launch costs
-            fuse_as_configured_(model, True)
+        # None, too, means no: activations of many tokens hide what a launch costs.
+        fuse_as_configured_(model, bool(self._fuse_projections))
         _attach(model, self)
         return model
 

@@ -17,6 +17,7 @@ from hf_quant.modules.fused import (
     fuse_projections_,
     fuse_where_possible,
     planned_projections,
+    share_inputs_,
     unfuse_projections_,
 )
 from hf_quant.modules.linear import QuantLinear
@@ -41,6 +42,7 @@ __all__ = [
     "register_experts",
     "register_module",
     "restore_module_",
+    "share_inputs_",
     "stored_dtype",
     "unfuse_projections_",
 ]

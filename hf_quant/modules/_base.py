@@ -31,6 +31,7 @@ _OWN_ATTRIBUTES = (
     "_hf_quantized_needs_local_tp",
     "fused",
     "fused_index",
+    "shared",
 )
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

@@ -14,20 +14,38 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.kernels import grouped_mm, grouped_mm_backward, weight_only_mm_backward
 from hf_quant.kernels._cpu_mm import ready_product
 from hf_quant.kernels._op import direct, is_plain
+from hf_quant.modules._rows import SharedInput, quantized_rows
 
 
 weight_only_mm = direct(kernels.weight_only_mm)
 dynamic_mm = direct(kernels.dynamic_mm)
+quantized_mm = direct(kernels.quantized_mm)
 
 
 def linear(
-    x: Tensor, packed: PackedWeight, bias: Tensor | None, *, activation: str | None, format: str, group_size: int
+    x: Tensor,
+    packed: PackedWeight,
+    bias: Tensor | None,
+    *,
+    activation: str | None,
+    format: str,
+    group_size: int,
+    shared: SharedInput | None = None,
 ) -> Tensor:
-    """x [..., K] @ dequant(packed [N, K]).T + bias [N] -> [..., N] in x's dtype; differentiable in x and bias."""
+    """x [..., K] @ dequant(packed [N, K]).T + bias [N] -> [..., N] in x's dtype; differentiable in x and bias.
+
+    `shared`: with the layers that provably read the same x. Without a gradient x is quantized once for all of them.
+    """
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Linear.apply(x, bias, *packed, activation, format, group_size)
     if activation is None:
         return weight_only_mm(x, *packed, bias, format=format, group_size=group_size)
+    if torch.compiler.is_compiling():
+        rows = None if shared is None or torch.compiler.is_exporting() else shared.traced_rows(x, activation)
+    else:
+        rows = quantized_rows(x, activation)
+    if rows is not None:
+        return quantized_mm(*rows, *packed, bias, format=format, group_size=group_size, out_dtype=x.dtype)
     return dynamic_mm(x, *packed, bias, activation=activation, format=format, group_size=group_size)
 
 

@@ -3,7 +3,8 @@
 `self.q_proj(hidden_states)`, `self.k_proj(hidden_states)`, `self.v_proj(hidden_states)` with no assignment to
 `hidden_states` in between, in the same branch, are siblings whatever they are called; so are gate and up projections,
 the first projections of latent attention, those of linear attention. Where another object calls the layers (the
-attention processors of diffusers), a short list of names stands in.
+attention processors of diffusers), a short list of names stands in; the source of the processor, and of the functions
+to which it passes the module, may prove it.
 
 What is found is a proposal: `FusedProjections` looks at the tensor itself at every call.
 """
@@ -73,13 +74,34 @@ def _groups(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], bool]]:
     children = parent._modules
     if len(children) < 2:
         return
-    called, groups = _reads(type(parent).forward)
+    called, groups, _ = _reads(type(parent).forward, "self")
     # A forward of its own, such as a host's hook, may do anything around the class's.
     is_seen = "forward" not in parent.__dict__
     yield from ((names, is_proven and is_seen) for names, is_proven in groups)
     # Cross attention: to_k and to_v read another tensor than to_q.
     if not getattr(parent, "is_cross_attention", False):
-        yield from ((names, False) for names in _NAMES if not called.intersection(names))
+        by_processor = {frozenset(names) for names, is_proven in _processor_groups(parent) if is_proven and is_seen}
+        yield from ((names, frozenset(names) in by_processor) for names in _NAMES if not called.intersection(names))
+
+
+def _processor_groups(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """The groups of layers of `parent` that read one tensor in the `__call__` of its processor."""
+    call = inspect.getattr_static(type(getattr(parent, "processor", None)), "__call__", None)
+    if not inspect.isfunction(call):
+        return
+    seen, waiting = set(), [(inspect.unwrap(call), 1)]  # a function, and which of its arguments is `parent`
+    while waiting:
+        function, place = waiting.pop()
+        parameters = list(inspect.signature(function).parameters)
+        if function in seen or place >= len(parameters):
+            continue
+        seen.add(function)
+        groups, passes_to = _reads(function, parameters[place])[1:]
+        yield from groups
+        for name in passes_to:
+            helper = function.__globals__.get(name)
+            if inspect.isfunction(helper):
+                waiting.append((inspect.unwrap(helper), 0))
 
 
 def _innermost(model: nn.Module, name: str, linears: Mapping[str, Hashable]) -> str | None:
@@ -94,14 +116,20 @@ def _innermost(model: nn.Module, name: str, linears: Mapping[str, Hashable]) -> 
 
 
 @cache
-def _reads(forward: Callable) -> tuple[frozenset[str], tuple[tuple[tuple[str, ...], bool], ...]]:
-    """(attributes that a `forward` calls, its groups of them that read one tensor and whether that is proven)."""
+def _reads(
+    forward: Callable, receiver: str
+) -> tuple[frozenset[str], tuple[tuple[tuple[str, ...], bool], ...], frozenset[str]]:
+    """What a function does with the module that it knows as `receiver`.
+
+    (Attributes that it calls, its groups of them that read one tensor and whether that is proven, names of the
+    functions to which it passes the module first.)
+    """
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         function = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError):  # compiled, or written at a prompt
-        return frozenset(), ()
-    reader = _Reader()
+        return frozenset(), (), frozenset()
+    reader = _Reader(receiver)
     for statement in getattr(function, "body", ()):
         reader.visit(statement)
     groups: dict[tuple, dict[str, int]] = {}
@@ -116,7 +144,7 @@ def _reads(forward: Callable) -> tuple[frozenset[str], tuple[tuple[tuple[str, ..
             hazards = (*reader.hazards, *reader.uses.get(argument, ()))
             found.append((names, not any(first < position < last for position in hazards)))
             seen.update(names)
-    return frozenset(call.attribute for call in reader.calls), tuple(found)
+    return frozenset(call.attribute for call in reader.calls), tuple(found), frozenset(reader.passes_to)
 
 
 class _Call(NamedTuple):
@@ -128,15 +156,18 @@ class _Call(NamedTuple):
 
 
 class _Reader(ast.NodeVisitor):
-    """Collects `self.<attribute>(<name>)` in the order of evaluation.
+    """Collects `<receiver>.<attribute>(<name>)` in the order of evaluation.
 
     Attributes:
+        passes_to: names of the functions called with the receiver as their first argument.
         hazards: where something is changed in place: a method whose name ends in "_", `out=`, an item, `+=`.
         uses: {name: where it is used otherwise than as the argument of such a call}.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, receiver: str) -> None:
+        self.receiver = receiver
         self.calls: list[_Call] = []
+        self.passes_to: set[str] = set()
         self.hazards: list[int] = []
         self.uses: dict[str, list[int]] = {}
         self.assigned: dict[str, int] = {}
@@ -161,13 +192,21 @@ class _Reader(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         function = node.func
         is_own = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
-        if is_own and function.value.id == "self" and len(node.args) == 1 and isinstance(node.args[0], ast.Name):
+        if (
+            is_own
+            and function.value.id == self.receiver
+            and len(node.args) == 1
+            and isinstance(node.args[0], ast.Name)
+        ):
             argument = node.args[0].id
             epoch = (self.assigned.get(argument, 0), self.exits)
             self.calls.append(_Call(function.attr, argument, epoch, self.branch, self.position))
             for keyword in node.keywords:
                 self.visit(keyword)
             return
+        first = node.args[0] if node.args else None
+        if isinstance(function, ast.Name) and isinstance(first, ast.Name) and first.id == self.receiver:
+            self.passes_to.add(function.id)
         self.generic_visit(node)
         changes = isinstance(function, ast.Attribute) and function.attr.endswith("_")
         if changes and isinstance(function.value, ast.Name):

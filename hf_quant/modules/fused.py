@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hf_quant.algorithms import empty_packed
 from hf_quant.modules._base import PACKED_NAMES, quantized_class
+from hf_quant.modules._rows import SharedInput
 from hf_quant.modules._siblings import find_siblings
 from hf_quant.modules.linear import QuantLinear
 from hf_quant.scheme import BLOCK_SIZE, LinearScheme
@@ -363,6 +364,21 @@ def fuse_where_possible(model: nn.Module, *, only_on: Sequence[str] | None = Non
             _separate(modules)
             FusedProjections(tuple(_leaf(name) for name in names), is_proven).join_(modules)
     return num_groups, sorted(reasons)
+
+
+def share_inputs_(model: nn.Module) -> None:
+    """Let layers with quantized activations that provably read one tensor quantize it once under torch.compile."""
+    linears = {
+        name: (activation, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear)
+        and (activation := module.scheme.activation or module.scheme.cpu_activation) is not None
+    }
+    for names, is_proven in find_siblings(model, linears):
+        if is_proven:
+            shared = SharedInput(len(names))
+            for name in names:
+                model.get_submodule(name).shared = shared
 
 
 def _are_fused(modules: Sequence[QuantLinear]) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
 from hf_quant.modules._functional import linear, ready_linear
+from hf_quant.modules._rows import SharedInput
 
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ class QuantLinear(QuantizedModule, nn.Linear):
     Attributes:
         fused: what it shares with the layers that read the same input, see `fuse_projections_`; None: nothing.
         fused_index: its place among them.
+        shared: with the layers that provably read the same input, see `_rows`; None: nothing.
     """
 
     kind = "linear"
     weight = weight_property("weight")
     fused: "FusedProjections | None" = None
     fused_index: int = 0
+    shared: SharedInput | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.fused is not None:
@@ -41,8 +44,9 @@ class QuantLinear(QuantizedModule, nn.Linear):
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
+        shared = None
         if parameters is None:
-            parameters = self._parameters
+            parameters, shared = self._parameters, self.shared
         scheme = self.scheme
         quant, activation = scheme.weight, scheme.activation_on(device)
         if activation is None:
@@ -56,6 +60,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
             activation=activation,
             format=quant.format,
             group_size=quant.group_size or (128 if quant.granularity == "block" else x.shape[-1]),
+            shared=shared,
         )
 
     # What gives it other parameters may leave them outside of the common tensor.

@@ -1,0 +1,80 @@
+"""The codes of an input that several layers read: computed once.
+
+Layers with quantized activations that are called with the same tensor (query, key and value projections; in the single
+blocks of Flux the MLP, too) share one `quantize_rowwise`. The bits are those of each computing alone.
+
+Each thread remembers the codes of its last input for as long as that tensor lives: the same object, unchanged since
+(its version counter), on the same stream. Not inside of a CUDA graph that is being captured, whose memory is its own.
+
+Under torch.compile, where versions cannot be seen, the source has to show that nothing changes the tensor between the
+calls (`_siblings`): such layers have a `SharedInput` in common.
+"""
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_quant import kernels
+from hf_quant.kernels._op import direct
+
+
+MIN_ROWS = 16  # fewer are quantized by the product itself, where that is one launch or one loop less
+_local = threading.local()
+_quantize = direct(kernels.quantize_rowwise)
+
+
+class _Last(NamedTuple):
+    x: weakref.ref
+    state: tuple
+    rows: tuple[Tensor, Tensor]
+
+
+def quantized_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor] | None:
+    """(codes [..., K], row_scale [..., 1]) of x as by `quantize_rowwise`; None where its product is to do that."""
+    if type(x) is not Tensor or x.shape[-1] == 0 or x.numel() // x.shape[-1] < MIN_ROWS or x.is_inference():
+        return None
+    device, stream = x.device, None
+    if device.type in ("cuda", "xpu"):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.accelerator.current_stream(device)
+    state = (x._version, format, stream)
+    last: _Last | None = getattr(_local, "last", None)
+    if last is not None and last.x() is x and last.state == state:
+        return last.rows
+    rows = _quantize(x, format=format)
+    _local.last = _Last(weakref.ref(x, _forget), state, rows)
+    return rows
+
+
+def _forget(x: weakref.ref) -> None:
+    last = getattr(_local, "last", None)
+    if last is not None and last.x is x:
+        _local.last = None
+
+
+class SharedInput:
+    """What siblings that provably read one tensor have in common while torch.compile traces them.
+
+    Attributes:
+        count: how many they are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._traced: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        self._left = 0  # siblings that have not been called with it
+
+    def traced_rows(self, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+        """As `quantized_rows`; once all siblings have been called, nothing is kept."""
+        traced = self._traced
+        if traced is None or traced[0] is not x:
+            traced = self._traced = (x, kernels.quantize_rowwise(x, format=format))
+            self._left = self.count
+        self._left -= 1
+        if self._left == 0:
+            self._traced = None
+        return traced[1]
