@@ -21,6 +21,7 @@ from hf_quant.scheme import GRANULARITIES, PRESETS, LinearScheme, TensorQuant
 FORMAT_VERSION = 1  # of the checkpoint: bytes, tensor names, config fields
 GROUP_SIZES = (32, 64, 96, 128, 192, 256)
 ATTENTIONS = (None, "int8")
+OF_THIS_PROCESS = ("fuse_projections", "fuse_activations")  # how products are computed; never stored
 WITHOUT_WEIGHTS = ("kv_cache", "attention")  # what may be quantized where no weight is
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -77,6 +78,8 @@ class QuantizerConfig(QuantizationConfigMixin):
         fuse_projections: whether linear layers that read the same tensor share one product where no gradient is
             needed, see `hf_quant.fuse_projections_`; None: those that transformers loads, or `quantize_` finds, on a
             GPU for inference. Of this process: a checkpoint does not keep it.
+        fuse_activations: whether norms and activation functions of diffusion models are computed together with the
+            quantization of what they make, in the blocks that hf_quant knows; None: on GPUs. Of this process, too.
 
     Raises:
         ValueError: on unknown fields, formats and combinations.
@@ -101,6 +104,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         quantization_device: str | None = None,
         fuse_projections: bool | None = None,
+        fuse_activations: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = QuantMethod.HF_QUANT
@@ -131,6 +135,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.quantization_device = None if quantization_device is None else str(quantization_device)
         self.fuse_projections = fuse_projections
+        self.fuse_activations = fuse_activations
         self._check()
 
     def _read_stored(self, kwargs: dict[str, Any]) -> None:
@@ -155,12 +160,13 @@ class QuantizerConfig(QuantizationConfigMixin):
     @classmethod
     def user_fields(cls) -> list[str]:
         """Names of the arguments that a user may give."""
-        own = ("kv_cache", "attention", "modules", "modules_to_not_convert", "quantization_device", "fuse_projections")
+        own = ("kv_cache", "attention", "modules", "modules_to_not_convert", "quantization_device", *OF_THIS_PROCESS)
         return [*SCHEME_FIELDS, *own]
 
     def _check(self) -> None:
-        if not isinstance(self.fuse_projections, bool | None):
-            raise ValueError(f"fuse_projections is {self.fuse_projections!r}; needs True, False or None")
+        for name in OF_THIS_PROCESS:
+            if not isinstance(getattr(self, name), bool | None):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; needs True, False or None")
         if not isinstance(self.attention, str | None) or self.attention not in ATTENTIONS:
             raise ValueError(f"attention is {self.attention!r}; allowed: None, 'int8'")
         if self.weights is not None:
@@ -217,7 +223,7 @@ class QuantizerConfig(QuantizationConfigMixin):
 
         `requested` is how its quantizer learns what was asked for, and refuses what the checkpoint does not have.
         """
-        own = {"quantization_device": self.quantization_device, "fuse_projections": self.fuse_projections}
+        own = {name: getattr(self, name) for name in ("quantization_device", *OF_THIS_PROCESS)}
         return {**own, "requested": self}
 
     def __eq__(self, other: object) -> bool:

@@ -30,7 +30,8 @@ class Observer(NamedTuple):
     """How a host's own records (model.config, what save_pretrained does) follow a model of that host."""
 
     recognizes: Callable[[nn.Module], bool]
-    update: Callable[[nn.Module, QuantizerConfig | None], None]  # with the resolved config; None: dequantized
+    # With the resolved config and the one that was given; None: dequantized.
+    update: Callable[[nn.Module, QuantizerConfig | None, QuantizerConfig | None], None]
 
 
 OBSERVERS: list[Observer] = []  # filled by `integrations`
@@ -98,7 +99,7 @@ def tell_observers(
     """
     for observer in OBSERVERS:
         if observer.recognizes(model):
-            observer.update(model, None if config is None else resolved(config, schemes))
+            observer.update(model, None if config is None else resolved(config, schemes), config)
             return
     for name, child in model.named_children():
         prefix = f"{name}."
@@ -191,7 +192,7 @@ def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> Quant
     Names are those without PEFT's wrappers, as a model is saved.
     """
     config = QuantizerConfig.from_dict(config.to_dict())
-    config.fuse_projections = None  # of this process
+    config.fuse_projections = config.fuse_activations = None  # of this process
     config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})
     return config
 

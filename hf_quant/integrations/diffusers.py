@@ -57,6 +57,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         self._elements = self._bytes = self._largest = 0  # see `_measure`
         self._untrimmed = 0
         self._fuse_projections: bool | None = None
+        self._fuse_activations: bool | None = None
 
     @property
     def is_serializable(self) -> bool:
@@ -133,6 +134,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             )
         else:
             self._fuse_projections = self.quantization_config.fuse_projections
+            self._fuse_activations = self.quantization_config.fuse_activations
             self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
         self._measure(model, keep_in_fp32_modules or [])
         return model
@@ -248,6 +250,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
                 check_packed(module, name)
         # None, too, means no: activations of many tokens hide what a launch costs.
         fuse_as_configured_(model, bool(self._fuse_projections))
+        _fuse_activations(model, self._fuse_activations)
         _attach(model, self)
         return model
 
@@ -316,6 +319,7 @@ def _forget(model: nn.Module) -> None:
     for attribute in ("hf_quantizer", "quantization_method", "enable_layerwise_casting"):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
+    _fuse_activations(model, False)
     if getattr(model.config.get("quantization_config"), "attention", None) is not None:
         _set_attention(model, None)
     kept = {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS}
@@ -353,11 +357,20 @@ def _is_own(model: nn.Module) -> bool:
     return host is not None and isinstance(model, host.ModelMixin)
 
 
-def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
+def _fuse_activations(model: nn.Module, fuses: bool | None) -> None:
+    # Not at the top: see `diffusers_rules.rules`.
+    from hf_quant.integrations.diffusers_fused import fuse_activations_
+
+    if not fuse_activations_(model, fuses) and fuses:
+        _logger.warning("fuse_activations is True, but %s has no block that hf_quant knows", type(model).__name__)
+
+
+def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
     """Keep a diffusers model's own records right after `quantize_` and `dequantize_`."""
     if config is None:
         _forget(model)
     else:
+        _fuse_activations(model, given.fuse_activations)
         _attach(model, DiffusersQuantizer(config, pre_quantized=False))
 
 

@@ -1,8 +1,8 @@
 """8-bit attention in diffusion models: a backend of diffusers' dispatcher, and the same for older processors.
 
 `model.set_attention_backend("hf_quant_int8")` selects it as any other backend; `QuantizerConfig(attention="int8")`
-does so for one model, and also where diffusers has no dispatcher yet (CogVideoX, UNets, SD3, PixArt): their processors call
-torch's scaled_dot_product_attention, and within them it is the 8-bit one.
+does so for one model, and also where diffusers has no dispatcher yet (CogVideoX, UNets, SD3, PixArt): their processors
+call torch's scaled_dot_product_attention, and within them it is the 8-bit one.
 `hf_quant._boot` imports this module once diffusers has loaded its dispatcher, and never before.
 """
 

@@ -159,8 +159,8 @@ class TransformersQuantizer(HfQuantizer):
             elif self.pre_quantized and all(_is_here(p) for p in module._parameters.values() if p is not None):
                 check_packed(module, name)
         fuse_as_configured_(model, fuse_projections)
-        # Both are of this load, not of the checkpoint.
-        self.quantization_config.quantization_device = self.quantization_config.fuse_projections = None
+        for name in ("quantization_device", *OF_THIS_PROCESS):  # of this load, not of the checkpoint
+            setattr(self.quantization_config, name, None)
         model.config.quantization_config = self.quantization_config
         _attach(model)
         if not self.pre_quantized or model.can_generate():  # a headless model of the checkpoint has no cache to make
@@ -374,7 +374,7 @@ def _is_own(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
-def _observe(model: nn.Module, config: QuantizerConfig | None) -> None:
+def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
     """Keep a transformers model's own records right after `quantize_` and `dequantize_`."""
     if config is None:
         tie_weights(model)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
-from hf_quant.modules._functional import linear, ready_linear
+from hf_quant.modules._functional import linear, quantized_mm, ready_linear
 from hf_quant.modules._rows import SharedInput
+from hf_quant.modules.lazy import LazyInput
 
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class QuantLinear(QuantizedModule, nn.Linear):
     fused_index: int = 0
     shared: SharedInput | None = None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | LazyInput) -> Tensor:
+        if isinstance(input, LazyInput):
+            return self.lazy_linear(input)
         if self.fused is not None:
             y = self.fused.product(self, input)
             if y is not None:
@@ -59,9 +62,22 @@ class QuantLinear(QuantizedModule, nn.Linear):
             bias,
             activation=activation,
             format=quant.format,
-            group_size=quant.group_size or (128 if quant.granularity == "block" else x.shape[-1]),
+            group_size=self._group_size(x.shape[-1]),
             shared=shared,
         )
+
+    def lazy_linear(self, x: LazyInput) -> Tensor:
+        """`forward` for an input that is computed together with its quantization."""
+        activation = self.scheme.activation_on(x.device.type)
+        if activation is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return self(x.tensor())
+        format, group_size = self.scheme.weight.format, self._group_size(x.shape[-1])
+        options = {"format": format, "group_size": group_size, "out_dtype": x.dtype}
+        return quantized_mm(*x.rows(activation), *self.packed(), self._parameters["bias"], **options)
+
+    def _group_size(self, K: int) -> int:
+        quant = self.scheme.weight
+        return quant.group_size or (128 if quant.granularity == "block" else K)
 
     # What gives it other parameters may leave them outside of the common tensor.
 

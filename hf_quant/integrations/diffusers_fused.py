@@ -1,0 +1,129 @@
+"""Norms and activation functions of diffusers' blocks that leave their computation to the layers that quantize them.
+
+See `hf_quant.modules.lazy`: a norm, its modulation and the quantization are one kernel then, as are an activation
+function and the quantization. Norms only in the blocks that are listed, where what follows them is linear layers.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant.modules import QuantLinear
+from hf_quant.modules.lazy import LazyAct, LazyInput, LazyNorm
+
+
+# {class of a block: its norms}.
+_NORMS = {
+    "BasicTransformerBlock": ("norm1", "norm2", "norm3"),
+    "Flux2SingleTransformerBlock": ("norm",),
+    "Flux2TransformerBlock": ("norm1", "norm1_context", "norm2", "norm2_context"),
+    "FluxSingleTransformerBlock": ("norm.norm",),
+    "FluxTransformerBlock": ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
+    "HunyuanVideoSingleTransformerBlock": ("norm.norm",),
+    "HunyuanVideoTransformerBlock": ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
+    "JointTransformerBlock": ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
+    "QwenImageTransformerBlock": ("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
+}
+
+
+def _layer_norm(module: nn.LayerNorm, x: Tensor, forward: Callable) -> LazyNorm:
+    return LazyNorm(x, partial(forward, module), module.weight, module.bias, module.eps)
+
+
+def _gelu(module: nn.Module, x: Tensor, forward: Callable) -> LazyAct:
+    h = module.proj(x)
+    return LazyAct(h, None, "gelu_tanh" if module.approximate == "tanh" else "gelu", partial(module.gelu, h))
+
+
+def _geglu(module: nn.Module, x: Tensor, forward: Callable) -> LazyAct:
+    h, gate = module.proj(x).chunk(2, dim=-1)
+    return LazyAct(gate, h, "gelu", lambda: h * module.gelu(gate))
+
+
+def _swiglu(module: nn.Module, x: Tensor, forward: Callable) -> LazyAct:
+    h, gate = module.proj(x).chunk(2, dim=-1)
+    return LazyAct(gate, h, "silu", lambda: h * module.activation(gate))
+
+
+def _flux2_swiglu(module: nn.Module, x: Tensor, forward: Callable) -> LazyAct:
+    gate, up = x.chunk(2, dim=-1)
+    return LazyAct(gate, up, "silu", partial(forward, module, x))
+
+
+# {class: (its activation function, the layer that reads the result)}.
+_FEED_FORWARDS = {"FeedForward": ("net.0", "net.2"), "Flux2FeedForward": ("act_fn", "linear_out")}
+_ACTS = {"GELU": _gelu, "GEGLU": _geglu, "SwiGLU": _swiglu, "Flux2SwiGLU": _flux2_swiglu}
+
+
+@cache
+def _lazy_class(cls: type[nn.Module], make: Callable[..., LazyInput]) -> type[nn.Module]:
+    """The class of a norm or an activation function that returns a `LazyInput` where that gains something."""
+
+    def forward(self: nn.Module, x: Tensor | LazyInput) -> Tensor | LazyInput:
+        return make(self, x, cls.forward) if _is_wanted(self, x) else cls.forward(self, x)
+
+    def reduce(self: nn.Module, protocol: int) -> tuple:
+        return _rebuild, (cls, make), self.__dict__
+
+    names = {"forward": forward, "__reduce_ex__": reduce, "_hf_quant_host": cls}
+    return type(cls.__name__, (cls,), names)
+
+
+def _rebuild(cls: type[nn.Module], make: Callable[..., LazyInput]) -> nn.Module:
+    return object.__new__(_lazy_class(cls, make))
+
+
+def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
+    """Without gradients, on GPUs, or wherever the config says."""
+    if torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return False
+    if not torch.compiler.is_compiling() and not isinstance(x, LazyInput) and x.is_inference():
+        return False
+    fuses = module._hf_quant_fuses
+    return x.device.type in ("cuda", "xpu") if fuses is None else fuses
+
+
+def fuse_activations_(model: nn.Module, fuses: bool | None) -> int:
+    """Let norms and activation functions of known blocks be computed by the quantization after them; returns how many.
+
+    fuses: True: on every device, None: on GPUs, False: nowhere.
+    """
+    restore_activations_(model)
+    targets = [] if fuses is False else list(_targets(model))
+    for module, make in targets:
+        module.__class__ = _lazy_class(type(module), make)
+        module._hf_quant_fuses = fuses
+    return len(targets)
+
+
+def restore_activations_(model: nn.Module) -> None:
+    """Inverse of `fuse_activations_`."""
+    for module in model.modules():
+        host = getattr(type(module), "_hf_quant_host", None)
+        if host is not None and "_hf_quant_fuses" in module.__dict__:
+            module.__class__ = host
+            del module._hf_quant_fuses
+
+
+def _targets(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., LazyInput]]]:
+    """(module, what makes its lazy result) of those whose result a layer with quantized activations reads."""
+    for block in model.modules():
+        name = type(block).__name__
+        act, reader = _FEED_FORWARDS.get(name, (None, None))
+        if act is not None and _quantizes(block.get_submodule(reader)):
+            make = _ACTS.get(type(block.get_submodule(act)).__name__)
+            if make is not None:
+                yield block.get_submodule(act), make
+        if name in _NORMS and any(_quantizes(layer) for layer in block.modules()):
+            modules = dict(block.named_modules())
+            for norm in _NORMS[name]:
+                if type(modules.get(norm)) is nn.LayerNorm:
+                    yield modules[norm], _layer_norm
+
+
+def _quantizes(module: nn.Module) -> bool:
+    """Whether a layer quantizes its input, on CPUs at least; inside of an adapter of PEFT, too."""
+    layer = getattr(module, "base_layer", module)
+    return isinstance(layer, QuantLinear) and layer.scheme.activation_on("cpu") is not None
