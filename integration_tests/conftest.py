@@ -1,7 +1,9 @@
 """What every integration test gets: one thread, no network, and the small trained model."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 # Before torch and huggingface_hub are imported, which read these once; subprocesses of a test inherit them.
@@ -19,3 +21,22 @@ ASSET_MODEL = Path(__file__).parent / "assets" / "tiny-llama-13m"
 def asset_model_dir() -> Path:
     """Directory of the trained 12.6M-parameter Llama: weights, tokenizer, `eval.txt`, `val_ids.npy`."""
     return ASSET_MODEL
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> Callable[..., Path]:
+    """Makes the directory of a tiny diffusion model of a name and dtype (bf16 unless given), once."""
+    import torch
+
+    from integration_tests.tiny_diffusion import make_model
+
+    made: dict[tuple[str, Any], Path] = {}
+
+    def checkpoint(name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+        if (name, dtype) not in made:
+            model = make_model(name, dtype)
+            made[name, dtype] = tmp_path_factory.mktemp(name)
+            model.save_pretrained(made[name, dtype], max_shard_size="300KB")
+        return made[name, dtype]
+
+    return checkpoint

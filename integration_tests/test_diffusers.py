@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hf_quant import QuantizerConfig, dequantize_, plan, quantize_
+from hf_quant import QuantizerConfig, dequantize_, quantize_
 from hf_quant.modules import QuantizedModule
 from hf_quant.testing import assert_sqnr
 
@@ -26,94 +26,20 @@ from accelerate.utils import compute_module_sizes  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from integration_tests.tiny_diffusion import (  # noqa: E402
-    ARCHITECTURES,
     assert_same_bytes,
+    file_tensors,
+    load,
     make_autoencoder,
     make_model,
+    quantized_names,
     run,
 )
 
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-# {weights: (lowest, highest) SQNR of a model's output in dB}; random weights let errors grow from layer to layer, and
-# a model that was not quantized at all would be beyond the upper bound.
-BOUNDS = {
-    "int8": (30, 55),
-    "W8A8": (26, 52),
-    "fp8": (20, 45),
-    "W8A8_FP8": (17, 42),
-    "int4": (10, 32),
-    "W4A8": (10, 32),
-    "nf4": (10, 34),
-    "int3": (4, 24),
-    "int2": (-5, 16),
-    "fp6": (16, 38),
-    "mxfp4": (7, 28),
-    "nvfp4": (9, 30),
-}
-FEW = ("int8", "W8A8", "W8A8_FP8", "int4")
-CASES = [
-    (name, dtype, weights)
-    for name in ARCHITECTURES
-    for dtype in (torch.float32, torch.bfloat16)
-    for weights in (BOUNDS if (name, dtype) == ("flux", torch.bfloat16) else FEW)
-]
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory) -> Any:
-    """Makes the directory of a model with 16 or 32-bit weights, once."""
-    made = {}
-
-    def checkpoint(name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-        if (name, dtype) not in made:
-            directory = tmp_path_factory.mktemp(name)
-            make_model(name, dtype).save_pretrained(directory, max_shard_size="300KB")
-            made[name, dtype] = directory
-        return made[name, dtype]
-
-    return checkpoint
-
-
-def load(directory: Path, name: str = "flux", dtype: torch.dtype | None = torch.bfloat16, **kwargs: Any) -> nn.Module:
-    return getattr(diffusers, ARCHITECTURES[name].model).from_pretrained(directory, torch_dtype=dtype, **kwargs)
-
-
-def quantized_names(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
-
-
-def file_tensors(directory: Path) -> dict[str, Tensor]:
-    return {key: tensor for file in sorted(directory.glob("*.safetensors")) for key, tensor in load_file(file).items()}
-
-
-# The round trip.
-
-
-@pytest.mark.parametrize(("name", "dtype", "weights"), CASES)
-def test_quantize_on_load_save_reload(checkpoints, tmp_path, name, dtype, weights):
-    source, config = checkpoints(name, dtype), QuantizerConfig(weights)
-    plain = load(source, name, dtype)
-    model, info = load(source, name, dtype, quantization_config=config, output_loading_info=True)
-    assert {key: value for key, value in info.items() if value} == {}
-    output = run(model, name)
-    assert_sqnr(output, run(plain, name), at_least=BOUNDS[weights][0], at_most=BOUNDS[weights][1])
-    assert quantized_names(model) == set(plan(plain, config).quantized)
-    assert model.dtype == dtype and not model.training
-    assert model.get_memory_footprint() == plan(plain, config).nbytes
-    assert config.plan is None  # the user's own object serves for other models, too
-
-    model.save_pretrained(tmp_path / "first", max_shard_size="40KB")
-    assert len(list((tmp_path / "first").glob("*.safetensors"))) > 1
-    again, info = load(tmp_path / "first", name, dtype, output_loading_info=True)
-    assert {key: value for key, value in info.items() if value} == {}
-    assert_same_bytes(again.state_dict(), model.state_dict())
-    assert torch.equal(run(again, name), output)
-
-    again.save_pretrained(tmp_path / "second", max_shard_size="100KB")
-    assert_same_bytes(file_tensors(tmp_path / "second"), file_tensors(tmp_path / "first"))
-    configs = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("first", "second")]
-    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+# Loading.
 
 
 def test_codes_are_chosen_from_the_precision_of_the_checkpoint(checkpoints):

@@ -22,9 +22,9 @@ from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 
 from integration_tests.tiny_diffusion import (  # noqa: E402
-    ARCHITECTURES,
     assert_same_bytes,
     make_flux_pipeline,
+    make_inputs,
     make_model,
     run,
 )
@@ -290,7 +290,7 @@ def test_an_adapter_trains():
     optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
     model.train()
     for _ in range(6):
-        loss = model(**ARCHITECTURES["flux"].inputs()).sample.square().mean()
+        loss = model(**make_inputs("flux")).sample.square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -308,7 +308,7 @@ def test_lora_of_other_widths(tmp_path, caplog):
     assert_sqnr(transformer_output(pipe), transformer_output(plain), at_least=30, at_most=55)
 
     wide = lora_weights(("x_embedder", *TARGETS), x_embedder=8)  # as a control adapter, which adds input channels
-    inputs = ARCHITECTURES["flux"].inputs()
+    inputs = make_inputs("flux")
     inputs["hidden_states"] = inputs["hidden_states"].repeat(1, 1, 2)
     plain, pipe, outputs = flux(), flux(config), []
     for p in (plain, pipe):

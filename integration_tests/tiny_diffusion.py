@@ -1,182 +1,31 @@
 """Tiny diffusion models of real architectures with random weights, for the tests of the diffusers integration."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model class of diffusers, the arguments of its constructor, and its inputs.
-
-    Attributes:
-        model: name of the class.
-        config: arguments of the constructor.
-        inputs: makes the arguments of the forward; the seed is fixed.
-    """
-
-    model: str
-    config: dict[str, Any]
-    inputs: Callable[[], dict[str, Tensor]]
+from hf_quant.modules import QuantizedModule
+from integration_tests.tiny_architectures import ARCHITECTURES, Size
 
 
-def _values(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def model_class(name: str) -> type:
+    """The class of a model of ARCHITECTURES; skips the test if this version of diffusers does not have it."""
+    cls = getattr(diffusers, ARCHITECTURES[name].model, None)
+    if cls is None:
+        pytest.skip(f"diffusers {diffusers.__version__} has no {ARCHITECTURES[name].model}")
+    return cls
 
 
-def _flux_inputs() -> dict[str, Tensor]:
-    image = torch.zeros(4, 4, 3)
-    image[..., 1], image[..., 2] = torch.arange(4)[:, None], torch.arange(4)[None]
-    return {
-        "hidden_states": _values(2, 16, 4),
-        "encoder_hidden_states": _values(2, 8, 64),
-        "pooled_projections": _values(2, 64),
-        "timestep": torch.tensor([0.3, 0.9]),
-        "img_ids": image.view(16, 3),
-        "txt_ids": torch.zeros(8, 3),
-    }
-
-
-def _flux2_inputs() -> dict[str, Tensor]:
-    image = torch.zeros(4, 4, 4)
-    image[..., 1], image[..., 2] = torch.arange(4)[:, None], torch.arange(4)[None]
-    text = torch.zeros(8, 4)
-    text[:, 3] = torch.arange(8)
-    return {
-        "hidden_states": _values(2, 16, 4),
-        "encoder_hidden_states": _values(2, 8, 32),
-        "timestep": torch.tensor([0.3, 0.9]),
-        "guidance": torch.tensor([1.0, 1.0]),
-        "img_ids": image.view(16, 4),
-        "txt_ids": text,
-    }
-
-
-_TWO_BLOCKS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 4}
-
-ARCHITECTURES = {
-    "flux": Architecture(
-        "FluxTransformer2DModel",
-        {
-            **_TWO_BLOCKS,
-            "in_channels": 4,
-            "joint_attention_dim": 64,
-            "pooled_projection_dim": 64,
-            "axes_dims_rope": (4, 4, 8),
-        },
-        _flux_inputs,
-    ),
-    "flux2": Architecture(
-        "Flux2Transformer2DModel",
-        {
-            **_TWO_BLOCKS,
-            "in_channels": 4,
-            "joint_attention_dim": 32,
-            "timestep_guidance_channels": 64,
-            "axes_dims_rope": (4, 4, 4, 4),
-        },
-        _flux2_inputs,
-    ),
-    "sd3": Architecture(
-        "SD3Transformer2DModel",
-        {
-            "sample_size": 8,
-            "patch_size": 1,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 4,
-            "caption_projection_dim": 64,
-            "joint_attention_dim": 32,
-            "pooled_projection_dim": 64,
-            "pos_embed_max_size": 16,
-        },
-        lambda: {
-            "hidden_states": _values(2, 4, 8, 8),
-            "encoder_hidden_states": _values(2, 8, 32),
-            "pooled_projections": _values(2, 64),
-            "timestep": torch.tensor([300.0, 900.0]),
-        },
-    ),
-    "cogvideox": Architecture(
-        "CogVideoXTransformer3DModel",
-        {
-            "num_attention_heads": 4,
-            "attention_head_dim": 16,
-            "in_channels": 4,
-            "out_channels": 4,
-            "time_embed_dim": 64,
-            "text_embed_dim": 64,
-            "num_layers": 1,
-            "sample_width": 8,
-            "sample_height": 8,
-            "sample_frames": 8,
-            "patch_size": 2,
-            "temporal_compression_ratio": 4,
-            "max_text_seq_length": 8,
-        },
-        lambda: {
-            "hidden_states": _values(2, 2, 4, 8, 8),
-            "encoder_hidden_states": _values(2, 8, 64),
-            "timestep": torch.tensor([300, 900]),
-        },
-    ),
-    "wan": Architecture(
-        "WanTransformer3DModel",
-        {
-            "patch_size": (1, 2, 2),
-            "num_attention_heads": 4,
-            "attention_head_dim": 16,
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_dim": 64,
-            "freq_dim": 64,
-            "ffn_dim": 128,
-            "num_layers": 1,
-            "cross_attn_norm": True,
-            "qk_norm": "rms_norm_across_heads",
-            "rope_max_seq_len": 32,
-        },
-        lambda: {
-            "hidden_states": _values(2, 4, 2, 8, 8),
-            "encoder_hidden_states": _values(2, 8, 64),
-            "timestep": torch.tensor([300, 900]),
-        },
-    ),
-    "unet": Architecture(
-        "UNet2DConditionModel",
-        {
-            "block_out_channels": (32, 64),
-            "norm_num_groups": 4,
-            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-            "cross_attention_dim": 64,
-            "attention_head_dim": 8,
-            "out_channels": 4,
-            "in_channels": 4,
-            "layers_per_block": 1,
-            "sample_size": 8,
-        },
-        lambda: {
-            "sample": _values(2, 4, 8, 8),
-            "timestep": torch.tensor([300, 900]),
-            "encoder_hidden_states": _values(2, 8, 64),
-        },
-    ),
-}
-
-
-def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model of ARCHITECTURES with seeded random weights, in eval mode."""
-    architecture = ARCHITECTURES[name]
+def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """A model of ARCHITECTURES with seeded random weights, in eval mode; `changes` of its configuration."""
     torch.manual_seed(0)
-    model = getattr(diffusers, architecture.model)(**architecture.config)
+    model = model_class(name)(**{**ARCHITECTURES[name].config, **changes})
     with torch.no_grad():
         for parameter in model.parameters():  # some are initialized to zero or one: no test would see an error there
             if parameter.dim() > 1:
@@ -186,14 +35,37 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype).eval()
 
 
+def make_inputs(name: str, dtype: torch.dtype = torch.float32, size: Size = Size()) -> dict[str, Any]:  # noqa: B008
+    """The arguments of the forward of a model of ARCHITECTURES; positions and time steps stay in fp32."""
+
+    def cast(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: cast(k, v) for k, v in value.items()}
+        exact = not isinstance(value, Tensor) or not value.is_floating_point() or key.endswith("_ids")
+        return value if exact else value.to(dtype)
+
+    return {key: cast(key, value) for key, value in ARCHITECTURES[name].inputs(size).items()}
+
+
 @torch.no_grad()
-def run(model: nn.Module, name: str) -> Tensor:
+def run(model: nn.Module, name: str, size: Size = Size()) -> Tensor:  # noqa: B008
     """The model's output for its fixed inputs, in fp32."""
-    inputs = {
-        key: value.to(model.dtype) if value.is_floating_point() and not key.endswith("_ids") else value
-        for key, value in ARCHITECTURES[name].inputs().items()
-    }
-    return model(**inputs, return_dict=False)[0].float()
+    return model(**make_inputs(name, model.dtype, size), return_dict=False)[0].float()
+
+
+def load(directory: Path, name: str = "flux", dtype: torch.dtype | None = torch.bfloat16, **kwargs: Any) -> nn.Module:
+    """A model of ARCHITECTURES from a checkpoint."""
+    return model_class(name).from_pretrained(directory, torch_dtype=dtype, **kwargs)
+
+
+def quantized_names(model: nn.Module) -> set[str]:
+    """The names of the modules that are quantized."""
+    return {name for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
+
+
+def file_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whatever its shards."""
+    return {key: tensor for file in sorted(directory.glob("*.safetensors")) for key, tensor in load_file(file).items()}
 
 
 def make_autoencoder(dtype: torch.dtype = torch.float32) -> diffusers.AutoencoderKL:
