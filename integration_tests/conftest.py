@@ -1,6 +1,7 @@
 """What every integration test gets: one thread, no network, and the small trained model."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest  # noqa: E402
 
 
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # scripts import each other by their bare names
 ASSET_MODEL = Path(__file__).parent / "assets" / "tiny-llama-13m"
 
 
