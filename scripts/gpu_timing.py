@@ -184,7 +184,9 @@ def commit() -> str:
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to repeat the numbers."""
     versions = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
-    versions |= {name: _version(name) for name in ("torchao", "gemlite", "bitsandbytes") if installed(name)}
+    versions |= {
+        name: _version(name) for name in ("torchao", "gemlite", "bitsandbytes", "diffusers") if installed(name)
+    }
     found: dict[str, Any] = {"commit": commit(), "python": platform.python_version(), **versions}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
