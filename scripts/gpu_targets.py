@@ -71,11 +71,45 @@ _MMA = "num_warps 8 with BLOCK_N 128 at M = 64; two consumer warpgroups by BLOCK
 _PREFILL = "the crossover in weight_only CONFIGS (last row): lower the largest M if `dequantize + GEMM` wins there"
 _DENSE = "time `dequantize` alone: over 2.5 bytes a weight at copy bandwidth, widen its loads; else it is cuBLAS"
 _FP8 = "num_stages 3 -> 4, BLOCK_N 256 with 8 warps; then the chain length (_CHAIN) that bounds fp8 accumulation"
+_BLOCKS = (
+    "profile one block: what is neither a product nor attention (norms, rotary embeddings, quantizing q, k, v thrice)"
+)
+_EAGER = (
+    "launches per block: quantize an input once for q, k and v; fuse the norm, its modulation and the quantization"
+)
 _EXPERTS = "sort blocks so that those of one expert run together; BLOCK_M 8 where most experts have one row"
 
 
 def _caches(format: str) -> tuple[str, ...]:
     return tuple(f"{format} cache {one.batch}x{one.T}" for one in CACHED if one.S == 1 and one.T >= 32768)
+
+
+def _diffusion() -> tuple[Target, ...]:
+    """Of whole models, extrapolated from few blocks; bench_pipeline.py measures all of them."""
+    flux, video = (4608,), (17776,)
+    both = ("flux eager fp8 attention", "flux eager int8 attention")
+    fast, long = ("flux compiled fp8 attention",), ("cogvideox compiled fp8 attention",)
+    small, small_video = ("flux eager int4",), ("cogvideox eager int4",)
+
+    def target(id: str, what: str, names: tuple[str, ...], M: tuple[int, ...], versus: str, limit: float, **more: Any):
+        return Target(id, what, "diffusion", names, M, versus, limit, **{"next": _BLOCKS, **more})
+
+    upper = {"is_upper": True, "next": "which modules stay in 16 bit: print(plan)"}
+    return (
+        target("D1", "Flux.1-dev, fp8, 8-bit attention", fast, flux, "x compiled bf16", 1.55),
+        target("D1", "the same over plain bf16", fast, flux, "x eager bf16", 2.6),
+        target("D1", "the same, seconds an image", fast, flux, "s/image", 2.5, is_upper=True),
+        target("D1", "the same", fast, flux, "torchao", 1.12),
+        target("D2", "Flux.1-dev, 8 bit, not compiled", both, flux, "x eager bf16", 1.35, next=_EAGER),
+        target("D3", "CogVideoX-5b, fp8, 8-bit attention", long, video, "x compiled bf16", 1.35),
+        target("D3", "the same", long, video, "torchao", 1.15),
+        target("D3", "the same, weights", long, video, "of bf16 weights", 0.505, **upper),
+        target("D3", "CogVideoX-5b, int4, weights", small_video, video, "of bf16 weights", 0.27, **upper),
+        target("D4", "Flux.1-dev, int4, not compiled", small, flux, "x eager bf16", 0.90, next=_PREFILL),
+        target("D4", "the same, GB of weights", small, flux, "GB", 6.4, **upper),
+        target("Q", "8 bit, dB of a call of few blocks", (*both, *fast), flux, "call SNR dB", 25, next="skip lists"),
+        target("Q", "8 bit, dB of a call of few blocks", long, video, "call SNR dB", 25, next="skip lists"),
+    )
 
 
 TARGETS: tuple[Target, ...] = (
@@ -174,6 +208,7 @@ TARGETS: tuple[Target, ...] = (
         "profile `quantize_`: passes over the weight beside reading it and writing the codes",
         is_upper=True,
     ),
+    *_diffusion(),
 )
 
 

@@ -23,7 +23,7 @@ import tune
 from aot_compile import Collected, Use
 from gpu_suite import SECTIONS, Options, read_section, report, run_section, wait_for
 from gpu_targets import TARGETS, Target, judge
-from gpu_timing import Ceilings, HostTimer
+from gpu_timing import Ceilings, HostTimer, installed
 from kernel_cases import CANDIDATES, LLAMA, Linear, all_cases, candidate, gpu_ops, linear_case, memory_case
 from kernel_measures import measure, measure_linear
 from rivals import RIVALS, rivals_of
@@ -47,13 +47,18 @@ def dry_run(tmp_path_factory) -> dict:
 
 def test_dry_run_measures_everything_and_nothing_fails(dry_run):
     for name, found in dry_run.items():
-        assert found["status"] == "done" and not found["failures"], (name, found["failures"])
+        skipped = name == "diffusion" and not installed("diffusers")
+        assert skipped or found["status"] == "done"
+        assert not found["failures"], (name, found["failures"])
     missing = [
         verdict.target
         for verdict in judge(TARGETS, dry_run)
         if verdict.value is None and verdict.target.versus in ("bf16", "copy", "tok/s", "seconds")
     ]
     ops = {"G10": "hadamard", "D5": "int8_attention"}  # measured as soon as they have a kernel
+    if dry_run["diffusion"]["status"] == "done":
+        missing += [v.target for v in judge(TARGETS, dry_run) if v.value is None and v.target.section == "diffusion"]
+        missing = [target for target in missing if target.versus != "torchao"]
     assert not [target for target in missing if ops.get(target.id) in gpu_ops() or target.id not in ops]
     text, passed = report(dry_run)
     assert not passed and "short by" in text and "next for G1" in text
@@ -195,6 +200,40 @@ def test_what_a_compiler_raises_ends_no_section(monkeypatch, tmp_path):
 def test_budgets_keep_the_promise():
     assert sum(section.budget for section in SECTIONS) <= 470
     assert sum(section.quick_budget for section in SECTIONS) <= 180
+
+
+def test_what_a_section_leaves_of_its_time_goes_to_the_next(monkeypatch):
+    given, clock = [], iter([0.0, 4.0, 4.0, 40.0, 40.0, 41.0])
+    sections = [gpu_suite.Section(name, lambda *_: None, 10, 0) for name in "abc"]
+    monkeypatch.setattr(gpu_suite, "SECTIONS", sections)
+    monkeypatch.setattr(gpu_suite.time, "monotonic", lambda: next(clock))
+    gpu_suite.run_all(
+        Options(), [], lambda section, options, path, budget: given.append(budget) or "done", lambda _: None
+    )
+    assert given == [10, 16, 10], "6 of 10 seconds were left, then none"
+
+
+def test_without_diffusers_its_section_is_skipped_and_fails_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_suite, "installed", lambda package: package != "diffusers")
+    section = next(s for s in SECTIONS if s.name == "diffusion")
+    run_section(section, Options(dry_run=True), tmp_path / "a", 60)
+    found = {"diffusion": read_section(tmp_path / "a", "done")}
+    assert found["diffusion"]["status"] == "skipped: diffusers is not installed"
+    text, passed = report(found)
+    assert passed and "nothing measured (skipped: diffusers is not installed)" in text
+
+
+def test_diffusion_models_are_judged_by_what_the_run_compared(dry_run):
+    if dry_run["diffusion"]["status"] != "done":
+        pytest.skip("diffusers is not installed")
+    records = {record["candidate"]: record for record in dry_run["diffusion"]["records"]}
+    ours, plain = records["flux compiled fp8 attention"], records["flux compiled bf16, eager"]
+    assert ours["extrapolated"] and ours["M"] == 4608 and ours["name"] == "fp8 attention, compiled"
+    assert ours["x eager bf16"] == pytest.approx(plain["ms"] / ours["ms"])
+    assert ours["x compiled bf16"] == pytest.approx(records["flux compiled bf16, compiled"]["ms"] / ours["ms"])
+    assert ours["s/image"] == pytest.approx(28e-3 * ours["ms"])
+    assert 0.5 < ours["of bf16 weights"] < 0.7 and 15 < ours["call SNR dB"] < 60
+    assert records["cogvideox eager int4"]["M"] == 17776
 
 
 def test_without_a_gpu_the_scripts_say_so(monkeypatch, capsys):
