@@ -66,7 +66,6 @@ def make_variants(base: torch.nn.Module, subject: Subject, args: argparse.Namesp
     compiled = None
     if args.compile:
         compiled = {"backend": args.backend} if args.backend else {"mode": args.compile_mode}
-        torch._dynamo.config.recompile_limit = 256  # all variants share the code of the blocks
     found: list[Variant] = []
     add = partial(add_variant, found, subject, compiled=compiled)
     add(BASE, lambda: base)
@@ -191,7 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
     groups = "" if smaller is None else f", {spec.units} of {full.units} groups of blocks"
     print(f"{full.repo} ({spec.model_class}) with random weights{groups}; {spec.size}; batch {spec.batch}", flush=True)
     variants = make_variants(base, subject, args)
-    measure(variants, subject, args.rounds, say=partial(print, file=sys.stderr, flush=True))
+    with torch._dynamo.config.patch(recompile_limit=256):  # all variants share the code of the blocks
+        measure(variants, subject, args.rounds, say=partial(print, file=sys.stderr, flush=True))
     records = [record(variant, subject) for variant in variants]
     print(f"\n{report(records, subject)}")
     for name, reason in missing_rivals().items() if args.rivals else ():

@@ -44,8 +44,7 @@ def make_subject(blocks=None, steps=2):
     return Subject(spec, FLUX, smaller, make_step(spec), steps, CPU)
 
 
-def test_the_whole_benchmark(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+def test_the_whole_benchmark(tmp_path, capsys):
     path = tmp_path / "found.json"
     arguments = [
         "--model",
