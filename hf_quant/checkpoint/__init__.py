@@ -5,7 +5,7 @@ tensors that were loaded; `save_quantized` and `load_quantized_` are the way of 
 """
 
 from hf_quant.checkpoint._header import TensorInfo, read_header
-from hf_quant.checkpoint._inspect import CheckpointSummary, inspect_checkpoint
+from hf_quant.checkpoint._inspect import CheckpointSummary, inspect_checkpoint, summarize
 from hf_quant.checkpoint._packed import check_packed, guard_entry
 from hf_quant.checkpoint._store import config_of, load_quantized_, save_quantized
 
@@ -20,4 +20,5 @@ __all__ = [
     "load_quantized_",
     "read_header",
     "save_quantized",
+    "summarize",
 ]

@@ -93,7 +93,31 @@ def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
     config = _find_config(directory)
     files = scan_files(directory)
     tensors = {name: info for stored in files.values() for name, info in stored.items()}
-    schemes = _SchemeTable(schemes_from_list(config.plan), by_host=not (directory / CONFIG_NAME).is_file())
+    by_host = not (directory / CONFIG_NAME).is_file()
+    return summarize(config, tensors, num_files=len(files), by_host=by_host, where=str(directory))
+
+
+def summarize(
+    config: QuantizerConfig,
+    tensors: dict[str, TensorInfo],
+    *,
+    num_files: int = 0,
+    by_host: bool = True,
+    where: str = "the model",
+) -> CheckpointSummary:
+    """Summarize tensors that a quantized model has, or a checkpoint of it.
+
+    Args:
+        config: with the plan in it.
+        tensors: {name: dtype and shape}, each stored tensor once.
+        num_files: that they are in.
+        by_host: they may have names of the host's own, of which the plan knows the endings only.
+        where: what an error calls them.
+
+    Raises ValueError if they contradict the config.
+    """
+    tensors = dict(tensors)
+    schemes = _SchemeTable(schemes_from_list(config.plan), by_host=by_host)
     groups: dict[tuple[str, str, LinearScheme | None], list[tuple[int, int]]] = {}
     for name, weights in _quantized_modules(tensors).items():
         scheme = schemes.find(name)
@@ -108,7 +132,7 @@ def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
         size = sum(map(prod, shapes.values())), sum(info.nbytes for info in expected.values())
         groups.setdefault((_template(name) or "(model)", shape, scheme), []).append(size)
     if not groups and not config.quantizes_no_weights:
-        raise ValueError(f"{directory} holds no codes of hf_quant")
+        raise ValueError(f"{where} holds no codes of hf_quant")
     for name, info in tensors.items():
         if info.nbytes:  # the guard has none
             key = (_template(name), "x".join(map(str, info.shape)), None)
@@ -117,7 +141,7 @@ def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
         CheckpointRow(modules, len(sizes), shape, scheme, sum(n for n, _ in sizes), sum(b for _, b in sizes))
         for (modules, shape, scheme), sizes in groups.items()
     ]
-    return CheckpointSummary(config, tuple(rows), len(files))
+    return CheckpointSummary(config, tuple(rows), num_files)
 
 
 def _find_config(directory: Path) -> QuantizerConfig:

@@ -1,0 +1,230 @@
+"""Model cards of quantized models: what is in them, how well it was measured, how to load it, under which licence.
+
+`model_card` makes a card; `merge_cards` brings it together with the one that is there already; `card_for_upload` is
+what a push of a quantized model to the Hub ends with, in the place of the host's generic card.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml  # comes with huggingface_hub
+from huggingface_hub import ModelCard, ModelCardData
+from torch import nn
+
+from hf_quant.integrations.hub import _base
+from hf_quant.integrations.hub._base import NotOnHub, find_card, hub_id, read_card
+from hf_quant.integrations.hub._content import content, tags_of
+from hf_quant.integrations.hub._source import CardSource, holds_quantized, origin_of, read_source
+from hf_quant.integrations.hub._text import render
+from hf_quant.integrations.hub._usage import pipeline_tag
+from hf_quant.integrations.hub.measurements import Measurements, as_measurements, read_measurements
+
+
+__all__ = [
+    "Measurements",
+    "card_for_upload",
+    "find_card",
+    "hub_id",
+    "merge_cards",
+    "model_card",
+    "read_measurements",
+]
+
+CARD = _base.CARD
+_logger = logging.getLogger("hf_quant")
+# At the end of each card: of what quantization it speaks, and a digest of its text, which an edit changes.
+_MARK = re.compile(r"<!-- hf_quant card ([0-9a-f]{16}) ([0-9a-f]{16}) -->\s*$")
+# The first paragraph of the cards that transformers and diffusers write where there is none.
+_GENERIC = re.compile(
+    r"^This is the model card of a \S+ (?:transformers|diffusers)[^\n]* that has been pushed on the Hub\. "
+    r"This model card has been automatically generated\.$",
+    re.MULTILINE,
+)
+_LICENSE_FIELDS = ("license", "license_name", "license_link")
+
+
+def model_card(
+    source: "nn.Module | Path | str | Any",
+    measurements: "Measurements | dict[str, Any] | Path | str | None" = None,
+    *,
+    repo_id: str | None = None,
+    base_model: str | Sequence[str] | None = None,
+    base_card: ModelCard | Path | str | None = None,
+    license: str | None = None,
+    token: str | bool | None = None,
+) -> ModelCard:
+    """A card of a quantized model; `card.save("README.md")` writes it, `card.push_to_hub("user/name")` uploads it.
+
+    Args:
+        source: a quantized model of transformers or diffusers, a pipeline of diffusers with quantized parts, or the
+            directory of any of these, of which configs and headers are read and no weights.
+        measurements: what was measured, see `hf_quant.integrations.hub.measurements`, or a file of it. Without: the
+            card says "not evaluated".
+        repo_id: the repository of the card, which its snippets name.
+        base_model: names on the Hub of what was quantized. Default: what the source says; a path is never written.
+        base_card: the card of the base model, or a directory or file with it. Default: the one beside the model that
+            was quantized, on this machine or on the Hub. Licence, language and task are copied from it.
+        license: identifier of a licence, in the place of that.
+        token: for the Hub.
+
+    Raises:
+        ValueError: if nothing in the source is quantized, a name or figure cannot be right, or the measurements are of
+            another model.
+    """
+    if repo_id is not None:
+        _base.check_hub_id(repo_id, "repo_id")
+    facts = read_source(source)
+    own = _card_of(str(source), None) if isinstance(source, str | Path) else None
+    base = _find_base(facts, base_model, base_card, own, token)
+    return _make(facts, as_measurements(measurements), base, repo_id=repo_id, license=license)
+
+
+def merge_cards(existing: ModelCard | None, card: ModelCard) -> ModelCard:
+    """The card to keep where there is one already; `card` is of this package.
+
+    The text of a card that somebody has written stays as it is, and so does a card of this package for the same
+    quantization, which may hold measurements; what their metadata lacks is added. The hosts' generic cards, and cards
+    of this package that nobody has edited and that speak of another quantization, are replaced but for their tags and
+    further metadata.
+    """
+    if existing is None:
+        return card
+    found, wanted = _MARK.search(existing.text), _MARK.search(card.text)
+    stale = found is not None and found[1] != wanted[1] and found[2] == _digest(existing.text[: found.start()])
+    known, new = existing.data.to_dict(), card.data.to_dict()
+    tags = known.get("tags") if isinstance(known.get("tags"), list) else []
+    if stale or _is_generic(existing):
+        tags = [] if stale else tags  # of another format
+        further = {key: value for key, value in known.items() if key not in new}
+        return _assemble({**new, **further, "tags": _union(new["tags"], tags)}, card.text)
+    # A licence's name and link belong to the licence.
+    left_out = () if known.get("license") is None else _LICENSE_FIELDS
+    added = {key: value for key, value in new.items() if known.get(key) is None and key not in left_out}
+    merged = ModelCard(str(existing), ignore_metadata_errors=True)
+    for key, value in {**added, "tags": _union(tags, new["tags"])}.items():
+        merged.data[key] = value
+    return merged
+
+
+def card_for_upload(
+    source: Any, directory: Path | str, repo_id: str | None, *, token: str | bool | None = None
+) -> None:
+    """Put a card into the directory to which a quantized model or pipeline was saved to be uploaded.
+
+    `directory` holds the host's README.md: its generic card, or that of the repository. It stays where the directory
+    holds nothing quantized (adapters alone), or somebody's card whose metadata cannot be read.
+    """
+    path = Path(directory) / CARD
+    existing = read_card(path) if path.is_file() else None
+    if (path.is_file() and existing is None) or not holds_quantized(Path(directory)):
+        return
+    try:
+        origin, is_quantized = origin_of(source)
+        facts = replace(read_source(directory), origin=origin, origin_is_quantized=is_quantized)
+        base = _find_base(facts, None, None, existing, token)
+        card = _make(facts, Measurements(), base, repo_id=repo_id, license=None)
+    except ValueError as error:  # an upload of hours does not fail for its card
+        _logger.warning("the model card is the one of the host: %s", error)
+        return
+    merge_cards(existing, card).save(path)
+
+
+class _Base(NamedTuple):
+    """What is known of the model that was quantized: names on the Hub, and what is inherited from its card."""
+
+    names: list[str]
+    inherited: dict[str, Any]
+
+
+def _find_base(
+    facts: CardSource,
+    names: str | Sequence[str] | None,
+    card: ModelCard | Path | str | None,
+    own: ModelCard | None,
+    token: str | bool | None,
+) -> _Base:
+    """From what the caller gives, else from the card that is there, else from where the model was loaded from."""
+    given = [names] if isinstance(names, str) else list(names or ())
+    found = [_base.check_hub_id(name, "base_model") for name in given]
+    if isinstance(card, str | Path):
+        where, card = card, read_card(Path(card)) if Path(card).is_file() else _card_of(str(card), token)
+        if card is None:
+            raise ValueError(f"{where} has no model card that can be read")
+    if found or card is not None:
+        card = card if card is not None else _card_of(found[0], token)
+        return _Base(found, {} if card is None else _base.inherited(card, found[0] if found else None))
+    if own is not None and _base.base_models(own):
+        return _Base(_base.base_models(own), _base.inherited(own, None))
+    if facts.origin is None:
+        return _Base([], {})
+    name = hub_id(facts.origin)
+    try:
+        card = find_card(name or facts.origin, token=token)
+    except NotOnHub:  # what looks like a name was a path of another machine
+        return _Base([], {})
+    if facts.origin_is_quantized or (card is not None and _base.describes_quantized(card)):
+        return _Base([], {}) if card is None else _Base(_base.base_models(card), _base.inherited(card, name))
+    return _Base([] if name is None else [name], {} if card is None else _base.inherited(card, name))
+
+
+def _card_of(name: str, token: str | bool | None) -> ModelCard | None:
+    try:
+        return find_card(name, token=token)
+    except NotOnHub:
+        return None
+
+
+def _make(
+    facts: CardSource, figures: Measurements, base: _Base, *, repo_id: str | None, license: str | None
+) -> ModelCard:
+    bits = facts.bits_per_weight
+    if None not in (figures.bits_per_weight, bits) and abs(figures.bits_per_weight - bits) > 0.01 * bits:
+        raise ValueError(
+            f"the measurements are of a model with {figures.bits_per_weight:.3f} bits per weight, this one has "
+            f"{bits:.3f}: measure this one"
+        )
+    known = dict(base.inherited)
+    if license is not None:
+        known = {key: value for key, value in known.items() if key not in _LICENSE_FIELDS} | {"license": license}
+    fields = {
+        "base_model": base.names or None,
+        "base_model_relation": "quantized",
+        **{key: known.get(key) for key in (*_LICENSE_FIELDS, "language")},
+        "library_name": facts.library,
+        "pipeline_tag": known.get("pipeline_tag") or pipeline_tag(facts),
+        "tags": tags_of(facts),
+    }
+    fields = {key: value for key, value in fields.items() if value is not None}
+    text = render("card.jinja", content(facts, figures, fields, repo_id=repo_id, bases=base.names))
+    return _assemble(fields, f"\n{text}\n<!-- hf_quant card {facts.fingerprint} {_digest(text)} -->\n")
+
+
+def _assemble(fields: dict[str, Any], text: str) -> ModelCard:
+    """A card whose metadata keep their order."""
+    metadata = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=1000)
+    return ModelCard(f"---\n{metadata}---\n{text}", ignore_metadata_errors=True)
+
+
+def _digest(text: str) -> str:
+    """Of the words in a text: the hosts and the Hub may change line ends."""
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
+
+
+def _union(first: list[str], second: list[str]) -> list[str]:
+    return list(dict.fromkeys([*first, *second]))
+
+
+def _is_generic(card: ModelCard) -> bool:
+    """Whether nobody has filled in a card that a host has made, or there is no text at all."""
+    if not card.text.strip():
+        return True
+    found = _GENERIC.search(card.text)
+    if found is None:
+        return False
+    template = ModelCard.from_template(ModelCardData(), model_description=found[0])
+    return template.text.split() == card.text.split()

@@ -1,0 +1,125 @@
+"""The model that a quantized one was made of: its name on the Hub, and what its own card says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml  # comes with huggingface_hub
+from huggingface_hub import ModelCard, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+
+CARD = "README.md"
+MAX_CARD_BYTES = 5_000_000
+# A snapshot in the cache of huggingface_hub: models--org--name/snapshots/<commit>/...
+_SNAPSHOT = re.compile(r"(?:^|[/\\])models--([^/\\]+)[/\\]snapshots[/\\][0-9a-f]{40}(?:[/\\]|$)")
+_LANGUAGE = re.compile(r"[A-Za-z][A-Za-z0-9-]{1,30}")
+_WORD = re.compile(r"[A-Za-z0-9][\w.+-]{0,99}")
+
+
+def hub_id(name: object) -> str | None:
+    """The name on the Hub in what a model was loaded from: a name "user/model", or a path in the Hub's cache.
+
+    None for every other path: directories of one machine mean nothing on another.
+    """
+    if not isinstance(name, str):
+        return None
+    snapshot = _SNAPSHOT.search(name)
+    if snapshot is not None:
+        name = snapshot[1].replace("--", "/")
+        return name if is_hub_id(name) else None
+    return name if name.count("/") == 1 and is_hub_id(name) and not Path(name).exists() else None
+
+
+def is_hub_id(name: object) -> bool:
+    """Whether it has the form of a repository's name."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return isinstance(name, str) and not name.startswith((".", "~")) and len(name) <= 200
+
+
+def check_hub_id(name: object, what: str) -> str:
+    """The name. Raises ValueError if it is none of a repository."""
+    if not isinstance(name, str) or not is_hub_id(name):
+        raise ValueError(f"{what} is {name!r}; needs the name of a repository of the Hub, USER/NAME")
+    return name
+
+
+class NotOnHub(ValueError):
+    """The Hub has no repository of this name, or shows it to nobody."""
+
+
+def find_card(name: str | Path, *, token: str | bool | None = None) -> ModelCard | None:
+    """The card in a directory, or of a repository of the Hub; None if there is none, or it cannot be had.
+
+    Raises NotOnHub if the Hub says that it has no such repository.
+    """
+    if Path(name).is_dir():
+        path = Path(name) / CARD
+        return read_card(path) if path.is_file() else None
+    if not is_hub_id(str(name)):
+        return None
+    try:
+        return read_card(Path(hf_hub_download(str(name), CARD, token=token)))
+    except GatedRepoError:
+        return None
+    except RepositoryNotFoundError as error:
+        raise NotOnHub(str(error)) from None
+    except (EntryNotFoundError, HfHubHTTPError, OSError):  # without a card, offline, or forbidden
+        return None
+
+
+def read_card(path: Path) -> ModelCard | None:
+    """The card in a file; None if its metadata cannot be read."""
+    if path.stat().st_size > MAX_CARD_BYTES:
+        return None
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True)
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError):  # what strangers write between two lines of dashes
+        return None
+
+
+def describes_quantized(card: ModelCard) -> bool:
+    """Whether a card is that of a model that hf_quant has quantized."""
+    tags = card.data.get("tags")
+    return card.data.get("base_model_relation") == "quantized" and isinstance(tags, list) and "hf_quant" in tags
+
+
+def base_models(card: ModelCard) -> list[str]:
+    """What a card names as its base model."""
+    found = card.data.get("base_model")
+    return [name for name in (found if isinstance(found, list) else [found]) if is_hub_id(name)]
+
+
+def inherited(card: ModelCard, base: str | None) -> dict[str, Any]:
+    """What a quantized model has from its base, as the card of the base says it: licence, language, task."""
+    data = card.data
+    found: dict[str, Any] = {}
+    licence = data.get("license")
+    licences = licence if isinstance(licence, list) else [licence]
+    if licence and all(isinstance(name, str) and _WORD.fullmatch(name) for name in licences):
+        found["license"] = licence
+        for field in ("license_name", "license_link"):
+            value = data.get(field)
+            if isinstance(value, str) and value.isprintable() and 0 < len(value) <= 300:
+                found[field] = value
+        link = found.get("license_link")
+        if link is not None and "://" not in link and base is not None:  # of a file beside the base's card
+            found["license_link"] = f"https://huggingface.co/{base}/blob/main/{link.removeprefix('./')}"
+    languages = data.get("language")
+    listed = languages if isinstance(languages, list) else [languages]
+    if languages and all(isinstance(name, str) and _LANGUAGE.fullmatch(name) for name in listed):
+        found["language"] = languages
+    task = data.get("pipeline_tag")
+    if isinstance(task, str) and _WORD.fullmatch(task):
+        found["pipeline_tag"] = task
+    return found

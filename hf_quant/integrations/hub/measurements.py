@@ -1,0 +1,195 @@
+"""What was measured of a checkpoint, as model cards show it and `hf-quant eval --json`, `bench --json` write it.
+
+    {
+      "bits_per_weight": 4.125,
+      "quality": [
+        {"dataset": "wiki.txt", "metric": "perplexity", "value": 7.1, "reference": 6.9,
+         "details": "16,320 predictions in windows of 256 tokens", "command": "hf-quant eval ..."}
+      ],
+      "speed": [
+        {"device": "...", "versions": "torch 2.13.0, ...", "command": "hf-quant bench ...", "details": "batch 1, ...",
+         "rows": [{"name": "decode", "value": 30.4, "unit": "tokens/s", "reference": 12.3}]}
+      ],
+      "memory": [{"name": "peak while loading", "value": 1200000, "reference": 2600000}]
+    }
+
+`reference` is the same figure of the 16-bit model. Sizes are bytes. Every part may be missing; one object in the place
+of a list of one is read, too, and fields of other names are ignored: a file may hold more than a card shows.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+
+MAX_BYTES = 10_000_000  # of a file of measurements
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A figure of quality: `metric` on `dataset`, and the same of the 16-bit model as `reference`."""
+
+    dataset: str
+    metric: str
+    value: float
+    reference: float | None = None
+    details: str | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """A time or a rate in `unit`."""
+
+    name: str
+    value: float
+    unit: str
+    reference: float | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Figures of one run on one machine, and the command that gave them."""
+
+    device: str
+    versions: str
+    command: str
+    rows: tuple[SpeedRow, ...]
+    details: str | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A number of bytes."""
+
+    name: str
+    value: float
+    reference: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All that was measured of a checkpoint.
+
+    Attributes:
+        bits_per_weight: of the model that was measured; a card of another checkpoint refuses the figures.
+    """
+
+    quality: tuple[Quality, ...] = ()
+    speed: tuple[Speed, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    bits_per_weight: float | None = None
+
+    @classmethod
+    def from_dict(cls, value: Any, where: str = "measurements") -> "Measurements":
+        """Read what `to_dict` gives. Raises ValueError on figures that cannot be true, naming the field."""
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} is a {type(value).__name__}; needs an object with quality, speed or memory")
+        known = [field.name for field in fields(cls)]
+        if value and not set(value) & set(known):
+            raise ValueError(f"{where} has {', '.join(map(repr, sorted(value)[:5]))}; needs any of {', '.join(known)}")
+        speed = []
+        for number, entry in enumerate(_entries(value.get("speed"), f"{where}.speed")):
+            at = f"{where}.speed[{number}]"
+            rows = [
+                _record(SpeedRow, row, f"{at}.rows[{i}]")
+                for i, row in enumerate(_entries(entry.get("rows"), f"{at}.rows"))
+            ]
+            if not rows:
+                raise ValueError(f"{at} has no rows")
+            speed.append(_record(Speed, {**entry, "rows": tuple(rows)}, at))
+        bits = value.get("bits_per_weight")
+        return cls(
+            _records(Quality, value.get("quality"), f"{where}.quality"),
+            tuple(speed),
+            _records(Memory, value.get("memory"), f"{where}.memory"),
+            None if bits is None else _number(bits, f"{where}.bits_per_weight", positive=True),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-native fields, without those that are None."""
+        return _without_none(json.loads(json.dumps(asdict(self))))
+
+    def __bool__(self) -> bool:
+        return bool(self.quality or self.speed or self.memory)
+
+
+def read_measurements(paths: Iterable[Path | str]) -> Measurements:
+    """What several files of measurements hold together. Raises ValueError if they do not fit each other."""
+    found = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise ValueError(f"{path} is not a file; needs measurements as `hf-quant eval --json` writes them")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are measurements")
+        try:
+            value = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+        found.append(Measurements.from_dict(value, str(path)))
+    bits = sorted({m.bits_per_weight for m in found if m.bits_per_weight is not None})
+    if bits and bits[-1] > 1.01 * bits[0]:
+        raise ValueError(
+            f"the files measure models of {bits[0]:.3f} and of {bits[-1]:.3f} bits per weight; a card is of one model"
+        )
+    return Measurements(
+        tuple(figure for m in found for figure in m.quality),
+        tuple(figure for m in found for figure in m.speed),
+        tuple(figure for m in found for figure in m.memory),
+        bits[0] if bits else None,
+    )
+
+
+def as_measurements(value: "Measurements | dict[str, Any] | Path | str | None") -> Measurements:
+    """From what a caller may pass: measurements, a dict of their fields, the path of a file, or None."""
+    if value is None:
+        return Measurements()
+    if isinstance(value, Measurements):
+        return Measurements.from_dict(value.to_dict())  # the constructor checks nothing
+    return read_measurements([value]) if isinstance(value, str | Path) else Measurements.from_dict(value)
+
+
+def _entries(value: Any, where: str) -> list[dict[str, Any]]:
+    entries = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ValueError(f"{where} has {str(entry)[:80]!r}; needs objects")
+    return list(entries)
+
+
+def _records(cls: type[_Record], value: Any, where: str) -> tuple[_Record, ...]:
+    return tuple(_record(cls, entry, f"{where}[{i}]") for i, entry in enumerate(_entries(value, where)))
+
+
+def _record(cls: type[_Record], entry: dict[str, Any], where: str) -> _Record:
+    """One record; numbers are finite and texts are not empty."""
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        value, at = entry.get(field.name), f"{where}.{field.name}"
+        if value is None:
+            if field.name not in ("reference", "details", "command") or (cls is Speed and field.name == "command"):
+                raise ValueError(f"{at} is missing")
+        elif field.name in ("value", "reference"):
+            value = _number(value, at, positive=cls is not Quality)
+        elif field.name != "rows" and (not isinstance(value, str) or not value.strip()):
+            raise ValueError(f"{at} is {value!r}; needs text")
+        values[field.name] = value
+    return cls(**values)
+
+
+def _number(value: Any, where: str, *, positive: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{where} is {value!r}; needs a number")
+    if positive and value <= 0:
+        raise ValueError(f"{where} is {value!r}; needs a number above 0")
+    return value
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
