@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_quant.config import QuantizerConfig
     from hf_quant.formats import FORMATS
     from hf_quant.graphs import capture_generate
+    from hf_quant.integrations.hub import model_card
     from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
     from hf_quant.modules import (
         QuantEmbedding,
@@ -44,6 +45,7 @@ _HOME = {
     "dequantize_": "quantize",
     "fuse_projections_": "modules",
     "load_quantized_": "checkpoint",
+    "model_card": "integrations.hub",
     "plan": "planning",
     "quantize_": "quantize",
     "save_quantized": "checkpoint",
@@ -67,6 +69,7 @@ __all__ = [
     "dequantize_",
     "fuse_projections_",
     "load_quantized_",
+    "model_card",
     "plan",
     "quantize_",
     "save_quantized",

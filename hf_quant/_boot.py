@@ -14,8 +14,8 @@ What this asks of the package:
   ends with `boot()`. So `import hf_quant` needs no host either, and registers with every host, loaded or not yet.
 - Each adapter in `_ADAPTERS` has an idempotent `register() -> None` and ends by calling it: when somebody imports the
   adapter first, the host is loaded in the middle of the adapter, where this module leaves it to that last line.
-- `diffusers.loaders.lora_pipeline`, `diffusers.models.attention_dispatch` and `peft.tuners.tuners_utils` are no lists
-  of quantizers, but wait in the same way for what extends them.
+- `diffusers.loaders.lora_pipeline`, `diffusers.models.attention_dispatch`, `diffusers.pipelines.pipeline_utils` and
+  `peft.tuners.tuners_utils` are no lists of quantizers, but wait in the same way for what extends them.
 - `hf_quant/integrations/__init__.py` imports `transformers.quantizers.auto` before anything else, so that no other
   module in there can be half imported at the moment of registration.
 - What the adapters need imports at its top no module of transformers that loads `transformers.quantizers.auto` or may
@@ -33,6 +33,7 @@ _ADAPTERS = {
     "diffusers.quantizers.auto": "hf_quant.integrations.diffusers",
     "diffusers.loaders.lora_pipeline": "hf_quant.integrations.diffusers_lora",
     "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers_attention",
+    "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers_hub",
     "peft.tuners.tuners_utils": "hf_quant.integrations.peft",
 }
 

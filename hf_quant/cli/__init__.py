@@ -1,4 +1,4 @@
-"""The command line: `hf-quant quantize | plan | inspect | eval | bench | demo | doctor`.
+"""The command line: `hf-quant quantize | plan | inspect | eval | bench | card | demo | doctor`.
 
 A mistake of the user, or a file that is missing or broken, is one line on stderr and exit status 2; `--debug` shows
 where it was found. `main` imports nothing heavy before it knows the command: `hf-quant --help` answers at once.
@@ -22,6 +22,7 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; `arguments` default to `sys.argv[1:]`. Returns the exit status: 0, 2 on errors, 130 on Ctrl-C."""
     args = build_parser().parse_args(arguments)
+    args.typed = sys.argv[1:] if arguments is None else list(arguments)
     module, function = args.command
     try:
         # `doctor` has to answer where a host is missing or broken.

@@ -1,8 +1,11 @@
 """`hf-quant inspect`, `eval` and `bench`."""
 
 import argparse
+import json
+import shlex
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,7 +23,18 @@ from hf_quant.cli._models import (
 )
 from hf_quant.cli._parser import config_from_args, gives_scheme
 from hf_quant.cli._pipelines import quantized_parts
-from hf_quant.evaluate import PeakMemory, bits_per_weight, check_causal, generation_speed, quality, read_ids
+from hf_quant.evaluate import (
+    PeakMemory,
+    Quality,
+    Speed,
+    bits_per_weight,
+    check_causal,
+    generation_speed,
+    machine,
+    quality,
+    read_ids,
+)
+from hf_quant.integrations.hub import measurements
 from hf_quant.planning import format_table
 
 
@@ -61,6 +75,9 @@ def eval(args: argparse.Namespace) -> None:
     print(format_table(rows))
     count = next(iter(found.values())).num_tokens
     print(f"{count} predictions in windows of {window} tokens of {args.text}")
+    if args.json is not None:
+        details = f"{count:,} predictions in windows of {window} tokens"
+        _write_json(args.json, loaded, quality=_quality_figures(args, found, reference, details))
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -103,6 +120,65 @@ def bench(args: argparse.Namespace) -> None:
         f"round{'s' if args.rounds > 1 else ''}; peak MB: by how much the memory in use grows while loading and in a "
         "first generation"
     )
+    if args.json is not None:
+        details = f"batch 1, {args.prompt_tokens} + {args.new_tokens} tokens"
+        _write_json(args.json, loaded, **_speed_figures(args, loaded, speeds, details))
+
+
+def _quality_figures(
+    args: argparse.Namespace, found: dict[str, Quality], reference: str | None, details: str
+) -> tuple[measurements.Quality, ...]:
+    *_, measured = found.values()
+    base = None if reference is None else found[reference]
+    about = {"dataset": args.text.name, "details": details, "command": _command(args)}
+    figures = [
+        measurements.Quality(
+            metric="perplexity", value=measured.perplexity, reference=base and base.perplexity, **about
+        )
+    ]
+    if base is not None:
+        figures.append(measurements.Quality(metric="KL per token to 16 bit (nats)", value=measured.kl, **about))
+        figures.append(measurements.Quality(metric="same top token as 16 bit", value=measured.agreement, **about))
+    return tuple(figures)
+
+
+def _speed_figures(
+    args: argparse.Namespace, loaded: "_Loaded", speeds: dict[str, Speed], details: str
+) -> dict[str, tuple]:
+    """Speed and memory of the last model, beside those of the reference."""
+    names = list(speeds)
+    base = None if loaded.reference is None else names[0]
+    measured, reference = speeds[names[-1]], None if base is None else speeds[base]
+    rows = (
+        measurements.SpeedRow(
+            "prefill", 1e3 * measured.prefill, "ms", None if reference is None else 1e3 * reference.prefill
+        ),
+        measurements.SpeedRow("decode", measured.decode, "tokens/s", None if reference is None else reference.decode),
+    )
+    versions, _, device = machine().partition("; ")
+    label = "peak while loading and in a first generation"
+    peak = loaded.peaks[names[-1]]
+    return {
+        "speed": (measurements.Speed(device, versions, _command(args), rows, details),),
+        "memory": (measurements.Memory(label, peak, None if base is None else loaded.peaks[base]),) if peak else (),
+    }
+
+
+def _command(args: argparse.Namespace) -> str:
+    """What was typed, with the names of files and directories in the place of their paths on this machine."""
+    shown = []
+    for word in args.typed:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        path = Path(value)
+        is_path = path.is_absolute() or path.exists() or path == args.json
+        shown.append(f"{option}{equals}{path.name}" if value and is_path else word)
+    return shlex.join(["hf-quant", *shown])
+
+
+def _write_json(path: Path, loaded: "_Loaded", **figures: tuple) -> None:
+    *_, model = loaded.models.values()
+    found = measurements.Measurements(**figures, bits_per_weight=bits_per_weight(model))
+    path.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
 
 
 class _Loaded:

@@ -24,6 +24,7 @@ _EPILOG = """examples:
   hf-quant inspect llama-int4
   hf-quant eval llama-int4 --text wiki.txt --reference meta-llama/Llama-3.1-8B
   hf-quant bench llama-int4 --reference meta-llama/Llama-3.1-8B
+  hf-quant card llama-int4 --base-model meta-llama/Llama-3.1-8B
   hf-quant demo
   hf-quant doctor
 """
@@ -49,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of errors, and the hosts' warnings")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench, _add_demo, _add_doctor):
+    for add in (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench, _add_card, _add_demo, _add_doctor):
         add(commands, common)
     return parser
 
@@ -114,6 +115,32 @@ def _add_bench(commands, common) -> None:
     _add_measured(parser)
 
 
+def _add_card(commands, common) -> None:
+    help = "write the model card of a quantized checkpoint, from its config, the headers of its files and measurements"
+    parser = _add_command(commands, common, "card", ("_card", "card"), help)
+    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="directory of a quantized model or pipeline")
+    parser.add_argument(
+        "--base-model", metavar="MODEL", help="what was quantized: USER/NAME, or a directory with its README.md"
+    )
+    parser.add_argument("--license", metavar="ID", help="of the model (default: the one in the base model's card)")
+    parser.add_argument(
+        "--measurements",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="what `eval --json` and `bench --json` have written; may be repeated",
+    )
+    parser.add_argument("--repo", metavar="USER/NAME", help="the repository of the card, which its snippets name")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="(default: DIR/README.md; a card that somebody has written there keeps its text)",
+    )
+
+
 def _add_demo(commands, common) -> None:
     help = "one table on a small trained model: size, speed and quality of every format (under 2 minutes on 2 cores)"
     parser = _add_command(commands, common, "demo", ("_demo", "demo"), help)
@@ -143,6 +170,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measured(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures for `hf-quant card`, too")
     parser.add_argument("--reference", metavar="MODEL", help="the 16-bit model to compare with")
     parser.add_argument("--device", metavar="DEVICE", help="to run on (default: cuda if there is one, else cpu)")
     _add_scheme(parser, default=None)

@@ -21,6 +21,7 @@ from hf_quant.cli._parser import config_from_args
 from hf_quant.cli._pipelines import load_pipeline, plan_pipeline
 from hf_quant.config import QuantizerConfig
 from hf_quant.evaluate import bits_per_weight
+from hf_quant.integrations.hub import CARD, find_card, find_card_file, hub_id, merge_cards, model_card, read_card
 from hf_quant.planning import plan as make_plan
 
 
@@ -64,6 +65,7 @@ def quantize(args: argparse.Namespace) -> None:
         model.save_pretrained(staged, max_shard_size=args.max_shard_size)
         if source.kind == "transformers":
             copy_side_files(source, staged)
+        _write_card(source, staged, args.out, args.push)
         print(f"\nloaded and quantized in {loaded - start:.1f} s, saved in {time.perf_counter() - loaded:.1f} s")
         parts = {part: getattr(model, part) if part else model for part in configs}
         bits = {part: bits_per_weight(module) for part, module in parts.items()}
@@ -99,8 +101,37 @@ def _move(staged: Path, out: Path) -> None:
         shutil.move(path, target)
 
 
+def _write_card(source: Source, staged: Path, out: Path, repository: str | None) -> None:
+    """Put the model card beside the weights; the text of one that somebody has written into OUT is kept."""
+    existing = read_card(out / CARD) if (out / CARD).is_file() else None
+    if existing is None and (out / CARD).is_file():  # with metadata that cannot be read: somebody's
+        return
+    base_card = find_card(source.name) if Path(source.name).is_dir() else None
+    named = repository if repository is not None and "/" in repository else None
+    try:
+        made = model_card(staged, repo_id=named, base_model=hub_id(source.name), base_card=base_card)
+    except ValueError as error:  # hours of quantizing are not lost for it
+        print(f"no model card: {error}")
+        return
+    merge_cards(existing, made).save(staged / CARD)
+
+
 def _push(out: Path, repository: str, *, private: bool) -> None:
     api = HfApi()
     url = api.create_repo(repository, private=private, exist_ok=True)
+    _keep_card_of(repository, out)
     api.upload_folder(repo_id=repository, folder_path=out, commit_message="Quantized by hf-quant")
     print(f"uploaded to {url}")
+
+
+def _keep_card_of(repository: str, out: Path) -> None:
+    """Where somebody has written a card for the repository: that card in OUT, with its metadata completed."""
+    path = find_card_file(repository)
+    if path is None:
+        return
+    existing = read_card(path)
+    if existing is None:
+        shutil.copyfile(path, out / CARD)
+        return
+    made = read_card(out / CARD) if (out / CARD).is_file() else None
+    (existing if made is None else merge_cards(existing, made)).save(out / CARD)

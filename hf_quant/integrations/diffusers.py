@@ -29,6 +29,7 @@ from hf_quant.integrations._loading import (
     stored_weights,
     trim_memory,
 )
+from hf_quant.integrations._methods import attach_methods, detach_methods
 from hf_quant.integrations.diffusers_rules import rules
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
@@ -312,10 +313,12 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
     model.enable_layerwise_casting = _refuse_layerwise_casting
     if config.attention is not None:
         _set_attention(model, config.attention)
+    attach_methods(model, _BEFORE)
 
 
 def _forget(model: nn.Module) -> None:
     """Inverse of `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
+    detach_methods(model, _BEFORE)
     for attribute in ("hf_quantizer", "quantization_method", "enable_layerwise_casting"):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
@@ -350,6 +353,19 @@ def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
         "this model is quantized: layerwise casting would leave its codes as they are and round what is kept in 16 "
         "bit, such as biases. Quantize to fewer bits instead, or dequantize() it first"
     )
+
+
+def _write_card(
+    model: nn.Module, working_dir: Any, repo_id: str, *args: Any, subfolder: str | None = None, **kwargs: Any
+) -> None:
+    if not subfolder:  # of a repository with a card of its own
+        from hf_quant.integrations.hub import card_for_upload
+
+        card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
+
+
+# Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with it, after the host has written its card.
+_BEFORE = {"_upload_folder": _write_card}
 
 
 def _is_own(model: nn.Module) -> bool:

@@ -7,7 +7,6 @@ exist differs between versions; this file uses those that all have.
 
 import logging
 import re
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import quantize
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import check_packed, guard_entry
-from hf_quant.config import QuantizerConfig, resolve_scheme
+from hf_quant.config import OF_THIS_PROCESS, QuantizerConfig, resolve_scheme
 from hf_quant.integrations import generation
 from hf_quant.integrations._loading import (
     prepare_from_checkpoint,
@@ -31,6 +30,7 @@ from hf_quant.integrations._loading import (
     read_keys,
     trim_memory,
 )
+from hf_quant.integrations._methods import attach_methods, detach_methods
 from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_codes, tie_weights, tied_modules
 from hf_quant.integrations.parallel import guard_gathered_state, prepare_parallel, quantize_shard, refuse_fsdp
 from hf_quant.kv_cache import register_attention
@@ -284,19 +284,16 @@ def _without(config: QuantizerConfig, name: str) -> QuantizerConfig:
 
 
 def _attach(model: nn.Module) -> None:
-    """What the loaded model gets: a model card tag, and methods that refuse what its codes cannot follow."""
+    """What the loaded model gets: a model card and its tag, and methods that refuse what its codes cannot follow."""
     if hasattr(model, "add_model_tags"):
         model.add_model_tags([NAME])
-    for name in _REFUSALS:
-        setattr(model, name, _Method(model, name))
+    attach_methods(model, _BEFORE)
 
 
-def _detach(model: nn.Module) -> None:
-    """Inverse of `_attach`."""
-    for name in _REFUSALS:
-        method = model.__dict__.pop(name, None)
-        if isinstance(method, _Method) and method.host is not None:
-            setattr(model, name, method.host)
+def _write_card(model: nn.Module, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> None:
+    from hf_quant.integrations.hub import card_for_upload
+
+    card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
 
 
 def _refuse_cast(model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -319,53 +316,15 @@ def _refuse_resize(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         )
 
 
-# The host itself refuses `half` and `float`.
-_REFUSALS: dict[str, Callable[..., None]] = {
+# The host itself refuses `half` and `float`. Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with
+# `_upload_modified_files`, after the host has written its card.
+_BEFORE: dict[str, Callable[..., None]] = {
     "to": _refuse_cast,
     "bfloat16": partial(_refuse_dtype, dtype=torch.bfloat16),
     "double": partial(_refuse_dtype, dtype=torch.float64),
     "resize_token_embeddings": _refuse_resize,
+    "_upload_modified_files": _write_card,
 }
-
-
-class _Method:
-    """A method of one model that first asks `_REFUSALS`.
-
-    An object where a function would do: the model that holds it can be pickled and copied. It refers to the model
-    weakly, so that its memory is free as soon as nobody else holds it; but `from_pretrained(...).to(device)` drops the
-    model between the look-up of its method and the call. So the attributes are held, too, and a model that has
-    vanished is made of them again. Its end takes the methods out of the attributes: no cycle is left.
-    """
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        # accelerate's method, of a model that it has spread over devices
-        self.__setstate__((model, name, model.__dict__.get(name)))
-
-    def __getstate__(self) -> tuple:
-        return self.model(), self.name, self.host
-
-    def __setstate__(self, state: tuple) -> None:
-        model, name, host = state
-        attributes = model.__dict__
-        self.name, self.host, self.model_class, self.attributes = name, host, type(model), attributes
-
-        def forget(ref: weakref.ref) -> None:  # without `self`, which would keep itself
-            attributes.pop(name, None)
-            if host is not None:
-                attributes[name] = host
-
-        self.model = weakref.ref(model, forget)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self.model()
-        if model is None:
-            model = object.__new__(self.model_class)
-            object.__setattr__(model, "__dict__", self.attributes)
-            _attach(model)
-        _REFUSALS[self.name](model, *args, **kwargs)
-        if self.host is not None:
-            return self.host(*args, **kwargs)
-        return getattr(type(model), self.name)(model, *args, **kwargs)
 
 
 def _is_own(model: nn.Module) -> bool:
@@ -380,7 +339,7 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
         tie_weights(model)
         if getattr(model, "hf_quantizer", None) is not None:
             model.hf_quantizer.remove_quantization_config(model)
-        _detach(model)
+        detach_methods(model, _BEFORE)
         generation.detach(model)
         return
     tie_codes(model)

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
 from hf_quant.integrations.hub import _base
-from hf_quant.integrations.hub._base import NotOnHub, find_card, hub_id, read_card
+from hf_quant.integrations.hub._base import NotOnHub, find_card, find_card_file, hub_id, read_card
 from hf_quant.integrations.hub._content import content, tags_of
 from hf_quant.integrations.hub._source import CardSource, holds_quantized, origin_of, read_source
 from hf_quant.integrations.hub._text import render
@@ -26,13 +26,19 @@ from hf_quant.integrations.hub.measurements import Measurements, as_measurements
 
 
 __all__ = [
+    "CARD",
     "Measurements",
+    "NotOnHub",
     "card_for_upload",
     "find_card",
+    "find_card_file",
     "hub_id",
+    "is_untouched",
     "merge_cards",
     "model_card",
+    "read_card",
     "read_measurements",
+    "replace_card",
 ]
 
 CARD = _base.CARD
@@ -46,6 +52,10 @@ _GENERIC = re.compile(
     re.MULTILINE,
 )
 _LICENSE_FIELDS = ("license", "license_name", "license_link")
+_ORDER = (
+    *("base_model", "base_model_relation", *_LICENSE_FIELDS),
+    *("language", "library_name", "pipeline_tag", "tags"),
+)
 
 
 def model_card(
@@ -88,27 +98,36 @@ def merge_cards(existing: ModelCard | None, card: ModelCard) -> ModelCard:
     """The card to keep where there is one already; `card` is of this package.
 
     The text of a card that somebody has written stays as it is, and so does a card of this package for the same
-    quantization, which may hold measurements; what their metadata lacks is added. The hosts' generic cards, and cards
-    of this package that nobody has edited and that speak of another quantization, are replaced but for their tags and
-    further metadata.
+    quantization, which may hold measurements; what their metadata lack is added. Replaced are the hosts' generic
+    cards, and cards of this package that nobody has edited and that speak of another quantization.
     """
     if existing is None:
         return card
-    found, wanted = _MARK.search(existing.text), _MARK.search(card.text)
-    stale = found is not None and found[1] != wanted[1] and found[2] == _digest(existing.text[: found.start()])
+    if _is_generic(existing) or (is_untouched(existing) and _subject(existing) != _subject(card)):
+        return replace_card(existing, card)
     known, new = existing.data.to_dict(), card.data.to_dict()
-    tags = known.get("tags") if isinstance(known.get("tags"), list) else []
-    if stale or _is_generic(existing):
-        tags = [] if stale else tags  # of another format
-        further = {key: value for key, value in known.items() if key not in new}
-        return _assemble({**new, **further, "tags": _union(new["tags"], tags)}, card.text)
     # A licence's name and link belong to the licence.
     left_out = () if known.get("license") is None else _LICENSE_FIELDS
     added = {key: value for key, value in new.items() if known.get(key) is None and key not in left_out}
     merged = ModelCard(str(existing), ignore_metadata_errors=True)
-    for key, value in {**added, "tags": _union(tags, new["tags"])}.items():
+    for key, value in {**added, "tags": _union(_tags(existing), new["tags"])}.items():
         merged.data[key] = value
     return merged
+
+
+def replace_card(existing: ModelCard, card: ModelCard) -> ModelCard:
+    """`card` with what the metadata of another one say beyond it."""
+    new = card.data.to_dict()
+    further = {key: value for key, value in existing.data.to_dict().items() if key not in new}
+    of_another = _subject(existing) not in (None, _subject(card))  # then its tags name another format
+    tags = _union(new["tags"], [] if of_another else _tags(existing))
+    return _assemble({**new, **further, "tags": tags}, card.text)
+
+
+def is_untouched(card: ModelCard) -> bool:
+    """Whether a card's text is as this package has written it."""
+    found = _MARK.search(card.text)
+    return found is not None and found[2] == _digest(card.text[: found.start()])
 
 
 def card_for_upload(
@@ -121,9 +140,11 @@ def card_for_upload(
     """
     path = Path(directory) / CARD
     existing = read_card(path) if path.is_file() else None
-    if (path.is_file() and existing is None) or not holds_quantized(Path(directory)):
+    if path.is_file() and existing is None:
         return
     try:
+        if not holds_quantized(Path(directory)):
+            return
         origin, is_quantized = origin_of(source)
         facts = replace(read_source(directory), origin=origin, origin_is_quantized=is_quantized)
         base = _find_base(facts, None, None, existing, token)
@@ -205,14 +226,26 @@ def _make(
 
 
 def _assemble(fields: dict[str, Any], text: str) -> ModelCard:
-    """A card whose metadata keep their order."""
-    metadata = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=1000)
+    """A card whose metadata stand in one order."""
+    ordered = {key: fields[key] for key in (*_ORDER, *fields) if key in fields}
+    metadata = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=1000)
     return ModelCard(f"---\n{metadata}---\n{text}", ignore_metadata_errors=True)
 
 
 def _digest(text: str) -> str:
     """Of the words in a text: the hosts and the Hub may change line ends."""
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
+
+
+def _subject(card: ModelCard) -> str | None:
+    """Of which quantization a card of this package speaks."""
+    found = _MARK.search(card.text)
+    return None if found is None else found[1]
+
+
+def _tags(card: ModelCard) -> list[str]:
+    tags = card.data.get("tags")
+    return [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
 
 
 def _union(first: list[str], second: list[str]) -> list[str]:

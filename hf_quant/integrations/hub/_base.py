@@ -63,13 +63,19 @@ def find_card(name: str | Path, *, token: str | bool | None = None) -> ModelCard
 
     Raises NotOnHub if the Hub says that it has no such repository.
     """
+    path = find_card_file(name, token=token)
+    return None if path is None else read_card(path)
+
+
+def find_card_file(name: str | Path, *, token: str | bool | None = None) -> Path | None:
+    """The file of `find_card`."""
     if Path(name).is_dir():
         path = Path(name) / CARD
-        return read_card(path) if path.is_file() else None
+        return path if path.is_file() else None
     if not is_hub_id(str(name)):
         return None
     try:
-        return read_card(Path(hf_hub_download(str(name), CARD, token=token)))
+        return Path(hf_hub_download(str(name), CARD, token=token))
     except GatedRepoError:
         return None
     except RepositoryNotFoundError as error:

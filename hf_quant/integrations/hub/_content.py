@@ -206,7 +206,7 @@ def _kept_rows(summary: CheckpointSummary, config: QuantizerConfig) -> list[dict
     vectors = [row for row in kept if "x" not in row.shape]
     rows = [(code(f"{row.modules} [{row.shape}]"), [row], _reason(row.modules, config)) for row in matrices[:MAX_ROWS]]
     rows += [(f"{len(matrices) - MAX_ROWS} more", matrices[MAX_ROWS:], "")] if len(matrices) > MAX_ROWS else []
-    rows += [("vectors (norms, biases)", vectors, "small")] if vectors else []
+    rows += [("vectors (norms, biases)", vectors, "")] if vectors else []
     return [
         {
             "modules": Markdown(name),
