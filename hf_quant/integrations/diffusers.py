@@ -32,7 +32,7 @@ from hf_quant.integrations._loading import (
 from hf_quant.integrations._methods import attach_methods, detach_methods
 from hf_quant.integrations.diffusers_rules import rules
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
-from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
+from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved, stored_config
 
 
 NAME = "hf_quant"
@@ -323,7 +323,7 @@ def _forget(model: nn.Module) -> None:
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
     _fuse_activations(model, False)
-    if getattr(model.config.get("quantization_config"), "attention", None) is not None:
+    if (config := stored_config(model)) is not None and config.attention is not None:
         _set_attention(model, None)
     kept = {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS}
     model._internal_dict = type(model._internal_dict)(kept)

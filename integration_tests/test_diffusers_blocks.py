@@ -1,0 +1,263 @@
+"""In diffusers' blocks: 8-bit attention, norms and activation functions computed by the quantization after them."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_quant import QuantizerConfig, dequantize_, plan, quantize_
+from hf_quant.testing import assert_sqnr
+
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
+
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from hf_quant.integrations.diffusers_attention import BACKEND, int8_sdpa, set_attention_  # noqa: E402
+from integration_tests.tiny_architectures import ARCHITECTURES, Size  # noqa: E402
+from integration_tests.tiny_diffusion import load, make_inputs, make_model, run  # noqa: E402
+
+
+BF16 = torch.bfloat16
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of hf_quant's ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "hf_quant":
+            name = func._schema.name.split("::")[1]
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+# Norms and activation functions.
+
+
+# {model: norms, activation functions that its forward computes together with the quantization}.
+FUSED = {
+    "flux": (5, 2),
+    "flux2": (5, 2),
+    "sd3": (8, 3),
+    "qwen_image": (4, 2),
+    "pixart": (2, 1),
+    "cogvideox": (0, 1),
+    "wan": (0, 1),
+    "hunyuan_video": (5, 2),
+    "ltx": (0, 1),
+    "sdxl": (24, 8),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_activations(name):
+    model = quantize_(make_model(name, BF16), QuantizerConfig("W8A8", fuse_activations=True))
+    with Calls() as calls:
+        y = run(model, name)
+    assert (calls.counts.get("layer_norm_quantize_rowwise", 0), calls.counts["act_quantize_rowwise"]) == FUSED[name]
+    # What differs is fp32 in place of bf16 between the norm and the codes: as near to 16 bit as before, and to it.
+    plain, expected = run(quantize_(make_model(name, BF16), "W8A8"), name), run(make_model(name, BF16), name)
+    assert_sqnr(y, plain, at_least=28, at_most=60)
+    assert_sqnr(y, expected, at_least=27, at_most=50)
+    with torch.enable_grad():  # as without
+        assert torch.equal(model(**make_inputs(name, BF16), return_dict=False)[0].float(), plain)
+
+
+def test_fused_activations_of_copies_and_the_way_back(tmp_path):
+    model = quantize_(make_model("flux", BF16), QuantizerConfig("W8A8", fuse_activations=True))
+    y = run(model, "flux")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(twin, "flux"), y)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.config.quantization_config.fuse_activations is None  # of this process
+    with Calls() as calls:
+        run(again, "flux")
+    assert "act_quantize_rowwise" not in calls.counts  # None: on GPUs only
+    types = [type(m) for m in make_model("flux").modules()]
+    assert [type(m) for m in dequantize_(model).modules()] == types
+
+
+def test_fused_activations_on_load(tmp_path, caplog):
+    make_model("flux", BF16).save_pretrained(tmp_path / "flux")
+    model = load(tmp_path / "flux", quantization_config=QuantizerConfig("W8A8", fuse_activations=True))
+    expected = quantize_(make_model("flux", BF16), QuantizerConfig("W8A8", fuse_activations=True))
+    assert torch.equal(run(model, "flux"), run(expected, "flux"))
+    assert "hf_quant knows" not in caplog.text
+    quantize_(make_model("lumina2", BF16), QuantizerConfig("W8A8", fuse_activations=True))
+    assert "Lumina2Transformer2DModel has no block that hf_quant knows" in caplog.text
+    weight_only = quantize_(make_model("flux", BF16), QuantizerConfig("int8", fuse_activations=True))
+    assert torch.equal(run(weight_only, "flux"), run(quantize_(make_model("flux", BF16), "int8"), "flux"))
+    with pytest.raises(ValueError, match="fuse_activations is 'yes'; needs True, False or None"):
+        QuantizerConfig("W8A8", fuse_activations="yes")
+
+
+def test_an_adapter_reads_what_the_host_computes():
+    from peft import LoraConfig
+
+    outputs = []
+    for fuses in (False, True):
+        model = quantize_(make_model("flux", BF16), QuantizerConfig("W8A8", fuse_activations=fuses))
+        torch.manual_seed(0)
+        targets = ["to_q", "net.2", "net.0.proj", "proj_mlp"]
+        model.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        outputs.append(run(model, "flux"))
+    assert_sqnr(outputs[1], outputs[0], at_least=35, at_most=70)
+
+
+# Attention.
+
+
+LARGE = Size(height=16, width=16)  # 256 tokens or more: short attention stays in 16 bit
+
+
+@pytest.mark.parametrize(
+    "name", ["flux", "flux2", "sd3", "pixart", "lumina2", "cogvideox", "wan", "ltx", "unet", "sdxl"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_attention(tmp_path, name, dtype):
+    model = make_model(name, dtype)
+    plain = run(model, name, LARGE)
+    with Calls() as calls:
+        quantize_(model, QuantizerConfig(None, attention="int8"))
+        y = run(model, name, LARGE)
+    assert calls.counts["int8_attention"] > 0
+    assert_sqnr(y, plain, at_least=20, at_most=90)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, name, dtype)
+    with Calls() as calls:
+        assert_sqnr(run(again, name, LARGE), y, at_least=90 if dtype == torch.float32 else 30, at_most=float("inf"))
+    assert calls.counts["int8_attention"] > 0
+    assert_sqnr(run(dequantize_(model), name, LARGE), plain, at_least=300, at_most=float("inf"))
+    assert not getattr(model, "is_quantized", False)
+
+
+def test_attention_beside_quantized_weights(tmp_path):
+    model = quantize_(make_model("cogvideox", BF16), QuantizerConfig("W8A8", attention="int8"))
+    added = quantize_(quantize_(make_model("cogvideox", BF16), "W8A8"), QuantizerConfig(None, attention="int8"))
+    y = run(model, "cogvideox", LARGE)
+    assert torch.equal(run(added, "cogvideox", LARGE), y)
+    assert added.config.quantization_config.attention == "int8" and added.config.quantization_config.plan
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(twin, "cogvideox", LARGE), y)
+    set_attention_(model, None)
+    assert not torch.equal(run(model, "cogvideox", LARGE), y)
+
+
+def test_the_backend_of_the_dispatcher():
+    q, k, v = (torch.randn(2, 300, 4, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    expected = dispatch_attention_fn(q, k, v)
+    assert AttentionBackendName(BACKEND) is AttentionBackendName.HF_QUANT_INT8 in list(AttentionBackendName)
+    with Calls() as calls, attention_backend(BACKEND):
+        y = dispatch_attention_fn(q, k, v)
+        assert calls.counts == {"int8_attention": 1}
+        mask = torch.ones(2, 300, dtype=torch.bool)
+        mask[:, 250:] = False
+        masked = dispatch_attention_fn(q, k, v, attn_mask=mask)
+        assert calls.counts == {"int8_attention": 1}
+    assert_sqnr(y, expected, at_least=25, at_most=60)
+    assert torch.equal(masked, dispatch_attention_fn(q, k, v, attn_mask=mask))
+    model = make_model("flux")
+    model.set_attention_backend(BACKEND)
+    try:
+        with Calls() as calls:
+            run(model, "flux", LARGE)
+        assert calls.counts == {"int8_attention": 2}
+    finally:
+        model.reset_attention_backend()
+    with pytest.raises(ValueError, match="no context parallelism"), attention_backend(BACKEND):
+        dispatch_attention_fn(q, k, v, parallel_config=object())
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, True),
+        ({"scale": 0.3}, True),
+        ({"is_causal": True}, True),
+        ({"enable_gqa": True}, True),
+        ({"dropout_p": 0.0}, True),
+        ({"attn_mask": torch.zeros(300, 300)}, False),
+        ({"keys": 255}, False),
+        ({"keys": 256}, True),
+        ({"head": 160}, False),
+    ],
+    ids=str,
+)
+def test_which_attention_is_in_8_bit(change, served):
+    change = dict(change)
+    keys, head = change.pop("keys", 300), change.pop("head", 32)
+    heads = 2 if change.get("enable_gqa") else 4
+    q, k, v = torch.randn(1, 4, 300, head), torch.randn(1, heads, keys, head), torch.randn(1, heads, keys, head)
+    with Calls() as calls:
+        y = int8_sdpa(q, k, v, **change)
+    assert bool(calls.counts) == served
+    expected = F.scaled_dot_product_attention(q, k, v, **change)
+    if served:
+        assert_sqnr(y, expected, at_least=25, at_most=60)
+    else:
+        assert torch.equal(y, expected)
+    leaf = q.clone().requires_grad_()
+    int8_sdpa(leaf, k, v, **change).sum().backward()
+    assert torch.isfinite(leaf.grad).all()
+
+
+def test_attention_of_models_that_have_none():
+    with pytest.raises(ValueError, match="attention is 'int8', but a Linear is no diffusion model"):
+        quantize_(nn.Linear(128, 128), QuantizerConfig("int8", attention="int8"))
+    with pytest.raises(ValueError, match="attention is 'int4'; allowed: None, 'int8'"):
+        QuantizerConfig("int8", attention="int4")
+    assert plan(make_model("flux"), QuantizerConfig("int8")).attention is None
+
+
+def test_attention_is_of_the_denoiser(tmp_path, caplog):
+    from diffusers import FluxPipeline, PipelineQuantizationConfig
+
+    from integration_tests.tiny_diffusion import make_flux_pipeline
+
+    make_flux_pipeline(BF16).save_pretrained(tmp_path)
+    config = PipelineQuantizationConfig(
+        quant_backend="hf_quant", quant_kwargs={"weights": "int8", "attention": "int8"}
+    )
+    pipe = FluxPipeline.from_pretrained(tmp_path, tokenizer=None, tokenizer_2=None, quantization_config=config)
+    assert pipe.transformer.config.quantization_config.attention == "int8"
+    assert pipe.text_encoder_2.config.quantization_config.attention is None
+    assert "only diffusion models have it: not T5EncoderModel" in caplog.text
+
+
+def test_every_architecture_is_here():
+    assert set(FUSED) | {"lumina2", "unet"} == set(ARCHITECTURES)
+
+
+# Compiled.
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("flux", [LARGE, LARGE._replace(height=18), LARGE._replace(height=20)]),
+        ("cogvideox", [LARGE]),
+        ("flux2", [Size()]),
+    ],
+)
+def test_compiled_blocks(name, sizes):
+    config = QuantizerConfig("W8A8_FP8", attention="int8", fuse_activations=True)
+    model = quantize_(make_model(name, BF16), config)
+    expected = [run(model, name, size) for size in sizes]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    blocks = [m for m in model.modules() if type(m).__name__.endswith(("TransformerBlock", "CogVideoXBlock"))]
+    for block in blocks:
+        block.compile(fullgraph=True, backend="aot_eager", dynamic=len(sizes) > 1)
+    for size, y in zip(sizes, expected):
+        assert torch.equal(run(model, name, size), y)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len({type(block) for block in blocks})
