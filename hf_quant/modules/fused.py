@@ -93,11 +93,13 @@ class FusedProjections:
         names: of the siblings.
         is_proven: the source shows that their input is not changed between the calls; see `Siblings`.
         common: what they share; None while every sibling computes alone.
+        is_left_alone: a host swaps the parameters call by call (group offloading): they are not put together again.
     """
 
     def __init__(self, names: tuple[str, ...], is_proven: bool) -> None:
-        self.names, self.is_proven = names, is_proven
+        self.names, self.is_proven, self.is_left_alone = names, is_proven, False
         self.common: _Common | None = None
+        self._device_type = "cpu"  # of the last join
         self.traced: tuple[Tensor, list[Tensor | None]] | None = None  # while torch.compile traces
         self._joined = self._misses = 0
         self._arrived: dict[int, weakref.ref] = {}
@@ -128,6 +130,7 @@ class FusedProjections:
             for m in modules
         ]
         self.common, self.traced = _Common(parameters, bias, sizes, rows), None
+        self._device_type = modules[0].packed_device().type
         self._joined, self._misses = self._joined + 1, 0
         self._arrived.clear()
         for index, module in enumerate(modules):
@@ -138,14 +141,21 @@ class FusedProjections:
         self.common = self.traced = None
 
     def arrived(self, module: QuantLinear) -> None:
-        """Take note that a sibling's parameters may be new (copied, loaded, moved); with the last one, join again."""
+        """Take note that a sibling's parameters may be new (copied, loaded, moved); with the last one, join again.
+
+        Not on a CPU if they come from an accelerator: offloaded, they are copied there and back for every use.
+        """
         if self.common is not None and self.common.has(module):
             return
         self.release()
+        if self.is_left_alone:
+            return
         self._arrived[module.fused_index] = weakref.ref(module)
         modules = [self._arrived[i]() for i in range(len(self.names)) if i in self._arrived]
         complete = len(modules) == len(self.names) and all(m is not None and m.fused is self for m in modules)
-        if complete and why_not(modules) is None:
+        if complete and module.packed_device().type == "cpu" != self._device_type:
+            self._arrived.clear()
+        elif complete and why_not(modules) is None:
             self.join_(modules)
 
     # The product.
@@ -159,6 +169,7 @@ class FusedProjections:
             return self._traced_product(module, x, common)
         if not common.has(module):
             if not getattr(module, "_is_replica", False):  # of nn.DataParallel, for one call
+                self.is_left_alone = True
                 self.release()
             return None
         if module.training or type(x) is not Tensor or x.is_inference() or common.needs_grad(x):

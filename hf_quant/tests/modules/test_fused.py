@@ -523,6 +523,34 @@ def test_moves_join_again_when_all_have_moved(products):
     assert fused.q_proj.fused.common is None
 
 
+def test_what_a_host_swaps_is_not_joined_at_every_offload(products, monkeypatch):
+    fused, alone = pair(Attention("qkv"))
+    x, group, joined = rows(2, K), fused.q_proj.fused, []
+    join = type(group).join_
+    monkeypatch.setattr(type(group), "join_", lambda self, modules: (joined.append(1), join(self, modules)))
+    for _ in range(2):
+        for parameter in fused.parameters():
+            parameter.data = parameter.data.clone()  # to the device
+        parameters = dict(fused.named_parameters())
+        assert_same(fused(x), alone(x))
+        fused._apply(lambda t: t.clone())  # and back
+        assert {name: id(p) for name, p in fused.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+    assert not joined and group.common is None and "fused" not in products
+    fuse_projections_(fused)  # the host has let go of them
+    assert_same(fused(x), alone(x))
+    assert "fused" in products
+
+
+def test_nothing_is_joined_on_the_cpu_for_the_way_back(monkeypatch):
+    fused, alone = pair(Attention("qkv"))
+    x, group = rows(2, K), fused.q_proj.fused
+    for device_type, is_joined in (("cuda", True), ("cpu", False), ("cuda", True), ("cpu", False)):
+        monkeypatch.setattr(QuantLinear, "packed_device", lambda self, d=device_type: torch.device(d))
+        fused._apply(lambda t: t.clone())
+        assert (group.common is not None) == is_joined
+        assert_same(fused(x), alone(x))
+
+
 # torch.compile.
 
 
