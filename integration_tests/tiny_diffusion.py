@@ -14,6 +14,9 @@ from hf_quant.modules import QuantizedModule
 from integration_tests.tiny_architectures import ARCHITECTURES, Size
 
 
+NO_TOKENIZERS = {"tokenizer": None, "tokenizer_2": None}
+
+
 def model_class(name: str) -> type:
     """The class of a model of ARCHITECTURES; skips the test if this version of diffusers does not have it."""
     cls = getattr(diffusers, ARCHITECTURES[name].model, None)
