@@ -38,19 +38,14 @@ def save_flux(directory: Path) -> Path:
 
 
 def save_cogvideox(directory: Path) -> Path:
-    """A CogVideoXPipeline in bf16, 16 x 16 pixels, 9 frames; returns the directory."""
+    """A CogVideoXPipeline in bf16, for sizes that are multiples of 16, 9 frames; returns the directory."""
     torch.manual_seed(0)
     spec = shrunk(MODELS["cogvideox-5b"], blocks=1)
     vae = diffusers.AutoencoderKLCogVideoX(
-        down_block_types=("CogVideoXDownBlock3D",) * 2,
-        up_block_types=("CogVideoXUpBlock3D",) * 2,
-        block_out_channels=(8, 8),
+        block_out_channels=(8, 8, 8, 8),
         latent_channels=spec.config["in_channels"],
         layers_per_block=1,
         norm_num_groups=2,
-        temporal_compression_ratio=4,
-        sample_height=16,
-        sample_width=16,
     )
     t5 = transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
     diffusers.CogVideoXPipeline(

@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ import numpy as np
 import torch
 from diffusion_bench import SCHEMES, tensor_bytes
 from eval_quality import parse_spec
-from gpu_timing import environment_line, gpu, installed
+from gpu_timing import commit, gpu, installed
 from torch import nn
 
 from hf_quant import QuantizerConfig
+from hf_quant.evaluate import machine
 from hf_quant.planning import format_table
 
 
@@ -282,7 +284,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not prompts:
         print("eval_pipeline_quality: no prompt; give --prompt or --prompts", file=sys.stderr)
         return 2
-    print(f"python {shlex.join(sys.argv)}\n{environment_line(torch.device(args.device))}", flush=True)
+    print(
+        f"python {shlex.join(sys.argv)}\n{machine()}; diffusers {version('diffusers')}; commit {commit()}", flush=True
+    )
     by = measures(args)
     found = {REFERENCE: run(args.reference or args.pipeline, None, REFERENCE, prompts, args)}
     for scheme in args.scheme:
