@@ -5,12 +5,13 @@ tensors that were loaded; `save_quantized` and `load_quantized_` are the way of 
 """
 
 from hf_quant.checkpoint._header import TensorInfo, read_header
-from hf_quant.checkpoint._inspect import CheckpointSummary, inspect_checkpoint, summarize
+from hf_quant.checkpoint._inspect import CheckpointRow, CheckpointSummary, inspect_checkpoint, summarize
 from hf_quant.checkpoint._packed import check_packed, guard_entry
 from hf_quant.checkpoint._store import config_of, load_quantized_, save_quantized
 
 
 __all__ = [
+    "CheckpointRow",
     "CheckpointSummary",
     "TensorInfo",
     "check_packed",

@@ -22,7 +22,7 @@ from hf_quant.formats import ALIASES
 from hf_quant.scheme import PRESETS
 
 
-COMMANDS = ("quantize", "plan", "inspect", "eval", "bench", "demo", "doctor")
+COMMANDS = ("quantize", "plan", "inspect", "eval", "bench", "card", "demo", "doctor")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,8 @@ def test_quantize_inspect_and_load(llama_dir, tmp_path, capsys):
     assert "bits per quantized weight" in printed.out
     assert printed.err == ""
     assert {p.name for p in out.iterdir()} == {
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", "LICENSE")
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", "LICENSE"),
+        "README.md",
     }
     assert [p.name for p in out.parent.iterdir()] == ["out"]  # nothing is left of what was staged
     stored = json.loads((out / "config.json").read_text())

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from hf_quant.algorithms import default_algorithm
-from hf_quant.checkpoint import CheckpointSummary
+from hf_quant.checkpoint import CheckpointRow, CheckpointSummary
 from hf_quant.config import QuantizerConfig, entry_fields, excludes, matches, resolve_scheme
 from hf_quant.formats import FORMATS
 from hf_quant.integrations.hub._source import CardSource, Part
@@ -13,13 +13,13 @@ from hf_quant.integrations.hub._text import Markdown, code, size
 from hf_quant.integrations.hub._usage import reproduce, usage
 from hf_quant.integrations.hub.measurements import Measurements
 from hf_quant.kv_cache import KVCacheConfig
-from hf_quant.planning import schemes_from_list
+from hf_quant.planning import MIN_WEIGHTS, schemes_from_list
 from hf_quant.scheme import LinearScheme
 
 
 MAX_ROWS = 16  # of what is not quantized; the rest is summed up
 MAX_NAMES = 12  # of modules in one cell
-_EMBEDDINGS = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|shared)\.weight$")
+_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_positions|\w*_embeddings?|wte|wpe|shared)\.weight$")
 _HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)\.weight$")
 
 
@@ -202,9 +202,9 @@ def _algorithms(part: Part, scheme: LinearScheme) -> list[str]:
 def _kept_rows(summary: CheckpointSummary, config: QuantizerConfig) -> list[dict[str, Any]]:
     """What is not quantized: matrices by name, the largest first, then all vectors together."""
     kept = [row for row in summary.rows if row.scheme is None]
-    matrices = sorted((r for r in kept if "x" in r.shape), key=lambda row: -row.nbytes)
+    matrices = sorted((r for r in kept if "x" in r.shape), key=lambda row: (-row.nbytes, row.modules, row.shape))
     vectors = [row for row in kept if "x" not in row.shape]
-    rows = [(code(f"{row.modules} [{row.shape}]"), [row], _reason(row.modules, config)) for row in matrices[:MAX_ROWS]]
+    rows = [(code(f"{row.modules} [{row.shape}]"), [row], _reason(row, config)) for row in matrices[:MAX_ROWS]]
     rows += [(f"{len(matrices) - MAX_ROWS} more", matrices[MAX_ROWS:], "")] if len(matrices) > MAX_ROWS else []
     rows += [("vectors (norms, biases)", vectors, "")] if vectors else []
     return [
@@ -224,8 +224,9 @@ def _bits_of(rows: list[Any]) -> str:
     return " and ".join(map(str, bits)) + " bit"
 
 
-def _reason(template: str, config: QuantizerConfig) -> str:
-    """Why a tensor was left as it is, where the config or its name says it."""
+def _reason(row: CheckpointRow, config: QuantizerConfig) -> str:
+    """Why a tensor was left as it is, where the config, its size or its name says it."""
+    template = row.modules
     name = template.rpartition(".")[0].replace("*", "0")
     for pattern, entry in config.modules.items():
         if entry is None and (pattern == template.rpartition(".")[0] or matches(pattern, name)):
@@ -233,6 +234,8 @@ def _reason(template: str, config: QuantizerConfig) -> str:
     for pattern in config.modules_to_not_convert or ():
         if excludes(pattern, name):
             return f"kept by {code(f'modules_to_not_convert: {pattern!r}')}"
+    if row.num_weights < MIN_WEIGHTS * row.count:
+        return f"fewer than {MIN_WEIGHTS} weights"
     if _HEADS.search(template):
         return "output embedding"
     return "embedding" if _EMBEDDINGS.search(template) else ""

@@ -161,7 +161,7 @@ def _read_model(model: nn.Module) -> CardSource:
 
 
 def _read_pipeline(pipe: Any) -> CardSource:
-    models = {name: m for name, m in pipe.components.items() if isinstance(m, nn.Module)}
+    models = {name: m for name, m in sorted(pipe.components.items()) if isinstance(m, nn.Module)}
     quantized = {name: m for name, m in models.items() if stored_config(m) is not None}
     if not quantized:
         raise ValueError(f"no component of this {type(pipe).__name__} is quantized by hf_quant: it is in 16 bit")
@@ -173,12 +173,12 @@ def _read_pipeline(pipe: Any) -> CardSource:
         class_name=_identifier(type(pipe).__name__),
         parts=parts,
         others={name: sum(t.nbytes for t in _tensors(m).values()) for name, m in others.items()},
-        absent=tuple(name for name, value in pipe.components.items() if value is None),
+        absent=tuple(name for name, value in sorted(pipe.components.items()) if value is None),
         origin=origin,
         origin_is_quantized=is_quantized,
         auto_class=None,
         has_tokenizer=True,
-        versions=_versions(parts[0].config, dict(pipe.config)),
+        versions=_versions(parts[0].config, _live_versions()),
     )
 
 
@@ -197,6 +197,8 @@ def stored_config(model: nn.Module) -> QuantizerConfig | None:
     """What a host's model was quantized by, with its plan; None if it is not."""
     host = getattr(model, "config", None)
     config = host.get("quantization_config") if isinstance(host, dict) else getattr(host, "quantization_config", None)
+    if isinstance(config, dict):  # what saving leaves in the config of a model of diffusers
+        config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return config if isinstance(config, QuantizerConfig) and config.plan is not None else None
 
 
@@ -207,7 +209,12 @@ def _kind_of(model: nn.Module) -> str:
 
 
 def _fields(model: nn.Module) -> dict[str, Any]:
-    return dict(model.config) if isinstance(model.config, dict) else model.config.to_dict()
+    return {**model.config, **_live_versions()} if isinstance(model.config, dict) else model.config.to_dict()
+
+
+def _live_versions() -> dict[str, Any]:
+    """What diffusers writes into a config when it saves it."""
+    return {"_diffusers_version": getattr(sys.modules.get("diffusers"), "__version__", None)}
 
 
 def _origin_of(model: nn.Module) -> str | None:
@@ -277,7 +284,7 @@ def _read_pipeline_directory(directory: Path) -> CardSource:
             others[name] = _size(path.parent)
     if not parts:
         raise ValueError(f"{directory} is a pipeline without a component that hf_quant has quantized: it is in 16 bit")
-    absent = (name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is None)
+    absent = (name for name, entry in sorted(index.items()) if isinstance(entry, list) and entry and entry[0] is None)
     return CardSource(
         kind="pipeline",
         class_name=_identifier(index.get("_class_name")),

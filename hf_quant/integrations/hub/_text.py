@@ -37,8 +37,10 @@ def plain(value: object) -> Markdown:
 
 
 def size(nbytes: float) -> Markdown:
-    """Bytes as GB or MB."""
-    return Markdown(f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB")
+    """Bytes as GB, MB or kB."""
+    if nbytes >= 1e9:
+        return Markdown(f"{nbytes / 1e9:.2f} GB")
+    return Markdown(f"{nbytes / 1e6:.2f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB")
 
 
 def number(value: float) -> Markdown:

@@ -99,7 +99,7 @@ def pipeline_tag(source: CardSource) -> str | None:
 
 def _table_tasks(name: str) -> set[str]:
     """The tasks under which diffusers lists a pipeline; none where it is not installed."""
-    if "diffusers" not in sys.modules and find_spec("diffusers") is None:
+    if not _has_diffusers():
         return set()
     tables = import_module("diffusers.pipelines.auto_pipeline")
     return {
@@ -107,6 +107,17 @@ def _table_tasks(name: str) -> set[str]:
         for table, task in _PIPELINE_TABLES.items()
         if any(cls.__name__ == name for cls in getattr(tables, table, {}).values())
     }
+
+
+def _has_diffusers() -> bool:
+    return "diffusers" in sys.modules or find_spec("diffusers") is not None
+
+
+def _absent(source: CardSource) -> str:
+    """Arguments for the components that a pipeline has none of, but for those that it may do without."""
+    cls = getattr(import_module("diffusers"), source.class_name or "", None) if _has_diffusers() else None
+    optional = getattr(cls, "_optional_components", ())
+    return "".join(f", {part}=None" for part in source.absent if part not in optional)
 
 
 # Loading.
@@ -122,9 +133,9 @@ def usage(source: CardSource, repo_id: str | None, base: str | None, task: str |
     lines = ["import hf_quant  # registers the format", "import torch", f"from diffusers import {cls}", ""]
     if source.kind == "diffusers":
         return "\n".join([*lines, f"model = {cls}.from_pretrained({name}, {dtype})"])
-    absent = "".join(f", {part}=None" for part in source.absent)
+    absent = _absent(source)
     lines += [f"pipe = {cls}.from_pretrained({name}, {dtype}{absent})"]
-    lines += ['pipe.to("cuda" if torch.cuda.is_available() else "cpu")'] if not absent else []
+    lines += ['pipe.to("cuda" if torch.cuda.is_available() else "cpu")']
     result = {"text-to-image": "images[0]", "text-to-video": "frames[0]"}.get(task or "")
     if result is not None and not absent:
         lines.append(f'{result[:5]} = pipe("a lighthouse in a storm").{result}')
@@ -220,7 +231,7 @@ def _python(source: CardSource, base: str) -> str:
                 "",
                 "from hf_quant import QuantizerConfig",
                 "",
-                f"config = {source.parts[0].config!r}",
+                f"config = {_expression(source.parts[0].config)}",
                 f"model = {cls}.from_pretrained({base}, dtype={dtype}, quantization_config=config{trust})",
                 'model.save_pretrained("OUT")',
             ]
@@ -234,13 +245,21 @@ def _python(source: CardSource, base: str) -> str:
         "from hf_quant import QuantizerConfig",
         "",
     ]
-    absent = "".join(f", {part}=None" for part in source.absent)
+    absent = _absent(source)
     if source.kind == "diffusers":
-        lines += [f"config = {source.parts[0].config!r}"]
+        lines += [f"config = {_expression(source.parts[0].config)}"]
     else:
         parts: list[tuple[str, QuantizerConfig]] = [(part.name, part.config) for part in source.parts]
-        lines += ["configs = {", *(f'    "{name}": {config!r},' for name, config in parts), "}"]
+        lines += ["configs = {", *(f'    "{name}": {_expression(config)},' for name, config in parts), "}"]
         lines += ["config = PipelineQuantizationConfig(quant_mapping=configs)"]
     name = "model" if source.kind == "diffusers" else "pipe"
     options = f"torch_dtype={dtype}, quantization_config=config{absent}"
     return "\n".join([*lines, f"{name} = {cls}.from_pretrained({base}, {options})", f'{name}.save_pretrained("OUT")'])
+
+
+def _expression(config: QuantizerConfig) -> str:
+    """Python that makes the config, its plan left out."""
+    default = {"activation_scale": "dynamic", "modules": {}}
+    fields = {n: getattr(config, n) for n in config.user_fields() if n not in ("weights", "quantization_device")}
+    given = [f"{name}={value!r}" for name, value in fields.items() if value != default.get(name)]
+    return f"QuantizerConfig({', '.join([repr(config.weights), *given])})"

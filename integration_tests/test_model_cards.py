@@ -1,0 +1,315 @@
+"""Model cards end to end: what a push leaves on the Hub, snippets and commands of cards that do what they say."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from hf_quant import QuantizerConfig, model_card, quantize_
+from hf_quant.cli import main
+from hf_quant.modules import QuantizedModule
+from integration_tests.hub_stand_in import Hub
+from integration_tests.tiny_models import build
+
+
+ROOT = Path(__file__).parents[1]
+BASE_CARD = """---
+license: other
+license_name: tiny-license
+license_link: LICENSE.md
+language:
+- en
+pipeline_tag: text-generation
+tags:
+- tiny
+datasets:
+- me/text
+---
+# The base
+"""
+USER_CARD = "---\ntags:\n- mine\nlicense: mit\n---\n# Mine\n\nWritten by a person.\n"
+GENERIC = "has been automatically generated"
+
+
+@pytest.fixture
+def hub():
+    with Hub() as server:
+        yield server
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def card_of(hub: Hub, repository: str) -> ModelCard:
+    return ModelCard(hub.repositories[repository]["README.md"].decode())
+
+
+def run(code: str, hub: Hub, directory: Path) -> None:
+    """Run in a new process: huggingface_hub reads its endpoint when it is imported."""
+    environment = {
+        **{key: value for key, value in os.environ.items() if key.lower() not in ("http_proxy", "https_proxy")},
+        **{"HF_ENDPOINT": hub.url, "HF_HOME": str(directory / "home"), "HF_TOKEN": "hf_test", "NO_PROXY": "127.0.0.1"},
+        **{"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=directory, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# Pushes.
+
+PUSH_MODELS = """
+from transformers import AutoModelForCausalLM
+from hf_quant import QuantizerConfig, quantize_
+
+def load(name, weights=None):
+    options = {} if weights is None else {"quantization_config": QuantizerConfig(weights)}
+    return AutoModelForCausalLM.from_pretrained(name, **options)
+
+model = load("me/model", "int4")
+for name in ("me/first", "me/first", "me/changed", "me/own", "me/generic"):
+    model.push_to_hub(name, tags=["pushed"])
+model.save_pretrained("out", push_to_hub=True, repo_id="me/saved")
+load("me/first").push_to_hub("me/copy")
+load("me/model", "int8").push_to_hub("me/changed")
+quantize_(load("me/model"), "fp8").push_to_hub("me/quantized")
+load("me/model").push_to_hub("me/plain")
+model.dequantize().push_to_hub("me/dequantized")
+"""
+
+
+def test_pushed_models_of_transformers(hub, tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    hub.repositories["me/model"] = {**files_of(tmp_path / "model"), "README.md": BASE_CARD.encode()}
+    generic = ModelCard.from_template(
+        ModelCard("---\ntags: [theirs]\n---\n").data,
+        model_description="This is the model card of a \N{HUGGING FACE} transformers model that has been pushed on "
+        "the Hub. This model card has been automatically generated.",
+    )
+    for name, card in (("own", USER_CARD), ("generic", str(generic))):
+        hub.repositories[f"me/{name}"] = {"README.md": card.encode()}
+    run(PUSH_MODELS, hub, tmp_path)
+
+    for name in ("first", "saved", "copy", "quantized", "generic"):
+        card = card_of(hub, f"me/{name}")
+        assert GENERIC not in card.text
+        assert card.data.base_model == ["me/model"], name
+        assert card.data.base_model_relation == "quantized"
+        assert (card.data.license, card.data.license_name) == ("other", "tiny-license")
+        if name != "copy":  # copied from a card where it is complete
+            assert card.data.license_link == "https://huggingface.co/me/model/blob/main/LICENSE.md"
+        assert (card.data.language, card.data.pipeline_tag) == (["en"], "text-generation")
+        assert (card.data.library_name, card.data.get("datasets")) == ("transformers", None)
+        assert {"hf_quant", "quantized", "fp8_e4m3" if name == "quantized" else "int4"} <= set(card.data.tags)
+        assert f'from_pretrained("me/{name}"' in card.text
+    assert "pushed" in card_of(hub, "me/first").data.tags
+    assert "theirs" in card_of(hub, "me/generic").data.tags
+    changed = card_of(hub, "me/changed")
+    assert "int8 row" in changed.text and "int4" not in str(changed)
+    for name in ("plain", "dequantized"):
+        assert GENERIC in card_of(hub, f"me/{name}").text
+
+    own = card_of(hub, "me/own")
+    assert own.text == ModelCard(USER_CARD).text
+    assert (own.data.license, own.data.license_name, own.data.license_link) == ("mit", None, None)
+    assert own.data.base_model == ["me/model"]
+    assert own.data.tags[0] == "mine" and {"hf_quant", "int4"} <= set(own.data.tags)
+
+
+PUSH_PIPELINES = """
+import torch
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel, PipelineQuantizationConfig
+from hf_quant import QuantizerConfig
+
+options = {"torch_dtype": torch.bfloat16, "tokenizer": None, "tokenizer_2": None}
+mapping = {"transformer": QuantizerConfig("int4"), "text_encoder_2": QuantizerConfig("int8")}
+config = PipelineQuantizationConfig(quant_mapping=mapping)
+pipe = FluxPipeline.from_pretrained("me/flux", quantization_config=config, **options)
+for name in ("me/first", "me/first", "me/own"):
+    pipe.push_to_hub(name)
+pipe.save_pretrained("out", push_to_hub=True, repo_id="me/saved")
+pipe.transformer.push_to_hub("me/transformer")
+pipe.transformer.push_to_hub("me/transformer")
+pipe.transformer.push_to_hub("me/folder", subfolder="transformer")
+pipe.vae.push_to_hub("me/vae")
+FluxPipeline.from_pretrained("me/first", **options).push_to_hub("me/copy")
+FluxPipeline.from_pretrained("me/flux", **options).push_to_hub("me/plain")
+FluxTransformer2DModel.from_pretrained("me/transformer", torch_dtype=torch.bfloat16).push_to_hub("me/transformer-copy")
+"""
+
+
+def test_pushed_pipelines_and_models_of_diffusers(hub, tmp_path):
+    pytest.importorskip("diffusers", reason="diffusers is an optional host")
+    from integration_tests.tiny_diffusion import make_flux_pipeline
+
+    make_flux_pipeline(torch.bfloat16).save_pretrained(tmp_path / "flux")
+    card = BASE_CARD.replace("text-generation", "text-to-image")
+    hub.repositories["me/flux"] = {**files_of(tmp_path / "flux"), "README.md": card.encode()}
+    hub.repositories["me/own"] = {"README.md": USER_CARD.encode()}
+    run(PUSH_PIPELINES, hub, tmp_path)
+
+    for name in ("first", "saved", "copy", "transformer", "transformer-copy"):
+        card = card_of(hub, f"me/{name}")
+        assert GENERIC not in card.text
+        assert card.data.base_model == ["me/flux"], name
+        assert (card.data.base_model_relation, card.data.license) == ("quantized", "other")
+        assert (card.data.library_name, card.data.pipeline_tag) == ("diffusers", "text-to-image")
+        assert {"hf_quant", "quantized", "int4"} <= set(card.data.tags)
+        one = name.startswith("transformer")
+        assert ("### `transformer`" in card.text, "### `text_encoder_2`" in card.text) == (not one, not one)
+        assert (f'FluxTransformer2DModel.from_pretrained("me/{name}"' in card.text) == one
+        assert (f'FluxPipeline.from_pretrained("me/{name}"' in card.text) != one
+    for name in ("plain", "vae"):
+        assert GENERIC in card_of(hub, f"me/{name}").text
+    assert not [name for name in hub.repositories["me/folder"] if name.endswith("README.md")]
+    own = card_of(hub, "me/own")
+    assert own.text == ModelCard(USER_CARD).text
+    assert (own.data.license, own.data.base_model) == ("mit", ["me/flux"])
+
+
+# Cards do what they say.
+
+
+def snippet(card: ModelCard, section: str, language: str = "python") -> str:
+    text = card.text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def execute(code: str) -> dict:
+    names: dict = {}
+    exec(compile(code, "card", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def working_dir(tmp_path, monkeypatch) -> Path:
+    """Where names of the Hub are directories: snippets and commands run as they stand in a card."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me").mkdir()
+    return tmp_path
+
+
+def test_usage_and_command_of_a_card_of_the_command_line(asset_model_dir, working_dir, capsys):
+    (working_dir / "me" / "base").symlink_to(asset_model_dir)
+    options = ("--weights", "int4", "--group-size", "64", "--module", "*.down_proj=int8", "--kv-cache", "int8")
+    assert main(["quantize", "me/base", "me/quantized", *options]) == 0
+    first = ModelCard.load("me/quantized/README.md")
+    assert "USER/NAME" in first.text and "hf-quant quantize BASE OUT " in first.text
+    assert first.data.base_model is None  # it was a directory
+    assert main(["card", "me/quantized", "--base-model", "me/other", "--repo", "me/quantized"]) == 0
+    card = ModelCard.load("me/quantized/README.md")
+    assert card.data.base_model == ["me/other"]
+    capsys.readouterr()
+    names = execute(snippet(card, "Usage"))
+    assert "The first three primes are" in capsys.readouterr().out
+    command = shlex.split(snippet(card, "Reproduce", "sh"))
+    assert command[:4] == ["hf-quant", "quantize", "me/other", "OUT"]
+    assert main(["quantize", "me/base", *command[3:]]) == 0
+    stored, again = (files_of(working_dir / name) for name in ("me/quantized", "OUT"))
+    assert stored["model.safetensors"] == again["model.safetensors"]
+    assert stored["config.json"] == again["config.json"]
+    assert names["model"].config.quantization_config.kv_cache == "int8"
+
+
+def test_a_card_of_the_command_line_beside_others(asset_model_dir, working_dir, capsys):
+    (working_dir / "me" / "base").mkdir()
+    for path in asset_model_dir.iterdir():
+        if path.name != "README.md":
+            (working_dir / "me" / "base" / path.name).symlink_to(path)
+    (working_dir / "me" / "base" / "README.md").write_text(BASE_CARD)
+    assert main(["quantize", "me/base", "out", "--weights", "int8"]) == 0
+    assert ModelCard.load("out/README.md").data.license == "other"
+    measure = ("--reference", "me/base", "--text", f"{asset_model_dir}/val_ids.npy", "--device", "cpu")
+    assert main(["eval", "out", *measure, "--window", "128", "--max-tokens", "512", "--json", "eval.json"]) == 0
+    bench = ("--reference", "me/base", "--rounds", "1", "--new-tokens", "2", "--device", "cpu")
+    assert main(["bench", "out", *bench, "--json", f"{working_dir}/bench.json"]) == 0
+    options = ("--measurements", "eval.json", "--measurements", "bench.json", "--base-model", "me/base")
+    assert main(["card", "out", *options]) == 0
+    card = ModelCard.load("out/README.md")
+    assert "| perplexity | " in card.text and "tokens/s |" in card.text and "not evaluated" not in card.text
+    assert str(working_dir) not in str(card) and str(asset_model_dir) not in str(card)
+    assert "--text val_ids.npy" in card.text and "--json bench.json" in card.text
+    assert card.data.base_model is None and card.data.license_name == "tiny-license"
+
+    Path("out/README.md").write_text(USER_CARD)
+    assert "the text that was there is kept" in output(capsys, "card", "out", *options)
+    kept = ModelCard.load("out/README.md")
+    assert kept.text == ModelCard(USER_CARD).text and {"mine", "int8"} <= set(kept.data.tags)
+    assert main(["quantize", "me/base", "out", "--weights", "int2", "--force"]) == 0
+    assert ModelCard.load("out/README.md").text == kept.text
+    assert "not evaluated" in output(capsys, "card", "out", "-o", "new/card.md") + Path("new/card.md").read_text()
+    assert main(["card", "out", "--measurements", "eval.json", "-o", "x.md"]) == 2
+    assert "the measurements are of a model with 8." in capsys.readouterr().err
+    assert main(["card", "me/base"]) == 2
+    assert "is in 16 bit" in capsys.readouterr().err
+    Path("out/README.md").write_text("---\na: [\n---\n")
+    assert main(["card", "out"]) == 2
+    assert "metadata that cannot be read" in capsys.readouterr().err
+
+
+def output(capsys, *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", "t5", "whisper", "vit", "llava", "nomic_bert", "qwen3_moe", "llama_tied", "mamba"]
+)
+def test_models_load_as_their_cards_say(name, working_dir):
+    quantize_(build(name), "int8").save_pretrained("me/model")
+    card = model_card("me/model", repo_id="me/model")
+    model = execute(snippet(card, "Usage"))["model"]
+    assert type(model) is type(build(name))
+    assert any(isinstance(m, QuantizedModule) for m in model.modules())
+
+
+@pytest.mark.parametrize("weights", ["int4", None])
+def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
+    from integration_tests.tiny_diffusion import make_flux_pipeline
+
+    make_flux_pipeline(torch.bfloat16).save_pretrained("me/base")
+    pattern = {"modules": {"*.attn.to_q": "int8"}}
+    mapping = {
+        "transformer": QuantizerConfig(weights, **pattern),
+        "text_encoder_2": QuantizerConfig("int8", scale_dtype="float32"),
+    }
+    pipe = diffusers.FluxPipeline.from_pretrained(
+        "me/base",
+        torch_dtype=torch.bfloat16,
+        tokenizer=None,
+        tokenizer_2=None,
+        quantization_config=diffusers.PipelineQuantizationConfig(quant_mapping=mapping),
+    )
+    pipe.save_pretrained("me/pipe")
+    live, card = model_card(pipe, repo_id="me/pipe"), model_card("me/pipe", repo_id="me/pipe")
+    assert live.text.split() == card.text.split()
+    assert card.data.pipeline_tag == "text-to-image" and card.data.base_model is None
+    assert "### `transformer`" in card.text and "### `text_encoder_2`" in card.text
+    assert "As they were: `text_encoder` (" in card.text and "`vae` (" in card.text
+    assert type(execute(snippet(card, "Usage"))["pipe"]) is diffusers.FluxPipeline
+    execute(snippet(model_card("me/pipe", repo_id="me/pipe", base_model="me/base"), "Reproduce"))
+    assert files_of(Path("OUT")) == files_of(Path("me/pipe"))
+
+    one = model_card("me/pipe/transformer", repo_id="me/transformer", base_model="me/one")
+    os.symlink(working_dir / "me" / "pipe" / "transformer", "me/transformer")
+    os.symlink(working_dir / "me" / "base" / "transformer", "me/one")
+    assert type(execute(snippet(one, "Usage"))["model"]).__name__ == "FluxTransformer2DModel"
+    command = shlex.split(snippet(one, "Reproduce", "sh"))
+    assert main([*command[1:3], "OUT2", *command[4:]]) == 0
+    configs = [json.loads((Path(name) / "config.json").read_text()) for name in ("OUT2", "me/transformer")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    weights = "diffusion_pytorch_model.safetensors"
+    assert files_of(Path("OUT2"))[weights] == files_of(Path("me/transformer"))[weights]
