@@ -26,6 +26,7 @@ from kernel_cases import (
     grouped_case,
     linear_case,
     memory_case,
+    quantized_case,
     reference,
     scaled_case,
 )
@@ -65,7 +66,9 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
             cases += [linear_case(one, linear, M, bf16, bias=M == 17) for M in (tokens if main else tokens[:3])]
         cases += [linear_case(one, size(LLAMA[1]), M, dtype) for dtype in (fp16, fp32) for M in (3, 200) if main]
         cases += [grouped_case(one, size(EXPERTS[2]), M, bf16) for M in (1, 40, 1000) if main or M == 40]
-        if one.activation is None:
+        if one.activation is not None:
+            cases += [quantized_case(one, size(LLAMA[1]), M, bf16) for M in (17, 600)]
+        else:
             cases.append(dequantize_case(one, size(LLAMA[1]), bf16))
             cases += [backward_case(one, size(LLAMA[1]), M, bf16) for M in (1, 300)]
             cases.append(grouped_backward_case(one, size(EXPERTS[3]), 40, bf16))
@@ -172,7 +175,7 @@ def _compare_caches(found: list[Tensor], expected: list[Tensor]) -> str | None:
     return None
 
 
-_FP8_SUMS = ("dynamic_mm", "fp8_scaled_mm", "grouped_mm")
+_FP8_SUMS = ("dynamic_mm", "quantized_mm", "fp8_scaled_mm", "grouped_mm")
 
 
 def check_no_recompilation(device: torch.device, *, tiny: bool = False) -> str | None:

@@ -207,6 +207,21 @@ def linear_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype
     return Case(op, _describe(candidate.name, M, linear, dtype), make, dtype, M, 2 * M * linear.N * linear.K)
 
 
+def quantized_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype) -> Case:
+    """`quantized_mm`: `dynamic_mm` of an input that is quantized already."""
+    dynamic = linear_case(candidate, linear, M, dtype, bias=True)
+    codes = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[candidate.activation]
+
+    def make(device: Any) -> tuple[tuple, dict[str, Any]]:
+        (x, *weight), options = dynamic.make(device)
+        row_scale = torch.empty((M, 1), device=device).uniform_(0.01, 0.03)
+        given = {"format": options["format"], "group_size": options["group_size"], "out_dtype": dtype}
+        return ((x.float() * 32).clamp(-127, 127).to(codes), row_scale, *weight), given
+
+    name = _describe(f"{candidate.name}, codes given", M, linear, dtype)
+    return dynamic._replace(op="quantized_mm", name=name, make=make)
+
+
 def backward_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype) -> Case:
     """`weight_only_mm_backward`: the gradient of the input."""
     options = {"format": candidate.weight.format, "group_size": candidate.group_size(linear.K), "K": linear.K}
@@ -414,7 +429,9 @@ def _candidate_cases(candidate: Candidate, dtype: torch.dtype) -> list[Case]:
     # fp32 experts run one by one, as their plan says: offsets are read on the host.
     experts = () if dtype == torch.float32 else EXPERTS if plain and main else EXPERTS[:1]
     found += [grouped_case(candidate, linear, M, dtype) for linear in experts for M in tokens]
-    if candidate.activation is None:
+    if candidate.activation is not None:  # the kernels of dynamic_mm
+        found += [quantized_case(candidate, LLAMA[1], M, dtype) for M in (1, 64, 4096)]
+    else:
         found += [dequantize_case(candidate, linear, dtype) for linear in (*linears, EXPERTS[2])]
         found += [backward_case(candidate, LLAMA[1], M, dtype) for M in (1, 16, 512, 4096)]
         if experts:
