@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from hf_quant import QuantizerConfig, model_card, quantize_
 from hf_quant.cli import main
+from hf_quant.integrations.hub import is_untouched
 from hf_quant.modules import QuantizedModule
 from integration_tests.hub_stand_in import Hub
 from integration_tests.tiny_models import build
@@ -126,6 +127,23 @@ def test_pushed_models_of_transformers(hub, tmp_path):
     assert own.data.tags[0] == "mine" and {"hf_quant", "int4"} <= set(own.data.tags)
 
 
+def test_pushes_of_the_command_line(hub, tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    hub.repositories["me/model"] = {**files_of(tmp_path / "model"), "README.md": BASE_CARD.encode()}
+    hub.repositories["me/own"] = {"README.md": USER_CARD.encode()}
+    broken = b"---\na: [\n---\n# Broken\n"
+    hub.repositories["me/broken"] = {"README.md": broken}
+    code = "from hf_quant.cli import main\nfor name in ('new', 'own', 'broken'):\n    assert main(['quantize', "
+    run(code + "'me/model', name, '--weights', 'int4', '--push', f'me/{name}']) == 0\n", hub, tmp_path)
+    new, own = card_of(hub, "me/new"), card_of(hub, "me/own")
+    assert (new.data.base_model, new.data.license_name) == (["me/model"], "tiny-license")
+    assert "hf-quant quantize me/model OUT --weights int4" in new.text
+    assert own.text == ModelCard(USER_CARD).text
+    assert (own.data.license, own.data.base_model) == ("mit", ["me/model"])
+    assert hub.repositories["me/broken"]["README.md"] == broken
+    assert all("model.safetensors" in hub.repositories[f"me/{name}"] for name in ("new", "own", "broken"))
+
+
 PUSH_PIPELINES = """
 import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel, PipelineQuantizationConfig
@@ -234,9 +252,13 @@ def test_a_card_of_the_command_line_beside_others(asset_model_dir, working_dir, 
     assert main(["eval", "out", *measure, "--window", "128", "--max-tokens", "512", "--json", "eval.json"]) == 0
     bench = ("--reference", "me/base", "--rounds", "1", "--new-tokens", "2", "--device", "cpu")
     assert main(["bench", "out", *bench, "--json", f"{working_dir}/bench.json"]) == 0
-    options = ("--measurements", "eval.json", "--measurements", "bench.json", "--base-model", "me/base")
+    options = ("--measurements", "eval.json", "--measurements", "bench.json")
     assert main(["card", "out", *options]) == 0
     card = ModelCard.load("out/README.md")
+    assert "Licence: `tiny-license`" in card.text
+    options += ("--base-model", "me/base")
+    assert main(["card", "out", *options]) == 0
+    assert str(ModelCard.load("out/README.md")) == str(card)
     assert "| perplexity | " in card.text and "tokens/s |" in card.text and "not evaluated" not in card.text
     assert str(working_dir) not in str(card) and str(asset_model_dir) not in str(card)
     assert "--text val_ids.npy" in card.text and "--json bench.json" in card.text
@@ -313,3 +335,25 @@ def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
     weights = "diffusion_pytorch_model.safetensors"
     assert files_of(Path("OUT2"))[weights] == files_of(Path("me/transformer"))[weights]
+
+
+def test_the_cards_in_the_tree_are_those_of_the_script(tmp_path):
+    """Nobody has edited a card, or its figures without it. Versions differ between environments."""
+
+    def compared(path: Path) -> str:
+        text = re.sub(r"Written by .*?;", "Written by;", path.read_text())
+        return re.sub(r"(<!-- hf_quant card \w+) \w+ -->", r"\1", text)
+
+    script = ROOT / "scripts" / "make_model_cards.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, script, "--out", tmp_path], env=environment, check=True, capture_output=True, timeout=280
+    )
+    made = {path.name: compared(path) for path in tmp_path.glob("*.md")}
+    stored = {p.name: compared(p) for p in (ROOT / "model_cards").glob("*.md") if p.name != "README.md"}
+    assert len(made) == 3 and made == stored
+    for path in (ROOT / "model_cards").glob("tiny-*.md"):
+        card = ModelCard.load(path)
+        assert is_untouched(card)
+        assert "not evaluated" not in card.text and "| perplexity | " in card.text and "## Speed" in card.text
+        assert card.data.license is None and card.data.base_model is None  # neither is on the Hub

@@ -156,12 +156,19 @@ def _speed_figures(
         measurements.SpeedRow("decode", measured.decode, "tokens/s", None if reference is None else reference.decode),
     )
     versions, _, device = machine().partition("; ")
-    label = "peak while loading and in a first generation"
-    peak = loaded.peaks[names[-1]]
     return {
         "speed": (measurements.Speed(device, versions, _command(args), rows, details),),
-        "memory": (measurements.Memory(label, peak, None if base is None else loaded.peaks[base]),) if peak else (),
+        "memory": _memory_figures(loaded, names[-1], base),
     }
+
+
+def _memory_figures(loaded: "_Loaded", name: str, reference: str | None) -> tuple[measurements.Memory, ...]:
+    """The peaks, unless one is below the bytes of its model: then memory that was in use before was used again."""
+    wanted = (name,) if reference is None else (name, reference)
+    if any(loaded.peaks[n] < loaded.models[n].get_memory_footprint() for n in wanted):
+        return ()
+    label = "peak while loading and in a first generation"
+    return (measurements.Memory(label, loaded.peaks[name], None if reference is None else loaded.peaks[reference]),)
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -106,10 +106,11 @@ def _write_card(source: Source, staged: Path, out: Path, repository: str | None)
     existing = read_card(out / CARD) if (out / CARD).is_file() else None
     if existing is None and (out / CARD).is_file():  # with metadata that cannot be read: somebody's
         return
-    base_card = find_card(source.name) if Path(source.name).is_dir() else None
+    is_local = Path(source.name).is_dir()
+    base, base_card = (hub_id(source.name), find_card(source.name)) if is_local else (source.name, None)
     named = repository if repository is not None and "/" in repository else None
     try:
-        made = model_card(staged, repo_id=named, base_model=hub_id(source.name), base_card=base_card)
+        made = model_card(staged, repo_id=named, base_model=base, base_card=base_card)
     except ValueError as error:  # hours of quantizing are not lost for it
         print(f"no model card: {error}")
         return

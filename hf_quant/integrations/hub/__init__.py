@@ -66,6 +66,7 @@ def model_card(
     base_model: str | Sequence[str] | None = None,
     base_card: ModelCard | Path | str | None = None,
     license: str | None = None,
+    title: str | None = None,
     token: str | bool | None = None,
 ) -> ModelCard:
     """A card of a quantized model; `card.save("README.md")` writes it, `card.push_to_hub("user/name")` uploads it.
@@ -80,6 +81,7 @@ def model_card(
         base_card: the card of the base model, or a directory or file with it. Default: the one beside the model that
             was quantized, on this machine or on the Hub. Licence, language and task are copied from it.
         license: identifier of a licence, in the place of that.
+        title: the heading. Default: the name of the repository, else that of the base model, else the class.
         token: for the Hub.
 
     Raises:
@@ -91,7 +93,7 @@ def model_card(
     facts = read_source(source)
     own = _card_of(str(source), None) if isinstance(source, str | Path) else None
     base = _find_base(facts, base_model, base_card, own, token)
-    return _make(facts, as_measurements(measurements), base, repo_id=repo_id, license=license)
+    return _make(facts, as_measurements(measurements), base, repo_id=repo_id, license=license, title=title)
 
 
 def merge_cards(existing: ModelCard | None, card: ModelCard) -> ModelCard:
@@ -148,7 +150,7 @@ def card_for_upload(
         origin, is_quantized = origin_of(source)
         facts = replace(read_source(directory), origin=origin, origin_is_quantized=is_quantized)
         base = _find_base(facts, None, None, existing, token)
-        card = _make(facts, Measurements(), base, repo_id=repo_id, license=None)
+        card = _make(facts, Measurements(), base, repo_id=repo_id)
     except ValueError as error:  # an upload of hours does not fail for its card
         _logger.warning("the model card is the one of the host: %s", error)
         return
@@ -171,19 +173,26 @@ def _find_base(
 ) -> _Base:
     """From what the caller gives, else from the card that is there, else from where the model was loaded from."""
     given = [names] if isinstance(names, str) else list(names or ())
-    found = [_base.check_hub_id(name, "base_model") for name in given]
+    given = [_base.check_hub_id(name, "base_model") for name in given]
     if isinstance(card, str | Path):
         where, card = card, read_card(Path(card)) if Path(card).is_file() else _card_of(str(card), token)
         if card is None:
             raise ValueError(f"{where} has no model card that can be read")
-    if found or card is not None:
-        card = card if card is not None else _card_of(found[0], token)
-        return _Base(found, {} if card is None else _base.inherited(card, found[0] if found else None))
-    if own is not None and _base.base_models(own):
-        return _Base(_base.base_models(own), _base.inherited(own, None))
-    if facts.origin is None:
-        return _Base([], {})
+    if given or card is not None:
+        card = card if card is not None else _card_of(given[0], token)
+        return _Base(given, {} if card is None else _base.inherited(card, given[0] if given else None))
+    known = {} if own is None else _base.inherited(own, None)
+    names = [] if own is None else _base.base_models(own)
+    found = _Base(names, {}) if names else _from_origin(facts, token)
+    others = {key: v for key, v in found.inherited.items() if "license" not in known or key not in _LICENSE_FIELDS}
+    return _Base(found.names, {**others, **known})
+
+
+def _from_origin(facts: CardSource, token: str | bool | None) -> _Base:
+    """From the card of what the model was loaded from: of its base, or of the same quantized model."""
     name = hub_id(facts.origin)
+    if facts.origin is None or (name is None and not Path(facts.origin).is_dir()):
+        return _Base([], {})
     try:
         card = find_card(name or facts.origin, token=token)
     except NotOnHub:  # what looks like a name was a path of another machine
@@ -201,7 +210,13 @@ def _card_of(name: str, token: str | bool | None) -> ModelCard | None:
 
 
 def _make(
-    facts: CardSource, figures: Measurements, base: _Base, *, repo_id: str | None, license: str | None
+    facts: CardSource,
+    figures: Measurements,
+    base: _Base,
+    *,
+    repo_id: str | None,
+    license: str | None = None,
+    title: str | None = None,
 ) -> ModelCard:
     bits = facts.bits_per_weight
     if None not in (figures.bits_per_weight, bits) and abs(figures.bits_per_weight - bits) > 0.01 * bits:
@@ -221,7 +236,7 @@ def _make(
         "tags": tags_of(facts),
     }
     fields = {key: value for key, value in fields.items() if value is not None}
-    text = render("card.jinja", content(facts, figures, fields, repo_id=repo_id, bases=base.names))
+    text = render("card.jinja", content(facts, figures, fields, repo_id=repo_id, bases=base.names, title=title))
     return _assemble(fields, f"\n{text}\n<!-- hf_quant card {facts.fingerprint} {_digest(text)} -->\n")
 
 

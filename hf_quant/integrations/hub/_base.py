@@ -27,7 +27,8 @@ _WORD = re.compile(r"[A-Za-z0-9][\w.+-]{0,99}")
 def hub_id(name: object) -> str | None:
     """The name on the Hub in what a model was loaded from: a name "user/model", or a path in the Hub's cache.
 
-    None for every other path: directories of one machine mean nothing on another.
+    None for every other path: directories of one machine mean nothing on another. One of two parts that is not here
+    cannot be told from a name; `find_card` asks the Hub, where it can be reached.
     """
     if not isinstance(name, str):
         return None

@@ -9,7 +9,7 @@ from hf_quant.checkpoint import CheckpointRow, CheckpointSummary
 from hf_quant.config import QuantizerConfig, entry_fields, excludes, matches, resolve_scheme
 from hf_quant.formats import FORMATS
 from hf_quant.integrations.hub._source import CardSource, Part
-from hf_quant.integrations.hub._text import Markdown, code, size
+from hf_quant.integrations.hub._text import Markdown, code, plain, size
 from hf_quant.integrations.hub._usage import reproduce, usage
 from hf_quant.integrations.hub.measurements import Measurements
 from hf_quant.kv_cache import KVCacheConfig
@@ -54,13 +54,14 @@ def content(
     *,
     repo_id: str | None,
     bases: list[str],
+    title: str | None,
 ) -> dict[str, Any]:
     """The values of `card.jinja`."""
     base = bases[0] if bases else None
     language, again = reproduce(source, base)
     commands = dict.fromkeys(row.command for row in measurements.quality if row.command is not None)
     return {
-        "title": _title(source, repo_id, base),
+        "title": plain(title) if title is not None else _title(source, repo_id, base),
         "summary": _summary(source, bases),
         "install": Markdown(
             "pip install 'hf-quant[diffusers]'" if source.library == "diffusers" else "pip install hf-quant"
