@@ -1,11 +1,15 @@
 """Model cards end to end: what a push leaves on the Hub, snippets and commands of cards that do what they say."""
 
+import copy
+import gc
 import json
 import os
+import pickle
 import re
 import shlex
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -193,6 +197,26 @@ def test_pushed_pipelines_and_models_of_diffusers(hub, tmp_path):
     own = card_of(hub, "me/own")
     assert own.text == ModelCard(USER_CARD).text
     assert (own.data.license, own.data.base_model) == ("mit", ["me/flux"])
+
+
+def test_models_of_diffusers_are_copied_and_freed_with_their_method():
+    pytest.importorskip("diffusers", reason="diffusers is an optional host")
+    from integration_tests.tiny_diffusion import make_model
+
+    model = quantize_(make_model("flux", torch.bfloat16), "int8")
+    method = model._upload_folder
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied._upload_folder.model() is copied and method.model() is model
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, method, copied
+        assert gone() is None
+    finally:
+        gc.enable()
+    model = quantize_(make_model("flux", torch.bfloat16), "int8")
+    model.dequantize()
+    assert "_upload_folder" not in vars(model)
 
 
 # Cards do what they say.
