@@ -112,8 +112,7 @@ def _title(source: CardSource, repo_id: str | None, base: str | None) -> Markdow
 
 
 def _summary(source: CardSource, bases: list[str]) -> Markdown:
-    name = " and ".join(map(_link, bases)) or f"{'A' if source.class_name is None else code(source.class_name)}"
-    name = name if bases or source.class_name is not None else "A model"
+    name = " and ".join(map(_link, bases)) or ("A model" if source.class_name is None else code(source.class_name))
     bits = source.bits_per_weight
     weights = "" if bits is None else f", {bits:.3f} bits per quantized weight"
     return Markdown(
