@@ -23,7 +23,7 @@ _FIRST_BLOCKS = {
 }
 # What a layer outside of the blocks is, by the first of these that its path has.
 _ROLES = (
-    (r"modul|adaln", "modulation of all blocks: its error reaches each of them"),
+    (r"modulat|adaln", "modulation of all blocks: its error reaches each of them"),
     (r"norm_out|proj_out|final|last|head|linear_out", "output projection: its error is one of the result"),
     (r"time|guidance|temb|label|pooled|add_embed|class_embed|condition_embed", "embedding of what all blocks read"),
     (r"embed|proj_in|_in$|_in\.|patch|caption|context|text|adapter|proj", "input projection: all blocks read it"),
