@@ -6,8 +6,8 @@
     python scripts/bench_pipeline.py --model tiny --scheme int8-dynamic,int4      # the logic on a CPU, no real number
 
 The models have the published architecture, resolution and number of tokens (diffusion_models.py) and random weights
-whose distribution is like that of trained ones in what matters for quantization (diffusion_run.py says how); nothing
-is downloaded. A loop runs in latents: no text encoder, no VAE; embeddings of the prompt are random.
+with heavy tails and outlier channels (diffusion_run.py says how; --weights normal has neither); nothing is downloaded.
+A loop runs in latents: no text encoder, no VAE; embeddings of the prompt are random.
 
 Columns: seconds per step, the median over --rounds loops of all variants in turns, and half of their range; seconds of
 an image with the published number of steps; speed against 16 bit as it is and compiled; memory of the transformer's
@@ -45,7 +45,7 @@ from diffusion_bench import (
     spread,
 )
 from diffusion_models import MODELS
-from diffusion_run import make_step, random_model
+from diffusion_run import NORMAL, TRAINED_LIKE, make_step, random_model
 from diffusion_spec import DiffusionModel, shrunk
 from eval_quality import parse_spec
 from gpu_timing import environment, environment_line, gpu, installed
@@ -53,6 +53,7 @@ from gpu_timing import environment, environment_line, gpu, installed
 from hf_quant.planning import format_table
 
 
+WEIGHTS = {"trained-like": TRAINED_LIKE, "normal": NORMAL}
 TINY = {"tiny": "flux.1-dev", "tiny-cogvideox": "cogvideox-5b"}
 
 
@@ -151,6 +152,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         default=["fp8-dynamic", "int8-dynamic", "int4"],
         help=f"separated by commas: {', '.join(SCHEMES)}, or FORMAT[:FIELD=VALUE]... of QuantizerConfig",
     )
+    parser.add_argument("--weights", choices=WEIGHTS, default="trained-like", help="distribution of random weights")
     parser.add_argument("--attention", choices=("int8",), help="8-bit attention in our schemes")
     parser.add_argument("--compile", action="store_true", help="each variant once more with compiled blocks")
     parser.add_argument("--compile-mode", default="default", help="mode of torch.compile")
@@ -185,10 +187,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"python {shlex.join(sys.argv)}\n{environment_line(device)}")
     if device.type == "cpu":
         print("no GPU: a tiny model, which shows that the variants run, not how fast real ones are; no peak memory")
-    base = random_model(spec, device=device)
+    base = random_model(spec, device=device, weights=WEIGHTS[args.weights])
     subject = Subject(spec, full, smaller, make_step(spec, device=device), args.steps or full.steps, device)
     groups = "" if smaller is None else f", {spec.units} of {full.units} groups of blocks"
-    print(f"{full.repo} ({spec.model_class}) with random weights{groups}; {spec.size}; batch {spec.batch}", flush=True)
+    what = f"{full.repo} ({spec.model_class}) with random weights, {args.weights}{groups}"
+    print(f"{what}; {spec.size}; batch {spec.batch}", flush=True)
     variants = make_variants(base, subject, args)
     with torch._dynamo.config.patch(recompile_limit=256):  # all variants share the code of the blocks
         measure(variants, subject, args.rounds, say=partial(print, file=sys.stderr, flush=True))

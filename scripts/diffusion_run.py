@@ -1,6 +1,6 @@
 """Diffusion models of diffusion_models.py with random weights, and their denoising loop in latents.
 
-The weights are not those of a trained model; their distribution has what makes trained ones hard to quantize:
+The weights are not those of a trained model; by default they have what makes trained ones hard to quantize:
 
 - heavy tails: a normal value times the exponential of another (deviation 0.4), which has a kurtosis of 5.7 (normal: 3)
 - rows of different size: each times the exponential of a normal value of deviation 0.3
@@ -8,10 +8,12 @@ The weights are not those of a trained model; their distribution has what makes 
   these channels of the residual stream are far larger than the others in all blocks
 
 All is scaled by 1 / sqrt(inputs), so that activations neither vanish nor grow. What this has in common with a certain
-checkpoint has not been measured: it serves to compare schemes, not to predict the quality of images.
+checkpoint has not been measured: it serves to compare schemes, not to predict the quality of images. `NORMAL` weights
+have none of the three: what errors are with them bounds what the choice of these numbers does.
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,8 +22,19 @@ from diffusion_spec import DiffusionModel, Size, Step
 from torch import Tensor, nn
 
 
-TAIL, SPREAD = 0.4, 0.3  # deviations of logarithms: of values, of rows
-OUTLIERS, OUTLIER_SIZE = 512, 6.0
+OUTLIERS = 512  # outputs for each outlier channel
+
+
+class Distribution(NamedTuple):
+    """Of random weights: deviations of the logarithms of values and of rows, and the size of outlier channels."""
+
+    tail: float
+    spread: float
+    outlier: float
+
+
+TRAINED_LIKE = Distribution(0.4, 0.3, 6.0)
+NORMAL = Distribution(0.0, 0.0, 1.0)
 
 
 def empty_model(spec: DiffusionModel) -> nn.Module:
@@ -46,6 +59,7 @@ def random_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    weights: Distribution = TRAINED_LIKE,
     seed: int = 0,
 ) -> nn.Module:
     """The model with random weights, made on the device one parameter at a time.
@@ -58,14 +72,16 @@ def random_model(
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             parts = [*path.split("."), name]
-            value = _random_weight(module, name, parameter.shape, generator)
+            value = _random_weight(module, name, parameter.shape, weights, generator)
             value = value.to(torch.float32 if any(one in parts for one in kept) else dtype)
             setattr(module, name, nn.Parameter(value, requires_grad=False))
     return model.to(device)
 
 
-def _random_weight(module: nn.Module, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """fp32 on the generator's device; by the distribution above where the module multiplies by it."""
+def _random_weight(
+    module: nn.Module, name: str, shape: torch.Size, weights: Distribution, generator: torch.Generator
+) -> Tensor:
+    """fp32 on the generator's device; of the distribution where the module multiplies by it."""
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=generator.device)
@@ -74,10 +90,10 @@ def _random_weight(module: nn.Module, name: str, shape: torch.Size, generator: t
         return normal(*shape).mul_(0.1).add_(1.0 if name == "weight" else 0.0)
     if not isinstance(module, nn.Linear | nn.modules.conv._ConvNd):  # tables of embeddings and modulations
         return normal(*shape).mul_(shape[-1] ** -0.5)
-    value = normal(*shape).mul_(normal(*shape).mul_(TAIL).exp_())
-    value *= (value[0].numel() ** -0.5) / torch.tensor(TAIL**2).exp()
-    rows = normal(shape[0]).mul_(SPREAD).exp_()
-    rows[outlier_channels(shape[0]).to(rows.device)] *= OUTLIER_SIZE
+    value = normal(*shape).mul_(normal(*shape).mul_(weights.tail).exp_())
+    value *= value[0].numel() ** -0.5 / math.exp(weights.tail**2)
+    rows = normal(shape[0]).mul_(weights.spread).exp_()
+    rows[outlier_channels(shape[0]).to(rows.device)] *= weights.outlier
     return value.mul_(rows.view(-1, *[1] * (len(shape) - 1)))
 
 
@@ -88,7 +104,10 @@ def outlier_channels(width: int) -> Tensor:
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
-    """A model with modules of its own that shares every parameter and buffer: quantizing it leaves the first alone."""
+    """A model with modules of its own that shares every parameter and buffer: quantizing it leaves the first alone.
+
+    Moving or casting it would not: `.to` changes parameters in place.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
