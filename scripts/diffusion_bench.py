@@ -46,13 +46,15 @@ Quantize = Callable[[nn.Module, DiffusionModel], object]
 
 def of_blocks(spec: DiffusionModel) -> Callable[[nn.Module, str], bool]:
     """(module, its name) -> whether a rival quantizes it."""
-    lists = tuple(f"{name}." for name in spec.block_lists)
+    lists = tuple(f"{name}." for name in spec.block_lists) or ("down_blocks.", "mid_block.", "up_blocks.")
 
     def chosen(module: nn.Module, name: str) -> bool:
         return (
             isinstance(module, nn.Linear)
             and name.startswith(lists)
-            and not any(part.startswith(("norm", "adaln")) or "mod" in part for part in name.lower().split("."))
+            and not any(
+                part.startswith(("norm", "adaln", "time")) or "mod" in part for part in name.lower().split(".")
+            )
             and module.in_features % 16 == 0
             and module.out_features % 16 == 0
         )
@@ -101,6 +103,7 @@ RIVALS: dict[str, tuple[str, Quantize]] = {
     ),
     "torchao int8 dynamic": ("torchao", _torchao("Int8DynamicActivationInt8WeightConfig")),
     "torchao int8": ("torchao", _torchao("Int8WeightOnlyConfig")),
+    "torchao int4": ("torchao", _torchao("Int4WeightOnlyConfig")),
     "bitsandbytes nf4": ("bitsandbytes", _bitsandbytes_nf4),
     "quanto qint8": ("optimum.quanto", _quanto),
 }
