@@ -1,11 +1,10 @@
 """torch.compile of quantized diffusion models: one graph per block class, whatever the resolution and the text."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_quant import fuse_projections_, quantize_
 from hf_quant.testing import assert_sqnr
@@ -47,7 +46,7 @@ def compile_(model: nn.Module, how: str, backend: str) -> None:
         model.compile(dynamic=True, backend=backend)
 
 
-def graphs_of(model: nn.Module, name: str, outputs: list[Any] | None = None) -> Graphs:
+def graphs_of(model: nn.Module, name: str, outputs: list[Tensor] | None = None) -> Graphs:
     counters, graphs = torch._dynamo.utils.counters, []
     for size in SIZES:
         output = run(model, name, size)
@@ -69,11 +68,10 @@ def graphs_of_plain(name: str, how: str) -> Graphs:
 @pytest.mark.parametrize(
     ("name", "how", "backend", "weights", "is_fused"),
     [
-        ("flux", "blocks", "aot_eager", "W8A8", False),
+        ("flux", "blocks", "eager", "W8A8", False),
         ("wan", "blocks", "aot_eager", "W8A8_FP8", False),
-        ("wan", "blocks", "aot_eager", "int4", True),
+        ("wan", "blocks", "eager", "int4", True),
         ("unet", "blocks", "aot_eager", "W8A8", True),
-        ("unet", "blocks", "eager", "nf4", False),
         ("cogvideox", "whole", "aot_eager", "W8A8", False),
         ("unet", "whole", "eager", "int4", False),
     ],
@@ -88,12 +86,14 @@ def test_resolutions_compile_nothing_new(name, how, backend, weights, is_fused):
     for output, exact in zip(outputs, expected):
         # Another kernel may serve a weight from its second use on.
         assert_sqnr(output, exact, at_least=40, at_most=float("inf"))
-    assert graphs == graphs_of_plain(name, how)
+    if how == "blocks":  # the control of a whole model costs as much as the case
+        assert graphs == graphs_of_plain(name, how)
 
 
 def test_inductor():
     """The one test that generates code, because a case costs 20 s and more."""
-    eager, model, outputs = (*(quantize_(make_model("wan", torch.bfloat16), "W8A8") for _ in range(2)), [])
+    eager, model = (quantize_(make_model("wan", torch.bfloat16), "W8A8") for _ in range(2))
+    outputs: list[Tensor] = []
     compile_(model, "blocks", "inductor")
     graphs = graphs_of(model, "wan", outputs)
     assert graphs == graphs[:1] * 3

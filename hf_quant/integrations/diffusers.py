@@ -106,9 +106,11 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         return torch_dtype
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        # Of every shard, before any is loaded: to quantize takes minutes, and the last one may be truncated.
+        self._headers = read_keys(file for file in checkpoint_files if str(file).endswith(".safetensors"))
         if not self.pre_quantized:
+            self._headers = {}
             return loaded_keys
-        self._headers = read_keys(checkpoint_files)
         guards = {f"{stored.module}.{stored.weight}" for stored in stored_weights(self._headers)}
         return [key for key in loaded_keys if key not in guards]
 
@@ -184,15 +186,17 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
     # The weights.
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
-        if self.pre_quantized:
-            return missing_keys
         computed = {
             f"{name}.{packed_key(part, weight)}"
             for name, module in _quantized_modules(model)
             for weight in module.placeholders
             for part in PACKED_NAMES
         }
-        return [key for key in missing_keys if key not in computed]
+        missing = [key for key in missing_keys if key not in computed]
+        # The host would warn and leave them on the meta device.
+        if any(True for _ in _quantized_modules(model)):
+            _check_none_missing(sorted(missing))
+        return missing
 
     def check_if_quantized_param(
         self,
@@ -237,12 +241,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         trim_memory()
-        missing = list(_waiting_weights(model))
-        if missing:
-            raise ValueError(
-                f"the checkpoint has no fitting {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}; is it of "
-                f"another model, or is a shard missing? What it lacks cannot be quantized"
-            )
+        _check_none_missing(list(_waiting_weights(model)))  # from_single_file, and shapes that it was told to ignore
         if not any(True for _ in _quantized_modules(model)) and self.quantization_config.attention is None:
             _forget(model)
             return model
@@ -292,6 +291,15 @@ def _quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]
 def _waiting_weights(model: nn.Module) -> Iterator[str]:
     """Names of the 16-bit weights that are not loaded, and so not quantized, yet."""
     return (f"{name}.{weight}" for name, module in _quantized_modules(model) for weight in module.placeholders)
+
+
+def _check_none_missing(names: list[str]) -> None:
+    """Raise ValueError if there are names of tensors that a checkpoint lacks."""
+    if names:
+        raise ValueError(
+            f"the checkpoint has no fitting {', '.join(names[:3])}{', ...' * (len(names) > 3)}; is it of another "
+            "model, or is a shard missing?"
+        )
 
 
 def _waiting_module(model: nn.Module, param_name: str) -> QuantizedModule | None:

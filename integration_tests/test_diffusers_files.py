@@ -1,0 +1,229 @@
+"""Quantized diffusion models as files: variants, subfolders, dtypes, the Hub, and files that are not what they should.
+
+What is refused is refused before anything is quantized, or leaves nothing behind.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_quant import QuantizerConfig, quantize_
+from hf_quant.modules import QuantizedModule
+
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
+
+from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from integration_tests.hub_stand_in import Hub  # noqa: E402
+from integration_tests.tiny_diffusion import (  # noqa: E402
+    NO_TOKENIZERS,
+    assert_same_bytes,
+    load,
+    make_flux_pipeline,
+    make_model,
+    run,
+)
+
+
+INT8 = QuantizerConfig("int8")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A quantized Flux in bf16."""
+    return quantize_(make_model("flux", torch.bfloat16), "W8A8")
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.safetensors"))
+
+
+def test_variants_and_subfolders(model, tmp_path):
+    model.save_pretrained(tmp_path / "pipe" / "transformer", variant="q", max_shard_size="60KB")
+    assert len(files(tmp_path / "pipe" / "transformer")) > 1
+    assert all(".q-0" in file.name for file in files(tmp_path / "pipe" / "transformer"))
+    again = load(tmp_path / "pipe", subfolder="transformer", variant="q")
+    assert_same_bytes(again.state_dict(), model.state_dict())
+    assert torch.equal(run(again, "flux"), run(model, "flux"))
+    for arguments in ({}, {"variant": "fp16"}):
+        with pytest.raises(OSError, match="no file named"):
+            load(tmp_path / "pipe" / "transformer", **arguments)
+
+    make_model("flux", torch.float16).save_pretrained(tmp_path / "half", variant="fp16", max_shard_size="200KB")
+    half = load(tmp_path / "half", dtype=torch.float16, variant="fp16", quantization_config=INT8)
+    half.save_pretrained(tmp_path / "packed", variant="fp16")
+    again = load(tmp_path / "packed", dtype=torch.float16, variant="fp16")
+    assert_same_bytes(again.state_dict(), half.state_dict())
+    assert torch.equal(run(again, "flux"), run(half, "flux"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, None])
+def test_reload_in_another_dtype(model, tmp_path, dtype):
+    model.save_pretrained(tmp_path)
+    again, expected = load(tmp_path, dtype=dtype), dtype or torch.float32  # None is the host's fp32
+    layers = [m for m in again.modules() if isinstance(m, QuantizedModule)]
+    assert {layer.compute_dtype for layer in layers} == {again.dtype} == {expected}
+    assert {p.dtype for p in again.parameters() if p.is_floating_point()} == {expected}
+    for layer, source in zip(layers, (m for m in model.modules() if isinstance(m, QuantizedModule))):
+        assert torch.equal(layer.qdata, source.qdata) and torch.equal(layer.scale, source.scale)
+    assert run(again, "flux").isfinite().all()
+
+
+def test_a_dtype_for_each_part(tmp_path):
+    make_flux_pipeline(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    dtypes = {"transformer": torch.bfloat16, "text_encoder_2": torch.float16, "default": torch.float32}
+    mapping = {"transformer": QuantizerConfig("W8A8"), "text_encoder_2": QuantizerConfig("int4")}
+    config = PipelineQuantizationConfig(quant_mapping=mapping)
+    arguments = {"torch_dtype": dtypes, **NO_TOKENIZERS}
+    pipe = FluxPipeline.from_pretrained(tmp_path / "plain", quantization_config=config, **arguments)
+    pipe.save_pretrained(tmp_path / "packed", variant="q", max_shard_size="60KB")
+    again = FluxPipeline.from_pretrained(tmp_path / "packed", variant="q", **arguments)
+    for p in (pipe, again):
+        for name, part in p.components.items():
+            if isinstance(part, nn.Module):
+                assert part.dtype == dtypes.get(name, torch.float32)
+                for layer in part.modules():
+                    assert getattr(layer, "compute_dtype", part.dtype) == part.dtype
+    for name in ("transformer", "text_encoder_2", "text_encoder", "vae"):
+        assert_same_bytes(getattr(again, name).state_dict(), getattr(pipe, name).state_dict())
+
+
+# The Hub.
+
+_PUSH = """
+import sys, torch
+from diffusers import FluxPipeline
+from hf_quant import quantize_
+from integration_tests.tiny_diffusion import make_flux_pipeline, make_model, run, run_flux_pipeline
+pipe = make_flux_pipeline(torch.bfloat16)
+quantize_(pipe.transformer, "W8A8"), quantize_(pipe.text_encoder_2, "int4")
+pipe.set_progress_bar_config(disable=True)
+torch.save([run(pipe.transformer, "flux"), run_flux_pipeline(pipe)], "outputs.pt")
+pipe.transformer.push_to_hub("me/transformer", token="hf_test", variant="q")
+pipe.push_to_hub("me/pipeline", token="hf_test", private=True)
+"""
+_PULL = """
+import sys, torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from integration_tests.tiny_diffusion import NO_TOKENIZERS, quantized_names, run, run_flux_pipeline
+assert "hf_quant.integrations.diffusers" in sys.modules
+outputs = torch.load("outputs.pt")
+model = FluxTransformer2DModel.from_pretrained("me/transformer", variant="q", torch_dtype=torch.bfloat16)
+assert quantized_names(model) and torch.equal(run(model, "flux"), outputs[0])
+model = FluxTransformer2DModel.from_pretrained("me/pipeline", subfolder="transformer", torch_dtype=torch.bfloat16)
+assert quantized_names(model) and torch.equal(run(model, "flux"), outputs[0])
+pipe = FluxPipeline.from_pretrained("me/pipeline", torch_dtype=torch.bfloat16, **NO_TOKENIZERS)
+pipe.set_progress_bar_config(disable=True)
+assert quantized_names(pipe.text_encoder_2) and torch.equal(run_flux_pipeline(pipe), outputs[1])
+"""
+
+
+def test_push_to_the_hub_and_pull_in_a_new_process(tmp_path):
+    with Hub() as hub:
+        for code in (_PUSH, _PULL):
+            environment = {
+                **{
+                    key: value for key, value in os.environ.items() if key.lower() not in ("http_proxy", "https_proxy")
+                },
+                **{"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test"},
+                **{"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+            }
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env=environment,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert done.returncode == 0, done.stderr
+        pushed = hub.repositories["me/transformer"]
+        assert {"config.json", "diffusion_pytorch_model.q.safetensors"} <= set(pushed)
+        assert json.loads(pushed["config.json"])["quantization_config"]["quant_method"] == "hf_quant"
+        assert {"model_index.json", "transformer/config.json"} <= set(hub.repositories["me/pipeline"])
+
+
+# What is wrong is named.
+
+
+def _truncate(source: Path, length: int) -> None:
+    file = files(source)[-1]
+    file.write_bytes(file.read_bytes()[:length])
+
+
+def _nan(source: Path) -> None:
+    for file in files(source):
+        tensors = load_file(file)
+        name = "single_transformer_blocks.0.proj_mlp.weight"
+        if name in tensors:
+            tensors[name].view(-1)[-1] = float("nan")
+            save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _configure(**changes: Any) -> Any:
+    def change(source: Path) -> None:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return change
+
+
+@pytest.mark.parametrize("stored", ["plain", "packed"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(lambda path: _truncate(path, -100), "is truncated: ", id="truncated"),
+        pytest.param(lambda path: _truncate(path, 5), "is truncated or not a safetensors file", id="header"),
+        pytest.param(_configure(num_layers=2), r"has no fitting transformer_blocks\.1\.", id="deeper"),
+        pytest.param(_configure(num_attention_heads=8), r"expected shape|the model and its scheme need", id="wider"),
+    ],
+)
+def test_damaged_shards_and_other_models(model, tmp_path, monkeypatch, stored, damage, message):
+    source = make_model("flux", torch.bfloat16) if stored == "plain" else model
+    source.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(files(tmp_path)) > 2
+    damage(tmp_path)
+    config = QuantizerConfig("int8")
+    filled = []
+    monkeypatch.setattr(QuantizedModule, "fill_", lambda *args: filled.append(args))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, **({"quantization_config": config} if stored == "plain" else {}))
+    assert not filled and config.plan is None
+
+
+def test_nan_in_a_shard(checkpoints, tmp_path):
+    shutil.copytree(checkpoints("flux"), tmp_path / "flux")
+    _nan(tmp_path / "flux")
+    config = QuantizerConfig("int8")
+    with pytest.raises(ValueError, match=r"single_transformer_blocks\.0\.proj_mlp\.weight contains NaN or inf"):
+        load(tmp_path / "flux", quantization_config=config)
+    skipping = QuantizerConfig("int8", modules_to_not_convert=["single_transformer_blocks"])
+    assert load(tmp_path / "flux", quantization_config=skipping).is_quantized  # as the message says
+    model = load(checkpoints("flux"), quantization_config=config)  # the same object serves again
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_bytes(load(tmp_path / "saved").state_dict(), model.state_dict())
+
+
+def test_files_of_another_architecture(model, tmp_path):
+    model.save_pretrained(tmp_path / "packed")
+    make_model("flux", torch.bfloat16).save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="the model and its scheme need"):
+        load(tmp_path / "packed", "sd3")
+    make_model("sd3").save_config(tmp_path / "plain")
+    with pytest.raises(ValueError, match="has no fitting pos_embed.pos_embed"):
+        load(tmp_path / "plain", "sd3", quantization_config=INT8)
+    (file,) = files(tmp_path / "plain")
+    with pytest.raises(ValueError, match="has no fitting|expected shape"):
+        diffusers.SD3Transformer2DModel.from_single_file(
+            str(file), config=str(tmp_path / "plain"), torch_dtype=torch.bfloat16, quantization_config=INT8
+        )
