@@ -222,8 +222,3 @@ def test_files_of_another_architecture(model, tmp_path):
     make_model("sd3").save_config(tmp_path / "plain")
     with pytest.raises(ValueError, match="has no fitting pos_embed.pos_embed"):
         load(tmp_path / "plain", "sd3", quantization_config=INT8)
-    (file,) = files(tmp_path / "plain")
-    with pytest.raises(ValueError, match="has no fitting|expected shape"):
-        diffusers.SD3Transformer2DModel.from_single_file(
-            str(file), config=str(tmp_path / "plain"), torch_dtype=torch.bfloat16, quantization_config=INT8
-        )
