@@ -276,7 +276,7 @@ def test_files_and_unfusing(tmp_path, name):
     base = run(model, name)
     layers = {key.removeprefix(f"{part}."): value for key, value in adapter_for(name).items()}
     getattr(diffusers, cls).save_lora_weights(tmp_path, **{f"{part}_lora_layers": layers})
-    pipe.load_lora_weights(tmp_path, adapter_name="a")
+    pipe.load_lora_weights(tmp_path, adapter_name="a", low_cpu_mem_usage=True)
     loaded = run(model, name)
     pipe.unload_lora_weights()
     pipe.load_lora_weights(adapter_for(name), adapter_name="a")
