@@ -318,7 +318,9 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
     config = quantizer.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
     model.register_to_config(quantization_config=config)
-    model.enable_layerwise_casting = _refuse_layerwise_casting
+    for name, refuse in _REFUSED.items():
+        if hasattr(model, name):
+            setattr(model, name, refuse)
     if config.attention is not None:
         _set_attention(model, config.attention)
     attach_methods(model, _BEFORE)
@@ -327,7 +329,7 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
 def _forget(model: nn.Module) -> None:
     """Inverse of `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
     detach_methods(model, _BEFORE)
-    for attribute in ("hf_quantizer", "quantization_method", "enable_layerwise_casting"):
+    for attribute in ("hf_quantizer", "quantization_method", *_REFUSED):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
     _fuse_activations(model, False)
@@ -361,6 +363,17 @@ def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
         "this model is quantized: layerwise casting would leave its codes as they are and round what is kept in 16 "
         "bit, such as biases. Quantize to fewer bits instead, or dequantize() it first"
     )
+
+
+def _refuse_qkv_fusion(*args: Any, **kwargs: Any) -> None:
+    """In the place of `model.fuse_qkv_projections`."""
+    raise ValueError(
+        "this model is quantized: fuse_qkv_projections would compute with 16-bit copies beside the codes. "
+        "hf_quant.fuse_projections_(model), or QuantizerConfig(fuse_projections=True), makes one product of the codes"
+    )
+
+
+_REFUSED = {"enable_layerwise_casting": _refuse_layerwise_casting, "fuse_qkv_projections": _refuse_qkv_fusion}
 
 
 def _write_card(
