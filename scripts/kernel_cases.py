@@ -329,9 +329,9 @@ MEMORY: dict[str, tuple[str, Maker, dict[str, Any]]] = {
         lambda M, K, t, d: (randn((M, K), t, d), _row(K, t, d), _row(K, t, d), None, None),
         {"eps": 1e-6},
     ),
-    "LayerNorm, modulated": (
+    "LayerNorm, modulated": (  # the factor less one, in fp32: 16 bit would round it
         "layer_norm_quantize_rowwise",
-        lambda M, K, t, d: (randn((M, K), t, d), None, None, randn((1, K), t, d), randn((1, K), t, d)),
+        lambda M, K, t, d: (randn((M, K), t, d), None, None, randn((1, K), torch.float32, d), randn((1, K), t, d)),
         {"eps": 1e-6},
     ),
     "SiLU * up": ("act_quantize_rowwise", lambda M, K, t, d: _halves(M, K, t, d), {"act": "silu"}),

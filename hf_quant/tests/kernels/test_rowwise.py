@@ -52,6 +52,8 @@ def fused_cases(M: int = 6, K: int = 70, dtype: torch.dtype = torch.float32) -> 
         "layer": (*layer_ops, (x, None, None, None, None), eps, norm),
         "layer affine": (*layer_ops, (x, weight, bias, None, None), eps, affine),
         "layer modulated": (*layer_ops, (x, None, None, mod_scale, mod_shift), eps, modulated),
+        # As blocks of diffusion models leave it: their factor minus one, which 16 bit would round.
+        "layer modulated in fp32": (*layer_ops, (x, None, None, mod_scale.float(), mod_shift), eps, modulated),
         "layer shifted": (
             *layer_ops,
             (x, weight, bias, mod_scale[:1], None),
