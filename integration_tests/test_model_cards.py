@@ -329,7 +329,7 @@ def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir
     make_flux_pipeline(torch.bfloat16).save_pretrained("me/base")
     pattern = {"modules": {"*.attn.to_q": "int8"}}
     mapping = {
-        "transformer": QuantizerConfig(weights, **pattern),
+        "transformer": QuantizerConfig(weights, attention="int8", **pattern),
         "text_encoder_2": QuantizerConfig("int8", scale_dtype="float32"),
     }
     pipe = diffusers.FluxPipeline.from_pretrained(
@@ -343,6 +343,7 @@ def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir
     live, card = model_card(pipe, repo_id="me/pipe"), model_card("me/pipe", repo_id="me/pipe")
     assert live.text.split() == card.text.split()
     assert card.data.pipeline_tag == "text-to-image" and card.data.base_model is None
+    assert "with int8 attention" in card.text and "Scores of attention are in int8." in card.text
     assert "### `transformer`" in card.text and "### `text_encoder_2`" in card.text
     assert "As they were: `text_encoder` (" in card.text and "`vae` (" in card.text
     assert type(execute(snippet(card, "Usage"))["pipe"]) is diffusers.FluxPipeline

@@ -98,10 +98,12 @@ def _link(name: str) -> str:
 
 
 def _what(source: CardSource) -> str:
-    """ "int4", "int4 and int8", "16 bit with an int8 KV cache"."""
+    """ "int4", "int4 and int8", "16 bit with an int8 KV cache", "fp8_e4m3 with int8 attention"."""
     formats, caches = formats_of(source), caches_of(source)
+    attention = sorted({part.config.attention for part in source.parts} - {None})
     weights = " and ".join(filter(None, (", ".join(formats[:-1]), *formats[-1:]))) or "16 bit"
-    return weights + (f" with an {' or '.join(caches)} KV cache" if caches else "")
+    weights += f" with an {' or '.join(caches)} KV cache" if caches else ""
+    return weights + (f" with {attention[0]} attention" if attention else "")
 
 
 def _title(source: CardSource, repo_id: str | None, base: str | None) -> Markdown:
@@ -159,6 +161,7 @@ def _part(part: Part) -> dict[str, Any]:
         "schemes": _scheme_rows(part),
         "kept": _kept_rows(summary, config),
         "cache": cache,
+        "attention": None if config.attention is None else Markdown(f"Scores of attention are in {config.attention}."),
     }
 
 

@@ -102,6 +102,7 @@ class CardSource:
             (part.name, part.class_name, part.config.plan, part.config.kv_cache, part.summary.nbytes)
             for part in self.parts
         ]
+        facts += [part.config.attention for part in self.parts if part.config.attention is not None]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

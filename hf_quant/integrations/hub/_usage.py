@@ -188,7 +188,7 @@ def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) 
     if isinstance(config.kv_cache, dict) or config.activation_scale != "dynamic":
         return None
     options = ["--weights", config.weights or "none"]
-    for field in ("activations", "cpu_activations", "kv_cache", "group_size", "granularity", "algorithm"):
+    for field in ("activations", "cpu_activations", "kv_cache", "attention", "group_size", "granularity", "algorithm"):
         value = getattr(config, field)
         options += [] if value is None else [f"--{field.replace('_', '-')}", str(value)]
     options += [] if config.symmetric is None else ["--symmetric" if config.symmetric else "--asymmetric"]
