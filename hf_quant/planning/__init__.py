@@ -293,6 +293,7 @@ class _Context:
     def __init__(self, model, config, candidates, tied, dtype) -> None:
         self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
         self.model_class = type(model).__name__
+        self.modules = {name for name, _ in model.named_modules()}
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.output = next((n for n, (_, m) in candidates.items() if m is output), None)
         # transformers' models with a head hold the rest under `base_model_prefix`.
@@ -389,7 +390,7 @@ class _Context:
         for i, part in enumerate(parts):
             if ("gate" in part or "router" in part) and "proj" not in part:
                 experts = ".".join([*parts[:i], "experts"])
-                if any(n == experts or n.startswith(f"{experts}.") for n in self.candidates):
+                if experts in self.modules:
                     return True
         return False
 

@@ -205,6 +205,8 @@ def test_routers_stay_in_16_bit():
     assert found.entries["layers.0.gate"].reason == "MoE router"
     assert found.entries["layers.0.router.classifier"].reason == "MoE router"
     assert plan(Mixture(), "int4").entries["gate"].reason == "MoE router"
+    model["layers"][0].experts = nn.Identity()  # whatever they are: no class that is known
+    assert plan(nn.ModuleDict({"model": model, "up": nn.Linear(64, 64)}), "int4").entries["model.layers.0.gate"].reason
     del model["layers"][0].experts
     model.up = nn.Linear(64, 64)
     assert plan(model, "int4").entries["layers.0.gate"].scheme is not None  # a gate, but of no experts
