@@ -7,7 +7,7 @@ from torch import nn
 from hf_quant import QuantizerConfig, plan
 
 
-pytest.importorskip("diffusers", reason="diffusers is an optional host")
+diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
 from diffusion_models import MODELS, T5_XXL  # noqa: E402
 from diffusion_run import empty_model, empty_t5  # noqa: E402
@@ -107,6 +107,23 @@ def test_what_stays_in_16_bit_and_why(name):
     assert (own[first].scheme is None) == ("fewer than" in (own[first].reason or ""))
     named = plan(model, QuantizerConfig("int8", modules={first: "fp8"}), dtype=torch.bfloat16).entries
     assert named[first].scheme.weight.format == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        ("DiTTransformer2DModel", ("transformer_blocks.3.norm1.emb.timestep_embedder.linear_1",)),
+        ("UNetSpatioTemporalConditionModel", ("mid_block.attentions.0.time_pos_embed.linear_2",)),
+        ("Kandinsky3UNet", ("down_blocks.2.attentions.0.in_norm.context_mlp.1",)),
+        ("StableCascadeUNet", ("down_blocks.0.1.mapper", "up_blocks.1.1.mapper_sca")),
+    ],
+)
+def test_embeddings_inside_of_blocks_read_one_vector(cls, names):
+    with torch.device("meta"):
+        model = getattr(diffusers, cls)()
+    entries = plan(model, "W8A8", dtype=torch.bfloat16).entries
+    for name in names:
+        assert entries[name].scheme.activation is None and "one vector" in entries[name].reason, name
 
 
 def test_models_of_no_known_class_and_other_hosts():

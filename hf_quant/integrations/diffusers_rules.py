@@ -31,8 +31,12 @@ _ROLES = (
 _OUTSIDE = "outside of the repeated blocks"
 _ONE_VECTOR = "its input is one vector an image: 8-bit activations would gain nothing"
 # Paths and classes of what is fed by the time embedding.
-_MODULATION_NAMES = re.compile(r"(^|[._])(mod|modulation|ada_?ln(_modulation)?|time_emb_proj|temb_proj)([._]|$)", re.I)
-_MODULATION_CLASSES = re.compile(r"Ada(ptive)?(Layer|RMS)?Norm|NormZero|NormContinuous|Modulation|AdaLN")
+_MODULATION_NAMES = re.compile(
+    r"(^|[._])(mod|modulation|ada_?ln(_modulation)?|time_emb_proj|temb_proj|context_mlp)([._]|$)", re.I
+)
+_MODULATION_CLASSES = re.compile(
+    r"Ada(ptive)?(Layer|RMS)?Norm|NormZero|NormContinuous|Modulation|AdaLN|Timestep(Embedding|Block)|FiLM"
+)
 
 
 def rules(model: nn.Module) -> Rules:
