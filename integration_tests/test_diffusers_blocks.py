@@ -101,6 +101,28 @@ def test_fused_activations_on_load(tmp_path, caplog):
         QuantizerConfig("W8A8", fuse_activations="yes")
 
 
+def test_a_class_of_the_same_name_is_another():
+    config = {"dim": 64, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "cap_feat_dim": 64}
+    torch.manual_seed(0)
+    model = diffusers.ZImageTransformer2DModel(in_channels=4, axes_dims=[4, 4, 8], axes_lens=[64, 32, 32], **config)
+    names = {name for name, module in model.named_modules() if type(module).__name__ == "FeedForward"}
+    assert names == {"noise_refiner.0.feed_forward", "context_refiner.0.feed_forward", "layers.0.feed_forward"}
+    inputs = {
+        "x": [torch.randn(4, 1, 16, 16)] * 2,
+        "t": torch.tensor([0.3, 0.9]),
+        "cap_feats": [torch.randn(8, 64)] * 2,
+    }
+    with torch.no_grad():
+        expected = torch.stack(model.eval()(**inputs).sample)
+        quantize_(model, QuantizerConfig("W8A8", fuse_activations=True))
+        assert_sqnr(torch.stack(model(**inputs).sample), expected, at_least=26, at_most=52)
+
+
+def test_weight_only_models_are_not_said_to_be_unknown(caplog):
+    quantize_(make_model("flux", BF16), QuantizerConfig("int4", fuse_activations=True))
+    assert "hf_quant knows" not in caplog.text
+
+
 def test_an_adapter_reads_what_the_host_computes():
     from peft import LoraConfig
 

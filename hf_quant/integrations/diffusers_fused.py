@@ -14,17 +14,24 @@ from hf_quant.modules import QuantLinear
 from hf_quant.modules.lazy import LazyAct, LazyInput, LazyNorm
 
 
+_MODELS = "diffusers.models."  # where all of these classes are; Z-Image has a FeedForward of its own
+_NORMS_OF_STREAMS = ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context")
 # {class of a block: its norms}.
 _NORMS = {
-    "BasicTransformerBlock": ("norm1", "norm2", "norm3"),
-    "Flux2SingleTransformerBlock": ("norm",),
-    "Flux2TransformerBlock": ("norm1", "norm1_context", "norm2", "norm2_context"),
-    "FluxSingleTransformerBlock": ("norm.norm",),
-    "FluxTransformerBlock": ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
-    "HunyuanVideoSingleTransformerBlock": ("norm.norm",),
-    "HunyuanVideoTransformerBlock": ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
-    "JointTransformerBlock": ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
-    "QwenImageTransformerBlock": ("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
+    "attention.BasicTransformerBlock": ("norm1", "norm2", "norm3"),
+    "attention.JointTransformerBlock": _NORMS_OF_STREAMS,
+    "transformers.transformer_flux.FluxSingleTransformerBlock": ("norm.norm",),
+    "transformers.transformer_flux.FluxTransformerBlock": _NORMS_OF_STREAMS,
+    "transformers.transformer_flux2.Flux2SingleTransformerBlock": ("norm",),
+    "transformers.transformer_flux2.Flux2TransformerBlock": ("norm1", "norm1_context", "norm2", "norm2_context"),
+    "transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": ("norm.norm",),
+    "transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock": _NORMS_OF_STREAMS,
+    "transformers.transformer_qwenimage.QwenImageTransformerBlock": (
+        "img_norm1",
+        "img_norm2",
+        "txt_norm1",
+        "txt_norm2",
+    ),
 }
 
 
@@ -53,8 +60,16 @@ def _flux2_swiglu(module: nn.Module, x: Tensor, forward: Callable) -> LazyAct:
 
 
 # {class: (its activation function, the layer that reads the result)}.
-_FEED_FORWARDS = {"FeedForward": ("net.0", "net.2"), "Flux2FeedForward": ("act_fn", "linear_out")}
-_ACTS = {"GELU": _gelu, "GEGLU": _geglu, "SwiGLU": _swiglu, "Flux2SwiGLU": _flux2_swiglu}
+_FEED_FORWARDS = {
+    "attention.FeedForward": ("net.0", "net.2"),
+    "transformers.transformer_flux2.Flux2FeedForward": ("act_fn", "linear_out"),
+}
+_ACTS = {
+    "activations.GELU": _gelu,
+    "activations.GEGLU": _geglu,
+    "activations.SwiGLU": _swiglu,
+    "transformers.transformer_flux2.Flux2SwiGLU": _flux2_swiglu,
+}
 
 
 @cache
@@ -76,8 +91,8 @@ def _rebuild(cls: type[nn.Module], make: Callable[..., LazyInput]) -> nn.Module:
 
 
 def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
-    """Without gradients, on GPUs, or wherever the config says."""
-    if torch.is_grad_enabled() or torch.compiler.is_exporting():
+    """Without gradients and autocast, on GPUs, or wherever the config says."""
+    if torch.is_grad_enabled() or torch.compiler.is_exporting() or torch.is_autocast_enabled(x.device.type):
         return False
     if not torch.compiler.is_compiling() and not isinstance(x, LazyInput) and x.is_inference():
         return False
@@ -110,17 +125,27 @@ def restore_activations_(model: nn.Module) -> None:
 def _targets(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., LazyInput]]]:
     """(module, what makes its lazy result) of those whose result a layer with quantized activations reads."""
     for block in model.modules():
-        name = type(block).__name__
+        name = _name_of(block)
         act, reader = _FEED_FORWARDS.get(name, (None, None))
         if act is not None and _quantizes(block.get_submodule(reader)):
-            make = _ACTS.get(type(block.get_submodule(act)).__name__)
+            make = _ACTS.get(_name_of(block.get_submodule(act)))
             if make is not None:
                 yield block.get_submodule(act), make
-        if name in _NORMS and any(_quantizes(layer) for layer in block.modules()):
+        if name in _NORMS and quantizes_activations(block):
             modules = dict(block.named_modules())
             for norm in _NORMS[name]:
                 if type(modules.get(norm)) is nn.LayerNorm:
                     yield modules[norm], _layer_norm
+
+
+def _name_of(module: nn.Module) -> str:
+    """The class of a module of diffusers, as the tables above call it."""
+    return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(_MODELS)
+
+
+def quantizes_activations(model: nn.Module) -> bool:
+    """Whether any layer of a model quantizes its input."""
+    return any(_quantizes(layer) for layer in model.modules())
 
 
 def _quantizes(module: nn.Module) -> bool:
