@@ -65,6 +65,7 @@ def quantize_(
     if config.quantizes_no_weights and known is not None:  # weights stay as they are
         added = {name: value for name in WITHOUT_WEIGHTS if (value := getattr(config, name)) is not None}
         known = QuantizerConfig.from_dict({**known.to_dict(), **added})
+        known.fuse_activations = config.fuse_activations
         tell_observers(model, known, schemes_from_list(known.plan or []))
         return model
     quant_plan = plan(model, config)

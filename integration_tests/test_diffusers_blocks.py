@@ -175,6 +175,31 @@ def test_attention_beside_quantized_weights(tmp_path):
     assert not torch.equal(run(model, "cogvideox", LARGE), y)
 
 
+def test_attention_that_is_added_or_left_out_later():
+    model = quantize_(make_model("flux", BF16), QuantizerConfig("W8A8", fuse_activations=True))
+    quantize_(model, QuantizerConfig(None, attention="int8"))
+    both = quantize_(make_model("flux", BF16), QuantizerConfig("W8A8", attention="int8", fuse_activations=True))
+    assert torch.equal(run(model, "flux", LARGE), run(both, "flux", LARGE))
+    quantize_(model, QuantizerConfig(None, attention="int8", fuse_activations=False))
+    with Calls() as calls:
+        run(model, "flux", LARGE)
+    assert "act_quantize_rowwise" not in calls.counts and calls.counts["int8_attention"] == 2
+    # A config without attention means 16 bit, here as in a checkpoint.
+    model = quantize_(quantize_(make_model("flux", BF16), QuantizerConfig(None, attention="int8")), "int8")
+    assert model.config.quantization_config.attention is None
+    assert torch.equal(run(model, "flux", LARGE), run(quantize_(make_model("flux", BF16), "int8"), "flux", LARGE))
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "sdxl", "wan"])
+def test_attention_under_autocast(name):
+    plain, model = make_model(name), quantize_(make_model(name), QuantizerConfig(None, attention="int8"))
+    with torch.autocast("cpu", dtype=BF16), Calls() as calls:
+        y = run(model, name, LARGE)  # some norms of queries and keys return fp32, beside values in bf16
+    assert calls.counts["int8_attention"] > 0
+    with torch.autocast("cpu", dtype=BF16):
+        assert_sqnr(y, run(plain, name, LARGE), at_least=20, at_most=70)
+
+
 def test_the_backend_of_the_dispatcher():
     q, k, v = (torch.randn(2, 300, 4, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     expected = dispatch_attention_fn(q, k, v)

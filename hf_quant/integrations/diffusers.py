@@ -406,9 +406,16 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
     """Keep a diffusers model's own records right after `quantize_` and `dequantize_`."""
     if config is None:
         _forget(model)
-    else:
-        _fuse_activations(model, given.fuse_activations)
-        _attach(model, DiffusersQuantizer(config, pre_quantized=False))
+        return
+    before, quantizer = model.__dict__.get("hf_quantizer"), DiffusersQuantizer(config, pre_quantized=False)
+    fuses = given.fuse_activations
+    if before is not None:  # weights or attention only have been quantized: what was said then still holds
+        fuses = before._fuse_activations if fuses is None else fuses
+        if before.quantization_config.attention is not None and config.attention is None:
+            _set_attention(model, None)
+    quantizer._fuse_activations = fuses
+    _fuse_activations(model, fuses)
+    _attach(model, quantizer)
 
 
 _OBSERVER = quantize.Observer(_is_own, _observe)
