@@ -199,6 +199,9 @@ class QuantizedModule(nn.Module):
         )
         return self.from_matrix(name, matrix)
 
+    def leave_siblings_(self) -> None:
+        """Have what it shares with other layers go on without it: it is about to become the host's again."""
+
     @torch.no_grad()
     def requantize_weight_(self, name: str, weight: Tensor) -> None:
         """Replace the weight: quantize it with the module's scheme, in place of the old codes.
@@ -370,6 +373,7 @@ def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -
     for n in module.weight_names:
         for part in PACKED_NAMES:
             module._parameters.pop(packed_key(part, n), None)
+    module.leave_siblings_()
     module.__class__ = module.host_class
     requires_grad = module._requires_grad
     for attribute in _OWN_ATTRIBUTES:

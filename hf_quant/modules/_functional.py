@@ -14,12 +14,17 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.kernels import grouped_mm, grouped_mm_backward, weight_only_mm_backward
 from hf_quant.kernels._cpu_mm import ready_product
 from hf_quant.kernels._op import direct, is_plain
-from hf_quant.modules._rows import SharedInput, quantized_rows
+from hf_quant.modules._rows import quantized_rows
 
 
 weight_only_mm = direct(kernels.weight_only_mm)
 dynamic_mm = direct(kernels.dynamic_mm)
 quantized_mm = direct(kernels.quantized_mm)
+
+
+def needs_grad(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether autograd has to see a product of x and frozen codes."""
+    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
 
 
 def linear(
@@ -30,20 +35,16 @@ def linear(
     activation: str | None,
     format: str,
     group_size: int,
-    shared: SharedInput | None = None,
 ) -> Tensor:
     """x [..., K] @ dequant(packed [N, K]).T + bias [N] -> [..., N] in x's dtype; differentiable in x and bias.
 
-    `shared`: with the layers that provably read the same x. Without a gradient x is quantized once for all of them.
+    Without a gradient x is quantized once for all layers that read it, see `_rows`.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if needs_grad(x, bias):
         return _Linear.apply(x, bias, *packed, activation, format, group_size)
     if activation is None:
         return weight_only_mm(x, *packed, bias, format=format, group_size=group_size)
-    if torch.compiler.is_compiling():
-        rows = None if shared is None or torch.compiler.is_exporting() else shared.traced_rows(x, activation)
-    else:
-        rows = quantized_rows(x, activation)
+    rows = None if torch.compiler.is_compiling() else quantized_rows(x, activation, packed.qdata)
     if rows is not None:
         return quantized_mm(*rows, *packed, bias, format=format, group_size=group_size, out_dtype=x.dtype)
     return dynamic_mm(x, *packed, bias, activation=activation, format=format, group_size=group_size)
@@ -54,11 +55,7 @@ def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor |
 
     A third of the time of `linear` for one token. No gradients, no subclasses, nothing traced.
     """
-    if (
-        torch.compiler.is_compiling()
-        or not is_plain(x)
-        or (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
-    ):
+    if torch.compiler.is_compiling() or not is_plain(x) or needs_grad(x, bias):
         return None
     get = parameters.get
     weight = (parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"))
@@ -100,7 +97,7 @@ def grouped_linear(
     group_size: int,
 ) -> Tensor:
     """x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N]; differentiable in x and bias."""
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if needs_grad(x, bias):
         return _GroupedLinear.apply(x, bias, offsets, *packed, activation, format, group_size)
     return grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
 

@@ -4,7 +4,9 @@ Layers with quantized activations that are called with the same tensor (query, k
 blocks of Flux the MLP, too) share one `quantize_rowwise`. The bits are those of each computing alone.
 
 Each thread remembers the codes of its last input for as long as that tensor lives: the same object, unchanged since
-(its version counter), on the same stream. Not inside of a CUDA graph that is being captured, whose memory is its own.
+(its version counter), on the same stream. Each layer gets them once: one that asks again is called anew, maybe after a
+write that counts no version (NumPy, `.data`, the replay of a CUDA graph). Not inside of a CUDA graph that is being
+captured, whose memory is its own.
 
 Under torch.compile, where versions cannot be seen, the source has to show that nothing changes the tensor between the
 calls (`_siblings`): such layers have a `SharedInput` in common.
@@ -30,10 +32,14 @@ class _Last(NamedTuple):
     x: weakref.ref
     state: tuple
     rows: tuple[Tensor, Tensor]
+    readers: set[int]
 
 
-def quantized_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor] | None:
-    """(codes [..., K], row_scale [..., 1]) of x as by `quantize_rowwise`; None where its product is to do that."""
+def quantized_rows(x: Tensor, format: str, qdata: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(codes [..., K], row_scale [..., 1]) of x as by `quantize_rowwise`; None where its product is to do that.
+
+    `qdata` is what they are multiplied with: it tells one layer from another.
+    """
     if type(x) is not Tensor or x.shape[-1] == 0 or x.numel() // x.shape[-1] < MIN_ROWS or x.is_inference():
         return None
     device, stream = x.device, None
@@ -43,12 +49,13 @@ def quantized_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor] | None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.accelerator.current_stream(device)
-    state = (x._version, format, stream)
+    state, reader = (x._version, format, stream), qdata.data_ptr()
     last: _Last | None = getattr(_local, "last", None)
-    if last is not None and last.x() is x and last.state == state:
+    if last is not None and last.x() is x and last.state == state and reader not in last.readers:
+        last.readers.add(reader)
         return last.rows
     rows = _quantize(x, format=format)
-    _local.last = _Last(weakref.ref(x, _forget), state, rows)
+    _local.last = _Last(weakref.ref(x, _forget), state, rows, {reader})
     return rows
 
 
@@ -62,21 +69,28 @@ class SharedInput:
     """What siblings that provably read one tensor have in common while torch.compile traces them.
 
     Attributes:
-        count: how many they are.
+        count: how many they are; 0: one of them is no quantized layer any more, and the others share nothing.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._traced: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
-        self._left = 0  # siblings that have not been called with it
+        self._waiting: tuple[int, ...] = ()  # siblings that have not been called with it
 
-    def traced_rows(self, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-        """As `quantized_rows`; once all siblings have been called, nothing is kept."""
+    def release(self) -> None:
+        """Have every sibling quantize alone."""
+        self.count, self._traced = 0, None
+
+    def traced_rows(self, source: Tensor, x: Tensor, format: str, index: int) -> tuple[Tensor, Tensor]:
+        """As `quantized_rows`, for sibling `index`; once all siblings have been called, nothing is kept.
+
+        `source` is what they are called with, x the same in the dtype of autocast.
+        """
         traced = self._traced
-        if traced is None or traced[0] is not x:
-            traced = self._traced = (x, kernels.quantize_rowwise(x, format=format))
-            self._left = self.count
-        self._left -= 1
-        if self._left == 0:
+        if traced is None or traced[0] is not source or index not in self._waiting:
+            traced = self._traced = (source, kernels.quantize_rowwise(x, format=format))
+            self._waiting = tuple(range(self.count))
+        self._waiting = tuple(i for i in self._waiting if i != index)
+        if not self._waiting:
             self._traced = None
         return traced[1]

@@ -380,16 +380,16 @@ def fuse_where_possible(model: nn.Module, *, only_on: Sequence[str] | None = Non
 def share_inputs_(model: nn.Module) -> None:
     """Let layers with quantized activations that provably read one tensor quantize it once under torch.compile."""
     linears = {
-        name: (activation, module.in_features)
+        name: (module.scheme.activation, module.scheme.cpu_activation, module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, QuantLinear)
-        and (activation := module.scheme.activation or module.scheme.cpu_activation) is not None
+        if isinstance(module, QuantLinear) and (module.scheme.activation or module.scheme.cpu_activation) is not None
     }
     for names, is_proven in find_siblings(model, linears):
         if is_proven:
             shared = SharedInput(len(names))
-            for name in names:
-                model.get_submodule(name).shared = shared
+            for index, name in enumerate(names):
+                module = model.get_submodule(name)
+                module.shared, module.shared_index = shared, index
 
 
 def _are_fused(modules: Sequence[QuantLinear]) -> bool:

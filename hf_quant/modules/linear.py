@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
-from hf_quant.modules._functional import linear, quantized_mm, ready_linear
+from hf_quant.modules._functional import linear, needs_grad, quantized_mm, ready_linear
 from hf_quant.modules._rows import SharedInput
 from hf_quant.modules.lazy import LazyInput
 
@@ -25,6 +25,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
         fused: what it shares with the layers that read the same input, see `fuse_projections_`; None: nothing.
         fused_index: its place among them.
         shared: with the layers that provably read the same input, see `_rows`; None: nothing.
+        shared_index: its place among them.
     """
 
     kind = "linear"
@@ -32,6 +33,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
     fused: "FusedProjections | None" = None
     fused_index: int = 0
     shared: SharedInput | None = None
+    shared_index: int = 0
 
     def forward(self, input: Tensor | LazyInput) -> Tensor:
         if isinstance(input, LazyInput):
@@ -44,7 +46,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
 
     def linear(self, x: Tensor, bias: Tensor | None, parameters: dict[str, Tensor | None] | None = None) -> Tensor:
         """x [..., K] @ weight.T + bias, under autocast in its dtype; `parameters` of another weight, if given."""
-        device = x.device.type
+        source, device = x, x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
         shared = None
@@ -56,6 +58,14 @@ class QuantLinear(QuantizedModule, nn.Linear):
             y = ready_linear(x, parameters, bias, quant.format)
             if y is not None:
                 return y
+        elif (
+            shared is not None
+            and shared.count
+            and torch.compiler.is_compiling()
+            and not torch.compiler.is_exporting()
+            and not needs_grad(x, bias)
+        ):
+            return self._rows_linear(*shared.traced_rows(source, x, activation, self.shared_index), x.dtype)
         return linear(
             x,
             self._typed("weight", parameters),
@@ -63,7 +73,6 @@ class QuantLinear(QuantizedModule, nn.Linear):
             activation=activation,
             format=quant.format,
             group_size=self._group_size(x.shape[-1]),
-            shared=shared,
         )
 
     def lazy_linear(self, x: LazyInput) -> Tensor:
@@ -71,9 +80,12 @@ class QuantLinear(QuantizedModule, nn.Linear):
         activation = self.scheme.activation_on(x.device.type)
         if activation is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return self(x.tensor())
-        format, group_size = self.scheme.weight.format, self._group_size(x.shape[-1])
-        options = {"format": format, "group_size": group_size, "out_dtype": x.dtype}
-        return quantized_mm(*x.rows(activation), *self.packed(), self._parameters["bias"], **options)
+        return self._rows_linear(*x.rows(activation), x.dtype)
+
+    def _rows_linear(self, codes: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """`forward` for an input [..., K] that is quantized, its result in `dtype`."""
+        options = {"format": self.scheme.weight.format, "group_size": self._group_size(codes.shape[-1])}
+        return quantized_mm(codes, row_scale, *self.packed(), self._parameters["bias"], out_dtype=dtype, **options)
 
     def _group_size(self, K: int) -> int:
         quant = self.scheme.weight
@@ -91,6 +103,11 @@ class QuantLinear(QuantizedModule, nn.Linear):
         super()._load_from_state_dict(*args, **kwargs)
         if self.fused is not None:
             self.fused.arrived(self)
+
+    def leave_siblings_(self) -> None:
+        if self.shared is not None:
+            self.shared.release()
+            del self.shared, self.shared_index
 
     def requantize_weight_(self, name: str, weight: Tensor) -> None:
         super().requantize_weight_(name, weight)

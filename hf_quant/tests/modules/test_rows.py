@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_quant import quantize_
-from hf_quant.modules import _rows
+from hf_quant import dequantize_, quantize_
+from hf_quant.modules import QuantLinear, _rows
 
 
 class Calls(TorchDispatchMode):
@@ -120,6 +120,16 @@ def test_a_changed_input_is_quantized_again(monkeypatch):
 
 
 @torch.no_grad()
+def test_a_write_that_counts_no_version_between_two_passes():
+    model, x = block(), torch.randn(16, 64)
+    for layer in (model.to_q, model.to_k):
+        layer(x)
+    x.data.mul_(-3)  # as do NumPy, other libraries' kernels and the replay of a CUDA graph
+    for layer in (model.to_q, model.to_k):
+        assert torch.equal(layer(x), layer(x.clone()))
+
+
+@torch.no_grad()
 def test_another_tensor_in_the_same_memory_is_another_input():
     model, x = block(), torch.randn(16, 64)
     expected = model.to_q(-x)
@@ -184,6 +194,39 @@ def test_compiled_siblings_share_what_the_source_proves():
     assert model.to_q.shared._traced is None  # no tensor of the graph is kept
     unproven = block(ChangingProcessor())
     assert unproven.to_q.shared is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["to_q", "to_k", "to_v"])
+def test_siblings_of_a_layer_that_is_dequantized(name):
+    model, x = block(), torch.randn(16, 64)
+    dequantize_(model.get_submodule(name))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    shared = next(m.shared for m in (model.to_q, model.to_v) if isinstance(m, QuantLinear))
+    assert not hasattr(model.get_submodule(name), "shared")
+    for _ in range(2):
+        assert torch.equal(compiled(x), model(x))
+        assert shared._traced is None
+        x.mul_(-3)
+
+
+@torch.no_grad()
+def test_a_sibling_that_is_left_out():
+    model, x = block(), torch.randn(16, 64)
+    compiled = torch.compile(lambda x: (model.to_q(x), model.to_k(x)), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert all(map(torch.equal, compiled(x), (model.to_q(x), model.to_k(x))))
+        x.mul_(-3)
+
+
+@torch.no_grad()
+def test_compiled_siblings_under_autocast():
+    model, counter = block(), Recording()
+    compiled, x = torch.compile(model, backend=counter, fullgraph=True), torch.randn(16, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(x), model(x))
+    assert counter.quantizations == 1
+    assert model.to_q.shared._traced is None
 
 
 @torch.no_grad()
