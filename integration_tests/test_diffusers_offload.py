@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_quant import QuantizerConfig, fuse_projections_, quantize_
 from hf_quant.modules import QuantizedModule
+from hf_quant.testing import assert_sqnr
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
@@ -222,6 +223,31 @@ def test_streamed_group_offloading(monkeypatch, name, weights, is_fused, offload
     assert accelerator.onloaded >= 3 * len(names)
     assert (accelerator.pinned > 0) == arguments["use_stream"]
     assert (accelerator.recorded > 0) == arguments["record_stream"]
+
+
+FUSED = QuantizerConfig("W8A8", fuse_activations=True)
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl", "pixart"])
+def test_norms_whose_weights_are_offloaded_before_they_are_computed(name):
+    model = quantize_(make_model(name, torch.bfloat16), FUSED)
+    expected = run(model, name)
+    accelerate.cpu_offload(model, execution_device=CPU)
+    y = run(model, name)  # its hooks ask for 16-bit inputs
+    assert_sqnr(y, expected, at_least=25, at_most=70)
+    assert torch.equal(run(model, name), y)
+
+
+@pytest.mark.parametrize("transfer", ["plain", "stream"])
+@pytest.mark.parametrize("offload_type", ["leaf_level", "block_level"])
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_group_offloading_with_fused_activations(monkeypatch, name, offload_type, transfer):
+    model = quantize_(make_model(name, torch.bfloat16), FUSED)
+    expected = run(model, name)
+    with Accelerator().installed(monkeypatch):
+        enable_group_offload(model, offload_type, **TRANSFERS[transfer])
+        for _ in range(3):
+            assert_sqnr(run(model, name), expected, at_least=25, at_most=float("inf"))
 
 
 def test_the_stand_in_catches_what_outlives_its_group(monkeypatch):

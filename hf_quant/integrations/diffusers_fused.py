@@ -96,6 +96,9 @@ def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
         return False
     if not torch.compiler.is_compiling() and not isinstance(x, LazyInput) and x.is_inference():
         return False
+    # A hook may take weights of the norm away (offloading) before the next layer asks for the result.
+    if "forward" in module.__dict__ and any(p is not None for p in module._parameters.values()):
+        return False
     fuses = module._hf_quant_fuses
     return x.device.type in ("cuda", "xpu") if fuses is None else fuses
 
