@@ -124,6 +124,26 @@ class LazyInput:
     def __matmul__(self, other: Any) -> Any:
         return self.tensor() @ _plain(other)
 
+    def __pow__(self, other: Any) -> Any:
+        return self.tensor() ** _plain(other)
+
+    def __eq__(self, other: Any) -> Any:
+        return self.tensor() == _plain(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self.tensor() != _plain(other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self.tensor() < _plain(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.tensor() > _plain(other)
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor())
+
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor()[index]
 

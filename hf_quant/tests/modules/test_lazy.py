@@ -73,6 +73,10 @@ def test_what_no_kernel_computes_is_the_tensor_of_the_host():
     assert torch.equal(lazy.view(B * S, K), plain.view(B * S, K)) and torch.equal(lazy[0], plain[0])
     assert torch.equal(lazy - x, plain - x) and torch.equal(x - lazy, x - plain) and torch.equal(-lazy, -plain)
     assert torch.equal(lazy / 2, plain / 2) and torch.equal(lazy @ x[0].T, plain @ x[0].T) and len(lazy) == B
+    assert torch.equal(lazy**2, plain**2) and torch.equal(lazy > 0, plain > 0) and torch.equal(lazy < x, plain < x)
+    assert torch.equal(lazy == plain, plain == plain) and not (lazy != plain).any() and lazy in {lazy}
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(lazy)
     assert torch.equal(F.linear(lazy, x[0]), F.linear(plain, x[0]))
     assert torch.equal(lazy.to(torch.float32), plain.float())
     with pytest.raises(AttributeError):
