@@ -3,7 +3,6 @@
 import difflib
 import itertools
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
