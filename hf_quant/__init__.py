@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from hf_quant.config import QuantizerConfig
     from hf_quant.formats import FORMATS
     from hf_quant.graphs import capture_generate
+    from hf_quant.integrations.compressed_tensors import export_compressed_tensors
     from hf_quant.integrations.hub import model_card
+    from hf_quant.integrations.importing import import_checkpoint
     from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
     from hf_quant.modules import (
         QuantEmbedding,
@@ -43,7 +45,9 @@ _HOME = {
     "TensorQuant": "scheme",
     "capture_generate": "graphs",
     "dequantize_": "quantize",
+    "export_compressed_tensors": "integrations.compressed_tensors",
     "fuse_projections_": "modules",
+    "import_checkpoint": "integrations.importing",
     "load_quantized_": "checkpoint",
     "model_card": "integrations.hub",
     "plan": "planning",
@@ -67,7 +71,9 @@ __all__ = [
     "__version__",
     "capture_generate",
     "dequantize_",
+    "export_compressed_tensors",
     "fuse_projections_",
+    "import_checkpoint",
     "load_quantized_",
     "model_card",
     "plan",

@@ -90,7 +90,7 @@ def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
     Raises ValueError if the directory is not one, or its config and headers contradict each other.
     """
     directory = Path(directory)
-    config = _find_config(directory)
+    config = find_config(directory)
     files = scan_files(directory)
     tensors = {name: info for stored in files.values() for name, info in stored.items()}
     by_host = not (directory / CONFIG_NAME).is_file()
@@ -144,7 +144,7 @@ def summarize(
     return CheckpointSummary(config, tuple(rows), num_files)
 
 
-def _find_config(directory: Path) -> QuantizerConfig:
+def find_config(directory: Path) -> QuantizerConfig:
     """The QuantizerConfig stored in a directory, whoever wrote it."""
     for name in (CONFIG_NAME, "config.json"):
         path = directory / name

@@ -22,14 +22,10 @@ from torch import nn
 
 from hf_quant.checkpoint import read_header
 from hf_quant.config import QuantizerConfig
+from hf_quant.integrations._files import SIDE_FILES
 
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What lies beside the weights: tokenizers, processors, chat templates, the code of custom models, licences.
-_SIDE_FILES = (
-    *("*.json", "*.model", "*.spm", "*.jinja", "*.tiktoken", "*.bpe", "*.py"),
-    *("vocab*", "merges*", "dict.txt", "bpe.codes", "LICENSE*", "NOTICE*"),
-)
 _NOT_SIDE_FILES = ("config.json", "generation_config.json", "*.index.json", "*weights*.json")
 
 
@@ -206,14 +202,14 @@ def copy_side_files(source: Source, directory: Path) -> list[str]:
     """Copy tokenizer, processor and the like of a transformers model beside its quantized weights; returns names."""
     root = Path(source.name)
     if not root.is_dir():
-        root = Path(snapshot_download(source.name, allow_patterns=[*_SIDE_FILES, "[0-9]*_*/*"]))
+        root = Path(snapshot_download(source.name, allow_patterns=[*SIDE_FILES, "[0-9]*_*/*"]))
     folders = [root, *(root / part for part in _sentence_transformers_parts(root))]
     copied = []
     for folder in folders:
         # The further modules of sentence-transformers (pooling, dense) come with their small weights.
         for path in sorted(folder.iterdir()):
             name = path.relative_to(root)
-            side = any(path.match(p) for p in _SIDE_FILES) and not any(path.match(p) for p in _NOT_SIDE_FILES)
+            side = any(path.match(p) for p in SIDE_FILES) and not any(path.match(p) for p in _NOT_SIDE_FILES)
             if path.is_file() and (side or folder != root) and not (directory / name).exists():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, directory / name)

@@ -25,6 +25,8 @@ _EPILOG = """examples:
   hf-quant eval llama-int4 --text wiki.txt --reference meta-llama/Llama-3.1-8B
   hf-quant bench llama-int4 --reference meta-llama/Llama-3.1-8B
   hf-quant card llama-int4 --base-model meta-llama/Llama-3.1-8B
+  hf-quant export llama-int4 llama-served
+  hf-quant import llama-gptq llama-int4
   hf-quant demo
   hf-quant doctor
 """
@@ -50,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of errors, and the hosts' warnings")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench, _add_card, _add_demo, _add_doctor):
+    for add in (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench, _add_card, _add_export, _add_import):
+        add(commands, common)
+    for add in (_add_demo, _add_doctor):
         add(commands, common)
     return parser
 
@@ -139,6 +143,23 @@ def _add_card(commands, common) -> None:
         type=Path,
         help="(default: DIR/README.md; a card that somebody has written there keeps its text)",
     )
+
+
+def _add_export(commands, common) -> None:
+    help = "write a quantized checkpoint in the format of serving engines (vLLM, SGLang), every weight as it is"
+    parser = _add_command(commands, common, "export", ("_convert", "export"), help)
+    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="directory of a quantized transformers model")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; it does not exist yet")
+    parser.add_argument(
+        "--format", choices=("compressed-tensors",), default="compressed-tensors", help="(default: compressed-tensors)"
+    )
+
+
+def _add_import(commands, common) -> None:
+    help = "make a quantized checkpoint from one of GPTQ, AWQ or compressed-tensors, every weight as it is"
+    parser = _add_command(commands, common, "import", ("_convert", "import_"), help)
+    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="directory of the other library's checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; it does not exist yet")
 
 
 def _add_demo(commands, common) -> None:

@@ -22,7 +22,7 @@ from hf_quant.formats import ALIASES
 from hf_quant.scheme import PRESETS
 
 
-COMMANDS = ("quantize", "plan", "inspect", "eval", "bench", "card", "demo", "doctor")
+COMMANDS = ("quantize", "plan", "inspect", "eval", "bench", "card", "export", "import", "demo", "doctor")
 
 
 @pytest.fixture(scope="module")

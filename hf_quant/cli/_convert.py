@@ -1,0 +1,23 @@
+"""`hf-quant export` and `hf-quant import`."""
+
+import argparse
+
+from hf_quant.integrations.compressed_tensors import export_compressed_tensors
+from hf_quant.integrations.importing import import_checkpoint
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write a checkpoint of hf_quant in another format."""
+    _report(args, export_compressed_tensors(args.checkpoint, args.out))
+
+
+def import_(args: argparse.Namespace) -> None:
+    """Make a checkpoint of hf_quant from one of another library."""
+    _report(args, import_checkpoint(args.checkpoint, args.out))
+
+
+def _report(args: argparse.Namespace, notes: tuple[str, ...]) -> None:
+    size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
+    print(f"{args.out}: {size / 1e6:.2f} MB; every weight is what it was in {args.checkpoint}")
+    for note in notes:
+        print(f"note: {note}")

@@ -1,0 +1,152 @@
+"""Checkpoint directories of transformers, read tensor by tensor and written file by file."""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hf_quant.checkpoint import TensorInfo
+from hf_quant.checkpoint._header import load_json, scan_files
+
+
+# What lies beside the weights: tokenizers, processors, chat templates, the code of custom models, licences.
+SIDE_FILES = (
+    *("*.json", "*.model", "*.spm", "*.jinja", "*.tiktoken", "*.bpe", "*.py"),
+    *("vocab*", "merges*", "dict.txt", "bpe.codes", "LICENSE*", "NOTICE*"),
+)
+CONFIG = "config.json"
+# Of another format's checkpoint; its own config is written anew.
+_NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json", "quantize_config.json", "quant_config.json")
+
+
+class TensorFiles:
+    """The tensors of a checkpoint directory; each is read when it is asked for, and only then.
+
+    Attributes:
+        files: {safetensors file: {tensor name: TensorInfo}}, from the headers.
+        tensors: {tensor name: TensorInfo} of all of them.
+
+    Raises ValueError if a file is missing, truncated or corrupt.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.files = scan_files(directory)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._file_of: dict[str, Path] = {}
+        for file, tensors in self.files.items():
+            for name, info in tensors.items():
+                self.tensors[name], self._file_of[name] = info, file
+        self._open: dict[Path, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        file = self._file_of[name]
+        try:
+            if file not in self._open:
+                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            return self._open[file].get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
+
+
+def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str, Tensor]]) -> None:
+    """Write a checkpoint of as many files as the source has, one after the other: no more than one is in memory.
+
+    `convert` turns the name of a tensor into what stands in its place: itself, several, or none.
+    """
+    written: dict[str, str] = {}
+    total, count = 0, len(source.files)
+    for number, tensors in enumerate(source.files.values(), 1):
+        name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        converted = {key: value for old in tensors for key, value in convert(old).items()}
+        save_file(converted, target / name, metadata={"format": "pt"})
+        total += sum(tensor.nbytes for tensor in converted.values())
+        written.update(dict.fromkeys(converted, name))
+    if count > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": written}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+@contextlib.contextmanager
+def staged(source: Path, out: Path) -> Iterator[Path]:
+    """A directory to write into, which becomes `out` if nothing is raised; of `source` it gets what is no weight.
+
+    Raises ValueError if `out` is a file, the source, or holds anything.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; OUT is a directory")
+    if out.resolve() == source.resolve():
+        raise ValueError(f"OUT is the checkpoint itself ({out}); it is read while OUT is written")
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty; give a directory that does not exist yet")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
+        directory = Path(name) / out.name  # its mode is that of any new directory
+        directory.mkdir()
+        yield directory
+        _copy_side_files(source, directory)
+        if out.is_dir():
+            out.rmdir()
+        directory.rename(out)
+
+
+def _copy_side_files(source: Path, target: Path) -> None:
+    for path in sorted(source.iterdir()):
+        side = any(path.match(p) for p in SIDE_FILES) and not any(path.match(p) for p in _NOT_SIDE_FILES)
+        if path.is_file() and side and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The fields of a transformers checkpoint's config.json. Raises ValueError if it has none."""
+    path = directory / CONFIG
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory; needs that of a checkpoint, with its {CONFIG}")
+    if not path.is_file():
+        parts = sorted(p.parent.name for p in directory.glob(f"*/{CONFIG}"))
+        hint = f"; it has the parts {', '.join(parts)}: name one of them" if parts else ""
+        raise ValueError(f"{directory} has no {CONFIG}: it is no checkpoint of transformers{hint}")
+    fields = load_json(path)
+    if "_class_name" in fields:
+        raise ValueError(f"{directory} holds a {fields['_class_name']} of diffusers; needs a model of transformers")
+    return fields
+
+
+def write_config(target: Path, fields: dict[str, Any]) -> None:
+    """Write config.json as transformers does."""
+    (target / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def empty_model(directory: Path) -> nn.Module:
+    """The 16-bit model that a checkpoint's config describes, on the meta device: every module, no weights.
+
+    Raises ValueError if transformers does not have its class.
+    """
+    config = transformers.AutoConfig.from_pretrained(directory)
+    names = config.architectures or [None]
+    cls = getattr(transformers, str(names[0]), None)
+    if cls is None or not hasattr(cls, "_from_config"):
+        raise ValueError(
+            f"{directory} is a {names[0]}, which transformers {transformers.__version__} does not have: its modules "
+            "cannot be told apart"
+        )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return cls._from_config(config, dtype=config.dtype or torch.float32)

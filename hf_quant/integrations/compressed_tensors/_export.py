@@ -1,0 +1,258 @@
+"""What is written for each module, why a module cannot be, and the checkpoint itself, tensor by tensor."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D known)
+from hf_quant.algorithms import PackedWeight
+from hf_quant.checkpoint._inspect import find_config
+from hf_quant.checkpoint._packed import check_values
+from hf_quant.config import QuantizerConfig
+from hf_quant.integrations._files import TensorFiles, empty_model, rewrite, write_config
+from hf_quant.integrations._loading import prepare_from_checkpoint, stored_weights
+from hf_quant.integrations._names import check_names, renamer, tied_modules
+from hf_quant.integrations.compressed_tensors._experts import layer_names, split_rows
+from hf_quant.integrations.compressed_tensors._schemes import Group, Inexpressible, group_of
+from hf_quant.integrations.compressed_tensors._tensors import to_compressed
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.scheme import BLOCK_SIZE
+
+
+# Layers that vLLM computes as one and wants to be quantized alike, or not at all
+# (https://github.com/vllm-project/vllm/tree/main/vllm/model_executor/models: packed_modules_mapping).
+_FUSED_BY_ENGINES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+_SHOWN = 20  # reasons in one error
+
+
+class Layer(NamedTuple):
+    """One linear layer of the exported checkpoint: rows of a weight of ours.
+
+    `split` is (expert, part, parts) where it is a part of fused experts.
+    """
+
+    name: str
+    group: Group
+    split: tuple[int, int, int] | None
+
+
+class Weight(NamedTuple):
+    """A quantized weight of our checkpoint, and the layers that it becomes."""
+
+    module: QuantizedModule
+    prefix: str  # of its parts: name in the checkpoint
+    name: str  # of the 16-bit weight
+    layers: list[Layer]
+
+
+@dataclass
+class Plan:
+    """What becomes of a checkpoint.
+
+    Attributes:
+        weights: {key of `qdata` in the checkpoint: Weight}.
+        dropped: keys that are written together with another, and guards.
+        ignore: names of what holds a matrix and is not quantized.
+        notes: what the exported checkpoint does not say of ours.
+    """
+
+    dtype: torch.dtype
+    weights: dict[str, Weight] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
+    ignore: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def layers(self) -> Iterator[Layer]:
+        return (layer for weight in self.weights.values() for layer in weight.layers)
+
+
+def export_directory(source: Path, target: Path, fields: dict[str, Any], where: str) -> tuple[str, ...]:
+    """Write the files of one checkpoint into an empty directory; returns what they do not say of ours.
+
+    `fields` are those of its config.json, `where` is what errors call it.
+    """
+    with TensorFiles(source) as files:
+        plan = _plan(source, files, where)
+        refused: dict[str, str] = {}
+
+        def convert(name: str) -> dict[str, Tensor]:
+            if name in plan.dropped:
+                return {}
+            if name not in plan.weights:
+                return {name: files.read(name)}
+            try:
+                return _convert(plan.weights[name], files, plan.dtype)
+            except Inexpressible as reason:  # of values, not of schemes: all of them are looked at before the end
+                refused[plan.weights[name].prefix] = str(reason)
+                return {}
+
+        rewrite(files, target, convert)
+    _refuse(where, refused)
+    write_config(target, {**fields, "quantization_config": quantization_config(plan)})
+    return tuple(plan.notes)
+
+
+def _plan(source: Path, files: TensorFiles, where: str) -> Plan:
+    """What to write. Raises ValueError with every module that cannot be, and why."""
+    config = find_config(source)
+    if config.quantizes_no_weights:
+        raise ValueError(f"{where} has no quantized weights: nothing to export")
+    model = empty_model(source)
+    rename = renamer(model)
+    names = prepare_from_checkpoint(model, config, files.tensors, rename, tied_modules(model))
+    check_names(model, files.tensors, names)
+    modules, plan, refused = dict(model.named_modules()), Plan(model.dtype), {}
+    output = model.get_output_embeddings()
+    for stored in stored_weights(files.tensors):
+        name = rename(f"{stored.module}.{stored.weight}").removesuffix(f".{stored.weight}")
+        module = modules.get(name)
+        if not isinstance(module, QuantizedModule):
+            raise ValueError(f"{where} holds codes for {stored.module}, which {type(model).__name__} does not have")
+        try:
+            layers = _layers(model, module, stored.module, stored.weight)
+        except Inexpressible as reason:
+            refused[stored.module] = str(reason)
+            continue
+        keys = {part: f"{stored.module}.{packed_key(part, stored.weight)}" for part in PACKED_NAMES}
+        plan.dropped |= {key for part, key in keys.items() if part != "qdata"}
+        plan.weights[keys["qdata"]] = Weight(module, stored.module, stored.weight, layers)
+        if module is output:
+            plan.notes.append(f"{stored.module} is quantized: vLLM reads the output head in 16 bit only")
+    _refuse(where, refused)
+    plan.dropped |= {key for key, info in files.tensors.items() if 0 in info.shape}
+    plan.ignore = _ignored(model, files, rename)
+    _refuse(where, _split_by_engines(plan))
+    plan.notes += _notes(config, plan)
+    return plan
+
+
+def _layers(model: nn.Module, module: QuantizedModule, stored: str, weight: str) -> list[Layer]:
+    """The layers that one weight becomes. Raises Inexpressible."""
+    *_, N, K = module.matrix_shape(weight)
+    if module.kind == "experts":
+        names = layer_names(model, module, stored, weight)
+        parts = len(names[0])
+        group = group_of(module.scheme, N // parts, K, module.compute_dtype)
+        if module.scheme.weight.granularity == "block" and parts > 1 and N // parts % BLOCK_SIZE:
+            raise Inexpressible(f"blocks of {BLOCK_SIZE} rows do not divide the {N // parts} rows of its parts")
+        return [Layer(n, group, (e, p, parts)) for e, row in enumerate(names) for p, n in enumerate(row)]
+    if module.kind != "linear" or not isinstance(module, nn.Linear):
+        kind = "an embedding" if module.kind == "embedding" else f"a {module.host_class.__name__}"
+        raise Inexpressible(f"it is {kind}; engines read quantized linear layers only")
+    return [Layer(stored, group_of(module.scheme, N, K, module.compute_dtype), None)]
+
+
+def _ignored(model: nn.Module, files: TensorFiles, rename) -> list[str]:
+    """Names, as the checkpoint has them, of the modules whose matrix is not quantized, the output head among them."""
+    modules = dict(model.named_modules())
+    tied = tied_modules(model)
+    found = {}
+    for key, info in files.tensors.items():
+        name = rename(key).removesuffix(".weight")
+        module = modules.get(name)
+        if key.endswith(".weight") and len(info.shape) == 2 and not isinstance(module, nn.Embedding | QuantizedModule):
+            found[key.removesuffix(".weight")] = None
+    # A tied head has no tensor of its own, but engines look for its name.
+    found.update({name: None for name in tied if isinstance(modules.get(name), nn.Linear)})
+    return sorted(name for name in found if not isinstance(modules.get(name), QuantizedModule))
+
+
+def _split_by_engines(plan: Plan) -> dict[str, str]:
+    """{name: reason} of layers that engines compute as one and that are not quantized alike."""
+    groups: dict[str, Group | None] = {layer.name: layer.group for layer in plan.layers}
+    groups.update(dict.fromkeys(plan.ignore))
+    refused = {}
+    for names in _FUSED_BY_ENGINES:
+        for first in groups:
+            parent, _, leaf = first.rpartition(".")
+            siblings = [f"{parent}.{name}" for name in names if f"{parent}.{name}" in groups]
+            if leaf == names[0] and len({groups[s] for s in siblings}) > 1:
+                others = ", ".join(s.rpartition(".")[2] for s in siblings)
+                refused[first] = (
+                    f"engines compute {others} as one layer and want them quantized alike, or all in 16 bit"
+                )
+    return refused
+
+
+def _notes(config: QuantizerConfig, plan: Plan) -> Iterator[str]:
+    if config.kv_cache is not None:
+        yield (
+            "the quantized KV cache is left out: compressed-tensors has one calibrated fp8 scale per layer, "
+            "hf_quant a scale for every token"
+        )
+    schemes = {weight.module.scheme for weight in plan.weights.values()}
+    if any(scheme.cpu_activation is not None for scheme in schemes):
+        yield "int8 inputs on CPUs are left out: elsewhere the inputs of these layers are in 16 bit"
+    if any(scheme.activation is not None and scheme.weight.granularity == "block" for scheme in schemes):
+        yield "vLLM quantizes the inputs of fp8 blocks in groups of 128 values; hf_quant has one scale per token"
+
+
+def _convert(weight: Weight, files: TensorFiles, dtype: torch.dtype) -> dict[str, Tensor]:
+    """{name: tensor} of the layers that a weight becomes. Raises Inexpressible."""
+    module, tensors = weight.module, {}
+    quant = module.scheme.weight
+    parameters: dict[str, Tensor | None] = {}
+    for part in PACKED_NAMES:
+        key = packed_key(part, weight.name)
+        full = f"{weight.prefix}.{key}"
+        parameters[key] = files.read(full) if full in files.tensors else None
+        if parameters[key] is not None:
+            check_values(parameters[key], key, quant, full)
+    packed: PackedWeight = module._typed(weight.name, parameters)
+    K = module.matrix_shape(weight.name)[-1]
+    for layer in weight.layers:
+        part = packed if layer.split is None else split_rows(packed, *layer.split)
+        converted = to_compressed(part, layer.group.format, quant, K, dtype)
+        tensors.update({f"{layer.name}.{name}": tensor for name, tensor in converted.items()})
+    return tensors
+
+
+def quantization_config(plan: Plan) -> dict[str, Any]:
+    """The `quantization_config` of an export: one group names the class, several name their layers."""
+    names: dict[Group, list[str]] = {}
+    for layer in plan.layers:
+        names.setdefault(layer.group, []).append(layer.name)
+    ordered = [group for group, _ in Counter({g: len(n) for g, n in names.items()}).most_common()]
+    formats = {group.format for group in ordered}
+    groups = {
+        f"group_{i}": group.to_dict(["Linear"] if len(ordered) == 1 else sorted(names[group]))
+        for i, group in enumerate(ordered)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": plan.ignore,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _refuse(where: str, reasons: dict[str, str]) -> None:
+    """Raise ValueError if there are reasons, {module: why it cannot be written}; of equal ones a few are named."""
+    if not reasons:
+        return
+    modules: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        modules.setdefault(reason, []).append(name)
+    lines = [
+        f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}: {reason}"
+        for reason, names in list(modules.items())[:_SHOWN]
+    ]
+    raise ValueError(
+        f"{where} cannot be written in the format of compressed-tensors without changing {len(reasons)} modules; "
+        f"quantize them otherwise, or leave them in 16 bit. {'; '.join(lines)}"
+    )

@@ -1,0 +1,76 @@
+"""Checkpoints of other libraries as checkpoints of hf_quant: GPTQ, AWQ, compressed-tensors; every weight as it was."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_quant.checkpoint._header import load_json
+from hf_quant.integrations._files import TensorFiles, read_config, staged
+from hf_quant.integrations.importing._compressed import read_compressed_tensors
+from hf_quant.integrations.importing._foreign import Foreign, write_foreign
+from hf_quant.integrations.importing._gptq import read_awq, read_gptq
+
+
+_READERS: dict[str, Callable[[TensorFiles, dict[str, Any], torch.dtype | None], Foreign]] = {
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+}
+# Where older checkpoints have their fields: file beside config.json -> method.
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def import_checkpoint(directory: str | Path, out: str | Path) -> tuple[str, ...]:
+    """Make a checkpoint of hf_quant from one that GPTQ, AWQ or compressed-tensors has quantized.
+
+    Codes, scales and zero points are repacked, never rounded; scales keep their dtype, whatever that of the model is.
+    It is read file by file, and no weight is decoded. `from_pretrained` then loads it onto hf_quant's kernels.
+
+        gptq                4 and 8 bits, format versions 1 and 2, columns in their own order
+        awq                 4 bits, version "gemm"
+        compressed-tensors  pack-quantized int4 and int8, int-quantized, float-quantized (channel, tensor, block),
+                            nvfp4-pack-quantized and mxfp4-pack-quantized without quantized inputs
+
+    Args:
+        directory: the other library's checkpoint.
+        out: a directory that does not exist yet, or is empty; it appears when it is complete.
+
+    Returns:
+        What is different from the original, one line each, e.g. that calibrated scales of a KV cache are left out.
+
+    Raises:
+        ValueError: if it is of another kind, or something in it has no exact counterpart; the error says what and why.
+    """
+    source, out = Path(directory), Path(out)
+    fields = read_config(source)
+    method, own = _detect(source, fields)
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    dtype = getattr(torch, str(name), None)
+    with staged(source, out) as target, TensorFiles(source) as files:
+        try:
+            found = _READERS[method](files, own, dtype)
+        except ValueError as error:
+            raise ValueError(f"{source} cannot be imported: {error}") from None
+        write_foreign(source, target, fields, files, found)
+    return tuple(found.notes)
+
+
+def _detect(source: Path, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(method, its fields) of a quantized checkpoint. Raises ValueError if it is none that can be read."""
+    own = fields.get("quantization_config") or fields.get("compression_config")
+    method = None
+    if isinstance(own, dict):
+        method = str(own.get("quant_method", "compressed-tensors" if "config_groups" in own else "gptq"))
+    else:
+        for file, known in _OWN_FILES.items():
+            if (source / file).is_file():
+                method, own = known, load_json(source / file)
+    if method is None or not isinstance(own, dict):
+        raise ValueError(f"{source} is not quantized: `hf-quant quantize` makes a checkpoint of it")
+    if method == "hf_quant":
+        raise ValueError(f"{source} is a checkpoint of hf_quant already")
+    if method not in _READERS:
+        raise ValueError(f"{source} is quantized by {method!r}; can be imported: {', '.join(_READERS)}")
+    return method, own

@@ -1,0 +1,361 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors, written by their published rules, become ours, weight for weight."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint
+from hf_quant.checkpoint import inspect_checkpoint
+from hf_quant.cli import main
+from hf_quant.modules import QuantizedModule
+from integration_tests.foreign_checkpoints import (
+    config_of,
+    foreign_checkpoint,
+    load_all,
+    make_llama,
+    mismatches,
+    weights_of,
+)
+from integration_tests.tiny_models import ARCHITECTURES
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama") / "fp16", torch.float16)
+
+
+def edit_config(path, **changes) -> None:
+    fields = config_of(path)
+    fields["quantization_config"] = {**fields["quantization_config"], **changes}
+    (path / "config.json").write_text(json.dumps(fields))
+
+
+def edit_tensors(path, **changes) -> None:
+    """Replace tensors; None removes one. Dots of a name are written as two underscores."""
+    tensors = {**load_all(path), **{name.replace("__", "."): value for name, value in changes.items()}}
+    save_file(
+        {k: v for k, v in tensors.items() if v is not None}, path / "model.safetensors", metadata={"format": "pt"}
+    )
+
+
+def check_loads(out, meant, scheme: str) -> torch.nn.Module:
+    """`from_pretrained` of the import decodes to exactly what was meant."""
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    wrong, count = mismatches(meant, weights_of(model))
+    assert wrong == 0 and count == 2 * (3 * 128 * 256 + 2 * 128 * 128 + 2 * 64 * 128)
+    assert {str(module.scheme) for module in model.modules() if isinstance(module, QuantizedModule)} == {scheme}
+    assert "14 modules quantized by hf_quant" in str(inspect_checkpoint(out))
+    assert model(input_ids=torch.arange(8)[None]).logits.isfinite().all()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "scheme"),
+    [
+        ("gptq", {"symmetric": True}, "int4 g32"),
+        ("gptq", {"symmetric": True, "v2": True}, "int4 g32"),
+        ("gptq", {"symmetric": False, "group": 64}, "int4 g64 asym"),
+        ("gptq", {"symmetric": False, "v2": True}, "int4 g32 asym"),
+        ("gptq", {"symmetric": True, "group": -1}, "int4 row"),
+        ("gptq", {"bits": 8}, "int8 g32"),
+        ("gptq", {"bits": 8, "group": -1, "v2": True}, "int8 row"),
+        ("awq", {"symmetric": False}, "int4 g32 asym"),
+        ("awq", {"symmetric": False, "group": 64}, "int4 g64 asym"),
+    ],
+)
+def test_every_code_and_scale_arrives(method, fields, scheme, llama, tmp_path):
+    meant = foreign_checkpoint(tmp_path / "in", llama, method, **fields)
+    assert import_checkpoint(tmp_path / "in", tmp_path / "out") == ()
+    model = check_loads(tmp_path / "out", meant, scheme)
+    module = model.model.layers[0].mlp.up_proj
+    assert module.scheme.weight.scale_dtype == "float16"
+    stored, ours = load_all(tmp_path / "in"), module.packed()
+    assert torch.equal(ours.scale, stored["model.layers.0.mlp.up_proj.scales"].T)
+
+
+def test_codes_of_minus_128_are_there(llama, tmp_path):
+    foreign_checkpoint(tmp_path / "in", llama, "gptq", bits=8)
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert load_all(tmp_path / "out")["model.layers.0.mlp.up_proj.qdata"].min() == -128
+
+
+def test_fp16_scales_in_a_bf16_model_stay_fp16(tmp_path):
+    source = make_llama(tmp_path / "bf16")
+    meant = foreign_checkpoint(tmp_path / "in", source, "gptq", symmetric=False)
+    (note,) = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert note == "scales stay float16, the model's other tensors bfloat16: nothing is rounded"
+    model = check_loads(tmp_path / "out", meant, "int4 g32 asym")
+    assert model.dtype == torch.bfloat16
+    # What casting the scales to the model's dtype would have cost:
+    scales = load_all(tmp_path / "in")["model.layers.0.mlp.up_proj.scales"]
+    assert (scales.bfloat16().half() != scales).float().mean() > 0.5
+
+
+def test_a_reader_that_forgets_the_order_of_nibbles_would_be_seen(llama, tmp_path, monkeypatch):
+    from hf_quant.integrations.importing import _gptq
+
+    meant = foreign_checkpoint(tmp_path / "in", llama, "awq", symmetric=False)
+    monkeypatch.setattr(_gptq, "_AWQ_COLUMNS", tuple(range(8)))
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    wrong, count = mismatches(meant, weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")))
+    assert wrong > count // 2
+
+
+def test_dynamic_bits_and_plain_layers(llama, tmp_path):
+    """Layers of their own bits (GPTQModel's `dynamic`), or left in 16 bit, are found by their tensors."""
+    four = foreign_checkpoint(tmp_path / "in", llama, "gptq")
+    eight = foreign_checkpoint(tmp_path / "eight", llama, "gptq", bits=8)
+    key, plain = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"
+    tensors = {k: v for k, v in load_all(tmp_path / "in").items() if not k.startswith((key, plain))}
+    tensors |= {k: v for k, v in load_all(tmp_path / "eight").items() if k.startswith(key)}
+    tensors[f"{plain}.weight"] = load_all(llama)[f"{plain}.weight"]
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path / "in", dynamic={"+:.*o_proj": {"bits": 8}, "-:.*down_proj": {}})
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    meant = {k: v for k, v in four.items() if k != plain} | {key: eight[key]}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert mismatches(meant, weights_of(model))[0] == 0
+    assert type(model.get_submodule(plain)) is torch.nn.Linear
+    assert torch.equal(model.get_submodule(plain).weight, tensors[f"{plain}.weight"])
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_fields_in_a_file_of_their_own(name, llama, tmp_path):
+    method = "gptq" if name.startswith("quantize") else "awq"
+    meant = foreign_checkpoint(tmp_path / "in", llama, method, symmetric=False)
+    fields = config_of(tmp_path / "in")
+    own = fields.pop("quantization_config")
+    if method == "awq":
+        own = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
+    else:
+        del own["quant_method"]
+    (tmp_path / "in" / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "in" / name).write_text(json.dumps(own))
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    check_loads(tmp_path / "out", meant, "int4 g32 asym")
+    assert not (tmp_path / "out" / name).exists()
+
+
+UP = "model__layers__0__mlp__up_proj"
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "changes", "message"),
+    [
+        (
+            "gptq",
+            {},
+            {f"{UP}__g_idx": torch.arange(127, -1, -1).int() // 32},
+            r"g_idx orders .* desc_act=False",
+        ),
+        ("gptq", {"group": 16}, {}, "group_size is 16; allowed: 32"),
+        ("gptq", {}, {f"{UP}__qzeros": torch.full((4, 32), -1, dtype=torch.int32)}, "stores 15 in version 1 of GPTQ"),
+        ("gptq", {"bits": 8, "symmetric": False}, {}, "zero points other than 128; int8 has no zero point"),
+        ("gptq", {}, {f"{UP}__scales": None}, "up_proj.scales is missing"),
+        ("gptq", {}, {f"{UP}__scales": torch.zeros(4, 256).half()}, "up_proj.scale is corrupt"),
+        ("gptq", {}, {f"{UP}__scales": torch.ones(3, 256).half()}, "up_proj.qzeros is .* beside scales"),
+        ("awq", {}, {f"{UP}__qzeros": torch.zeros(4, 3, dtype=torch.int32)}, "up_proj.qzeros is .* beside scales"),
+        ("gptq", {}, {"lost__qweight": torch.zeros(8, 32, dtype=torch.int32)}, "lost.qzeros is missing"),
+    ],
+)
+def test_tensors_that_cannot_be_imported(method, fields, changes, message, llama, tmp_path):
+    foreign_checkpoint(tmp_path / "in", llama, method, **fields)
+    edit_tensors(tmp_path / "in", **changes)
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("gptq", {"checkpoint_format": "marlin"}, "of the format 'marlin'; readable: 'gptq', 'gptq_v2'"),
+        ("awq", {"version": "gemv"}, "version 'gemv'"),
+        ("awq", {"bits": 3}, "with bits 3"),
+        ("awq", {"zero_point": False}, "zero_point False"),
+        (
+            "gptq",
+            {"quant_method": "bitsandbytes"},
+            "by 'bitsandbytes'; can be imported: gptq, awq",
+        ),
+        ("gptq", {"quant_method": "hf_quant"}, "is a checkpoint of hf_quant already"),
+        ("gptq", {"quant_method": "compressed-tensors"}, "config_groups None; needs 'compressed' and a table"),
+    ],
+)
+def test_configs_that_cannot_be_imported(method, changes, message, llama, tmp_path):
+    foreign_checkpoint(tmp_path / "in", llama, method)
+    edit_config(tmp_path / "in", **changes)
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_layers_that_the_model_does_not_have(llama, tmp_path):
+    foreign_checkpoint(tmp_path / "in", llama, "gptq")
+    tensors = load_all(tmp_path / "in")
+    moved = {k.replace("layers.0.mlp.up_proj", "layers.0.mlp.experts.3.up_proj"): v for k, v in tensors.items()}
+    save_file(moved, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="experts.3.up_proj among them, that Llama.* experts are one tensor"):
+        import_checkpoint(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(ValueError, match="is not quantized"):
+        import_checkpoint(llama, tmp_path / "out")
+    with pytest.raises(ValueError, match="has no config.json"):
+        import_checkpoint(tmp_path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+# compressed-tensors: from our own export, and as other writers do it.
+
+ROUND_TRIPS = {
+    "w4a16": ({"weights": "W4A16"}, ()),
+    "w4a16_asym": ({"weights": "W4A16_ASYM", "group_size": 32}, ()),
+    "w4a16_channel": ({"weights": "int4", "granularity": "row", "symmetric": False}, ()),
+    "w8a16": ({"weights": "W8A16"}, ()),
+    "w8a8": ({"weights": "W8A8"}, ()),
+    "w8a8_tensor": ({"weights": "W8A8", "granularity": "tensor"}, ()),
+    "w8a8_fp8": ({"weights": "W8A8_FP8"}, ()),
+    "w8a16_fp8": ({"weights": "W8A16_FP8"}, ()),
+    "fp8_block": (
+        {"weights": "FP8_BLOCK"},
+        ("inputs of fp8 blocks are quantized with one scale per token, not per 128 values",),
+    ),
+    "nvfp4": ({"weights": "nvfp4"}, ()),
+    "mxfp4": ({"weights": "mxfp4"}, ()),
+    "mixed": ({"weights": "int4", "modules": {"*.mlp.*": "W8A8_FP8", "*.o_proj": None}}, ()),
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_export_and_import_give_the_codes_back(name, tmp_path):
+    config, expected_notes = ROUND_TRIPS[name]
+    source = make_llama(tmp_path / "bf16")
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=QuantizerConfig(**config))
+    model.save_pretrained(tmp_path / "ours", max_shard_size="60KB")
+    export_compressed_tensors(tmp_path / "ours", tmp_path / "exported")
+    assert import_checkpoint(tmp_path / "exported", tmp_path / "out") == expected_notes
+    before, after = load_all(tmp_path / "ours"), load_all(tmp_path / "out")
+    guards = {key for tensors in (before, after) for key, tensor in tensors.items() if 0 in tensor.shape}
+    assert before.keys() - guards == after.keys() - guards
+    different = [key for key in before.keys() - guards if not torch.equal(before[key], after[key])]
+    # nvfp4's factor comes back by two reciprocals: the weights are equal, its last bit may not be.
+    assert [key for key in different if not key.endswith(".global_scale")] == []
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert mismatches(weights_of(model), weights_of(again))[0] == 0
+    assert {n: m.scheme for n, m in model.named_modules() if isinstance(m, QuantizedModule)} == {
+        n: m.scheme for n, m in again.named_modules() if isinstance(m, QuantizedModule)
+    }
+
+
+def exported(tmp_path, **config):
+    model = AutoModelForCausalLM.from_pretrained(
+        make_llama(tmp_path / "bf16"), quantization_config=QuantizerConfig(**config)
+    )
+    export_compressed_tensors(model, tmp_path / "in")
+    shutil.rmtree(tmp_path / "bf16")
+    return tmp_path / "in"
+
+
+def change_group(path, part: str, **changes) -> None:
+    groups = config_of(path)["quantization_config"]["config_groups"]
+    groups["group_0"][part] = {**(groups["group_0"][part] or {}), **changes}
+    edit_config(path, config_groups=groups)
+
+
+def test_patterns_class_names_and_older_configs(tmp_path):
+    path = exported(tmp_path, weights="int4", modules={"*.mlp.*": "int8"})
+    groups = config_of(path)["quantization_config"]["config_groups"]
+    by_bits = {group["weights"]["num_bits"]: group for group in groups.values()}
+    by_bits[8]["targets"], by_bits[4]["targets"] = ["re:.*mlp.*"], ["Linear"]
+    for group in by_bits.values():
+        del group["format"], group["output_activations"], group["weights"]["dynamic"]
+    edit_config(path, config_groups=groups, format="pack-quantized", kv_cache_scheme={"num_bits": 8})
+    (note,) = import_checkpoint(path, tmp_path / "out")
+    assert note.startswith("the calibrated scales of the KV cache are left out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert str(model.model.layers[1].mlp.up_proj.scheme) == "int8 row"
+    assert str(model.model.layers[1].self_attn.q_proj.scheme) == "int4 g128"
+
+
+@pytest.mark.parametrize(
+    ("config", "part", "changes", "message"),
+    [
+        ("W8A8", "input_activations", {"dynamic": False}, "its inputs are quantized with static scales"),
+        ("W8A8", "input_activations", {"symmetric": False}, "its inputs are quantized with asymmetric scales"),
+        ("W8A8", "input_activations", {"num_bits": 4}, "its inputs are quantized to 4-bit int"),
+        ("W8A8", "input_activations", {"strategy": "tensor"}, "its inputs share scales by strategy 'tensor'"),
+        ("W8A8", "output_activations", {"num_bits": 8}, "its outputs are quantized"),
+        ("W8A16", "weights", {"symmetric": False}, "int8 has no zero point here"),
+        ("W4A16", "weights", {"num_bits": 3}, "hf_quant has no 3-bit int weights stored as pack-quantized"),
+        ("W4A16", "weights", {"actorder": "group"}, "its columns are reordered"),
+        ("FP8_BLOCK", "weights", {"block_structure": [64, 64]}, "its blocks are .64, 64.; hf_quant has 128 x 128"),
+    ],
+)
+def test_schemes_that_cannot_be_imported(config, part, changes, message, tmp_path):
+    path = exported(tmp_path, weights=config)
+    change_group(path, part, **changes)
+    with pytest.raises(ValueError, match=rf"in cannot be imported: model.layers.0\S+: {message}"):
+        import_checkpoint(path, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "it has a sparsity_config"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "it has a transform_config"),
+        ({"quantization_status": "frozen"}, "its quantization_status is 'frozen'"),
+        ({"config_groups": {}}, "no group of its config_groups names it"),
+    ],
+)
+def test_more_configs_that_cannot_be_imported(changes, message, tmp_path):
+    path = exported(tmp_path, weights="W4A16")
+    edit_config(path, **changes)
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(path, tmp_path / "out")
+
+
+def test_compressed_tensors_that_cannot_be_imported(tmp_path):
+    path = exported(tmp_path, weights="W4A16")
+    stored = load_all(path)
+    for changes, message in (
+        ({f"{UP}__weight_g_idx": torch.zeros(128)}, "an order of columns by activation"),
+        ({f"{UP}__weight_packed": None}, "no weight_packed"),
+        ({f"{UP}__weight_shape": None}, "no weight_shape"),
+        ({f"{UP}__weight_zero_point": torch.ones(32, 1, dtype=torch.int32)}, "is not 0, but its group is symmetric"),
+    ):
+        edit_tensors(path, **changes)
+        with pytest.raises(ValueError, match=message):
+            import_checkpoint(path, tmp_path / "out")
+        save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(path, **{f"{UP}__weight_zero_point": torch.zeros(32, 1, dtype=torch.int32)})
+    import_checkpoint(path, tmp_path / "out")
+
+
+def test_a_moe_of_another_library_is_refused(tmp_path):
+    import transformers
+
+    from hf_quant import quantize_
+
+    architecture = ARCHITECTURES["qwen3_moe"]
+    model = getattr(transformers, architecture.model)(architecture.config()).bfloat16()
+    quantize_(model, QuantizerConfig("int4", group_size=32))
+    export_compressed_tensors(model, tmp_path / "in")
+    with pytest.raises(ValueError, match="its experts are one tensor in transformers 5"):
+        import_checkpoint(tmp_path / "in", tmp_path / "out")
+
+
+def test_the_command(llama, tmp_path, capsys):
+    foreign_checkpoint(tmp_path / "in", llama, "gptq")
+    for name in ("tokenizer_config.json", "LICENSE", "notes.txt"):
+        shutil.copy(llama / name, tmp_path / "in")
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert "every weight is what it was" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer_config.json", "LICENSE"}
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hf-quant: error:") and "is not empty" in line
