@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors, written by their published rules, become ours, weight for weight."""
+"""Checkpoints of GPTQ, AWQ and compressed-tensors, written by their published rules, become ours without rounding."""
 
 import json
 import shutil
