@@ -2,12 +2,23 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from hf_quant import QuantizerConfig, export_compressed_tensors
-from integration_tests.foreign_checkpoints import config_of, group_for, load_all, make_llama, mismatches, weights_of
+from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
+from hf_quant.modules import QuantizedModule
+from integration_tests.foreign_checkpoints import (
+    config_of,
+    foreign_checkpoint,
+    group_for,
+    load_all,
+    make_llama,
+    mismatches,
+    weights_of,
+)
 from integration_tests.test_compressed_tensors import SCHEMES
+from integration_tests.tiny_models import ARCHITECTURES
 
 
 pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
@@ -70,7 +81,7 @@ def test_its_own_decompression_gives_every_weight(name, exports):
 @pytest.mark.parametrize("name", ALL)
 def test_it_writes_the_same_tensors_for_the_scheme(name, exports):
     """Keys, shapes and dtypes: of its own compression of the weights that ours decode to, with our scales."""
-    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors import BaseCompressor, unpack_from_int32
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -82,8 +93,8 @@ def test_it_writes_the_same_tensors_for_the_scheme(name, exports):
         assert infer_module_format(nn.Linear, scheme).value == group["format"]
         state = {"weight": weights[module].float(), "weight_scale": parts["weight_scale"]}
         if "weight_zero_point" in parts:
-            shape = parts["weight_scale"].shape
-            state["weight_zero_point"] = torch.zeros(shape, dtype=torch.int8)
+            packed, shape = parts["weight_zero_point"], parts["weight_scale"].shape
+            state["weight_zero_point"] = unpack_from_int32(packed, 4, shape, packed_dim=0)
         if "weight_global_scale" in parts:
             state["weight_global_scale"] = parts["weight_global_scale"]
             state["weight_scale"] = parts["weight_scale"].float()
@@ -93,13 +104,12 @@ def test_it_writes_the_same_tensors_for_the_scheme(name, exports):
         assert {k: (t.dtype, tuple(t.shape)) for k, t in theirs.items()} == {
             k: (t.dtype, tuple(t.shape)) for k, t in parts.items()
         }
-        if "weight_zero_point" not in parts:  # the codes, too: rounding a decoded weight again finds its code
-            for key in ("weight_packed", "weight"):
-                if key in parts:
-                    found, ours = theirs[key].view(torch.uint8), parts[key].view(torch.uint8)
-                    if "fp4" in group["format"]:  # its rounding drops the sign of a zero
-                        found, ours = unsigned_zeros(found), unsigned_zeros(ours)
-                    assert torch.equal(found, ours)
+        # The codes, too: rounding a decoded weight again finds its code.
+        for key in parts.keys() & {"weight_packed", "weight", "weight_zero_point"}:
+            found, ours = (t[key].flatten().view(torch.uint8) for t in (theirs, parts))
+            if "fp4" in group["format"]:  # its rounding drops the sign of a zero
+                found, ours = unsigned_zeros(found), unsigned_zeros(ours)
+            assert torch.equal(found, ours)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -130,3 +140,34 @@ def test_transformers_loads_it_compressed(name, exports, request):
         assert mismatches(expected, {n: loaded.get_submodule(n).weight for n in expected})[0] == 0
         if name != "mixed":
             assert (logits - model(input_ids=ids).logits).abs().max() < 0.05 * logits.abs().max()
+
+
+@pytest.mark.parametrize("config", [{"weights": "int4", "group_size": 32}, {"weights": "W8A16"}])
+def test_transformers_merges_the_experts_again(config, tmp_path):
+    architecture = ARCHITECTURES["qwen3_moe"]
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture.model)(architecture.config()).bfloat16()
+    quantize_(model, QuantizerConfig(**config))
+    export_compressed_tensors(model, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedModule) and m.kind == "experts"}
+    assert len(experts) == 2
+    for name, module in experts.items():
+        for weight in ("gate_up_proj", "down_proj"):
+            assert torch.equal(module.dequantize_weight(weight), getattr(loaded.get_submodule(name), weight))
+
+
+def test_its_converter_of_awq_finds_the_same_codes(tmp_path):
+    from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
+
+    foreign_checkpoint(tmp_path / "awq", make_llama(tmp_path / "fp16", torch.float16), "awq", symmetric=False)
+    import_checkpoint(tmp_path / "awq", tmp_path / "ours")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    ours.config.dtype = torch.float16
+    export_compressed_tensors(ours, tmp_path / "exported")
+    theirs = AutoAWQConverter(group_size=32).process(load_all(tmp_path / "awq"))
+    exported = load_all(tmp_path / "exported")
+    assert theirs.keys() == exported.keys()
+    assert [key for key in theirs if not torch.equal(theirs[key], exported[key])] == []
