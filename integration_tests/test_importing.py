@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint
+from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
 from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.cli import main
 from hf_quant.modules import QuantizedModule
@@ -199,7 +200,7 @@ def test_layers_that_the_model_does_not_have(llama, tmp_path):
     tensors = load_all(tmp_path / "in")
     moved = {k.replace("layers.0.mlp.up_proj", "layers.0.mlp.experts.3.up_proj"): v for k, v in tensors.items()}
     save_file(moved, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="experts.3.up_proj among them, that Llama.* experts are one tensor"):
+    with pytest.raises(ValueError, match="experts.3.up_proj among them, that Llama.*does not have"):
         import_checkpoint(tmp_path / "in", tmp_path / "out")
     with pytest.raises(ValueError, match="is not quantized"):
         import_checkpoint(llama, tmp_path / "out")
@@ -335,16 +336,47 @@ def test_compressed_tensors_that_cannot_be_imported(tmp_path):
     import_checkpoint(path, tmp_path / "out")
 
 
-def test_a_moe_of_another_library_is_refused(tmp_path):
-    import transformers
+MOE_SCHEMES = {
+    "int4": {"weights": "int4", "group_size": 32},
+    "int4_asym": {"weights": "int4", "group_size": 32, "symmetric": False},
+    "w8a8": {"weights": "W8A8"},
+    "mxfp4": {"weights": "mxfp4"},
+}
 
-    from hf_quant import quantize_
 
-    architecture = ARCHITECTURES["qwen3_moe"]
+def exported_moe(tmp_path, name: str, **config):
+    architecture = ARCHITECTURES[name]
+    torch.manual_seed(0)
     model = getattr(transformers, architecture.model)(architecture.config()).bfloat16()
-    quantize_(model, QuantizerConfig("int4", group_size=32))
+    quantize_(model, QuantizerConfig(**config))
     export_compressed_tensors(model, tmp_path / "in")
-    with pytest.raises(ValueError, match="its experts are one tensor in transformers 5"):
+    return model
+
+
+@pytest.mark.parametrize("scheme", MOE_SCHEMES)
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_that_are_stored_one_by_one(name, scheme, tmp_path):
+    model = exported_moe(tmp_path, name, **MOE_SCHEMES[scheme])
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys() and any("qdata_gate_up_proj" in key for key in before)
+    assert [key for key in before if not torch.equal(before[key], after[key])] == []
+
+
+def test_experts_that_cannot_be_one_tensor(tmp_path):
+    exported_moe(tmp_path, "qwen3_moe", weights="W8A8")
+    stored = load_all(tmp_path / "in")
+    expert = "model.layers.0.mlp.experts.2.gate_proj"
+    fewer = {key: tensor for key, tensor in stored.items() if not key.startswith(expert)}
+    half = {**stored, f"{expert}.weight_scale": stored[f"{expert}.weight_scale"].half()}
+    for tensors, message in ((fewer, "for 7 of its 8 layers only"), (half, "its experts are quantized differently")):
+        save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=rf"layers.0.mlp.experts.gate_up_proj is .*{message}"):
+            import_checkpoint(tmp_path / "in", tmp_path / "out")
+    shutil.rmtree(tmp_path / "in")
+    exported_moe(tmp_path, "qwen3_moe", weights="nvfp4")
+    with pytest.raises(ValueError, match="its 2 parts have a scale of their own each"):
         import_checkpoint(tmp_path / "in", tmp_path / "out")
 
 

@@ -25,7 +25,7 @@ def layer_names(model: nn.Module, module: QuantExperts, stored: str, weight: str
         if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) != 1:
             continue
         target = conversion.target_patterns[0]
-        if full.endswith(target) and _merges_rows(conversion.operations):
+        if full.endswith(target) and merges_rows(conversion.operations):
             prefix, count = full.removesuffix(target), module.matrix_shape(weight)[0]
             sources = [pattern.removesuffix(".weight") for pattern in conversion.source_patterns]
             if all(source.count("*") == 1 for source in sources):
@@ -33,7 +33,7 @@ def layer_names(model: nn.Module, module: QuantExperts, stored: str, weight: str
     raise Inexpressible("transformers has no rule that says what its experts are called in the original checkpoint")
 
 
-def _merges_rows(operations: list[Any]) -> bool:
+def merges_rows(operations: list[Any]) -> bool:
     """Whether a conversion stacks experts along dimension 0, and parts of one along its rows."""
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])

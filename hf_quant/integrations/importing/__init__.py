@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from hf_quant.checkpoint._header import load_json
-from hf_quant.integrations._files import TensorFiles, read_config, staged
+from hf_quant.integrations._files import TensorFiles, empty_model, read_config, staged
 from hf_quant.integrations.importing._compressed import read_compressed_tensors
+from hf_quant.integrations.importing._experts import merge_experts
 from hf_quant.integrations.importing._foreign import Foreign, write_foreign
 from hf_quant.integrations.importing._gptq import read_awq, read_gptq
 
@@ -51,9 +52,11 @@ def import_checkpoint(directory: str | Path, out: str | Path) -> tuple[str, ...]
     with staged(source, out) as target, TensorFiles(source) as files:
         try:
             found = _READERS[method](files, own, dtype)
+            model = empty_model(source)
+            found = found._replace(weights=merge_experts(model, found.weights))
         except ValueError as error:
             raise ValueError(f"{source} cannot be imported: {error}") from None
-        write_foreign(source, target, fields, files, found)
+        write_foreign(target, fields, files, found, model, str(source))
     return tuple(found.notes)
 
 

@@ -6,42 +6,44 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D known)
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint._header import TensorInfo
 from hf_quant.checkpoint._packed import check_info, check_values, expected_tensors
 from hf_quant.config import QuantizerConfig, fields_of
-from hf_quant.integrations._files import TensorFiles, empty_model, rewrite, write_config
+from hf_quant.integrations._files import TensorFiles, rewrite, write_config
 from hf_quant.integrations._loading import prepare_from_checkpoint
 from hf_quant.integrations._names import check_names, renamer, tied_modules
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, stored_dtype
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_dtype
 from hf_quant.planning import schemes_to_list
 from hf_quant.scheme import LinearScheme
 
 
 class ForeignWeight(NamedTuple):
-    """A quantized linear layer of another library's checkpoint.
+    """A quantized weight of another library's checkpoint.
 
     Attributes:
-        module: its name.
+        module: name of its layer.
         scheme: what hf_quant calls it.
-        shape: (N, K).
+        shape: (N, K), of fused experts (E, N, K).
         keys: its tensors; where the first is, ours are written.
         unpack: makes our bytes of them, scales in their true dtype.
+        name: of the 16-bit weight in its module.
     """
 
     module: str
     scheme: LinearScheme
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     keys: tuple[str, ...]
     unpack: Callable[[], PackedWeight]
+    name: str = "weight"
 
     @property
     def expected(self) -> dict[str, TensorInfo]:
         """{name in the checkpoint: TensorInfo} of our tensors."""
-        tensors = expected_tensors(self.scheme, {"weight": self.shape})
+        tensors = expected_tensors(self.scheme, {self.name: self.shape})
         return {f"{self.module}.{part}": info for part, info in tensors.items()}
 
 
@@ -53,33 +55,25 @@ class Foreign(NamedTuple):
     notes: list[str]
 
 
-def config_of(weights: list[ForeignWeight]) -> QuantizerConfig:
-    """The config of what is written: the most frequent scheme, and the plan of all. Raises ValueError if hf_quant has
-    no such scheme."""
-    for weight in weights:
-        try:
-            fields_of(weight.scheme)
-        except ValueError as error:
-            raise ValueError(f"{weight.module}: {error}") from None
-    common = Counter(weight.scheme for weight in weights).most_common(1)[0][0]
-    config = QuantizerConfig(**fields_of(common))
-    config.plan = schemes_to_list({weight.module: weight.scheme for weight in weights})
-    return config
+def write_foreign(
+    target: Path, fields: dict[str, Any], files: TensorFiles, found: Foreign, model: nn.Module, where: str
+) -> None:
+    """Write the checkpoint of `model`, which is on the meta device; `where` is what errors call the source.
 
-
-def write_foreign(source: Path, target: Path, fields: dict[str, Any], files: TensorFiles, found: Foreign) -> None:
-    """Write the checkpoint. Raises ValueError if the model has no such layers, or a value is beyond our grids."""
+    Raises ValueError if the model has no such layers, or a value is beyond our grids.
+    """
     weights = {weight.keys[0]: weight for weight in found.weights}
-    config = config_of(found.weights)
+    config = _config_of(found.weights)
     consumed = {key for weight in found.weights for key in weight.keys} | found.dropped
-    dtype = _check_model(source, files, found, config, consumed)
-    guarded = found.weights[0]
+    _check_model(files, found.weights, config, consumed, model, where)
+    # A linear layer, if there is one: see `checkpoint.guard_entry`.
+    guarded = min(found.weights, key=lambda weight: weight.name != "weight")
 
     def convert(name: str) -> dict[str, Tensor]:
         if name in weights:
             tensors = _stored(weights[name])
-            if weights[name] is guarded:  # see `checkpoint.guard_entry`
-                tensors[f"{guarded.module}.weight"] = torch.empty(0, dtype=dtype)
+            if weights[name] is guarded:
+                tensors[f"{guarded.module}.{guarded.name}"] = torch.empty(0, dtype=model.dtype)
             return tensors
         return {} if name in consumed else {name: files.read(name)}
 
@@ -88,30 +82,50 @@ def write_foreign(source: Path, target: Path, fields: dict[str, Any], files: Ten
     write_config(target, {**kept, "quantization_config": config.to_dict()})
 
 
+def _config_of(weights: list[ForeignWeight]) -> QuantizerConfig:
+    """The config of what is written: the most frequent scheme, and the plan of all.
+
+    Raises ValueError if hf_quant has no such scheme, or not for all weights of one module.
+    """
+    schemes: dict[str, LinearScheme] = {}
+    for weight in weights:
+        try:
+            fields_of(weight.scheme)
+        except ValueError as error:
+            raise ValueError(f"{weight.module}: {error}") from None
+        if schemes.setdefault(weight.module, weight.scheme) != weight.scheme:
+            raise ValueError(f"{weight.module} has weights of two schemes: {schemes[weight.module]}, {weight.scheme}")
+    config = QuantizerConfig(**fields_of(Counter(schemes.values()).most_common(1)[0][0]))
+    config.plan = schemes_to_list(schemes)
+    return config
+
+
 def _check_model(
-    source: Path, files: TensorFiles, found: Foreign, config: QuantizerConfig, consumed: set[str]
-) -> torch.dtype:
-    """Raise ValueError unless the model has a linear layer of that shape for every weight; returns its dtype."""
-    model = empty_model(source)
+    files: TensorFiles,
+    weights: list[ForeignWeight],
+    config: QuantizerConfig,
+    consumed: set[str],
+    model: nn.Module,
+    where: str,
+) -> None:
+    """Raise ValueError unless the model has a layer of that shape for every weight."""
     keys = {key: info for key, info in files.tensors.items() if key not in consumed}
-    for weight in found.weights:
+    for weight in weights:
         keys.update(weight.expected)
     rename = renamer(model)
     names = prepare_from_checkpoint(model, config, keys, rename, tied_modules(model))
     modules = dict(model.named_modules())
     lost = [
         weight.module
-        for weight in found.weights
-        if not isinstance(modules.get(rename(f"{weight.module}.weight").removesuffix(".weight")), QuantizedModule)
+        for weight in weights
+        if not isinstance(modules.get(rename(f"{weight.module}.{weight.name}").rpartition(".")[0]), QuantizedModule)
     ]
     if lost:
-        fused = "; its experts are one tensor in transformers 5" if any(".experts." in name for name in lost) else ""
         raise ValueError(
-            f"{source} has {len(lost)} quantized layers, {lost[0]} among them, that {type(model).__name__} of "
-            f"transformers does not have{fused}: they cannot be imported"
+            f"{where} has {len(lost)} quantized layers, {lost[0]} among them, that {type(model).__name__} of "
+            "transformers does not have: they cannot be imported"
         )
     check_names(model, keys, names)
-    return model.dtype
 
 
 def _stored(weight: ForeignWeight) -> dict[str, Tensor]:
@@ -120,10 +134,11 @@ def _stored(weight: ForeignWeight) -> dict[str, Tensor]:
     for part, tensor in zip(PACKED_NAMES, weight.unpack()):
         if tensor is None:
             continue
-        name = f"{weight.module}.{part}"
+        key = packed_key(part, weight.name)
+        name = f"{weight.module}.{key}"
         stored = tensor.contiguous()
         stored = stored.view(stored_dtype(stored.dtype))
         check_info(TensorInfo(stored.dtype, tuple(stored.shape)), expected[name], name)
-        check_values(stored, part, weight.scheme.weight, name)
+        check_values(stored, key, weight.scheme.weight, name)
         tensors[name] = stored
     return tensors
