@@ -371,6 +371,8 @@ def test_directories_that_cannot_be_exported(llama, tmp_path):
             export_compressed_tensors(directory, tmp_path / "out")
     with pytest.raises(ValueError, match="model is a Linear; needs a model of transformers"):
         export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "out")
+    with pytest.raises(ValueError, match="this LlamaForCausalLM is not quantized: quantize_ it first"):
+        export_compressed_tensors(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "out")
     quantized(llama, weights="int4").save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match="OUT is the checkpoint itself"):
         export_compressed_tensors(tmp_path / "ours", tmp_path / "ours")

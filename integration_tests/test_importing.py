@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,6 +24,9 @@ from integration_tests.foreign_checkpoints import (
     weights_of,
 )
 from integration_tests.tiny_models import ARCHITECTURES
+
+
+ASSET = Path(__file__).parent / "assets" / "tiny-llama-13m"
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +265,33 @@ def exported(tmp_path, **config):
     return tmp_path / "in"
 
 
+@pytest.mark.parametrize(
+    "name", ["llama_classifier", "gemma3", "t5", "llava", "qwen2_vl", "phi3", "nomic_bert", "mamba"]
+)
+def test_architectures_there_and_back(name, tmp_path):
+    """Heads, towers, renamed and split layers: what is exported comes back with every bit of the state."""
+    architecture = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    cls = getattr(transformers, architecture.model)
+    model = cls(architecture.config()).bfloat16()
+    quantize_(model, QuantizerConfig("int4", group_size=32, symmetric=False))
+    export_compressed_tensors(model, tmp_path / "exported")
+    import_checkpoint(tmp_path / "exported", tmp_path / "out")
+    before, after = model.state_dict(), cls.from_pretrained(tmp_path / "out").state_dict()
+    assert before.keys() == after.keys()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == []
+
+
+def test_a_trained_model_computes_the_same_logits(tmp_path):
+    ids = torch.from_numpy(np.load(ASSET / "val_ids.npy")[:64].astype(np.int64))[None]
+    model = AutoModelForCausalLM.from_pretrained(ASSET, quantization_config=QuantizerConfig("int4", symmetric=False))
+    export_compressed_tensors(model, tmp_path / "exported")
+    import_checkpoint(tmp_path / "exported", tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, again(input_ids=ids).logits)
+
+
 def change_group(path, part: str, **changes) -> None:
     groups = config_of(path)["quantization_config"]["config_groups"]
     groups["group_0"][part] = {**(groups["group_0"][part] or {}), **changes}
@@ -317,6 +349,18 @@ def test_more_configs_that_cannot_be_imported(changes, message, tmp_path):
     edit_config(path, **changes)
     with pytest.raises(ValueError, match=message):
         import_checkpoint(path, tmp_path / "out")
+
+
+def test_zero_points_of_older_releases_are_not_packed(tmp_path):
+    path = exported(tmp_path, weights="W4A16_ASYM", group_size=64)
+    import_checkpoint(path, tmp_path / "new")
+    zeros = {k.replace("zero_point", "weight_zero_point"): v for k, v in load_all(tmp_path / "new").items()}
+    older = {k: v.view(torch.int8) - 8 if "weight_zero_point" in k else v for k, v in zeros.items()}
+    edit_tensors(path, **{k: v for k, v in older.items() if "weight_zero_point" in k})
+    assert load_all(path)["model.layers.0.mlp.up_proj.weight_zero_point"].dtype == torch.int8
+    import_checkpoint(path, tmp_path / "old")
+    new, old = load_all(tmp_path / "new"), load_all(tmp_path / "old")
+    assert new.keys() == old.keys() and [key for key in new if not torch.equal(new[key], old[key])] == []
 
 
 def test_compressed_tensors_that_cannot_be_imported(tmp_path):

@@ -95,6 +95,7 @@ def staged(source: Path, out: Path) -> Iterator[Path]:
         raise ValueError(f"OUT is the checkpoint itself ({out}); it is read while OUT is written")
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; give a directory that does not exist yet")
+    out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         directory = Path(name) / out.name  # its mode is that of any new directory

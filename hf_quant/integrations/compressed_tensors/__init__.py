@@ -46,6 +46,8 @@ def export_compressed_tensors(model: nn.Module | str | Path, out: str | Path) ->
         raise ValueError(f"model is a {type(model).__name__}; needs a model of transformers, or a directory")
     if getattr(model.config, "quantization_config", None) is None:
         raise ValueError(f"this {type(model).__name__} is not quantized: quantize_ it first")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"this {type(model).__name__} has adapters, which would be lost: merge or remove them first")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as saved:
         model.save_pretrained(saved)

@@ -57,7 +57,11 @@ def from_compressed(
         else:
             qdata = (words.contiguous().view(torch.uint8)[:, :K] ^ _SIGN).view(torch.int8)
         if not quant.symmetric:
-            zero_point = unpack_nibbles(tensors["weight_zero_point"].T, N).T
+            stored = tensors["weight_zero_point"]
+            if stored.dtype == torch.int8:  # release 0.8: signed, one to a byte; 0.9.4 packs them
+                zero_point = (stored.reshape(scale.shape) + 8).view(torch.uint8)
+            else:
+                zero_point = unpack_nibbles(stored.T, N).T
     elif format in (NVFP4, MXFP4):
         codes = torch.nn.functional.pad(tensors["weight_packed"], (0, packed_words(K, 4) * 4 - K // 2))
         qdata = _words(codes)
