@@ -1,7 +1,6 @@
 """The command line on real files: the trained model, a pipeline of diffusers, the demo."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from hf_quant.checkpoint import read_header
 from hf_quant.cli import main
 from hf_quant.modules import QuantizedModule
-from integration_tests.hub_stand_in import Hub
+from integration_tests.hub_server import Hub
 
 
 def run(capsys, *arguments: object) -> str:
@@ -85,28 +84,26 @@ def hub(asset_model_dir):
     """A Hub with the trained model as me/model."""
     with Hub() as server:
         files = (path for path in asset_model_dir.iterdir() if path.name not in ("eval.txt", "val_ids.npy"))
-        server.repositories["me/model"] = {path.name: path.read_bytes() for path in files}
+        server.add("me/model", {path.name: path.read_bytes() for path in files})
         yield server
 
 
 def test_models_of_the_hub(hub, tmp_path):
     def command(*arguments: str) -> subprocess.CompletedProcess:
-        """Run in a new process: huggingface_hub reads its endpoint when it is imported."""
-        environment = {
-            **{key: value for key, value in os.environ.items() if key.lower() not in ("http_proxy", "https_proxy")},
-            **{"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test"},
-            **{"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
-        }
         code = "import sys; from hf_quant.cli import main; sys.exit(main())"
         return subprocess.run(
-            [sys.executable, "-c", code, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True
+            [sys.executable, "-c", code, *arguments],
+            env=hub.environment(tmp_path / "home"),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
         )
 
     done = command("quantize", "me/model", "out", "--weights", "int2", "--push", "me/model-int2", "--private")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"uploaded to {hub.url}/me/model-int2" in done.stdout
-    pushed = hub.repositories["me/model-int2"]
-    assert hub.created["me/model-int2"]["visibility"] == "private"
+    pushed = hub.files("me/model-int2")
+    assert hub.repositories["me/model-int2"].private
     assert pushed == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
 

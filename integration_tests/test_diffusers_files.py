@@ -4,7 +4,6 @@ What is refused is refused before anything is quantized, or leaves nothing behin
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from integration_tests.hub_stand_in import Hub  # noqa: E402
+from integration_tests.hub_server import Hub  # noqa: E402
 from integration_tests.tiny_diffusion import (  # noqa: E402
     NO_TOKENIZERS,
     assert_same_bytes,
@@ -131,26 +130,19 @@ assert quantized_names(pipe.text_encoder_2) and torch.equal(run_flux_pipeline(pi
 def test_push_to_the_hub_and_pull_in_a_new_process(tmp_path):
     with Hub() as hub:
         for code in (_PUSH, _PULL):
-            environment = {
-                **{
-                    key: value for key, value in os.environ.items() if key.lower() not in ("http_proxy", "https_proxy")
-                },
-                **{"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test"},
-                **{"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
-            }
             done = subprocess.run(
                 [sys.executable, "-c", code],
-                env=environment,
+                env=hub.environment(tmp_path / "home"),
                 cwd=tmp_path,
                 capture_output=True,
                 text=True,
                 timeout=300,
             )
             assert done.returncode == 0, done.stderr
-        pushed = hub.repositories["me/transformer"]
+        pushed = hub.files("me/transformer")
         assert {"config.json", "diffusion_pytorch_model.q.safetensors"} <= set(pushed)
         assert json.loads(pushed["config.json"])["quantization_config"]["quant_method"] == "hf_quant"
-        assert {"model_index.json", "transformer/config.json"} <= set(hub.repositories["me/pipeline"])
+        assert {"model_index.json", "transformer/config.json"} <= set(hub.files("me/pipeline"))
 
 
 # What is wrong is named.

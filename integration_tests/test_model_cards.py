@@ -20,7 +20,7 @@ from hf_quant import QuantizerConfig, model_card, quantize_
 from hf_quant.cli import main
 from hf_quant.integrations.hub import is_untouched
 from hf_quant.modules import QuantizedModule
-from integration_tests.hub_stand_in import Hub
+from integration_tests.hub_server import Hub
 from integration_tests.tiny_models import build
 
 
@@ -54,17 +54,12 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def card_of(hub: Hub, repository: str) -> ModelCard:
-    return ModelCard(hub.repositories[repository]["README.md"].decode())
+    return ModelCard(hub.files(repository)["README.md"].decode())
 
 
 def run(code: str, hub: Hub, directory: Path) -> None:
     """Run in a new process: huggingface_hub reads its endpoint when it is imported."""
-    environment = {
-        **{key: value for key, value in os.environ.items() if key.lower() not in ("http_proxy", "https_proxy")},
-        **{"HF_ENDPOINT": hub.url, "HF_HOME": str(directory / "home"), "HF_TOKEN": "hf_test", "NO_PROXY": "127.0.0.1"},
-        **{"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = hub.environment(directory / "home")
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=directory, capture_output=True, text=True, timeout=280
     )
@@ -95,14 +90,14 @@ model.dequantize().push_to_hub("me/dequantized")
 
 def test_pushed_models_of_transformers(hub, tmp_path):
     build("llama").save_pretrained(tmp_path / "model")
-    hub.repositories["me/model"] = {**files_of(tmp_path / "model"), "README.md": BASE_CARD.encode()}
+    hub.add("me/model", {**files_of(tmp_path / "model"), "README.md": BASE_CARD.encode()})
     generic = ModelCard.from_template(
         ModelCard("---\ntags: [theirs]\n---\n").data,
         model_description="This is the model card of a \N{HUGGING FACE} transformers model that has been pushed on "
         "the Hub. This model card has been automatically generated.",
     )
     for name, card in (("own", USER_CARD), ("generic", str(generic))):
-        hub.repositories[f"me/{name}"] = {"README.md": card.encode()}
+        hub.add(f"me/{name}", {"README.md": card.encode()})
     run(PUSH_MODELS, hub, tmp_path)
 
     for name in ("first", "saved", "copy", "quantized", "generic"):
@@ -133,10 +128,10 @@ def test_pushed_models_of_transformers(hub, tmp_path):
 
 def test_pushes_of_the_command_line(hub, tmp_path):
     build("llama").save_pretrained(tmp_path / "model")
-    hub.repositories["me/model"] = {**files_of(tmp_path / "model"), "README.md": BASE_CARD.encode()}
-    hub.repositories["me/own"] = {"README.md": USER_CARD.encode()}
+    hub.add("me/model", {**files_of(tmp_path / "model"), "README.md": BASE_CARD.encode()})
+    hub.add("me/own", {"README.md": USER_CARD.encode()})
     broken = b"---\na: [\n---\n# Broken\n"
-    hub.repositories["me/broken"] = {"README.md": broken}
+    hub.add("me/broken", {"README.md": broken})
     code = "from hf_quant.cli import main\nfor name in ('new', 'own', 'broken'):\n    assert main(['quantize', "
     run(code + "'me/model', name, '--weights', 'int4', '--push', f'me/{name}']) == 0\n", hub, tmp_path)
     new, own = card_of(hub, "me/new"), card_of(hub, "me/own")
@@ -144,8 +139,8 @@ def test_pushes_of_the_command_line(hub, tmp_path):
     assert "hf-quant quantize me/model OUT --weights int4" in new.text
     assert own.text == ModelCard(USER_CARD).text
     assert (own.data.license, own.data.base_model) == ("mit", ["me/model"])
-    assert hub.repositories["me/broken"]["README.md"] == broken
-    assert all("model.safetensors" in hub.repositories[f"me/{name}"] for name in ("new", "own", "broken"))
+    assert hub.files("me/broken")["README.md"] == broken
+    assert all("model.safetensors" in hub.files(f"me/{name}") for name in ("new", "own", "broken"))
 
 
 PUSH_PIPELINES = """
@@ -176,8 +171,8 @@ def test_pushed_pipelines_and_models_of_diffusers(hub, tmp_path):
 
     make_flux_pipeline(torch.bfloat16).save_pretrained(tmp_path / "flux")
     card = BASE_CARD.replace("text-generation", "text-to-image")
-    hub.repositories["me/flux"] = {**files_of(tmp_path / "flux"), "README.md": card.encode()}
-    hub.repositories["me/own"] = {"README.md": USER_CARD.encode()}
+    hub.add("me/flux", {**files_of(tmp_path / "flux"), "README.md": card.encode()})
+    hub.add("me/own", {"README.md": USER_CARD.encode()})
     run(PUSH_PIPELINES, hub, tmp_path)
 
     for name in ("first", "saved", "copy", "transformer", "transformer-copy"):
@@ -193,7 +188,7 @@ def test_pushed_pipelines_and_models_of_diffusers(hub, tmp_path):
         assert (f'FluxPipeline.from_pretrained("me/{name}"' in card.text) != one
     for name in ("plain", "vae"):
         assert GENERIC in card_of(hub, f"me/{name}").text
-    assert not [name for name in hub.repositories["me/folder"] if name.endswith("README.md")]
+    assert not [name for name in hub.files("me/folder") if name.endswith("README.md")]
     own = card_of(hub, "me/own")
     assert own.text == ModelCard(USER_CARD).text
     assert (own.data.license, own.data.base_model) == ("mit", ["me/flux"])
