@@ -87,6 +87,7 @@ class QuantizerConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
+        /,  # a stored field may have any name, "self" too
         weights: str | None = "int8",
         activations: str | None = None,
         *,

@@ -129,6 +129,7 @@ class Hub:
         faults: what fails.
         part_size: of LFS uploads in several parts; None: one part.
         xet: directory of the Xet store; None: LFS.
+        honours_ranges: whether a part of a file can be asked for.
         url: what HF_ENDPOINT must be.
     """
 
@@ -139,7 +140,7 @@ class Hub:
         self.parts: dict[tuple[str, int], bytes] = {}
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
-        self.part_size, self.xet = part_size, xet
+        self.part_size, self.xet, self.honours_ranges = part_size, xet, True
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -239,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = json.dumps(body).encode() if isinstance(body, dict | list) else body
         begin, end = 0, size_of(content)
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if status == 200 and span is not None and "ETag" in headers:
+        if self.hub.honours_ranges and status == 200 and span is not None and "ETag" in headers:
             begin, end = int(span[1]), min(int(span[2] or end) + 1, end) if span[2] else end
             if begin >= size_of(content):
                 return self.reply(416, Content_Range=f"bytes */{size_of(content)}")

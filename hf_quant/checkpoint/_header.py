@@ -4,12 +4,16 @@ Layout of a file (https://github.com/huggingface/safetensors#format): the length
 endian; the header, JSON; the data. Everything in a header is checked against the size of its file.
 """
 
-import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from hf_quant.checkpoint._folder import Directory, Folder
+from hf_quant.checkpoint._json import parse_json, shorten
 
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself; also ours for an index file
@@ -32,6 +36,10 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+MAX_NAME = 500  # characters of a tensor's name
+MAX_DIMS = 8  # of a stored tensor; fused convolutions have 5
+_FIRST_BYTES = 1 << 16  # read at first: most headers fit
+_SHARD = re.compile(r"[^/\\:\s]{1,240}\.safetensors")
 _INDEX_SUFFIX = ".safetensors.index.json"
 _STEMS = ("model", "diffusion_pytorch_model")  # what transformers and diffusers call their files
 
@@ -63,111 +71,131 @@ def scan_files(path: Path) -> dict[Path, dict[str, TensorInfo]]:
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if not path.is_dir():
-        return {path: _parse_file(path)}
-    index = _pick(path, _INDEX_SUFFIX)
+        return {path: _read_file(Directory(path.parent), path.name)}
+    return {path / name: tensors for name, tensors in scan_folder(Directory(path)).items()}
+
+
+def scan_folder(folder: Folder) -> dict[str, dict[str, TensorInfo]]:
+    """{file name: {tensor name: TensorInfo}} of a checkpoint. Raises ValueError as `read_header` does."""
+    names = folder.files()
+    index = _pick(folder, names, _INDEX_SUFFIX)
     if index is not None:
-        return _scan_shards(index)
-    file = _pick(path, ".safetensors")
+        return _scan_shards(folder, index, set(names))
+    file = _pick(folder, names, ".safetensors")
     if file is None:
-        raise ValueError(f"{path} holds no safetensors file")
-    return {file: _parse_file(file)}
+        unsafe = next((n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt", ".bin.index.json"))), None)
+        hint = "" if unsafe is None else f"; {unsafe} is a pickle, which could run any code: hf_quant reads none"
+        raise ValueError(f"{folder.name} holds no safetensors file{hint}")
+    return {file: _read_file(folder, file)}
 
 
-def load_json(path: Path) -> dict[str, Any]:
+def load_json(folder: Folder, file: str, *, limit: int = MAX_HEADER_BYTES) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError if there is none, or it is absurdly large."""
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_HEADER_BYTES} can be right")
-    return _parse_json(path.read_bytes(), str(path))
+    where = f"{folder.name}/{file}"
+    data, size = folder.beginning(file, _FIRST_BYTES)
+    if size > limit:
+        raise ValueError(f"{where} has {size} bytes; at most {limit} can be right")
+    if size > len(data):
+        data, size = folder.beginning(file, size)
+    return parse_json(data, where)
 
 
-def _pick(directory: Path, suffix: str) -> Path | None:
+def _pick(folder: Folder, names: list[str], suffix: str) -> str | None:
     """The one file with the suffix; of several, the one that the hosts would load."""
-    found = sorted(p for p in directory.iterdir() if p.name.endswith(suffix) and not p.name.startswith("."))
+    found = [n for n in names if n.endswith(suffix) and not n.startswith(".") and "/" not in n]
     if len(found) <= 1:
         return found[0] if found else None
-    known = [directory / f"{stem}{suffix}" for stem in _STEMS]
-    preferred = next((p for p in known if p in found), None)
+    preferred = next((f"{stem}{suffix}" for stem in _STEMS if f"{stem}{suffix}" in found), None)
     if preferred is None:
-        raise ValueError(f"{directory} holds {', '.join(p.name for p in found)}; name the one to read")
+        some = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        raise ValueError(f"{folder.name} holds {some}; name the one to read")
     return preferred
 
 
-def _scan_shards(index: Path) -> dict[Path, dict[str, TensorInfo]]:
-    weight_map = load_json(index).get("weight_map")
+def _scan_shards(folder: Folder, index: str, names: set[str]) -> dict[str, dict[str, TensorInfo]]:
+    where = f"{folder.name}/{index}"
+    weight_map = load_json(folder, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map, the table of its shards")
+        raise ValueError(f"{where} has no weight_map, the table of its shards")
     for name in weight_map.values():
         # A name with a path in it would read files outside of the checkpoint.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} names the shard {name!r}; a shard is a .safetensors file beside the index")
-    shards = sorted({index.parent / name for name in weight_map.values()})
-    missing = [shard.name for shard in shards if not shard.is_file()]
+        if not isinstance(name, str) or not _SHARD.fullmatch(name) or not name.isprintable():
+            raise ValueError(
+                f"{where} names the shard {shorten(repr(name))}; a shard is a .safetensors file beside the index"
+            )
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if shard not in names]
     if missing:
-        raise ValueError(f"{index.parent} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}")
-    files = {shard: _parse_file(shard) for shard in shards}
+        raise ValueError(f"{folder.name} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}")
+    with ThreadPoolExecutor(folder.workers) as pool:
+        files = dict(zip(shards, pool.map(lambda shard: _read_file(folder, shard), shards)))
     for tensor, name in weight_map.items():
-        if tensor not in files[index.parent / name]:
-            raise ValueError(f"{index} says that {name} holds {tensor!r}, but it does not")
+        if tensor not in files[name]:
+            raise ValueError(f"{where} says that {name} holds {shorten(repr(tensor))}, but it does not")
+    owners: dict[str, str] = {}
+    for name, tensors in files.items():
+        for tensor in tensors:
+            if owners.setdefault(tensor, name) != name:
+                raise ValueError(f"{where}: {owners[tensor]} and {name} both hold {shorten(repr(tensor))}")
     return files
 
 
-def _parse_file(path: Path) -> dict[str, TensorInfo]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(
-                f"{path} is truncated or not a safetensors file: {size} bytes, with a header that claims {length}"
-            )
-        header = _parse_json(file.read(length), f"the header of {path}")
+def _read_file(folder: Folder, file: str) -> dict[str, TensorInfo]:
+    where = f"{folder.name}/{file}"
+    data, size = folder.beginning(file, _FIRST_BYTES)
+    length = int.from_bytes(data[:8], "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(
+            f"{where} is truncated or not a safetensors file: {size} bytes, with a header that claims {length}"
+        )
+    if 8 + length > len(data):
+        data, size = folder.beginning(file, 8 + length)
+    return parse_header(data[8 : 8 + length], size - 8 - length, where)
+
+
+def parse_header(data: bytes, available: int, where: str) -> dict[str, TensorInfo]:
+    """{tensor name: TensorInfo} of the JSON of a header, which `available` bytes of tensors follow.
+
+    Raises ValueError, which calls the file `where`, if they do not fit each other.
+    """
+    header = parse_json(data, f"the header of {where}")
     header.pop("__metadata__", None)
     tensors, spans = {}, []
     for name, entry in header.items():
-        tensors[name], begin = _parse_entry(entry, name, path)
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise ValueError(
+                f"{where} names a tensor {shorten(repr(name))}; names are printable and at most {MAX_NAME} long"
+            )
+        tensors[name], begin = _parse_entry(entry, name, where)
         spans.append((begin, begin + tensors[name].nbytes, name))
-    position, available = 0, size - 8 - length
+    position = 0
     for begin, end, name in sorted(spans):
         if begin != position:
-            raise ValueError(f"{path} is corrupt: {name!r} is said to begin at byte {begin}, not {position}")
+            raise ValueError(f"{where} is corrupt: {name!r} is said to begin at byte {begin}, not {position}")
         position = end
     if position > available:
-        raise ValueError(f"{path} is truncated: {available} bytes of tensors, its header promises {position}")
+        raise ValueError(f"{where} is truncated: {available} bytes of tensors, its header promises {position}")
     if position < available:
-        raise ValueError(f"{path} is corrupt: {available - position} bytes at its end belong to no tensor")
+        raise ValueError(f"{where} is corrupt: {available - position} bytes at its end belong to no tensor")
     return tensors
 
 
-def _parse_entry(entry: Any, name: str, path: Path) -> tuple[TensorInfo, int]:
+def _parse_entry(entry: Any, name: str, where: str) -> tuple[TensorInfo, int]:
     """(TensorInfo, position of its first byte) of one entry of a header."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"{path} is corrupt: its header has {_shorten(entry)} for {name!r}")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{where} is corrupt: its header has {shorten(repr(entry))} for {name!r}")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{path} holds {name!r} as {_shorten(dtype)}; known dtypes: {', '.join(DTYPES)}")
+        raise ValueError(f"{where} holds {name!r} as {shorten(repr(dtype))}; known dtypes: {', '.join(DTYPES)}")
     info = TensorInfo(DTYPES[dtype], tuple(shape))
     if offsets[1] - offsets[0] != info.nbytes:
         raise ValueError(
-            f"{path} is corrupt: {name!r} with shape {_shorten(shape)} takes {_shorten(info.nbytes)} bytes, "
-            f"its header says {_shorten(offsets[1] - offsets[0])}"
+            f"{where} is corrupt: {name!r} with shape {shorten(repr(shape))} takes {shorten(repr(info.nbytes))} "
+            f"bytes, its header says {shorten(repr(offsets[1] - offsets[0]))}"
         )
     return info, offsets[0]
 
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
-
-
-def _parse_json(data: bytes, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:  # nesting thousands deep is no header either
-        raise ValueError(f"{what} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is a JSON {type(value).__name__}; needs an object")
-    return value
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,9 +6,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_quant.checkpoint._header import TensorInfo, load_json, scan_files
+from hf_quant.checkpoint._folder import Folder, open_folder
+from hf_quant.checkpoint._header import TensorInfo, load_json, scan_folder
 from hf_quant.checkpoint._packed import check_info, expected_tensors
-from hf_quant.checkpoint._store import CONFIG_NAME
+from hf_quant.checkpoint._store import CONFIG_NAME, MAX_CONFIG_BYTES, config_from_fields
 from hf_quant.config import QuantizerConfig
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import PACK
@@ -84,17 +85,54 @@ class CheckpointSummary:
         )
 
 
-def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
+def inspect_checkpoint(
+    source: Path | str, *, revision: str | None = None, token: str | bool | None = None
+) -> CheckpointSummary:
     """Summarize a quantized checkpoint of transformers, diffusers or `save_quantized` without loading its weights.
 
-    Raises ValueError if the directory is not one, or its config and headers contradict each other.
+    Args:
+        source: its directory, or the name "user/model" of a repository of the Hub, of which only the config, the
+            index and the headers of the files are read, by range requests.
+        revision: branch, tag or commit of the repository; None: the newest.
+        token: for a private one; None: that of `hf auth login` or HF_TOKEN.
+
+    Raises ValueError if there is none, or its config and headers contradict each other.
     """
-    directory = Path(directory)
-    config = find_config(directory)
-    files = scan_files(directory)
+    return _inspect(open_folder(source, revision=revision, token=token))
+
+
+def inspect_parts(
+    source: Path | str, *, revision: str | None = None, token: str | bool | None = None
+) -> dict[str, CheckpointSummary]:
+    """{name: summary} of the quantized components of a pipeline of diffusers; {"": summary} of a model.
+
+    Arguments and errors as for `inspect_checkpoint`.
+    """
+    folder = open_folder(source, revision=revision, token=token)
+    names = folder.files()
+    if "model_index.json" not in names:
+        return {"": _inspect(folder)}
+    summaries = {}
+    for name in names:
+        part, _, file = name.rpartition("/")
+        if file == "config.json" and part and _is_ours(load_json(folder, name, limit=MAX_CONFIG_BYTES)):
+            summaries[part] = _inspect(folder.part(part))
+    if not summaries:
+        raise ValueError(f"{folder.name} is a pipeline without a component that hf_quant has quantized")
+    return summaries
+
+
+def _is_ours(fields: dict[str, Any]) -> bool:
+    config = fields.get("quantization_config")
+    return isinstance(config, dict) and config.get("quant_method") == "hf_quant"
+
+
+def _inspect(folder: Folder) -> CheckpointSummary:
+    names = folder.files()
+    config = _find_config(folder, names)
+    files = scan_folder(folder)
     tensors = {name: info for stored in files.values() for name, info in stored.items()}
-    by_host = not (directory / CONFIG_NAME).is_file()
-    return summarize(config, tensors, num_files=len(files), by_host=by_host, where=str(directory))
+    return summarize(config, tensors, num_files=len(files), by_host=CONFIG_NAME not in names, where=folder.name)
 
 
 def summarize(
@@ -144,35 +182,30 @@ def summarize(
     return CheckpointSummary(config, tuple(rows), num_files)
 
 
-def find_config(directory: Path) -> QuantizerConfig:
-    """The QuantizerConfig stored in a directory, whoever wrote it."""
-    for name in (CONFIG_NAME, "config.json"):
-        path = directory / name
-        if not path.is_file():
-            continue
-        fields = load_json(path)
-        if name == CONFIG_NAME:
-            fields.pop("module", None)
-        else:
-            fields = _quantization_config(fields, path)
-        try:
-            if "quant_method" not in fields:
-                raise ValueError("no quant_method is named")
-            config = QuantizerConfig(**fields)
-            schemes_from_list(config.plan)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        return config
-    parts = sorted(p.parent.name for p in directory.glob("*/config.json"))
-    hint = f"; it has the parts {', '.join(parts)}: name one of them" if parts else ""
-    raise ValueError(f"{directory} is not the directory of a quantized model: no config.json{hint}")
+def find_config(source: Path | str) -> QuantizerConfig:
+    """The QuantizerConfig stored in a directory, or a repository of the Hub, whoever wrote it."""
+    folder = open_folder(source)
+    return _find_config(folder, folder.files())
 
 
-def _quantization_config(fields: dict[str, Any], path: Path) -> dict[str, Any]:
-    found = fields.get("quantization_config")
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} has no quantization_config: the model is not quantized")
-    return found
+def _find_config(folder: Folder, names: list[str]) -> QuantizerConfig:
+    """The QuantizerConfig stored in a folder, whoever wrote it."""
+    found = next((name for name in (CONFIG_NAME, "config.json") if name in names), None)
+    if found is None:
+        parts = sorted(name.rpartition("/")[0] for name in names if name.endswith("/config.json"))
+        hint = f"; it has the parts {', '.join(parts[:20])}: name one of them" if parts else ""
+        raise ValueError(f"{folder.name} is not the directory of a quantized model: no config.json{hint}")
+    fields, where = load_json(folder, found, limit=MAX_CONFIG_BYTES), f"{folder.name}/{found}"
+    if found == CONFIG_NAME:
+        fields.pop("module", None)
+    else:
+        fields = fields.get("quantization_config")
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where} has no quantization_config: the model is not quantized")
+    try:
+        return config_from_fields(fields)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 class _SchemeTable:

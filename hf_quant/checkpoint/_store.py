@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hf_quant.checkpoint._folder import Directory
 from hf_quant.checkpoint._header import TensorInfo, load_json, scan_files
 from hf_quant.checkpoint._packed import check_info, check_values, expected_tensors, guard_entry
 from hf_quant.config import QuantizerConfig, fields_of
@@ -29,6 +30,7 @@ from hf_quant.scheme import LinearScheme
 
 
 CONFIG_NAME = "hf_quant_config.json"
+MAX_CONFIG_BYTES = 20_000_000  # a plan of 100 000 names that do not fold has 5 MB
 _WEIGHTS_PATTERN = "model{suffix}.safetensors"
 _OWN_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -176,17 +178,23 @@ def _read_config(directory: Path) -> tuple[QuantizerConfig, dict[str, torch.dtyp
         hosts = (directory / "config.json").is_file()
         hint = "it has a config.json: load it with from_pretrained" if hosts else "save_quantized writes one"
         raise ValueError(f"{directory} is not a directory with a {CONFIG_NAME}; {hint}")
-    fields = load_json(path)
+    fields = load_json(Directory(directory), CONFIG_NAME, limit=MAX_CONFIG_BYTES)
     details = fields.pop("module", None)
-    if "quant_method" not in fields:
-        raise ValueError(f"{path} names no quant_method")
     try:
-        config = QuantizerConfig(**fields)
-        schemes_from_list(config.plan)
+        config = config_from_fields(fields)
         dtypes, tied = _read_details(details)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return config, dtypes, tied
+
+
+def config_from_fields(fields: dict[str, Any]) -> QuantizerConfig:
+    """The config that a checkpoint stores, its plan included. Raises ValueError if it is none of hf_quant."""
+    if "quant_method" not in fields:
+        raise ValueError("no quant_method is named")
+    config = QuantizerConfig(**fields)
+    schemes_from_list(config.plan)
+    return config
 
 
 def _read_details(details: Any) -> tuple[dict[str, torch.dtype], dict[str, str]]:

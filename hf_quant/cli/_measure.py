@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_quant.checkpoint import inspect_checkpoint
+from hf_quant.checkpoint import inspect_parts
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,
@@ -22,7 +22,6 @@ from hf_quant.cli._models import (
     progress_wanted,
 )
 from hf_quant.cli._parser import config_from_args, gives_scheme
-from hf_quant.cli._pipelines import quantized_parts
 from hf_quant.evaluate import (
     PeakMemory,
     Quality,
@@ -43,15 +42,8 @@ _MAX_WINDOW = 2048
 
 def inspect(args: argparse.Namespace) -> None:
     """Print what a quantized checkpoint, or each quantized part of a pipeline, holds."""
-    if not args.checkpoint.is_dir():
-        raise ValueError(f"{args.checkpoint} is not a directory; `inspect` reads checkpoints that are on this machine")
-    if not (args.checkpoint / "model_index.json").is_file():
-        print(inspect_checkpoint(args.checkpoint))
-        return
-    parts = quantized_parts(args.checkpoint)
-    if not parts:
-        raise ValueError(f"{args.checkpoint} is a pipeline without a component that hf_quant has quantized")
-    print("\n\n".join(f"{part}\n{inspect_checkpoint(args.checkpoint / part)}" for part in parts))
+    summaries = inspect_parts(args.checkpoint, revision=args.revision)
+    print("\n\n".join(f"{part}\n{summary}" if part else str(summary) for part, summary in summaries.items()))
 
 
 def eval(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ _EPILOG = """examples:
   hf-quant plan meta-llama/Llama-3.1-8B --weights int4
   hf-quant quantize meta-llama/Llama-3.1-8B llama-int4 --weights int4 --module lm_head=int8
   hf-quant inspect llama-int4
+  hf-quant inspect me/llama-int4 --revision main
   hf-quant eval llama-int4 --text wiki.txt --reference meta-llama/Llama-3.1-8B
   hf-quant bench llama-int4 --reference meta-llama/Llama-3.1-8B
   hf-quant card llama-int4 --base-model meta-llama/Llama-3.1-8B
@@ -91,7 +92,10 @@ def _add_plan(commands, common) -> None:
 def _add_inspect(commands, common) -> None:
     help = "show what a quantized checkpoint holds, from the headers of its files"
     parser = _add_command(commands, common, "inspect", ("_measure", "inspect"), help)
-    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="directory of a quantized model or pipeline")
+    parser.add_argument(
+        "checkpoint", metavar="MODEL", help="directory of a model or pipeline, or USER/NAME on the Hub"
+    )
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the Hub (default: the newest)")
 
 
 def _add_eval(commands, common) -> None:

@@ -1,6 +1,5 @@
 """Pipelines of diffusers: several models in one directory, each with a plan of its own."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,13 +83,3 @@ def load_pipeline(source: Source, configs: dict[str, QuantizerConfig], *, dtype:
     # What was saved as None has to be given as None.
     absent = {name: None for name, entry in source.fields.items() if isinstance(entry, list) and entry[0] is None}
     return DiffusionPipeline.from_pretrained(root, quantization_config=mapping, torch_dtype=dtypes, **absent)
-
-
-def quantized_parts(directory: Path) -> list[str]:
-    """Names of the components of a saved pipeline that hf_quant has quantized."""
-    parts = []
-    for path in sorted(directory.glob("*/config.json")):
-        config = json.loads(path.read_bytes()).get("quantization_config") or {}
-        if config.get("quant_method") == "hf_quant":
-            parts.append(path.parent.name)
-    return parts
