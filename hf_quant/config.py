@@ -24,6 +24,8 @@ ATTENTIONS = (None, "int8")
 OF_THIS_PROCESS = ("fuse_projections", "fuse_activations")  # how products are computed; never stored
 WITHOUT_WEIGHTS = ("kv_cache", "attention")  # what may be quantized where no weight is
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
+_VERSION = re.compile(r"[\w.+!-]{1,80}", re.ASCII)
+MAX_EXPRESSIONS, MAX_EXPRESSION = 1000, 10_000  # regular expressions, which take 0.1 ms and more to compile
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 SCHEME_FIELDS = (
     "weights",
@@ -153,10 +155,13 @@ class QuantizerConfig(QuantizationConfigMixin):
                 "install a newer hf_quant"
             )
         self.format_version = version
-        self.hf_quant_version = str(kwargs.pop("hf_quant_version", __version__))
+        self.hf_quant_version = kwargs.pop("hf_quant_version", __version__)
+        if not isinstance(self.hf_quant_version, str) or not _VERSION.fullmatch(self.hf_quant_version):
+            raise ValueError(f"hf_quant_version is {self.hf_quant_version!r}; needs a version such as {__version__!r}")
         self.plan: list[dict[str, Any]] | None = kwargs.pop("plan", None)
         if kwargs:
-            raise ValueError("; ".join(_unknown("field", name, self.user_fields()) for name in kwargs))
+            more = f"; and {len(kwargs) - 3} more" if len(kwargs) > 3 else ""
+            raise ValueError("; ".join(_unknown("field", n, self.user_fields()) for n in list(kwargs)[:3]) + more)
 
     @classmethod
     def user_fields(cls) -> list[str]:
@@ -165,6 +170,12 @@ class QuantizerConfig(QuantizationConfigMixin):
         return [*SCHEME_FIELDS, *own]
 
     def _check(self) -> None:
+        patterns = [p for p in (*self.modules, *(self.modules_to_not_convert or ())) if str(p).startswith("re:")]
+        if len(patterns) > MAX_EXPRESSIONS or any(len(p) > MAX_EXPRESSION for p in patterns):
+            raise ValueError(
+                f"modules and modules_to_not_convert have {len(patterns)} regular expressions; at most "
+                f"{MAX_EXPRESSIONS}, of {MAX_EXPRESSION} characters each, are read: write globs"
+            )
         for name in OF_THIS_PROCESS:
             if not isinstance(getattr(self, name), bool | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs True, False or None")
@@ -417,7 +428,7 @@ def compile_pattern(pattern: str) -> re.Pattern | None:
         return None
     try:
         return re.compile(pattern[3:])
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:  # "a{99999999999}", 1000 brackets in each other
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
 

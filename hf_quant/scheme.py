@@ -5,6 +5,7 @@ kernels read them.
 """
 
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 
@@ -99,10 +100,10 @@ class LinearScheme:
 
 
 def _tensor_quant(fields: Any) -> TensorQuant:
-    try:
-        return TensorQuant(**fields)
-    except TypeError as error:
-        raise ValueError(f"not a tensor quantization record: {fields!r} ({error})") from None
+    known = [field.name for field in dataclass_fields(TensorQuant)]
+    if not isinstance(fields, dict) or not {"format", "granularity"} <= set(fields) <= set(known):
+        raise ValueError(f"not a tensor quantization record: {fields!r}; needs some of {', '.join(known)}")
+    return TensorQuant(**fields)
 
 
 # Names that the field uses for whole schemes: what a user may write for `weights`. Values are QuantizerConfig fields.

@@ -214,3 +214,13 @@ def test_files_of_another_architecture(model, tmp_path):
     make_model("sd3").save_config(tmp_path / "plain")
     with pytest.raises(ValueError, match="has no fitting pos_embed.pos_embed"):
         load(tmp_path / "plain", "sd3", quantization_config=INT8)
+
+
+def test_pickles_of_quantized_models_are_refused(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "diffusion_pytorch_model.bin")
+    with pytest.raises(
+        ValueError, match="diffusion_pytorch_model.bin is no safetensors file but, by its name, a pickle"
+    ):
+        load(tmp_path, use_safetensors=False)

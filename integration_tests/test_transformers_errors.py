@@ -365,3 +365,15 @@ def test_without_optional_packages(stored, plain):
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr and "could not register" not in result.stderr
+
+
+def test_pickles_of_quantized_models_are_refused(tmp_path):
+    model = quantize_(build("llama"), "int4")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ValueError, match="pytorch_model.bin is no safetensors file but, by its name, a pickle"
+    ) as caught:
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -52,7 +52,8 @@ class Directory:
         if not self.path.is_dir():
             return []
         parts = (f"{path.parent.name}/{path.name}" for path in self.path.glob("*/config.json"))
-        return sorted([path.name for path in self.path.iterdir() if path.is_file()] + list(parts))
+        names = [path.name for path in self.path.iterdir() if path.is_file()]
+        return sorted(name for name in (*names, *parts) if name.isprintable())
 
     def beginning(self, file: str, length: int) -> tuple[bytes, int]:
         path = self.path / file
@@ -140,12 +141,12 @@ class HubRepository:
             data = bytearray()
             for chunk in response.iter_bytes(_CHUNK):
                 data += chunk
+                with self._lock:
+                    self._left[0] -= len(chunk)
+                if self._left[0] < 0:
+                    raise ValueError(f"{self.name} has more than {MAX_REMOTE_BYTES} bytes of configs and headers")
                 if len(data) >= length:
                     break
-            with self._lock:
-                self._left[0] -= len(data)
-            if self._left[0] < 0:
-                raise ValueError(f"{self.name} has more than {MAX_REMOTE_BYTES} bytes of configs and headers")
             total = response.headers.get("Content-Range", "").rpartition("/")[2]
             if response.status_code == 200:
                 total = response.headers.get("Content-Length", "")

@@ -159,7 +159,9 @@ def parse_header(data: bytes, available: int, where: str) -> dict[str, TensorInf
     Raises ValueError, which calls the file `where`, if they do not fit each other.
     """
     header = parse_json(data, f"the header of {where}")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{where} is corrupt: its metadata are {shorten(repr(metadata))}; needs strings by name")
     tensors, spans = {}, []
     for name, entry in header.items():
         if not name.isprintable() or len(name) > MAX_NAME:

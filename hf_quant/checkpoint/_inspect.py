@@ -1,6 +1,7 @@
 """`inspect_checkpoint`: what a quantized checkpoint holds, from its config and the headers of its files."""
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from hf_quant.checkpoint._folder import Folder, open_folder
 from hf_quant.checkpoint._header import TensorInfo, load_json, scan_folder
+from hf_quant.checkpoint._json import one_line
 from hf_quant.checkpoint._packed import check_info, expected_tensors
 from hf_quant.checkpoint._store import CONFIG_NAME, MAX_CONFIG_BYTES, config_from_fields
 from hf_quant.config import QuantizerConfig
@@ -205,7 +207,7 @@ def _find_config(folder: Folder, names: list[str]) -> QuantizerConfig:
     try:
         return config_from_fields(fields)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: {one_line(error)}") from None
 
 
 class _SchemeTable:
@@ -213,27 +215,37 @@ class _SchemeTable:
 
     def __init__(self, schemes: dict[str, LinearScheme], *, by_host: bool) -> None:
         self.schemes, self.by_host = schemes, by_host
-        self.by_ending: dict[str, set[LinearScheme]] = {}
-        for name, scheme in schemes.items():
-            for ending in _endings(name):
-                self.by_ending.setdefault(ending, set()).add(scheme)
+        # Read backwards, names with one ending stand beside each other: "c.b.a.", "c.b.x.".
+        self.names = sorted(map(_backwards, schemes))
+        self.sorted_schemes = [schemes[_backwards(name[:-1])[:-1]] for name in self.names]
+        self.change = list(range(1, len(self.names) + 1))  # for each, where the next one with another scheme is
+        for i in reversed(range(len(self.names) - 1)):
+            if self.sorted_schemes[i] == self.sorted_schemes[i + 1]:
+                self.change[i] = self.change[i + 1]
 
     def find(self, name: str) -> LinearScheme:
         """Raises ValueError if the plan does not say which scheme it is."""
         if name in self.schemes:
             return self.schemes[name]
-        # transformers saves some models under older names altogether; of a plan with one scheme that does not matter.
-        other = set(self.schemes.values()) if self.by_host else set()
-        found = next((self.by_ending[e] for e in _endings(name) if e in self.by_ending), other)
-        if len(found) != 1:
-            raise ValueError(f"{name!r} is quantized, but the stored plan does not name it")
-        return next(iter(found))
+        parts = name.split(".")
+        for i in range(len(parts)):
+            ending = _backwards(".".join(parts[i:]))
+            begin, end = bisect_left(self.names, ending), bisect_left(self.names, f"{ending}\U0010ffff")
+            if begin < end and self.change[begin] >= end:
+                return self.sorted_schemes[begin]
+            if begin < end:
+                break
+        else:
+            # transformers saves some models under older names altogether; of a plan with one scheme that does not
+            # matter.
+            if self.by_host and self.names and self.change[0] == len(self.names):
+                return self.sorted_schemes[0]
+        raise ValueError(f"{name!r} is quantized, but the stored plan does not name it")
 
 
-def _endings(name: str) -> list[str]:
-    """ "a.b.c" -> ["a.b.c", "b.c", "c"]."""
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(len(parts))]
+def _backwards(name: str) -> str:
+    """ "a.b.c" -> "c.b.a."."""
+    return ".".join([*reversed(name.split(".")), ""])
 
 
 def _quantized_modules(tensors: dict[str, TensorInfo]) -> dict[str, list[str]]:

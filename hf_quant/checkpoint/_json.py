@@ -25,6 +25,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+def one_line(error: Exception) -> str:
+    """The message of an error that may quote a stranger, at most 600 characters of it."""
+    text = "".join(c if c.isprintable() else " " for c in str(error))
+    return text if len(text) <= 600 else f"{text[:400]} ... {text[-190:]}"
+
+
 def shorten(text: str) -> str:
     """At most 80 characters of it."""
     return text if len(text) <= 80 else f"{text[:77]}..."

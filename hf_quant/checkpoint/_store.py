@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from hf_quant.checkpoint._folder import Directory
 from hf_quant.checkpoint._header import TensorInfo, load_json, scan_files
+from hf_quant.checkpoint._json import one_line, shorten
 from hf_quant.checkpoint._packed import check_info, check_values, expected_tensors, guard_entry
 from hf_quant.config import QuantizerConfig, fields_of
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
-from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_name
+from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list
+from hf_quant.planning._names import unfold_names
 from hf_quant.quantize import tell_observers
 from hf_quant.scheme import LinearScheme
 
@@ -184,7 +186,7 @@ def _read_config(directory: Path) -> tuple[QuantizerConfig, dict[str, torch.dtyp
         config = config_from_fields(fields)
         dtypes, tied = _read_details(details)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {one_line(error)}") from None
     return config, dtypes, tied
 
 
@@ -207,7 +209,8 @@ def _read_details(details: Any) -> tuple[dict[str, torch.dtype], dict[str, str]]
     for dtype, names in dtypes.items():
         if dtype not in _DTYPES or not isinstance(names, list):
             raise ValueError(f'"dtypes" has {dtype!r}: {names!r}; needs lists of modules under {", ".join(_DTYPES)}')
-        resolved.update((name, getattr(torch, dtype)) for folded in names for name in unfold_name(folded))
+    for dtype, names in zip(dtypes, unfold_names(dtypes.values())):
+        resolved.update(dict.fromkeys(names, getattr(torch, dtype)))
     return resolved, tied
 
 
@@ -223,13 +226,15 @@ def _targets(
     for name, scheme in schemes.items():
         if name not in modules or name not in dtypes:
             lacking = type(model).__name__ if name not in modules else f"{CONFIG_NAME}'s table of dtypes"
-            raise ValueError(f"{directory} holds a quantized {name!r}, which {lacking} does not have")
+            raise ValueError(f"{directory} holds a quantized {shorten(repr(name))}, which {lacking} does not have")
         module = modules[name]
         register_experts(module)
         counterpart = quantized_class(type(module))
         weights = () if counterpart is None else counterpart.weight_names_of(module)
         if not weights or any(module._parameters.get(n) is None for n in weights):
-            raise ValueError(f"{directory} holds a quantized {name!r}, but {type(module).__name__} has no weight")
+            raise ValueError(
+                f"{directory} holds a quantized {shorten(repr(name))}, but {type(module).__name__} has no weight"
+            )
         shapes = {n: counterpart.matrix_shape_of(module, tuple(module._parameters[n].shape)) for n in weights}
         expected = expected_tensors(scheme, shapes)
         targets[id(module)] = _Target(name, module, scheme, dtypes[name], expected, weights)
@@ -295,7 +300,7 @@ def _read_tensors(files: dict[Path, dict[str, TensorInfo]], names: set[str], dir
             with safe_open(path, framework="pt") as file:
                 tensors.update((name, file.get_tensor(name)) for name in stored if name in names)
         except SafetensorError as error:
-            raise ValueError(f"{directory}: {path.name} cannot be read: {error}") from None
+            raise ValueError(f"{directory}: {path.name} cannot be read: {one_line(error)}") from None
     return tensors
 
 

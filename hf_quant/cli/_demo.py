@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_quant.cli._models import Source, check_not_quantized, find_source, load_model, load_tokenizer, progress_wanted
@@ -27,12 +28,13 @@ ASSET = Path("integration_tests") / "assets" / "tiny-llama-13m"
 # Nothing in here imports hf_quant: that it is installed is enough.
 _NEW_PROCESS = """
 import sys, torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 checkpoint, ids, logits, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))
 model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
 with torch.no_grad():
-    torch.save(model(input_ids=torch.load(ids)).logits, logits)
+    save_file({"logits": model(input_ids=load_file(ids)["ids"]).logits.contiguous()}, logits)
 """
 
 
@@ -172,8 +174,8 @@ def table(rows: list[Row]) -> str:
 
 def _check_new_process(checkpoint: Path, ids: torch.Tensor, expected: torch.Tensor, work: Path) -> None:
     """Print that a process which knows only the checkpoint computes the same logits. Raises RuntimeError if not."""
-    torch.save(ids, work / "ids.pt")
-    arguments = (checkpoint, work / "ids.pt", work / "logits.pt", torch.get_num_threads())
+    save_file({"ids": ids.contiguous()}, work / "ids.safetensors")
+    arguments = (checkpoint, work / "ids.safetensors", work / "logits.safetensors", torch.get_num_threads())
     result = subprocess.run(
         [sys.executable, "-c", _NEW_PROCESS, *map(str, arguments)],
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"},
@@ -182,7 +184,7 @@ def _check_new_process(checkpoint: Path, ids: torch.Tensor, expected: torch.Tens
     )
     if result.returncode:
         raise RuntimeError(f"{checkpoint} cannot be loaded by a new process: {result.stderr.strip()[-500:]}")
-    logits = torch.load(work / "logits.pt")
+    logits = load_file(work / "logits.safetensors")["logits"]
     if not torch.equal(logits, expected):
         difference = (logits.float() - expected.float()).abs().max().item()
         raise RuntimeError(f"a new process computes other logits from {checkpoint}: they differ by {difference}")

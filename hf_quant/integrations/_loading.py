@@ -37,8 +37,15 @@ class StoredWeight(NamedTuple):
 def read_keys(files: Iterable[str]) -> dict[str, TensorInfo]:
     """{tensor name: (dtype, shape)} of safetensors files, from their headers.
 
-    Raises ValueError on a file that is missing, truncated or of another format.
+    Raises ValueError on a file that is missing, truncated or of another format; a pickle is not opened.
     """
+    files = list(files)
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise ValueError(
+                f"{file} is no safetensors file but, by its name, a pickle, which could run any code: quantized "
+                "checkpoints are loaded from .safetensors only"
+            )
     return {key: info for file in files for key, info in read_header(file).items()}
 
 

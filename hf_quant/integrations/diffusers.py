@@ -107,7 +107,8 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         # Of every shard, before any is loaded: to quantize takes minutes, and the last one may be truncated.
-        self._headers = read_keys(file for file in checkpoint_files if str(file).endswith(".safetensors"))
+        files = [file for file in checkpoint_files if self.pre_quantized or str(file).endswith(".safetensors")]
+        self._headers = read_keys(files)
         if not self.pre_quantized:
             self._headers = {}
             return loaded_keys

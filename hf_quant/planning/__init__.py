@@ -17,7 +17,9 @@ from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
 from hf_quant.kernels._op import Problem, explain
 from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
-from hf_quant.planning._names import MAX_MODULES, fold_names, unfold_name
+from hf_quant.planning._names import fold_names as fold_names
+from hf_quant.planning._names import unfold_name as unfold_name
+from hf_quant.planning._names import unfold_names
 from hf_quant.planning._table import format_table as format_table
 from hf_quant.planning._table import table
 from hf_quant.scheme import LinearScheme
@@ -182,13 +184,10 @@ def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
     for group in stored:
         if not isinstance(group, dict) or not isinstance(group.get("modules"), list):
             raise ValueError(f"the stored plan has {group!r}; needs {{scheme, modules}}")
+    for group, names in zip(stored, unfold_names(group["modules"] for group in stored)):
         scheme = LinearScheme.from_dict(group.get("scheme"))
         fields_of(scheme)  # raises if it is none of this version's
-        for folded in group["modules"]:
-            for name in unfold_name(folded):
-                schemes[name] = scheme
-            if len(schemes) > MAX_MODULES:
-                raise ValueError(f"the stored plan names more than {MAX_MODULES} modules")
+        schemes.update(dict.fromkeys(names, scheme))
     return schemes
 
 

@@ -1,11 +1,16 @@
-"""Module names with numbers as a stored plan folds them: layers.0.mlp ... layers.31.mlp <-> layers.{0-31}.mlp."""
+"""Names with numbers: "layers.0.mlp" ... "layers.31.mlp" <-> "layers.{0-31}.mlp"."""
 
 import itertools
 import re
+from collections.abc import Iterable, Iterator
 from math import prod
+from typing import Any
 
 
-MAX_MODULES = 10**6  # in a stored plan; more is no model but an attack on memory
+# Of all names in a stored plan; more is no model but an attack on memory. Unfused experts of 2025 have 70 000.
+MAX_MODULES = 250_000
+MAX_CHARACTERS = 20_000_000
+MAX_PARTS = 32  # between the dots of a name
 
 
 def fold_names(names: list[str]) -> list[str]:
@@ -39,10 +44,28 @@ def _fold_numbers(numbers: list[int]) -> str:
     return "{" + ",".join(ranges) + "}"
 
 
+def unfold_names(lists: Iterable[list[Any]]) -> Iterator[list[str]]:
+    """Inverse of `fold_names` for each list of a stored plan. Raises ValueError on what `unfold_name` refuses, and if
+    all of them together are more than a model can have."""
+    modules = characters = 0
+    for folded_names in lists:
+        names: list[str] = []
+        for folded in folded_names:
+            found = unfold_name(folded)
+            modules += len(found)
+            characters += sum(map(len, found))
+            if modules > MAX_MODULES or characters > MAX_CHARACTERS:
+                raise ValueError(f"the stored plan names more than {MAX_MODULES} modules, or in too many words")
+            names += found
+        yield names
+
+
 def unfold_name(folded: str) -> list[str]:
     """Inverse of `fold_names` for one name. Raises ValueError on malformed or absurdly large ranges."""
     if not isinstance(folded, str):
         raise ValueError(f"the stored plan names a module {folded!r}; names are strings")
+    if len(folded) > MAX_CHARACTERS or folded.count(".") >= MAX_PARTS or not folded.isprintable():
+        raise ValueError(f"the stored plan has the module name {folded[:80]!r}, which no model has")
     parts: list[list[str]] = []
     for part in folded.split("."):
         if not (part.startswith("{") and part.endswith("}")):
@@ -52,11 +75,12 @@ def unfold_name(folded: str) -> list[str]:
         for piece in part[1:-1].split(","):
             match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", piece)
             if match is None:
-                raise ValueError(f"the stored plan has the module name {folded!r}, which cannot be read")
+                raise ValueError(f"the stored plan has the module name {folded[:80]!r}, which cannot be read")
             numbers += map(str, range(int(match[1]), int(match[2] or match[1]) + 1))
             if len(numbers) > MAX_MODULES:
                 break
         parts.append(numbers)
-    if prod(map(len, parts)) > MAX_MODULES:
+    count = prod(map(len, parts))
+    if count > MAX_MODULES or count * sum(len(part[-1]) for part in parts) > MAX_CHARACTERS:
         raise ValueError(f"the stored plan's {folded[:80]!r} stands for more than {MAX_MODULES} modules")
     return [".".join(combination) for combination in itertools.product(*parts)]
