@@ -127,20 +127,21 @@ class Hub:
         users: {token: user}.
         requests: everything that was asked.
         faults: what fails.
-        part_size: of LFS uploads in several parts; None: one part.
+        part_sizes: {"user/name": bytes of a part}, where LFS uploads are in several.
         xet: directory of the Xet store; None: LFS.
         honours_ranges: whether a part of a file can be asked for.
         url: what HF_ENDPOINT must be.
     """
 
-    def __init__(self, *, part_size: int | None = None, xet: Path | None = None) -> None:
+    def __init__(self, *, xet: Path | None = None) -> None:
         self.repositories: dict[str, Repository] = {}
         self.users = {"hf_test": "me", "hf_other": "other"}
-        self.blobs: dict[str, bytes] = {}
-        self.parts: dict[tuple[str, int], bytes] = {}
+        self.blobs: dict[tuple[str, str], bytes] = {}
+        self.parts: dict[tuple[str, str, int], bytes] = {}
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
-        self.part_size, self.xet, self.honours_ranges = part_size, xet, True
+        self.part_sizes: dict[str, int] = {}
+        self.xet, self.honours_ranges = xet, True
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -254,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(content, begin, end)
 
     def _send(self, content: Content, begin: int, end: int) -> None:
-        if self.fault is not None:
+        if self.fault is not None and self.fault.after is not None:
             end, self.close_connection = min(end, begin + self.fault.after), True
         for start in range(begin, end, 1 << 16):
             chunk = content[start : min(start + (1 << 16), end)]
@@ -359,7 +360,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif key == "file":
                 changes[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile":
-                changes[value["path"]] = self._large(value["oid"], value.get("size"))
+                changes[value["path"]] = self._large(name, value["oid"], value.get("size"))
             elif key == "deletedFile":
                 changes[value["path"]] = None
             elif key == "deletedFolder":
@@ -369,9 +370,9 @@ class _Handler(BaseHTTPRequestHandler):
             sha = repository.commit(revision, message.splitlines()[0] if message else "", changes)
         self.reply(200, {"commitOid": sha, "commitUrl": f"https://huggingface.co/{name}/commit/{sha}"})
 
-    def _large(self, oid: str, size: int | None) -> Content:
-        if oid in self.hub.blobs:
-            return self.hub.blobs[oid]
+    def _large(self, name: str, oid: str, size: int | None) -> Content:
+        if (name, oid) in self.hub.blobs:
+            return self.hub.blobs[name, oid]
         found = None if self.hub.xet is None else hash_in_store(self.hub.xet, oid)
         if found is None:
             raise _Answer(400, message=f"LFS pointer pointed to a file that does not exist: {oid}")
@@ -385,9 +386,9 @@ class _Handler(BaseHTTPRequestHandler):
         for entry in self.json()["objects"]:
             oid, size = entry["oid"], entry["size"]
             objects.append({"oid": oid, "size": size})
-            if oid in self.hub.blobs:
+            if (name, oid) in self.hub.blobs:
                 continue
-            href, part = f"{self.hub.url}/lfs/{oid}", self.hub.part_size
+            href, part = f"{self.hub.url}/lfs/{name}/{oid}", self.hub.part_sizes.get(name)
             upload: dict[str, Any] = {"href": href}
             if part is not None and size > part:
                 count = -(-size // part)
@@ -397,33 +398,33 @@ class _Handler(BaseHTTPRequestHandler):
         multipart = any("header" in o.get("actions", {}).get("upload", {}) for o in objects)
         self.reply(200, {"transfer": "multipart" if multipart else "basic", "objects": objects})
 
-    def _store(self, oid: str, data: bytes) -> None:
+    def _store(self, name: str, oid: str, data: bytes) -> None:
         if hashlib.sha256(data).hexdigest() != oid:
             raise _Answer(400, message="the digest of the content is another one")
-        self.hub.blobs[oid] = data
+        self.hub.blobs[name, oid] = data
 
-    def _put(self, oid: str, part: str | None = None) -> None:
+    def _put(self, name: str, oid: str, part: str | None = None) -> None:
         data = self.read()
         if "Authorization" in self.headers:
             raise _Answer(400, message="Only one auth mechanism allowed")  # what storage says to a token
         if part is None:
-            self._store(oid, data)
+            self._store(name, oid, data)
         else:
-            self.hub.parts[oid, int(part)] = data
+            self.hub.parts[name, oid, int(part)] = data
         self.reply(200, ETag=f'"{hashlib.md5(data).hexdigest()}"')
 
-    def _complete(self, oid: str) -> None:
+    def _complete(self, name: str, oid: str) -> None:
         parts = self.json()["parts"]
-        data = [self.hub.parts.pop((oid, part["partNumber"])) for part in parts]
+        data = [self.hub.parts.pop((name, oid, part["partNumber"])) for part in parts]
         if [f'"{hashlib.md5(d).hexdigest()}"' for d in data] != [part["etag"] for part in parts]:
             raise _Answer(400, message="another ETag")
-        self._store(oid, b"".join(data))
+        self._store(name, oid, b"".join(data))
         self.reply(200, {})
 
     def _verify(self, name: str) -> None:
         self._find(name, to_write=True)
         value = self.json()
-        if len(self.hub.blobs.get(value["oid"], b"")) != value["size"]:
+        if len(self.hub.blobs.get((name, value["oid"]), b"")) != value["size"]:
             raise _Answer(404)
         self.reply(200, {})
 
@@ -517,7 +518,7 @@ def _described(path: str, content: Content) -> dict[str, Any]:
 
 _NAME = r"(?P<name>[^/]+/[^/]+)"
 _API = rf"/api/models/{_NAME}"
-_OID = r"/lfs/(?P<oid>[0-9a-f]{64})"
+_OID = rf"/lfs/{_NAME}/(?P<oid>[0-9a-f]{{64}})"
 _ROUTES: list[tuple[tuple[str, ...], str, Callable]] = [
     (("POST",), "/api/repos/create", _Handler._create),
     (("POST",), "/api/validate-yaml", _Handler._validate),

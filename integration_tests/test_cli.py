@@ -11,7 +11,6 @@ import torch
 from hf_quant.checkpoint import read_header
 from hf_quant.cli import main
 from hf_quant.modules import QuantizedModule
-from integration_tests.hub_server import Hub
 
 
 def run(capsys, *arguments: object) -> str:
@@ -77,43 +76,6 @@ def test_pipeline(tmp_path, capsys):
 
     assert main(["quantize", str(source), str(tmp_path / "no"), "--module", "*.nowhere=int8"]) == 2
     assert "no component has a module that matches '*.nowhere'" in capsys.readouterr().err
-
-
-@pytest.fixture
-def hub(asset_model_dir):
-    """A Hub with the trained model as me/model."""
-    with Hub() as server:
-        files = (path for path in asset_model_dir.iterdir() if path.name not in ("eval.txt", "val_ids.npy"))
-        server.add("me/model", {path.name: path.read_bytes() for path in files})
-        yield server
-
-
-def test_models_of_the_hub(hub, tmp_path):
-    def command(*arguments: str) -> subprocess.CompletedProcess:
-        code = "import sys; from hf_quant.cli import main; sys.exit(main())"
-        return subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=hub.environment(tmp_path / "home"),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-
-    done = command("quantize", "me/model", "out", "--weights", "int2", "--push", "me/model-int2", "--private")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"uploaded to {hub.url}/me/model-int2" in done.stdout
-    pushed = hub.files("me/model-int2")
-    assert hub.repositories["me/model-int2"].private
-    assert pushed == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
-
-    done = command("bench", "me/model-int2", "--rounds", "1", "--new-tokens", "2", "--device", "cpu")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "2.38" in done.stdout
-    failed = command("plan", "me/nothing")
-    assert failed.returncode == 2
-    assert failed.stderr.count("\n") == 1
-    assert "me/nothing is not a directory, and the Hub" in failed.stderr
 
 
 def test_demo(asset_model_dir, tmp_path, capsys):

@@ -1,12 +1,10 @@
-"""Quantized diffusion models as files: variants, subfolders, dtypes, the Hub, and files that are not what they should.
+"""Quantized diffusion models as files: variants, subfolders, dtypes, and files that are not what they should.
 
 What is refused is refused before anything is quantized, or leaves nothing behind.
 """
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from integration_tests.hub_server import Hub  # noqa: E402
 from integration_tests.tiny_diffusion import (  # noqa: E402
     NO_TOKENIZERS,
     assert_same_bytes,
@@ -95,54 +92,6 @@ def test_a_dtype_for_each_part(tmp_path):
                     assert getattr(layer, "compute_dtype", part.dtype) == part.dtype
     for name in ("transformer", "text_encoder_2", "text_encoder", "vae"):
         assert_same_bytes(getattr(again, name).state_dict(), getattr(pipe, name).state_dict())
-
-
-# The Hub.
-
-_PUSH = """
-import sys, torch
-from diffusers import FluxPipeline
-from hf_quant import quantize_
-from integration_tests.tiny_diffusion import make_flux_pipeline, make_model, run, run_flux_pipeline
-pipe = make_flux_pipeline(torch.bfloat16)
-quantize_(pipe.transformer, "W8A8"), quantize_(pipe.text_encoder_2, "int4")
-pipe.set_progress_bar_config(disable=True)
-torch.save([run(pipe.transformer, "flux"), run_flux_pipeline(pipe)], "outputs.pt")
-pipe.transformer.push_to_hub("me/transformer", token="hf_test", variant="q")
-pipe.push_to_hub("me/pipeline", token="hf_test", private=True)
-"""
-_PULL = """
-import sys, torch
-from diffusers import FluxPipeline, FluxTransformer2DModel
-from integration_tests.tiny_diffusion import NO_TOKENIZERS, quantized_names, run, run_flux_pipeline
-assert "hf_quant.integrations.diffusers" in sys.modules
-outputs = torch.load("outputs.pt")
-model = FluxTransformer2DModel.from_pretrained("me/transformer", variant="q", torch_dtype=torch.bfloat16)
-assert quantized_names(model) and torch.equal(run(model, "flux"), outputs[0])
-model = FluxTransformer2DModel.from_pretrained("me/pipeline", subfolder="transformer", torch_dtype=torch.bfloat16)
-assert quantized_names(model) and torch.equal(run(model, "flux"), outputs[0])
-pipe = FluxPipeline.from_pretrained("me/pipeline", torch_dtype=torch.bfloat16, **NO_TOKENIZERS)
-pipe.set_progress_bar_config(disable=True)
-assert quantized_names(pipe.text_encoder_2) and torch.equal(run_flux_pipeline(pipe), outputs[1])
-"""
-
-
-def test_push_to_the_hub_and_pull_in_a_new_process(tmp_path):
-    with Hub() as hub:
-        for code in (_PUSH, _PULL):
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                env=hub.environment(tmp_path / "home"),
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert done.returncode == 0, done.stderr
-        pushed = hub.files("me/transformer")
-        assert {"config.json", "diffusion_pytorch_model.q.safetensors"} <= set(pushed)
-        assert json.loads(pushed["config.json"])["quantization_config"]["quant_method"] == "hf_quant"
-        assert {"model_index.json", "transformer/config.json"} <= set(hub.files("me/pipeline"))
 
 
 # What is wrong is named.
