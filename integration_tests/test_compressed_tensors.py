@@ -103,7 +103,8 @@ def quantized(llama, **config):
 def test_no_weight_changes(name, llama, tmp_path):
     config, format, expected = SCHEMES[name]
     model = quantized(llama, **config)
-    notes = export_compressed_tensors(model, tmp_path / "out")
+    reader = "transformers" if name == "nvfp4" else "engines"
+    notes = export_compressed_tensors(model, tmp_path / "out", reader=reader)
     assert [note for note in notes if "groups of 128" not in note] == []
     tensors = load_all(tmp_path / "out")
     wrong, count = mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))
@@ -237,6 +238,36 @@ def test_scales_that_would_be_rounded_are_refused(scale_dtype, llama, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("config", [{"weights": "nvfp4"}, {"weights": "W8A8_FP8", "granularity": "tensor"}])
+def test_one_scale_per_tensor_must_be_that_of_the_siblings(config, llama, tmp_path):
+    model = quantized(llama, **config)
+    with pytest.raises(ValueError, match="compute q_proj, k_proj, v_proj as one layer with one scale per tensor"):
+        export_compressed_tensors(model, tmp_path / "out")
+    assert export_compressed_tensors(model, tmp_path / "out", reader="transformers") == ()
+    assert mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))[0] == 0
+    shutil.rmtree(tmp_path / "out")
+    for layer in model.model.layers:  # with one largest weight they share it
+        attention, mlp = layer.self_attn, layer.mlp
+        for module in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            weight = module.dequantize_weight().clamp(-0.1, 0.1)
+            weight[0, 0] = 1.0
+            module.weight = weight
+    export_compressed_tensors(model, tmp_path / "out")
+    assert mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))[0] == 0
+    if config["weights"] == "nvfp4":
+        tensors = load_all(tmp_path / "out")
+        prefix = "model.layers.0.self_attn."
+        assert len({tensors[f"{prefix}{part}_proj.weight_global_scale"].item() for part in "qkv"}) == 1
+
+
+def test_readers(llama, tmp_path):
+    model = quantized(llama, weights="int4", modules={"*.q_proj": "int8"})
+    with pytest.raises(ValueError, match="reader is 'vllm'; allowed: 'engines', 'transformers'"):
+        export_compressed_tensors(model, tmp_path / "out", reader="vllm")
+    export_compressed_tensors(model, tmp_path / "out", reader="transformers")
+    assert mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))[0] == 0
+
+
 def test_scales_in_the_dtype_of_an_fp16_model(tmp_path):
     model = quantized(make_llama(tmp_path / "fp16", torch.float16), weights="int4", symmetric=False)
     export_compressed_tensors(model, tmp_path / "out")
@@ -262,19 +293,19 @@ def test_the_divisor_of_nvfp4_is_exact_or_refused():
     scales = torch.arange(1, 127, dtype=torch.uint8).view(F8)
     levels = torch.tensor([x for x in FORMATS["nvfp4"].spec.levels if x > 0])
     for factor in torch.rand(200).mul(1e-3)[:, None]:
-        divisor = divisor_of(factor, scales, BF16)
+        divisor = divisor_of(factor, BF16)
         expected = (levels * (scales.float()[:, None] * factor)).to(BF16)
         assert torch.equal((levels * (scales.float()[:, None] / divisor)).to(BF16), expected)
-        assert torch.equal(divisor_of(divisor, scales, BF16, back=True).view(I32) // 64, factor.view(I32) // 64)
+        assert torch.equal(divisor_of(divisor, BF16, back=True).view(I32) // 64, factor.view(I32) // 64)
     refused = 0
     for factor in torch.rand(50)[:, None]:  # in fp32 every bit counts
         try:
-            divisor_of(factor, scales, F32)
+            divisor_of(factor, F32)
         except Inexpressible as reason:
             refused += "gives the same weights in float32" in str(reason)
     assert refused > 10
     with pytest.raises(Inexpressible):
-        divisor_of(torch.tensor([1e-42]), scales, BF16)
+        divisor_of(torch.tensor([1e-42]), BF16)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

@@ -39,7 +39,7 @@ def exports(tmp_path_factory):
     def export(name: str):
         if name not in made:
             model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=QuantizerConfig(**ALL[name]))
-            export_compressed_tensors(model, root / name)
+            export_compressed_tensors(model, root / name, reader="transformers")
             made[name] = model, root / name
         return made[name]
 

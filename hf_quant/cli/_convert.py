@@ -8,7 +8,7 @@ from hf_quant.integrations.importing import import_checkpoint
 
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint of hf_quant in another format."""
-    _report(args, export_compressed_tensors(args.checkpoint, args.out))
+    _report(args, export_compressed_tensors(args.checkpoint, args.out, reader=args.reader))
 
 
 def import_(args: argparse.Namespace) -> None:

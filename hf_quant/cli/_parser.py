@@ -157,6 +157,12 @@ def _add_export(commands, common) -> None:
     parser.add_argument(
         "--format", choices=("compressed-tensors",), default="compressed-tensors", help="(default: compressed-tensors)"
     )
+    parser.add_argument(
+        "--reader",
+        choices=("engines", "transformers"),
+        default="engines",
+        help="engines compute several layers as one and restrict how these are quantized (default: engines)",
+    )
 
 
 def _add_import(commands, common) -> None:

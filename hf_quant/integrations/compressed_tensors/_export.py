@@ -34,6 +34,7 @@ _FUSED_BY_ENGINES = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 _SHOWN = 20  # reasons in one error
+READERS = ("engines", "transformers")
 
 
 class Layer(NamedTuple):
@@ -78,13 +79,15 @@ class Plan:
         return (layer for weight in self.weights.values() for layer in weight.layers)
 
 
-def export_directory(source: Path, target: Path, fields: dict[str, Any], where: str) -> tuple[str, ...]:
+def export_directory(
+    source: Path, target: Path, fields: dict[str, Any], *, reader: str, where: str
+) -> tuple[str, ...]:
     """Write the files of one checkpoint into an empty directory; returns what they do not say of ours.
 
-    `fields` are those of its config.json, `where` is what errors call it.
+    `fields` are those of its config.json, `reader` is one of READERS, `where` is what errors call the source.
     """
     with TensorFiles(source) as files:
-        plan = _plan(source, files, where)
+        plan = _plan(source, files, reader, where)
         refused: dict[str, str] = {}
 
         def convert(name: str) -> dict[str, Tensor]:
@@ -104,7 +107,7 @@ def export_directory(source: Path, target: Path, fields: dict[str, Any], where: 
     return tuple(plan.notes)
 
 
-def _plan(source: Path, files: TensorFiles, where: str) -> Plan:
+def _plan(source: Path, files: TensorFiles, reader: str, where: str) -> Plan:
     """What to write. Raises ValueError with every module that cannot be, and why."""
     config = find_config(source)
     if config.quantizes_no_weights:
@@ -128,13 +131,14 @@ def _plan(source: Path, files: TensorFiles, where: str) -> Plan:
         keys = {part: f"{stored.module}.{packed_key(part, stored.weight)}" for part in PACKED_NAMES}
         plan.dropped |= {key for part, key in keys.items() if part != "qdata"}
         plan.weights[keys["qdata"]] = Weight(module, stored.module, stored.weight, layers)
-        if module is output:
+        if module is output and reader == "engines":
             plan.notes.append(f"{stored.module} is quantized: vLLM reads the output head in 16 bit only")
     _refuse(where, refused)
     plan.dropped |= {key for key, info in files.tensors.items() if 0 in info.shape}
     plan.ignore = _ignored(model, files, rename)
-    _refuse(where, _split_by_engines(plan))
-    plan.notes += _notes(config, plan)
+    if reader == "engines":
+        _refuse(where, _split_by_engines(plan, files))
+    plan.notes += _notes(config, plan, reader)
     return plan
 
 
@@ -169,24 +173,47 @@ def _ignored(model: nn.Module, files: TensorFiles, rename) -> list[str]:
     return sorted(name for name in found if not isinstance(modules.get(name), QuantizedModule))
 
 
-def _split_by_engines(plan: Plan) -> dict[str, str]:
-    """{name: reason} of layers that engines compute as one and that are not quantized alike."""
+def _split_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
+    """{name: reason} of layers that engines compute as one and cannot: they are quantized differently, or with one
+    scale for all where theirs are different.
+
+    Of the `weight_global_scale` of several layers vLLM takes the largest, without adapting the others' weights
+    (schemes/compressed_tensors_w4a16_nvfp4.py); fp8 codes with one scale per tensor it rounds again.
+    """
     groups: dict[str, Group | None] = {layer.name: layer.group for layer in plan.layers}
     groups.update(dict.fromkeys(plan.ignore))
+    shared = {w.prefix: _scale_of_all(w, files) for w in plan.weights.values() if w.module.kind == "linear"}
     refused = {}
     for names in _FUSED_BY_ENGINES:
         for first in groups:
             parent, _, leaf = first.rpartition(".")
             siblings = [f"{parent}.{name}" for name in names if f"{parent}.{name}" in groups]
-            if leaf == names[0] and len({groups[s] for s in siblings}) > 1:
-                others = ", ".join(s.rpartition(".")[2] for s in siblings)
+            if leaf != names[0] or len(siblings) < 2:
+                continue
+            others = ", ".join(s.rpartition(".")[2] for s in siblings)
+            if len({groups[s] for s in siblings}) > 1:
                 refused[first] = (
                     f"engines compute {others} as one layer and want them quantized alike, or all in 16 bit"
+                )
+            elif len({shared.get(s) for s in siblings}) > 1:
+                refused[first] = (
+                    f"engines compute {others} as one layer with one scale per tensor, and theirs are different: "
+                    "other weights would be served. reader='transformers' writes for readers that keep them apart"
                 )
     return refused
 
 
-def _notes(config: QuantizerConfig, plan: Plan) -> Iterator[str]:
+def _scale_of_all(weight: Weight, files: TensorFiles) -> float | None:
+    """The number that scales a whole weight, and that siblings have to share; None if there is none."""
+    quant, activation = weight.module.scheme.weight, weight.module.scheme.activation
+    if quant.format == "nvfp4":
+        return files.read(f"{weight.prefix}.global_scale").view(torch.float32).item()
+    if quant.format == "fp8_e4m3" and quant.granularity == "tensor" and activation is not None:
+        return files.read(f"{weight.prefix}.scale").view(getattr(torch, quant.scale_dtype)).item()
+    return None
+
+
+def _notes(config: QuantizerConfig, plan: Plan, reader: str) -> Iterator[str]:
     if config.kv_cache is not None:
         yield (
             "the quantized KV cache is left out: compressed-tensors has one calibrated fp8 scale per layer, "
@@ -195,7 +222,8 @@ def _notes(config: QuantizerConfig, plan: Plan) -> Iterator[str]:
     schemes = {weight.module.scheme for weight in plan.weights.values()}
     if any(scheme.cpu_activation is not None for scheme in schemes):
         yield "int8 inputs on CPUs are left out: elsewhere the inputs of these layers are in 16 bit"
-    if any(scheme.activation is not None and scheme.weight.granularity == "block" for scheme in schemes):
+    in_blocks = any(scheme.activation is not None and scheme.weight.granularity == "block" for scheme in schemes)
+    if in_blocks and reader == "engines":
         yield "vLLM quantizes the inputs of fp8 blocks in groups of 128 values; hf_quant has one scale per token"
 
 

@@ -18,6 +18,7 @@ from hf_quant.scheme import TensorQuant
 
 
 _SIGN = 0x80  # of a byte: int8 code ^ _SIGN is the code + 128, unsigned
+_LARGEST_SCALE = 0x7E  # as bits of float8_e4m3fn
 _NEIGHBOURS = 8  # divisors around 1 / global_scale that are tried
 
 
@@ -38,7 +39,7 @@ def to_compressed(packed: PackedWeight, format: str, quant: TensorQuant, K: int,
         found = {"weight_packed": qdata.view(torch.uint8)[:, : K // 2]}
         found["weight_scale"] = scale if format == NVFP4 else scale.view(torch.uint8)
         if format == NVFP4:
-            found["weight_global_scale"] = divisor_of(global_scale, scale, dtype)
+            found["weight_global_scale"] = divisor_of(global_scale, dtype)
     else:
         found = {"weight": qdata, "weight_scale": scale.reshape(1) if quant.granularity == "tensor" else scale}
     return {name: tensor.contiguous() for name, tensor in found.items()}
@@ -66,7 +67,7 @@ def from_compressed(
         codes = torch.nn.functional.pad(tensors["weight_packed"], (0, packed_words(K, 4) * 4 - K // 2))
         qdata = _words(codes)
         if format == NVFP4:
-            global_scale = divisor_of(tensors["weight_global_scale"].float().reshape(1), scale, dtype, back=True)
+            global_scale = divisor_of(tensors["weight_global_scale"].float().reshape(1), dtype, back=True)
         else:
             scale = scale.view(torch.float8_e8m0fnu)
     else:
@@ -102,16 +103,16 @@ def _pad_words(words: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(words, (0, width - words.shape[1]))
 
 
-def divisor_of(factor: Tensor, scale: Tensor, dtype: torch.dtype, *, back: bool = False) -> Tensor:
+def divisor_of(factor: Tensor, dtype: torch.dtype, *, back: bool = False) -> Tensor:
     """The fp32 number [1] that gives, as a divisor of nvfp4's scales, the weights that `factor` [1] multiplies to.
 
     compressed-tensors divides a group's scale by `weight_global_scale`, hf_quant multiplies it by `global_scale`; the
-    reciprocal of one is rarely an fp32 number. Every product of a level and a scale of this weight is computed both
-    ways, and one of the numbers closest to the reciprocal is taken with which all agree in the model's dtype.
+    reciprocal of one is rarely an fp32 number. Every product of a level and a possible scale is computed both ways,
+    and one of the numbers closest to the reciprocal is taken with which all agree in the model's dtype.
     `back`: from a divisor to a factor. Raises Inexpressible if there is none.
     """
     levels = torch.tensor([level for level in FORMATS["nvfp4"].spec.levels if level > 0])
-    scales = scale.view(torch.uint8).unique().view(torch.float8_e4m3fn).float()[:, None]
+    scales = torch.arange(1, _LARGEST_SCALE + 1, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
 
     def products(number: Tensor, divides: bool) -> Tensor:
         return (levels * (scales / number if divides else scales * number)).to(dtype)
