@@ -12,111 +12,24 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from integration_tests.hub_xet import hash_in_store, read_from_store
-
-
-LFS_SUFFIXES = (".safetensors", ".bin", ".model")
-_EMPTY_COMMIT = "0" * 40
-
-
-class Sparse(NamedTuple):
-    """A file whose bytes after its beginning are zeros, made as they are read."""
-
-    beginning: bytes
-    size: int
-
-    def __getitem__(self, span: slice) -> bytes:
-        data = self.beginning[span]
-        return data + bytes(min(span.stop, self.size) - span.start - len(data))
-
-
-class InStore(NamedTuple):
-    """A file in hf_xet's store."""
-
-    oid: str
-    size: int
-    hash: str
-    store: Path
-
-    def __getitem__(self, span: slice) -> bytes:
-        return read_from_store(self.store, self.hash, self.size)[span]
-
-
-Content = bytes | Sparse | InStore
-
-
-def size_of(content: Content) -> int:
-    """Bytes of a file."""
-    return len(content) if isinstance(content, bytes) else content.size
-
-
-@dataclass
-class Repository:
-    """A repository: its files by branch, and by commit as they were.
-
-    Attributes:
-        fields: with which it was created.
-        commits: [(branch, first line of the message)].
-    """
-
-    private: bool = False
-    fields: dict[str, Any] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
-    snapshots: dict[str, dict[str, Content]] = field(default_factory=lambda: {_EMPTY_COMMIT: {}})
-    commits: list[tuple[str, str]] = field(default_factory=list)
-
-    def commit(self, branch: str, message: str, changes: dict[str, Content | None]) -> str:
-        """Files by path, None deletes; returns the commit's name, which is another one each time."""
-        files = {**self.snapshots[self.branches.get(branch, _EMPTY_COMMIT)], **changes}
-        sha = hashlib.sha1(f"{id(self)} {len(self.snapshots)} {branch}".encode()).hexdigest()
-        self.snapshots[sha] = {path: content for path, content in files.items() if content is not None}
-        self.branches[branch] = sha
-        self.commits.append((branch, message))
-        return sha
-
-
-class Request(NamedTuple):
-    """What the server was asked, and how many bytes it read of the body and sent of the answer's."""
-
-    method: str
-    path: str
-    user: str | None
-    range: str | None
-    received: int
-    sent: int
-    status: int
-
-
-@dataclass
-class Fault:
-    """Makes the next requests of a method whose path matches fail, `times` times, after letting `skip` pass.
-
-    Attributes:
-        after: bytes of the body after which the connection is closed; None: answer with `status` instead.
-    """
-
-    method: str
-    path: str
-    after: int | None = None
-    status: int = 403
-    skip: int = 0
-    times: int = 1
-
-    def strikes(self, method: str, path: str) -> bool:
-        """Whether it makes this request fail."""
-        if method != self.method or self.times == 0 or not re.search(self.path, path):
-            return False
-        self.skip -= 1
-        if self.skip >= 0:
-            return False
-        self.times -= 1
-        return True
+from integration_tests.hub_records import (
+    EMPTY_COMMIT,
+    LFS_SUFFIXES,
+    Content,
+    Fault,
+    InStore,
+    Repository,
+    Request,
+    described,
+    oid_of,
+    size_of,
+)
+from integration_tests.hub_xet import hash_in_store
 
 
 class Hub:
@@ -307,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit_of(self, repository: Repository, revision: str) -> str:
         sha = repository.branches.get(revision, revision)
-        if sha not in repository.snapshots or (sha == _EMPTY_COMMIT and revision not in repository.branches):
+        if sha not in repository.snapshots or (sha == EMPTY_COMMIT and revision not in repository.branches):
             raise _Answer(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return sha
 
@@ -323,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(409, answer)
         private = fields.get("visibility") == "private" or bool(fields.get("private"))
         repository = self.hub.repositories[name] = Repository(private=private, fields=fields)
-        repository.branches["main"] = _EMPTY_COMMIT
+        repository.branches["main"] = EMPTY_COMMIT
         self.reply(200, answer)
 
     def _create_branch(self, name: str, branch: str) -> None:
@@ -345,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
             mode = "lfs" if path.endswith(LFS_SUFFIXES) else "regular"
             answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False})
             if path in stored:
-                answers[-1]["oid"] = _oid(path, stored[path])
+                answers[-1]["oid"] = oid_of(path, stored[path])
         self.reply(200, {"files": answers})
 
     def _commit(self, name: str, revision: str) -> None:
@@ -458,14 +371,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Answer(404, "EntryNotFound", f"{folder} does not exist on {revision}")
         recursive = "recursive=true" in self.path.lower()
         listed = [
-            _described(path, content)
+            described(path, content)
             for path, content in sorted(inside.items())
             if recursive or "/" not in path[len(prefix) :]
         ]
         depth = prefix.count("/") + 1
         folders = {"/".join(p.split("/")[:n]) for p in inside for n in range(depth, p.count("/") + 1)}
         folders = {p for p in folders if recursive or p.count("/") == depth - 1}
-        listed += [{"type": "directory", "path": p, "oid": _EMPTY_COMMIT, "size": 0} for p in sorted(folders)]
+        listed += [{"type": "directory", "path": p, "oid": EMPTY_COMMIT, "size": 0} for p in sorted(folders)]
         self.reply(200, listed)
 
     def _resolve(self, name: str, revision: str, path: str) -> None:
@@ -475,8 +388,8 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             raise _Answer(404, "EntryNotFound", "Entry not found", X_Repo_Commit=sha)
         if not path.endswith(LFS_SUFFIXES):
-            return self.reply(200, content, ETag=f'"{_oid(path, content)}"', X_Repo_Commit=sha)
-        oid = _oid(path, content)
+            return self.reply(200, content, ETag=f'"{oid_of(path, content)}"', X_Repo_Commit=sha)
+        oid = oid_of(path, content)
         headers = {"X_Repo_Commit": sha, "X_Linked_ETag": f'"{oid}"', "X_Linked_Size": str(size_of(content))}
         if isinstance(content, InStore):
             headers["X_Xet_Hash"] = content.hash
@@ -487,33 +400,13 @@ class _Handler(BaseHTTPRequestHandler):
         if "Authorization" in self.headers:
             raise _Answer(400, message="Only one auth mechanism allowed")
         content = self.hub.files(name, revision)[path]
-        self.reply(200, content, ETag=f'"{_oid(path, content)}"', Accept_Ranges="bytes")
+        self.reply(200, content, ETag=f'"{oid_of(path, content)}"', Accept_Ranges="bytes")
 
     def _whoami(self) -> None:
         self._authenticate()
         if self.user is None:
             raise _Answer(401, message="Invalid username or password.")
         self.reply(200, {"name": self.user, "type": "user", "orgs": [], "auth": {"type": "access_token"}})
-
-
-def _oid(path: str, content: Content) -> str:
-    """SHA-256 of large files, git's of the others."""
-    if isinstance(content, InStore):
-        return content.oid
-    if isinstance(content, Sparse):  # its zeros are not read for it
-        return hashlib.sha256(b"%d %b" % (content.size, content.beginning)).hexdigest()
-    if path.endswith(LFS_SUFFIXES):
-        return hashlib.sha256(content).hexdigest()
-    return hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()
-
-
-def _described(path: str, content: Content) -> dict[str, Any]:
-    entry = {"type": "file", "path": path, "size": size_of(content), "oid": _oid(path, content)}
-    if path.endswith(LFS_SUFFIXES):
-        entry["lfs"] = {"oid": entry["oid"], "size": entry["size"], "pointerSize": 130}
-    if isinstance(content, InStore):
-        entry["xetHash"] = content.hash
-    return entry
 
 
 _NAME = r"(?P<name>[^/]+/[^/]+)"

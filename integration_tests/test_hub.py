@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor, uint8
 
-from integration_tests.hub_server import Fault, Hub
+from integration_tests.hub_records import Fault
+from integration_tests.hub_server import Hub
 
 
 pytest.importorskip("diffusers", reason="diffusers is an optional host")

@@ -16,7 +16,8 @@ from hf_quant.checkpoint._packed import expected_tensors
 from hf_quant.cli import main
 from hf_quant.config import QuantizerConfig, resolve_scheme
 from hf_quant.planning import schemes_to_list
-from integration_tests.hub_server import Content, Fault, Hub, Sparse
+from integration_tests.hub_records import Content, Fault, Sparse
+from integration_tests.hub_server import Hub
 from integration_tests.tiny_models import build
 
 
