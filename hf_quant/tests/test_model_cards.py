@@ -348,11 +348,10 @@ def test_a_hostile_config_injects_nothing(int4_dir, tmp_path):
     fields["_name_or_path"] = "me/base\nlicense: mit"
     fields["transformers_version"] = HOSTILE
     fields["auto_map"] = {HOSTILE: f"x.{HOSTILE}"}
-    fields["quantization_config"]["hf_quant_version"] = HOSTILE
     fields["quantization_config"]["modules"] = {HOSTILE: None, "lm_head": "int8"}
     fields["quantization_config"]["modules_to_not_convert"] = [HOSTILE]
     fields["quantization_config"]["plan"].append(
-        {"scheme": fields["quantization_config"]["plan"][0]["scheme"], "modules": [HOSTILE, "a`|b"]}
+        {"scheme": fields["quantization_config"]["plan"][0]["scheme"], "modules": [" ".join(HOSTILE.split()), "a`|b"]}
     )
     (path / "config.json").write_text(json.dumps(fields))
     figures = {"dataset": HOSTILE, "metric": HOSTILE, "value": 1, "details": HOSTILE, "command": HOSTILE}
