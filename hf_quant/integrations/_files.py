@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_quant.checkpoint import TensorInfo
+from hf_quant.checkpoint._folder import Directory
 from hf_quant.checkpoint._header import load_json, scan_files
+from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
 
 
 # What lies beside the weights: tokenizers, processors, chat templates, the code of custom models, licences.
@@ -123,7 +125,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         parts = sorted(p.parent.name for p in directory.glob(f"*/{CONFIG}"))
         hint = f"; it has the parts {', '.join(parts)}: name one of them" if parts else ""
         raise ValueError(f"{directory} has no {CONFIG}: it is no checkpoint of transformers{hint}")
-    fields = load_json(path)
+    fields = load_json(Directory(directory), path.name, limit=MAX_CONFIG_BYTES)
     if "_class_name" in fields:
         raise ValueError(f"{directory} holds a {fields['_class_name']} of diffusers; needs a model of transformers")
     return fields

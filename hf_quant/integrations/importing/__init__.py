@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from hf_quant.checkpoint._folder import Directory
 from hf_quant.checkpoint._header import load_json
+from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
 from hf_quant.integrations._files import TensorFiles, empty_model, read_config, staged
 from hf_quant.integrations.importing._compressed import read_compressed_tensors
 from hf_quant.integrations.importing._experts import merge_experts
@@ -69,7 +71,7 @@ def _detect(source: Path, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     else:
         for file, known in _OWN_FILES.items():
             if (source / file).is_file():
-                method, own = known, load_json(source / file)
+                method, own = known, load_json(Directory(source), file, limit=MAX_CONFIG_BYTES)
     if method is None or not isinstance(own, dict):
         raise ValueError(f"{source} is not quantized: `hf-quant quantize` makes a checkpoint of it")
     if method == "hf_quant":
