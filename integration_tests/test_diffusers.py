@@ -356,8 +356,8 @@ def test_damaged_checkpoints_are_named(checkpoints, tmp_path):
     path = damaged(plain, tmp_path / "2", lambda tensors: tensors.pop(f"{layer}.weight"))
     with pytest.raises(ValueError, match=f"no fitting {layer}.weight"):
         load(path, quantization_config=config)
-    path = damaged(packed, tmp_path / "3", lambda tensors: tensors[f"{layer}.qdata"].view(-1)[7].fill_(-128))
-    with pytest.raises(ValueError, match=f"{layer}.qdata is corrupt"):
+    path = damaged(packed, tmp_path / "3", lambda tensors: tensors[f"{layer}.scale"].view(-1)[7].fill_(-1))
+    with pytest.raises(ValueError, match=f"{layer}.scale is corrupt"):
         load(path)
     path = damaged(packed, tmp_path / "4", lambda tensors: tensors.pop(f"{layer}.scale"))
     with pytest.raises(ValueError, match=f"lacks {layer}.scale"):
