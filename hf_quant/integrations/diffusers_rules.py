@@ -56,8 +56,8 @@ def rules(model: nn.Module) -> Rules:
             keep[name] = _FIRST_MODULATION
         elif blocks and blocks.isdisjoint(parents):
             keep[name] = next((why for role, why in _ROLES if re.search(role, name, re.I)), _OUTSIDE)
-        elif _MODULATION_NAMES.search(name) or any(
-            _MODULATION_CLASSES.search(type(modules[parent]).__name__) for parent in parents[-1:]
+        elif _MODULATION_NAMES.search(name) or (
+            parents and _MODULATION_CLASSES.search(type(modules[parents[-1]]).__name__)
         ):
             weight_only[name] = _ONE_VECTOR
     return Rules(keep, weight_only, describe(model))

@@ -49,6 +49,8 @@ def find_siblings(model: nn.Module, linears: Mapping[str, Hashable]) -> Iterator
     `linears` is {module name: whatever must be equal for a common product}. Layers inside of PEFT's wrappers count as
     the wrapped ones.
     """
+    if not linears:  # or the source of every class would be read for nothing
+        return
     taken: set[int] = set()
     for name, parent in model.named_modules():
         prefix = f"{name}." if name else ""
