@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -16,28 +15,14 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from hf_quant.integrations.diffusers_attention import BACKEND, int8_sdpa, set_attention_  # noqa: E402
+from hf_quant.tests.recording import Calls  # noqa: E402
 from integration_tests.tiny_architectures import ARCHITECTURES, Size  # noqa: E402
 from integration_tests.tiny_diffusion import load, make_inputs, make_model, run  # noqa: E402
 
 
 BF16 = torch.bfloat16
-
-
-class Calls(TorchDispatchMode):
-    """Counts the calls of hf_quant's ops by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "hf_quant":
-            name = func._schema.name.split("::")[1]
-            self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 # Norms and activation functions.

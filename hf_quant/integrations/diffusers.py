@@ -108,10 +108,10 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         # Of every shard, before any is loaded: to quantize takes minutes, and the last one may be truncated.
         files = [file for file in checkpoint_files if self.pre_quantized or str(file).endswith(".safetensors")]
-        self._headers = read_keys(files)
+        headers = read_keys(files)
         if not self.pre_quantized:
-            self._headers = {}
             return loaded_keys
+        self._headers = headers
         guards = {f"{stored.module}.{stored.weight}" for stored in stored_weights(self._headers)}
         return [key for key in loaded_keys if key not in guards]
 

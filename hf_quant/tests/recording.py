@@ -1,4 +1,4 @@
-"""A capture backend for the CPU that behaves as CUDA graphs do, so that their logic can be tested without a GPU."""
+"""What tests watch calls with: a counter of ops, and a capture backend that behaves on a CPU as CUDA graphs do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of hf_quant's ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "hf_quant":
+            name = func._schema.name.split("::")[1]
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder:

@@ -10,24 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_quant import dequantize_, quantize_
 from hf_quant.modules import QuantLinear, _rows
-
-
-class Calls(TorchDispatchMode):
-    """Counts the calls of hf_quant's ops by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "hf_quant":
-            name = func._schema.name.split("::")[1]
-            self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
+from hf_quant.tests.recording import Calls
 
 
 class Block(nn.Module):
