@@ -103,8 +103,7 @@ def quantized(llama, **config):
 def test_no_weight_changes(name, llama, tmp_path):
     config, format, expected = SCHEMES[name]
     model = quantized(llama, **config)
-    reader = "transformers" if name == "nvfp4" else "engines"
-    notes = export_compressed_tensors(model, tmp_path / "out", reader=reader)
+    notes = export_compressed_tensors(model, tmp_path / "out")
     assert [note for note in notes if "groups of 128" not in note] == []
     tensors = load_all(tmp_path / "out")
     wrong, count = mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))
@@ -238,9 +237,8 @@ def test_scales_that_would_be_rounded_are_refused(scale_dtype, llama, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("config", [{"weights": "nvfp4"}, {"weights": "W8A8_FP8", "granularity": "tensor"}])
-def test_one_scale_per_tensor_must_be_that_of_the_siblings(config, llama, tmp_path):
-    model = quantized(llama, **config)
+def test_one_scale_per_tensor_must_be_that_of_the_siblings(llama, tmp_path):
+    model = quantized(llama, weights="W8A8_FP8", granularity="tensor")
     with pytest.raises(ValueError, match="compute q_proj, k_proj, v_proj as one layer with one scale per tensor"):
         export_compressed_tensors(model, tmp_path / "out")
     assert export_compressed_tensors(model, tmp_path / "out", reader="transformers") == ()
@@ -254,10 +252,31 @@ def test_one_scale_per_tensor_must_be_that_of_the_siblings(config, llama, tmp_pa
             module.weight = weight
     export_compressed_tensors(model, tmp_path / "out")
     assert mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))[0] == 0
-    if config["weights"] == "nvfp4":
-        tensors = load_all(tmp_path / "out")
-        prefix = "model.layers.0.self_attn."
-        assert len({tensors[f"{prefix}{part}_proj.weight_global_scale"].item() for part in "qkv"}) == 1
+
+
+def test_siblings_of_nvfp4_are_brought_to_one_global_scale(llama, tmp_path):
+    model = quantized(llama, weights="nvfp4")
+    attention = model.model.layers[0].self_attn
+    for module, factor in ((attention.k_proj, 8.0), (attention.v_proj, 0.02)):
+        module.weight = module.dequantize_weight() * factor
+    ours = {part: getattr(attention, f"{part}_proj").global_scale.view(F32).item() for part in "qkv"}
+    assert len(set(ours.values())) == 3
+    export_compressed_tensors(model, tmp_path / "out")
+    assert mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))[0] == 0
+    tensors = load_all(tmp_path / "out")
+    found = {tensors[f"model.layers.0.self_attn.{part}_proj.weight_global_scale"].item() for part in "qkv"}
+    assert found == {1 / max(ours.values())}
+    export_compressed_tensors(model, tmp_path / "apart", reader="transformers")
+    tensors = load_all(tmp_path / "apart")
+    found = {part: tensors[f"model.layers.0.self_attn.{part}_proj.weight_global_scale"].item() for part in "qkv"}
+    assert found == {part: 1 / scale for part, scale in ours.items()}
+    attention.v_proj.weight = attention.v_proj.dequantize_weight() * 1e-6
+    with pytest.raises(ValueError, match="v_proj: its weights are so much smaller than its siblings'"):
+        export_compressed_tensors(model, tmp_path / "far")
+    with torch.no_grad():  # a checkpoint of others
+        attention.v_proj.global_scale.copy_(torch.tensor([0.3]).view(attention.v_proj.global_scale.dtype))
+    with pytest.raises(ValueError, match="compute q_proj, k_proj, v_proj as one layer with one scale per tensor"):
+        export_compressed_tensors(model, tmp_path / "far")
 
 
 def test_readers(llama, tmp_path):

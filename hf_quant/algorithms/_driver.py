@@ -99,10 +99,8 @@ class Quantization:
     def run(self, choose: Algorithm) -> bool:
         """Fill the packed tensors; False if the weight has NaN or inf, which makes them worthless."""
         if self.global_scale is not None:
-            # The largest scale lands on the end of fp8's grid, as NVIDIA's recipe for nvfp4 has it.
             amax = torch.maximum(self.weight.amax((1, 2)), -self.weight.amin((1, 2))).float()
-            unit = amax / (self.format.max * torch.finfo(self.scale.dtype).max)
-            self.global_scale.copy_(torch.where(unit > 0, unit, torch.ones_like(unit)))
+            self.global_scale.copy_(global_scale(amax / (self.format.max * torch.finfo(self.scale.dtype).max)))
         if choose in _NATIVE and self.quant.granularity in ("row", "group") and native.quantizes(self.weight):
             return self._run_native(choose)
         for pieces in self._matrices():
@@ -197,6 +195,17 @@ class Quantization:
         target.copy_((choice.scale if unit is None else choice.scale / unit).view(target.shape))
         if choice.zero_point is not None:
             self.zero_point[at] = choice.zero_point.view(target.shape).to(torch.uint8)
+
+
+def global_scale(smallest: Tensor) -> Tensor:
+    """The power of two from `smallest` on: the largest scale of a weight is in the upper half of fp8's range.
+
+    NVIDIA's recipe for nvfp4 takes `smallest` itself. A power of two rounds scales as finely, and weights that are
+    served as one layer can be brought to one global scale without rounding anything again.
+    """
+    mantissa, exponent = torch.frexp(smallest)
+    power = torch.ldexp(torch.ones_like(mantissa), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return torch.where(smallest > 0, power, 1.0)
 
 
 def scale_rounder(dtype: torch.dtype, unit: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -35,7 +35,7 @@ def export_compressed_tensors(
         out: a directory that does not exist yet, or is empty; it appears when it is complete.
 
         reader: "engines" (vLLM, SGLang), which compute query, key and value, and gate and up, as one layer each: they
-            must be quantized alike, and share the one scale of nvfp4 or of fp8 per tensor. "transformers" keeps all
+            must be quantized alike, and share the one scale of fp8 per tensor. "transformers" keeps all
             layers apart.
 
     Returns:

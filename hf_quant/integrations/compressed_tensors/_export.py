@@ -1,5 +1,6 @@
 """What is written for each module, why a module cannot be, and the checkpoint itself, tensor by tensor."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from hf_quant.integrations._files import TensorFiles, empty_model, rewrite, writ
 from hf_quant.integrations._loading import prepare_from_checkpoint, stored_weights
 from hf_quant.integrations._names import check_names, renamer, tied_modules
 from hf_quant.integrations.compressed_tensors._experts import layer_names, split_rows
-from hf_quant.integrations.compressed_tensors._schemes import Group, Inexpressible, group_of
-from hf_quant.integrations.compressed_tensors._tensors import to_compressed
+from hf_quant.integrations.compressed_tensors._schemes import NVFP4, Group, Inexpressible, group_of
+from hf_quant.integrations.compressed_tensors._tensors import to_compressed, with_global_scale
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 from hf_quant.scheme import BLOCK_SIZE
 
@@ -65,6 +66,7 @@ class Plan:
         weights: {key of `qdata` in the checkpoint: Weight}.
         dropped: keys that are written together with another, and guards.
         ignore: names of what holds a matrix and is not quantized.
+        global_scales: {prefix of a weight: the global scale that it is brought to}, of nvfp4.
         notes: what the exported checkpoint does not say of ours.
     """
 
@@ -72,6 +74,7 @@ class Plan:
     weights: dict[str, Weight] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
     ignore: list[str] = field(default_factory=list)
+    global_scales: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -96,7 +99,7 @@ def export_directory(
             if name not in plan.weights:
                 return {name: files.read(name)}
             try:
-                return _convert(plan.weights[name], files, plan.dtype)
+                return _convert(plan.weights[name], files, plan)
             except Inexpressible as reason:  # of values, not of schemes: all of them are looked at before the end
                 refused[plan.weights[name].prefix] = str(reason)
                 return {}
@@ -178,7 +181,8 @@ def _split_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
     scale for all where theirs are different.
 
     Of the `weight_global_scale` of several layers vLLM takes the largest, without adapting the others' weights
-    (schemes/compressed_tensors_w4a16_nvfp4.py); fp8 codes with one scale per tensor it rounds again.
+    (schemes/compressed_tensors_w4a16_nvfp4.py): where they differ by powers of two, the plan notes the one to bring
+    all to. fp8 codes with one scale per tensor it rounds again.
     """
     groups: dict[str, Group | None] = {layer.name: layer.group for layer in plan.layers}
     groups.update(dict.fromkeys(plan.ignore))
@@ -195,7 +199,13 @@ def _split_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
                 refused[first] = (
                     f"engines compute {others} as one layer and want them quantized alike, or all in 16 bit"
                 )
-            elif len({shared.get(s) for s in siblings}) > 1:
+                continue
+            scales = [shared.get(s) for s in siblings]
+            if len(set(scales)) == 1:
+                continue
+            if groups[first].format == NVFP4 and all(math.frexp(max(scales) / s)[0] == 0.5 for s in scales):
+                plan.global_scales.update(dict.fromkeys(siblings, max(scales)))
+            else:
                 refused[first] = (
                     f"engines compute {others} as one layer with one scale per tensor, and theirs are different: "
                     "other weights would be served. reader='transformers' writes for readers that keep them apart"
@@ -207,10 +217,14 @@ def _scale_of_all(weight: Weight, files: TensorFiles) -> float | None:
     """The number that scales a whole weight, and that siblings have to share; None if there is none."""
     quant, activation = weight.module.scheme.weight, weight.module.scheme.activation
     if quant.format == "nvfp4":
-        return files.read(f"{weight.prefix}.global_scale").view(torch.float32).item()
-    if quant.format == "fp8_e4m3" and quant.granularity == "tensor" and activation is not None:
-        return files.read(f"{weight.prefix}.scale").view(getattr(torch, quant.scale_dtype)).item()
-    return None
+        key, dtype = "global_scale", torch.float32
+    elif quant.format == "fp8_e4m3" and quant.granularity == "tensor" and activation is not None:
+        key, dtype = "scale", getattr(torch, quant.scale_dtype)
+    else:
+        return None
+    stored = files.read(f"{weight.prefix}.{key}")
+    check_values(stored, key, quant, f"{weight.prefix}.{key}")
+    return stored.view(dtype).item()
 
 
 def _notes(config: QuantizerConfig, plan: Plan, reader: str) -> Iterator[str]:
@@ -227,7 +241,7 @@ def _notes(config: QuantizerConfig, plan: Plan, reader: str) -> Iterator[str]:
         yield "vLLM quantizes the inputs of fp8 blocks in groups of 128 values; hf_quant has one scale per token"
 
 
-def _convert(weight: Weight, files: TensorFiles, dtype: torch.dtype) -> dict[str, Tensor]:
+def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor]:
     """{name: tensor} of the layers that a weight becomes. Raises Inexpressible."""
     module, tensors = weight.module, {}
     quant = module.scheme.weight
@@ -239,10 +253,12 @@ def _convert(weight: Weight, files: TensorFiles, dtype: torch.dtype) -> dict[str
         if parameters[key] is not None:
             check_values(parameters[key], key, quant, full)
     packed: PackedWeight = module._typed(weight.name, parameters)
+    if weight.prefix in plan.global_scales:
+        packed = with_global_scale(packed, plan.global_scales[weight.prefix])
     K = module.matrix_shape(weight.name)[-1]
     for layer in weight.layers:
         part = packed if layer.split is None else split_rows(packed, *layer.split)
-        converted = to_compressed(part, layer.group.format, quant, K, dtype)
+        converted = to_compressed(part, layer.group.format, quant, K, plan.dtype)
         tensors.update({f"{layer.name}.{name}": tensor for name, tensor in converted.items()})
     return tensors
 

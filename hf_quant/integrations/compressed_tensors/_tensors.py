@@ -78,6 +78,18 @@ def from_compressed(
     return PackedWeight(*(None if part is None else part.contiguous() for part in parts))
 
 
+def with_global_scale(packed: PackedWeight, global_scale: float) -> PackedWeight:
+    """The same nvfp4 weight with another global scale, a power of two times its own; raises Inexpressible."""
+    ratio = packed.global_scale.double() / global_scale
+    exact = packed.scale.double() * ratio
+    scale = exact.to(packed.scale.dtype)
+    if not torch.equal(scale.double(), exact):
+        raise Inexpressible(
+            "its weights are so much smaller than its siblings' that one global scale rounds its scales"
+        )
+    return packed._replace(scale=scale, global_scale=torch.full_like(packed.global_scale, global_scale))
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes [R, C] below 16 -> int32 words [R, ceil(C / 8)], low bits first, filled up with 0."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))

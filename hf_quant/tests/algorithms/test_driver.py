@@ -101,11 +101,17 @@ def test_mxfp4_scale_is_the_rule_of_ocp() -> None:
     assert torch.equal(packed.scale.float(), expected)
 
 
-def test_nvfp4_uses_the_whole_range_of_its_scales() -> None:
-    weight = random_weight(4, 64)
+@pytest.mark.parametrize("factor", [1.0, 1.9, 3e-38, 1e35])
+def test_nvfp4_uses_the_upper_half_of_the_range_of_its_scales(factor: float) -> None:
+    weight = random_weight(4, 64) * factor
     packed = quantize_matrix(weight, scheme("nvfp4"), "absmax")
-    assert packed.global_scale.tolist() == pytest.approx([weight.abs().max().item() / (6 * 448)])
-    assert packed.scale.float().max() == 448
+    assert packed.global_scale.log2().frac().item() == 0
+    assert 224 <= packed.scale.float().max() <= 448
+
+
+def test_the_whole_range_of_nvfp4_is_used_where_its_end_is_a_power_of_two() -> None:
+    packed = quantize_matrix(torch.full((1, 16), 6 * 448 * 2.0**-9), scheme("nvfp4"), "absmax")
+    assert packed.global_scale.tolist() == [2.0**-9] and packed.scale.float().tolist() == [[448.0]]
 
 
 @ALL
