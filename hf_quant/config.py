@@ -24,6 +24,7 @@ ATTENTIONS = (None, "int8")
 OF_THIS_PROCESS = ("fuse_projections", "fuse_activations")  # how products are computed; never stored
 WITHOUT_WEIGHTS = ("kv_cache", "attention")  # what may be quantized where no weight is
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
+_NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)  # of a method, of a repository
 _VERSION = re.compile(r"[\w.+!-]{1,80}", re.ASCII)
 MAX_EXPRESSIONS, MAX_EXPRESSION = 1000, 10_000  # regular expressions, which take 0.1 ms and more to compile
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -159,6 +160,9 @@ class QuantizerConfig(QuantizationConfigMixin):
         if not isinstance(self.hf_quant_version, str) or not _VERSION.fullmatch(self.hf_quant_version):
             raise ValueError(f"hf_quant_version is {self.hf_quant_version!r}; needs a version such as {__version__!r}")
         self.plan: list[dict[str, Any]] | None = kwargs.pop("plan", None)
+        self.imported_from: dict[str, str | None] | None = kwargs.pop("imported_from", None)
+        if self.imported_from is not None:
+            _check_origin(self.imported_from)
         if kwargs:
             more = f"; and {len(kwargs) - 3} more" if len(kwargs) > 3 else ""
             raise ValueError("; ".join(_unknown("field", n, self.user_fields()) for n in list(kwargs)[:3]) + more)
@@ -228,6 +232,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             **{name: getattr(self, name) for name in self.user_fields()},
             "plan": self.plan,
         }
+        if self.imported_from is not None:
+            fields["imported_from"] = self.imported_from
         return json.loads(json.dumps(fields))
 
     def get_loading_attributes(self) -> dict[str, Any]:
@@ -246,7 +252,7 @@ class QuantizerConfig(QuantizationConfigMixin):
     def __repr__(self) -> str:
         shown = {n: getattr(self, n) for n in self.user_fields()}
         default = {"activation_scale": "dynamic", "modules": {}}
-        given = ", ".join(f"{n}={v!r}" for n, v in shown.items() if v != default.get(n))
+        given = ", ".join(f"{n}={v!r}" for n, v in shown.items() if n == "weights" or v != default.get(n))
         return f"QuantizerConfig({given})"
 
 
@@ -259,6 +265,19 @@ def as_config(config: "QuantizerConfig | str | dict") -> QuantizerConfig:
     if isinstance(config, dict):
         return QuantizerConfig(**config)
     raise ValueError(f"config is a {type(config).__name__}; needs a QuantizerConfig, a format name or a dict")
+
+
+def _check_origin(origin: Any) -> None:
+    """Raise ValueError unless it says by what a checkpoint was quantized, and what it was called on the Hub."""
+    if (
+        not isinstance(origin, dict)
+        or set(origin) != {"method", "name"}
+        or not all(isinstance(v, str) and _NAME.fullmatch(v) for v in origin.values() if v is not None)
+        or origin["method"] is None
+    ):
+        raise ValueError(
+            f"imported_from is {str(origin)[:200]!r}; needs the method that quantized it, and a name or None"
+        )
 
 
 def _stored_cache(value: "str | dict | KVCacheConfig") -> str | dict:

@@ -161,7 +161,7 @@ def test_config_of_one_scheme(llama, tmp_path):
     del after["quantization_config"]
     assert after == before
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+    assert files == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
 
 
 def test_config_of_several_schemes(llama, tmp_path):
@@ -392,7 +392,8 @@ def test_one_shard_at_a_time_and_no_model(llama, tmp_path, monkeypatch):
     assert index["weight_map"].keys() == load_all(tmp_path / "out").keys()
     assert mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))[0] == 0
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "tokenizer_config.json" in files and "README.md" not in files
+    assert "tokenizer_config.json" in files
+    assert "how to load the checkpoint of hf_quant" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_is_left_out_is_said(llama, tmp_path):

@@ -432,7 +432,7 @@ def test_the_command(llama, tmp_path, capsys):
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     assert "every weight is what it was" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer_config.json", "LICENSE"}
+    assert names == {"README.md", "config.json", "model.safetensors", "tokenizer_config.json", "LICENSE"}
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hf-quant: error:") and "is not empty" in line

@@ -3,17 +3,26 @@
 import argparse
 
 from hf_quant.integrations.compressed_tensors import export_compressed_tensors
+from hf_quant.integrations.hub import read_measurements
 from hf_quant.integrations.importing import import_checkpoint
 
 
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint of hf_quant in another format."""
-    _report(args, export_compressed_tensors(args.checkpoint, args.out, reader=args.reader))
+    notes = export_compressed_tensors(
+        args.checkpoint,
+        args.out,
+        reader=args.reader,
+        measurements=read_measurements(args.measurements),
+        repo_id=args.repo,
+        revision=args.revision,
+    )
+    _report(args, notes)
 
 
 def import_(args: argparse.Namespace) -> None:
     """Make a checkpoint of hf_quant from one of another library."""
-    _report(args, import_checkpoint(args.checkpoint, args.out))
+    _report(args, import_checkpoint(args.checkpoint, args.out, revision=args.revision))
 
 
 def _report(args: argparse.Namespace, notes: tuple[str, ...]) -> None:

@@ -131,14 +131,7 @@ def _add_card(commands, common) -> None:
         "--base-model", metavar="MODEL", help="what was quantized: USER/NAME, or a directory with its README.md"
     )
     parser.add_argument("--license", metavar="ID", help="of the model (default: the one in the base model's card)")
-    parser.add_argument(
-        "--measurements",
-        metavar="FILE",
-        type=Path,
-        action="append",
-        default=[],
-        help="what `eval --json` and `bench --json` have written; may be repeated",
-    )
+    _add_measurements(parser)
     parser.add_argument("--repo", metavar="USER/NAME", help="the repository of the card, which its snippets name")
     parser.add_argument(
         "-o",
@@ -152,8 +145,9 @@ def _add_card(commands, common) -> None:
 def _add_export(commands, common) -> None:
     help = "write a quantized checkpoint in the format of serving engines (vLLM, SGLang), every weight as it is"
     parser = _add_command(commands, common, "export", ("_convert", "export"), help)
-    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="directory of a quantized transformers model")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; it does not exist yet")
+    _add_conversion(parser, "directory of a quantized transformers model, or USER/NAME on the Hub")
+    parser.add_argument("--repo", metavar="USER/NAME", help="where OUT is going to be on the Hub, for its model card")
+    _add_measurements(parser)
     parser.add_argument(
         "--format", choices=("compressed-tensors",), default="compressed-tensors", help="(default: compressed-tensors)"
     )
@@ -168,8 +162,24 @@ def _add_export(commands, common) -> None:
 def _add_import(commands, common) -> None:
     help = "make a quantized checkpoint from one of GPTQ, AWQ or compressed-tensors, every weight as it is"
     parser = _add_command(commands, common, "import", ("_convert", "import_"), help)
-    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="directory of the other library's checkpoint")
+    _add_conversion(parser, "directory of the other library's checkpoint, or USER/NAME on the Hub")
+
+
+def _add_conversion(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("checkpoint", metavar="MODEL", help=help)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; it does not exist yet")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a repository on the Hub")
+
+
+def _add_measurements(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measurements",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="what `eval --json` and `bench --json` have written; may be repeated",
+    )
 
 
 def _add_demo(commands, common) -> None:

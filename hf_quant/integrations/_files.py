@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_quant.checkpoint import TensorInfo
-from hf_quant.checkpoint._folder import Directory
+from hf_quant.checkpoint._folder import Directory, open_folder
 from hf_quant.checkpoint._header import load_json, scan_files
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
 
@@ -87,7 +89,7 @@ def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str
 
 @contextlib.contextmanager
 def staged(source: Path, out: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes `out` if nothing is raised; of `source` it gets what is no weight.
+    """A directory to write into, which becomes `out` if nothing is raised; it holds what of `source` is no weight.
 
     Raises ValueError if `out` is a file, the source, or holds anything.
     """
@@ -102,8 +104,8 @@ def staged(source: Path, out: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         directory = Path(name) / out.name  # its mode is that of any new directory
         directory.mkdir()
-        yield directory
         _copy_side_files(source, directory)
+        yield directory
         if out.is_dir():
             out.rmdir()
         directory.rename(out)
@@ -112,8 +114,28 @@ def staged(source: Path, out: Path) -> Iterator[Path]:
 def _copy_side_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         side = any(path.match(p) for p in SIDE_FILES) and not any(path.match(p) for p in _NOT_SIDE_FILES)
-        if path.is_file() and side and not (target / path.name).exists():
+        if path.is_file() and side:
             shutil.copyfile(path, target / path.name)
+
+
+def local_checkpoint(source: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
+    """The directory of a checkpoint: the given one, or what the Hub's cache has of USER/NAME after a download.
+
+    Raises ValueError if the Hub has no such model, or it cannot be reached and the cache has none of it.
+    """
+    if isinstance(source, Path) or Path(source).exists():
+        if revision is not None:
+            raise ValueError(f"{source} is on this machine and has no revision {revision!r}: leave it out")
+        return Path(source)
+    patterns = [*SIDE_FILES, "*.safetensors", "README.md"]
+    try:
+        found = snapshot_download(
+            source, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]
+        )
+    except (HFValidationError, HTTPError, OSError):  # of the Hub: long, with links and request ids
+        open_folder(source, revision=revision, token=token)  # says in one line what is wrong
+        raise ValueError(f"{source} could not be downloaded from the Hub: try again, what is here is kept") from None
+    return Path(found)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

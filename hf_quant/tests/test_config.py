@@ -63,6 +63,22 @@ def test_the_hosts_find_what_they_look_for():
 
 def test_repr_shows_what_was_given():
     assert repr(QuantizerConfig("int4", modules={"a": None})) == "QuantizerConfig(weights='int4', modules={'a': None})"
+    assert repr(QuantizerConfig(None, kv_cache="int8")) == "QuantizerConfig(weights=None, kv_cache='int8')"
+
+
+def test_where_a_checkpoint_was_imported_from():
+    assert "imported_from" not in QuantizerConfig("int4").to_dict()
+    for name in (None, "me/model-gptq"):
+        fields = {**QuantizerConfig("int4").to_dict(), "imported_from": {"method": "gptq", "name": name}}
+        assert QuantizerConfig.from_dict(fields).to_dict() == fields
+
+
+@pytest.mark.parametrize(
+    "origin", ["gptq", {}, {"method": "gptq"}, {"method": None, "name": "a/b"}, {"method": "x", "name": "a/b|c"}, [1]]
+)
+def test_what_cannot_be_imported_from(origin):
+    with pytest.raises(ValueError, match="imported_from is .*; needs the method that quantized it"):
+        QuantizerConfig("int4", imported_from=origin)
 
 
 @pytest.mark.parametrize("fields", all_scheme_fields().values(), ids=all_scheme_fields())

@@ -6,16 +6,27 @@ package compressed-tensors is installed; it is not needed to write one.
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_quant.integrations._files import read_config, staged
-from hf_quant.integrations.compressed_tensors._export import READERS, export_directory
+from hf_quant.integrations._files import TensorFiles, local_checkpoint, read_config, staged
+from hf_quant.integrations.compressed_tensors._export import READERS, plan_export, write_export
+from hf_quant.integrations.hub import CARD, Export, Measurements, converted_card, origin_of
+from hf_quant.integrations.hub._base import check_hub_id
+from hf_quant.integrations.hub.measurements import as_measurements
 
 
 def export_compressed_tensors(
-    model: nn.Module | str | Path, out: str | Path, *, reader: str = "engines"
+    model: nn.Module | str | Path,
+    out: str | Path,
+    *,
+    reader: str = "engines",
+    measurements: "Measurements | dict[str, Any] | Path | str | None" = None,
+    repo_id: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> tuple[str, ...]:
     """Write a quantized transformers model, or a checkpoint of one, in the format of compressed-tensors.
 
@@ -28,15 +39,18 @@ def export_compressed_tensors(
         NVFP4A16, MXFP4A16                    nvfp4-pack-quantized, mxfp4-pack-quantized
 
     Several of them in one model make its format "mixed-precision". Fused experts are written one by one, under the
-    names of the original checkpoint. Tokenizer, generation config and licence are copied along.
+    names of the original checkpoint. Tokenizer, generation config and licence are copied along; a README.md, the model
+    card, says how engines serve it.
 
     Args:
-        model: a quantized model of transformers, or the directory of its checkpoint.
+        model: a quantized model of transformers, or the directory of its checkpoint, or its name on the Hub.
         out: a directory that does not exist yet, or is empty; it appears when it is complete.
-
         reader: "engines" (vLLM, SGLang), which compute query, key and value, and gate and up, as one layer each: they
             must be quantized alike, and share the one scale of fp8 per tensor. "transformers" keeps all
             layers apart.
+        measurements: of the model's quality, for the card, see `hf_quant.integrations.hub.measurements`.
+        repo_id: where the export is going to be on the Hub; the card's commands name it.
+        revision, token: of a model on the Hub.
 
     Returns:
         What the exported checkpoint does not say of ours, one line each, e.g. that a quantized KV cache is left out.
@@ -47,9 +61,28 @@ def export_compressed_tensors(
     """
     if reader not in READERS:
         raise ValueError(f"reader is {reader!r}; allowed: {', '.join(map(repr, READERS))}")
-    out = Path(out)
+    out, figures = Path(out), as_measurements(measurements)
+    if repo_id is not None:
+        check_hub_id(repo_id, "repo_id")
+
+    def export(source: Path, where: str, origin: tuple[str | None, bool] | None = None) -> tuple[str, ...]:
+        fields = _fields(source, where)
+        with staged(source, out) as target, TensorFiles(source) as files:
+            plan = plan_export(source, files, reader, where)
+            card = converted_card(
+                source,
+                source,
+                origin=origin,
+                export=Export(plan.formats, reader),
+                measurements=Measurements(quality=figures.quality, bits_per_weight=figures.bits_per_weight),
+                repo_id=repo_id,
+            )
+            write_export(plan, files, target, fields, where)
+            card.save(target / CARD)
+        return tuple(plan.notes)
+
     if isinstance(model, str | Path):
-        return _export(Path(model), out, reader, str(model))
+        return export(local_checkpoint(model, revision=revision, token=token), str(model))
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; needs a model of transformers, or a directory")
     if getattr(model.config, "quantization_config", None) is None:
@@ -59,14 +92,14 @@ def export_compressed_tensors(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as saved:
         model.save_pretrained(saved)
-        return _export(Path(saved), out, reader, f"this {type(model).__name__}")
+        return export(Path(saved), f"this {type(model).__name__}", origin_of(model))
 
 
-def _export(source: Path, out: Path, reader: str, where: str) -> tuple[str, ...]:
+def _fields(source: Path, where: str) -> dict[str, Any]:
+    """Of the config of a checkpoint. Raises ValueError if it is not of hf_quant."""
     fields = read_config(source)
     method = (fields.get("quantization_config") or {}).get("quant_method")
     if method != "hf_quant":
         found = "not quantized" if method is None else f"quantized by {method}"
         raise ValueError(f"{where} is {found}; needs a checkpoint that hf_quant has quantized")
-    with staged(source, out) as target:
-        return export_directory(source, target, fields, reader=reader, where=where)
+    return fields

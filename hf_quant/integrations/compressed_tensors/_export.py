@@ -21,6 +21,8 @@ from hf_quant.integrations._names import check_names, renamer, tied_modules
 from hf_quant.integrations.compressed_tensors._experts import layer_names, split_rows
 from hf_quant.integrations.compressed_tensors._schemes import NVFP4, Group, Inexpressible, group_of
 from hf_quant.integrations.compressed_tensors._tensors import to_compressed, with_global_scale
+from hf_quant.integrations.hub._serving import KV_CACHE_OPTIONS
+from hf_quant.kv_cache import KVCacheConfig
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 from hf_quant.scheme import BLOCK_SIZE
 
@@ -81,37 +83,40 @@ class Plan:
     def layers(self) -> Iterator[Layer]:
         return (layer for weight in self.weights.values() for layer in weight.layers)
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Storage formats, sorted."""
+        return tuple(sorted({layer.group.format for layer in self.layers}))
 
-def export_directory(
-    source: Path, target: Path, fields: dict[str, Any], *, reader: str, where: str
-) -> tuple[str, ...]:
-    """Write the files of one checkpoint into an empty directory; returns what they do not say of ours.
 
-    `fields` are those of its config.json, `reader` is one of READERS, `where` is what errors call the source.
+def write_export(plan: Plan, files: TensorFiles, target: Path, fields: dict[str, Any], where: str) -> None:
+    """Write the tensors and the config into a directory. `fields` are those of the source's config.json.
+
+    Raises ValueError with every weight whose values cannot be written.
     """
-    with TensorFiles(source) as files:
-        plan = _plan(source, files, reader, where)
-        refused: dict[str, str] = {}
+    refused: dict[str, str] = {}
 
-        def convert(name: str) -> dict[str, Tensor]:
-            if name in plan.dropped:
-                return {}
-            if name not in plan.weights:
-                return {name: files.read(name)}
-            try:
-                return _convert(plan.weights[name], files, plan)
-            except Inexpressible as reason:  # of values, not of schemes: all of them are looked at before the end
-                refused[plan.weights[name].prefix] = str(reason)
-                return {}
+    def convert(name: str) -> dict[str, Tensor]:
+        if name in plan.dropped:
+            return {}
+        if name not in plan.weights:
+            return {name: files.read(name)}
+        try:
+            return _convert(plan.weights[name], files, plan)
+        except Inexpressible as reason:  # of values, not of schemes: all of them are looked at before the end
+            refused[plan.weights[name].prefix] = str(reason)
+            return {}
 
-        rewrite(files, target, convert)
+    rewrite(files, target, convert)
     _refuse(where, refused)
     write_config(target, {**fields, "quantization_config": quantization_config(plan)})
-    return tuple(plan.notes)
 
 
-def _plan(source: Path, files: TensorFiles, reader: str, where: str) -> Plan:
-    """What to write. Raises ValueError with every module that cannot be, and why."""
+def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Plan:
+    """What to write for a reader of READERS; errors call the source `where`.
+
+    Raises ValueError with every module that cannot be written, and why.
+    """
     config = find_config(source)
     if config.quantizes_no_weights:
         raise ValueError(f"{where} has no quantized weights: nothing to export")
@@ -229,9 +234,10 @@ def _scale_of_all(weight: Weight, files: TensorFiles) -> float | None:
 
 def _notes(config: QuantizerConfig, plan: Plan, reader: str) -> Iterator[str]:
     if config.kv_cache is not None:
+        option = KV_CACHE_OPTIONS.get(KVCacheConfig.of(config.kv_cache).format)
         yield (
-            "the quantized KV cache is left out: compressed-tensors has one calibrated fp8 scale per layer, "
-            "hf_quant a scale for every token"
+            "the quantized KV cache is left out: compressed-tensors has one calibrated fp8 scale per layer, hf_quant "
+            f"a scale for every token and head{f', as vLLM has by its option {option}' if option else ''}"
         )
     schemes = {weight.module.scheme for weight in plan.weights.values()}
     if any(scheme.cpu_activation is not None for scheme in schemes):
@@ -269,14 +275,13 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
     for layer in plan.layers:
         names.setdefault(layer.group, []).append(layer.name)
     ordered = [group for group, _ in Counter({g: len(n) for g, n in names.items()}).most_common()]
-    formats = {group.format for group in ordered}
     groups = {
         f"group_{i}": group.to_dict(["Linear"] if len(ordered) == 1 else sorted(names[group]))
         for i, group in enumerate(ordered)
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "format": plan.formats[0] if len(plan.formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": plan.ignore,

@@ -19,6 +19,7 @@ from torch import nn
 from hf_quant.integrations.hub import _base
 from hf_quant.integrations.hub._base import NotOnHub, find_card, find_card_file, hub_id, read_card
 from hf_quant.integrations.hub._content import content, tags_of
+from hf_quant.integrations.hub._serving import Export
 from hf_quant.integrations.hub._source import CardSource, holds_quantized, origin_of, read_source
 from hf_quant.integrations.hub._text import render
 from hf_quant.integrations.hub._usage import pipeline_tag
@@ -27,15 +28,18 @@ from hf_quant.integrations.hub.measurements import Measurements, as_measurements
 
 __all__ = [
     "CARD",
+    "Export",
     "Measurements",
     "NotOnHub",
     "card_for_upload",
+    "converted_card",
     "find_card",
     "find_card_file",
     "hub_id",
     "is_untouched",
     "merge_cards",
     "model_card",
+    "origin_of",
     "read_card",
     "read_measurements",
     "replace_card",
@@ -157,6 +161,34 @@ def card_for_upload(
     merge_cards(existing, card).save(path)
 
 
+def converted_card(
+    directory: Path | str,
+    original: Path | str,
+    *,
+    origin: tuple[str | None, bool] | None = None,
+    export: Export | None = None,
+    measurements: "Measurements | dict[str, Any] | Path | str | None" = None,
+    repo_id: str | None = None,
+) -> ModelCard:
+    """A card of a checkpoint that was converted into, or from, another format.
+
+    Args:
+        directory: hf_quant's checkpoint.
+        original: the directory of what was converted, whose card says what its base model and licence are.
+        origin: see `origin_of`, of a model that was in memory.
+        export: the other format, if it is that one which gets the card.
+        measurements, repo_id: see `model_card`.
+
+    Raises:
+        ValueError: see `model_card`.
+    """
+    facts = read_source(directory)
+    if origin is not None:
+        facts = replace(facts, origin=origin[0], origin_is_quantized=origin[1])
+    base = _find_base(facts, None, None, _card_of(str(original), None), None)
+    return _make(facts, as_measurements(measurements), base, repo_id=repo_id, export=export)
+
+
 class _Base(NamedTuple):
     """What is known of the model that was quantized: names on the Hub, and what is inherited from its card."""
 
@@ -217,6 +249,7 @@ def _make(
     repo_id: str | None,
     license: str | None = None,
     title: str | None = None,
+    export: Export | None = None,
 ) -> ModelCard:
     bits = facts.bits_per_weight
     if None not in (figures.bits_per_weight, bits) and abs(figures.bits_per_weight - bits) > 0.01 * bits:
@@ -233,10 +266,11 @@ def _make(
         **{key: known.get(key) for key in (*_LICENSE_FIELDS, "language")},
         "library_name": facts.library,
         "pipeline_tag": known.get("pipeline_tag") or pipeline_tag(facts),
-        "tags": tags_of(facts),
+        "tags": tags_of(facts, export),
     }
     fields = {key: value for key, value in fields.items() if value is not None}
-    text = render("card.jinja", content(facts, figures, fields, repo_id=repo_id, bases=base.names, title=title))
+    values = content(facts, figures, fields, repo_id=repo_id, bases=base.names, title=title, export=export)
+    text = render("card.jinja", values)
     return _assemble(fields, f"\n{text}\n<!-- hf_quant card {facts.fingerprint} {_digest(text)} -->\n")
 
 

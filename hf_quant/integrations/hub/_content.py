@@ -8,9 +8,11 @@ from hf_quant.algorithms import default_algorithm
 from hf_quant.checkpoint import CheckpointRow, CheckpointSummary
 from hf_quant.config import QuantizerConfig, entry_fields, excludes, matches, resolve_scheme
 from hf_quant.formats import FORMATS
+from hf_quant.integrations.hub import _serving
+from hf_quant.integrations.hub._serving import Export
 from hf_quant.integrations.hub._source import CardSource, Part
 from hf_quant.integrations.hub._text import Markdown, code, plain, size
-from hf_quant.integrations.hub._usage import reproduce, usage
+from hf_quant.integrations.hub._usage import not_recorded, reproduce, usage
 from hf_quant.integrations.hub.measurements import Measurements
 from hf_quant.kv_cache import KVCacheConfig
 from hf_quant.planning import MIN_WEIGHTS, schemes_from_list
@@ -39,12 +41,13 @@ def caches_of(source: CardSource) -> list[str]:
     return sorted({KVCacheConfig.of(cache).format for cache in found if cache is not None})
 
 
-def tags_of(source: CardSource) -> list[str]:
+def tags_of(source: CardSource, export: Export | None) -> list[str]:
     """Tags of the Hub."""
     formats = formats_of(source)
     bits = sorted({FORMATS[name].bits for name in formats})
     caches = [f"kv-cache-{name}" for name in caches_of(source)]
-    return ["hf_quant", "quantized", *formats, *(f"{n}-bit" for n in bits), *caches]
+    tags = ["hf_quant", "quantized", *formats, *(f"{n}-bit" for n in bits), *caches]
+    return tags if export is None else _serving.tags(export, tags)
 
 
 def content(
@@ -55,18 +58,23 @@ def content(
     repo_id: str | None,
     bases: list[str],
     title: str | None,
+    export: Export | None,
 ) -> dict[str, Any]:
     """The values of `card.jinja`."""
-    base = bases[0] if bases else None
-    language, again = reproduce(source, base)
+    base, task = bases[0] if bases else None, data.get("pipeline_tag")
+    made, unknown = reproduce(source, base), not_recorded(source, base)
+    language, again = made if export is None else _serving.reproduce(made, export)
     commands = dict.fromkeys(row.command for row in measurements.quality if row.command is not None)
-    return {
+    values = {
         "title": plain(title) if title is not None else _title(source, repo_id, base),
         "summary": _summary(source, bases),
+        "serve": None,
+        "served": None,
+        "container": Markdown(""),
         "install": Markdown(
             "pip install 'hf-quant[diffusers]'" if source.library == "diffusers" else "pip install hf-quant"
         ),
-        "usage": Markdown(usage(source, repo_id, base, data.get("pipeline_tag"))),
+        "usage": Markdown(usage(source, repo_id, base, task)),
         "trust": source.auto_class is not None,
         "parts": [_part(part) for part in source.parts],
         "others": Markdown(", ".join(f"{code(name)} ({size(n)})" for name, n in source.others.items())),
@@ -84,9 +92,10 @@ def content(
         "speed": measurements.speed,
         "language": Markdown(language),
         "reproduce": Markdown(again),
-        "base_unknown": base is None,
+        "not_recorded": None if unknown is None else Markdown(unknown),
         "legal": _legal(data, bases),
     }
+    return values if export is None else values | _serving.sections(source, export, repo_id, task)
 
 
 def _dtype_name(dtype: object) -> str:
@@ -117,9 +126,10 @@ def _summary(source: CardSource, bases: list[str]) -> Markdown:
     name = " and ".join(map(_link, bases)) or ("A model" if source.class_name is None else code(source.class_name))
     bits = source.bits_per_weight
     weights = "" if bits is None else f", {bits:.3f} bits per quantized weight"
+    origin = source.parts[0].config.imported_from
+    made = "quantized by hf_quant" if origin is None else f"quantized by {origin['method']}, imported by hf_quant"
     return Markdown(
-        f"{name} in {_what(source)}, quantized by hf_quant{weights}: "
-        f"{size(source.nbytes_before)} -> {size(source.nbytes)}."
+        f"{name} in {_what(source)}, {made}{weights}: {size(source.nbytes_before)} -> {size(source.nbytes)}."
     )
 
 
@@ -192,6 +202,8 @@ def _scheme_rows(part: Part) -> list[dict[str, Any]]:
 def _algorithms(part: Part, scheme: LinearScheme) -> list[str]:
     """How the codes of a scheme were chosen, as far as the config says it."""
     config = part.config
+    if config.imported_from is not None:
+        return [f"of {config.imported_from['method']}"]
     entries = [] if config.weights is None else [config.scheme_fields()]
     entries += [entry_fields(entry) for entry in config.modules.values() if entry is not None]
     found = set()

@@ -14,7 +14,7 @@ from hf_quant.config import SCHEME_FIELDS, QuantizerConfig
 from hf_quant.integrations.hub._source import CardSource, Part
 
 
-PLACEHOLDER, BASE = "USER/NAME", "BASE"
+PLACEHOLDER, BASE, ORIGINAL = "USER/NAME", "BASE", "ORIGINAL"
 # Auto classes, the most telling first, and the task of the Hub that each one stands for alone.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
@@ -172,11 +172,23 @@ def _shared_dtype(source: CardSource) -> str:
 
 def reproduce(source: CardSource, base: str | None) -> tuple[str, str]:
     """(language, text) of what gives this quantization: a command, or Python where no command does."""
+    part = source.parts[0]
+    if part.config.imported_from is not None:
+        return "sh", shlex.join(["hf-quant", "import", part.config.imported_from["name"] or ORIGINAL, "OUT"])
     if source.kind != "pipeline":
-        command = quantize_command(source.parts[0], base or BASE, trust_remote_code=source.auto_class is not None)
+        command = quantize_command(part, base or BASE, trust_remote_code=source.auto_class is not None)
         if command is not None:
             return "sh", command
     return "python", _python(source, json.dumps(base or BASE))
+
+
+def not_recorded(source: CardSource, base: str | None) -> str | None:
+    """What the placeholder in `reproduce` stands for; None if there is none."""
+    origin = source.parts[0].config.imported_from
+    if origin is None:
+        return None if base is not None else f"`{BASE}` is the 16-bit model; its name is not recorded here."
+    name, method = origin["name"], origin["method"]
+    return None if name else f"`{ORIGINAL}` is the checkpoint of {method}; its name is not recorded here."
 
 
 def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) -> str | None:

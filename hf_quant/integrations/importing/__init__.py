@@ -9,7 +9,8 @@ import torch
 from hf_quant.checkpoint._folder import Directory
 from hf_quant.checkpoint._header import load_json
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
-from hf_quant.integrations._files import TensorFiles, empty_model, read_config, staged
+from hf_quant.integrations._files import TensorFiles, empty_model, local_checkpoint, read_config, staged
+from hf_quant.integrations.hub import CARD, converted_card, hub_id
 from hf_quant.integrations.importing._compressed import read_compressed_tensors
 from hf_quant.integrations.importing._experts import merge_experts
 from hf_quant.integrations.importing._foreign import Foreign, write_foreign
@@ -25,11 +26,14 @@ _READERS: dict[str, Callable[[TensorFiles, dict[str, Any], torch.dtype | None], 
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
-def import_checkpoint(directory: str | Path, out: str | Path) -> tuple[str, ...]:
+def import_checkpoint(
+    source: str | Path, out: str | Path, *, revision: str | None = None, token: str | bool | None = None
+) -> tuple[str, ...]:
     """Make a checkpoint of hf_quant from one that GPTQ, AWQ or compressed-tensors has quantized.
 
     Codes, scales and zero points are repacked, never rounded; scales keep their dtype, whatever that of the model is.
-    It is read file by file, and no weight is decoded. `from_pretrained` then loads it onto hf_quant's kernels.
+    It is read file by file, and no weight is decoded. `from_pretrained` then loads it onto hf_quant's kernels. Its
+    README.md names the base model and the licence that the original's card names.
 
         gptq                4 and 8 bits, format versions 1 and 2, columns in their own order
         awq                 4 bits, version "gemm"
@@ -37,8 +41,9 @@ def import_checkpoint(directory: str | Path, out: str | Path) -> tuple[str, ...]
                             nvfp4-pack-quantized and mxfp4-pack-quantized without quantized inputs
 
     Args:
-        directory: the other library's checkpoint.
+        source: the other library's checkpoint: a directory, or USER/NAME on the Hub.
         out: a directory that does not exist yet, or is empty; it appears when it is complete.
+        revision, token: of a repository on the Hub.
 
     Returns:
         What is different from the original, one line each, e.g. that calibrated scales of a KV cache are left out.
@@ -46,9 +51,10 @@ def import_checkpoint(directory: str | Path, out: str | Path) -> tuple[str, ...]
     Raises:
         ValueError: if it is of another kind, or something in it has no exact counterpart; the error says what and why.
     """
-    source, out = Path(directory), Path(out)
+    where, out = str(source), Path(out)
+    source = local_checkpoint(source, revision=revision, token=token)
     fields = read_config(source)
-    method, own = _detect(source, fields)
+    method, own = _detect(source, fields, where)
     name = fields.get("dtype") or fields.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
     with staged(source, out) as target, TensorFiles(source) as files:
@@ -57,12 +63,14 @@ def import_checkpoint(directory: str | Path, out: str | Path) -> tuple[str, ...]
             model = empty_model(source)
             found = found._replace(weights=merge_experts(model, found.weights))
         except ValueError as error:
-            raise ValueError(f"{source} cannot be imported: {error}") from None
-        write_foreign(target, fields, files, found, model, str(source))
+            raise ValueError(f"{where} cannot be imported: {error}") from None
+        origin = {"method": method, "name": hub_id(str(source))}
+        write_foreign(target, fields, files, found, model, where=where, origin=origin)
+        converted_card(target, source).save(target / CARD)
     return tuple(found.notes)
 
 
-def _detect(source: Path, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
     """(method, its fields) of a quantized checkpoint. Raises ValueError if it is none that can be read."""
     own = fields.get("quantization_config") or fields.get("compression_config")
     method = None
@@ -73,9 +81,9 @@ def _detect(source: Path, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             if (source / file).is_file():
                 method, own = known, load_json(Directory(source), file, limit=MAX_CONFIG_BYTES)
     if method is None or not isinstance(own, dict):
-        raise ValueError(f"{source} is not quantized: `hf-quant quantize` makes a checkpoint of it")
+        raise ValueError(f"{where} is not quantized: `hf-quant quantize` makes a checkpoint of it")
     if method == "hf_quant":
-        raise ValueError(f"{source} is a checkpoint of hf_quant already")
+        raise ValueError(f"{where} is a checkpoint of hf_quant already")
     if method not in _READERS:
-        raise ValueError(f"{source} is quantized by {method!r}; can be imported: {', '.join(_READERS)}")
+        raise ValueError(f"{where} is quantized by {method!r}; can be imported: {', '.join(_READERS)}")
     return method, own

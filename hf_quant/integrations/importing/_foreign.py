@@ -56,14 +56,24 @@ class Foreign(NamedTuple):
 
 
 def write_foreign(
-    target: Path, fields: dict[str, Any], files: TensorFiles, found: Foreign, model: nn.Module, where: str
+    target: Path,
+    fields: dict[str, Any],
+    files: TensorFiles,
+    found: Foreign,
+    model: nn.Module,
+    *,
+    where: str,
+    origin: dict[str, str | None],
 ) -> None:
-    """Write the checkpoint of `model`, which is on the meta device; `where` is what errors call the source.
+    """Write the checkpoint of `model`, which is on the meta device.
+
+    `where` is what errors call the source, `origin` what the config says of it (`imported_from`).
 
     Raises ValueError if the model has no such layers, or a value is beyond our grids.
     """
     weights = {weight.keys[0]: weight for weight in found.weights}
     config = _config_of(found.weights)
+    config.imported_from = origin
     consumed = {key for weight in found.weights for key in weight.keys} | found.dropped
     _check_model(files, found.weights, config, consumed, model, where)
     # A linear layer, if there is one: see `checkpoint.guard_entry`.

@@ -1,0 +1,86 @@
+"""What a card says of an export: how engines serve it, and how it comes back to hf_quant."""
+
+import json
+from typing import NamedTuple
+
+from hf_quant.integrations.hub._source import CardSource
+from hf_quant.integrations.hub._text import Markdown, code
+from hf_quant.integrations.hub._usage import PLACEHOLDER, usage
+from hf_quant.kv_cache import KVCacheConfig
+
+
+# The releases whose loaders were read, and the storage formats of compressed-tensors that they take.
+_ENGINES = {
+    "vLLM 0.33": (
+        "vllm serve {}",
+        {
+            *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+            *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+        },
+    ),
+    "SGLang 0.5.23": (
+        "python -m sglang.launch_server --model-path {}",
+        {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"},
+    ),
+}
+# vLLM computes a scale for every token and head of its cache, too
+# (https://github.com/vllm-project/vllm/blob/main/vllm/config/cache.py: CacheDType).
+KV_CACHE_OPTIONS = {name: f"--kv-cache-dtype {name}_per_token_head" for name in ("int8", "fp8", "int4")}
+
+
+class Export(NamedTuple):
+    """How a checkpoint was written for others: `formats` of compressed-tensors, `reader` as in the export."""
+
+    formats: tuple[str, ...]
+    reader: str
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """{engine and release: command, with {} for the model} of those that load it."""
+        if self.reader != "engines":
+            return {}
+        return {name: command for name, (command, known) in _ENGINES.items() if known.issuperset(self.formats)}
+
+
+def tags(export: Export, tags: list[str]) -> list[str]:
+    """Tags of the Hub, made from those of the checkpoint that was exported."""
+    engines = [name.partition(" ")[0].lower() for name in export.engines]
+    kept = [tag for tag in tags if tag != "hf_quant" and not tag.startswith("kv-cache-")]
+    return ["compressed-tensors", *kept, *engines]
+
+
+def sections(source: CardSource, export: Export, repo_id: str | None, task: str | None) -> dict[str, Markdown | None]:
+    """The values of `card.jinja` that are of exports alone, or other ones in an export."""
+    name = repo_id or PLACEHOLDER
+    commands = "\n".join(command.format(name) for command in export.engines.values())
+    return {
+        "serve": Markdown(commands) if commands else None,
+        "served": _served(source, export),
+        "install": Markdown(f"pip install hf-quant\nhf-quant import {name} OUT"),
+        "usage": Markdown(usage(source, "OUT", None, task)),
+        "container": Markdown(f", in the format of compressed-tensors ({', '.join(map(code, export.formats))})"),
+    }
+
+
+def _served(source: CardSource, export: Export) -> Markdown:
+    if not export.engines:
+        return Markdown("transformers reads it where compressed-tensors is installed, and decodes it to 16 bit.")
+    text = f"Written as {' and '.join(export.engines)} read it. To write it, no engine was run on it."
+    cache = source.parts[0].config.kv_cache
+    format = None if cache is None else KVCacheConfig.of(cache).format
+    if format in KV_CACHE_OPTIONS:
+        text += f" vLLM keeps keys and values in {format}, too, with {code(KV_CACHE_OPTIONS[format])}."
+    return Markdown(text)
+
+
+def reproduce(command: tuple[str, str], export: Export) -> tuple[str, str]:
+    """(language, text) of what gives this export, from what gives the checkpoint that was exported."""
+    language, text = command
+    reader = "" if export.reader == "engines" else f" --reader {export.reader}"
+    if language == "sh":
+        return language, f"{text}\nhf-quant export OUT EXPORTED{reader}"
+    argument = "" if export.reader == "engines" else f", reader={json.dumps(export.reader)}"
+    lines = text.replace(
+        "from hf_quant import QuantizerConfig", "from hf_quant import QuantizerConfig, export_compressed_tensors"
+    )
+    return language, f'{lines}\nexport_compressed_tensors("OUT", "EXPORTED"{argument})'
