@@ -6,6 +6,9 @@ import torch
 
 pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
+import diffusion_sizes  # noqa: E402
+import support_matrix  # noqa: E402
+from cache_memory import markdown  # noqa: E402
 from diffusion_models import MODELS, T5_XXL, T5_XXL_BILLIONS  # noqa: E402
 from diffusion_run import (  # noqa: E402
     NORMAL,
@@ -125,3 +128,18 @@ def test_blocks_are_compiled_and_compute_the_same():
     assert torch.allclose(denoise(compiled, spec, step, 1), expected, atol=1e-5)
     assert compiled.transformer_blocks[0]._compiled_call_impl is not None
     assert model.transformer_blocks[0]._compiled_call_impl is None
+
+
+def test_the_table_of_sizes_in_the_readme_is_current():
+    text = support_matrix.README.read_text()
+    expected = support_matrix.replace_section(text, diffusion_sizes.SECTION, markdown(diffusion_sizes.size_rows()))
+    assert expected == text, "run scripts/diffusion_sizes.py --readme"
+
+
+def test_errors_of_a_call_are_in_the_order_of_the_formats(monkeypatch):
+    small = shrunk(MODELS["flux.1-dev"], blocks=1)
+    monkeypatch.setitem(MODELS, "flux.1-dev", small)
+    monkeypatch.setattr(diffusion_sizes, "SIZE", small.size)
+    _, *rows = diffusion_sizes.error_rows("flux.1-dev", 1, "normal")
+    error = {scheme: float(decibels) for scheme, decibels in rows}
+    assert error["int8"] > error["fp8"] > error["nf4"] > 10 and error["int8"] > error["int8-dynamic"] > error["int4"]
