@@ -103,8 +103,10 @@ def quantized(llama, **config):
 def test_no_weight_changes(name, llama, tmp_path):
     config, format, expected = SCHEMES[name]
     model = quantized(llama, **config)
-    notes = export_compressed_tensors(model, tmp_path / "out")
-    assert [note for note in notes if "groups of 128" not in note] == []
+    reader = "transformers" if name == "fp8_block" else "engines"
+    notes = export_compressed_tensors(model, tmp_path / "out", reader=reader)
+    expected_notes = {"w8a8_tensor": ["SGLang rounds"], "mxfp4": ["vLLM quantize"]}
+    assert [note[:13] for note in notes] == expected_notes.get(name, [])
     tensors = load_all(tmp_path / "out")
     wrong, count = mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))
     assert (wrong, count) == (0, 2 * (3 * 128 * 256 + 2 * 128 * 128 + 2 * 64 * 128))
@@ -174,11 +176,12 @@ def test_config_of_several_schemes(llama, tmp_path):
     assert fields["ignore"] == [
         "lm_head",
         "model.layers.0.self_attn.o_proj",
-        *(f"model.layers.1.self_attn.{part}_proj" for part in "koqv"),
+        *(f"model.layers.1.self_attn.{part}_proj" for part in ("k", "kv", "o", "q", "qkv", "v")),
     ]
-    assert int4["targets"] == [f"model.layers.0.self_attn.{part}_proj" for part in "kqv"]
+    assert int4["targets"] == [f"model.layers.0.self_attn.{part}_proj" for part in ("k", "kv", "q", "qkv", "v")]
     assert (int4["format"], fp8["format"]) == ("pack-quantized", "float-quantized")
-    assert fp8["targets"] == [f"model.layers.{i}.mlp.{part}_proj" for i in (0, 1) for part in ("down", "gate", "up")]
+    parts = ("down", "gate", "gate_up", "up")
+    assert fp8["targets"] == [f"model.layers.{i}.mlp.{part}_proj" for i in (0, 1) for part in parts]
     assert fp8["input_activations"] == {
         "num_bits": 8,
         "type": "float",
@@ -188,10 +191,15 @@ def test_config_of_several_schemes(llama, tmp_path):
         "dynamic": True,
     }
     assert mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))[0] == 0
+    export_compressed_tensors(model, tmp_path / "apart", reader="transformers")
+    fields = config_of(tmp_path / "apart")["quantization_config"]
+    targets = [name for group in fields["config_groups"].values() for name in group["targets"]]
+    assert sorted(targets) == sorted(weights_of(model))
 
 
-def test_blocks_say_their_size(llama, tmp_path):
-    (note,) = export_compressed_tensors(quantized(llama, weights="FP8_BLOCK"), tmp_path / "out")
+def test_blocks_say_their_size(tmp_path):
+    model = quantized(make_llama(tmp_path / "model", num_key_value_heads=4), weights="FP8_BLOCK")
+    (note,) = export_compressed_tensors(model, tmp_path / "out")
     assert note.startswith("vLLM quantizes the inputs of fp8 blocks in groups of 128")
     weights = config_of(tmp_path / "out")["quantization_config"]["config_groups"]["group_0"]["weights"]
     assert (weights["strategy"], weights["block_structure"]) == ("block", [128, 128])
@@ -219,6 +227,14 @@ def test_blocks_say_their_size(llama, tmp_path):
             r"layers.1.self_attn.q_proj: engines compute q_proj, k_proj, v_proj as one layer and want",
         ),
         ({"weights": "int4", "modules": {"*.up_proj": None}}, "engines compute gate_proj, up_proj as one layer"),
+        (
+            {"weights": "int8", "modules": {"*.down_proj": {"weights": "int8", "group_size": 256}}},
+            "layers.0.mlp.down_proj.*: .* take groups of 32, 64 or 128, and no groups of 256",
+        ),
+        (
+            {"weights": "FP8_BLOCK"},
+            "q_proj, k_proj, v_proj as one layer, and blocks of 128 rows do not .* 64 rows of k_proj",
+        ),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused_with_reasons(config, reason, llama, tmp_path):
@@ -404,9 +420,9 @@ def test_what_is_left_out_is_said(llama, tmp_path):
     model = quantized(untied, weights="int4", cpu_activations="int8", kv_cache="fp8", modules={"lm_head": "int8"})
     notes = export_compressed_tensors(model, tmp_path / "out")
     assert [note.partition(":")[0] for note in notes] == [
-        "lm_head is quantized",
         "the quantized KV cache is left out",
         "int8 inputs on CPUs are left out",
+        "lm_head is quantized",
     ]
     fields = config_of(tmp_path / "out")["quantization_config"]
     assert fields["kv_cache_scheme"] is None and fields["ignore"] == []

@@ -241,8 +241,8 @@ def test_export_and_import_give_the_codes_back(name, tmp_path):
     source = make_llama(tmp_path / "bf16")
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=QuantizerConfig(**config))
     model.save_pretrained(tmp_path / "ours", max_shard_size="60KB")
-    # For engines, siblings of nvfp4 get one global scale: the same weights, other bits.
-    reader = "transformers" if name == "nvfp4" else "engines"
+    # For engines, siblings of nvfp4 get one global scale: the same weights, other bits; these blocks cross siblings.
+    reader = "transformers" if name in ("nvfp4", "fp8_block") else "engines"
     export_compressed_tensors(tmp_path / "ours", tmp_path / "exported", reader=reader)
     assert import_checkpoint(tmp_path / "exported", tmp_path / "out") == expected_notes
     before, after = load_all(tmp_path / "ours"), load_all(tmp_path / "out")
@@ -261,7 +261,7 @@ def exported(tmp_path, **config):
     model = AutoModelForCausalLM.from_pretrained(
         make_llama(tmp_path / "bf16"), quantization_config=QuantizerConfig(**config)
     )
-    export_compressed_tensors(model, tmp_path / "in")
+    export_compressed_tensors(model, tmp_path / "in", reader="transformers")
     shutil.rmtree(tmp_path / "bf16")
     return tmp_path / "in"
 
@@ -276,7 +276,8 @@ def test_architectures_there_and_back(name, tmp_path):
     cls = getattr(transformers, architecture.model)
     model = cls(architecture.config()).bfloat16()
     quantize_(model, QuantizerConfig("int4", group_size=32, symmetric=False))
-    export_compressed_tensors(model, tmp_path / "exported")
+    reader = "transformers" if name == "mamba" else "engines"
+    export_compressed_tensors(model, tmp_path / "exported", reader=reader)
     import_checkpoint(tmp_path / "exported", tmp_path / "out")
     before, after = model.state_dict(), cls.from_pretrained(tmp_path / "out").state_dict()
     assert before.keys() == after.keys()

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,24 +18,25 @@ from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._files import TensorFiles, empty_model, rewrite, write_config
 from hf_quant.integrations._loading import prepare_from_checkpoint, stored_weights
 from hf_quant.integrations._names import check_names, renamer, tied_modules
+from hf_quant.integrations.compressed_tensors._engines import (
+    LARGE_GROUP,
+    aliases,
+    aliases_of_experts,
+    beside_the_language_model,
+    head_pattern,
+    reason_against,
+    reason_against_fusing,
+    siblings,
+)
 from hf_quant.integrations.compressed_tensors._experts import layer_names, split_rows
 from hf_quant.integrations.compressed_tensors._schemes import NVFP4, Group, Inexpressible, group_of
 from hf_quant.integrations.compressed_tensors._tensors import to_compressed, with_global_scale
 from hf_quant.integrations.hub._serving import KV_CACHE_OPTIONS
 from hf_quant.kv_cache import KVCacheConfig
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
-from hf_quant.scheme import BLOCK_SIZE
+from hf_quant.scheme import BLOCK_SIZE, LinearScheme
 
 
-# Layers that vLLM computes as one and wants to be quantized alike, or not at all
-# (https://github.com/vllm-project/vllm/tree/main/vllm/model_executor/models: packed_modules_mapping).
-_FUSED_BY_ENGINES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 _SHOWN = 20  # reasons in one error
 READERS = ("engines", "transformers")
 
@@ -48,6 +49,7 @@ class Layer(NamedTuple):
 
     name: str
     group: Group
+    rows: int
     split: tuple[int, int, int] | None
 
 
@@ -68,14 +70,19 @@ class Plan:
         weights: {key of `qdata` in the checkpoint: Weight}.
         dropped: keys that are written together with another, and guards.
         ignore: names of what holds a matrix and is not quantized.
+        experts: names of the modules that hold experts in 16 bit, fused for all in the checkpoint.
+        head: name of the output head if it is quantized.
         global_scales: {prefix of a weight: the global scale that it is brought to}, of nvfp4.
         notes: what the exported checkpoint does not say of ours.
     """
 
     dtype: torch.dtype
+    reader: str
     weights: dict[str, Weight] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
     ignore: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
+    head: str | None = None
     global_scales: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -124,7 +131,7 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
     rename = renamer(model)
     names = prepare_from_checkpoint(model, config, files.tensors, rename, tied_modules(model))
     check_names(model, files.tensors, names)
-    modules, plan, refused = dict(model.named_modules()), Plan(model.dtype), {}
+    modules, plan, refused = dict(model.named_modules()), Plan(model.dtype, reader), {}
     output = model.get_output_embeddings()
     for stored in stored_weights(files.tensors):
         name = rename(f"{stored.module}.{stored.weight}").removesuffix(f".{stored.weight}")
@@ -139,14 +146,15 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
         keys = {part: f"{stored.module}.{packed_key(part, stored.weight)}" for part in PACKED_NAMES}
         plan.dropped |= {key for part, key in keys.items() if part != "qdata"}
         plan.weights[keys["qdata"]] = Weight(module, stored.module, stored.weight, layers)
-        if module is output and reader == "engines":
-            plan.notes.append(f"{stored.module} is quantized: vLLM reads the output head in 16 bit only")
+        if module is output:
+            plan.head = stored.module
     _refuse(where, refused)
     plan.dropped |= {key for key, info in files.tensors.items() if 0 in info.shape}
     plan.ignore = _ignored(model, files, rename)
+    plan.experts = _experts_in_16_bit(model, files, rename)
     if reader == "engines":
-        _refuse(where, _split_by_engines(plan, files))
-    plan.notes += _notes(config, plan, reader)
+        _refuse(where, _refused_by_engines(plan, files))
+    plan.notes += _notes(config, plan)
     return plan
 
 
@@ -159,11 +167,11 @@ def _layers(model: nn.Module, module: QuantizedModule, stored: str, weight: str)
         group = group_of(module.scheme, N // parts, K, module.compute_dtype)
         if module.scheme.weight.granularity == "block" and parts > 1 and N // parts % BLOCK_SIZE:
             raise Inexpressible(f"blocks of {BLOCK_SIZE} rows do not divide the {N // parts} rows of its parts")
-        return [Layer(n, group, (e, p, parts)) for e, row in enumerate(names) for p, n in enumerate(row)]
+        return [Layer(n, group, N // parts, (e, p, parts)) for e, row in enumerate(names) for p, n in enumerate(row)]
     if module.kind != "linear" or not isinstance(module, nn.Linear):
         kind = "an embedding" if module.kind == "embedding" else f"a {module.host_class.__name__}"
         raise Inexpressible(f"it is {kind}; engines read quantized linear layers only")
-    return [Layer(stored, group_of(module.scheme, N, K, module.compute_dtype), None)]
+    return [Layer(stored, group_of(module.scheme, N, K, module.compute_dtype), N, None)]
 
 
 def _ignored(model: nn.Module, files: TensorFiles, rename) -> list[str]:
@@ -181,40 +189,54 @@ def _ignored(model: nn.Module, files: TensorFiles, rename) -> list[str]:
     return sorted(name for name in found if not isinstance(modules.get(name), QuantizedModule))
 
 
-def _split_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
-    """{name: reason} of layers that engines compute as one and cannot: they are quantized differently, or with one
-    scale for all where theirs are different.
+def _experts_in_16_bit(model: nn.Module, files: TensorFiles, rename) -> list[str]:
+    """Names, as engines have them, of the modules with experts in 16 bit that the checkpoint has in one tensor."""
+    modules = dict(model.named_modules())
+    found = set()
+    for key, info in files.tensors.items():
+        name, _, leaf = key.rpartition(".")
+        parent, _, own = name.rpartition(".")
+        if len(info.shape) != 3 or isinstance(modules.get(rename(key).rpartition(".")[0]), QuantizedModule):
+            continue
+        if own == "experts" and leaf != "weight":
+            found.add(name)
+        elif own in ("input_linear", "output_linear"):  # of the Granite family, beside the router
+            found.add(f"{parent}.experts")
+    return sorted(found)
+
+
+def _refused_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
+    """{name: reason} of layers that engines cannot load: by their own scheme, or as a part of one that they compute as
+    one, be it quantized differently, or with one scale for all where theirs are different.
 
     Of the `weight_global_scale` of several layers vLLM takes the largest, without adapting the others' weights
-    (schemes/compressed_tensors_w4a16_nvfp4.py): where they differ by powers of two, the plan notes the one to bring
+    (schemes/compressed_tensors_w4a4_nvfp4.py): where they differ by powers of two, the plan notes the one to bring
     all to. fp8 codes with one scale per tensor it rounds again.
     """
     groups: dict[str, Group | None] = {layer.name: layer.group for layer in plan.layers}
     groups.update(dict.fromkeys(plan.ignore))
+    rows = {layer.name: layer.rows for layer in plan.layers}
     shared = {w.prefix: _scale_of_all(w, files) for w in plan.weights.values() if w.module.kind == "linear"}
     refused = {}
-    for names in _FUSED_BY_ENGINES:
-        for first in groups:
-            parent, _, leaf = first.rpartition(".")
-            siblings = [f"{parent}.{name}" for name in names if f"{parent}.{name}" in groups]
-            if leaf != names[0] or len(siblings) < 2:
+    for layer in plan.layers:
+        is_expert, is_head = layer.split is not None, layer.name == plan.head
+        reason = reason_against(layer.name, layer.group, is_expert, is_head, groups.keys())
+        if reason is not None:
+            refused[layer.name] = reason
+    for parts, _ in siblings(groups):
+        reason = reason_against_fusing(parts, groups, rows)
+        scales = [shared.get(part) for part in parts]
+        if reason is None and len(set(scales)) > 1:
+            if groups[parts[0]].format == NVFP4 and all(math.frexp(max(scales) / s)[0] == 0.5 for s in scales):
+                plan.global_scales.update(dict.fromkeys(parts, max(scales)))
                 continue
-            others = ", ".join(s.rpartition(".")[2] for s in siblings)
-            if len({groups[s] for s in siblings}) > 1:
-                refused[first] = (
-                    f"engines compute {others} as one layer and want them quantized alike, or all in 16 bit"
-                )
-                continue
-            scales = [shared.get(s) for s in siblings]
-            if len(set(scales)) == 1:
-                continue
-            if groups[first].format == NVFP4 and all(math.frexp(max(scales) / s)[0] == 0.5 for s in scales):
-                plan.global_scales.update(dict.fromkeys(siblings, max(scales)))
-            else:
-                refused[first] = (
-                    f"engines compute {others} as one layer with one scale per tensor, and theirs are different: "
-                    "other weights would be served. reader='transformers' writes for readers that keep them apart"
-                )
+            others = ", ".join(part.rpartition(".")[2] for part in parts)
+            reason = (
+                f"engines compute {others} as one layer with one scale per tensor, and theirs are different: "
+                "other weights would be served. reader='transformers' writes for readers that keep them apart"
+            )
+        if reason is not None:
+            refused[parts[0]] = reason
     return refused
 
 
@@ -232,18 +254,38 @@ def _scale_of_all(weight: Weight, files: TensorFiles) -> float | None:
     return stored.view(dtype).item()
 
 
-def _notes(config: QuantizerConfig, plan: Plan, reader: str) -> Iterator[str]:
+def _notes(config: QuantizerConfig, plan: Plan) -> Iterator[str]:
+    schemes = {weight.module.scheme for weight in plan.weights.values()}
     if config.kv_cache is not None:
         option = KV_CACHE_OPTIONS.get(KVCacheConfig.of(config.kv_cache).format)
         yield (
             "the quantized KV cache is left out: compressed-tensors has one calibrated fp8 scale per layer, hf_quant "
             f"a scale for every token and head{f', as vLLM has by its option {option}' if option else ''}"
         )
-    schemes = {weight.module.scheme for weight in plan.weights.values()}
     if any(scheme.cpu_activation is not None for scheme in schemes):
         yield "int8 inputs on CPUs are left out: elsewhere the inputs of these layers are in 16 bit"
-    in_blocks = any(scheme.activation is not None and scheme.weight.granularity == "block" for scheme in schemes)
-    if in_blocks and reader == "engines":
+    if plan.reader == "engines":
+        yield from _notes_on_engines(plan, schemes)
+
+
+def _notes_on_engines(plan: Plan, schemes: Collection[LinearScheme]) -> Iterator[str]:
+    """Where engines compute otherwise than hf_quant, or not all of them compute at all."""
+    weights = {scheme.weight for scheme in schemes}
+    if plan.head is not None:
+        yield f"{plan.head} is quantized: of the engines, vLLM from 0.20 on and SGLang from 0.5.19 on read such a head"
+    towers = beside_the_language_model(layer.name for layer in plan.layers)
+    if towers:
+        yield (
+            f"{len(towers)} layers beside the language model are quantized ({towers[0]}): of some models engines read "
+            "these in 16 bit only"
+        )
+    if any(quant.format == "int8" and quant.granularity == "tensor" for quant in weights):
+        yield "SGLang rounds int8 weights with one scale per tensor again: other weights are served; vLLM does not"
+    if any(quant.group_size == LARGE_GROUP for quant in weights):
+        yield f"of the engines vLLM alone has a kernel for groups of {LARGE_GROUP}"
+    if any(quant.format == "mxfp4" for quant in weights):
+        yield "vLLM quantizes the inputs of mxfp4 layers, too, on GPUs of compute capability 10.0 and above"
+    if any(scheme.activation is not None and scheme.weight.granularity == "block" for scheme in schemes):
         yield "vLLM quantizes the inputs of fp8 blocks in groups of 128 values; hf_quant has one scale per token"
 
 
@@ -270,21 +312,31 @@ def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
-    """The `quantization_config` of an export: one group names the class, several name their layers."""
+    """The `quantization_config` of an export: one group names the class, several name their layers.
+
+    For engines also under the names that they have for them.
+    """
     names: dict[Group, list[str]] = {}
     for layer in plan.layers:
         names.setdefault(layer.group, []).append(layer.name)
     ordered = [group for group, _ in Counter({g: len(n) for g, n in names.items()}).most_common()]
-    groups = {
-        f"group_{i}": group.to_dict(["Linear"] if len(ordered) == 1 else sorted(names[group]))
-        for i, group in enumerate(ordered)
-    }
+    targets = {group: set(names[group]) if len(ordered) > 1 else {"Linear"} for group in ordered}
+    ignore = set(plan.ignore)
+    if plan.reader == "engines":
+        taken = {layer.name for layer in plan.layers} | ignore
+        ignore |= (aliases(plan.ignore) | aliases_of_experts(plan.experts)) - taken
+        for group in ordered:
+            if len(ordered) > 1:
+                targets[group] |= aliases(names[group]) - taken
+            if plan.head in names[group]:
+                targets[group].add(head_pattern(plan.head))
+    groups = {f"group_{i}": group.to_dict(sorted(targets[group])) for i, group in enumerate(ordered)}
     return {
         "quant_method": "compressed-tensors",
         "format": plan.formats[0] if len(plan.formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": plan.ignore,
+        "ignore": sorted(ignore),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
