@@ -69,12 +69,19 @@ def test_fused_layers_in_16_bit_beside_one_scheme(tmp_path):
 )
 @pytest.mark.parametrize("experts", [INT4_EXPERTS, {"*experts*": None}])
 def test_experts_are_found_by_the_names_of_the_first(name, block, parts, experts, tmp_path):
-    fields, _ = export(tmp_path, name, weights="W8A8", modules=experts)
+    fields, notes = export(tmp_path, name, weights="W8A8", modules=experts)
+    assert bool(notes) == (experts is INT4_EXPERTS)  # with int8 beside them
     expected = None if experts["*experts*"] is None else "pack-quantized"
     for layer in (0, 1):
         assert {format_of(fields, f"model.layers.{layer}.{block}.experts.0.{part}") for part in parts} == {expected}
         assert format_of(fields, f"model.layers.{layer}.self_attn.qkv_proj") == "int-quantized"
         assert format_of(fields, f"model.layers.{layer}.{block}.gate") is None
+
+
+def test_experts_that_only_one_engine_serves_are_mentioned(tmp_path):
+    _, notes = export(tmp_path / "int8", "qwen3_moe", weights="W8A8")
+    assert notes == ("SGLang does not serve these experts on GPUs (int-quantized); vLLM does",)
+    assert export(tmp_path / "int4", "qwen3_moe", weights="int4", group_size=32)[1] == ()
 
 
 def test_experts_in_16_bit_that_are_one_tensor(tmp_path):

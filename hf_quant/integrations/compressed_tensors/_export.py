@@ -29,7 +29,7 @@ from hf_quant.integrations.compressed_tensors._engines import (
     siblings,
 )
 from hf_quant.integrations.compressed_tensors._experts import layer_names, split_rows
-from hf_quant.integrations.compressed_tensors._schemes import NVFP4, Group, Inexpressible, group_of
+from hf_quant.integrations.compressed_tensors._schemes import INT, MXFP4, NVFP4, PACKED, Group, Inexpressible, group_of
 from hf_quant.integrations.compressed_tensors._tensors import to_compressed, with_global_scale
 from hf_quant.integrations.hub._serving import KV_CACHE_OPTIONS
 from hf_quant.kv_cache import KVCacheConfig
@@ -279,6 +279,9 @@ def _notes_on_engines(plan: Plan, schemes: Collection[LinearScheme]) -> Iterator
             f"{len(towers)} layers beside the language model are quantized ({towers[0]}): of some models engines read "
             "these in 16 bit only"
         )
+    experts = {layer.group.format for layer in plan.layers if layer.split is not None}
+    if experts & {INT, MXFP4} or (PACKED in experts and len(plan.formats) > 1):
+        yield f"SGLang does not serve these experts on GPUs ({', '.join(sorted(experts))}); vLLM does"
     if any(quant.format == "int8" and quant.granularity == "tensor" for quant in weights):
         yield "SGLang rounds int8 weights with one scale per tensor again: other weights are served; vLLM does not"
     if any(quant.group_size == LARGE_GROUP for quant in weights):
