@@ -105,8 +105,11 @@ def test_no_weight_changes(name, llama, tmp_path):
     model = quantized(llama, **config)
     reader = "transformers" if name == "fp8_block" else "engines"
     notes = export_compressed_tensors(model, tmp_path / "out", reader=reader)
-    expected_notes = {"w8a8_tensor": ["SGLang rounds"], "mxfp4": ["vLLM quantize"]}
-    assert [note[:13] for note in notes] == expected_notes.get(name, [])
+    expected_notes = {
+        "w8a8_tensor": ["of the engines vLLM alone"],
+        "mxfp4": ["vLLM quantizes the inputs", "of the engines vLLM alone"],
+    }
+    assert [note[:25] for note in notes] == expected_notes.get(name, [])
     tensors = load_all(tmp_path / "out")
     wrong, count = mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / "out"))
     assert (wrong, count) == (0, 2 * (3 * 128 * 256 + 2 * 128 * 128 + 2 * 64 * 128))

@@ -80,7 +80,7 @@ def test_experts_are_found_by_the_names_of_the_first(name, block, parts, experts
 
 def test_experts_that_only_one_engine_serves_are_mentioned(tmp_path):
     _, notes = export(tmp_path / "int8", "qwen3_moe", weights="W8A8")
-    assert notes == ("SGLang does not serve these experts on GPUs (int-quantized); vLLM does",)
+    assert notes == ("of the engines vLLM alone serves these experts (int-quantized)",)
     assert export(tmp_path / "int4", "qwen3_moe", weights="int4", group_size=32)[1] == ()
 
 

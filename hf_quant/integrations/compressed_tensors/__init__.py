@@ -73,7 +73,7 @@ def export_compressed_tensors(
                 source,
                 source,
                 origin=origin,
-                export=Export(plan.formats, reader),
+                export=Export(plan.formats, reader, plan.engines),
                 measurements=Measurements(quality=figures.quality, bits_per_weight=figures.bits_per_weight),
                 repo_id=repo_id,
             )

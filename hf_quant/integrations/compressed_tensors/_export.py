@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from hf_quant.integrations.compressed_tensors._tensors import to_compressed, wit
 from hf_quant.integrations.hub._serving import KV_CACHE_OPTIONS
 from hf_quant.kv_cache import KVCacheConfig
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
-from hf_quant.scheme import BLOCK_SIZE, LinearScheme
+from hf_quant.scheme import BLOCK_SIZE
 
 
 _SHOWN = 20  # reasons in one error
@@ -73,6 +73,7 @@ class Plan:
         experts: names of the modules that hold experts in 16 bit, fused for all in the checkpoint.
         head: name of the output head if it is quantized.
         global_scales: {prefix of a weight: the global scale that it is brought to}, of nvfp4.
+        engines: those that serve it: "vLLM", "SGLang".
         notes: what the exported checkpoint does not say of ours.
     """
 
@@ -84,6 +85,7 @@ class Plan:
     experts: list[str] = field(default_factory=list)
     head: str | None = None
     global_scales: dict[str, float] = field(default_factory=dict)
+    engines: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -152,9 +154,12 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
     plan.dropped |= {key for key, info in files.tensors.items() if 0 in info.shape}
     plan.ignore = _ignored(model, files, rename)
     plan.experts = _experts_in_16_bit(model, files, rename)
+    plan.notes += _notes(config, plan)
     if reader == "engines":
         _refuse(where, _refused_by_engines(plan, files))
-    plan.notes += _notes(config, plan)
+        unserved = list(_unserved_by_sglang(plan))
+        plan.engines = ("vLLM",) if unserved else ("vLLM", "SGLang")
+        plan.notes += [*_notes_on_engines(plan), *unserved]
     return plan
 
 
@@ -255,22 +260,19 @@ def _scale_of_all(weight: Weight, files: TensorFiles) -> float | None:
 
 
 def _notes(config: QuantizerConfig, plan: Plan) -> Iterator[str]:
-    schemes = {weight.module.scheme for weight in plan.weights.values()}
     if config.kv_cache is not None:
         option = KV_CACHE_OPTIONS.get(KVCacheConfig.of(config.kv_cache).format)
         yield (
             "the quantized KV cache is left out: compressed-tensors has one calibrated fp8 scale per layer, hf_quant "
             f"a scale for every token and head{f', as vLLM has by its option {option}' if option else ''}"
         )
-    if any(scheme.cpu_activation is not None for scheme in schemes):
+    if any(weight.module.scheme.cpu_activation is not None for weight in plan.weights.values()):
         yield "int8 inputs on CPUs are left out: elsewhere the inputs of these layers are in 16 bit"
-    if plan.reader == "engines":
-        yield from _notes_on_engines(plan, schemes)
 
 
-def _notes_on_engines(plan: Plan, schemes: Collection[LinearScheme]) -> Iterator[str]:
-    """Where engines compute otherwise than hf_quant, or not all of them compute at all."""
-    weights = {scheme.weight for scheme in schemes}
+def _notes_on_engines(plan: Plan) -> Iterator[str]:
+    """Where engines compute otherwise than hf_quant, or not all releases and models do."""
+    schemes = {weight.module.scheme for weight in plan.weights.values()}
     if plan.head is not None:
         yield f"{plan.head} is quantized: of the engines, vLLM from 0.20 on and SGLang from 0.5.19 on read such a head"
     towers = beside_the_language_model(layer.name for layer in plan.layers)
@@ -279,17 +281,24 @@ def _notes_on_engines(plan: Plan, schemes: Collection[LinearScheme]) -> Iterator
             f"{len(towers)} layers beside the language model are quantized ({towers[0]}): of some models engines read "
             "these in 16 bit only"
         )
-    experts = {layer.group.format for layer in plan.layers if layer.split is not None}
-    if experts & {INT, MXFP4} or (PACKED in experts and len(plan.formats) > 1):
-        yield f"SGLang does not serve these experts on GPUs ({', '.join(sorted(experts))}); vLLM does"
-    if any(quant.format == "int8" and quant.granularity == "tensor" for quant in weights):
-        yield "SGLang rounds int8 weights with one scale per tensor again: other weights are served; vLLM does not"
-    if any(quant.group_size == LARGE_GROUP for quant in weights):
-        yield f"of the engines vLLM alone has a kernel for groups of {LARGE_GROUP}"
-    if any(quant.format == "mxfp4" for quant in weights):
+    if MXFP4 in plan.formats:
         yield "vLLM quantizes the inputs of mxfp4 layers, too, on GPUs of compute capability 10.0 and above"
     if any(scheme.activation is not None and scheme.weight.granularity == "block" for scheme in schemes):
         yield "vLLM quantizes the inputs of fp8 blocks in groups of 128 values; hf_quant has one scale per token"
+
+
+def _unserved_by_sglang(plan: Plan) -> Iterator[str]:
+    """Why SGLang does not serve on GPUs what vLLM does."""
+    weights = {weight.module.scheme.weight for weight in plan.weights.values()}
+    experts = {layer.group.format for layer in plan.layers if layer.split is not None}
+    if MXFP4 in plan.formats:
+        yield "of the engines vLLM alone reads mxfp4"
+    if INT in experts or (PACKED in experts and len(plan.formats) > 1):
+        yield f"of the engines vLLM alone serves these experts ({', '.join(sorted(experts))})"
+    if any(quant.format == "int8" and quant.granularity == "tensor" for quant in weights):
+        yield "of the engines vLLM alone serves these weights: SGLang rounds int8 with one scale per tensor again"
+    if any(quant.group_size == LARGE_GROUP for quant in weights):
+        yield f"of the engines vLLM alone has a kernel for groups of {LARGE_GROUP}"
 
 
 def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor]:

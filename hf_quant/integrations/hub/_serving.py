@@ -9,19 +9,10 @@ from hf_quant.integrations.hub._usage import PLACEHOLDER, usage
 from hf_quant.kv_cache import KVCacheConfig
 
 
-# The releases whose loaders were read, and the storage formats of compressed-tensors that they take.
+# {engine: (release whose loader was read, command)}.
 _ENGINES = {
-    "vLLM 0.33": (
-        "vllm serve {}",
-        {
-            *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-            *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
-        },
-    ),
-    "SGLang 0.5.23": (
-        "python -m sglang.launch_server --model-path {}",
-        {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"},
-    ),
+    "vLLM": ("vLLM 0.33", "vllm serve {}"),
+    "SGLang": ("SGLang 0.5.23", "python -m sglang.launch_server --model-path {}"),
 }
 # vLLM computes a scale for every token and head of its cache, too
 # (https://github.com/vllm-project/vllm/blob/main/vllm/config/cache.py: CacheDType).
@@ -29,30 +20,26 @@ KV_CACHE_OPTIONS = {name: f"--kv-cache-dtype {name}_per_token_head" for name in 
 
 
 class Export(NamedTuple):
-    """How a checkpoint was written for others: `formats` of compressed-tensors, `reader` as in the export."""
+    """How a checkpoint was written for others.
+
+    formats: of compressed-tensors. reader: as in the export. engines: those of _ENGINES that serve it.
+    """
 
     formats: tuple[str, ...]
     reader: str
-
-    @property
-    def engines(self) -> dict[str, str]:
-        """{engine and release: command, with {} for the model} of those that load it."""
-        if self.reader != "engines":
-            return {}
-        return {name: command for name, (command, known) in _ENGINES.items() if known.issuperset(self.formats)}
+    engines: tuple[str, ...]
 
 
 def tags(export: Export, tags: list[str]) -> list[str]:
     """Tags of the Hub, made from those of the checkpoint that was exported."""
-    engines = [name.partition(" ")[0].lower() for name in export.engines]
     kept = [tag for tag in tags if tag != "hf_quant" and not tag.startswith("kv-cache-")]
-    return ["compressed-tensors", *kept, *engines]
+    return ["compressed-tensors", *kept, *map(str.lower, export.engines)]
 
 
 def sections(source: CardSource, export: Export, repo_id: str | None, task: str | None) -> dict[str, Markdown | None]:
     """The values of `card.jinja` that are of exports alone, or other ones in an export."""
     name = repo_id or PLACEHOLDER
-    commands = "\n".join(command.format(name) for command in export.engines.values())
+    commands = "\n".join(_ENGINES[engine][1].format(name) for engine in export.engines)
     return {
         "serve": Markdown(commands) if commands else None,
         "served": _served(source, export),
@@ -63,9 +50,10 @@ def sections(source: CardSource, export: Export, repo_id: str | None, task: str 
 
 
 def _served(source: CardSource, export: Export) -> Markdown:
-    if not export.engines:
+    if export.reader != "engines":
         return Markdown("transformers reads it where compressed-tensors is installed, and decodes it to 16 bit.")
-    text = f"Written as {' and '.join(export.engines)} read it. To write it, no engine was run on it."
+    releases = " and ".join(_ENGINES[engine][0] for engine in export.engines)
+    text = f"Written as {releases} read it. To write it, no engine was run on it."
     cache = source.parts[0].config.kv_cache
     format = None if cache is None else KVCacheConfig.of(cache).format
     if format in KV_CACHE_OPTIONS:
