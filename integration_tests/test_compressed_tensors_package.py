@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
 from hf_quant.modules import QuantizedModule
+from hf_quant.testing import sqnr
 from integration_tests.foreign_checkpoints import (
     config_of,
     foreign_checkpoint,
@@ -18,7 +19,7 @@ from integration_tests.foreign_checkpoints import (
     weights_of,
 )
 from integration_tests.test_compressed_tensors import SCHEMES
-from integration_tests.tiny_models import ARCHITECTURES
+from integration_tests.tiny_models import ARCHITECTURES, build, inputs
 
 
 pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
@@ -140,6 +141,28 @@ def test_transformers_loads_it_compressed(name, exports, request):
         assert mismatches(expected, {n: loaded.get_submodule(n).weight for n in expected})[0] == 0
         if name != "mixed":
             assert (logits - model(input_ids=ids).logits).abs().max() < 0.05 * logits.abs().max()
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llava"])
+@pytest.mark.parametrize("config", [{"weights": "int4", "group_size": 32}, {"weights": "W8A8"}, "mixed"])
+def test_transformers_finds_modules_that_have_other_names_in_the_checkpoint(name, config, tmp_path):
+    if name == "gpt_neox":
+        sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        model, ids = (
+            transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes)).bfloat16(),
+            torch.arange(12)[None],
+        )
+        arguments = {"input_ids": ids}
+    else:
+        model, arguments = build(name), inputs(name)
+    if config == "mixed":  # layers are named in the config then
+        config = {"weights": "W8A8", "modules": {"*.dense_4h_to_h" if name == "gpt_neox" else "*.down_proj": "W8A16"}}
+    quantize_(model.eval(), QuantizerConfig(**config))
+    export_compressed_tensors(model, tmp_path / "out", reader="transformers")
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        assert sqnr(loaded(**arguments).logits, model(**arguments).logits) > 20
 
 
 @pytest.mark.parametrize("config", [{"weights": "int4", "group_size": 32}, {"weights": "W8A16"}])

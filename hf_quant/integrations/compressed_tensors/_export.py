@@ -70,6 +70,7 @@ class Plan:
         weights: {key of `qdata` in the checkpoint: Weight}.
         dropped: keys that are written together with another, and guards.
         ignore: names of what holds a matrix and is not quantized.
+        modules: {name of a layer: name of its module in transformers} where the checkpoint has another.
         experts: names of the modules that hold experts in 16 bit, fused for all in the checkpoint.
         head: name of the output head if it is quantized.
         global_scales: {prefix of a weight: the global scale that it is brought to}, of nvfp4.
@@ -82,6 +83,7 @@ class Plan:
     weights: dict[str, Weight] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
     ignore: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
     head: str | None = None
     global_scales: dict[str, float] = field(default_factory=dict)
@@ -148,6 +150,8 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
         keys = {part: f"{stored.module}.{packed_key(part, stored.weight)}" for part in PACKED_NAMES}
         plan.dropped |= {key for part, key in keys.items() if part != "qdata"}
         plan.weights[keys["qdata"]] = Weight(module, stored.module, stored.weight, layers)
+        if name != stored.module and module.kind == "linear":
+            plan.modules[stored.module] = name
         if module is output:
             plan.head = stored.module
     _refuse(where, refused)
@@ -180,7 +184,8 @@ def _layers(model: nn.Module, module: QuantizedModule, stored: str, weight: str)
 
 
 def _ignored(model: nn.Module, files: TensorFiles, rename) -> list[str]:
-    """Names, as the checkpoint has them, of the modules whose matrix is not quantized, the output head among them."""
+    """Names, in the checkpoint and in transformers, of the modules whose matrix is not quantized, the output head
+    among them."""
     modules = dict(model.named_modules())
     tied = tied_modules(model)
     found = {}
@@ -188,7 +193,7 @@ def _ignored(model: nn.Module, files: TensorFiles, rename) -> list[str]:
         name = rename(key).removesuffix(".weight")
         module = modules.get(name)
         if key.endswith(".weight") and len(info.shape) == 2 and not isinstance(module, nn.Embedding | QuantizedModule):
-            found[key.removesuffix(".weight")] = None
+            found |= {key.removesuffix(".weight"): None, name: None}
     # A tied head has no tensor of its own, but engines look for its name.
     found.update({name: None for name in tied if isinstance(modules.get(name), nn.Linear)})
     return sorted(name for name in found if not isinstance(modules.get(name), QuantizedModule))
@@ -332,10 +337,12 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
     for layer in plan.layers:
         names.setdefault(layer.group, []).append(layer.name)
     ordered = [group for group, _ in Counter({g: len(n) for g, n in names.items()}).most_common()]
-    targets = {group: set(names[group]) if len(ordered) > 1 else {"Linear"} for group in ordered}
+    targets = {group: {"Linear"} for group in ordered}
+    if len(ordered) > 1:
+        targets = {g: set(names[g]) | {plan.modules[n] for n in names[g] if n in plan.modules} for g in ordered}
     ignore = set(plan.ignore)
     if plan.reader == "engines":
-        taken = {layer.name for layer in plan.layers} | ignore
+        taken = {layer.name for layer in plan.layers} | set(plan.modules.values()) | ignore
         ignore |= (aliases(plan.ignore) | aliases_of_experts(plan.experts)) - taken
         for group in ordered:
             if len(ordered) > 1:
