@@ -7,7 +7,9 @@ where it was found. `main` imports nothing heavy before it knows the command: `h
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -26,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     module, function = args.command
     try:
         # `doctor` has to answer where a host is missing or broken.
-        with contextlib.nullcontext() if module == "_doctor" else _quiet_hosts(verbose=args.debug):
+        quiet = contextlib.nullcontext() if module == "_doctor" else _quiet_hosts(verbose=args.debug)
+        with _stoppable(), quiet:
             getattr(import_module(f"hf_quant.cli.{module}"), function)(args)
             sys.stdout.flush()
         return 0
@@ -41,6 +44,23 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         print(f"hf-quant: error: {_one_line(error)}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: what it has begun to write is removed. Exit status 143."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:

@@ -14,6 +14,7 @@ from hf_quant.checkpoint import inspect_parts
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,
+    check_writable,
     find_source,
     load_model,
     load_tokenizer,
@@ -191,6 +192,8 @@ class _Loaded:
     """
 
     def __init__(self, args: argparse.Namespace, warm_up: Callable[[dict[str, nn.Module]], object] | None = None):
+        if args.json is not None:
+            check_writable(args.json)
         self.device = parse_device(args.device)
         config = config_from_args(args) if gives_scheme(args) else None
         self.source = find_source(args.model)

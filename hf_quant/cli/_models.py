@@ -1,6 +1,7 @@
 """Which model a directory or a repository of the Hub holds, and how it is loaded."""
 
 import json
+import os
 import shutil
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from huggingface_hub.errors import (
 from torch import nn
 
 from hf_quant.checkpoint import read_header
+from hf_quant.checkpoint._folder import open_folder
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._files import SIDE_FILES
 
@@ -63,7 +65,21 @@ def find_source(name: str) -> Source:
             return Source(name, "transformers", fields)
     if Path(name).is_dir():
         raise ValueError(f"{name} is not a model directory: it has no config.json of a model and no model_index.json")
-    raise ValueError(f"{name} is not a directory, and the Hub has no model of this name, or cannot be reached")
+    if HF_HUB_OFFLINE:
+        raise ValueError(
+            f"{name} is not a directory, and not in the cache of the Hub; HF_HUB_OFFLINE is set: unset it to download"
+        )
+    raise ValueError(f"{name} has no config.json of a model on the Hub, and no model_index.json")
+
+
+def check_writable(path: Path) -> None:
+    """Raise ValueError if a file or directory of this path could not be written."""
+    where = path if path.is_dir() else path.absolute().parent
+    existing = next(parent for parent in (where, *where.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{path} cannot be written: {existing} is {'not writable' if existing.is_dir() else 'a file'}"
+        )
 
 
 def find_file(name: str, file: str) -> Path | None:
@@ -73,14 +89,14 @@ def find_file(name: str, file: str) -> Path | None:
         return path if path.is_file() else None
     try:
         return Path(hf_hub_download(name, file))
-    except LocalEntryNotFoundError as error:
-        if HF_HUB_OFFLINE:  # perhaps another file is in the cache
-            return None
-        raise ValueError(f"{name} is not a directory, and the Hub cannot be reached: {error}") from None
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(f"{name} is not a directory, and the Hub says: {error}") from None
+    except EntryNotFoundError as error:
+        if isinstance(error, LocalEntryNotFoundError) and not HF_HUB_OFFLINE:
+            open_folder(name)  # says in one line what is wrong
+            raise ValueError(f"{name}: {file} could not be downloaded from the Hub: try again") from None
+        return None  # offline perhaps another file is in the cache
+    except (HfHubHTTPError, HFValidationError):
+        open_folder(name)
+        raise ValueError(f"{name}: {file} could not be downloaded from the Hub: try again") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

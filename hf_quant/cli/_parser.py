@@ -76,7 +76,9 @@ def _add_quantize(commands, common) -> None:
     _add_dtype(parser)
     parser.add_argument("--device", metavar="DEVICE", help="where to compute the quantization, e.g. cuda")
     parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: 5GB)")
-    parser.add_argument("--force", action="store_true", help="replace the checkpoint in OUT")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the checkpoint in OUT, and with --push that in the repository"
+    )
     parser.add_argument("--push", metavar="USER/NAME", help="upload OUT to this repository of the Hub afterwards")
     parser.add_argument("--private", action="store_true", help="with --push: create the repository as a private one")
 

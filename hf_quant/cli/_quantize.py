@@ -6,11 +6,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from huggingface_hub import HfApi
-
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,
+    check_writable,
     copy_side_files,
     find_source,
     load_model,
@@ -19,13 +18,11 @@ from hf_quant.cli._models import (
 )
 from hf_quant.cli._parser import config_from_args
 from hf_quant.cli._pipelines import load_pipeline, plan_pipeline
+from hf_quant.cli._push import WEIGHT_FILES, prepare, push
 from hf_quant.config import QuantizerConfig
 from hf_quant.evaluate import bits_per_weight
-from hf_quant.integrations.hub import CARD, find_card, find_card_file, hub_id, merge_cards, model_card, read_card
+from hf_quant.integrations.hub import CARD, find_card, hub_id, merge_cards, model_card, read_card
 from hf_quant.planning import plan as make_plan
-
-
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -52,6 +49,7 @@ def quantize(args: argparse.Namespace) -> None:
     source = find_source(args.model)
     check_out(args.out, source, force=args.force)
     configs = _print_plan(args, source, config)
+    target = None if args.push is None else prepare(args.push, private=args.private, force=args.force)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     # Saved beside, then moved: neither an error nor Ctrl-C leaves half a checkpoint in OUT.
     with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=f".{args.out.name}-") as name:
@@ -65,7 +63,7 @@ def quantize(args: argparse.Namespace) -> None:
         model.save_pretrained(staged, max_shard_size=args.max_shard_size)
         if source.kind == "transformers":
             copy_side_files(source, staged)
-        _write_card(source, staged, args.out, args.push)
+        _write_card(source, staged, args.out, None if target is None else target.repo_id)
         print(f"\nloaded and quantized in {loaded - start:.1f} s, saved in {time.perf_counter() - loaded:.1f} s")
         parts = {part: getattr(model, part) if part else model for part in configs}
         bits = {part: bits_per_weight(module) for part, module in parts.items()}
@@ -75,23 +73,24 @@ def quantize(args: argparse.Namespace) -> None:
         size = sum(path.stat().st_size for path in (args.out / part).glob("*.safetensors"))
         label = "weights as they were" if value is None else f"{value:.3f} bits per quantized weight"
         print(f"{args.out / part}: {size / 1e6:.2f} MB on disk, {label}")
-    if args.push is not None:
-        _push(args.out, args.push, private=args.private)
+    if target is not None:
+        push(args.out, target)
 
 
 def check_out(out: Path, source: Source, *, force: bool) -> None:
-    """Raise ValueError if OUT is a file, the model itself, or holds anything and `force` is not given."""
+    """Raise ValueError if OUT is a file, the model itself, cannot be written, or holds anything without `force`."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; OUT is a directory")
     if Path(source.name).is_dir() and out.resolve() == Path(source.name).resolve():
         raise ValueError(f"OUT is the model itself ({out}); it is read while OUT is written")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ValueError(f"{out} is not empty; --force replaces the checkpoint in it")
+    check_writable(out)
 
 
 def _move(staged: Path, out: Path) -> None:
     """Move a complete checkpoint to OUT; of what is there, weights go, and files of the same names are replaced."""
-    for pattern in _WEIGHT_FILES:
+    for pattern in WEIGHT_FILES:
         for old in list(out.rglob(pattern)):
             if (staged / old.relative_to(out).parent).is_dir():
                 old.unlink()
@@ -108,31 +107,9 @@ def _write_card(source: Source, staged: Path, out: Path, repository: str | None)
         return
     is_local = Path(source.name).is_dir()
     base, base_card = (hub_id(source.name), find_card(source.name)) if is_local else (source.name, None)
-    named = repository if repository is not None and "/" in repository else None
     try:
-        made = model_card(staged, repo_id=named, base_model=base, base_card=base_card)
+        made = model_card(staged, repo_id=repository, base_model=base, base_card=base_card)
     except ValueError as error:  # hours of quantizing are not lost for it
         print(f"no model card: {error}")
         return
     merge_cards(existing, made).save(staged / CARD)
-
-
-def _push(out: Path, repository: str, *, private: bool) -> None:
-    api = HfApi()
-    url = api.create_repo(repository, private=private, exist_ok=True)
-    _keep_card_of(repository, out)
-    api.upload_folder(repo_id=repository, folder_path=out, commit_message="Quantized by hf-quant")
-    print(f"uploaded to {url}")
-
-
-def _keep_card_of(repository: str, out: Path) -> None:
-    """Where somebody has written a card for the repository: that card in OUT, with its metadata completed."""
-    path = find_card_file(repository)
-    if path is None:
-        return
-    existing = read_card(path)
-    if existing is None:
-        shutil.copyfile(path, out / CARD)
-        return
-    made = read_card(out / CARD) if (out / CARD).is_file() else None
-    (existing if made is None else merge_cards(existing, made)).save(out / CARD)

@@ -1,10 +1,13 @@
 """The command line: options to QuantizerConfig, help, errors on one line; models of a few layers."""
 
 import json
+import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -198,23 +201,28 @@ def test_force_replaces_the_checkpoint_and_nothing_else(llama_dir, tmp_path, cap
     assert "int2" in capsys.readouterr().out
 
 
-def test_push_uploads_the_directory(llama_dir, tmp_path, capsys, monkeypatch):
-    calls = []
+def test_what_cannot_be_written_is_said_before_the_work(llama_dir, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    text = ("--text", tmp_path / "ids.npy")
+    for place in (tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
+        assert "cannot be written: " in error_of(capsys, "quantize", llama_dir, place)
+        assert "cannot be written: " in error_of(capsys, "eval", llama_dir, *text, "--json", place)
+        assert "cannot be written: " in error_of(capsys, "bench", llama_dir, "--json", place)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert f"{tmp_path} is not writable" in error_of(capsys, "quantize", llama_dir, tmp_path / "a" / "b")
 
-    class Api:
-        def create_repo(self, name, **options):
-            calls.append(("create", name, options))
-            return f"https://hub/{name}"
 
-        def upload_folder(self, *, repo_id, folder_path, commit_message):
-            calls.append(("upload", repo_id, sorted(p.name for p in folder_path.iterdir())))
+def test_to_be_terminated_leaves_nothing_behind(llama_dir, tmp_path, monkeypatch):
+    def stop(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
 
-    monkeypatch.setattr("hf_quant.cli._quantize.HfApi", Api)
-    assert run("quantize", llama_dir, tmp_path / "o", "--push", "me/model-int8", "--private") == 0
-    assert calls[0] == ("create", "me/model-int8", {"private": True, "exist_ok": True})
-    assert calls[1][:2] == ("upload", "me/model-int8")
-    assert {"config.json", "model.safetensors"} <= set(calls[1][2])
-    assert "uploaded to https://hub/me/model-int8" in capsys.readouterr().out
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("hf_quant.cli._quantize.load_model", stop)
+    with pytest.raises(SystemExit) as stopped:
+        run("quantize", llama_dir, tmp_path / "out")
+    assert stopped.value.code == 143 and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):

@@ -1,0 +1,118 @@
+"""`hf-quant quantize --push`: the repository is made and looked at first, and filled when OUT is complete."""
+
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
+
+from hf_quant.checkpoint._folder import Folder, open_folder
+from hf_quant.checkpoint._header import load_json
+from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
+from hf_quant.integrations.hub import CARD, find_card_file, merge_cards, read_card
+
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+
+
+class Target(NamedTuple):
+    """A repository of the Hub that may be written.
+
+    Attributes:
+        repo_id: USER/NAME.
+        url: its page.
+        weights: its files of weights.
+    """
+
+    repo_id: str
+    url: str
+    weights: tuple[str, ...]
+
+
+def prepare(repository: str, *, private: bool, force: bool) -> Target:
+    """Create the repository if there is none.
+
+    Raises ValueError if it cannot be written, is public where a private one is wanted, or (without `force`) holds
+    weights that hf_quant has not quantized.
+    """
+    api = HfApi()
+    try:
+        url = api.create_repo(repository, private=private, exist_ok=True)
+        info = api.model_info(url.repo_id)
+    except HFValidationError:
+        raise ValueError(f"--push is {repository!r}; needs the name of a repository of the Hub, USER/NAME") from None
+    except OfflineModeIsEnabled:
+        raise ValueError(f"--push {repository}: HF_HUB_OFFLINE is set; unset it, or leave --push out") from None
+    except (HTTPError, OSError) as error:
+        raise ValueError(f"--push {repository}: {_reason(error)}") from None
+    if private and not info.private:
+        raise ValueError(f"--private, but {url.repo_id} is there already and public: make it private on the Hub first")
+    files = [sibling.rfilename for sibling in info.siblings or ()]
+    weights = tuple(name for name in files if any(fnmatch(name, pattern) for pattern in WEIGHT_FILES))
+    foreign = weights or [name for name in files if name.endswith((".bin", ".gguf", ".pt"))]
+    if foreign and not force and not _is_ours(open_folder(url.repo_id)):
+        raise ValueError(
+            f"{url.repo_id} holds weights that hf_quant has not quantized ({foreign[0]}): give another name, or "
+            "--force to put the quantized ones in their place"
+        )
+    return Target(url.repo_id, str(url), weights)
+
+
+def push(out: Path, target: Target) -> None:
+    """Upload OUT; weights of the repository that OUT does not have are deleted, as hosts might load them instead.
+
+    Raises ValueError if it fails: OUT is complete.
+    """
+    inside = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    stale = [name for name in target.weights if name not in inside]
+    try:
+        _keep_card_of(target.repo_id, out)
+        HfApi().upload_folder(
+            repo_id=target.repo_id,
+            folder_path=out,
+            commit_message="Quantized by hf-quant",
+            delete_patterns=stale or None,
+        )
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"{out} is complete, but was not uploaded: {_reason(error)}. `hf upload {target.repo_id} {out}` tries it "
+            "again"
+        ) from None
+    print(f"uploaded to {target.url}")
+
+
+def _keep_card_of(repository: str, out: Path) -> None:
+    """Where somebody has written a card for the repository: that card in OUT, with its metadata completed."""
+    path = find_card_file(repository)
+    if path is None:
+        return
+    existing = read_card(path)
+    if existing is None:
+        shutil.copyfile(path, out / CARD)
+        return
+    made = read_card(out / CARD) if (out / CARD).is_file() else None
+    (existing if made is None else merge_cards(existing, made)).save(out / CARD)
+
+
+def _is_ours(folder: Folder) -> bool:
+    """Whether a config in it says that hf_quant has quantized the model, or a part of the pipeline."""
+    for name in folder.files():
+        if name.rpartition("/")[2] != "config.json":
+            continue
+        config = load_json(folder, name, limit=MAX_CONFIG_BYTES).get("quantization_config")
+        if isinstance(config, dict) and config.get("quant_method") == "hf_quant":
+            return True
+    return False
+
+
+def _reason(error: Exception) -> str:
+    """What the Hub says, without its links and request numbers."""
+    response = getattr(error, "response", None)
+    status = None if response is None else response.status_code
+    if status == 401:
+        return "log in with `hf auth login`, or set HF_TOKEN"
+    message = None if response is None else response.headers.get("X-Error-Message")
+    text = " ".join((message or str(error) or type(error).__name__).split())
+    return (f"the Hub answers with status {status}: {text}" if status else f"the Hub cannot be reached: {text}")[:300]

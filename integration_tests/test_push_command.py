@@ -1,0 +1,98 @@
+"""`hf-quant quantize --push`: what is wrong is said before the work, and what was there before is not mixed in."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from integration_tests.hub_records import Fault
+from integration_tests.hub_server import Hub
+from integration_tests.test_model_cards import files_of
+from integration_tests.tiny_models import build
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A Hub with a small model as me/base."""
+    build("llama").save_pretrained(tmp_path / "base")
+    with Hub() as server:
+        server.add("me/base", files_of(tmp_path / "base"))
+        server.add("me/old", {"config.json": b"{}", "pytorch_model.bin": b"0", "README.md": b"# Mine\n"})
+        yield server
+
+
+# [(arguments after MODEL)] -> [(exit status, stdout, stderr)], in one process.
+COMMANDS = """
+import contextlib, io, json, os, sys
+from hf_quant.cli import main
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(arguments)
+    found.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def run(hub, directory, *commands, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps([command.split() for command in commands])],
+        env=hub.environment(directory / "home", **environment),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_weights_that_were_there_before_are_not_mixed_in(hub, tmp_path):
+    pushes = (
+        "quantize me/base one --weights int8 --push me/x",
+        "quantize me/base two --weights int4 --max-shard-size 20KB --push me/x",
+        "quantize me/base three --weights int2 --push named --private",
+        "quantize me/base four --weights int2 --push me/old",
+        "quantize me/base five --weights int2 --push me/old --force",
+    )
+    results = run(hub, tmp_path, *pushes, "inspect me/x", "bench me/x --rounds 1 --new-tokens 2 --device cpu")
+    assert [status for status, _, _ in results] == [0, 0, 0, 2, 0, 0, 0]
+    assert {name for name in hub.files("me/x") if "safetensors" in name} == {
+        path.name for path in (tmp_path / "two").glob("*.safetensors*")
+    }
+    assert "model.safetensors" not in hub.files("me/x") and len(hub.repositories["me/x"].commits) == 2
+    assert hub.repositories["me/named"].private and "uploaded to" in results[2][1]
+    assert hub.files("me/named") == {path.name: path.read_bytes() for path in (tmp_path / "three").iterdir()}
+    assert b'from_pretrained("me/named"' in hub.files("me/named")["README.md"]
+    assert "holds weights that hf_quant has not quantized (pytorch_model.bin)" in results[3][2]
+    assert not (tmp_path / "four").exists()
+    old = hub.files("me/old")
+    assert "model.safetensors" in old and b"# Mine" in old["README.md"]
+
+
+def test_what_is_wrong_is_said_before_the_work(hub, tmp_path):
+    pushes = ("other/x", "a/b/c", "me/old --private")
+    results = run(hub, tmp_path, *(f"quantize me/base out --push {push}" for push in pushes))
+    expected = (
+        "--push other/x: the Hub answers with status 403: You don't have the rights to write to other/x",
+        "--push is 'a/b/c'; needs the name of a repository of the Hub, USER/NAME",
+        "--private, but me/old is there already and public",
+    )
+    (nobody,) = run(hub, tmp_path, "quantize me/base out --push me/x", HF_TOKEN="")
+    (offline,) = run(hub, tmp_path, "quantize base out --push me/x", HF_HUB_OFFLINE="1")
+    expected += ("--push me/x: log in with `hf auth login`, or set HF_TOKEN", "HF_HUB_OFFLINE is set; unset it")
+    for (status, _, error), part in zip([*results, nobody, offline], expected, strict=True):
+        assert status == 2 and error.count("\n") == 1 and part in error
+    assert not (tmp_path / "out").exists() and "me/x" not in hub.repositories
+
+
+def test_an_upload_that_fails_leaves_a_complete_directory(hub, tmp_path):
+    hub.faults.append(Fault("POST", r"/commit/", status=403))
+    ((status, _, error),) = run(hub, tmp_path, "quantize me/base out --push me/x")
+    assert status == 2 and error.count("\n") == 1
+    assert "out is complete, but was not uploaded: the Hub answers with status 403: made to fail" in error
+    assert "`hf upload me/x out` tries it again" in error
+    assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "out").iterdir()}
