@@ -1,22 +1,28 @@
 """Where the files of a checkpoint are: in a directory, or in a repository of the Hub. Their beginnings are read."""
 
+import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
 from huggingface_hub import constants, get_session
-from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import HFValidationError, build_hf_headers, validate_repo_id
 
-from hf_quant.checkpoint._json import parse_json
+from hf_quant.checkpoint._json import one_line, parse_json, shorten
 
 
 MAX_REMOTE_BYTES = 200_000_000  # in all, of configs, index files and headers; 70B models have 2 MB of them
 _MAX_LISTING_BYTES = 20_000_000
 _ATTEMPTS = 3
-_CHUNK = 1 << 16
+_MAX_SECONDS = 600  # for one answer: a server that sends byte by byte is not waited for
+_MAX_NAME = 1000  # characters of a file's path, or a revision
+_COMMIT = re.compile(r"[0-9A-Za-z]{1,100}")
+_CREDENTIALS = re.compile(r"Bearer [!-~]+")
+_SPAN = re.compile(r"bytes 0-[0-9]{1,18}/([0-9]{1,18})")
 
 
 class Folder(Protocol):
@@ -59,8 +65,11 @@ class Directory:
         path = self.path / file
         if not path.is_file():  # to open a pipe would wait for its writer
             raise ValueError(f"{path} is not a file")
-        with path.open("rb") as opened:
-            return opened.read(length), path.stat().st_size
+        try:
+            with path.open("rb") as opened:
+                return opened.read(length), path.stat().st_size
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
     def part(self, name: str) -> "Directory":
         return Directory(self.path / name)
@@ -75,10 +84,10 @@ class HubRepository:
     workers = 8
 
     def __init__(self, repo_id: str, *, revision: str | None = None, token: str | bool | None = None) -> None:
-        if revision is not None and (not revision or not revision.isprintable()):
-            raise ValueError(f"revision is {revision!r}; needs a branch, tag or commit of {repo_id}")
+        if revision is not None and (not 0 < len(revision) <= _MAX_NAME or not revision.isprintable()):
+            raise ValueError(f"revision is {shorten(repr(revision))}; needs a branch, tag or commit of {repo_id}")
         self.repo_id, self.revision, self.name = repo_id, revision, repo_id
-        self._headers = build_hf_headers(token=token, library_name="hf_quant")
+        self._headers = _headers(token)
         self._folder, self._left, self._lock = "", [MAX_REMOTE_BYTES], threading.Lock()
         route = f"/revision/{quote(revision, safe='')}" if revision is not None else ""
         self._commit, self._files = self._list(f"{constants.ENDPOINT}/api/models/{repo_id}{route}")
@@ -91,9 +100,9 @@ class HubRepository:
         siblings = fields.get("siblings")
         names = [s.get("rfilename") for s in siblings if isinstance(s, dict)] if isinstance(siblings, list) else []
         commit = fields.get("sha")
-        if not isinstance(commit, str) or not commit.isalnum():
+        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise ValueError(f"{self.name} has no commit: push a model to it first")
-        return commit, sorted(n for n in names if isinstance(n, str) and n.isprintable())
+        return commit, sorted(n for n in names if isinstance(n, str) and n.isprintable() and len(n) <= _MAX_NAME)
 
     def files(self) -> list[str]:
         prefix = f"{self._folder}/" if self._folder else ""
@@ -121,9 +130,9 @@ class HubRepository:
                 raise ValueError(
                     f"{self.name} is not a directory, and HF_HUB_OFFLINE is set: unset it to ask the Hub"
                 ) from None
-            except (HTTPError, OSError) as error:
+            except (HTTPError, OSError, UnicodeError) as error:  # the last: a redirect to a name that is no host's
                 if attempt == _ATTEMPTS - 1:
-                    reason = " ".join(str(error).split()) or type(error).__name__
+                    reason = " ".join(one_line(error).split()) or type(error).__name__
                     raise ValueError(f"{what or self.name}: the Hub cannot be reached: {reason[:200]}") from None
                 time.sleep(0.5 * 2**attempt)
         raise AssertionError
@@ -138,20 +147,31 @@ class HubRepository:
                 return b"", 0
             if response.status_code not in (200, 206):
                 raise ValueError(self._refusal(response.status_code, response.headers, what))
-            data = bytearray()
-            for chunk in response.iter_bytes(_CHUNK):
-                data += chunk
-                with self._lock:
-                    self._left[0] -= len(chunk)
-                if self._left[0] < 0:
-                    raise ValueError(f"{self.name} has more than {MAX_REMOTE_BYTES} bytes of configs and headers")
-                if len(data) >= length:
-                    break
-            total = response.headers.get("Content-Range", "").rpartition("/")[2]
-            if response.status_code == 200:
-                total = response.headers.get("Content-Length", "")
-        data = bytes(data[:length])
+            if response.headers.get("Content-Encoding", "identity") != "identity":  # it could stand for any size
+                raise ValueError(f"{what or self.name}: the Hub answers in an encoding that was not asked for")
+            total = response.headers.get("Content-Length", "")
+            if response.status_code == 206:
+                span = _SPAN.fullmatch(response.headers.get("Content-Range", ""))
+                if span is None:
+                    raise ValueError(f"{what or self.name}: the Hub answers with another part than was asked for")
+                total = span[1]
+            data = self._body(response.iter_raw(), length, what)
         return data, int(total) if total.isdecimal() else len(data)
+
+    def _body(self, chunks: Iterator[bytes], length: int, what: str | None) -> bytes:
+        """The first `length` bytes of an answer, or all."""
+        data, end = bytearray(), time.monotonic() + _MAX_SECONDS
+        for chunk in chunks:
+            data += chunk
+            with self._lock:
+                self._left[0] -= len(chunk)
+            if self._left[0] < 0:
+                raise ValueError(f"{self.name} has more than {MAX_REMOTE_BYTES} bytes of configs and headers")
+            if len(data) >= length:
+                break
+            if time.monotonic() > end:
+                raise ValueError(f"{what or self.name}: the Hub has not answered in full after {_MAX_SECONDS} seconds")
+        return bytes(data[:length])
 
     def _refusal(self, status: int, headers: dict[str, str], what: str | None) -> str:
         """One line for what the Hub does not give."""
@@ -173,18 +193,35 @@ class HubRepository:
         return f"{what or self.name}: the Hub answers with status {status}{more}"
 
 
+def _headers(token: str | bool | None) -> dict[str, str]:
+    """Of every request. Raises ValueError, which does not repeat the token, on one that cannot be sent."""
+    try:
+        headers = build_hf_headers(token=token, library_name="hf_quant")
+    except LocalTokenNotFoundError:
+        raise ValueError("token is True, but there is none: log in with `hf auth login`, or set HF_TOKEN") from None
+    if "authorization" in headers and not _CREDENTIALS.fullmatch(headers["authorization"]):
+        raise ValueError("the token has characters that no token of the Hub has: log in again with `hf auth login`")
+    return headers
+
+
 def open_folder(
     source: Path | str, *, revision: str | None = None, token: str | bool | None = None
 ) -> Directory | HubRepository:
     """The folder that a path, or the name of a repository, stands for. Raises ValueError if it is neither."""
-    if isinstance(source, Path) or Path(source).exists():
+    if isinstance(source, Path) or _exists(source):
         if revision is not None:
             raise ValueError(f"{source} is on this machine and has no revision {revision!r}: leave it out")
         return Directory(Path(source))
     try:
         validate_repo_id(source)
     except HFValidationError:
-        raise ValueError(
-            f"{source} is not a directory, and not a name on the Hub either, which is USER/NAME"
-        ) from None
+        shown = source if source.isprintable() and len(source) <= 200 else shorten(repr(source))
+        raise ValueError(f"{shown} is not a directory, and not a name on the Hub either, which is USER/NAME") from None
     return HubRepository(source, revision=revision, token=token)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # longer than a path may be, or with a zero byte
+        return False

@@ -38,6 +38,7 @@ DTYPES = {
 }
 MAX_NAME = 500  # characters of a tensor's name
 MAX_DIMS = 8  # of a stored tensor; fused convolutions have 5
+MAX_SHARDS = 5000  # each is a request where they are on the Hub
 _FIRST_BYTES = 1 << 16  # read at first: most headers fit
 _SHARD = re.compile(r"[^/\\:\s]{1,240}\.safetensors")
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -124,6 +125,8 @@ def _scan_shards(folder: Folder, index: str, names: set[str]) -> dict[str, dict[
                 f"{where} names the shard {shorten(repr(name))}; a shard is a .safetensors file beside the index"
             )
     shards = sorted(set(weight_map.values()))
+    if len(shards) > MAX_SHARDS:
+        raise ValueError(f"{where} names {len(shards)} shards; at most {MAX_SHARDS} can be right")
     missing = [shard for shard in shards if shard not in names]
     if missing:
         raise ValueError(f"{folder.name} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}")
