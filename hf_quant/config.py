@@ -26,7 +26,8 @@ WITHOUT_WEIGHTS = ("kv_cache", "attention")  # what may be quantized where no we
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 _NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)  # of a method, of a repository
 _VERSION = re.compile(r"[\w.+!-]{1,80}", re.ASCII)
-MAX_EXPRESSIONS, MAX_EXPRESSION = 1000, 10_000  # regular expressions, which take 0.1 ms and more to compile
+# Regular expressions, which take 0.1 ms and more to compile: how many, and characters of one and of all.
+MAX_EXPRESSIONS, MAX_EXPRESSION, MAX_EXPRESSION_TEXT = 1000, 10_000, 100_000
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 SCHEME_FIELDS = (
     "weights",
@@ -175,10 +176,16 @@ class QuantizerConfig(QuantizationConfigMixin):
 
     def _check(self) -> None:
         patterns = [p for p in (*self.modules, *(self.modules_to_not_convert or ())) if str(p).startswith("re:")]
-        if len(patterns) > MAX_EXPRESSIONS or any(len(p) > MAX_EXPRESSION for p in patterns):
+        lengths = [len(pattern) for pattern in patterns]
+        if len(lengths) > MAX_EXPRESSIONS or max(lengths, default=0) > MAX_EXPRESSION:
             raise ValueError(
                 f"modules and modules_to_not_convert have {len(patterns)} regular expressions; at most "
                 f"{MAX_EXPRESSIONS}, of {MAX_EXPRESSION} characters each, are read: write globs"
+            )
+        if sum(lengths) > MAX_EXPRESSION_TEXT:
+            raise ValueError(
+                f"the regular expressions of modules and modules_to_not_convert have {sum(lengths)} characters; at "
+                f"most {MAX_EXPRESSION_TEXT} are read: write globs"
             )
         for name in OF_THIS_PROCESS:
             if not isinstance(getattr(self, name), bool | None):
@@ -466,6 +473,7 @@ def excludes(pattern: str, name: str) -> bool:
 
 def _unknown(what: str, given: object, known: Iterable[str]) -> str:
     known = list(known)
-    close = difflib.get_close_matches(str(given), known, n=3)
+    text = repr(given) if not isinstance(given, str) or len(given) <= 200 else f"{given[:200]!r}..."
+    close = difflib.get_close_matches(str(given)[:200], known, n=3)
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"
-    return f"unknown {what} {given!r}; {hint}"
+    return f"unknown {what} {text}; {hint}"

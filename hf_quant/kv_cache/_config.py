@@ -74,7 +74,7 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         name = self.format.lower() if isinstance(self.format, str) else self.format
         name = ALIASES.get(name, name) if isinstance(name, str) else name
-        if name not in DEFAULTS:
+        if not isinstance(name, str) or name not in DEFAULTS:
             raise ValueError(f"the format of a cache is {self.format!r}; allowed: {', '.join(CACHE_FORMATS)}, fp8")
         object.__setattr__(self, "format", name)
         for field, (least, most) in _RANGES.items():

@@ -285,6 +285,7 @@ def entry(shape: Any, offsets: Any) -> bytes:
         (put_together(b'{"a":' + entry([1] * 9, [0, 1]) + b"}", b"\0"), "its header has {'dtype'"),
         (put_together(b'{"a\\nb":' + ONE + b"}", b"\0"), "names a tensor 'a.+b'; names are printable"),
         (put_together(b'{"' + b"a" * 501 + b'":' + ONE + b"}", b"\0"), "and at most 500 long"),
+        (put_together(b'{"a":[' + b"[]," * 2_000_000 + b"[]]}", b""), "has more than 2000000 values"),
     ],
 )
 def test_broken_files(content, message, tmp_path):
@@ -301,6 +302,28 @@ def test_a_pipe_is_not_waited_for(good_int4, tmp_path):
     for way in (lambda: read_header(tmp_path / WEIGHTS), lambda: inspect_parts(tmp_path)):
         with pytest.raises(ValueError, match="is not a file|holds no safetensors file"):
             way()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(good_int4, tmp_path):
+    check(tmp_path, good_int4)
+    (tmp_path / WEIGHTS).chmod(0)
+    with pytest.raises(ValueError, match="model.safetensors cannot be read: Permission denied"):
+        read_header(tmp_path)
+
+
+def test_more_shards_than_any_model_has(good_int4, tmp_path):
+    index = {"weight_map": {str(i): f"{i}.safetensors" for i in range(5001)}}
+    assert check(tmp_path, {**good_int4, INDEX: json.dumps(index).encode()}) == [False] * 3
+    with pytest.raises(ValueError, match="names 5001 shards; at most 5000 can be right"):
+        read_header(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["x" * 5000, "a\0b", "a\nb/c"], ids=["long", "zero", "line"])
+def test_what_is_no_path(source):
+    with pytest.raises(ValueError, match="is not a directory, and not a name on the Hub") as caught:
+        inspect_parts(source)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -375,8 +398,14 @@ def absurd(changes: dict[str, Any], good: dict[str, bytes], directory: Path) -> 
         {f"field {i}": 1 for i in range(100_000)},
         {"plan": [{"scheme": "x" * 10_000_000, "modules": []}]},
         {"hf_quant_version": "x" * 21_000_000},
+        {"weights": "x" * 10_000_000},
+        {"kv_cache": {"format": ["int8"]}},
+        {"modules": {"re:" + "[^a-z]{9}" * 1000 + str(i): "int4" for i in range(900)}},
     ],
-    ids=["self", "repeat", "brackets", "expressions", "expression", "version", "fields", "long", "longest"],
+    ids=[
+        *("self", "repeat", "brackets", "expressions", "expression", "version", "fields", "long", "longest"),
+        *("format", "cache", "text of expressions"),
+    ],
 )
 def test_configs_of_absurd_content(changes, good_int4, tmp_path):
     absurd(changes, good_int4, tmp_path)
