@@ -1,6 +1,7 @@
 """What both hosts' adapters share: the skeleton of a quantized model, from a config or from a checkpoint's headers."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from torch import nn
 
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo, read_header
+from hf_quant.checkpoint._json import shorten
 from hf_quant.checkpoint._packed import check_info, expected_tensors
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import (
@@ -32,6 +34,22 @@ class StoredWeight(NamedTuple):
     module: str  # name in the checkpoint
     weight: str  # name of the 16-bit weight in its module
     parts: dict[str, TensorInfo]  # by parameter name: "qdata", "scale_gate_up_proj", ...
+
+
+def refuse_outside(files: Iterable[str], directory: str | None) -> None:
+    """Raise ValueError if an index has made the host look for files elsewhere than in the checkpoint's directory.
+
+    `directory` may be the name of a repository: its files are in the host's cache, under names that it has checked.
+    """
+    if not directory or not os.path.isdir(directory):
+        return
+    root = os.path.join(os.path.abspath(directory), "")
+    outside = next((file for file in files if not os.path.abspath(file).startswith(root)), None)
+    if outside is not None:
+        raise ValueError(
+            f"the index in {directory} names {shorten(repr(os.path.relpath(outside, root)))}; a shard is a "
+            ".safetensors file beside the index"
+        )
 
 
 def read_keys(files: Iterable[str]) -> dict[str, TensorInfo]:
@@ -85,7 +103,7 @@ def prepare_from_checkpoint(
     `rename` maps the checkpoint's parameter names to the model's; `tied` is {module: the module it shares with}.
     Returns the names of the quantized modules. Raises ValueError if stored plan, headers and model do not agree.
     """
-    schemes = schemes_from_list(config.plan)
+    schemes = _Schemes(config)
     modules = dict(model.named_modules())
     done: dict[str, set[str]] = {}  # the weights that the checkpoint has, by module
     for stored in stored_weights(keys):
@@ -93,7 +111,7 @@ def prepare_from_checkpoint(
         module = modules.get(name)
         if module is None:
             continue  # the checkpoint of a larger model: the host lists what it does not use
-        scheme = _scheme_of(schemes, name, stored.module)
+        scheme = schemes.find(name, stored.module)
         if name not in done:
             register_experts(module)
             if quantized_class(type(module)) is None:
@@ -109,17 +127,31 @@ def prepare_from_checkpoint(
     return list(done)
 
 
-def _scheme_of(schemes: dict[str, LinearScheme], *names: str) -> LinearScheme:
-    """The stored scheme of a module whose name may have gained or lost the base model's prefix."""
-    for name in names:
-        head, _, rest = name.partition(".")
-        for candidate in (name, rest):
-            if candidate in schemes:
-                return schemes[candidate]
-        prefixed = [n for n in schemes if n.endswith(f".{name}") and n.count(".") == name.count(".") + 1]
-        if len(prefixed) == 1:
-            return schemes[prefixed[0]]
-    raise ValueError(f"the checkpoint has codes for {names[0]}, but its stored plan does not name that module")
+class _Schemes:
+    """The stored plan, by the names of modules that may have gained or lost the base model's prefix."""
+
+    def __init__(self, config: QuantizerConfig) -> None:
+        self.schemes = schemes_from_list(config.plan)
+        self.prefixed: dict[str, list[str]] = {}  # name without its first component -> names
+        for name in self.schemes:
+            if "." in name:
+                self.prefixed.setdefault(name.partition(".")[2], []).append(name)
+
+    def find(self, *names: str) -> LinearScheme:
+        """Raises ValueError if the plan has none of these names."""
+        for name in names:
+            for candidate in (name, name.partition(".")[2]):
+                if candidate in self.schemes:
+                    return self.schemes[candidate]
+            prefixed = self.prefixed.get(name, ())
+            if len(prefixed) == 1:
+                return self.schemes[prefixed[0]]
+        raise ValueError(f"the checkpoint has codes for {names[0]}, but its stored plan does not name that module")
+
+    def name_of(self, module: str) -> str | None:
+        """What the plan calls a module of the model."""
+        known_as = (module, module.partition(".")[2], *self.prefixed.get(module, ()))
+        return next((name for name in known_as if name in self.schemes), None)
 
 
 def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> None:
@@ -134,7 +166,7 @@ def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> N
 
 
 def _check_complete(
-    schemes: dict[str, LinearScheme],
+    schemes: _Schemes,
     modules: dict[str, nn.Module],
     done: dict[str, set[str]],
     tied: dict[str, str],
@@ -144,15 +176,12 @@ def _check_complete(
         for weight in modules[name].weight_names:
             if weight not in found:
                 raise ValueError(f"the checkpoint lacks {name}.{packed_key('qdata', weight)}; is a shard missing?")
-    prefixes = {name.partition(".")[0] for name in schemes}
     for name, module in modules.items():
         if isinstance(module, QuantizedModule) or tied.get(name) in done:
             continue
         if quantized_class(type(module)) is None and not expert_weight_names(module):
             continue
-        # A base model's names lack the prefix that they have in a model with a head, and the other way round.
-        known_as = (name, name.partition(".")[2], *(f"{prefix}.{name}" for prefix in prefixes))
-        planned = next((n for n in known_as if n in schemes), None)
+        planned = schemes.name_of(name)
         if planned is not None:
             raise ValueError(
                 f"the stored plan names {planned}, but the checkpoint has no codes for it; is a shard missing?"

@@ -28,6 +28,7 @@ from hf_quant.integrations._loading import (
     prepare_from_checkpoint,
     prepare_from_config,
     read_keys,
+    refuse_outside,
     trim_memory,
 )
 from hf_quant.integrations._methods import attach_methods, detach_methods
@@ -54,6 +55,7 @@ class TransformersQuantizer(HfQuantizer):
         # What went wrong with single weights: the host would swallow an exception and print its traceback.
         self.errors: list[str] = []
         self.shapes: dict[str, torch.Size] = {}  # of the model's parameters, as its config has them
+        self.stored: set[str] = set()  # names of parameters that the checkpoint has
         if quantization_config.kv_cache is not None:
             register_attention()  # attn_implementation="hf_quant" may be asked for
 
@@ -69,7 +71,13 @@ class TransformersQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+    def validate_environment(self, *args: Any, weights_only: bool = True, **kwargs: Any) -> None:
+        # The host may unpickle a file before it shows it to us: to see its dtype, if the config names none.
+        if self.pre_quantized and not weights_only:
+            raise ValueError(
+                "weights_only=False lets a pickle run any code, and quantized checkpoints are loaded from "
+                ".safetensors only: leave it out"
+            )
         # The host puts a user's config, given with a checkpoint that has its own, into the latter.
         requested = self.quantization_config.__dict__.pop("requested", None)
         if requested is not None:
@@ -98,15 +106,7 @@ class TransformersQuantizer(HfQuantizer):
                 raise ValueError(
                     "a quantized checkpoint is loaded from its files: give its directory in place of `state_dict`"
                 )
-            keys = read_keys(checkpoint_files)
-            rename = renamer(model)
-            names = prepare_from_checkpoint(model, self.quantization_config, keys, rename, tied_modules(model))
-            check_names(model, keys, names)
-            guards = [key for key, (_, shape) in keys.items() if 0 in shape]
-            model._keys_to_ignore_on_load_unexpected = {
-                *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
-                *(f"^{re.escape(name)}$" for key in guards for name in (key, rename(key))),
-            }
+            self._prepare_from_files(model, checkpoint_files)
         else:
             refuse_fsdp(model)
             if self.quantization_config.plan is not None:
@@ -118,6 +118,28 @@ class TransformersQuantizer(HfQuantizer):
         prepare_parallel(model)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
+
+    def _prepare_from_files(self, model: nn.Module, files: list[str]) -> None:
+        """Make the model, on the meta device, that of a quantized checkpoint. Raises ValueError if it does not fit."""
+        refuse_outside(files, model.config.name_or_path)
+        keys = read_keys(files)
+        rename = renamer(model)
+        names = prepare_from_checkpoint(model, self.quantization_config, keys, rename, tied_modules(model))
+        check_names(model, keys, names)
+        renamed = {key: rename(key) for key in keys}
+        self.stored = set(renamed.values())
+        parameters = dict(model.named_parameters())
+        for key, info in keys.items():
+            parameter = parameters.get(renamed[key])
+            if parameter is not None and parameter.is_floating_point() and not info.dtype.is_floating_point:
+                raise ValueError(f"the checkpoint has {key} as {info}, which the model computes with")
+        # Of these modules only: the host would not end with a stranger's thousands of empty tensors.
+        quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
+        guards = [k for k, info in keys.items() if 0 in info.shape and renamed[k].rpartition(".")[0] in quantized]
+        model._keys_to_ignore_on_load_unexpected = {
+            *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+            *(f"^{re.escape(name)}$" for key in guards for name in (key, renamed[key])),
+        }
 
     def _without_attention(self, model: nn.Module) -> QuantizerConfig:
         """The config for a text encoder: that of a whole pipeline may ask for 8-bit attention, of its denoiser."""
@@ -144,6 +166,9 @@ class TransformersQuantizer(HfQuantizer):
         if self.errors:
             more = f", and {len(self.errors) - 3} more" if len(self.errors) > 3 else ""
             raise ValueError("; ".join(self.errors[:3]) + more)
+        if self.pre_quantized:
+            _refuse_missing(model, self.stored)
+            self.stored = set()
         fuse_projections = self.quantization_config.fuse_projections
         for name, parameter in model.named_parameters():
             expected = self.shapes.pop(name, parameter.shape)
@@ -260,6 +285,23 @@ def _placeholder(model: nn.Module, param_name: str) -> QuantizedModule | None:
 def _is_here(parameter: torch.Tensor) -> bool:
     """Neither offloaded nor sharded: its values can be looked at."""
     return parameter.device.type != "meta" and not is_dtensor(parameter)
+
+
+def _refuse_missing(model: nn.Module, stored: set[str]) -> None:
+    """Raise ValueError if the host has drawn random values for weights that the checkpoint of such a model lacks.
+
+    A class other than the one that was saved may have more, a new head. The host marks what it has loaded; spreading
+    a model over devices takes the marks away.
+    """
+    architectures = model.config.architectures
+    if not isinstance(architectures, list) or type(model).__name__ not in architectures:
+        return
+    lacking = [name for name, p in model.named_parameters() if not getattr(p, "_is_hf_initialized", False)]
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    lacking = [n for n in lacking if n not in stored and not any(re.search(pattern, n) for pattern in ignored)]
+    if lacking and not hasattr(model, "hf_device_map"):
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ValueError(f"the checkpoint lacks {', '.join(lacking[:3])}{more}; is a shard missing?")
 
 
 def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
