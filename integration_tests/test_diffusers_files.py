@@ -142,6 +142,16 @@ def test_damaged_shards_and_other_models(model, tmp_path, monkeypatch, stored, d
     assert not filled and config.plan is None
 
 
+def test_an_index_of_more_than_the_shards_have(model, tmp_path):
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    name = "time_text_embed.timestep_embedder.linear_2.bias"
+    index = json.loads((tmp_path / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    shard = tmp_path / index["weight_map"][name]
+    save_file({n: t for n, t in load_file(shard).items() if n != name}, shard, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"has no fitting {name}; is it of another model"):
+        load(tmp_path)
+
+
 def test_nan_in_a_shard(checkpoints, tmp_path):
     shutil.copytree(checkpoints("flux"), tmp_path / "flux")
     _nan(tmp_path / "flux")

@@ -113,7 +113,8 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             return loaded_keys
         self._headers = headers
         guards = {f"{stored.module}.{stored.weight}" for stored in stored_weights(self._headers)}
-        return [key for key in loaded_keys if key not in guards]
+        # An index may list what no shard has: the host would leave it on the meta device.
+        return [key for key in loaded_keys if key in headers and key not in guards]
 
     def _process_model_before_weight_loading(
         self,
