@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
 from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.cli import main
+from hf_quant.config import resolve_scheme
+from hf_quant.integrations.importing._experts import merge_experts
+from hf_quant.integrations.importing._foreign import ForeignWeight
 from hf_quant.modules import QuantizedModule
 from integration_tests.foreign_checkpoints import (
     config_of,
@@ -437,3 +440,133 @@ def test_the_command(llama, tmp_path, capsys):
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hf-quant: error:") and "is not empty" in line
+
+
+# What a stranger's checkpoint may say.
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def refused(path: Path, out: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        import_checkpoint(path, out)
+    message = str(caught.value)
+    assert type(caught.value) is ValueError and message.isprintable() and len(message) < 1000
+    assert not out.exists()
+    return message
+
+
+@pytest.fixture(scope="module")
+def compressed(llama, tmp_path_factory):
+    """Exports by format; "W8A8" has plain int8 codes, the others packed ones."""
+    made: dict[str, Path] = {}
+
+    def export(weights: str) -> Path:
+        if weights not in made:
+            directory = tmp_path_factory.mktemp("compressed")
+            model = AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
+            config = QuantizerConfig(weights, symmetric=False if weights == "int4" else None, scale_dtype=None)
+            quantize_(model, config).save_pretrained(directory / "ours")
+            export_compressed_tensors(directory / "ours", directory / "out")
+            made[weights] = directory / "out"
+        return made[weights]
+
+    return export
+
+
+@pytest.mark.parametrize("part", ["qweight", "scales", "qzeros"])
+def test_a_layer_that_lacks_a_tensor(part, llama, tmp_path):
+    """It would be copied as what it is not, and its weight drawn at random when that is loaded."""
+    foreign_checkpoint(tmp_path / "in", llama, "gptq")
+    edit_tensors(tmp_path / "in", **{f"{LAYER}.{part}": None})
+    assert f"{LAYER}." in refused(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("weights", "part"), [("int8", "weight_scale"), ("int4", "weight_scale"), ("int4", "weight_shape")]
+)
+def test_a_layer_of_compressed_tensors_that_lacks_a_tensor(weights, part, compressed, tmp_path):
+    shutil.copytree(compressed(weights), tmp_path / "in")
+    edit_tensors(tmp_path / "in", **{f"{LAYER}.{part}": None})
+    assert LAYER in refused(tmp_path / "in", tmp_path / "out")
+
+
+def test_codes_without_scales_are_no_weights(compressed, tmp_path):
+    shutil.copytree(compressed("W8A8"), tmp_path / "in")
+    edit_tensors(tmp_path / "in", **{f"{LAYER}.weight_scale": None})
+    assert f"has {LAYER}.weight as [256, 128] int8, but no scale for it" in refused(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("weights", "part", "tensor"),
+    [
+        ("int4", "weight_shape", torch.tensor([2**40, 2**40])),
+        ("int4", "weight_shape", torch.tensor([-1, 0])),
+        ("int4", "weight_shape", torch.tensor(5)),
+        ("int4", "weight_shape", torch.tensor([256.0, 128.0])),
+        ("int4", "weight_shape", torch.tensor([256, 120])),
+        ("int4", "weight_packed", torch.zeros(256, 20, dtype=torch.int32)),
+        ("int8", "weight_packed", torch.zeros(256, 32, dtype=torch.int64)),
+        ("int4", "weight_zero_point", None),
+        ("int4", "weight_zero_point", torch.tensor(0, dtype=torch.int32)),
+        ("mxfp4", "weight_packed", torch.zeros(256, 64, dtype=torch.bool)),
+        ("mxfp4", "weight_scale", torch.zeros(256, 4, dtype=torch.float16)),
+    ],
+)
+def test_tensors_of_compressed_tensors_that_cannot_be(weights, part, tensor, compressed, tmp_path):
+    shutil.copytree(compressed(weights), tmp_path / "in")
+    edit_tensors(tmp_path / "in", **{f"{LAYER}.{part}": tensor})
+    assert LAYER in refused(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sparsity_config": "x"},
+        {"transform_config": [1]},
+        {"config_groups": {"a": 3}},
+        {"config_groups": {"a": {}}},
+        {"config_groups": {"a": {"targets": 3}}},
+        {"config_groups": {"a": {"targets": ["re:["]}}},
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": 3}}},
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": [4]}}}},
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": "\n"}}}},
+        {"config_groups": {"a": {"targets": ["Linear"], "input_activations": 3}}},
+        {"quantization_status": "x" * 10_000},
+        {"quant_method": "x\n" * 10_000},
+    ],
+)
+def test_fields_of_compressed_tensors_that_cannot_be(changes, compressed, tmp_path):
+    shutil.copytree(compressed("int4"), tmp_path / "in")
+    edit_config(tmp_path / "in", **changes)
+    refused(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"architectures": 5}, {"architectures": {"a": 1}}, {"model_type": [1]}, {"hidden_size": "x"}]
+)
+def test_configs_of_which_no_model_can_be_made(changes, llama, tmp_path):
+    foreign_checkpoint(tmp_path / "in", llama, "gptq")
+    (tmp_path / "in" / "config.json").write_text(json.dumps({**config_of(tmp_path / "in"), **changes}))
+    assert "cannot be imported" in refused(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("part", ["qweight", "scales"])
+def test_matrices_without_rows(method, part, llama, tmp_path):
+    foreign_checkpoint(tmp_path / "in", llama, method, symmetric=False)
+    empty = load_all(tmp_path / "in")[f"{LAYER}.{part}"][:0].clone()
+    edit_tensors(tmp_path / "in", **{f"{LAYER}.{part}": empty})
+    assert f"{LAYER}.{part} is [0, " in refused(tmp_path / "in", tmp_path / "out")
+
+
+def test_an_expert_of_an_absurd_number():
+    """It is not counted up to."""
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(ARCHITECTURES["mixtral"].config())
+    name = f"model.layers.0.block_sparse_moe.experts.{10**30}.w1"
+    scheme, _ = resolve_scheme({"weights": "int4"}, torch.bfloat16)
+    weight = ForeignWeight(name, scheme, (64, 64), ("x",), lambda: None)
+    with pytest.raises(ValueError, match="is quantized for 1 of its 1000000000000000000000000000001 layers only"):
+        merge_experts(model, [weight])

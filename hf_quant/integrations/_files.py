@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hf_quant.checkpoint import TensorInfo
 from hf_quant.checkpoint._folder import Directory, open_folder
 from hf_quant.checkpoint._header import load_json, scan_files
+from hf_quant.checkpoint._json import one_line, shorten
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
 
 
@@ -66,7 +67,7 @@ class TensorFiles:
                 self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
             return self._open[file].get_tensor(name)
         except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from None
+            raise ValueError(f"{file} cannot be read: {one_line(error)}") from None
 
 
 def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str, Tensor]]) -> None:
@@ -149,7 +150,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory} has no {CONFIG}: it is no checkpoint of transformers{hint}")
     fields = load_json(Directory(directory), path.name, limit=MAX_CONFIG_BYTES)
     if "_class_name" in fields:
-        raise ValueError(f"{directory} holds a {fields['_class_name']} of diffusers; needs a model of transformers")
+        name = shorten(repr(fields["_class_name"]).strip("'"))
+        raise ValueError(f"{directory} holds a {name} of diffusers; needs a model of transformers")
     return fields
 
 
@@ -161,17 +163,24 @@ def write_config(target: Path, fields: dict[str, Any]) -> None:
 def empty_model(directory: Path) -> nn.Module:
     """The 16-bit model that a checkpoint's config describes, on the meta device: every module, no weights.
 
-    Raises ValueError if transformers does not have its class.
+    Raises ValueError if transformers does not have its class, or cannot make it of this config.
     """
-    config = transformers.AutoConfig.from_pretrained(directory)
-    names = config.architectures or [None]
-    cls = getattr(transformers, str(names[0]), None)
-    if cls is None or not hasattr(cls, "_from_config"):
-        raise ValueError(
-            f"{directory} is a {names[0]}, which transformers {transformers.__version__} does not have: its modules "
-            "cannot be told apart"
-        )
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        return cls._from_config(config, dtype=config.dtype or torch.float32)
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory)
+        names = config.architectures
+        name = names[0] if isinstance(names, list) and names else None
+        cls = getattr(transformers, str(name), None)
+        if cls is None or not hasattr(cls, "_from_config"):
+            raise ValueError(
+                f"{directory} is a {name}, which transformers {transformers.__version__} does not have: its modules "
+                "cannot be told apart"
+            )
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            return cls._from_config(config, dtype=config.dtype or torch.float32)
+    except ValueError as error:
+        raise ValueError(one_line(error)) from None
+    except Exception as error:  # noqa: BLE001  (each class of the host has its own for fields that cannot be)
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(f"transformers makes no model of {directory / CONFIG}: {reason}") from None

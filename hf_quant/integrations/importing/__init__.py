@@ -8,6 +8,7 @@ import torch
 
 from hf_quant.checkpoint._folder import Directory
 from hf_quant.checkpoint._header import load_json
+from hf_quant.checkpoint._json import one_line, shorten
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
 from hf_quant.integrations._files import TensorFiles, empty_model, local_checkpoint, read_config, staged
 from hf_quant.integrations.hub import CARD, converted_card, hub_id
@@ -57,13 +58,14 @@ def import_checkpoint(
     method, own = _detect(source, fields, where)
     name = fields.get("dtype") or fields.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else None
     with staged(source, out) as target, TensorFiles(source) as files:
         try:
             found = _READERS[method](files, own, dtype)
             model = empty_model(source)
             found = found._replace(weights=merge_experts(model, found.weights))
         except ValueError as error:
-            raise ValueError(f"{where} cannot be imported: {error}") from None
+            raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None
         origin = {"method": method, "name": hub_id(str(source))}
         write_foreign(target, fields, files, found, model, where=where, origin=origin)
         converted_card(target, source).save(target / CARD)
@@ -85,5 +87,5 @@ def _detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict
     if method == "hf_quant":
         raise ValueError(f"{where} is a checkpoint of hf_quant already")
     if method not in _READERS:
-        raise ValueError(f"{where} is quantized by {method!r}; can be imported: {', '.join(_READERS)}")
+        raise ValueError(f"{where} is quantized by {shorten(repr(method))}; can be imported: {', '.join(_READERS)}")
     return method, own

@@ -5,11 +5,15 @@ Layout and fields: see `hf_quant.integrations.compressed_tensors`.
 
 import re
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from hf_quant.algorithms import PackedWeight
+from hf_quant.checkpoint import TensorInfo
+from hf_quant.config import compile_pattern
+from hf_quant.formats import FORMATS
 from hf_quant.integrations._files import TensorFiles
 from hf_quant.integrations.compressed_tensors._schemes import (
     FLOAT,
@@ -28,6 +32,7 @@ from hf_quant.scheme import LinearScheme
 
 _PARTS = ("weight_packed", "weight", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
 _FORMATS = (PACKED, INT, FLOAT, NAIVE, NVFP4, MXFP4)
+_ONE_VALUE = ("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder")
 _CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
 
 
@@ -36,7 +41,8 @@ def read_compressed_tensors(files: TensorFiles, fields: dict[str, Any], dtype: t
     reason."""
     for name in ("sparsity_config", "transform_config"):
         given = fields.get(name) or {}
-        if given.get("format", "dense") != "dense" or given.get("config_groups"):
+        is_known = isinstance(given, dict) and given.get("format", "dense") == "dense"
+        if not is_known or given.get("config_groups"):
             raise ValueError(f"it has a {name}, which hf_quant has no form for: {given}")
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or fields.get("quantization_status", "compressed") != "compressed":
@@ -44,6 +50,8 @@ def read_compressed_tensors(files: TensorFiles, fields: dict[str, Any], dtype: t
             f"its quantization_status is {fields.get('quantization_status')!r} with config_groups "
             f"{groups!r}; needs 'compressed' and a table of groups"
         )
+    for group in groups.values():
+        _check_group(group)
     modules = [name for key in files.tensors for name, _, leaf in [key.rpartition(".")] if leaf == "weight_scale"]
     if not modules:
         raise ValueError("it holds no tensor named `weight_scale`: no layer of it is quantized")
@@ -53,6 +61,19 @@ def read_compressed_tensors(files: TensorFiles, fields: dict[str, Any], dtype: t
     if any(weight.scheme.activation and weight.scheme.weight.granularity == "block" for weight in weights):
         notes.append("inputs of fp8 blocks are quantized with one scale per token, not per 128 values")
     return Foreign(weights, cache, notes if cache or fields.get("kv_cache_scheme") else notes[1:])
+
+
+def _check_group(group: Any) -> None:
+    """Raise ValueError if one of `config_groups` is no table of targets and of what is said of weights and inputs."""
+    targets = group.get("targets") if isinstance(group, dict) else None
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"its config_groups have {group!r}; needs a table with a list of targets")
+    for target in targets:
+        compile_pattern(target)
+    for name in ("weights", "input_activations"):
+        values = {} if group.get(name) is None else group[name]
+        if not isinstance(values, dict) or any(isinstance(values.get(field), dict | list) for field in _ONE_VALUE):
+            raise ValueError(f"its config_groups have {name} {values!r}; needs a table of single values")
 
 
 def _group_of(module: str, groups: dict[str, Any]) -> dict[str, Any]:
@@ -89,12 +110,37 @@ def _weight(
     N, width = found[main].shape
     K = {PACKED: None, NVFP4: 2 * width, MXFP4: 2 * width}.get(format, width)
     if K is None:
-        if "weight_shape" not in found:
-            raise ValueError(f"{module} has no weight_shape beside its weight_packed")
-        N, K = files.read(f"{module}.weight_shape").tolist()
+        K = _columns(files, module, found, scheme)
+    _check_parts(module, found, format, scheme, N)
     keys = (f"{module}.{main}", *(f"{module}.{part}" for part in found if part != main))
     unpack = partial(_unpack, files, module, found, format, scheme, (N, K), dtype or torch.bfloat16)
     return ForeignWeight(module, scheme, (N, K), keys, unpack)
+
+
+def _columns(files: TensorFiles, module: str, found: dict[str, TensorInfo], scheme: LinearScheme) -> int:
+    """K of a weight in words, which its `weight_shape` holds."""
+    info, words = found.get("weight_shape"), found["weight_packed"]
+    if info is None or info.shape != (2,) or info.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{module} has {info or 'no weight_shape'} beside its weight_packed; needs two integers")
+    N, K = files.read(f"{module}.weight_shape").tolist()
+    needed = (N, -(-K * FORMATS[scheme.weight.format].bits // 32))
+    if min(N, K) < 1 or words.shape != needed or words.dtype != torch.int32:
+        raise ValueError(f"{module}.weight_packed is {words}, its weight_shape {[N, K]} needs {list(needed)} int32")
+    return K
+
+
+def _check_parts(module: str, found: dict[str, TensorInfo], format: str, scheme: LinearScheme, N: int) -> None:
+    """Raise ValueError unless the tensors of a weight can be viewed as what they stand for."""
+    scale, zeros, factor = (found.get(f"weight_{part}") for part in ("scale", "zero_point", "global_scale"))
+    if format in (NVFP4, MXFP4) and (found["weight_packed"].dtype != torch.uint8 or scale.dtype.itemsize != 1):
+        raise ValueError(f"{module}: its codes are {found['weight_packed']}, its scales {scale}; needs bytes")
+    if format == NVFP4 and (factor is None or prod(factor.shape) != 1 or not factor.dtype.is_floating_point):
+        raise ValueError(f"{module}.weight_global_scale is {factor or 'missing'}; needs one number")
+    if not scheme.weight.symmetric:
+        is_packed = zeros is not None and zeros.dtype == torch.int32 and len(zeros.shape) == 2
+        is_packed = is_packed and zeros.shape[0] == -(-N // 8)
+        if not is_packed and (zeros is None or zeros.dtype != torch.int8 or prod(zeros.shape) != prod(scale.shape)):
+            raise ValueError(f"{module}.weight_zero_point is {zeros or 'missing'} beside scales of {scale}")
 
 
 def _unpack(

@@ -66,10 +66,9 @@ def _match(rules: list[_Rule], module: str) -> tuple[str, int, int] | None:
 
 def _fuse(name: str, parts: dict[tuple[int, int], ForeignWeight]) -> ForeignWeight:
     experts, count = max(e for e, _ in parts) + 1, max(p for _, p in parts) + 1
-    missing = [(e, p) for e in range(experts) for p in range(count) if (e, p) not in parts]
-    ordered = [[parts.get((e, p)) for p in range(count)] for e in range(experts)]
-    if missing:
+    if len(parts) < experts * count:  # before there is a list of as many as a name claims
         raise ValueError(f"{name} is quantized for {len(parts)} of its {experts * count} layers only")
+    ordered = [[parts[e, p] for p in range(count)] for e in range(experts)]
     first = ordered[0][0]
     kinds: set[Any] = {(weight.scheme, weight.shape) for weight in parts.values()}
     if len(kinds) > 1:

@@ -21,6 +21,13 @@ from hf_quant.planning import schemes_to_list
 from hf_quant.scheme import LinearScheme
 
 
+# Names of tensors that belong to quantized layers.
+_PARTS = {
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx"),
+}
+
+
 class ForeignWeight(NamedTuple):
     """A quantized weight of another library's checkpoint.
 
@@ -123,6 +130,7 @@ def _check_model(
     for weight in weights:
         keys.update(weight.expected)
     rename = renamer(model)
+    _refuse_remains(files, consumed, dict(model.named_parameters()), rename, where)
     names = prepare_from_checkpoint(model, config, keys, rename, tied_modules(model))
     modules = dict(model.named_modules())
     lost = [
@@ -136,6 +144,25 @@ def _check_model(
             "transformers does not have: they cannot be imported"
         )
     check_names(model, keys, names)
+
+
+def _refuse_remains(
+    files: TensorFiles,
+    consumed: set[str],
+    parameters: dict[str, nn.Parameter],
+    rename: Callable[[str], str],
+    where: str,
+) -> None:
+    """Raise ValueError if what is left is a part of a quantized layer: copied as it is, it would be no weight."""
+    for key, info in files.tensors.items():
+        if key in consumed:
+            continue
+        parameter = parameters.get(rename(key))
+        if parameter is None and key.rpartition(".")[2] in _PARTS:
+            raise ValueError(f"{where} has {key}, but not all that belongs to it; is a shard missing?")
+        is_code = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
+        if parameter is not None and parameter.is_floating_point() and is_code:
+            raise ValueError(f"{where} has {key} as {info}, but no scale for it; is a shard missing?")
 
 
 def _stored(weight: ForeignWeight) -> dict[str, Tensor]:

@@ -56,10 +56,12 @@ def _modules(files: TensorFiles) -> list[str]:
     if not modules:
         raise ValueError("it holds no tensor named `qweight`: no layer of it is quantized")
     for module in modules:
-        for part, dims in (("qweight", 2), ("qzeros", 2), ("scales", 2)):
+        for part in ("qweight", "qzeros", "scales"):
             info = files.tensors.get(f"{module}.{part}")
-            if info is None or len(info.shape) != dims or info.dtype.is_floating_point != (part == "scales"):
+            if info is None or len(info.shape) != 2 or 0 in info.shape:
                 raise ValueError(f"{module}.{part} is {info or 'missing'}; needs a matrix")
+            if part == "scales" and not info.dtype.is_floating_point:
+                raise ValueError(f"{module}.{part} is {info}; needs floating-point numbers")
             if part != "scales" and info.dtype != torch.int32:
                 raise ValueError(f"{module}.{part} is {info}; needs int32 words")
     return modules
