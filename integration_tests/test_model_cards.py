@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 
 from hf_quant import QuantizerConfig, model_card, quantize_
 from hf_quant.cli import main
-from hf_quant.integrations.hub import is_untouched
+from hf_quant.integrations.hub import Measurements, card_for_upload, find_card, is_untouched, read_card
 from hf_quant.modules import QuantizedModule
 from integration_tests.hub_server import Hub
 from integration_tests.tiny_models import build
@@ -303,6 +303,53 @@ def output(capsys, *arguments: str) -> str:
     capsys.readouterr()
     assert main(list(arguments)) == 0
     return capsys.readouterr().out
+
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 6)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "is_read"),
+    [
+        ("a: " + "[" * 20_000 + "]" * 20_000, False),
+        ("a: !!bool x", False),
+        ("a: 1:" + "59:" * 5000 + "1", False),  # an integer in base 60, of more digits than Python writes
+        ("a: !!python/object/apply:os.system [ls]", False),
+        (f"{LAUGHS}base_model: *a29\nlicense: *a29\ntags: *a29\nlanguage: *a29", True),
+        ("base_model: [[a/b]]\nlicense: 5\ntags: {a: b}\nlanguage: [3]", True),
+    ],
+    ids=["deep", "bool", "digits", "object", "laughs", "types"],
+)
+def test_cards_of_strangers(metadata, is_read, tmp_path):
+    """Of the base model, or there already: what cannot be read is left alone, and no upload fails for it."""
+    quantize_(build("llama"), "int4").save_pretrained(tmp_path / "model")
+    text = f"---\n{metadata}\n---\n# Mine\n"
+    (tmp_path / "README.md").write_text(text)
+    assert (read_card(tmp_path / "README.md") is not None) == is_read == (find_card(tmp_path) is not None)
+    (tmp_path / "model" / "README.md").write_text(text)
+    model = build("llama")
+    card_for_upload(model, tmp_path / "model", "me/model")
+    written = (tmp_path / "model" / "README.md").read_text()
+    assert written.endswith("# Mine\n") and (written == text) != is_read
+    if is_read:
+        card = model_card(tmp_path / "model", base_card=tmp_path)
+        assert card.data.license is None and card.data.base_model is None
+
+
+@pytest.mark.parametrize("origin", ["x" * 5000, "a\0b", "../..", 5])
+def test_origins_that_are_no_path(origin, tmp_path):
+    quantize_(build("llama"), "int4").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "_name_or_path": origin}))
+    assert model_card(tmp_path).data.base_model is None
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), True, "1"])
+def test_figures_that_are_no_numbers(value, tmp_path):
+    fields = {"quality": [{"dataset": "a", "metric": "b", "value": value}]}
+    with pytest.raises(ValueError, match=r"measurements.quality\[0\].value is .*; needs a number") as caught:
+        Measurements.from_dict(fields)
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize(

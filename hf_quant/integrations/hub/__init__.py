@@ -223,7 +223,7 @@ def _find_base(
 def _from_origin(facts: CardSource, token: str | bool | None) -> _Base:
     """From the card of what the model was loaded from: of its base, or of the same quantized model."""
     name = hub_id(facts.origin)
-    if facts.origin is None or (name is None and not Path(facts.origin).is_dir()):
+    if facts.origin is None or (name is None and not _base.is_directory(facts.origin)):
         return _Base([], {})
     try:
         card = find_card(name or facts.origin, token=token)

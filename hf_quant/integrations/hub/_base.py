@@ -9,15 +9,15 @@ from huggingface_hub import ModelCard, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     RepositoryNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
 
 
 CARD = "README.md"
-MAX_CARD_BYTES = 5_000_000
+MAX_CARD_BYTES = 1_500_000  # PyYAML reads 40 kB a second
 # A snapshot in the cache of huggingface_hub: models--org--name/snapshots/<commit>/...
 _SNAPSHOT = re.compile(r"(?:^|[/\\])models--([^/\\]+)[/\\]snapshots[/\\][0-9a-f]{40}(?:[/\\]|$)")
 _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z0-9-]{1,30}")
@@ -41,11 +41,13 @@ def hub_id(name: object) -> str | None:
 
 def is_hub_id(name: object) -> bool:
     """Whether it has the form of a repository's name."""
+    if not isinstance(name, str) or name.startswith((".", "~")) or len(name) > 200:
+        return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return isinstance(name, str) and not name.startswith((".", "~")) and len(name) <= 200
+    return True
 
 
 def check_hub_id(name: object, what: str) -> str:
@@ -70,7 +72,7 @@ def find_card(name: str | Path, *, token: str | bool | None = None) -> ModelCard
 
 def find_card_file(name: str | Path, *, token: str | bool | None = None) -> Path | None:
     """The file of `find_card`."""
-    if Path(name).is_dir():
+    if is_directory(name):
         path = Path(name) / CARD
         return path if path.is_file() else None
     if not is_hub_id(str(name)):
@@ -81,18 +83,29 @@ def find_card_file(name: str | Path, *, token: str | bool | None = None) -> Path
         return None
     except RepositoryNotFoundError as error:
         raise NotOnHub(str(error)) from None
-    except (EntryNotFoundError, HfHubHTTPError, OSError):  # without a card, offline, or forbidden
+    except (EntryNotFoundError, HTTPError, OSError, UnicodeError):  # without a card, offline, or forbidden
         return None
 
 
 def read_card(path: Path) -> ModelCard | None:
-    """The card in a file; None if its metadata cannot be read."""
+    """The card in a file; None if its metadata cannot be read, or not be written again."""
     if path.stat().st_size > MAX_CARD_BYTES:
         return None
     try:
-        return ModelCard.load(path, ignore_metadata_errors=True)
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError):  # what strangers write between two lines of dashes
+        card = ModelCard.load(path, ignore_metadata_errors=True)
+        str(card)
+    # What strangers write between two lines of dashes.
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, yaml.YAMLError):
         return None
+    return card
+
+
+def is_directory(path: str | Path) -> bool:
+    """Whether it is one; False also for what no path can be, which a config may name."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def describes_quantized(card: ModelCard) -> bool:

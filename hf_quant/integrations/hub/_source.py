@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from hf_quant.checkpoint import CheckpointSummary, TensorInfo, inspect_checkpoint, read_header, summarize
+from hf_quant.checkpoint._folder import Directory
+from hf_quant.checkpoint._header import load_json
+from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
 from hf_quant.config import QuantizerConfig
 
 
 METHOD = "hf_quant"
-MAX_CONFIG_BYTES = 10_000_000
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _VERSION = re.compile(r"[0-9][\w.+-]{0,39}")
@@ -320,15 +322,7 @@ def _size(directory: Path) -> int:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} is not the directory of a model or pipeline: it has no {path.name}")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} can be right")
-    try:
-        fields = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds a JSON {type(fields).__name__}; needs an object")
-    return fields
+    return load_json(Directory(path.parent), path.name, limit=MAX_CONFIG_BYTES)
 
 
 # What configs say; they may come from a stranger.

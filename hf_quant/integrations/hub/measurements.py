@@ -18,11 +18,13 @@ of a list of one is read, too, and fields of other names are ignored: a file may
 """
 
 import json
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+
+from hf_quant.checkpoint._json import parse_json, shorten
 
 
 MAX_BYTES = 10_000_000  # of a file of measurements
@@ -91,7 +93,7 @@ class Measurements:
             raise ValueError(f"{where} is a {type(value).__name__}; needs an object with quality, speed or memory")
         known = [field.name for field in fields(cls)]
         if value and not set(value) & set(known):
-            raise ValueError(f"{where} has {', '.join(map(repr, sorted(value)[:5]))}; needs any of {', '.join(known)}")
+            raise ValueError(f"{where} has {', '.join(sorted(map(repr, value))[:5])}; needs any of {', '.join(known)}")
         speed = []
         for number, entry in enumerate(_entries(value.get("speed"), f"{where}.speed")):
             at = f"{where}.speed[{number}]"
@@ -126,11 +128,7 @@ def read_measurements(paths: Iterable[Path | str]) -> Measurements:
             raise ValueError(f"{path} is not a file; needs measurements as `hf-quant eval --json` writes them")
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are measurements")
-        try:
-            value = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        found.append(Measurements.from_dict(value, str(path)))
+        found.append(Measurements.from_dict(parse_json(path.read_bytes(), str(path)), str(path)))
     bits = sorted({m.bits_per_weight for m in found if m.bits_per_weight is not None})
     if bits and bits[-1] > 1.01 * bits[0]:
         raise ValueError(
@@ -182,8 +180,9 @@ def _record(cls: type[_Record], entry: dict[str, Any], where: str) -> _Record:
 
 
 def _number(value: Any, where: str, *, positive: bool) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{where} is {value!r}; needs a number")
+    # Integers of JSON may be larger than any float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{where} is {shorten(repr(value))}; needs a number")
     if positive and value <= 0:
         raise ValueError(f"{where} is {value!r}; needs a number above 0")
     return value
