@@ -305,6 +305,49 @@ def output(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+def test_nothing_is_said_of_weights_that_are_no_longer_there(tmp_path):
+    """Other weights in the same place: base, licence and figures of the first are gone, what others wrote is not."""
+    figures = {"quality": {"dataset": "wiki", "metric": "perplexity", "value": 7.125}}
+    for seed, name in enumerate(("first", "other")):
+        torch.manual_seed(seed)
+        model = build("llama") if name == "first" else build("llama", seed=1)
+        quantize_(model, "int4").save_pretrained(tmp_path / name)
+    card = model_card(tmp_path / "first", figures, base_model="me/base", base_card=card_with("mit"))
+    assert str(model_card(model)) != str(card)
+    (tmp_path / "other" / "README.md").write_text(str(card).replace("tags:", "datasets:\n- mine\ntags:"))
+    assert main(["card", str(tmp_path / "other"), "-o", str(tmp_path / "beside.md")]) == 0
+    card_for_upload(model, tmp_path / "other", "me/model")
+    for path in (tmp_path / "beside.md", tmp_path / "other" / "README.md"):
+        found = ModelCard.load(path)
+        assert (found.data.base_model, found.data.license) == (None, None)
+        assert "7.125" not in found.text and "me/base" not in str(found) and "not evaluated" in found.text
+    assert found.data.datasets == ["mine"]
+    # The same weights again: all of it stays.
+    (tmp_path / "first" / "README.md").write_text(str(card))
+    card_for_upload(build("llama"), tmp_path / "first", "me/model")
+    assert ModelCard.load(tmp_path / "first" / "README.md").text == card.text
+
+
+def card_with(license: str) -> ModelCard:
+    return ModelCard(f"---\nlicense: {license}\n---\n# Base\n")
+
+
+def test_a_card_keeps_its_repository_and_its_tags_name_one_format(tmp_path, capsys):
+    for weights in ("int4", "int8"):
+        quantize_(build("llama"), weights).save_pretrained(tmp_path / weights)
+    assert main(["card", str(tmp_path / "int4"), "--repo", "me/model-int4"]) == 0
+    assert main(["card", str(tmp_path / "int4")]) == 0
+    card = ModelCard.load(tmp_path / "int4" / "README.md")
+    assert card.text.startswith("\n# model-int4\n") and 'from_pretrained("me/model-int4"' in card.text
+    for weights in ("int4", "int8"):
+        (tmp_path / "own.md").write_text(USER_CARD if weights == "int4" else (tmp_path / "own.md").read_text())
+        (tmp_path / "eval.json").write_text('{"quality": {"dataset": "a", "metric": "b", "value": 1}}')
+        options = ("-o", str(tmp_path / "own.md"), "--measurements", str(tmp_path / "eval.json"))
+        assert "the measurements are not in it" in output(capsys, "card", str(tmp_path / weights), *options)
+    tags = ModelCard.load(tmp_path / "own.md").data.tags
+    assert {"mine", "int8", "8-bit"} <= set(tags) and not {"int4", "4-bit"} & set(tags)
+
+
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 6)}]\n" for i in range(1, 30))
 
 

@@ -81,7 +81,14 @@ def scan_folder(folder: Folder) -> dict[str, dict[str, TensorInfo]]:
     names = folder.files()
     index = _pick(folder, names, _INDEX_SUFFIX)
     if index is not None:
-        return _scan_shards(folder, index, set(names))
+        files = _scan_shards(folder, index, set(names))
+        single = f"{index.removesuffix(_INDEX_SUFFIX)}.safetensors"
+        if single in names and single not in files:
+            raise ValueError(
+                f"{folder.name} holds {single} and the shards of {index}, of two checkpoints, and hosts differ in "
+                "which they read: delete what is left over"
+            )
+        return files
     file = _pick(folder, names, ".safetensors")
     if file is None:
         unsafe = next((n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt", ".bin.index.json"))), None)

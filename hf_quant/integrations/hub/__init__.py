@@ -17,12 +17,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
 from hf_quant.integrations.hub import _base
-from hf_quant.integrations.hub._base import NotOnHub, find_card, find_card_file, hub_id, read_card
-from hf_quant.integrations.hub._content import content, tags_of
+from hf_quant.integrations.hub._base import NotOnHub, find_card, find_card_file, hub_id, is_hub_id, read_card
+from hf_quant.integrations.hub._content import content, is_format_tag, tags_of
 from hf_quant.integrations.hub._serving import Export
 from hf_quant.integrations.hub._source import CardSource, holds_quantized, origin_of, read_source
 from hf_quant.integrations.hub._text import render
-from hf_quant.integrations.hub._usage import pipeline_tag
+from hf_quant.integrations.hub._usage import PLACEHOLDER, pipeline_tag
 from hf_quant.integrations.hub.measurements import Measurements, as_measurements, read_measurements
 
 
@@ -43,6 +43,7 @@ __all__ = [
     "read_card",
     "read_measurements",
     "replace_card",
+    "repository_of",
 ]
 
 CARD = _base.CARD
@@ -96,7 +97,7 @@ def model_card(
         _base.check_hub_id(repo_id, "repo_id")
     facts = read_source(source)
     own = _card_of(str(source), None) if isinstance(source, str | Path) else None
-    base = _find_base(facts, base_model, base_card, own, token)
+    base = _find_base(facts, base_model, base_card, _if_of(facts, own), token)
     return _make(facts, as_measurements(measurements), base, repo_id=repo_id, license=license, title=title)
 
 
@@ -105,7 +106,7 @@ def merge_cards(existing: ModelCard | None, card: ModelCard) -> ModelCard:
 
     The text of a card that somebody has written stays as it is, and so does a card of this package for the same
     quantization, which may hold measurements; what their metadata lack is added. Replaced are the hosts' generic
-    cards, and cards of this package that nobody has edited and that speak of another quantization.
+    cards, and cards of this package that nobody has edited and that speak of another model or quantization.
     """
     if existing is None:
         return card
@@ -116,7 +117,10 @@ def merge_cards(existing: ModelCard | None, card: ModelCard) -> ModelCard:
     left_out = () if known.get("license") is None else _LICENSE_FIELDS
     added = {key: value for key, value in new.items() if known.get(key) is None and key not in left_out}
     merged = ModelCard(str(existing), ignore_metadata_errors=True)
-    for key, value in {**added, "tags": _union(_tags(existing), new["tags"])}.items():
+    tags = _tags(existing)
+    if "hf_quant" in tags:  # of what was there before
+        tags = [tag for tag in tags if not is_format_tag(tag)]
+    for key, value in {**added, "tags": _union(tags, new["tags"])}.items():
         merged.data[key] = value
     return merged
 
@@ -124,8 +128,9 @@ def merge_cards(existing: ModelCard | None, card: ModelCard) -> ModelCard:
 def replace_card(existing: ModelCard, card: ModelCard) -> ModelCard:
     """`card` with what the metadata of another one say beyond it."""
     new = card.data.to_dict()
-    further = {key: value for key, value in existing.data.to_dict().items() if key not in new}
-    of_another = _subject(existing) not in (None, _subject(card))  # then its tags name another format
+    of_another = _subject(existing) not in (None, _subject(card))  # model, or quantization
+    left_out = {*new, *_ORDER} if of_another else new
+    further = {key: value for key, value in existing.data.to_dict().items() if key not in left_out}
     tags = _union(new["tags"], [] if of_another else _tags(existing))
     return _assemble({**new, **further, "tags": tags}, card.text)
 
@@ -134,6 +139,12 @@ def is_untouched(card: ModelCard) -> bool:
     """Whether a card's text is as this package has written it."""
     found = _MARK.search(card.text)
     return found is not None and found[2] == _digest(card.text[: found.start()])
+
+
+def repository_of(card: ModelCard) -> str | None:
+    """The repository that a card of this package names in its snippet."""
+    found = re.search(r'from_pretrained\("([^"]+)"', card.text)
+    return found[1] if found is not None and is_hub_id(found[1]) and found[1] != PLACEHOLDER else None
 
 
 def card_for_upload(
@@ -153,7 +164,7 @@ def card_for_upload(
             return
         origin, is_quantized = origin_of(source)
         facts = replace(read_source(directory), origin=origin, origin_is_quantized=is_quantized)
-        base = _find_base(facts, None, None, existing, token)
+        base = _find_base(facts, None, None, _if_of(facts, existing), token)
         card = _make(facts, Measurements(), base, repo_id=repo_id)
     except ValueError as error:  # an upload of hours does not fail for its card
         _logger.warning("the model card is the one of the host: %s", error)
@@ -218,6 +229,11 @@ def _find_base(
     found = _Base(names, {}) if names else _from_origin(facts, token)
     others = {key: v for key, v in found.inherited.items() if "license" not in known or key not in _LICENSE_FIELDS}
     return _Base(found.names, {**others, **known})
+
+
+def _if_of(facts: CardSource, card: ModelCard | None) -> ModelCard | None:
+    """The card, but None if it is one of this package for another model or quantization."""
+    return None if card is None or _subject(card) not in (None, facts.fingerprint) else card
 
 
 def _from_origin(facts: CardSource, token: str | bool | None) -> _Base:

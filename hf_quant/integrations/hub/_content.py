@@ -22,6 +22,7 @@ from hf_quant.scheme import LinearScheme
 MAX_ROWS = 16  # of what is not quantized; the rest is summed up
 MAX_NAMES = 12  # of modules in one cell
 _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_positions|\w*_embeddings?|wte|wpe|shared)\.weight$")
+_FORMAT_TAG = re.compile(r"[1-8]-bit|kv-cache-\w+")
 _HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)\.weight$")
 
 
@@ -48,6 +49,11 @@ def tags_of(source: CardSource, export: Export | None) -> list[str]:
     caches = [f"kv-cache-{name}" for name in caches_of(source)]
     tags = ["hf_quant", "quantized", *formats, *(f"{n}-bit" for n in bits), *caches]
     return tags if export is None else _serving.tags(export, tags)
+
+
+def is_format_tag(tag: str) -> bool:
+    """Whether it is one of `tags_of` that says how a model is quantized."""
+    return tag in FORMATS or _FORMAT_TAG.fullmatch(tag) is not None
 
 
 def content(

@@ -17,6 +17,7 @@ from hf_quant.checkpoint._folder import Directory
 from hf_quant.checkpoint._header import load_json
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
 from hf_quant.config import QuantizerConfig
+from hf_quant.integrations.hub._sample import sample_of, sample_of_files
 
 
 METHOD = "hf_quant"
@@ -33,12 +34,14 @@ class Part:
         name: of the component; "" is the source itself.
         class_name: an identifier, None if the source says none.
         dtype: of what is not quantized.
+        sample: a digest of the beginnings of its codes; "" where they cannot be read.
     """
 
     name: str
     class_name: str | None
     summary: CheckpointSummary
     dtype: torch.dtype
+    sample: str
 
     @property
     def config(self) -> QuantizerConfig:
@@ -99,9 +102,9 @@ class CardSource:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equally quantized models."""
+        """Equal for the same models, quantized equally."""
         facts = [
-            (part.name, part.class_name, part.config.plan, part.config.kv_cache, part.summary.nbytes)
+            (part.name, part.class_name, part.config.plan, part.config.kv_cache, part.summary.nbytes, part.sample)
             for part in self.parts
         ]
         facts += [part.config.attention for part in self.parts if part.config.attention is not None]
@@ -193,7 +196,8 @@ def _live_part(name: str, model: nn.Module) -> Part:
         )
     tensors = _tensors(model)
     summary = summarize(config, tensors, where=f"this {type(model).__name__}")
-    return Part(name, _identifier(type(model).__name__), summary, _dtype({"dtype": model.dtype}, tensors))
+    dtype = _dtype({"dtype": model.dtype}, tensors)
+    return Part(name, _identifier(type(model).__name__), summary, dtype, sample_of(model.state_dict()))
 
 
 def stored_config(model: nn.Module) -> QuantizerConfig | None:
@@ -309,7 +313,8 @@ def _stored_part(name: str, directory: Path, fields: dict[str, Any]) -> Part:
     summary = inspect_checkpoint(directory)
     found = fields.get("architectures")
     class_name = fields.get("_class_name") or (found[0] if isinstance(found, list) and found else None)
-    return Part(name, _identifier(class_name), summary, _dtype(fields, read_header(directory)))
+    dtype, sample = _dtype(fields, read_header(directory)), sample_of_files(directory)
+    return Part(name, _identifier(class_name), summary, dtype, sample)
 
 
 def _size(directory: Path) -> int:

@@ -1,0 +1,45 @@
+"""What tells models apart that are quantized alike: a digest of the beginnings of their codes."""
+
+import contextlib
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hf_quant.checkpoint._header import scan_files
+
+
+_SAMPLED = 16  # values of a tensor
+
+
+def sample_of(tensors: dict[str, Any]) -> str:
+    """A digest of the first values of codes, or of all tensors where there are no codes: {name: tensor or slice}.
+
+    Names do not count, nor does it that a tensor has two: a checkpoint may have others than the model. "" where a
+    tensor has no values, or not all of them, in this process.
+    """
+    codes = {name: value for name, value in tensors.items() if name.rpartition(".")[2].startswith("qdata")} or tensors
+    digests = set()
+    for tensor in codes.values():
+        if getattr(tensor, "is_meta", False) or hasattr(tensor, "full_tensor"):
+            return ""
+        shape = tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape
+        if len(shape) and 0 not in shape:
+            first = tensor[(*(slice(0, 1),) * (len(shape) - 1), slice(0, _SAMPLED))].detach().cpu().contiguous()
+            digests.add(hashlib.sha256(bytes(first.view(torch.uint8).flatten().tolist())).digest())
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()[:16]
+
+
+def sample_of_files(directory: Path) -> str:
+    """The same of a checkpoint, of which hardly anything is read. Raises ValueError if it is broken."""
+    slices: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        try:
+            for file, tensors in scan_files(directory).items():
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                slices.update({name: opened.get_slice(name) for name in tensors})
+            return sample_of(slices)
+        except SafetensorError as error:
+            raise ValueError(f"{directory} cannot be read: {error}") from None
