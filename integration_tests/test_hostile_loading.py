@@ -151,6 +151,13 @@ def test_other_heads_are_new(broken):
     assert other.score.weight.shape == (5, 64)
 
 
+@pytest.mark.parametrize("leaf", ["qdata_", "qdata_weight", "qdata_x"])
+def test_names_almost_of_codes(leaf, broken):
+    name = "model.layers.1.mlp.up_proj"
+    change_tensors(broken, lambda tensors: tensors.update({f"{name}.{leaf}": tensors.pop(f"{name}.qdata")}))
+    assert name in refusal(broken)
+
+
 def test_integers_are_no_weights(broken):
     name = "model.norm.weight"
     change_tensors(broken, lambda tensors: tensors.update({name: tensors[name].to(torch.int64)}))

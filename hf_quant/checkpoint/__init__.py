@@ -1,8 +1,8 @@
 """Checkpoints: what is in the files, whether it may be trusted, and saving and loading of plain modules.
 
 Nothing here knows a host. `read_header` and `inspect_checkpoint` read the files' headers only, the latter from the
-Hub, too; `check_packed` judges
-tensors that were loaded; `save_quantized` and `load_quantized_` are the way of modules that no host saves.
+Hub, too; `check_packed` judges tensors that were loaded; `save_quantized` and `load_quantized_` are the way of modules
+that no host saves.
 """
 
 from hf_quant.checkpoint._header import TensorInfo, read_header

@@ -10,14 +10,15 @@ from typing import Any
 from hf_quant.checkpoint._folder import Folder, open_folder
 from hf_quant.checkpoint._header import TensorInfo, load_json, scan_folder
 from hf_quant.checkpoint._json import one_line
-from hf_quant.checkpoint._packed import check_info, expected_tensors
+from hf_quant.checkpoint._packed import StoredWeight, check_info, expected_tensors, stored_weights
 from hf_quant.checkpoint._store import CONFIG_NAME, MAX_CONFIG_BYTES, config_from_fields
 from hf_quant.config import QuantizerConfig
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import PACK
 from hf_quant.kv_cache import KVCacheConfig
-from hf_quant.modules import PACKED_NAMES, packed_key
+from hf_quant.modules import packed_key
 from hf_quant.planning import format_table, schemes_from_list
+from hf_quant.planning._names import MAX_PARTS
 from hf_quant.scheme import LinearScheme
 
 
@@ -159,11 +160,12 @@ def summarize(
     tensors = dict(tensors)
     schemes = _SchemeTable(schemes_from_list(config.plan), by_host=by_host)
     groups: dict[tuple[str, str, LinearScheme | None], list[tuple[int, int]]] = {}
-    for name, weights in _quantized_modules(tensors).items():
+    modules: dict[str, list[StoredWeight]] = {}
+    for stored in stored_weights(tensors):
+        modules.setdefault(stored.module, []).append(stored)
+    for name, weights in modules.items():
         scheme = schemes.find(name)
-        shapes = {
-            w: _matrix_shape(scheme, _parts(tensors, name, w), f"{name}.{packed_key('qdata', w)}") for w in weights
-        }
+        shapes = {stored.weight: _matrix_shape(scheme, stored) for stored in weights}
         expected = expected_tensors(scheme, shapes)
         for key, info in expected.items():
             full = f"{name}.{key}" if name else key
@@ -228,7 +230,7 @@ class _SchemeTable:
         if name in self.schemes:
             return self.schemes[name]
         parts = name.split(".")
-        for i in range(len(parts)):
+        for i in range(max(len(parts) - MAX_PARTS, 0), len(parts)):  # a plan has no longer names
             ending = _backwards(".".join(parts[i:]))
             begin, end = bisect_left(self.names, ending), bisect_left(self.names, f"{ending}\U0010ffff")
             if begin < end and self.change[begin] >= end:
@@ -248,28 +250,12 @@ def _backwards(name: str) -> str:
     return ".".join([*reversed(name.split(".")), ""])
 
 
-def _quantized_modules(tensors: dict[str, TensorInfo]) -> dict[str, list[str]]:
-    """{module name: names of its quantized weights}, in the order of the files."""
-    modules: dict[str, list[str]] = {}
-    for name in tensors:
-        module, _, leaf = name.rpartition(".")
-        if leaf == "qdata" or leaf.startswith("qdata_"):
-            modules.setdefault(module, []).append(leaf.removeprefix("qdata").removeprefix("_") or "weight")
-    return modules
-
-
-def _parts(tensors: dict[str, TensorInfo], module: str, weight: str) -> dict[str, TensorInfo]:
-    """{part: TensorInfo} of one quantized weight."""
-    prefix = f"{module}." if module else ""
-    found = {part: tensors.get(f"{prefix}{packed_key(part, weight)}") for part in PACKED_NAMES}
-    return {part: info for part, info in found.items() if info is not None}
-
-
-def _matrix_shape(scheme: LinearScheme, parts: dict[str, TensorInfo], where: str) -> tuple[int, ...]:
+def _matrix_shape(scheme: LinearScheme, stored: StoredWeight) -> tuple[int, ...]:
     """Shape [..., N, K] of a weight from its `qdata`; of packed codes only K rounded up to 32 is known."""
-    quant, qdata = scheme.weight, parts["qdata"]
-    format = FORMATS[quant.format]
-    if len(qdata.shape) < 2 or "scale" not in parts:
+    quant, key = scheme.weight, packed_key("qdata", stored.weight)
+    qdata, scale = stored.parts[key], stored.parts.get(packed_key("scale", stored.weight))
+    format, where = FORMATS[quant.format], f"{stored.module}.{key}"
+    if len(qdata.shape) < 2 or scale is None:
         raise ValueError(f"{where} is {qdata}; needs a matrix of {format.name} codes, with a scale beside it")
     *lead, N, width = qdata.shape
     if not format.spec.is_packed:
@@ -278,7 +264,7 @@ def _matrix_shape(scheme: LinearScheme, parts: dict[str, TensorInfo], where: str
         raise ValueError(f"{where} is {qdata}; rows of {format.name} codes are multiples of {format.bits} words")
     K = width // format.bits * PACK
     # Groups of 16 (nvfp4): K rounded up to 32 may have a scale too many.
-    groups = parts["scale"].shape[-1] if parts["scale"].shape else 0
+    groups = scale.shape[-1] if scale.shape else 0
     return *lead, N, min(K, groups * quant.group_size) if quant.group_size else K
 
 

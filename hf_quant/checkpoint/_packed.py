@@ -1,6 +1,8 @@
 """What the packed tensors of a scheme must be, and whether loaded ones are: shapes, dtypes, values."""
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,26 @@ from hf_quant.scheme import LinearScheme, TensorQuant
 
 
 _CHUNK = 2**24  # elements checked at a time: bounds the temporaries
+
+
+class StoredWeight(NamedTuple):
+    """The codes of one weight as a checkpoint's headers describe them."""
+
+    module: str  # name in the checkpoint
+    weight: str  # name of the 16-bit weight in its module
+    parts: dict[str, TensorInfo]  # by parameter name: "qdata", "scale_gate_up_proj", ...
+
+
+def stored_weights(tensors: dict[str, TensorInfo]) -> Iterator[StoredWeight]:
+    """Every quantized weight of a checkpoint, found by its `qdata`."""
+    for name in tensors:
+        module, _, leaf = name.rpartition(".")
+        weight = leaf.removeprefix("qdata_") if leaf != "qdata" else "weight"
+        prefix = f"{module}." if module else ""
+        if not weight or name != f"{prefix}{packed_key('qdata', weight)}":
+            continue
+        keys = [packed_key(part, weight) for part in PACKED_NAMES]
+        yield StoredWeight(module, weight, {k: tensors[f"{prefix}{k}"] for k in keys if f"{prefix}{k}" in tensors})
 
 
 def expected_tensors(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorInfo]:

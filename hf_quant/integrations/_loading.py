@@ -3,8 +3,7 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -12,10 +11,9 @@ from torch import nn
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo, read_header
 from hf_quant.checkpoint._json import shorten
-from hf_quant.checkpoint._packed import check_info, expected_tensors
+from hf_quant.checkpoint._packed import StoredWeight, check_info, expected_tensors, stored_weights
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import (
-    PACKED_NAMES,
     QuantizedModule,
     convert_module_,
     expert_weight_names,
@@ -26,14 +24,6 @@ from hf_quant.modules import (
 from hf_quant.planning import plan, schemes_from_list
 from hf_quant.quantize import apply_plan, resolved, share_codes_
 from hf_quant.scheme import LinearScheme
-
-
-class StoredWeight(NamedTuple):
-    """The codes of one weight as a checkpoint's headers describe them."""
-
-    module: str  # name in the checkpoint
-    weight: str  # name of the 16-bit weight in its module
-    parts: dict[str, TensorInfo]  # by parameter name: "qdata", "scale_gate_up_proj", ...
 
 
 def refuse_outside(files: Iterable[str], directory: str | None) -> None:
@@ -65,16 +55,6 @@ def read_keys(files: Iterable[str]) -> dict[str, TensorInfo]:
                 "checkpoints are loaded from .safetensors only"
             )
     return {key: info for file in files for key, info in read_header(file).items()}
-
-
-def stored_weights(keys: dict[str, TensorInfo]) -> Iterator[StoredWeight]:
-    """Every quantized weight of a checkpoint, found by its `qdata`."""
-    for key in keys:
-        module, _, leaf = key.rpartition(".")
-        if leaf == "qdata" or leaf.startswith("qdata_"):
-            weight = leaf.removeprefix("qdata_") if leaf != "qdata" else "weight"
-            parts = {part: f"{module}.{part}".lstrip(".") for part in (packed_key(p, weight) for p in PACKED_NAMES)}
-            yield StoredWeight(module, weight, {part: keys[name] for part, name in parts.items() if name in keys})
 
 
 def prepare_from_config(
@@ -156,6 +136,8 @@ class _Schemes:
 
 def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> None:
     """Raise ValueError if the parts of a stored weight are not those of the module's scheme and shape."""
+    if stored.weight not in module.weight_names:
+        raise ValueError(f"the checkpoint has codes for {name}.{stored.weight}, which its module does not have")
     expected = expected_tensors(module.scheme, {stored.weight: module.matrix_shape(stored.weight)})
     for part, found in stored.parts.items():
         if part not in expected:

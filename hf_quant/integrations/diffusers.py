@@ -20,13 +20,13 @@ from torch import nn
 
 from hf_quant import planning, quantize
 from hf_quant.checkpoint import check_packed
+from hf_quant.checkpoint._packed import stored_weights
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._loading import (
     prepare_from_checkpoint,
     prepare_from_config,
     quantize_into,
     read_keys,
-    stored_weights,
     trim_memory,
 )
 from hf_quant.integrations._methods import attach_methods, detach_methods

@@ -319,6 +319,34 @@ def test_more_shards_than_any_model_has(good_int4, tmp_path):
         read_header(tmp_path)
 
 
+@pytest.mark.parametrize("name", [".qdata", "qdata_", "qdata_weight", "0.qdata_", "0.qdata_weight", "..qdata"])
+def test_names_almost_of_codes(name, good_int4, tmp_path):
+    header, tensors = taken_apart(good_int4[WEIGHTS])
+    more = {name: {"dtype": "I32", "shape": [0, 4], "data_offsets": [len(tensors)] * 2}}
+    files = {**good_int4, WEIGHTS: put_together(json.dumps({**header, **more}).encode(), tensors)}
+    assert check(tmp_path, files)[2] is False
+    header[name] = header.pop("0.qdata")
+    files = {**good_int4, WEIGHTS: put_together(json.dumps(header).encode(), tensors)}
+    assert check(tmp_path, files)[2] is False
+    ours = {k: v for k, v in json.loads(good_int4[CONFIG_NAME]).items() if k != "module"}  # as a host stores it
+    del files[CONFIG_NAME]
+    check(tmp_path, {**files, "config.json": json.dumps({"quantization_config": ours}).encode()})
+
+
+def test_names_of_many_parts_are_read_soon(good_int4, tmp_path):
+    header, tensors = taken_apart(good_int4[WEIGHTS])
+    codes = {"dtype": "I8", "shape": [0, 64], "data_offsets": [len(tensors)] * 2}
+    scale = {**codes, "dtype": "I32", "shape": [0, 1]}
+    many = {f"{i}.{'a.' * 230}x.{part}": e for i in range(5000) for part, e in (("qdata", codes), ("scale", scale))}
+    fields = {k: v for k, v in json.loads(good_int4[CONFIG_NAME]).items() if k != "module"}
+    int8 = {"weight": {"format": "int8", "granularity": "row", "scale_dtype": "float32"}}
+    fields["plan"].append({"scheme": int8, "modules": ["x"]})
+    text = json.dumps({"quantization_config": fields}).encode()
+    start = time.perf_counter()
+    check(tmp_path, {WEIGHTS: put_together(json.dumps({**header, **many}).encode(), tensors), "config.json": text})
+    assert time.perf_counter() - start < 5
+
+
 @pytest.mark.parametrize("source", ["x" * 5000, "a\0b", "a\nb/c"], ids=["long", "zero", "line"])
 def test_what_is_no_path(source):
     with pytest.raises(ValueError, match="is not a directory, and not a name on the Hub") as caught:

@@ -130,7 +130,7 @@ def origin_of(source: Any) -> tuple[str | None, bool]:
     if not is_pipeline(source):
         return _origin_of(source), _is_prequantized(source)
     models = [m for m in source.components.values() if isinstance(m, nn.Module) and stored_config(m) is not None]
-    origin = _text(getattr(source.config, "_name_or_path", None))
+    origin = _origin_of(source)
     return origin, any(_is_prequantized(m) and _is_below(_origin_of(m), origin) for m in models)
 
 
@@ -224,9 +224,8 @@ def _live_versions() -> dict[str, Any]:
     return {"_diffusers_version": getattr(sys.modules.get("diffusers"), "__version__", None)}
 
 
-def _origin_of(model: nn.Module) -> str | None:
-    name = getattr(model.config, "_name_or_path", None)
-    return name if isinstance(name, str) and name else None
+def _origin_of(model: Any) -> str | None:
+    return _text(getattr(model.config, "_name_or_path", None))
 
 
 def _is_prequantized(model: nn.Module) -> bool:
