@@ -85,7 +85,10 @@ def files(tmp_path_factory) -> dict[str, bytes]:
 def server(files, monkeypatch) -> Iterator[Server]:
     """A server with the repository me/model, which this process takes for the Hub."""
     with Server() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         monkeypatch.setattr("hf_quant.checkpoint._folder.time.sleep", lambda seconds: None)
@@ -208,8 +211,16 @@ def test_names_of_files_that_no_address_can_hold(server):
     refusal(revision="a" * 70_000)
 
 
+def test_a_card_of_absurd_size_is_not_fetched(server):
+    headers = {"Content_Length": str(10**12), "ETag": '"x"', "X_Repo_Commit": COMMIT}
+    server.answers["README.md"] = lambda handler: send(handler, 200, **headers)
+    assert find_card("me/model", token=TOKEN) is None
+    assert [path.rpartition("/")[2] for path, _ in server.asked] == ["README.md"]
+
+
 @pytest.mark.parametrize("token", [TOKEN, "hf_secret\n"])
 def test_cards_that_cannot_be_had_are_none(token, server, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     server.answers["README.md"] = lambda handler: send(handler, 302, Location=f"http://{'a' * 300}/")
     assert find_card("me/model", token=token) is None
+    assert bool(server.asked) == (token == TOKEN)

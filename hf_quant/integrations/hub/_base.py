@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # comes with huggingface_hub
-from huggingface_hub import ModelCard, hf_hub_download
+from huggingface_hub import ModelCard, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -78,6 +78,10 @@ def find_card_file(name: str | Path, *, token: str | bool | None = None) -> Path
     if not is_hub_id(str(name)):
         return None
     try:
+        if not constants.HF_HUB_OFFLINE:
+            size = get_hf_file_metadata(hf_hub_url(str(name), CARD), token=token).size
+            if size is not None and size > MAX_CARD_BYTES:  # before any of it is fetched
+                return None
         return Path(hf_hub_download(str(name), CARD, token=token))
     except GatedRepoError:
         return None
