@@ -107,6 +107,15 @@ def test_measured_quality_is_that_of_the_export_and_speed_is_not(llama, tmp_path
     assert not (tmp_path / "other").exists()
 
 
+def test_an_export_is_not_inspected_and_not_put_into_its_source(llama, tmp_path, capsys):
+    quantized(llama, weights="int4").save_pretrained(tmp_path / "ours")
+    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "ours" / "served")]) == 2
+    assert "OUT is inside of the checkpoint" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "served")]) == 0
+    assert main(["inspect", str(tmp_path / "served")]) == 2
+    assert "served is quantized by compressed-tensors: `hf-quant import` reads it" in capsys.readouterr().err
+
+
 def test_an_imported_checkpoint_says_who_quantized_it(tmp_path):
     llama = make_llama(tmp_path / "fp16", torch.float16)  # its scales
     foreign_checkpoint(tmp_path / "in", llama, "gptq")
@@ -154,7 +163,9 @@ OFFLINE = """
 import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 from hf_quant import export_compressed_tensors, import_checkpoint
+from hf_quant.checkpoint import inspect_checkpoint
 import_checkpoint("me/gptq", "imported-offline")
+assert str(inspect_checkpoint("me/ours")).startswith("modules ")
 try:
     export_compressed_tensors("me/never", "nowhere")
 except ValueError as error:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
-from huggingface_hub import constants, get_session
-from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub import constants, get_session, snapshot_download
+from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import HFValidationError, build_hf_headers, validate_repo_id
 
 from hf_quant.checkpoint._json import one_line, parse_json, shorten
@@ -126,10 +126,6 @@ class HubRepository:
         for attempt in range(_ATTEMPTS):
             try:
                 return self._read(url, length, what)
-            except OfflineModeIsEnabled:
-                raise ValueError(
-                    f"{self.name} is not a directory, and HF_HUB_OFFLINE is set: unset it to ask the Hub"
-                ) from None
             except (HTTPError, OSError, UnicodeError) as error:  # the last: a redirect to a name that is no host's
                 if attempt == _ATTEMPTS - 1:
                     reason = " ".join(one_line(error).split()) or type(error).__name__
@@ -217,7 +213,23 @@ def open_folder(
     except HFValidationError:
         shown = source if source.isprintable() and len(source) <= 200 else shorten(repr(source))
         raise ValueError(f"{shown} is not a directory, and not a name on the Hub either, which is USER/NAME") from None
+    if constants.HF_HUB_OFFLINE:
+        return _cached(source, revision)
     return HubRepository(source, revision=revision, token=token)
+
+
+def _cached(repo_id: str, revision: str | None) -> Directory:
+    """What was downloaded of a repository. Raises ValueError if nothing was."""
+    try:
+        found = Directory(Path(snapshot_download(repo_id, revision=revision, local_files_only=True)))
+    except OSError:  # LocalEntryNotFoundError among them
+        of = "" if revision is None else f"revision {revision!r} of "
+        raise ValueError(
+            f"{repo_id} is not a directory, and HF_HUB_OFFLINE is set: {of}it is not in the cache, unset it to ask "
+            "the Hub"
+        ) from None
+    found.name = repo_id
+    return found
 
 
 def _exists(path: str) -> bool:

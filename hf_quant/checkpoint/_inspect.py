@@ -206,6 +206,9 @@ def _find_config(folder: Folder, names: list[str]) -> QuantizerConfig:
         fields = fields.get("quantization_config")
         if not isinstance(fields, dict):
             raise ValueError(f"{where} has no quantization_config: the model is not quantized")
+        method = fields.get("quant_method")
+        if method in ("compressed-tensors", "gptq", "awq"):
+            raise ValueError(f"{folder.name} is quantized by {method}: `hf-quant import` reads it")
     try:
         return config_from_fields(fields)
     except ValueError as error:

@@ -92,12 +92,14 @@ def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str
 def staged(source: Path, out: Path) -> Iterator[Path]:
     """A directory to write into, which becomes `out` if nothing is raised; it holds what of `source` is no weight.
 
-    Raises ValueError if `out` is a file, the source, or holds anything.
+    Raises ValueError if `out` is a file, the source, inside of it, or holds anything.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; OUT is a directory")
     if out.resolve() == source.resolve():
         raise ValueError(f"OUT is the checkpoint itself ({out}); it is read while OUT is written")
+    if out.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"OUT is inside of the checkpoint ({out}), and would be uploaded with it: give another place")
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; give a directory that does not exist yet")
     out = out.resolve()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -439,6 +440,9 @@ def test_shards(tmp_path):
     shard.rename(tmp_path / "elsewhere")
     assert_refused(tmp_path, f"lacks 1 of [0-9]+ shards: {shard.name}")
     (tmp_path / "elsewhere").rename(shard)
+    shutil.copy(shard, tmp_path / "model.safetensors")
+    assert_refused(tmp_path, "holds model.safetensors and the shards of model.safetensors.index.json, of two checkpoi")
+    (tmp_path / "model.safetensors").unlink()
     with_index(weight_map={**index["weight_map"], "9.weight": shard.name})
     assert_refused(tmp_path, f"says that {shard.name} holds '9.weight', but it does not")
     with_index(weight_map={**index["weight_map"], "9.weight": "../secret.safetensors"})
