@@ -194,3 +194,12 @@ def test_its_converter_of_awq_finds_the_same_codes(tmp_path):
     exported = load_all(tmp_path / "exported")
     assert theirs.keys() == exported.keys()
     assert [key for key in theirs if not torch.equal(theirs[key], exported[key])] == []
+
+
+@pytest.mark.parametrize("config", [{"weights": "W8A8"}, {"weights": "W8A16", "modules": {"*experts*": None}}])
+def test_experts_that_transformers_cannot_load_are_mentioned(config, tmp_path):
+    model = quantize_(build("qwen3_moe"), QuantizerConfig(**config))
+    (note,) = export_compressed_tensors(model, tmp_path / "out", reader="transformers")
+    assert note.startswith("transformers 5.23 cannot load experts in int8 with quantized inputs, or in 16 bit")
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):  # else the note is out of date
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -183,9 +183,7 @@ def test_revisions_are_of_the_hub_and_offline_is_said(hub, llama, monkeypatch):
     with pytest.raises(ValueError, match="is on this machine and has no revision 'main': leave it out"):
         inspect_checkpoint(llama, revision="main")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ValueError, match="HF_HUB_OFFLINE is set: it is not in the cache"
-    ):
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set: it is not in the cache"):
         inspect_checkpoint("me/model")
 
 

@@ -38,6 +38,11 @@ _GROUP_SIZES = (32, 64, 128)  # of the Marlin kernels
 LARGE_GROUP = 256  # of a Triton kernel of vLLM, for int4
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether a layer is that of one expert."""
+    return _EXPERT.fullmatch(name) is not None
+
+
 def siblings(names: Iterable[str]) -> Iterator[tuple[list[str], list[str]]]:
     """(layers among `names` that engines compute as one, names that engines may give to that layer)."""
     names = dict.fromkeys(names)
@@ -54,7 +59,7 @@ def siblings(names: Iterable[str]) -> Iterator[tuple[list[str], list[str]]]:
 def aliases(names: Iterable[str]) -> set[str]:
     """Names under which engines look for the scheme that all of `names` have: of layers and experts that they fuse."""
     experts = {match["experts"] for name in names if (match := _EXPERT.fullmatch(name))}
-    found = {alias for parts, fused in siblings(names) if not _EXPERT.fullmatch(parts[0]) for alias in fused}
+    found = {alias for parts, fused in siblings(names) if not is_of_expert(parts[0]) for alias in fused}
     found |= {f"{name}_proj" for name in names if name.endswith("attn.qkv")}  # of SGLang's vision towers
     return found | {f"{module}.{first}" for module in experts for first in _FIRST_EXPERT}
 

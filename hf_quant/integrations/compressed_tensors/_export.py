@@ -24,6 +24,7 @@ from hf_quant.integrations.compressed_tensors._engines import (
     aliases_of_experts,
     beside_the_language_model,
     head_pattern,
+    is_of_expert,
     reason_against,
     reason_against_fusing,
     siblings,
@@ -164,6 +165,10 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
         unserved = list(_unserved_by_sglang(plan))
         plan.engines = ("vLLM",) if unserved else ("vLLM", "SGLang")
         plan.notes += [*_notes_on_engines(plan), *unserved]
+    elif any(layer.split is not None and layer.group.format == INT for layer in plan.layers) or (
+        plan.experts or any(is_of_expert(name) for name in plan.ignore)
+    ):
+        plan.notes.append("transformers 5.23 cannot load experts in int8 with quantized inputs, or in 16 bit, from it")
     return plan
 
 
