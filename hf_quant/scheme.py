@@ -23,7 +23,8 @@ class TensorQuant:
             (`group_size` consecutive values of a row), "block" (128 x 128).
         group_size: values per scale along K; set if and only if `granularity` is "group".
         symmetric: no zero point.
-        scale_dtype: dtype of the stored scale, e.g. "bfloat16", "float8_e4m3fn" (then with one fp32 `global_scale`).
+        scale_dtype: dtype of the stored scale, e.g. "bfloat16", "float8_e4m3fn" (then with one fp32 `global_scale`,
+            a power of two).
         dynamic: activations only; the scale is computed per token at run time.
     """
 
