@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_quant.formats import FORMATS
     from hf_quant.graphs import capture_generate
     from hf_quant.integrations.compressed_tensors import export_compressed_tensors
+    from hf_quant.integrations.diffusers_fused import fuse_activations_, unfuse_activations_
     from hf_quant.integrations.hub import model_card
     from hf_quant.integrations.importing import import_checkpoint
     from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
@@ -46,6 +47,7 @@ _HOME = {
     "capture_generate": "graphs",
     "dequantize_": "quantize",
     "export_compressed_tensors": "integrations.compressed_tensors",
+    "fuse_activations_": "integrations.diffusers_fused",
     "fuse_projections_": "modules",
     "import_checkpoint": "integrations.importing",
     "load_quantized_": "checkpoint",
@@ -53,6 +55,7 @@ _HOME = {
     "plan": "planning",
     "quantize_": "quantize",
     "save_quantized": "checkpoint",
+    "unfuse_activations_": "integrations.diffusers_fused",
     "unfuse_projections_": "modules",
 }
 
@@ -72,6 +75,7 @@ __all__ = [
     "capture_generate",
     "dequantize_",
     "export_compressed_tensors",
+    "fuse_activations_",
     "fuse_projections_",
     "import_checkpoint",
     "load_quantized_",
@@ -79,6 +83,7 @@ __all__ = [
     "plan",
     "quantize_",
     "save_quantized",
+    "unfuse_activations_",
     "unfuse_projections_",
 ]
 

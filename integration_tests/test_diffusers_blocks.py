@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_quant import QuantizerConfig, dequantize_, plan, quantize_
+from hf_quant import QuantizerConfig, dequantize_, fuse_activations_, plan, quantize_, unfuse_activations_
 from hf_quant.testing import assert_sqnr
 
 
@@ -84,6 +84,31 @@ def test_fused_activations_on_load(tmp_path, caplog):
     assert torch.equal(run(weight_only, "flux"), run(quantize_(make_model("flux", BF16), "int8"), "flux"))
     with pytest.raises(ValueError, match="fuse_activations is 'yes'; needs True, False or None"):
         QuantizerConfig("W8A8", fuse_activations="yes")
+
+
+def test_activations_of_a_loaded_model_are_fused_and_unfused(tmp_path):
+    fused = quantize_(make_model("flux", BF16), QuantizerConfig("W8A8", fuse_activations=True))
+    fused.save_pretrained(tmp_path)
+    model = load(tmp_path)
+
+    def fuses() -> bool:
+        with Calls() as calls:
+            run(model, "flux")
+        return "act_quantize_rowwise" in calls.counts
+
+    assert not fuses() and fuse_activations_(model) is model and fuses()
+    assert torch.equal(run(model, "flux"), run(fused, "flux"))
+    quantize_(model, QuantizerConfig(None, attention="int8"))  # keeps it
+    assert fuses() and unfuse_activations_(model) is model and not fuses()
+    types = [type(m) for m in make_model("flux").modules() if "Norm" in type(m).__name__]
+    assert [type(m) for m in model.modules() if "Norm" in type(m).__name__] == types
+    for name, weights, reason in (
+        ("flux", "int8", "no layer that quantizes its inp"),
+        ("lumina2", "W8A8", "no block"),
+    ):
+        other = quantize_(make_model(name, BF16), weights)
+        with pytest.raises(ValueError, match=f"nothing to fuse in this .*: it has {reason}"):
+            fuse_activations_(other)
 
 
 def test_a_class_of_the_same_name_is_another():

@@ -398,9 +398,9 @@ def _is_own(model: nn.Module) -> bool:
 
 def _fuse_activations(model: nn.Module, fuses: bool | None) -> None:
     # Not at the top: see `diffusers_rules.rules`.
-    from hf_quant.integrations.diffusers_fused import fuse_activations_, quantizes_activations
+    from hf_quant.integrations.diffusers_fused import quantizes_activations, set_fusion_
 
-    if not fuse_activations_(model, fuses) and fuses and quantizes_activations(model):
+    if not set_fusion_(model, fuses) and fuses and quantizes_activations(model):
         _logger.warning("fuse_activations is True, but %s has no block that hf_quant knows", type(model).__name__)
 
 

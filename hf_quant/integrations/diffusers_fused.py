@@ -103,10 +103,43 @@ def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
     return x.device.type in ("cuda", "xpu") if fuses is None else fuses
 
 
-def fuse_activations_(model: nn.Module, fuses: bool | None) -> int:
-    """Let norms and activation functions of known blocks be computed by the quantization after them; returns how many.
+def fuse_activations_(model: nn.Module) -> nn.Module:
+    """Let norms and activation functions of a diffusion model be computed together with the quantization after them.
 
-    fuses: True: on every device, None: on GPUs, False: nowhere.
+    In place, on every device; returns the model. Without it that is so on GPUs only, or as
+    `QuantizerConfig(fuse_activations=...)` says when a model is quantized; a checkpoint does not keep it. Results are
+    the same but for rounding; what needs a gradient, and autocast, compute as before. `unfuse_activations_` is the way
+    back, on GPUs, too.
+
+    Raises ValueError if no layer that quantizes its input stands behind a norm or activation function in a block that
+    hf_quant knows (see `integrations.diffusers_fused`).
+    """
+    if not set_fusion_(model, True):
+        reason = (
+            "no block that hf_quant knows" if quantizes_activations(model) else "no layer that quantizes its input"
+        )
+        raise ValueError(f"nothing to fuse in this {type(model).__name__}: it has {reason}")
+    _remember(model, True)
+    return model
+
+
+def unfuse_activations_(model: nn.Module) -> nn.Module:
+    """Let norms and activation functions compute by themselves again, and return the model."""
+    restore_activations_(model)
+    _remember(model, False)
+    return model
+
+
+def _remember(model: nn.Module, fuses: bool) -> None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:  # layers of it may be quantized or dequantized later
+        quantizer._fuse_activations = fuses
+
+
+def set_fusion_(model: nn.Module, fuses: bool | None) -> int:
+    """Fuse on every device (True), on GPUs (None) or nowhere (False); returns how many modules.
+
+    See `fuse_activations_`.
     """
     restore_activations_(model)
     targets = [] if fuses is False else list(_targets(model))
@@ -117,7 +150,7 @@ def fuse_activations_(model: nn.Module, fuses: bool | None) -> int:
 
 
 def restore_activations_(model: nn.Module) -> None:
-    """Inverse of `fuse_activations_`."""
+    """Inverse of `set_fusion_`."""
     for module in model.modules():
         host = getattr(type(module), "_hf_quant_host", None)
         if host is not None and "_hf_quant_fuses" in module.__dict__:
