@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "integration_tests" / "assets" / "tiny-llama-13m"
 CARDS = ROOT / "model_cards"
 FORMATS = ("int8", "int4", "nf4")
+SERVED = "int4"  # is exported, too
 WINDOW, TOKENS = 256, 16384  # the model was trained at this length
 
 
@@ -63,6 +64,11 @@ def main() -> int:
             card = model_card(checkpoint, figures, title=f"{MODEL.name} in {weights}")
             card.save(args.out / f"{checkpoint.name}.md")
             print(args.out / f"{checkpoint.name}.md")
+            if weights == SERVED:
+                export = Path(work) / f"{checkpoint.name}-serving"
+                run("export", checkpoint, export, "--measurements", figures)
+                (export / "README.md").rename(args.out / f"{export.name}.md")
+                print(args.out / f"{export.name}.md")
     return 0
 
 
