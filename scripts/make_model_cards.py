@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -67,7 +68,7 @@ def main() -> int:
             if weights == SERVED:
                 export = Path(work) / f"{checkpoint.name}-serving"
                 run("export", checkpoint, export, "--measurements", figures)
-                (export / "README.md").rename(args.out / f"{export.name}.md")
+                shutil.copyfile(export / "README.md", args.out / f"{export.name}.md")
                 print(args.out / f"{export.name}.md")
     return 0
 
