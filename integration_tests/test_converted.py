@@ -9,13 +9,14 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, model_card
+from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, model_card, quantize_
 from hf_quant.cli import main
 from hf_quant.integrations.hub import is_untouched
 from integration_tests.foreign_checkpoints import config_of, load_all, make_llama
 from integration_tests.hub_server import Hub
 from integration_tests.test_importing import foreign_checkpoint
 from integration_tests.test_model_cards import BASE_CARD, files_of, run
+from integration_tests.tiny_models import build
 
 
 VLLM, SGLANG = "vllm serve", "python -m sglang.launch_server --model-path"
@@ -72,6 +73,14 @@ def test_the_option_of_vllm_for_a_quantized_cache(cache, llama, tmp_path):
     card = card_in(tmp_path / "out")
     assert (option in note, option in card.text) == (cache != "int2",) * 2
     assert f"kv-cache-{cache}" not in card.data.tags
+
+
+def test_engines_are_not_said_to_have_every_architecture(tmp_path):
+    model = quantize_(build("vit"), "int8")
+    export_compressed_tensors(model, tmp_path / "out")
+    card = card_in(tmp_path / "out")
+    assert VLLM not in card.text and "Whether they have this architecture is in their documentation." in card.text
+    assert not {"vllm", "sglang"} & set(card.data.tags)
 
 
 def test_a_config_that_is_no_command_is_exported_by_python(llama, tmp_path):

@@ -48,7 +48,7 @@ def tags_of(source: CardSource, export: Export | None) -> list[str]:
     bits = sorted({FORMATS[name].bits for name in formats})
     caches = [f"kv-cache-{name}" for name in caches_of(source)]
     tags = ["hf_quant", "quantized", *formats, *(f"{n}-bit" for n in bits), *caches]
-    return tags if export is None else _serving.tags(export, tags)
+    return tags if export is None else _serving.tags(source, export, tags)
 
 
 def is_format_tag(tag: str) -> bool:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from hf_quant.integrations.hub._source import CardSource
 from hf_quant.integrations.hub._text import Markdown, code
-from hf_quant.integrations.hub._usage import PLACEHOLDER, usage
+from hf_quant.integrations.hub._usage import PLACEHOLDER, auto_class, usage
 from hf_quant.kv_cache import KVCacheConfig
 
 
@@ -19,6 +19,10 @@ _ENGINES = {
 KV_CACHE_OPTIONS = {name: f"--kv-cache-dtype {name}_per_token_head" for name in ("int8", "fp8", "int4")}
 
 
+# What engines generate with; of the others they have few.
+_SERVED = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq"}
+
+
 class Export(NamedTuple):
     """How a checkpoint was written for others.
 
@@ -30,16 +34,21 @@ class Export(NamedTuple):
     engines: tuple[str, ...]
 
 
-def tags(export: Export, tags: list[str]) -> list[str]:
+def tags(source: CardSource, export: Export, tags: list[str]) -> list[str]:
     """Tags of the Hub, made from those of the checkpoint that was exported."""
     kept = [tag for tag in tags if tag != "hf_quant" and not tag.startswith("kv-cache-")]
-    return ["compressed-tensors", *kept, *map(str.lower, export.engines)]
+    return ["compressed-tensors", *kept, *map(str.lower, _serving(source, export))]
+
+
+def _serving(source: CardSource, export: Export) -> tuple[str, ...]:
+    """The engines whose commands a card names."""
+    return export.engines if auto_class(source) in _SERVED else ()
 
 
 def sections(source: CardSource, export: Export, repo_id: str | None, task: str | None) -> dict[str, Markdown | None]:
     """The values of `card.jinja` that are of exports alone, or other ones in an export."""
     name = repo_id or PLACEHOLDER
-    commands = "\n".join(_ENGINES[engine][1].format(name) for engine in export.engines)
+    commands = "\n".join(_ENGINES[engine][1].format(name) for engine in _serving(source, export))
     return {
         "serve": Markdown(commands) if commands else None,
         "served": _served(source, export),
@@ -54,6 +63,8 @@ def _served(source: CardSource, export: Export) -> Markdown:
         return Markdown("transformers reads it where compressed-tensors is installed, and decodes it to 16 bit.")
     releases = " and ".join(_ENGINES[engine][0] for engine in export.engines)
     text = f"Written as {releases} read it. To write it, no engine was run on it."
+    if not _serving(source, export):
+        text += " Whether they have this architecture is in their documentation."
     cache = source.parts[0].config.kv_cache
     format = None if cache is None else KVCacheConfig.of(cache).format
     if format in KV_CACHE_OPTIONS:
