@@ -239,6 +239,10 @@ class _Handler(BaseHTTPRequestHandler):
         repository.branches["main"] = EMPTY_COMMIT
         self.reply(200, answer)
 
+    def _may_write(self, name: str) -> None:
+        self._find(name, to_write=True)
+        self.reply(200, {})
+
     def _create_branch(self, name: str, branch: str) -> None:
         repository, start = self._find(name, to_write=True), self.json().get("startingPoint") or "main"
         if branch in repository.branches:
@@ -416,6 +420,7 @@ _ROUTES: list[tuple[tuple[str, ...], str, Callable]] = [
     (("POST",), "/api/repos/create", _Handler._create),
     (("POST",), "/api/validate-yaml", _Handler._validate),
     (("GET",), "/api/whoami-v2", _Handler._whoami),
+    (("GET",), rf"{_API}/auth-check/write", _Handler._may_write),
     (("POST",), rf"{_API}/branch/(?P<branch>.+)", _Handler._create_branch),
     (("POST",), rf"{_API}/preupload/(?P<revision>.+)", _Handler._preupload),
     (("POST",), rf"{_API}/commit/(?P<revision>.+)", _Handler._commit),

@@ -73,11 +73,34 @@ def test_weights_that_were_there_before_are_not_mixed_in(hub, tmp_path):
     assert "model.safetensors" in old and b"# Mine" in old["README.md"]
 
 
+def test_a_directory_with_the_name_of_the_repository_is_not_taken_for_it(hub, tmp_path):
+    theirs = {"README.md": b"# Mine\n", "adapters/lora.safetensors": b"0"}
+    hub.add("me/x", theirs)
+    first = "quantize me/base me/x --weights int4 --push me/x"
+    results = run(hub, tmp_path, first, f"{first} --force", "quantize me/base me/old --weights int4")
+    assert [status for status, _, _ in results] == [2, 0, 0]
+    assert b"# Mine" in hub.files("me/x")["README.md"] and b"# Mine" in (tmp_path / "me/x/README.md").read_bytes()
+    assert hub.files("me/x")["adapters/lora.safetensors"] == b"0"
+    ((status, _, error),) = run(hub, tmp_path, "quantize me/base out --weights int4 --push me/old")
+    assert status == 2 and "me/old holds weights that hf_quant has not quantized" in error
+
+
+def test_a_card_that_somebody_has_written_into_out_is_uploaded(hub, tmp_path):
+    command = "quantize me/base out --weights int4 --push me/x"
+    assert run(hub, tmp_path, command)[0][0] == 0
+    card = (tmp_path / "out/README.md").read_text()
+    (tmp_path / "out/README.md").write_text(card.replace("not evaluated", "I like it"))
+    assert run(hub, tmp_path, f"{command} --force")[0][0] == 0
+    assert b"I like it" in hub.files("me/x")["README.md"] and "I like it" in (tmp_path / "out/README.md").read_text()
+
+
 def test_what_is_wrong_is_said_before_the_work(hub, tmp_path):
-    pushes = ("other/x", "a/b/c", "me/old --private")
+    hub.add("other/theirs", {"README.md": b"# Theirs\n"})
+    pushes = ("other/x", "other/theirs", "a/b/c", "me/old --private")
     results = run(hub, tmp_path, *(f"quantize me/base out --push {push}" for push in pushes))
     expected = (
         "--push other/x: the Hub answers with status 403: You don't have the rights to write to other/x",
+        "--push other/theirs: the Hub answers with status 403: You don't have the rights to write to other/theirs",
         "--push is 'a/b/c'; needs the name of a repository of the Hub, USER/NAME",
         "--private, but me/old is there already and public",
     )

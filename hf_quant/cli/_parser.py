@@ -79,7 +79,11 @@ def _add_quantize(commands, common) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint in OUT, and with --push that in the repository"
     )
-    parser.add_argument("--push", metavar="USER/NAME", help="upload OUT to this repository of the Hub afterwards")
+    parser.add_argument(
+        "--push",
+        metavar="USER/NAME",
+        help="upload OUT to this repository of the Hub; it is created first, and stays where quantizing fails",
+    )
     parser.add_argument("--private", action="store_true", help="with --push: create the repository as a private one")
 
 

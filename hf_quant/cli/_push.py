@@ -1,17 +1,19 @@
 """`hf-quant quantize --push`: the repository is made and looked at first, and filled when OUT is complete."""
 
+import inspect
 import shutil
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RemoteEntryNotFoundError
 
-from hf_quant.checkpoint._folder import Folder, open_folder
+from hf_quant.checkpoint._folder import Folder, HubRepository
 from hf_quant.checkpoint._header import load_json
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
-from hf_quant.integrations.hub import CARD, find_card_file, merge_cards, read_card
+from hf_quant.integrations.hub import CARD, is_untouched, merge_cards, read_card
 
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -32,14 +34,17 @@ class Target(NamedTuple):
 
 
 def prepare(repository: str, *, private: bool, force: bool) -> Target:
-    """Create the repository if there is none.
+    """Create the repository if there is none. It stays, empty, where nothing is pushed to it afterwards.
 
     Raises ValueError if it cannot be written, is public where a private one is wanted, or (without `force`) holds
     weights that hf_quant has not quantized.
     """
     api = HfApi()
     try:
-        url = api.create_repo(repository, private=private, exist_ok=True)
+        # Not False: organizations have a default of their own.
+        url = api.create_repo(repository, private=private or None, exist_ok=True)
+        if "write" in inspect.signature(api.auth_check).parameters:  # not in older versions
+            api.auth_check(url.repo_id, write=True)
         info = api.model_info(url.repo_id)
     except HFValidationError:
         raise ValueError(f"--push is {repository!r}; needs the name of a repository of the Hub, USER/NAME") from None
@@ -52,7 +57,7 @@ def prepare(repository: str, *, private: bool, force: bool) -> Target:
     files = [sibling.rfilename for sibling in info.siblings or ()]
     weights = tuple(name for name in files if any(fnmatch(name, pattern) for pattern in WEIGHT_FILES))
     foreign = weights or [name for name in files if name.endswith((".bin", ".gguf", ".pt"))]
-    if foreign and not force and not _is_ours(open_folder(url.repo_id)):
+    if foreign and not force and not _is_ours(HubRepository(url.repo_id)):
         raise ValueError(
             f"{url.repo_id} holds weights that hf_quant has not quantized ({foreign[0]}): give another name, or "
             "--force to put the quantized ones in their place"
@@ -61,12 +66,13 @@ def prepare(repository: str, *, private: bool, force: bool) -> Target:
 
 
 def push(out: Path, target: Target) -> None:
-    """Upload OUT; weights of the repository that OUT does not have are deleted, as hosts might load them instead.
+    """Upload OUT. In its folders, weights that OUT does not have are deleted: hosts might load them instead.
 
     Raises ValueError if it fails: OUT is complete.
     """
     inside = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-    stale = [name for name in target.weights if name not in inside]
+    folders = {name.rpartition("/")[0] for name in inside}
+    stale = [escape(n) for n in target.weights if n not in inside and n.rpartition("/")[0] in folders]
     try:
         _keep_card_of(target.repo_id, out)
         HfApi().upload_folder(
@@ -85,14 +91,17 @@ def push(out: Path, target: Target) -> None:
 
 def _keep_card_of(repository: str, out: Path) -> None:
     """Where somebody has written a card for the repository: that card in OUT, with its metadata completed."""
-    path = find_card_file(repository)
-    if path is None:
+    try:  # of the Hub: there may be a directory of the same name, OUT itself
+        path = Path(hf_hub_download(repository, CARD))
+    except RemoteEntryNotFoundError:
         return
     existing = read_card(path)
     if existing is None:
         shutil.copyfile(path, out / CARD)
         return
     made = read_card(out / CARD) if (out / CARD).is_file() else None
+    if made is not None and is_untouched(existing) and not is_untouched(made):  # somebody has written that of OUT
+        return
     (existing if made is None else merge_cards(existing, made)).save(out / CARD)
 
 
