@@ -197,7 +197,7 @@ def _live_part(name: str, model: nn.Module) -> Part:
     tensors = _tensors(model)
     summary = summarize(config, tensors, where=f"this {type(model).__name__}")
     dtype = _dtype({"dtype": model.dtype}, tensors)
-    return Part(name, _identifier(type(model).__name__), summary, dtype, sample_of(model.state_dict()))
+    return Part(name, _identifier(type(model).__name__), summary, dtype, sample_of(_values(model)))
 
 
 def stored_config(model: nn.Module) -> QuantizerConfig | None:
@@ -248,6 +248,11 @@ def _tensors(model: nn.Module) -> dict[str, TensorInfo]:
             seen.add(id(tensor))
             tensors[name] = TensorInfo(tensor.dtype, tuple(tensor.shape))
     return tensors
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a model without what its modules keep beside tensors."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 # Directories.
