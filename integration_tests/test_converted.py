@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, model_card, quantize_
 from hf_quant.cli import main
-from hf_quant.integrations.hub import is_untouched
+from hf_quant.integrations.hub import is_untouched, repository_of
 from integration_tests.foreign_checkpoints import config_of, load_all, make_llama
 from integration_tests.hub_server import Hub
 from integration_tests.test_importing import foreign_checkpoint
@@ -81,6 +81,18 @@ def test_engines_are_not_said_to_have_every_architecture(tmp_path):
     card = card_in(tmp_path / "out")
     assert VLLM not in card.text and "Whether they have this architecture is in their documentation." in card.text
     assert not {"vllm", "sglang"} & set(card.data.tags)
+
+
+@pytest.mark.parametrize("reader", ["engines", "transformers"])
+def test_cards_of_exports_do_not_promise_what_is_left_out(reader, llama, tmp_path):
+    model = quantized(llama, weights="int4", kv_cache="int8", cpu_activations="int8")
+    export_compressed_tensors(model, tmp_path / "out", reader=reader)
+    card = card_in(tmp_path / "out")
+    about, serving = card.text.partition("## Reproduce")[0].split("## Serving")
+    assert "LlamaForCausalLM in int4\n" in about and "cache" not in about
+    assert "`generate` keeps" not in serving and "on CPUs" not in serving
+    assert "The int8 KV cache of the checkpoint that was exported is no part of this format" in serving
+    assert repository_of(card) is None
 
 
 def test_a_config_that_is_no_command_is_exported_by_python(llama, tmp_path):

@@ -144,7 +144,9 @@ def is_untouched(card: ModelCard) -> bool:
 def repository_of(card: ModelCard) -> str | None:
     """The repository that a card of this package names in its snippet."""
     found = re.search(r'from_pretrained\("([^"]+)"', card.text)
-    return found[1] if found is not None and is_hub_id(found[1]) and found[1] != PLACEHOLDER else None
+    name = None if found is None else found[1]
+    # The snippet of an export names the directory of an import.
+    return name if is_hub_id(name) and "/" in name and name != PLACEHOLDER else None
 
 
 def card_for_upload(

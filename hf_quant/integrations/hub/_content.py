@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from hf_quant.algorithms import default_algorithm
@@ -36,8 +37,10 @@ def formats_of(source: CardSource) -> list[str]:
     return [name for name, _ in sizes.most_common()]
 
 
-def caches_of(source: CardSource) -> list[str]:
-    """Formats of KV caches."""
+def caches_of(source: CardSource, export: Export | None) -> list[str]:
+    """Formats of KV caches; an export has none."""
+    if export is not None:
+        return []
     found = (part.config.kv_cache for part in source.parts)
     return sorted({KVCacheConfig.of(cache).format for cache in found if cache is not None})
 
@@ -46,7 +49,7 @@ def tags_of(source: CardSource, export: Export | None) -> list[str]:
     """Tags of the Hub."""
     formats = formats_of(source)
     bits = sorted({FORMATS[name].bits for name in formats})
-    caches = [f"kv-cache-{name}" for name in caches_of(source)]
+    caches = [f"kv-cache-{name}" for name in caches_of(source, export)]
     tags = ["hf_quant", "quantized", *formats, *(f"{n}-bit" for n in bits), *caches]
     return tags if export is None else _serving.tags(source, export, tags)
 
@@ -72,8 +75,8 @@ def content(
     language, again = made if export is None else _serving.reproduce(made, export)
     commands = dict.fromkeys(row.command for row in measurements.quality if row.command is not None)
     values = {
-        "title": plain(title) if title is not None else _title(source, repo_id, base),
-        "summary": _summary(source, bases),
+        "title": plain(title) if title is not None else _title(source, repo_id, base, export),
+        "summary": _summary(source, bases, export),
         "serve": None,
         "served": None,
         "container": Markdown(""),
@@ -82,7 +85,7 @@ def content(
         ),
         "usage": Markdown(usage(source, repo_id, base, task)),
         "trust": source.auto_class is not None,
-        "parts": [_part(part) for part in source.parts],
+        "parts": [_part(part, export) for part in source.parts],
         "others": Markdown(", ".join(f"{code(name)} ({size(n)})" for name, n in source.others.items())),
         "versions": Markdown(
             ", ".join(f"{name} {version}" for name, version in source.versions.items()) or "hf_quant"
@@ -112,30 +115,30 @@ def _link(name: str) -> str:
     return f"[{name}](https://huggingface.co/{name})"
 
 
-def _what(source: CardSource) -> str:
+def _what(source: CardSource, export: Export | None) -> str:
     """ "int4", "int4 and int8", "16 bit with an int8 KV cache", "fp8_e4m3 with int8 attention"."""
-    formats, caches = formats_of(source), caches_of(source)
+    formats, caches = formats_of(source), caches_of(source, export)
     attention = sorted({part.config.attention for part in source.parts} - {None})
     weights = " and ".join(filter(None, (", ".join(formats[:-1]), *formats[-1:]))) or "16 bit"
     weights += f" with an {' or '.join(caches)} KV cache" if caches else ""
     return weights + (f" with {attention[0]} attention" if attention else "")
 
 
-def _title(source: CardSource, repo_id: str | None, base: str | None) -> Markdown:
+def _title(source: CardSource, repo_id: str | None, base: str | None, export: Export | None) -> Markdown:
     if repo_id is not None:
         return Markdown(repo_id.rpartition("/")[2])
     name = base.rpartition("/")[2] if base is not None else source.class_name or "A model"
-    return Markdown(f"{name} in {_what(source)}")
+    return Markdown(f"{name} in {_what(source, export)}")
 
 
-def _summary(source: CardSource, bases: list[str]) -> Markdown:
+def _summary(source: CardSource, bases: list[str], export: Export | None) -> Markdown:
     name = " and ".join(map(_link, bases)) or ("A model" if source.class_name is None else code(source.class_name))
     bits = source.bits_per_weight
     weights = "" if bits is None else f", {bits:.3f} bits per quantized weight"
     origin = source.parts[0].config.imported_from
     made = "quantized by hf_quant" if origin is None else f"quantized by {origin['method']}, imported by hf_quant"
     return Markdown(
-        f"{name} in {_what(source)}, {made}{weights}: {size(source.nbytes_before)} -> {size(source.nbytes)}."
+        f"{name} in {_what(source, export)}, {made}{weights}: {size(source.nbytes_before)} -> {size(source.nbytes)}."
     )
 
 
@@ -153,7 +156,7 @@ def _legal(data: dict[str, Any], bases: list[str]) -> Markdown:
 # Quantization.
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _part(part: Part, export: Export | None) -> dict[str, Any]:
     summary, config = part.summary, part.config
     quantized = [row for row in summary.rows if row.scheme is not None]
     totals = f"{size(part.nbytes_before)} -> {size(summary.nbytes)}"
@@ -166,7 +169,7 @@ def _part(part: Part) -> dict[str, Any]:
     if part.name and part.class_name is not None:
         totals = f"{code(part.class_name)}: {totals}"
     cache = None
-    if config.kv_cache is not None:
+    if config.kv_cache is not None and export is None:
         fields = KVCacheConfig.of(config.kv_cache).to_dict()
         fields = ", ".join(f"{name} {value}" for name, value in fields.items() if name != "format")
         cache = f"`generate` keeps keys and values in {KVCacheConfig.of(config.kv_cache).format}"
@@ -174,15 +177,15 @@ def _part(part: Part) -> dict[str, Any]:
     return {
         "name": None if not part.name else code(part.name),
         "totals": Markdown(totals),
-        "schemes": _scheme_rows(part),
+        "schemes": _scheme_rows(part, export),
         "kept": _kept_rows(summary, config),
         "cache": cache,
         "attention": None if config.attention is None else Markdown(f"Scores of attention are in {config.attention}."),
     }
 
 
-def _scheme_rows(part: Part) -> list[dict[str, Any]]:
-    """A row for each scheme of the plan."""
+def _scheme_rows(part: Part, export: Export | None) -> list[dict[str, Any]]:
+    """A row for each scheme of the plan; exports know nothing of activations on CPUs alone."""
     folded: dict[LinearScheme, list[str]] = {}
     for group in part.config.plan or []:
         folded.setdefault(LinearScheme.from_dict(group["scheme"]), []).extend(group["modules"])
@@ -194,7 +197,7 @@ def _scheme_rows(part: Part) -> list[dict[str, Any]]:
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         rows.append(
             {
-                "scheme": Markdown(str(scheme)),
+                "scheme": Markdown(str(scheme if export is None else replace(scheme, cpu_activation=None))),
                 "bits": Markdown(f"{8 * nbytes / weights:.3f}" if weights else ""),
                 "modules": Markdown(", ".join(code(name or "(model)") for name in names[:MAX_NAMES]) + more),
                 "count": counts[scheme],

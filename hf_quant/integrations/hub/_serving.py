@@ -36,7 +36,7 @@ class Export(NamedTuple):
 
 def tags(source: CardSource, export: Export, tags: list[str]) -> list[str]:
     """Tags of the Hub, made from those of the checkpoint that was exported."""
-    kept = [tag for tag in tags if tag != "hf_quant" and not tag.startswith("kv-cache-")]
+    kept = [tag for tag in tags if tag != "hf_quant"]
     return ["compressed-tensors", *kept, *map(str.lower, _serving(source, export))]
 
 
@@ -59,16 +59,18 @@ def sections(source: CardSource, export: Export, repo_id: str | None, task: str 
 
 
 def _served(source: CardSource, export: Export) -> Markdown:
-    if export.reader != "engines":
-        return Markdown("transformers reads it where compressed-tensors is installed, and decodes it to 16 bit.")
-    releases = " and ".join(_ENGINES[engine][0] for engine in export.engines)
-    text = f"Written as {releases} read it. To write it, no engine was run on it."
-    if not _serving(source, export):
-        text += " Whether they have this architecture is in their documentation."
+    text = "transformers reads it where compressed-tensors is installed, and decodes it to 16 bit."
+    if export.reader == "engines":
+        releases = " and ".join(_ENGINES[engine][0] for engine in export.engines)
+        text = f"Written as {releases} read it. To write it, no engine was run on it."
+        if not _serving(source, export):
+            text += " Whether they have this architecture is in their documentation."
     cache = source.parts[0].config.kv_cache
-    format = None if cache is None else KVCacheConfig.of(cache).format
-    if format in KV_CACHE_OPTIONS:
-        text += f" vLLM keeps keys and values in {format}, too, with {code(KV_CACHE_OPTIONS[format])}."
+    if cache is not None:
+        format = KVCacheConfig.of(cache).format
+        text += f" The {format} KV cache of the checkpoint that was exported is no part of this format"
+        option = KV_CACHE_OPTIONS.get(format) if "vLLM" in export.engines else None
+        text += "." if option is None else f"; vLLM keeps keys and values in {format} with {code(option)}."
     return Markdown(text)
 
 
