@@ -415,6 +415,16 @@ def test_one_shard_at_a_time_and_no_model(llama, tmp_path, monkeypatch):
     assert "how to load the checkpoint of hf_quant" not in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_model_is_saved_in_files_that_fit_in_memory(llama, tmp_path, monkeypatch):
+    model, saved = quantized(llama, weights="int4"), []
+    original = model.save_pretrained
+    monkeypatch.setattr(model, "save_pretrained", lambda path, **options: (saved.append(options), original(path)))
+    export_compressed_tensors(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="is not empty"):
+        export_compressed_tensors(model, tmp_path / "out")
+    assert saved == [{"max_shard_size": "5GB"}]
+
+
 def test_what_is_left_out_is_said(llama, tmp_path):
     model = quantized(llama, weights="int4", cpu_activations="int8", kv_cache="fp8", modules={"lm_head": "int4"})
     with pytest.raises(ValueError, match="embed_tokens|lm_head"):  # tied: the codes are the embedding's
@@ -451,6 +461,10 @@ def test_directories_that_cannot_be_exported(llama, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         export_compressed_tensors(tmp_path / "ours", tmp_path / "file")
+    (tmp_path / "ours" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has adapters .* would be lost: merge or remove them first"):
+        export_compressed_tensors(tmp_path / "ours", tmp_path / "out")
+    (tmp_path / "ours" / "adapter_config.json").unlink()
     tensors = load_all(tmp_path / "ours")
     tensors["model.layers.0.mlp.up_proj.scale"][:] = 0
     _files.save_file(tensors, tmp_path / "ours" / "model.safetensors")

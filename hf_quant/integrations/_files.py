@@ -29,6 +29,7 @@ SIDE_FILES = (
     *("vocab*", "merges*", "dict.txt", "bpe.codes", "LICENSE*", "NOTICE*"),
 )
 CONFIG = "config.json"
+_ADAPTERS = "adapter_config.json"  # of PEFT
 # Of another format's checkpoint; its own config is written anew.
 _NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json", "quantize_config.json", "quant_config.json")
 
@@ -88,20 +89,25 @@ def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
+def check_out(out: Path) -> None:
+    """Raise ValueError if a directory to write is a file, or holds anything."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; OUT is a directory")
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty; give a directory that does not exist yet")
+
+
 @contextlib.contextmanager
 def staged(source: Path, out: Path) -> Iterator[Path]:
     """A directory to write into, which becomes `out` if nothing is raised; it holds what of `source` is no weight.
 
     Raises ValueError if `out` is a file, the source, inside of it, or holds anything.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; OUT is a directory")
     if out.resolve() == source.resolve():
         raise ValueError(f"OUT is the checkpoint itself ({out}); it is read while OUT is written")
     if out.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"OUT is inside of the checkpoint ({out}), and would be uploaded with it: give another place")
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; give a directory that does not exist yet")
+    check_out(out)
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
@@ -142,7 +148,7 @@ def local_checkpoint(source: str | Path, *, revision: str | None = None, token: 
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The fields of a transformers checkpoint's config.json. Raises ValueError if it has none."""
+    """The fields of a transformers checkpoint's config.json. Raises ValueError if it has none, or has adapters."""
     path = directory / CONFIG
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; needs that of a checkpoint, with its {CONFIG}")
@@ -150,6 +156,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         parts = sorted(p.parent.name for p in directory.glob(f"*/{CONFIG}"))
         hint = f"; it has the parts {', '.join(parts)}: name one of them" if parts else ""
         raise ValueError(f"{directory} has no {CONFIG}: it is no checkpoint of transformers{hint}")
+    if (directory / _ADAPTERS).is_file():
+        raise ValueError(f"{directory} has adapters ({_ADAPTERS}), which would be lost: merge or remove them first")
     fields = load_json(Directory(directory), path.name, limit=MAX_CONFIG_BYTES)
     if "_class_name" in fields:
         name = shorten(repr(fields["_class_name"]).strip("'"))

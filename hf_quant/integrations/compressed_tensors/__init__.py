@@ -11,11 +11,14 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_quant.integrations._files import TensorFiles, local_checkpoint, read_config, staged
+from hf_quant.integrations._files import TensorFiles, check_out, local_checkpoint, read_config, staged
 from hf_quant.integrations.compressed_tensors._export import READERS, plan_export, write_export
 from hf_quant.integrations.hub import CARD, Export, Measurements, converted_card, origin_of
 from hf_quant.integrations.hub._base import check_hub_id
 from hf_quant.integrations.hub.measurements import as_measurements
+
+
+_SHARD_SIZE = "5GB"  # one file is in memory beside the model
 
 
 def export_compressed_tensors(
@@ -89,9 +92,10 @@ def export_compressed_tensors(
         raise ValueError(f"this {type(model).__name__} is not quantized: quantize_ it first")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"this {type(model).__name__} has adapters, which would be lost: merge or remove them first")
+    check_out(out)  # before anything is written
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as saved:
-        model.save_pretrained(saved)
+        model.save_pretrained(saved, max_shard_size=_SHARD_SIZE)
         return export(Path(saved), f"this {type(model).__name__}", origin_of(model))
 
 

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
 from hf_quant.integrations.hub import _base
-from hf_quant.integrations.hub._base import NotOnHub, find_card, find_card_file, hub_id, is_hub_id, read_card
+from hf_quant.integrations.hub._base import NotOnHub, find_card, hub_id, is_hub_id, read_card
 from hf_quant.integrations.hub._content import content, is_format_tag, tags_of
 from hf_quant.integrations.hub._serving import Export
 from hf_quant.integrations.hub._source import CardSource, holds_quantized, origin_of, read_source
@@ -34,7 +34,6 @@ __all__ = [
     "card_for_upload",
     "converted_card",
     "find_card",
-    "find_card_file",
     "hub_id",
     "is_untouched",
     "merge_cards",

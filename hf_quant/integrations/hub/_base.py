@@ -66,11 +66,11 @@ def find_card(name: str | Path, *, token: str | bool | None = None) -> ModelCard
 
     Raises NotOnHub if the Hub says that it has no such repository.
     """
-    path = find_card_file(name, token=token)
+    path = _find_card_file(name, token=token)
     return None if path is None else read_card(path)
 
 
-def find_card_file(name: str | Path, *, token: str | bool | None = None) -> Path | None:
+def _find_card_file(name: str | Path, *, token: str | bool | None = None) -> Path | None:
     """The file of `find_card`."""
     if is_directory(name):
         path = Path(name) / CARD
