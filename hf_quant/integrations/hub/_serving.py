@@ -46,7 +46,7 @@ def _serving(source: CardSource, export: Export) -> tuple[str, ...]:
 
 
 def sections(source: CardSource, export: Export, repo_id: str | None, task: str | None) -> dict[str, Markdown | None]:
-    """The values of `card.jinja` that are of exports alone, or other ones in an export."""
+    """The values of `card.jinja` that only cards of exports have, or that differ in them."""
     name = repo_id or PLACEHOLDER
     commands = "\n".join(_ENGINES[engine][1].format(name) for engine in _serving(source, export))
     return {
@@ -62,7 +62,7 @@ def _served(source: CardSource, export: Export) -> Markdown:
     text = "transformers reads it where compressed-tensors is installed, and decodes it to 16 bit."
     if export.reader == "engines":
         releases = " and ".join(_ENGINES[engine][0] for engine in export.engines)
-        text = f"Written as {releases} read it. To write it, no engine was run on it."
+        text = f"Written for the loaders of {releases}; no engine was run on it when it was written."
         if not _serving(source, export):
             text += " Whether they have this architecture is in their documentation."
     cache = source.parts[0].config.kv_cache
