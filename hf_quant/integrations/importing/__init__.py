@@ -39,7 +39,8 @@ def import_checkpoint(
         gptq                4 and 8 bits, format versions 1 and 2, columns in their own order
         awq                 4 bits, version "gemm"
         compressed-tensors  pack-quantized int4 and int8, int-quantized, float-quantized (channel, tensor, block),
-                            nvfp4-pack-quantized and mxfp4-pack-quantized without quantized inputs
+                            naive-quantized fp8 and int8, nvfp4-pack-quantized and mxfp4-pack-quantized without
+                            quantized inputs
 
     Args:
         source: the other library's checkpoint: a directory, or USER/NAME on the Hub.
