@@ -44,6 +44,8 @@ def _print_plan(args: argparse.Namespace, source: Source, config: QuantizerConfi
 def quantize(args: argparse.Namespace) -> None:
     """Quantize MODEL into OUT, and upload it if asked to."""
     config = config_from_args(args)
+    if args.private and args.push is None:
+        raise ValueError("--private is of --push, which says where to upload: give both, or none")
     if args.device is not None:
         config.quantization_device = str(parse_device(args.device))
     source = find_source(args.model)

@@ -53,7 +53,8 @@ def export_compressed_tensors(
             layers apart.
         measurements: of the model's quality, for the card, see `hf_quant.integrations.hub.measurements`.
         repo_id: where the export is going to be on the Hub; the card's commands name it.
-        revision, token: of a model on the Hub.
+        revision: of a model on the Hub.
+        token: for the Hub.
 
     Returns:
         What the exported checkpoint does not say of ours, one line each, e.g. that a quantized KV cache is left out.
@@ -79,6 +80,7 @@ def export_compressed_tensors(
                 export=Export(plan.formats, reader, plan.engines),
                 measurements=Measurements(quality=figures.quality, bits_per_weight=figures.bits_per_weight),
                 repo_id=repo_id,
+                token=token,
             )
             write_export(plan, files, target, fields, where)
             card.save(target / CARD)

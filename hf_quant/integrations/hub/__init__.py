@@ -181,6 +181,7 @@ def converted_card(
     export: Export | None = None,
     measurements: "Measurements | dict[str, Any] | Path | str | None" = None,
     repo_id: str | None = None,
+    token: str | bool | None = None,
 ) -> ModelCard:
     """A card of a checkpoint that was converted into, or from, another format.
 
@@ -189,7 +190,7 @@ def converted_card(
         original: the directory of what was converted, whose card says what its base model and licence are.
         origin: see `origin_of`, of a model that was in memory.
         export: the other format, if it is that one which gets the card.
-        measurements, repo_id: see `model_card`.
+        measurements, repo_id, token: see `model_card`.
 
     Raises:
         ValueError: see `model_card`.
@@ -197,7 +198,7 @@ def converted_card(
     facts = read_source(directory)
     if origin is not None:
         facts = replace(facts, origin=origin[0], origin_is_quantized=origin[1])
-    base = _find_base(facts, None, None, _card_of(str(original), None), None)
+    base = _find_base(facts, None, None, _card_of(str(original), None), token)
     return _make(facts, as_measurements(measurements), base, repo_id=repo_id, export=export)
 
 

@@ -45,7 +45,8 @@ def import_checkpoint(
     Args:
         source: the other library's checkpoint: a directory, or USER/NAME on the Hub.
         out: a directory that does not exist yet, or is empty; it appears when it is complete.
-        revision, token: of a repository on the Hub.
+        revision: of a repository on the Hub.
+        token: for the Hub.
 
     Returns:
         What is different from the original, one line each, e.g. that calibrated scales of a KV cache are left out.
@@ -69,7 +70,7 @@ def import_checkpoint(
             raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None
         origin = {"method": method, "name": hub_id(str(source))}
         write_foreign(target, fields, files, found, model, where=where, origin=origin)
-        converted_card(target, source).save(target / CARD)
+        converted_card(target, source, token=token).save(target / CARD)
     return tuple(found.notes)
 
 
