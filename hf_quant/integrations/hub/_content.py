@@ -79,7 +79,7 @@ def content(
         "summary": _summary(source, bases, export),
         "serve": None,
         "served": None,
-        "container": Markdown(""),
+        "container": Markdown(f"checkpoint format {source.parts[0].config.format_version}"),
         "install": Markdown(
             "pip install 'hf-quant[diffusers]'" if source.library == "diffusers" else "pip install hf-quant"
         ),
@@ -90,7 +90,6 @@ def content(
         "versions": Markdown(
             ", ".join(f"{name} {version}" for name, version in source.versions.items()) or "hf_quant"
         ),
-        "format_version": source.parts[0].config.format_version,
         "dtype": Markdown(" and ".join(sorted({_dtype_name(part.dtype) for part in source.parts}))),
         "before": size(source.nbytes_before),
         "after": size(source.nbytes),

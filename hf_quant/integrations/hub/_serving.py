@@ -54,7 +54,7 @@ def sections(source: CardSource, export: Export, repo_id: str | None, task: str 
         "served": _served(source, export),
         "install": Markdown(f"pip install hf-quant\nhf-quant import {name} OUT"),
         "usage": Markdown(usage(source, "OUT", None, task)),
-        "container": Markdown(f", in the format of compressed-tensors ({', '.join(map(code, export.formats))})"),
+        "container": Markdown(f"in the format of compressed-tensors ({', '.join(map(code, export.formats))})"),
     }
 
 
