@@ -137,6 +137,15 @@ def test_an_export_is_not_inspected_and_not_put_into_its_source(llama, tmp_path,
     assert "served is quantized by compressed-tensors: `hf-quant import` reads it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_names_that_are_no_path(name, tmp_path):
+    for convert in (import_checkpoint, export_compressed_tensors):
+        with pytest.raises(ValueError, match="is not a directory, and not a name on the Hub either") as caught:
+            convert(name, tmp_path / "out")
+        assert len(str(caught.value)) < 300
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_imported_checkpoint_says_who_quantized_it(tmp_path):
     llama = make_llama(tmp_path / "fp16", torch.float16)  # its scales
     foreign_checkpoint(tmp_path / "in", llama, "gptq")

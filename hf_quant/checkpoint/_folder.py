@@ -204,10 +204,9 @@ def open_folder(
     source: Path | str, *, revision: str | None = None, token: str | bool | None = None
 ) -> Directory | HubRepository:
     """The folder that a path, or the name of a repository, stands for. Raises ValueError if it is neither."""
-    if isinstance(source, Path) or _exists(source):
-        if revision is not None:
-            raise ValueError(f"{source} is on this machine and has no revision {revision!r}: leave it out")
-        return Directory(Path(source))
+    path = local_path(source, revision)
+    if path is not None:
+        return Directory(path)
     try:
         validate_repo_id(source)
     except HFValidationError:
@@ -216,6 +215,15 @@ def open_folder(
     if constants.HF_HUB_OFFLINE:
         return _cached(source, revision)
     return HubRepository(source, revision=revision, token=token)
+
+
+def local_path(source: Path | str, revision: str | None) -> Path | None:
+    """The path of a source on this machine, None if it may be a name. Raises ValueError if a path has a revision."""
+    if not isinstance(source, Path) and not _exists(source):
+        return None
+    if revision is not None:
+        raise ValueError(f"{source} is on this machine and has no revision {revision!r}: leave it out")
+    return Path(source)
 
 
 def _cached(repo_id: str, revision: str | None) -> Directory:

@@ -125,6 +125,12 @@ def inspect_parts(
     return summaries
 
 
+def holds_quantized(folder: Folder) -> bool:
+    """Whether a config in it says that hf_quant has quantized the model, or a part of the pipeline."""
+    configs = (name for name in folder.files() if name.rpartition("/")[2] == "config.json")
+    return any(_is_ours(load_json(folder, name, limit=MAX_CONFIG_BYTES)) for name in configs)
+
+
 def _is_ours(fields: dict[str, Any]) -> bool:
     config = fields.get("quantization_config")
     return isinstance(config, dict) and config.get("quant_method") == "hf_quant"

@@ -24,7 +24,7 @@ from torch import nn
 from hf_quant.checkpoint import read_header
 from hf_quant.checkpoint._folder import open_folder
 from hf_quant.config import QuantizerConfig
-from hf_quant.integrations._files import SIDE_FILES
+from hf_quant.integrations._files import SIDE_FILES, is_side_file
 
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -225,8 +225,8 @@ def copy_side_files(source: Source, directory: Path) -> list[str]:
         # The further modules of sentence-transformers (pooling, dense) come with their small weights.
         for path in sorted(folder.iterdir()):
             name = path.relative_to(root)
-            side = any(path.match(p) for p in SIDE_FILES) and not any(path.match(p) for p in _NOT_SIDE_FILES)
-            if path.is_file() and (side or folder != root) and not (directory / name).exists():
+            wanted = is_side_file(path, but=_NOT_SIDE_FILES) if folder == root else path.is_file()
+            if wanted and not (directory / name).exists():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, directory / name)
                 copied.append(str(name))

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RemoteEntryNotFoundError
 
-from hf_quant.checkpoint._folder import Folder, HubRepository
-from hf_quant.checkpoint._header import load_json
-from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
+from hf_quant.checkpoint._folder import HubRepository
+from hf_quant.checkpoint._inspect import holds_quantized
 from hf_quant.integrations.hub import CARD, is_untouched, merge_cards, read_card
 
 
@@ -57,7 +56,7 @@ def prepare(repository: str, *, private: bool, force: bool) -> Target:
     files = [sibling.rfilename for sibling in info.siblings or ()]
     weights = tuple(name for name in files if any(fnmatch(name, pattern) for pattern in WEIGHT_FILES))
     foreign = weights or [name for name in files if name.endswith((".bin", ".gguf", ".pt"))]
-    if foreign and not force and not _is_ours(HubRepository(url.repo_id)):
+    if foreign and not force and not holds_quantized(HubRepository(url.repo_id)):
         raise ValueError(
             f"{url.repo_id} holds weights that hf_quant has not quantized ({foreign[0]}): give another name, or "
             "--force to put the quantized ones in their place"
@@ -103,17 +102,6 @@ def _keep_card_of(repository: str, out: Path) -> None:
     if made is not None and is_untouched(existing) and not is_untouched(made):  # somebody has written that of OUT
         return
     (existing if made is None else merge_cards(existing, made)).save(out / CARD)
-
-
-def _is_ours(folder: Folder) -> bool:
-    """Whether a config in it says that hf_quant has quantized the model, or a part of the pipeline."""
-    for name in folder.files():
-        if name.rpartition("/")[2] != "config.json":
-            continue
-        config = load_json(folder, name, limit=MAX_CONFIG_BYTES).get("quantization_config")
-        if isinstance(config, dict) and config.get("quant_method") == "hf_quant":
-            return True
-    return False
 
 
 def _reason(error: Exception) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_quant.checkpoint import TensorInfo
-from hf_quant.checkpoint._folder import Directory, open_folder
+from hf_quant.checkpoint._folder import Directory, local_path, open_folder
 from hf_quant.checkpoint._header import load_json, scan_files
 from hf_quant.checkpoint._json import one_line, shorten
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
@@ -120,10 +120,14 @@ def staged(source: Path, out: Path) -> Iterator[Path]:
         directory.rename(out)
 
 
+def is_side_file(path: Path, *, but: Iterable[str]) -> bool:
+    """Whether it is a file that lies beside weights, of other names than the patterns `but`."""
+    return path.is_file() and any(map(path.match, SIDE_FILES)) and not any(map(path.match, but))
+
+
 def _copy_side_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
-        side = any(path.match(p) for p in SIDE_FILES) and not any(path.match(p) for p in _NOT_SIDE_FILES)
-        if path.is_file() and side:
+        if is_side_file(path, but=_NOT_SIDE_FILES):
             shutil.copyfile(path, target / path.name)
 
 
@@ -132,10 +136,9 @@ def local_checkpoint(source: str | Path, *, revision: str | None = None, token: 
 
     Raises ValueError if the Hub has no such model, or it cannot be reached and the cache has none of it.
     """
-    if isinstance(source, Path) or Path(source).exists():
-        if revision is not None:
-            raise ValueError(f"{source} is on this machine and has no revision {revision!r}: leave it out")
-        return Path(source)
+    path = local_path(source, revision)
+    if path is not None:
+        return path
     patterns = [*SIDE_FILES, "*.safetensors", "README.md"]
     try:
         found = snapshot_download(

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,8 +157,8 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
             plan.head = stored.module
     _refuse(where, refused)
     plan.dropped |= {key for key, info in files.tensors.items() if 0 in info.shape}
-    plan.ignore = _ignored(model, files, rename)
-    plan.experts = _experts_in_16_bit(model, files, rename)
+    plan.ignore = _ignored(modules, tied_modules(model), files, rename)
+    plan.experts = _experts_in_16_bit(modules, files, rename)
     plan.notes += _notes(config, plan)
     if reader == "engines":
         _refuse(where, _refused_by_engines(plan, files))
@@ -188,11 +188,11 @@ def _layers(model: nn.Module, module: QuantizedModule, stored: str, weight: str)
     return [Layer(stored, group_of(module.scheme, N, K, module.compute_dtype), N, None)]
 
 
-def _ignored(model: nn.Module, files: TensorFiles, rename) -> list[str]:
+def _ignored(
+    modules: dict[str, nn.Module], tied: Iterable[str], files: TensorFiles, rename: Callable[[str], str]
+) -> list[str]:
     """Names, in the checkpoint and in transformers, of the modules whose matrix is not quantized, the output head
     among them."""
-    modules = dict(model.named_modules())
-    tied = tied_modules(model)
     found = {}
     for key, info in files.tensors.items():
         name = rename(key).removesuffix(".weight")
@@ -204,9 +204,8 @@ def _ignored(model: nn.Module, files: TensorFiles, rename) -> list[str]:
     return sorted(name for name in found if not isinstance(modules.get(name), QuantizedModule))
 
 
-def _experts_in_16_bit(model: nn.Module, files: TensorFiles, rename) -> list[str]:
+def _experts_in_16_bit(modules: dict[str, nn.Module], files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
     """Names, as engines have them, of the modules with experts in 16 bit that the checkpoint has in one tensor."""
-    modules = dict(model.named_modules())
     found = set()
     for key, info in files.tensors.items():
         name, _, leaf = key.rpartition(".")

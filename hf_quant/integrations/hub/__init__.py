@@ -16,11 +16,13 @@ import yaml  # comes with huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
+from hf_quant.checkpoint._folder import Directory
+from hf_quant.checkpoint._inspect import holds_quantized
 from hf_quant.integrations.hub import _base
 from hf_quant.integrations.hub._base import NotOnHub, find_card, hub_id, is_hub_id, read_card
 from hf_quant.integrations.hub._content import content, is_format_tag, tags_of
 from hf_quant.integrations.hub._serving import Export
-from hf_quant.integrations.hub._source import CardSource, holds_quantized, origin_of, read_source
+from hf_quant.integrations.hub._source import CardSource, origin_of, read_source
 from hf_quant.integrations.hub._text import render
 from hf_quant.integrations.hub._usage import PLACEHOLDER, pipeline_tag
 from hf_quant.integrations.hub.measurements import Measurements, as_measurements, read_measurements
@@ -161,7 +163,7 @@ def card_for_upload(
     if path.is_file() and existing is None:
         return
     try:
-        if not holds_quantized(Path(directory)):
+        if not holds_quantized(Directory(Path(directory))):
             return
         origin, is_quantized = origin_of(source)
         facts = replace(read_source(directory), origin=origin, origin_is_quantized=is_quantized)

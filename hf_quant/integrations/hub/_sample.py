@@ -3,13 +3,12 @@
 import contextlib
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-
-from hf_quant.checkpoint._header import scan_files
 
 
 _SAMPLED = 16  # values of a tensor
@@ -36,14 +35,17 @@ def sample_of(tensors: dict[str, Any]) -> str:
     return hashlib.sha256(b"".join(sorted(digests))).hexdigest()[:16]
 
 
-def sample_of_files(directory: Path) -> str:
-    """The same of a checkpoint, of which hardly anything is read. Raises ValueError if it is broken."""
+def sample_of_files(files: dict[Path, Iterable[str]]) -> str:
+    """The same of a checkpoint's {file: names of its tensors}, of which hardly anything is read.
+
+    Raises ValueError if a file is broken.
+    """
     slices: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         try:
-            for file, tensors in scan_files(directory).items():
+            for file, names in files.items():
                 opened = stack.enter_context(safe_open(file, framework="pt"))
-                slices.update({name: opened.get_slice(name) for name in tensors})
+                slices.update({name: opened.get_slice(name) for name in names})
             return sample_of(slices)
         except SafetensorError as error:
-            raise ValueError(f"{directory} cannot be read: {error}") from None
+            raise ValueError(f"{file} cannot be read: {error}") from None

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_quant.checkpoint import CheckpointSummary, TensorInfo, inspect_checkpoint, read_header, summarize
 from hf_quant.checkpoint._folder import Directory
-from hf_quant.checkpoint._header import load_json
+from hf_quant.checkpoint._header import load_json, scan_files
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations.hub._sample import sample_of, sample_of_files
@@ -132,12 +132,6 @@ def origin_of(source: Any) -> tuple[str | None, bool]:
     models = [m for m in source.components.values() if isinstance(m, nn.Module) and stored_config(m) is not None]
     origin = _origin_of(source)
     return origin, any(_is_prequantized(m) and _is_below(_origin_of(m), origin) for m in models)
-
-
-def holds_quantized(directory: Path) -> bool:
-    """Whether the config of a directory, or of a part of it, says that hf_quant has quantized it."""
-    paths = [path for path in (directory / "config.json", *directory.glob("*/config.json")) if path.is_file()]
-    return any(_method(_read_json(path)) == METHOD for path in paths)
 
 
 def is_pipeline(value: Any) -> bool:
@@ -317,8 +311,9 @@ def _stored_part(name: str, directory: Path, fields: dict[str, Any]) -> Part:
     summary = inspect_checkpoint(directory)
     found = fields.get("architectures")
     class_name = fields.get("_class_name") or (found[0] if isinstance(found, list) and found else None)
-    dtype, sample = _dtype(fields, read_header(directory)), sample_of_files(directory)
-    return Part(name, _identifier(class_name), summary, dtype, sample)
+    files = scan_files(directory)
+    tensors = {name: info for stored in files.values() for name, info in stored.items()}
+    return Part(name, _identifier(class_name), summary, _dtype(fields, tensors), sample_of_files(files))
 
 
 def _size(directory: Path) -> int:
