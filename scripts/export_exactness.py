@@ -28,17 +28,10 @@ from integration_tests.foreign_checkpoints import (  # noqa: E402
 )
 
 
+PRESETS = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "W8A8_FP8", "W8A16_FP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16")
 SCHEMES = {
-    "W4A16": {"weights": "W4A16"},
-    "W4A16, asymmetric": {"weights": "W4A16_ASYM"},
+    **{name: {"weights": name} for name in PRESETS},
     "W4A16, per row": {"weights": "int4", "granularity": "row"},
-    "W8A16": {"weights": "W8A16"},
-    "W8A8": {"weights": "W8A8"},
-    "W8A8_FP8": {"weights": "W8A8_FP8"},
-    "W8A16_FP8": {"weights": "W8A16_FP8"},
-    "FP8_BLOCK": {"weights": "FP8_BLOCK"},
-    "NVFP4A16": {"weights": "NVFP4A16"},
-    "MXFP4A16": {"weights": "MXFP4A16"},
     "mixed": {"weights": "int4", "modules": {"*.mlp.*": "W8A8_FP8"}},
 }
 
