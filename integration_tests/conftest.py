@@ -1,18 +1,13 @@
 """What every integration test gets: one thread, no network, and the small trained model."""
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 
-# Before torch and huggingface_hub are imported, which read these once; subprocesses of a test inherit them.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-import pytest  # noqa: E402
+import hf_quant.tests.environment  # noqa: F401  (before torch)
 
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # scripts import each other by their bare names

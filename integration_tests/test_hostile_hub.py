@@ -23,7 +23,10 @@ COMMIT = "a" * 40
 
 
 class Server(ThreadingHTTPServer):
-    """Answers by `answers`, {end of a path: function of the handler}; `asked` is all that was asked of it."""
+    """Answers by `answers`, {end of a path: function of the handler}.
+
+    `asked` holds what was asked of the repository; huggingface_hub has requests of its own, some once a day.
+    """
 
     daemon_threads = True
 
@@ -44,7 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Silent."""
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.path, self.headers.get("Authorization")))
+        if not self.path.startswith("/api/") or "me/model" in self.path:
+            self.server.asked.append((self.path, self.headers.get("Authorization")))
         answer = next((f for end, f in self.server.answers.items() if self.path.endswith(end)), None)
         send(self, 404) if answer is None else answer(self)
 
@@ -113,7 +117,7 @@ def refusal(function: Callable[..., Any] = inspect_checkpoint, **options: Any) -
 
 def test_the_honest_one_is_read(server):
     assert inspect_checkpoint("me/model", token=TOKEN).num_files == 1
-    assert {token for _, token in server.asked} == {f"Bearer {TOKEN}"}
+    assert len(server.asked) > 2 and {token for _, token in server.asked} == {f"Bearer {TOKEN}"}
 
 
 @pytest.mark.parametrize(

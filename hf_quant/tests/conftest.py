@@ -2,12 +2,10 @@
 
 import os
 
+import hf_quant.tests.environment  # noqa: F401  (before torch)
 
-# Before torch and huggingface_hub are imported, which read these once; subprocesses of a test inherit them.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["HF_HUB_OFFLINE"] = "1"
+
 os.environ["TRITON_INTERPRET"] = "1"  # Triton kernels run on CPU tensors
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
