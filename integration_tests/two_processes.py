@@ -44,6 +44,7 @@ def run_in_two_processes(work: Callable[[Path, Failures], None], directory: Path
 
 def _run(rank: int, work: Callable[[Path, Failures], None], directory: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", OMP_NUM_THREADS="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # accelerate asks for them, and uses the group below
     torch.set_num_threads(1)
     import transformers
 

@@ -1,5 +1,6 @@
 """Quantized modules: subclasses of the host's classes with plain packed tensors and one op call in `forward`."""
 
+from hf_quant.modules import data_parallel as _data_parallel  # noqa: F401 (int16 goes through DistributedDataParallel)
 from hf_quant.modules._base import (
     PACKED_NAMES,
     QuantizedModule,
