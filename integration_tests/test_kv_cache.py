@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import gc
 import logging
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from typing import NamedTuple
 
 import psutil
@@ -389,6 +391,48 @@ def test_capture_generate_with_a_quantized_cache(llama):
     expected = model.generate(ids(), **GREEDY)
     with hf_quant.capture_generate(model):
         assert torch.equal(model.generate(ids(), **GREEDY), expected)
+
+
+def test_calls_in_one_expression(tmp_path):
+    """`.to` of a model that nothing else holds gives a model with all of its methods; its end frees the memory."""
+    hf_quant.quantize_(build("llama"), QuantizerConfig("int8", kv_cache="int4")).save_pretrained(tmp_path)
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path)
+    expected = load().generate(ids(), **GREEDY)
+    gc.collect()
+    gc.disable()
+    try:
+        model = load().to("cpu").to(device="cpu")
+        result = model.generate(ids(), return_dict_in_generate=True, **GREEDY)
+        assert torch.equal(result.sequences, expected) and isinstance(result.past_key_values, QuantizedCache)
+        del result
+        with pytest.raises(ValueError, match="casting it to"):
+            model.to(torch.float64)
+        assert "_upload_modified_files" in model.__dict__  # writes the card of a push
+        with hf_quant.capture_generate(load().to("cpu")):
+            pass
+        gone = weakref.ref(model.model.layers[0].mlp.up_proj.qdata)
+        copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    for model in copies:
+        assert torch.equal(model.generate(ids(), **GREEDY), expected)
+
+
+def test_a_captured_model_in_one_expression(llama):
+    def captured():
+        model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig("int8", kv_cache="int8"))
+        graphs.append(hf_quant.capture_generate(model))
+        return model
+
+    graphs = []
+    model = captured().to("cpu")
+    assert graphs[0].model() is model
+    with graphs[0]:
+        model.generate(ids(), **GREEDY)
+        assert sum(graphs[0].reasons.values()) == 1  # it has been asked, and there is no GPU
+    assert "get_compiled_call" not in model.__dict__
 
 
 def test_left_padding_changes_nothing(asset):

@@ -28,6 +28,7 @@ from torch import nn
 
 from hf_quant.graphs._decode import Backend, CudaGraphs, Decoder, Memory
 from hf_quant.graphs._state import frozen, host_state, tensors_of
+from hf_quant.integrations.methods import ModelMethod
 
 
 __all__ = ["Backend", "CudaGraphs", "DecodeGraphs", "capture_generate"]
@@ -75,8 +76,8 @@ class DecodeGraphs:
             method = None if model is None else model.__dict__.get(name)
             if isinstance(method, _Method) and method.graphs is self:
                 del model.__dict__[name]
-                if method.previous is not None:
-                    model.__dict__[name] = method.previous
+                if method.host is not None:
+                    model.__dict__[name] = method.host
         self._memories.clear()
         self._decoders.clear()
 
@@ -166,26 +167,31 @@ _METHODS = (
 )
 
 
-class _Method:
+class _Method(ModelMethod):
     """A method of one model that asks a `DecodeGraphs`. In a copy of the model it is the host's own again."""
 
     def __init__(self, model: nn.Module, name: str, graphs: DecodeGraphs | None = None) -> None:
-        self.model, self.name, self.graphs = weakref.ref(model), name, graphs
-        self.previous = model.__dict__.get(name)
+        self.graphs = graphs
+        super().__init__(model, name)
 
-    def __getstate__(self) -> tuple:
-        return self.model(), self.name, self.previous
+    def bind(self, model: nn.Module) -> None:
+        super().bind(model)
+        if self.graphs is not None:
+            self.graphs.model = self.model
 
     def __setstate__(self, state: tuple) -> None:
-        model, self.name, self.previous = state
-        self.model, self.graphs = weakref.ref(model), None
+        self.graphs = None
+        super().__setstate__(state)
+
+    def call_host(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.host is None and self.name == "create_masks_for_generate":  # a function, where no class has its own
+            from transformers.masking_utils import create_masks_for_generate
+
+            return create_masks_for_generate(*args, **kwargs)
+        return super().call_host(model, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        host = self.previous
-        if host is None and self.name == "create_masks_for_generate":
-            from transformers.masking_utils import create_masks_for_generate as host
-        elif host is None:
-            host = partial(getattr(type(self.model()), self.name), self.model())
+        host = partial(self.call_host, self.model())
         return host(*args, **kwargs) if self.graphs is None else getattr(self.graphs, self.name)(host, *args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Uploads of diffusers' pipelines: with quantized parts they end with a card that says what is in them.
 
-A model brings a method of its own along (see `_methods`), but a pipeline is made without anybody being told. So its
+A model brings a method of its own along (see `methods`), but a pipeline is made without anybody being told. So its
 class gets one, which is the host's for pipelines without quantized parts. `hf_quant._boot` imports this module once
 diffusers has loaded its pipelines, and never before.
 """

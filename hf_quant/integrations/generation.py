@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from hf_quant.integrations.methods import ModelMethod
 from hf_quant.kv_cache import KVCacheConfig, QuantizedCache, is_quantized, quantized_layers
 from hf_quant.kv_cache._layers import QuantizedLayer
 from hf_quant.quantize import stored_config
@@ -51,7 +52,7 @@ def attach(model: nn.Module) -> None:
     if _reads_any_mask(model):
         _set_attention(model, "sdpa", "hf_quant")
     if not isinstance(model.__dict__.get(_METHOD), CacheMethod):
-        setattr(model, _METHOD, CacheMethod(model))
+        setattr(model, _METHOD, CacheMethod(model, _METHOD))
 
 
 def detach(model: nn.Module) -> None:
@@ -77,17 +78,11 @@ def _set_attention(model: nn.Module, before: str, after: str) -> None:
         model.set_attn_implementation(after if name is None else {name: after})
 
 
-class CacheMethod:
-    """The method of one model, which it holds weakly; an object, so that the model can be pickled and copied."""
+class CacheMethod(ModelMethod):
+    """The method by which one model makes its cache."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.__setstate__(model)
-
-    def __getstate__(self) -> Any:
-        return self.model()
-
-    def __setstate__(self, model: Any) -> None:
-        self.model = weakref.ref(model)
+    def bind(self, model: nn.Module) -> None:
+        super().bind(model)
         self.static: QuantizedCache | None = None  # of the last generation; code is compiled for its memory
         self.lent: weakref.ref | None = None  # the config that `generate` made for that generation: lives as long
         self.lock = threading.Lock()
@@ -105,7 +100,7 @@ class CacheMethod:
         config = kv_cache_of(model)
         if config is None or not _is_ours(model, config, generation_config, model_kwargs, max_cache_length):
             arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-            return getattr(type(model), _METHOD)(model, *arguments, **more)
+            return self.call_host(model, *arguments, **more)
         place = generation_config.cache_implementation
         if place in _STATIC:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -1,0 +1,106 @@
+"""Methods of one model: in the attributes of the instance, so that no class of a host is touched.
+
+Each refers to its model weakly, so that the model's memory is free as soon as nobody else holds it. They are objects
+where functions would do: the model that has them can be pickled and copied.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+
+class ModelMethod:
+    """A callable that is kept in the attributes of one model, under the name of a method that it stands in for.
+
+    Attributes:
+        model: weak reference to the model.
+        name: of the method.
+        host: what the attributes held under that name before, such as accelerate's method; None: the class's method.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.name, self.host = name, model.__dict__.get(name)
+        self.bind(model)
+
+    def bind(self, model: nn.Module) -> None:
+        """Serve `model`, which has the attributes of the model so far: a copy, or that model made again."""
+        self.model = weakref.ref(model)
+        if isinstance(self.host, ModelMethod):
+            self.host.bind(model)
+
+    def __getstate__(self) -> tuple:
+        return self.model(), self.name, self.host
+
+    def __setstate__(self, state: tuple) -> None:
+        model, self.name, self.host = state
+        self.bind(model)
+
+    def call_host(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the method that this one stands in for."""
+        if self.host is not None:
+            return self.host(*args, **kwargs)
+        return getattr(type(model), self.name)(model, *args, **kwargs)
+
+
+class CheckedMethod(ModelMethod):
+    """A method that calls `before[name](model, *args, **kwargs)` first, which may raise.
+
+    `from_pretrained(...).to(device)` drops the model between the look-up of this method and the call. So the
+    attributes are held, too, and a model that has vanished is made of them again. The end of the model takes these
+    methods out of the attributes: no cycle is left.
+    """
+
+    def __init__(self, model: nn.Module, name: str, before: Mapping[str, Callable[..., None]]) -> None:
+        self.before = before
+        super().__init__(model, name)
+
+    def bind(self, model: nn.Module) -> None:
+        attributes, name, host = model.__dict__, self.name, self.host
+        self.model_class, self.attributes = type(model), attributes
+
+        def forget(ref: weakref.ref) -> None:  # without `self`, which would keep itself
+            attributes.pop(name, None)
+            if host is not None:
+                attributes[name] = host
+
+        self.model = weakref.ref(model, forget)
+
+    def __getstate__(self) -> tuple:
+        return *super().__getstate__(), self.before
+
+    def __setstate__(self, state: tuple) -> None:
+        *state, self.before = state
+        super().__setstate__(tuple(state))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model()
+        if model is None:
+            model = self._made_again()
+        self.before[self.name](model, *args, **kwargs)
+        return self.call_host(model, *args, **kwargs)
+
+    def _made_again(self) -> nn.Module:
+        model = object.__new__(self.model_class)
+        object.__setattr__(model, "__dict__", self.attributes)
+        attach_methods(model, self.before)
+        for method in list(self.attributes.values()):
+            if isinstance(method, ModelMethod) and method.model() is None:
+                method.bind(model)
+        return model
+
+
+def attach_methods(model: nn.Module, before: Mapping[str, Callable[..., None]]) -> None:
+    """Have these methods of a model call `before[name](model, *args, **kwargs)` first, which may raise."""
+    for name in before:
+        if not isinstance(model.__dict__.get(name), CheckedMethod):
+            setattr(model, name, CheckedMethod(model, name, before))
+
+
+def detach_methods(model: nn.Module, before: Mapping[str, Callable[..., None]]) -> None:
+    """Inverse of `attach_methods`."""
+    for name in before:
+        method = model.__dict__.pop(name, None)
+        if isinstance(method, CheckedMethod) and method.host is not None:
+            setattr(model, name, method.host)
