@@ -15,6 +15,7 @@ class QuantConv1D(QuantizedModule, Conv1D):
     linear = QuantLinear.linear
     shared = None  # no two of them read one tensor: GPT-2 has one layer for query, key and value
     _group_size = QuantLinear._group_size
+    _input_dim = 0
 
     @classmethod
     def matrix_shape_of(cls, module: Module, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -199,6 +199,18 @@ class QuantizedModule(nn.Module):
         )
         return self.from_matrix(name, matrix)
 
+    def refuse_width(self, x: Tensor, name: str = "weight") -> None:
+        """Raise ValueError for an input [..., K] of another width than the weight's K.
+
+        A shard of the weight (tensor parallelism) takes a shard of the input: the op checks that it fits.
+        """
+        K = self.matrix_shape(name)[-1]
+        words = self._parameters[packed_key("qdata", name)].shape[-1]
+        if words == empty_packed((1, K), self.scheme.weight, "meta").qdata.shape[-1]:
+            raise ValueError(
+                f"the input is {tuple(x.shape)}, so {x.shape[-1]} wide; this {type(self).__name__} needs [..., {K}]"
+            )
+
     def leave_siblings_(self) -> None:
         """Have what it shares with other layers go on without it: it is about to become the host's again."""
 

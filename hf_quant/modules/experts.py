@@ -53,6 +53,8 @@ class QuantExperts(QuantizedModule):
 
     def _project(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
         scheme = self.scheme
+        if x.shape[-1] != self.matrix_shape(name)[-1]:
+            self.refuse_width(x, name)
         return grouped_linear(
             x,
             self.packed(name),

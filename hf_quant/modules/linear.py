@@ -34,6 +34,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
     fused_index: int = 0
     shared: SharedInput | None = None
     shared_index: int = 0
+    _input_dim = -1  # of the host's weight: the one that is as long as the input is wide
 
     def forward(self, input: Tensor | LazyInput) -> Tensor:
         if isinstance(input, LazyInput):
@@ -47,6 +48,9 @@ class QuantLinear(QuantizedModule, nn.Linear):
     def linear(self, x: Tensor, bias: Tensor | None, parameters: dict[str, Tensor | None] | None = None) -> Tensor:
         """x [..., K] @ weight.T + bias, under autocast in its dtype; `parameters` of another weight, if given."""
         source, device = x, x.device.type
+        # Packed codes cannot tell: rows of 161 to 192 take as many words.
+        if x.shape[-1] != self._weight_shapes["weight"][self._input_dim]:
+            self.refuse_width(x)
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
         shared = None
@@ -78,6 +82,8 @@ class QuantLinear(QuantizedModule, nn.Linear):
     def lazy_linear(self, x: LazyInput) -> Tensor:
         """`forward` for an input that is computed together with its quantization."""
         activation = self.scheme.activation_on(x.device.type)
+        if x.shape[-1] != self.in_features:
+            self.refuse_width(x)
         if activation is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return self(x.tensor())
         return self._rows_linear(*x.rows(activation), x.dtype)

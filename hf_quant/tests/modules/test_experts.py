@@ -215,3 +215,11 @@ def test_compiles_to_one_graph_for_every_number_of_tokens():
         assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0], rms=1e-5)
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hidden_states_of_another_width_are_refused(host):
+    module, _ = experts(host)
+    for width in (63, 33, 65):  # rows of 33 to 64 codes take as many words
+        with pytest.raises(ValueError, match=rf"{width} wide; this Quant\w+Experts needs \[..., 64\]"):
+            module(torch.ones(3, width), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2))

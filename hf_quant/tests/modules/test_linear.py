@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.pytorch_utils import Conv1D
 
-from hf_quant import QuantLinear, quantize_
+import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D quantizable)
+from hf_quant import QuantLinear, fuse_projections_, quantize_
+from hf_quant.modules.lazy import LazyAct
 from hf_quant.testing import PRODUCT_RMS, all_scheme_fields, assert_close, assert_sqnr, rms_error
 
 
@@ -129,10 +132,39 @@ def test_inputs_of_any_shape(fields, shape):
 
 def test_wrong_inputs_are_refused():
     layer = linear("int4")
-    with pytest.raises(ValueError, match="K=161|161"):
-        layer(rows(3, 161))
     with pytest.raises(ValueError, match="needs .*fp16, bf16 or fp32"):
         layer(torch.ones(3, 160, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("fields", [*SCHEMES.values(), *WITH_ACTIVATIONS.values()], ids=[*SCHEMES, *WITH_ACTIVATIONS])
+def test_inputs_of_another_width_are_refused(fields):
+    """Packed rows of 129 to 160 codes take as many words; before and after the first call has prepared the product."""
+    layer = linear(fields)
+    for _ in range(2):
+        for K in (128, 129, 159, 161, 192, 320):
+            for x in (rows(3, K), rows(1, K).bfloat16(), rows(2, 3, K).requires_grad_()):
+                with pytest.raises(ValueError, match=rf"{K} wide; this QuantLinear needs \[..., 160\]"):
+                    layer(x)
+        layer(rows(3, 160)), layer(rows(1, 160).bfloat16())
+
+
+def test_every_way_into_a_layer_refuses_another_width():
+    conv = Conv1D(136, 160)
+    layers = {"int4": linear("int4"), "W4A8": linear("W4A8"), "Conv1D": quantize_(conv, "int4")}
+    pair = fuse_projections_(quantize_(nn.ModuleDict({n: nn.Linear(160, 64) for n in ("q_proj", "k_proj")}), "int4"))
+    calls = {
+        **layers,
+        "fused": pair.eval()["q_proj"],
+        "F.linear": lambda x: F.linear(x, layers["int4"].weight),
+        "autocast": lambda x: torch.autocast("cpu", torch.bfloat16)(layers["int4"])(x),
+        "compiled": torch.compile(layers["int4"], backend="eager"),
+        "lazy": lambda x: layers["W4A8"](LazyAct(x, None, "silu", lambda: F.silu(x))),
+    }
+    for name, call in calls.items():
+        with torch.no_grad():
+            assert call(rows(3, 160)).shape[0] == 3, name
+            with pytest.raises(ValueError, match="159 wide"):
+                call(rows(3, 159))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
