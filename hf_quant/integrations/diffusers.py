@@ -29,8 +29,8 @@ from hf_quant.integrations._loading import (
     read_keys,
     trim_memory,
 )
-from hf_quant.integrations.methods import attach_methods, detach_methods
 from hf_quant.integrations.diffusers_rules import rules
+from hf_quant.integrations.methods import attach_methods, detach_methods
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved, stored_config
 

@@ -31,8 +31,8 @@ from hf_quant.integrations._loading import (
     refuse_outside,
     trim_memory,
 )
-from hf_quant.integrations.methods import attach_methods, detach_methods
 from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_codes, tie_weights, tied_modules
+from hf_quant.integrations.methods import attach_methods, detach_methods
 from hf_quant.integrations.parallel import guard_gathered_state, prepare_parallel, quantize_shard, refuse_fsdp
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype

@@ -8,10 +8,12 @@ device that has no implementation of its own. `Library.define` + `impl` costs 4.
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -47,16 +49,34 @@ _IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {}  # {op name: {device type:
 _LAZY: dict[tuple[str, str], str] = {}  # {(op name, key): module that registers it when it is imported}
 
 
-def define_op(name: str, reference: Callable, fake: Callable, mutates: tuple[str, ...] = ()):
+def define_op(
+    name: str, reference: Callable, fake: Callable, mutates: tuple[str, ...] = (), *, is_row_by_row: bool = False
+):
     """Register the fully typed `reference` as `hf_quant::<name>` on every device; return the op.
 
     `fake` gives the output's shape and dtype (and is what torch.compile traces); `mutates` names the arguments that
-    the op writes to.
+    the op writes to. `is_row_by_row`: the first argument is [..., K], and so are the results: torch.vmap over it is
+    one call. torch runs any other op under vmap once for each element.
     """
     LIB.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
     LIB.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_quant::{name}", fake, lib=LIB)
-    return getattr(torch.ops.hf_quant, name).default
+    op = getattr(torch.ops.hf_quant, name).default
+    if is_row_by_row:
+        torch.library.register_vmap(f"hf_quant::{name}", partial(_map_rows, op), lib=LIB)
+    return op
+
+
+def _map_rows(op, info: Any, in_dims: tuple, x: Tensor, *args: Any, **kwargs: Any) -> tuple:
+    """torch.vmap of a row-by-row op over its first argument."""
+    first, *others = in_dims
+    if first is None or any(dim is not None for dim in tree_leaves(others)):
+        raise ValueError(
+            f"torch.vmap of hf_quant::{_name(op)} maps over its first argument; its other tensors (weights, scales, a "
+            "bias) must be the same for all elements. Give them in_dims=None, or call it in a loop"
+        )
+    y = op(x.movedim(first, 0), *args, **kwargs)
+    return y, (0 if isinstance(y, Tensor) else [0] * len(y))
 
 
 def implements(op, key: str, paths: tuple[Path, ...] = ()):
@@ -96,9 +116,20 @@ def _name(op) -> str:
     return op._schema.name.split("::")[1]
 
 
+def is_transformed() -> bool:
+    """True inside of torch.func's transforms (vmap, grad, jvp) and of forward-mode AD."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def is_plain(x: Tensor) -> bool:
-    """Whether x is no subclass or negated view, and no dispatch mode watches: implementations may be called."""
-    return type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack() and not x.is_neg()
+    """True if implementations may be called with x: it is no subclass and no negated view, and no dispatch mode and
+    no transform of torch.func watches."""
+    return (
+        type(x) in _PLAIN
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not x.is_neg()
+    )
 
 
 def direct(op) -> Callable[..., Tensor]:

@@ -1,13 +1,19 @@
-"""Differentiable products with quantized weights: the ops, and the exact gradient to their input.
+"""Differentiable products with quantized weights: the ops, and the exact gradients to their input, of any order.
 
 The weight is frozen. With quantized activations the gradient passes through their rounding unchanged
 (straight-through): grad_x = grad_y @ dequant(w). Autograd sits outside the ops: an op call costs 5 us, one with
 registered autograd 15.
+
+A product is linear in its input, and so is its gradient in the gradient of the output: one is the derivative of the
+other. Forward mode (torch.func.jvp) and torch.vmap work in the same way. torch.compile traces no Function with a rule
+for forward mode, so there are two classes of each.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight
@@ -23,7 +29,9 @@ quantized_mm = direct(kernels.quantized_mm)
 
 
 def needs_grad(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd has to see a product of x and frozen codes."""
+    """True if autograd, in reverse or forward mode, has to see a product of x and frozen codes."""
+    if forward_ad._current_level >= 0:  # a tangent does not show in requires_grad
+        return True
     return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
 
 
@@ -31,6 +39,7 @@ def linear(
     x: Tensor,
     packed: PackedWeight,
     bias: Tensor | None,
+    offsets: Tensor | None = None,
     *,
     activation: str | None,
     format: str,
@@ -38,16 +47,35 @@ def linear(
 ) -> Tensor:
     """x [..., K] @ dequant(packed [N, K]).T + bias [N] -> [..., N] in x's dtype; differentiable in x and bias.
 
-    Without a gradient x is quantized once for all layers that read it, see `_rows`.
+    With `offsets`: x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N], see `grouped_mm`. Without a
+    gradient x is quantized once for all layers that read it, see `_rows`.
     """
+    options = (activation, format, group_size)
     if needs_grad(x, bias):
-        return _Linear.apply(x, bias, *packed, activation, format, group_size)
+        function = _Linear if torch.compiler.is_compiling() else _ForwardLinear
+        return function.apply(x, bias, offsets, *packed, *options)
+    return _product(x, packed, bias, offsets, *options)
+
+
+def _product(
+    x: Tensor,
+    packed: PackedWeight,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    activation: str | None,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    """`linear` without a gradient."""
+    options = {"format": format, "group_size": group_size}
+    if offsets is not None:
+        return grouped_mm(x, *packed, bias, offsets, activation=activation, **options)
     if activation is None:
-        return weight_only_mm(x, *packed, bias, format=format, group_size=group_size)
+        return weight_only_mm(x, *packed, bias, **options)
     rows = None if torch.compiler.is_compiling() else quantized_rows(x, activation, packed.qdata)
     if rows is not None:
-        return quantized_mm(*rows, *packed, bias, format=format, group_size=group_size, out_dtype=x.dtype)
-    return dynamic_mm(x, *packed, bias, activation=activation, format=format, group_size=group_size)
+        return quantized_mm(*rows, *packed, bias, out_dtype=x.dtype, **options)
+    return dynamic_mm(x, *packed, bias, activation=activation, **options)
 
 
 def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor | None, format: str) -> Tensor | None:
@@ -62,66 +90,114 @@ def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor |
     return ready_product(x, bias, *weight, format=format)
 
 
+def _transposed(
+    grad: Tensor, packed: PackedWeight, offsets: Tensor | None, format: str, group_size: int, K: int
+) -> Tensor:
+    """grad [..., N] @ dequant(packed [N, K]) -> [..., K] in grad's dtype; differentiable in grad."""
+    if needs_grad(grad, None):
+        function = _Transposed if torch.compiler.is_compiling() else _ForwardTransposed
+        return function.apply(grad, offsets, *packed, format, group_size, K)
+    return _transposed_product(grad, packed, offsets, format, group_size, K)
+
+
+def _transposed_product(
+    grad: Tensor, packed: PackedWeight, offsets: Tensor | None, format: str, group_size: int, K: int
+) -> Tensor:
+    """`_transposed` without a gradient."""
+    options = {"format": format, "group_size": group_size, "K": K}
+    if offsets is not None:
+        return grouped_mm_backward(grad, *packed, offsets, **options)
+    return weight_only_mm_backward(grad, *packed, **options)
+
+
 class _Linear(torch.autograd.Function):
+    """`linear` as autograd sees it."""
+
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, bias, qdata, scale, zero_point, global_scale, activation, format, group_size):
-        ctx.save_for_backward(qdata, scale, zero_point, global_scale)
-        ctx.format, ctx.group_size, ctx.K = format, group_size, x.shape[-1]
-        ctx.bias_dtype = None if bias is None else bias.dtype
+    def forward(x, bias, offsets, qdata, scale, zero_point, global_scale, activation, format, group_size):
         packed = PackedWeight(qdata, scale, zero_point, global_scale)
-        y = linear(x, packed, bias, activation=activation, format=format, group_size=group_size)
+        y = _product(x, packed, bias, offsets, activation, format, group_size)
         # A view that leaves a Function cannot be changed in place, as AdaLoRA does (`result += ...`).
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = weight_only_mm_backward(
-                grad, *ctx.saved_tensors, format=ctx.format, group_size=ctx.group_size, K=ctx.K
-            )
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_bias, None, None, None, None, None, None, None
-
-
-def grouped_linear(
-    x: Tensor,
-    packed: PackedWeight,
-    bias: Tensor | None,
-    offsets: Tensor,
-    *,
-    activation: str | None,
-    format: str,
-    group_size: int,
-) -> Tensor:
-    """x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N]; differentiable in x and bias."""
-    if needs_grad(x, bias):
-        return _GroupedLinear.apply(x, bias, offsets, *packed, activation, format, group_size)
-    return grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, offsets, qdata, scale, zero_point, global_scale, activation, format, group_size):
-        ctx.save_for_backward(qdata, scale, zero_point, global_scale, offsets)
-        ctx.format, ctx.group_size, ctx.K = format, group_size, x.shape[-1]
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        packed = PackedWeight(qdata, scale, zero_point, global_scale)
-        y = grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
-        return torch.ops.aten._unsafe_view(y, y.shape)
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, bias, *tensors, _, ctx.format, ctx.group_size = inputs
+        ctx.x_shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        *packed, offsets = ctx.saved_tensors
+        offsets, *packed = ctx.saved_tensors
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grouped_mm_backward(grad, *packed, offsets, format=ctx.format, group_size=ctx.group_size, K=ctx.K)
+            grad_x = _transposed(grad, PackedWeight(*packed), offsets, ctx.format, ctx.group_size, ctx.x_shape[-1])
         if ctx.needs_input_grad[1]:
-            rows = torch.arange(grad.shape[0], dtype=offsets.dtype, device=grad.device)
-            expert = torch.searchsorted(offsets, rows, right=True)  # E for rows of no expert
-            sums = grad.new_zeros(offsets.shape[0] + 1, grad.shape[1], dtype=torch.float32)
-            grad_bias = sums.index_add_(0, expert, grad.float())[:-1].to(ctx.bias_dtype)
+            grad_bias = _sum_rows(grad, offsets).to(ctx.bias_dtype)
         return grad_x, grad_bias, None, None, None, None, None, None, None, None
+
+
+class _ForwardLinear(_Linear):
+    """`_Linear` with a rule for forward mode."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _Linear.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[2:-3])
+
+    @staticmethod
+    def jvp(ctx, tangent, bias_tangent, *_):
+        offsets, *packed = ctx.saved_tensors
+        if tangent is None:  # the bias alone has one
+            tangent = bias_tangent.new_zeros(ctx.x_shape)
+        options = {"activation": None, "format": ctx.format, "group_size": ctx.group_size}
+        return linear(tangent, PackedWeight(*packed), bias_tangent, offsets, **options)
+
+
+class _Transposed(torch.autograd.Function):
+    """`_transposed` as autograd sees it; its own gradient is `linear` without a bias."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad, offsets, qdata, scale, zero_point, global_scale, format, group_size, K):
+        packed = PackedWeight(qdata, scale, zero_point, global_scale)
+        return _transposed_product(grad, packed, offsets, format, group_size, K)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, *tensors, ctx.format, ctx.group_size, ctx.K = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        offsets, *packed = ctx.saved_tensors
+        options = {"activation": None, "format": ctx.format, "group_size": ctx.group_size}
+        y = linear(grad, PackedWeight(*packed), None, offsets, **options)
+        return y, None, None, None, None, None, None, None, None
+
+
+class _ForwardTransposed(_Transposed):
+    """`_Transposed` with a rule for forward mode."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _Transposed.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[1:-3])
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        offsets, *packed = ctx.saved_tensors
+        return _transposed(tangent, PackedWeight(*packed), offsets, ctx.format, ctx.group_size, ctx.K)
+
+
+def _sum_rows(grad: Tensor, offsets: Tensor | None) -> Tensor:
+    """Gradient of a bias in fp32: [..., N] -> [N], or with `offsets` [M, N] -> [E, N]."""
+    if offsets is None:
+        return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
+    rows = torch.arange(grad.shape[0], dtype=offsets.dtype, device=grad.device)
+    expert = torch.searchsorted(offsets, rows, right=True)  # E for rows of no expert
+    sums = grad.new_zeros(offsets.shape[0] + 1, grad.shape[1], dtype=torch.float32)
+    return sums.index_add(0, expert, grad.float())[:-1]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_quant import kernels
-from hf_quant.kernels._op import direct
+from hf_quant.kernels._op import direct, is_transformed
 
 
 MIN_ROWS = 16  # fewer are quantized by the product itself, where that is one launch or one loop less
@@ -41,6 +41,8 @@ def quantized_rows(x: Tensor, format: str, qdata: Tensor) -> tuple[Tensor, Tenso
     `qdata` is what they are multiplied with: it tells one layer from another.
     """
     if type(x) is not Tensor or x.shape[-1] == 0 or x.numel() // x.shape[-1] < MIN_ROWS or x.is_inference():
+        return None
+    if is_transformed():  # what is remembered must not leave the transform
         return None
     device, stream = x.device, None
     if device.type == "cpu" and format == "int8":  # native products quantize rows as they read them

@@ -5,9 +5,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from hf_quant.kernels._op import is_transformed
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
+from hf_quant.modules._functional import needs_grad
 
 
 class _Convolution(torch.autograd.Function):
@@ -20,7 +21,6 @@ class _Convolution(torch.autograd.Function):
         return module.convolve(x, bias, padding)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         module, grad_x, grad_bias = ctx.module, None, None
         if ctx.needs_input_grad[0]:
@@ -68,7 +68,8 @@ class _QuantConvNd(QuantizedModule):
         else:
             padding = self.padding
         bias = self._parameters["bias"]
-        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+        # In transforms torch's own rules for a convolution serve, with the 16-bit weight.
+        if needs_grad(input, bias) and not is_transformed():
             return _Convolution.apply(input, bias, self, padding)
         return self.convolve(input, bias, padding)
 

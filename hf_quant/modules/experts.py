@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.modules._base import QuantizedModule, derive_class, packed_key, weight_property
-from hf_quant.modules._functional import grouped_linear
+from hf_quant.modules._functional import linear
 
 
 def expert_weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class QuantExperts(QuantizedModule):
         scheme = self.scheme
         if x.shape[-1] != self.matrix_shape(name)[-1]:
             self.refuse_width(x, name)
-        return grouped_linear(
+        return linear(
             x,
             self.packed(name),
             self._parameters[f"{name}_bias"] if getattr(self, "has_bias", False) else None,

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.algorithms import empty_packed
+from hf_quant.kernels._op import is_transformed
 from hf_quant.modules._base import PACKED_NAMES, quantized_class
+from hf_quant.modules._functional import needs_grad
 from hf_quant.modules._rows import SharedInput
 from hf_quant.modules._siblings import find_siblings
 from hf_quant.modules.linear import QuantLinear
@@ -78,8 +80,8 @@ class _Common(NamedTuple):
         return True
 
     def needs_grad(self, x: Tensor) -> bool:
-        return torch.is_grad_enabled() and (
-            x.requires_grad or any(row.parameter.requires_grad for rows in self.rows for row in rows)
+        return needs_grad(x, None) or (
+            torch.is_grad_enabled() and any(row.parameter.requires_grad for rows in self.rows for row in rows)
         )
 
 
@@ -173,6 +175,8 @@ class FusedProjections:
                 self.release()
             return None
         if module.training or type(x) is not Tensor or x.is_inference() or common.needs_grad(x):
+            return None
+        if is_transformed():  # no part may leave the transform
             return None
         index, state = module.fused_index, self._state(x, common)
         waiting = _waiting()

@@ -138,7 +138,7 @@ def _hadamard_fake(x, *, block_size=None):
     return x.new_empty(x.shape)
 
 
-hadamard = define_op("hadamard", hadamard_reference, _hadamard_fake)
+hadamard = define_op("hadamard", hadamard_reference, _hadamard_fake, is_row_by_row=True)
 
 
 def hadamard_quantize_rowwise_reference(

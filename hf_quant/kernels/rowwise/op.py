@@ -119,7 +119,9 @@ def _quantize_rowwise_fake(x, seed=None, *, format):
     return x.new_empty(x.shape, dtype=ROW_FORMATS[format]), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-quantize_rowwise = define_op("quantize_rowwise", quantize_rowwise_reference, _quantize_rowwise_fake)
+quantize_rowwise = define_op(
+    "quantize_rowwise", quantize_rowwise_reference, _quantize_rowwise_fake, is_row_by_row=True
+)
 
 
 def check_vector(name: str, vector: Tensor | None, K: int) -> None:

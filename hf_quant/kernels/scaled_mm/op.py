@@ -158,4 +158,4 @@ def _dynamic_mm_fake(x, qdata, scale, zero_point, global_scale, bias, *, activat
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))
 
 
-dynamic_mm = define_op("dynamic_mm", dynamic_mm_reference, _dynamic_mm_fake)
+dynamic_mm = define_op("dynamic_mm", dynamic_mm_reference, _dynamic_mm_fake, is_row_by_row=True)

@@ -157,7 +157,7 @@ def _weight_only_mm_fake(x, qdata, scale, zero_point, global_scale, bias, *, for
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))
 
 
-weight_only_mm = define_op("weight_only_mm", weight_only_mm_reference, _weight_only_mm_fake)
+weight_only_mm = define_op("weight_only_mm", weight_only_mm_reference, _weight_only_mm_fake, is_row_by_row=True)
 
 
 def weight_only_mm_backward_reference(
@@ -184,5 +184,5 @@ def _weight_only_mm_backward_fake(grad, qdata, scale, zero_point, global_scale, 
 
 
 weight_only_mm_backward = define_op(
-    "weight_only_mm_backward", weight_only_mm_backward_reference, _weight_only_mm_backward_fake
+    "weight_only_mm_backward", weight_only_mm_backward_reference, _weight_only_mm_backward_fake, is_row_by_row=True
 )

@@ -123,3 +123,18 @@ def test_compiles_to_one_graph_for_every_length(options):
         assert_close(grad, expected, rms=1e-5)
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+def test_second_derivatives_and_forward_mode():
+    torch.manual_seed(0)
+    layer = quantize_(
+        nn.Sequential(nn.Conv1d(8, 16, 3, padding=1, stride=2)), {"weights": None, "modules": {"0": "int4"}}
+    )
+    reference, x, found = dequantize_(copy.deepcopy(layer)), torch.randn(2, 8, 15), []
+    for module in (layer, reference):
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(module(leaf).tanh().sum(), leaf, create_graph=True)
+        second = torch.autograd.grad(grad.square().sum(), (leaf, module[0].bias))
+        found.append((*second, torch.func.jvp(module, (x,), (x.cos(),))[1], torch.func.jacrev(module)(x)))
+    for ours, expected in zip(*found):
+        assert_close(ours, expected, rms=1e-6)

@@ -223,3 +223,20 @@ def test_hidden_states_of_another_width_are_refused(host):
     for width in (63, 33, 65):  # rows of 33 to 64 codes take as many words
         with pytest.raises(ValueError, match=rf"{width} wide; this Quant\w+Experts needs \[..., 64\]"):
             module(torch.ones(3, width), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_second_derivatives_and_forward_mode(host):
+    layer, reference = experts(host)
+    chosen = torch.randint(0, 4, (6, 2), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for module in (layer, reference):
+        leaf, weights = x.clone().requires_grad_(), torch.full((6, 2), 0.5, requires_grad=True)
+        (grad,) = torch.autograd.grad(module(leaf, chosen, weights).tanh().sum(), leaf, create_graph=True)
+        of = (leaf, weights, *(p for n, p in module.named_parameters() if n.endswith("bias")))
+        second = torch.autograd.grad(grad.square().sum(), of)
+        tangent = torch.func.jvp(lambda z, m=module: m(z, chosen, weights.detach()), (x,), (x.cos(),))[1]
+        found.append((*second, tangent))
+    for ours, expected in zip(*found):
+        assert_close(ours, expected, rms=1e-5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
 
@@ -189,16 +190,102 @@ def test_gradients_of_one_of_the_two(of):
     assert (x.grad is not None) == (of == "x") and (layer.bias.grad is not None) == (of == "bias")
 
 
-def test_no_graph_without_grad_and_no_second_derivative():
+def test_no_graph_without_grad():
     layer = linear("int4")
     x = rows(3, 160).requires_grad_()
     with torch.no_grad():
         assert not layer(x).requires_grad
     with torch.inference_mode():
         assert_close(layer(x), exact(layer, x), rms=1e-5)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+
+
+class StraightThrough(nn.Module):
+    """What a quantized layer is to autograd: `F.linear` with its weight, plus the error of rounding the input."""
+
+    def __init__(self, layer: QuantLinear) -> None:
+        super().__init__()
+        self.register_buffer("dense", layer.dequantize_weight())
+        self.bias = nn.Parameter(layer.bias.detach().clone())
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.dense, self.bias)
+        with torch.no_grad():
+            error = self.layer(x.detach()) - y.detach()
+        return y + error
+
+
+def penalty(net: nn.Module, first: nn.Linear, bias: nn.Parameter, x: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of a gradient penalty, as WGAN-GP has it."""
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(net(torch.tanh(first(x))).tanh().sum(), x, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), (x, first.weight, bias))
+
+
+@pytest.mark.parametrize("fields", ["int8", "int4", "nf4", "fp8", "int3", "mxfp4", "W8A8", "W4A8", "W8A8_FP8"])
+def test_second_derivatives_are_exact(fields):
+    layer = linear(fields)
+    torch.manual_seed(3)
+    first, reference, x = nn.Linear(32, 160), StraightThrough(layer), rows(5, 32)
+    found = penalty(layer, first, layer.bias, x)
+    for gradient, expected in zip(found, penalty(reference, first, reference.bias, x)):
+        assert_close(gradient, expected, rms=1e-5)
+    # And once more by `.backward`, into the leaves.
+    x = x.requires_grad_()
+    (grad,) = torch.autograd.grad(layer(torch.tanh(first(x))).tanh().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert_close(layer.bias.grad, found[2], rms=1e-6)
+
+
+TRANSFORMS = {
+    "jvp": lambda net, x: torch.func.jvp(net, (x,), (x.cos(),))[1],
+    "vmap": lambda net, x: torch.vmap(net)(x),
+    "vmap of columns": lambda net, x: torch.vmap(net, in_dims=1)(x.view(5, 1, 160).expand(5, 3, 160)),
+    "jacrev": lambda net, x: torch.func.jacrev(net)(x),
+    "jacfwd": lambda net, x: torch.func.jacfwd(net)(x),
+    "hessian": lambda net, x: torch.func.hessian(lambda z: net(z).tanh().sum())(x[:1, None, :])[0, 0, :4, 0, 0, :4],
+    "vmap(grad)": lambda net, x: torch.vmap(torch.func.grad(lambda z: net(z).tanh().sum()))(x),
+    "gradient of the bias": lambda net, x: torch.func.grad(
+        lambda bias: torch.func.functional_call(net, {"bias": bias}, (x,)).tanh().sum()
+    )(net.bias.detach()),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("fields", ["int4", "W8A8"])
+def test_transforms_of_torch_func(fields, transform):
+    layer, x = linear(fields).eval(), rows(5, 160)
+    found, expected = TRANSFORMS[transform](layer, x), TRANSFORMS[transform](StraightThrough(layer), x)
+    assert_close(found, expected, rms=1e-5)
+    with torch.no_grad():
+        if transform in ("jvp", "vmap"):
+            assert_close(TRANSFORMS[transform](layer, x), expected, rms=1e-5)
+
+
+def test_forward_mode_beside_reverse_mode():
+    layer, x = linear("int4"), rows(5, 160)
+    expected = x.cos() @ layer.dequantize_weight().t()
+    for x in (x, x.clone().requires_grad_()):
+        with forward_ad.dual_level():
+            y = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x.detach().cos())))
+        assert_close(y.tangent, expected, rms=1e-5)
+
+
+def test_siblings_keep_nothing_of_a_transform():
+    pair = quantize_(nn.ModuleDict({n: nn.Linear(160, 64) for n in ("q_proj", "k_proj")}), "int4").eval()
+    fuse_projections_(pair)
+    with torch.no_grad():
+        x = rows(20, 160)
+        expected = pair["q_proj"](x), pair["k_proj"](x)
+        found = torch.vmap(lambda z: (pair["q_proj"](z), pair["k_proj"](z)))(x)
+        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, (pair["q_proj"](x), pair["k_proj"](x)), expected))
+
+
+def test_vmap_over_weights_says_what_it_needs():
+    layer, x = linear("int4"), rows(3, 160)
+    with pytest.raises(ValueError, match="must be the same for all elements. Give them in_dims=None"):
+        torch.vmap(lambda bias: torch.func.functional_call(layer, {"bias": bias}, (x,)))(torch.ones(2, 136))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
