@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
 import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D quantizable)
@@ -265,9 +265,9 @@ def test_transforms_of_torch_func(fields, transform):
 def test_forward_mode_beside_reverse_mode():
     layer, x = linear("int4"), rows(5, 160)
     expected = x.cos() @ layer.dequantize_weight().t()
-    for x in (x, x.clone().requires_grad_()):
+    for leaf in (x, x.clone().requires_grad_()):
         with forward_ad.dual_level():
-            y = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x.detach().cos())))
+            y = forward_ad.unpack_dual(layer(forward_ad.make_dual(leaf, x.cos())))
         assert_close(y.tangent, expected, rms=1e-5)
 
 
