@@ -101,7 +101,11 @@ class Quantization:
         if self.global_scale is not None:
             amax = torch.maximum(self.weight.amax((1, 2)), -self.weight.amin((1, 2))).float()
             self.global_scale.copy_(global_scale(amax / (self.format.max * torch.finfo(self.scale.dtype).max)))
-        if choose in _NATIVE and self.quant.granularity in ("row", "group") and native.quantizes(self.weight):
+        if (
+            choose in _NATIVE
+            and self.quant.granularity in ("row", "group")
+            and native.quantizes(self.weight, self.format.spec)
+        ):
             return self._run_native(choose)
         for pieces in self._matrices():
             if self.quant.granularity == "tensor":

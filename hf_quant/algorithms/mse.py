@@ -106,7 +106,7 @@ def search_for(format: Format, symmetric: bool, power_of_two_scales: bool) -> Se
 def _range(format: Format) -> tuple[float, float]:
     """(smallest, largest) clip factor worth trying: the fewer codes, the smaller."""
     if format.spec.is_integer:
-        return {2: 0.5, 3: 0.6, 4: 0.7, 8: 0.9}[format.bits], 1.0
+        return min(0.3 + 0.1 * format.bits, 0.9), 1.0
     # Levels thin out towards the ends: e2m1 gains from putting the largest weight on 4 instead of 6, nf4 on its last
     # but one (factors 1.5 and 1.38), and wider formats from the best phase within a power of two.
     return (0.8, 1.5) if format.bits == 4 else (0.9, 1.2)

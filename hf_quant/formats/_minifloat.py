@@ -10,16 +10,6 @@ _EXPONENT_MASK = 0x7F800000  # of an fp32 word
 _MANTISSA_BITS = 23
 
 
-def minifloat_levels(exponent_bits: int, mantissa_bits: int, bias: int) -> tuple[float, ...]:
-    """Values of all codes of a sign + exponent + mantissa format without inf and NaN."""
-    levels = []
-    for code in range(2 ** (exponent_bits + mantissa_bits)):
-        exponent, mantissa = divmod(code, 2**mantissa_bits)
-        fraction = mantissa / 2**mantissa_bits
-        levels.append(2.0 ** (exponent - bias) * (1 + fraction) if exponent else 2.0 ** (1 - bias) * fraction)
-    return tuple(levels) + tuple(-value for value in levels)
-
-
 def minifloat_snap(limit: float, mantissa_bits: int, bias: int) -> Callable[[Tensor, Tensor], Tensor]:
     """fp32 -> the nearest values of the format, ties to even mantissas, saturating at `limit`."""
     smallest_normal = 2.0 ** (1 - bias)

@@ -4,22 +4,19 @@ mxfp4 (OCP Microscaling formats v1.0): one e8m0 power of two per 32. nvfp4: one 
 `global_scale` per tensor.
 """
 
-import torch
-
 from hf_quant.formats._format import Format
-from hf_quant.formats._minifloat import minifloat_levels, minifloat_round, minifloat_snap
-from hf_quant.kernels.codes import CodeSpec
-
-
-_LEVELS = minifloat_levels(2, 1, bias=1)
+from hf_quant.formats._minifloat import minifloat_round, minifloat_snap
+from hf_quant.kernels.codes import CODES
 
 
 def _fp4(name: str, group_size: int, scale_dtype: str) -> Format:
+    spec = CODES[name]
+    largest = max(spec.levels)
     return Format(
-        spec=CodeSpec(name, 4, torch.int32, (4,), _LEVELS, (2, 1, 1)),
-        max=max(_LEVELS),
-        round=minifloat_round(max(_LEVELS), 1, bias=1, sign=8),
-        snap=minifloat_snap(max(_LEVELS), 1, bias=1),
+        spec=spec,
+        max=largest,
+        round=minifloat_round(largest, 1, bias=1, sign=8),
+        snap=minifloat_snap(largest, 1, bias=1),
         granularity="group",
         group_size=group_size,
         granularities=("group",),

@@ -5,17 +5,19 @@ from torch import Tensor
 
 from hf_quant.formats._format import Format
 from hf_quant.formats._minifloat import minifloat_snap
-from hf_quant.kernels.codes import CodeSpec
+from hf_quant.kernels.codes import CODES
 
 
-def _fp8(name: str, dtype: torch.dtype, mantissa_bits: int, bias: int) -> Format:
-    limit = torch.finfo(dtype).max
+def _fp8(name: str) -> Format:
+    spec = CODES[name]
+    _, mantissa_bits, bias = spec.minifloat
+    limit = torch.finfo(spec.dtype).max
 
     def encode(values: Tensor) -> Tensor:
-        return values.clamp_(-limit, limit).to(dtype)
+        return values.clamp_(-limit, limit).to(spec.dtype)
 
     return Format(
-        spec=CodeSpec(name, 8, dtype, minifloat=(7 - mantissa_bits, mantissa_bits, bias)),
+        spec=spec,
         max=limit,
         round=encode,
         snap=minifloat_snap(limit, mantissa_bits, bias),
@@ -24,5 +26,5 @@ def _fp8(name: str, dtype: torch.dtype, mantissa_bits: int, bias: int) -> Format
     )
 
 
-FP8_E4M3 = _fp8("fp8_e4m3", torch.float8_e4m3fn, mantissa_bits=3, bias=7)
-FP8_E5M2 = _fp8("fp8_e5m2", torch.float8_e5m2, mantissa_bits=2, bias=15)
+FP8_E4M3 = _fp8("fp8_e4m3")
+FP8_E5M2 = _fp8("fp8_e5m2")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.formats._format import Format
-from hf_quant.kernels.codes import CodeSpec
+from hf_quant.kernels.codes import CODES, integer_codes
 
 
 def _integer_snap(low: int, high: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -29,7 +29,7 @@ def _packed_integer(bits: int, planes: tuple[int, ...], group_size: int, symmetr
         return values.round_().sub_(low).clamp_(0, 2**bits - 1).to(torch.int8).view(torch.uint8)
 
     return Format(
-        spec=CodeSpec(f"int{bits}", bits, torch.int32, planes, tuple(float(low + q) for q in range(2**bits))),
+        spec=integer_codes(bits, planes),
         max=-low - 0.5,
         round=encode,
         snap=_integer_snap(low, -low - 1),
@@ -41,11 +41,11 @@ def _packed_integer(bits: int, planes: tuple[int, ...], group_size: int, symmetr
 
 
 INT8 = Format(
-    spec=CodeSpec("int8", 8, torch.int8),
+    spec=CODES["int8"],
     max=127.0,
     round=lambda values: values.round_().clamp_(-127, 127).to(torch.int8),
     snap=_integer_snap(-127, 127),
 )
-INT4 = _packed_integer(4, (4,), group_size=128, symmetric=True)
-INT3 = _packed_integer(3, (2, 1), group_size=128, symmetric=False)
-INT2 = _packed_integer(2, (2,), group_size=64, symmetric=False)
+INT4 = _packed_integer(4, CODES["int4"].planes, group_size=128, symmetric=True)
+INT3 = _packed_integer(3, CODES["int3"].planes, group_size=128, symmetric=False)
+INT2 = _packed_integer(2, CODES["int2"].planes, group_size=64, symmetric=False)

@@ -1,8 +1,4 @@
-"""nf4: the 16 levels of QLoRA (https://arxiv.org/abs/2305.14314, appendix E), quantiles of a normal distribution.
-
-The published recipe in numbers: 8 positive and 7 negative quantiles, evenly spaced in probability between 0.5 and
-0.9677083, and zero; normalized to [-1, 1].
-"""
+"""nf4: the 16 levels of QLoRA (https://arxiv.org/abs/2305.14314), see `kernels.codes`."""
 
 from functools import cache
 
@@ -10,25 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_quant.formats._format import Format
-from hf_quant.kernels.codes import CodeSpec
+from hf_quant.kernels.codes import CODES
 
 
-_OFFSET = 0.9677083  # the mean of 1 - 1/(2*15) and 1 - 1/(2*16)
+_LEVELS = CODES["nf4"].levels
 _CELLS = 64  # over [-1, 1]; the closest midpoints are 0.08 apart, so that a cell of 0.03 holds one at most
-
-
-def _levels() -> tuple[float, ...]:
-    def quantiles(count: int) -> Tensor:
-        # The probabilities are those of fp32, as in the published table: bit for bit the same levels.
-        return torch.special.ndtri(torch.linspace(_OFFSET, 0.5, count + 1, device="cpu")[:-1].double())
-
-    # On the CPU also where this module is imported under `torch.device("meta")`.
-    positive, negative = quantiles(8), -quantiles(7)
-    levels = torch.cat([negative, torch.zeros(1, dtype=torch.float64, device="cpu"), positive]).sort().values.float()
-    return tuple((levels / levels.max()).tolist())
-
-
-_LEVELS = _levels()
 
 
 def _cell(values: Tensor) -> Tensor:
@@ -72,7 +54,7 @@ def _snap(values: Tensor, out: Tensor) -> Tensor:
 
 
 NF4 = Format(
-    spec=CodeSpec("nf4", 4, torch.int32, (4,), _LEVELS),
+    spec=CODES["nf4"],
     max=1.0,
     round=_encode,
     snap=_snap,

@@ -1,7 +1,8 @@
 """The shared kernel package: ops on plain tensors, registered as `torch.ops.hf_quant.*`.
 
 It imports torch and triton only, nothing else of hf_quant. One directory per family: `op.py` (check, fake, typed
-reference = the specification), `cpu.py`, `gpu.py`. Formats are made known to it by `codes.register_codes`.
+reference = the specification), `cpu.py`, `gpu.py`. The formats of the package are in `codes.CODES`; `register_codes`
+adds others.
 """
 
 from hf_quant.kernels._cpu import clear_prepacked, prepacked_bytes, set_prepack_limit

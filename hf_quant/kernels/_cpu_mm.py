@@ -87,7 +87,7 @@ def product(
         return ready.run(x, qdata, bias)
     if scale.shape[1] == 1:
         group_size = K
-    if native.refusal(x.dtype, K, group_size) is None and native.tensors_fit(scale, zero_point, spec):
+    if native.refusal(spec, x.dtype, K, group_size) is None and native.tensors_fit(scale, zero_point, spec):
         run = native.prepared(*weight, spec, group_size)
         if run is None:
             return native.product(x, *weight, bias, spec, group_size)

@@ -12,7 +12,7 @@ from hf_quant.kernels.codes import CODES
 def _supports_native(problem: Problem) -> str | None:
     spec = CODES[problem.format]
     int8 = problem.activation == "int8" and native.takes_int8(spec)
-    return native.refusal(problem.dtype, problem.K, problem.group_size, int8=int8)
+    return native.refusal(spec, problem.dtype, problem.K, problem.group_size, int8=int8)
 
 
 def _supports_dense(problem: Problem) -> str | None:

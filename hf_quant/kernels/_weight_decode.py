@@ -20,18 +20,30 @@ from hf_quant.kernels._triton import lasting, tl, triton
 from hf_quant.kernels.codes import CODES, CodeSpec
 
 
-# Codes per element: 16 bits of the first plane, so that the second (of 3 and 6 bits) has 8.
-CODES_PER_ELEMENT = {8: 2, 6: 4, 4: 4, 3: 8, 2: 8}
 ANY_GROUP = 2**30  # the constexpr GROUP where one scale serves the whole row
 _AND_OR, _AND_XOR, _SELECT = 0xEA, 0x6A, 0xCA  # lop3: (a & b) | c, (a & b) ^ c, a ? b : c
 
 
+def undecodable(spec: CodeSpec) -> str | None:
+    """The reason why kernels cannot decode these codes in registers, None if they can."""
+    if spec.is_packed and (len(spec.planes) > 2 or sum(spec.planes[1:]) * 2 not in (0, spec.planes[0])):
+        return f"{spec.name}, whose codes are in planes of {spec.planes} bits"
+    if not spec.is_integer and spec.minifloat is None and spec.planes != (4,):
+        return f"{spec.name}, a table of {len(spec.levels)} levels"
+    return None
+
+
+def whole_element(spec: CodeSpec) -> int:
+    """Codes of one element: 16 bits of the first plane, so that the second (of 3 and 6 bits) has 8."""
+    return 16 // (spec.planes or (8,))[0]
+
+
 def codes_per_element(spec: CodeSpec, K: int, alignment: int) -> int:
-    """How many codes a kernel reads as one element: 1 if 8-bit codes do not pair up in every row.
+    """Codes that a kernel reads as one element: 1 if 8-bit codes do not pair up in every row.
 
     `alignment`: see `row_alignment`.
     """
-    return 1 if not spec.is_packed and (K % 2 or alignment % 2) else CODES_PER_ELEMENT[spec.bits]
+    return 1 if not spec.is_packed and (K % 2 or alignment % 2) else whole_element(spec)
 
 
 def row_alignment(qdata: torch.Tensor) -> int:
@@ -68,7 +80,7 @@ def ptx(name: str, dtype: torch.dtype) -> str:
     bf16, whose mantissa has 7 bits, comes as 128 + the low 7 bits, followed by what to subtract: 128 or 256 by sign.
     """
     spec = CODES[name]
-    count = CODES_PER_ELEMENT[spec.bits]
+    count = whole_element(spec)
     if not spec.is_integer and spec.minifloat is None:
         return _ptx_table(spec.levels, dtype)
     lines = [".reg .b32 t, u;"]

@@ -1,6 +1,7 @@
 """Codes: how low-bit numbers sit in words, and what value each one has.
 
-The kernels know a format only by its `CodeSpec`, which `hf_quant.formats` derives and registers: one truth per fact.
+The kernels know a format only by its `CodeSpec`. Those of the package are below; another format is made known by
+`register_codes`, and is then computed by what reads any layout.
 
 Byte layout (the same on disk and on every device): codes of a row are packed along K into little-endian int32 words,
 low bits first. A format of 3 or 6 bits is split into planes whose widths are powers of two (3 = 2 + 1, 6 = 4 + 2), low
@@ -47,15 +48,70 @@ class CodeSpec(NamedTuple):
         return self.dtype == torch.int8 or (self.is_packed and self.levels[0] == -(2 ** (self.bits - 1)))
 
 
-CODES: dict[str, CodeSpec] = {}
+def integer_codes(bits: int, planes: tuple[int, ...]) -> CodeSpec:
+    """Packed integers from -2**(bits - 1) to 2**(bits - 1) - 1."""
+    low = -(2 ** (bits - 1))
+    return CodeSpec(f"int{bits}", bits, torch.int32, planes, tuple(float(low + q) for q in range(2**bits)))
 
 
-def register_codes(spec: CodeSpec) -> CodeSpec:
-    """Make a format known to the kernels; called once per format by `hf_quant.formats`."""
-    if spec.name in CODES:
-        raise ValueError(f"format {spec.name!r} is registered already")
-    CODES[spec.name] = spec
-    return spec
+def minifloat_codes(name: str, exponent_bits: int, mantissa_bits: int, planes: tuple[int, ...]) -> CodeSpec:
+    """Packed floats of a sign, an exponent and a mantissa, without inf and NaN (OCP MX v1.0, section 5.3)."""
+    bias, levels = 2 ** (exponent_bits - 1) - 1, []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        fraction = mantissa / 2**mantissa_bits
+        levels.append(2.0 ** (exponent - bias) * (1 + fraction) if exponent else 2.0 ** (1 - bias) * fraction)
+    levels += [-value for value in levels]
+    fields = (exponent_bits, mantissa_bits, bias)
+    return CodeSpec(name, 1 + exponent_bits + mantissa_bits, torch.int32, planes, tuple(levels), fields)
+
+
+def _nf4_levels() -> tuple[float, ...]:
+    """The 16 levels of QLoRA (https://arxiv.org/abs/2305.14314, appendix E), quantiles of a normal distribution.
+
+    The published recipe in numbers: 8 positive and 7 negative quantiles, evenly spaced in probability between 0.5 and
+    0.9677083, the mean of 1 - 1/(2*15) and 1 - 1/(2*16), and zero; normalized to [-1, 1].
+    """
+
+    def quantiles(count: int) -> Tensor:
+        # The probabilities are those of fp32, as in the published table: bit for bit the same levels.
+        return torch.special.ndtri(torch.linspace(0.9677083, 0.5, count + 1, device="cpu")[:-1].double())
+
+    # On the CPU also where this module is imported under `torch.device("meta")`.
+    positive, negative = quantiles(8), -quantiles(7)
+    levels = torch.cat([negative, torch.zeros(1, dtype=torch.float64, device="cpu"), positive]).sort().values.float()
+    return tuple((levels / levels.max()).tolist())
+
+
+CODES: dict[str, CodeSpec] = {
+    spec.name: spec
+    for spec in (
+        CodeSpec("int8", 8, torch.int8),
+        integer_codes(4, (4,)),
+        integer_codes(3, (2, 1)),
+        integer_codes(2, (2,)),
+        CodeSpec("fp8_e4m3", 8, torch.float8_e4m3fn, minifloat=(4, 3, 7)),
+        CodeSpec("fp8_e5m2", 8, torch.float8_e5m2, minifloat=(5, 2, 15)),
+        minifloat_codes("fp6_e3m2", 3, 2, (4, 2)),
+        minifloat_codes("fp6_e2m3", 2, 3, (4, 2)),
+        CodeSpec("nf4", 4, torch.int32, (4,), _nf4_levels()),
+        minifloat_codes("mxfp4", 2, 1, (4,)),
+        minifloat_codes("nvfp4", 2, 1, (4,)),
+    )
+}
+
+
+def register_codes(spec: CodeSpec) -> None:
+    """Make a format known to the kernels; nothing happens if it is known already.
+
+    Raises ValueError if other codes have its name, or if its planes are not `bits` wide in all, each 1, 2, 4 or 8.
+    """
+    if spec.is_packed and (sum(spec.planes) != spec.bits or not {1, 2, 4, 8}.issuperset(spec.planes)):
+        raise ValueError(
+            f"{spec.name} has planes of {spec.planes} bits; needs widths of 1, 2, 4 or 8, together {spec.bits}"
+        )
+    if CODES.setdefault(spec.name, spec) != spec:
+        raise ValueError(f"the kernels know other codes by the name {spec.name!r}; give the format another name")
 
 
 def packed_words(K: int, bits: int) -> int:

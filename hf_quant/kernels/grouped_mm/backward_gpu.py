@@ -25,6 +25,7 @@ from hf_quant.kernels._weight_decode import (
     scale_kind,
     scale_rows,
     spread,
+    undecodable,
 )
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP, each_expert, rows_of_tile
@@ -206,7 +207,7 @@ def grouped_mm_backward_gpu(
 ) -> Tensor:
     """See `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
     check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
-    if unavailable(grad.device) is None and grad.numel() * K > 0:
+    if unavailable(grad.device) is None and grad.numel() * K > 0 and undecodable(CODES[format]) is None:
         target = target_of(grad.device)
         if grad.dtype == torch.float16 or (grad.dtype == torch.bfloat16 and target.has_bf16_dot):
             weight = tuple(None if t is None else t.contiguous() for t in (qdata, scale, zero_point, global_scale))

@@ -50,7 +50,7 @@ def grouped_mm_cpu(
     spec = CODES[format]
     integer = activation == "int8" and native.takes_int8(spec)
     group = x.shape[1] if scale.shape[-1] == 1 else group_size
-    refusal = native.refusal(x.dtype, x.shape[1], group, int8=integer)
+    refusal = native.refusal(spec, x.dtype, x.shape[1], group, int8=integer)
     in_one_call = refusal is None and (activation is None or integer) and native.tensors_fit(scale, zero_point, spec)
     if in_one_call and x.shape[0] > 0:
         weight = (qdata, scale, zero_point, global_scale)

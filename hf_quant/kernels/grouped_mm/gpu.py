@@ -32,6 +32,7 @@ from hf_quant.kernels._weight_decode import (
     row_elements,
     scale_kind,
     scale_rows,
+    undecodable,
 )
 from hf_quant.kernels._weight_tile import tile_product
 from hf_quant.kernels.codes import CODES
@@ -233,7 +234,7 @@ def grouped_plan(
     `alignment`: of the codes, see `row_alignment`.
     """
     E, N, _ = shape
-    if M * K * E * N == 0 or dtype not in (torch.float16, torch.bfloat16):
+    if M * K * E * N == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable(CODES[format]) is not None:
         return None
     if dtype == torch.bfloat16 and not target.has_bf16_dot:
         return None

@@ -43,7 +43,7 @@ _LAYOUTS = {(2,): 0, (2, 1): 1, (4,): 2, (4, 2): 3}  # by bit planes
 _BYTES_INT, _BYTES_FLOAT = 4, 5
 _BY_F32, _BY_BF16, _BY_INT8 = 0, 1, 2
 _MAX_EXACT_K = 65536  # sums of int8 products stay within int32
-_FIT = {bits: f"zero points fit {bits} bits" for bits in (2, 3, 4)}
+_FIT = {bits: f"zero points fit {bits} bits" for bits in range(1, 9)}
 _UNIT = 16  # group sizes are a multiple of it, for lanes to hold codes of one group
 
 
@@ -143,10 +143,12 @@ def _start() -> None:
     use(None if wanted == "off" else wanted)
 
 
-def refusal(dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False) -> str | None:
-    """Why a product is not computed here, None if it is; `int8`: both sides are integers (see `takes_int8`)."""
+def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False) -> str | None:
+    """The reason why a product is not computed here, None if it is; `int8`: both sides are integers (`takes_int8`)."""
     if _active is None:
         return why_not()
+    if not knows(spec):
+        return f"{spec.name}, whose levels or bit planes are of another kind"
     if dtype not in _INPUTS:
         return f"only bf16, fp16 and fp32 input, not {dtype}"
     if group_size < K and group_size % _UNIT:
@@ -156,6 +158,15 @@ def refusal(dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False) 
     if int8 and K > _MAX_EXACT_K:
         return f"K={K} could overflow int32 sums; at most {_MAX_EXACT_K}"
     return None
+
+
+def knows(spec: CodeSpec) -> bool:
+    """True if the extension reads such codes, and makes them: bytes, integers of up to 4 bits, floats of up to 6, and
+    tables of 16 levels."""
+    if not spec.is_packed:
+        return True
+    is_kind = spec.bits <= 4 if spec.is_integer else spec.minifloat is not None or spec.bits == 4
+    return is_kind and spec.planes in _LAYOUTS
 
 
 def tensors_fit(scale: Tensor, zero_point: Tensor | None, spec: CodeSpec) -> bool:
@@ -314,9 +325,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
     return codes, scales
 
 
-def quantizes(weight: Tensor) -> bool:
-    """Whether `quantize` is for this weight [L, N, K]."""
-    return _active is not None and is_plain(weight) and weight.device.type == "cpu" and weight.dtype in _INPUTS
+def quantizes(weight: Tensor, spec: CodeSpec) -> bool:
+    """True if `quantize` is for this weight [L, N, K] and these codes."""
+    if _active is None or not knows(spec):
+        return False
+    return is_plain(weight) and weight.device.type == "cpu" and weight.dtype in _INPUTS
 
 
 def quantize(

@@ -84,7 +84,7 @@ def dynamic_product(
     if scale.shape[1] == 1:
         group_size = K
     integer = activation == "int8" and native.takes_int8(spec)
-    refusal = native.refusal(x.dtype, K, group_size, int8=integer)
+    refusal = native.refusal(spec, x.dtype, K, group_size, int8=integer)
     is_native = refusal is None and native.tensors_fit(scale, zero_point, spec)
     if is_native and integer:
         return native.product(x, qdata, scale, zero_point, global_scale, bias, spec, group_size, integer=True)
@@ -157,7 +157,7 @@ def quantized_mm_cpu(
             out_dtype=out_dtype,
         )
     integer = codes.dtype == torch.int8 and native.takes_int8(spec)
-    is_native = native.refusal(out_dtype, K, group_size, int8=integer) is None
+    is_native = native.refusal(spec, out_dtype, K, group_size, int8=integer) is None
     is_native = is_native and native.tensors_fit(scale, zero_point, spec)
     if is_native and integer:
         how = {"integer": True, "row_scale": row_scale, "out_dtype": out_dtype}
@@ -213,7 +213,7 @@ def int8_scaled_mm_cpu(
     if a.shape[0] == 0 or a.shape[1] < 2:
         return op.int8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
     spec = CODES["int8"]
-    if out_dtype != torch.float64 and native.refusal(torch.float32, a.shape[1], a.shape[1], int8=True) is None:
+    if out_dtype != torch.float64 and native.refusal(spec, torch.float32, a.shape[1], a.shape[1], int8=True) is None:
         return native.product(
             a.contiguous(),
             *(b, b_scale, None, None),

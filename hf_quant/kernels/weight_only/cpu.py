@@ -53,7 +53,7 @@ def dequantize_cpu(
     check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
     *lead, N, _ = qdata.shape
     spec = CODES[format]
-    refusal = native.refusal(dtype, K, K if scale.shape[-1] == 1 else group_size)
+    refusal = native.refusal(spec, dtype, K, K if scale.shape[-1] == 1 else group_size)
     if len(lead) <= 1 and refusal is None and qdata.numel() and native.tensors_fit(scale, zero_point, spec):
         return native.dequantize(qdata, scale, zero_point, global_scale, spec, group_size, K, dtype)
     out = torch.empty(*lead, N, K, dtype=dtype)

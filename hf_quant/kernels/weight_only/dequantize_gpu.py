@@ -26,6 +26,7 @@ from hf_quant.kernels._weight_decode import (
     scale_kind,
     scale_rows,
     spread,
+    undecodable,
 )
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.weight_only.op import check_weight, dequantize, dequantize_reference
@@ -126,7 +127,8 @@ def dequantize_gpu(
     """See `dequantize_reference`: the same bits."""
     check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
     *lead, N, width = qdata.shape
-    if unavailable(qdata.device) is not None or prod(lead) * N * K == 0 or dtype == torch.float64:
+    is_served = unavailable(qdata.device) is None and undecodable(CODES[format]) is None
+    if not is_served or prod(lead) * N * K == 0 or dtype == torch.float64:
         return dequantize_reference(
             qdata, scale, zero_point, global_scale, format=format, group_size=group_size, K=K, dtype=dtype
         )

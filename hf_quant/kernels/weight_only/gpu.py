@@ -55,6 +55,7 @@ from hf_quant.kernels._weight_decode import (
     row_elements,
     scale_kind,
     scale_rows,
+    undecodable,
 )
 from hf_quant.kernels._weight_tile import tile_product
 from hf_quant.kernels.codes import CODES
@@ -158,6 +159,8 @@ def supports_fused(problem: Problem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"{problem.dtype} activations: their products are the vendor's"
     spec = CODES[problem.format]
+    if (reason := undecodable(spec)) is not None:
+        return reason
     found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, 2), problem.group_size, problem.K)
     return found if isinstance(found, str) else None
 
@@ -311,7 +314,7 @@ def fused_plan(
     target: Target,
 ) -> FusedPlan | None:
     """The plan for M tokens, None where the dense path takes them. `alignment`: of the codes, see `row_alignment`."""
-    if M * N * K == 0 or dtype not in (torch.float16, torch.bfloat16):
+    if M * N * K == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable(CODES[format]) is not None:
         return None
     if dtype == torch.bfloat16 and not target.has_bf16_dot:
         return None

@@ -173,7 +173,7 @@ def test_extreme_integers(instructions, calls):
                 y = int8_scaled_mm(x, weight, *one, None, out_dtype=dtype)
                 assert y.dtype == dtype and torch.equal(y.view(torch.uint8), exact.to(dtype).view(torch.uint8))
     assert len(calls) == 2 * 3 * 4  # fp64 is left to torch
-    assert "overflow" in native.refusal(torch.float32, 65537, 65537, int8=True)
+    assert "overflow" in native.refusal(FORMATS["int8"].spec, torch.float32, 65537, 65537, int8=True)
 
 
 @pytest.mark.parametrize("group_size", [16, 48, 64, 1040, 2048, None])

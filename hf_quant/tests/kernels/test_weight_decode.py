@@ -6,14 +6,14 @@ import torch
 
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import _weight_decode
-from hf_quant.kernels._weight_decode import CODES_PER_ELEMENT, decode_options, ptx
+from hf_quant.kernels._weight_decode import decode_options, ptx, whole_element
 from hf_quant.tests.kernels.interpreter import run_ptx
 
 
 def _values(name, dtype, text):
     """What the PTX makes of every code in every place of a pair of elements: [places, codes]."""
     format = FORMATS[name]
-    spec, count = format.spec, CODES_PER_ELEMENT[format.bits]
+    spec, count = format.spec, whole_element(format.spec)
     options = decode_options(name, dtype, count, use_ptx=True)
     codes = torch.arange(2**spec.bits)
     rows = []
