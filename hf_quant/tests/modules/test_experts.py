@@ -230,14 +230,13 @@ def test_second_derivatives_and_forward_mode(host):
     layer, reference = experts(host)
     chosen = torch.randint(0, 4, (6, 2), generator=torch.Generator().manual_seed(0))
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
-    found = []
-    for module in (layer, reference):
+
+    def derivatives(module: nn.Module) -> tuple[Tensor, ...]:
         leaf, weights = x.clone().requires_grad_(), torch.full((6, 2), 0.5, requires_grad=True)
         (grad,) = torch.autograd.grad(module(leaf, chosen, weights).tanh().sum(), leaf, create_graph=True)
         of = (leaf, weights, *(p for n, p in module.named_parameters() if n.endswith("bias")))
         second = torch.autograd.grad(grad.square().sum(), of)
-        arguments = (x, chosen, weights.detach())
-        tangent = torch.func.jvp(module, arguments, (x.cos(), torch.zeros_like(chosen), torch.zeros(6, 2)))[1]
-        found.append((*second, tangent))
-    for ours, expected in zip(*found):
+        return *second, torch.func.jvp(lambda z: module(z, chosen, weights.detach()), (x,), (x.cos(),))[1]
+
+    for ours, expected in zip(derivatives(layer), derivatives(reference)):
         assert_close(ours, expected, rms=1e-5)
