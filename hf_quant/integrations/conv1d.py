@@ -1,6 +1,7 @@
 """GPT-2's `Conv1D`: a linear layer whose weight is stored [in, out]."""
 
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn import Module
 from transformers.pytorch_utils import Conv1D
 
@@ -28,6 +29,8 @@ class QuantConv1D(QuantizedModule, Conv1D):
         return matrix.t().contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return self.call_in_graph(x)
         return self.linear(x, self._parameters["bias"])
 
 

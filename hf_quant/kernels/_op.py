@@ -6,6 +6,7 @@ device that has no implementation of its own. `Library.define` + `impl` costs 4.
 """
 
 import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,7 +61,12 @@ def define_op(
     """
     LIB.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
     LIB.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hf_quant::{name}", fake, lib=LIB)
+
+    def checked_fake(*args: Any, **kwargs: Any) -> Any:
+        check_tracer()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"hf_quant::{name}", checked_fake, lib=LIB)
     op = getattr(torch.ops.hf_quant, name).default
     if is_row_by_row:
         torch.library.register_vmap(f"hf_quant::{name}", partial(_map_rows, op), lib=LIB)
@@ -122,14 +128,27 @@ def is_transformed() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """True if implementations may be called with x: it is no subclass and no negated view, and no dispatch mode and
-    no transform of torch.func watches."""
+    """True if implementations may be called with x: it is no subclass and no negated view, and neither a dispatch mode
+    nor a transform of torch.func nor torch.jit.trace watches."""
     return (
         type(x) in _PLAIN
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._is_tracing()
         and not x.is_neg()
     )
+
+
+def check_tracer() -> None:
+    """Raise ValueError inside of torch.jit.trace and torch.onnx.export, which have no ops for codes."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    onnx = sys.modules.get("torch.onnx")  # not imported: nobody exports to it
+    if torch._C._is_tracing() or (onnx is not None and onnx.is_in_onnx_export()):
+        raise ValueError(
+            "torch.jit.trace and torch.onnx.export cannot record quantized layers: use torch.export, or give them the "
+            "16-bit model, hf_quant.dequantize_(model)"
+        )
 
 
 def direct(op) -> Callable[..., Tensor]:
@@ -144,6 +163,7 @@ def direct(op) -> Callable[..., Tensor]:
             implementation = implementations.get(x.device.type)
             if implementation is not None:
                 return implementation(x, *args, **kwargs)
+        check_tracer()
         return op(x, *args, **kwargs)
 
     return call

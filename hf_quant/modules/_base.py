@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from hf_quant.algorithms import PackedWeight, empty_packed, geometry, quantize_matrix
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dequantize
+from hf_quant.kernels._op import check_tracer
 from hf_quant.scheme import LinearScheme
 from hf_quant.weight_proxy import WeightProxy
 
@@ -128,10 +130,24 @@ class QuantizedModule(nn.Module):
         """Inverse of `to_matrix`."""
         return matrix
 
+    def call_in_graph(self, *inputs: Proxy) -> Proxy:
+        """The call of this module as torch.fx.symbolic_trace records it: one node, as for a layer of torch.
+
+        Raises ValueError if the host's class computes more than this layer.
+        """
+        if type(self).forward is not self.quantized_base.forward:
+            raise ValueError(
+                f"torch.fx cannot trace into a {type(self).__name__}, whose class has a forward of its own: give the "
+                "tracer's is_leaf_module this module, or hf_quant.dequantize_ it"
+            )
+        tracer = inputs[0].tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
+
     # Packed tensors.
 
     def packed(self, name: str = "weight") -> PackedWeight:
         """The quantized weight with scales and fp8 codes in their true dtype (views, no copies)."""
+        check_tracer()
         return self._typed(name, self._parameters)
 
     def _typed(self, name: str, parameters: dict[str, Tensor | None]) -> PackedWeight:
@@ -186,6 +202,7 @@ class QuantizedModule(nn.Module):
 
     def dequantize_weight(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the host's shape, in `dtype` (default: compute_dtype)."""
+        check_tracer()
         *_, N, K = self.matrix_shape(name)
         parameters = self._parameters
         if self.is_sharded:  # a collective: every process must ask

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from hf_quant.kernels._op import is_transformed
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
@@ -57,6 +58,8 @@ class _QuantConvNd(QuantizedModule):
         return torch.convolution(x, weight, bias, self.stride, padding, self.dilation, False, zeros, self.groups)
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return self.call_in_graph(input)
         if input.dim() == len(self.stride) + 1:  # unbatched, as nn.Conv2d and its kind take it
             return self.forward(input.unsqueeze(0)).squeeze(0)
         device = input.device.type

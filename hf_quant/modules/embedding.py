@@ -1,6 +1,7 @@
 """`QuantEmbedding`: nn.Embedding with packed rows; only the rows that are looked up are dequantized."""
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from hf_quant.algorithms import geometry
 from hf_quant.kernels import dequantize
@@ -19,6 +20,8 @@ class QuantEmbedding(QuantizedModule, nn.Embedding):
         return () if module.max_norm is not None else ("weight",)
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return self.call_in_graph(input)
         qdata, scale, zero_point, global_scale = self.packed()
         rows_per_scale, group_size = geometry(self.scheme.weight, self.num_embeddings, self.embedding_dim)
         rows = input.reshape(-1)

@@ -6,6 +6,7 @@ gpt-oss and some sixty others) is served, recognized by its attributes; no 16-bi
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from hf_quant.modules._base import QuantizedModule, derive_class, packed_key, weight_property
 from hf_quant.modules._functional import linear
@@ -66,6 +67,8 @@ class QuantExperts(QuantizedModule):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if isinstance(hidden_states, Proxy):
+            return self.call_in_graph(hidden_states, top_k_index, top_k_weights)
         num_experts = self._parameters[packed_key("qdata", "down_proj")].shape[0]
         num_tokens, top_k = top_k_index.shape
         expert, order = torch.sort(top_k_index.reshape(-1))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
 from hf_quant.modules._functional import linear, needs_grad, quantized_mm, ready_linear
@@ -37,8 +38,8 @@ class QuantLinear(QuantizedModule, nn.Linear):
     _input_dim = -1  # of the host's weight: the one that is as long as the input is wide
 
     def forward(self, input: Tensor | LazyInput) -> Tensor:
-        if isinstance(input, LazyInput):
-            return self.lazy_linear(input)
+        if isinstance(input, (LazyInput, Proxy)):
+            return self.lazy_linear(input) if isinstance(input, LazyInput) else self.call_in_graph(input)
         if self.fused is not None:
             y = self.fused.product(self, input)
             if y is not None:
