@@ -15,9 +15,8 @@ What this asks of the package:
 - Each adapter in `_ADAPTERS` has an idempotent `register() -> None` and ends by calling it: when somebody imports the
   adapter first, the host is loaded in the middle of the adapter, where this module leaves it to that last line. Those
   for torch's readers import no host: `kernels`, which registers its ops when it is imported, needs no `register`.
-- `diffusers.loaders.lora_pipeline`, `diffusers.models.attention_dispatch`, `diffusers.pipelines.pipeline_utils` and
-  `peft.tuners.tuners_utils` are no lists of quantizers, but wait in the same way for what extends them. So do torch's
-  own readers of saved programs (torch.export, AOTInductor): their graphs call our ops.
+- Modules of diffusers and PEFT that are no lists of quantizers wait in the same way for what extends them. So do
+  torch's own readers of saved programs (torch.export, AOTInductor): their graphs call our ops.
 - `hf_quant/integrations/__init__.py` imports `transformers.quantizers.auto` before anything else, so that no other
   module in there can be half imported at the moment of registration.
 - What the adapters need imports at its top no module of transformers that loads `transformers.quantizers.auto` or may
@@ -37,6 +36,8 @@ _ADAPTERS = {
     "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers_attention",
     "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers_hub",
     "peft.tuners.tuners_utils": "hf_quant.integrations.peft",
+    "peft.peft_model": "hf_quant.integrations.peft",
+    "peft.mixed_model": "hf_quant.integrations.peft",
     "torch._export.serde.serialize": "hf_quant._lazy_ops",
     "torch._inductor.package.package": "hf_quant.kernels",
 }

@@ -118,6 +118,14 @@ def test_a_dequantized_model_saves_and_loads_as_plain(checkpoints, tmp_path):
         model.dequantize()
 
 
+def test_parameters_are_counted_as_weights(checkpoints):
+    plain = make_model("flux", torch.bfloat16)
+    for weights in ("int4", "W8A8"):
+        model = load(checkpoints("flux"), quantization_config=QuantizerConfig(weights))
+        assert model.num_parameters() == plain.num_parameters()
+        assert model.num_parameters(True) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def test_copies_and_pickles(checkpoints):
     model = load(checkpoints("flux"), quantization_config=QuantizerConfig("int4"))
     output = run(model, "flux")

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import peft
 import pytest
@@ -140,6 +141,17 @@ def test_a_merge_is_one_quantization_of_the_sum(scheme):
     merged = with_adapter(copy.deepcopy(base)).merge_and_unload()
     expected = with_adapter(dequantize_(base)).merge_and_unload()
     assert equal(codes(merged), codes(quantize_(expected, scheme)))
+
+
+@pytest.mark.parametrize("wrap", [get_peft_model, partial(get_peft_model, mixed=True)])
+def test_parameters_are_counted_as_weights(wrap, capsys):
+    counts = []
+    for config in (None, "int4", QuantizerConfig("int3", modules={"lm_head": "int8"})):
+        base = build("llama") if config is None else quantize_(build("llama"), config)
+        model = wrap(base, LoraConfig(target_modules=["q_proj"], r=4))
+        model.print_trainable_parameters()
+        counts.append((capsys.readouterr().out, model.get_nb_trainable_parameters()))
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_a_merged_model_saves_and_reloads(tmp_path):

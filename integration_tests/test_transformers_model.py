@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import json
 import pickle
 import weakref
 from pathlib import Path
@@ -61,7 +62,27 @@ def test_sizes_are_true(weights, load, checkpoints):
     assert model.num_parameters(only_trainable=True) == trainable
     # Of the quantized layers nothing trains; embeddings, norms and the head may.
     assert trainable == sum(p.numel() for n, p in plain.named_parameters() if "_proj" not in n)
-    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
+def test_parameters_are_counted_as_weights(load, checkpoints, tmp_path):
+    """Not the words that hold their codes; also by a model that vanishes in the same expression."""
+    embeddings = QuantizerConfig("int3", modules={"model.embed_tokens": "int8", "lm_head": "int8"})
+    for name, config in (
+        ("llama", "int4"),
+        ("mixtral", "nf4"),
+        ("gpt2", "int8"),
+        ("t5", "int2"),
+        ("llama_tied", embeddings),
+    ):
+        plain = build(name)
+        for options in ({}, {"exclude_embeddings": True}):
+            assert load(name, config).num_parameters(**options) == plain.num_parameters(**options), name
+    model = load("llama_tied", embeddings)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == build("llama_tied").num_parameters()
+    restored = model.dequantize()
+    assert restored.num_parameters() == plain.num_parameters() and "num_parameters" not in vars(restored)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "gpt2", "t5"])

@@ -8,7 +8,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -30,7 +30,7 @@ from hf_quant.integrations._loading import (
     trim_memory,
 )
 from hf_quant.integrations.diffusers_rules import rules
-from hf_quant.integrations.methods import attach_methods, detach_methods
+from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved, stored_config
 
@@ -325,12 +325,12 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
             setattr(model, name, refuse)
     if config.attention is not None:
         _set_attention(model, config.attention)
-    attach_methods(model, _BEFORE)
+    attach_methods(model, _WRAPPERS)
 
 
 def _forget(model: nn.Module) -> None:
     """Inverse of `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
-    detach_methods(model, _BEFORE)
+    detach_methods(model, _WRAPPERS)
     for attribute in ("hf_quantizer", "quantization_method", *_REFUSED):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
@@ -378,17 +378,17 @@ def _refuse_qkv_fusion(*args: Any, **kwargs: Any) -> None:
 _REFUSED = {"enable_layerwise_casting": _refuse_layerwise_casting, "fuse_qkv_projections": _refuse_qkv_fusion}
 
 
-def _write_card(
-    model: nn.Module, working_dir: Any, repo_id: str, *args: Any, subfolder: str | None = None, **kwargs: Any
-) -> None:
-    if not subfolder:  # of a repository with a card of its own
+def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    if not kwargs.get("subfolder"):  # of a repository with a card of its own
         from hf_quant.integrations.hub import card_for_upload
 
         card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
+    return host(working_dir, repo_id, *args, **kwargs)
 
 
-# Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with it, after the host has written its card.
-_BEFORE = {"_upload_folder": _write_card}
+# Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
+# card.
+_WRAPPERS = {"_upload_folder": _write_card, "num_parameters": count_weights}
 
 
 def _is_own(model: nn.Module) -> bool:

@@ -4,11 +4,15 @@ Each refers to its model weakly, so that the model's memory is free as soon as n
 where functions would do: the model that has them can be pickled and copied.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
+
+from hf_quant.modules import uncounted_weights
 
 
 class ModelMethod:
@@ -44,16 +48,19 @@ class ModelMethod:
         return getattr(type(model), self.name)(model, *args, **kwargs)
 
 
-class CheckedMethod(ModelMethod):
-    """A method that calls `before[name](model, *args, **kwargs)` first, which may raise.
+Wrapper = Callable[..., Any]  # (model, host's method, *args, **kwargs) -> what the method is to return
+
+
+class WrappedMethod(ModelMethod):
+    """A method that calls `wrappers[name](model, host, *args, **kwargs)`.
 
     `from_pretrained(...).to(device)` drops the model between the look-up of this method and the call. So the
     attributes are held, too, and a model that has vanished is made of them again. The end of the model takes these
     methods out of the attributes: no cycle is left.
     """
 
-    def __init__(self, model: nn.Module, name: str, before: Mapping[str, Callable[..., None]]) -> None:
-        self.before = before
+    def __init__(self, model: nn.Module, name: str, wrappers: Mapping[str, Wrapper]) -> None:
+        self.wrappers = wrappers
         super().__init__(model, name)
 
     def bind(self, model: nn.Module) -> None:
@@ -68,39 +75,46 @@ class CheckedMethod(ModelMethod):
         self.model = weakref.ref(model, forget)
 
     def __getstate__(self) -> tuple:
-        return *super().__getstate__(), self.before
+        return *super().__getstate__(), self.wrappers
 
     def __setstate__(self, state: tuple) -> None:
-        *state, self.before = state
+        *state, self.wrappers = state
         super().__setstate__(tuple(state))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model()
         if model is None:
             model = self._made_again()
-        self.before[self.name](model, *args, **kwargs)
-        return self.call_host(model, *args, **kwargs)
+        return self.wrappers[self.name](model, partial(self.call_host, model), *args, **kwargs)
 
     def _made_again(self) -> nn.Module:
         model = object.__new__(self.model_class)
         object.__setattr__(model, "__dict__", self.attributes)
-        attach_methods(model, self.before)
+        attach_methods(model, self.wrappers)
         for method in list(self.attributes.values()):
             if isinstance(method, ModelMethod) and method.model() is None:
                 method.bind(model)
         return model
 
 
-def attach_methods(model: nn.Module, before: Mapping[str, Callable[..., None]]) -> None:
-    """Have these methods of a model call `before[name](model, *args, **kwargs)` first, which may raise."""
-    for name in before:
-        if not isinstance(model.__dict__.get(name), CheckedMethod):
-            setattr(model, name, CheckedMethod(model, name, before))
+def attach_methods(model: nn.Module, wrappers: Mapping[str, Wrapper]) -> None:
+    """Have calls of these methods of a model go to the wrappers, which are given the host's method."""
+    for name in wrappers:
+        if not isinstance(model.__dict__.get(name), WrappedMethod):
+            setattr(model, name, WrappedMethod(model, name, wrappers))
 
 
-def detach_methods(model: nn.Module, before: Mapping[str, Callable[..., None]]) -> None:
+def detach_methods(model: nn.Module, wrappers: Mapping[str, Wrapper]) -> None:
     """Inverse of `attach_methods`."""
-    for name in before:
+    for name in wrappers:
         method = model.__dict__.pop(name, None)
-        if isinstance(method, CheckedMethod) and method.host is not None:
+        if isinstance(method, WrappedMethod) and method.host is not None:
             setattr(model, name, method.host)
+
+
+def count_weights(model: nn.Module, host: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """Wrapper of `num_parameters`: a quantized weight counts as the weights that it stands for, as in 16 bit."""
+    arguments = inspect.signature(type(model).num_parameters).bind(model, *args, **kwargs).arguments
+    if arguments.get("only_trainable", False):
+        return host(*args, **kwargs)
+    return host(*args, **kwargs) + uncounted_weights(model, not arguments.get("exclude_embeddings", False))

@@ -2,7 +2,7 @@
 
 LoRA and its kin train over `QuantLinear`, `QuantConv1D`, `QuantConv2d`, `QuantEmbedding`. What is here speaks up where
 PEFT would leave a layer out, or fail far from the cause: a weight stored as codes can neither train nor be wrapped as
-a parameter.
+a parameter. And it has `print_trainable_parameters` count weights, not the words that hold their codes.
 
 Merging reads and assigns `weight`, which quantizes the sum again with the layer's own scheme: what an adapter changes
 by less than half a step of the grid is lost. int8 and fp8 merge well, 4 bits lose a part, 3 and 2 bits nearly all of
@@ -11,13 +11,14 @@ before a merge.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, uncounted_weights
 
 
 def check_modules_to_save(model: nn.Module, names: Iterable[str]) -> None:
@@ -74,12 +75,36 @@ def _checked(inject_adapter: Callable[..., None]) -> Callable[..., None]:
     return inject
 
 
-def register() -> None:
-    """Have every tuner of PEFT look at its targets; may be called again."""
-    from peft.tuners.tuners_utils import BaseTuner
+def _true(count: Callable[[Any], tuple[int, int]]) -> Callable[[Any], tuple[int, int]]:
+    @functools.wraps(count)
+    def count_weights(self: Any) -> tuple[int, int]:
+        trainable, total = count(self)
+        return trainable, total + uncounted_weights(self)
 
-    if not hasattr(BaseTuner.inject_adapter, "_hf_quant"):
-        BaseTuner.inject_adapter = _checked(BaseTuner.inject_adapter)
+    count_weights._hf_quant = True
+    return count_weights
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    method = getattr(owner, name)
+    if not hasattr(method, "_hf_quant"):
+        setattr(owner, name, wrapper(method))
+
+
+def register() -> None:
+    """Have every tuner of PEFT look at its targets, and its models count weights; may be called again.
+
+    Called as soon as each of the modules is loaded: only what is there is wrapped.
+    """
+    owners = {
+        ("peft.tuners.tuners_utils", "BaseTuner"): ("inject_adapter", _checked),
+        ("peft.peft_model", "PeftModel"): ("get_nb_trainable_parameters", _true),
+        ("peft.mixed_model", "PeftMixedModel"): ("get_nb_trainable_parameters", _true),
+    }
+    for (module, name), method in owners.items():
+        owner = getattr(sys.modules.get(module), name, None)
+        if owner is not None:
+            _wrap(owner, *method)
 
 
 register()

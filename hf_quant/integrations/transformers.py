@@ -32,7 +32,7 @@ from hf_quant.integrations._loading import (
     trim_memory,
 )
 from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_codes, tie_weights, tied_modules
-from hf_quant.integrations.methods import attach_methods, detach_methods
+from hf_quant.integrations.methods import Wrapper, attach_methods, count_weights, detach_methods
 from hf_quant.integrations.parallel import guard_gathered_state, prepare_parallel, quantize_shard, refuse_fsdp
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
@@ -326,23 +326,31 @@ def _without(config: QuantizerConfig, name: str) -> QuantizerConfig:
 
 
 def _attach(model: nn.Module) -> None:
-    """What the loaded model gets: a model card and its tag, and methods that refuse what its codes cannot follow."""
+    """Give a model its tag, and methods that know of its codes: they write its card, count its weights, and refuse
+    what codes cannot follow."""
     if hasattr(model, "add_model_tags"):
         model.add_model_tags([NAME])
-    attach_methods(model, _BEFORE)
+    attach_methods(model, _WRAPPERS)
 
 
-def _write_card(model: nn.Module, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> None:
+def _write_card(model: nn.Module, host: Callable, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
     from hf_quant.integrations.hub import card_for_upload
 
     card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
+    return host(working_dir, repo_id, *args, **kwargs)
 
 
-def _refuse_cast(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _refuse_dtype(model, torch._C._nn._parse_to(*args, **kwargs)[1])
+def _refuse_cast(model: nn.Module, host: Callable, *args: Any, **kwargs: Any) -> nn.Module:
+    _check_dtype(model, torch._C._nn._parse_to(*args, **kwargs)[1])
+    return host(*args, **kwargs)
 
 
-def _refuse_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+def _refuse_dtype(model: nn.Module, host: Callable, dtype: torch.dtype) -> nn.Module:
+    _check_dtype(model, dtype)
+    return host()
+
+
+def _check_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype != model.dtype:
         raise ValueError(
             f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
@@ -350,20 +358,22 @@ def _refuse_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def _refuse_resize(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+def _refuse_resize(model: nn.Module, host: Callable, *args: Any, **kwargs: Any) -> nn.Module:
     if any(isinstance(m, QuantizedModule) for m in (model.get_input_embeddings(), model.get_output_embeddings())):
         raise ValueError(
             "the embedding or the output head of this model is quantized and cannot be resized: resize the 16-bit "
             "model and quantize that, keep both in 16 bit, or dequantize() first"
         )
+    return host(*args, **kwargs)
 
 
 # The host itself refuses `half` and `float`. Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with
 # `_upload_modified_files`, after the host has written its card.
-_BEFORE: dict[str, Callable[..., None]] = {
+_WRAPPERS: dict[str, Wrapper] = {
     "to": _refuse_cast,
     "bfloat16": partial(_refuse_dtype, dtype=torch.bfloat16),
     "double": partial(_refuse_dtype, dtype=torch.float64),
+    "num_parameters": count_weights,
     "resize_token_embeddings": _refuse_resize,
     "_upload_modified_files": _write_card,
 }
@@ -381,7 +391,7 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
         tie_weights(model)
         if getattr(model, "hf_quantizer", None) is not None:
             model.hf_quantizer.remove_quantization_config(model)
-        detach_methods(model, _BEFORE)
+        detach_methods(model, _WRAPPERS)
         generation.detach(model)
         return
     tie_codes(model)

@@ -10,6 +10,7 @@ from hf_quant.modules._base import (
     register_module,
     restore_module_,
     stored_dtype,
+    uncounted_weights,
 )
 from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from hf_quant.modules.embedding import QuantEmbedding
@@ -45,5 +46,6 @@ __all__ = [
     "restore_module_",
     "share_inputs_",
     "stored_dtype",
+    "uncounted_weights",
     "unfuse_projections_",
 ]

@@ -6,6 +6,7 @@ parameters (buffers are not offloaded or sharded by the hosts; floating-point on
 codes are stored as an integer view of their bits, on disk too.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -415,3 +416,22 @@ def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -
 def _float_codes(scheme: LinearScheme) -> torch.dtype | None:
     dtype = FORMATS[scheme.weight.format].spec.dtype
     return dtype if dtype.is_floating_point else None
+
+
+def uncounted_weights(model: nn.Module, with_embeddings: bool = True) -> int:
+    """The number of weights less that of the elements of the packed tensors that they are stored in.
+
+    Added to a count of parameters it gives that of the 16-bit model. Codes that modules share are counted once, as
+    hosts count parameters. `with_embeddings=False`: those of embeddings, which the host leaves out, count as nothing.
+    """
+    difference, seen = 0, set()
+    for module in model.modules():
+        for name in getattr(module, "weight_names", ()) if isinstance(module, QuantizedModule) else ():
+            parts = [p for part in PACKED_NAMES if (p := module._parameters.get(packed_key(part, name))) is not None]
+            if id(parts[0]) in seen:
+                continue
+            seen.add(id(parts[0]))
+            difference -= sum(p.numel() for p in parts)
+            if with_embeddings or module.kind != "embedding":
+                difference += math.prod(module.weight_shape(name))
+    return difference
