@@ -10,6 +10,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
@@ -125,10 +126,13 @@ class CacheMethod(ModelMethod):
             if not is_asked and _is_text(model_kwargs) and not _is_traced(generation_config):
                 generation_config.prefill_chunk_size = config.prefill_chunk_size
         model_kwargs["past_key_values"] = cache
-        is_compiled = generation_config.prefill_chunk_size is not None and place in _STATIC
-        if is_compiled and model._valid_auto_compile_criteria(model_kwargs, generation_config):
+        # Autocast decides the dtype of keys. Who has replaced the compiled call brings memory along (see `_static`).
+        is_free = torch.is_autocast_enabled(model.device.type) or "get_compiled_call" in model.__dict__
+        if place in _STATIC and not is_free:
+            # Else memory that stays where it is would be made in compiled code, and a cache that is used again, whose
+            # memory is there, would need code of its own.
             shape = model._get_static_cache_init_shape()
-            if shape is not None:  # else memory that stays where it is would be made in compiled code
+            if shape is not None:
                 cache.early_initialization(rows, *shape, model.dtype, model.device)
         return None
 
