@@ -420,6 +420,26 @@ def test_calls_in_one_expression(tmp_path):
         assert torch.equal(model.generate(ids(), **GREEDY), expected)
 
 
+def test_compiled_generate_settles_on_as_many_graphs_as_in_16_bit():
+    """Two lengths in turn: after the first call of each nothing is compiled any more."""
+    found = []
+    for config in (None, {"weights": "int4", "kv_cache": "int8"}):
+        torch._dynamo.reset()
+        counters.clear()
+        model = build("llama")
+        if config is not None:
+            hf_quant.quantize_(model, config)
+        model.generation_config.cache_implementation = "static"
+        model.forward = torch.compile(model.forward, dynamic=False, backend="eager")
+        graphs = []
+        for length in (4, 16) * 2:
+            before = counters["stats"]["unique_graphs"]
+            model.generate(ids(1), **{**GREEDY, "max_new_tokens": length, "min_new_tokens": length})
+            graphs.append(counters["stats"]["unique_graphs"] - before)
+        found.append(graphs)
+    assert found == [[2, 2, 0, 0]] * 2
+
+
 def test_a_captured_model_in_one_expression(llama):
     def captured():
         model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig("int8", kv_cache="int8"))
