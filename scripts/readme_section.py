@@ -2,8 +2,10 @@
 
     hf-quant demo && python scripts/readme_section.py demo demo_output/results.json
     python scripts/bench_generate.py --rivals > generate.txt && python scripts/readme_section.py generate generate.txt
+    python scripts/real_models.py --json real.json && python scripts/readme_section.py real-models real.json
 
-`demo` makes a table of the demo's results; `generate` and `overhead` take what the script of that name has printed.
+`demo` makes a table of the demo's results, `real-models` one of what that script has written; `generate` and
+`overhead` take what the script of that name has printed.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import sys
 from pathlib import Path
 
+from real_models import HEADER, cells
 from support_matrix import README, replace_section
 
 
@@ -33,22 +36,51 @@ def demo_table(results: dict) -> str:
                 f"{row['decode'] / base['decode']:.2f}",
             ]
         )
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        f"{table}\n\n`hf-quant demo`: {results['model']}, {results['tokens']:,} predictions, batch 1; "
+        f"{markdown(lines)}\n\n`hf-quant demo`: {results['model']}, {results['tokens']:,} predictions, batch 1; "
         f"{results['machine']}."
     )
+
+
+def real_models_table(record: dict) -> str:
+    """The cost of schemes to trained models in Markdown: a row per scheme, the models side by side."""
+    models = [[dict(zip(HEADER, cells(row))) for row in model["rows"]] for model in record["models"].values()]
+    if any([row["weights"] for row in model] != [row["weights"] for row in models[0]] for model in models):
+        raise ValueError("the models were measured with other schemes each; needs the same for all")
+    columns = [name for name in HEADER[5:] if name in models[0][0] and name != "decode tok/s"]
+    titles = [f"{model['title']}: perplexity" for model in record["models"].values()]
+    lines = [["weights", "bits/weight", *(name for title in titles for name in (title, *columns))]]
+    lines.append(["---"] * len(lines[0]))
+    for rows in zip(*models):
+        lines.append([rows[0]["weights"], ", ".join(dict.fromkeys(row["bits/weight"] for row in rows))])
+        for row in rows:
+            change = f" ({row['change']})" if row["change"] else ""
+            lines[-1] += [row["perplexity"] + change, *(row[name] for name in columns)]
+    counts = " and ".join(f"{model['predictions']:,}" for model in record["models"].values())
+    return (
+        f"{markdown(lines)}\n\n`{record['command']}`: {counts} predictions, decoding at batch 1 in {record['clock']} "
+        f"time; {record['machine']}."
+    )
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table of which the first line is the header."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES = {"demo": demo_table, "real-models": real_models_table}
 
 
 def main() -> None:
     """Read the arguments, write README.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=("demo", "generate", "overhead"))
+    parser.add_argument("section", choices=("demo", "real-models", "generate", "overhead"))
     parser.add_argument("file", type=Path)
     args = parser.parse_args()
     text = args.file.read_text()
-    body = demo_table(json.loads(text)) if args.section == "demo" else f"```\n{text.strip()}\n```"
-    README.write_text(replace_section(README.read_text(), f"{args.section} table", body))
+    make = TABLES.get(args.section)
+    body = f"```\n{text.strip()}\n```" if make is None else make(json.loads(text))
+    README.write_text(replace_section(README.read_text(), f"{args.section.replace('-', ' ')} table", body))
 
 
 if __name__ == "__main__":

