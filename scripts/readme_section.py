@@ -48,8 +48,9 @@ def real_models_table(record: dict) -> str:
     if any([row["weights"] for row in model] != [row["weights"] for row in models[0]] for model in models):
         raise ValueError("the models were measured with other schemes each; needs the same for all")
     columns = [name for name in HEADER[5:] if name in models[0][0] and name != "decode tok/s"]
-    titles = [f"{model['title']}: perplexity" for model in record["models"].values()]
-    lines = [["weights", "bits/weight", *(name for title in titles for name in (title, *columns))]]
+    lines = [["weights", "bits/weight"]]
+    for model in record["models"].values():
+        lines[0] += [f"{model['title']}: perplexity", *(name.replace("x bf16", "decode x bf16") for name in columns)]
     lines.append(["---"] * len(lines[0]))
     for rows in zip(*models):
         lines.append([rows[0]["weights"], ", ".join(dict.fromkeys(row["bits/weight"] for row in rows))])
@@ -58,8 +59,8 @@ def real_models_table(record: dict) -> str:
             lines[-1] += [row["perplexity"] + change, *(row[name] for name in columns)]
     counts = " and ".join(f"{model['predictions']:,}" for model in record["models"].values())
     return (
-        f"{markdown(lines)}\n\n`{record['command']}`: {counts} predictions, decoding at batch 1 in {record['clock']} "
-        f"time; {record['machine']}."
+        f"{markdown(lines)}\n\n`{record['command']}`: {counts} predictions, decoding at batch 1 in {record['clock']}; "
+        f"{record['machine']}."
     )
 
 

@@ -19,7 +19,7 @@ Two things to know of the figures:
 
 - "16 bit" is what was unpacked: weights of 4 to 8 bits in blocks of 32. The layers of SmolLM2 have 16 levels per
   block, from its lowest weight to its highest: a scheme with just that grid would seem to lose nothing. None of ours
-  has it, as zero points are whole numbers.
+  has it, as zero points are whole numbers; but groups of 16 or 32 weights lie within one block, larger ones do not.
 - Every window begins as the tokenizer begins a text. Gemma expects its <bos> there: without it the 16-bit model has a
   perplexity of 34, not 15, and what is compared is not what anybody uses. `--bos first` cuts the windows from one text
   that has it once, as an evaluation does that knows nothing of it. The tokenizer of SmolLM2 adds no token.
@@ -258,7 +258,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['bits_per_weight']:.3f}",
         f"{row['nbytes'] / 1e6:.1f}",
         f"{perplexity:,.2f}" if perplexity < 1e4 else f"{perplexity:.1e}",
-        "" if is_base else f"{change:+.1%}" if change < 10 else f"x {1 + change:,.0f}",
+        "" if is_base else f"{change:+.1%}" if change < 10 else f"x {1 + change:.2g}",
         "" if is_base else f"{row['kl']:.4f}",
         "" if is_base else f"{row['same_top_token']:.1%}",
         *((f"{row['decode']:.1f}", f"{row['decode_speedup']:.2f}") if "decode" in row else ()),
@@ -342,10 +342,10 @@ def main() -> None:
         "command": f"python {' '.join(sys.argv)}",
         "machine": machine(),
         "commit": commit(),
-        "clock": args.clock,
+        "clock": "wall time" if args.clock == "wall" else "CPU time of one thread",
         "models": {},
     }
-    print(f"{record['command']}\n{record['machine']}; commit {record['commit']}; {args.clock} time", flush=True)
+    print(f"{record['command']}\n{record['machine']}; commit {record['commit']}; {record['clock']}", flush=True)
     for name in args.model:
         record["models"][name] = report(name, args)
         if args.json is not None:
