@@ -202,6 +202,9 @@ def load(
 
     Returns:
         (model, tokenizer, ids int64 [tokens]).
+
+    Raises:
+        ValueError: on another name or `bos`, and if a package holds another file than the one that was measured.
     """
     if name not in MODELS or bos not in BOS:
         raise ValueError(f"{name=}, {bos=}; needs one of {', '.join(MODELS)}, and of {', '.join(BOS)}")
