@@ -377,8 +377,14 @@ def test_the_choice_is_saved_and_comes_back(asset_model_dir, tmp_path, weights):
 
 
 def test_what_has_no_cache_is_refused():
-    with pytest.raises(ValueError, match="does not generate: leave it out"):
-        hf_quant.quantize_(build("bert"), QuantizerConfig("int8", kv_cache="int8"))
+    layers = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parakeet = transformers.ParakeetCTCConfig(
+        encoder_config={**layers, "num_mel_bins": 16}, vocab_size=64, pad_token_id=0
+    )
+    for model in (build("bert"), transformers.ParakeetForCTC(parakeet)):
+        for function in (hf_quant.plan, hf_quant.quantize_):
+            with pytest.raises(ValueError, match="does not generate with a cache: leave it out"):
+                function(model, QuantizerConfig("int8", kv_cache="int8"))
     with pytest.raises(ValueError, match="is no model of transformers"):
         hf_quant.quantize_(torch.nn.Linear(64, 64), QuantizerConfig("int8", kv_cache="int8"))
     with pytest.raises(ValueError, match="no layer of a MambaConfig has a cache"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from hf_quant.integrations.methods import ModelMethod
-from hf_quant.kv_cache import KVCacheConfig, QuantizedCache, is_quantized, quantized_layers
+from hf_quant.kv_cache import KVCacheConfig, QuantizedCache, check_generates, is_quantized, quantized_layers
 from hf_quant.kv_cache._layers import QuantizedLayer
 from hf_quant.quantize import stored_config
 
@@ -45,10 +45,7 @@ def attach(model: nn.Module) -> None:
     if config is None:
         detach(model)  # from what an earlier config asked for
         return
-    if not hasattr(model, _METHOD) or not model.can_generate():
-        raise ValueError(
-            f"kv_cache is {config.format!r}, but a {type(model).__name__} does not generate: leave it out"
-        )
+    check_generates(model, config)
     QuantizedCache(model.config, config)  # raises if there is nothing to quantize
     if _reads_any_mask(model):
         _set_attention(model, "sdpa", "hf_quant")

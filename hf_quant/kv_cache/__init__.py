@@ -30,6 +30,7 @@ __all__ = [
     "QuantizedStates",
     "attend",
     "bytes_per_token",
+    "check_generates",
     "describe",
     "is_quantized",
     "quantized_layers",
@@ -108,11 +109,26 @@ def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:
     return heads * 2 * (2 * D if kv_cache is None else kv_cache.bytes_per_token(D))
 
 
+def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
+    """Raise ValueError if a model has no cache: it does not generate, or its config does not say of which layers."""
+    config = getattr(model, "config", None)
+    can_generate = getattr(model, "can_generate", lambda: False)
+    if not can_generate() or not hasattr(config.get_text_config(decoder=True), "num_hidden_layers"):
+        raise ValueError(
+            f"kv_cache is {kv_cache.format!r}, but a {type(model).__name__} does not generate with a cache: leave it "
+            "out"
+        )
+
+
 def describe(model: Any, kv_cache: KVCacheConfig) -> str:
-    """One line on what the cache of a model, which may be on the meta device, takes."""
+    """One line on what the cache of a model, which may be on the meta device, takes.
+
+    Raises ValueError if it has none.
+    """
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return f"KV cache: {kv_cache.format}"
+    check_generates(model, kv_cache)
     before, after = (bytes_per_token(config, cache) for cache in (None, kv_cache))
     bits = f"{16 * after / before:.3f} bits per element, " if before else ""
     return f"KV cache: {kv_cache.format}, {bits}{before:,} -> {after:,} bytes per token of a sequence"
