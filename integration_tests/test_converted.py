@@ -54,6 +54,8 @@ def test_cards_of_exports_name_the_engines_that_read_the_format(config, reader, 
     block = re.search(r"```sh\n(.*?)\n```", serving, re.DOTALL)
     assert ([] if block is None else block[1].splitlines()) == [f"{command} me/served" for command in commands]
     assert ("transformers reads it" in serving) == (reader == "transformers")
+    said = "no engine was run on it when it was written; exports of a small Llama in W4A16,"
+    assert (said in serving) == (reader == "engines")
     engines = [tag for tag in card.data.tags if tag in ("vllm", "sglang")]
     assert (card.data.tags[0], "hf_quant" in card.data.tags, len(engines)) == (
         "compressed-tensors",

