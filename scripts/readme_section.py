@@ -4,8 +4,8 @@
     python scripts/bench_generate.py --rivals > generate.txt && python scripts/readme_section.py generate generate.txt
     python scripts/real_models.py --json real.json && python scripts/readme_section.py real-models real.json
 
-`demo` makes a table of the demo's results, `real-models` one of what that script has written; `generate`, `overhead` and
-`engines` take what the script of that name has printed.
+`demo` makes a table of the demo's results, `real-models` one of what that script has written; `generate`, `overhead`
+and `engines` take what the script of that name has printed.
 """
 
 import argparse

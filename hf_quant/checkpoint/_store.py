@@ -7,7 +7,6 @@ does not say: the dtypes that the codes stand for, and which tensors are shared.
 
 import json
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from hf_quant.checkpoint._folder import Directory
 from hf_quant.checkpoint._header import TensorInfo, load_json, scan_files
 from hf_quant.checkpoint._json import one_line, shorten
 from hf_quant.checkpoint._packed import check_info, check_values, expected_tensors, guard_entry
+from hf_quant.checkpoint.staging import workspace
 from hf_quant.config import QuantizerConfig, fields_of
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list
@@ -56,7 +56,8 @@ def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: 
     """Save a quantized module into a directory, in files of at most `max_shard_size` bytes (or "200MB", "5GB").
 
     Shared tensors are stored once. An older checkpoint in the directory is replaced when the new one is complete.
-    Raises ValueError if nothing in the module is quantized, or its state has what safetensors cannot hold.
+    Raises ValueError if nothing in the module is quantized, its state has what safetensors cannot hold, or another
+    process is saving into the directory.
     """
     config = config_of(module)
     tensors, tied = _unique_tensors(module)
@@ -78,8 +79,9 @@ def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: 
         raise ValueError(f"{directory} is a file; needs a directory")
     directory.mkdir(parents=True, exist_ok=True)
     # Written beside, then moved: the module may still read its tensors from the files that are replaced.
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as name:
-        parts = Path(name)
+    with workspace(directory / "checkpoint") as place:
+        parts = place / "parts"
+        parts.mkdir()
         for file, keys in split.filename_to_tensors.items():
             save_file({key: tensors[key] for key in keys}, parts / file, metadata={"format": "pt"})
         if split.is_sharded:

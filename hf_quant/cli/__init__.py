@@ -23,6 +23,9 @@ __all__ = ["main"]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; `arguments` default to `sys.argv[1:]`. Returns the exit status: 0, 2 on errors, 130 on Ctrl-C."""
+    for name in ("stdout", "stderr"):  # closed by who started this (`>&-`): nobody reads it
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
     args = build_parser().parse_args(arguments)
     args.typed = sys.argv[1:] if arguments is None else list(arguments)
     module, function = args.command

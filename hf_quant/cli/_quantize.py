@@ -2,10 +2,10 @@
 
 import argparse
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
+from hf_quant.checkpoint.staging import workspace
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,
@@ -52,10 +52,11 @@ def quantize(args: argparse.Namespace) -> None:
     check_out(args.out, source, force=args.force)
     configs = _print_plan(args, source, config)
     target = None if args.push is None else prepare(args.push, private=args.private, force=args.force)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     # Saved beside, then moved: neither an error nor Ctrl-C leaves half a checkpoint in OUT.
-    with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=f".{args.out.name}-") as name:
-        staged = Path(name)
+    with workspace(args.out) as place:
+        check_out(args.out, source, force=args.force)  # another command may have written it since
+        staged = place / "checkpoint"
+        staged.mkdir()
         start = time.perf_counter()
         if source.kind == "pipeline":
             model = load_pipeline(source, configs, dtype=args.dtype)
@@ -81,11 +82,11 @@ def quantize(args: argparse.Namespace) -> None:
 
 def check_out(out: Path, source: Source, *, force: bool) -> None:
     """Raise ValueError if OUT is a file, the model itself, cannot be written, or holds anything without `force`."""
-    if out.exists() and not out.is_dir():
+    if out.resolve().exists() and not out.resolve().is_dir():
         raise ValueError(f"{out} is a file; OUT is a directory")
     if Path(source.name).is_dir() and out.resolve() == Path(source.name).resolve():
         raise ValueError(f"OUT is the model itself ({out}); it is read while OUT is written")
-    if out.is_dir() and any(out.iterdir()) and not force:
+    if out.resolve().is_dir() and any(out.resolve().iterdir()) and not force:  # "new/../old" is old
         raise ValueError(f"{out} is not empty; --force replaces the checkpoint in it")
     check_writable(out)
 

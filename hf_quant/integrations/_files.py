@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from hf_quant.checkpoint._folder import Directory, local_path, open_folder
 from hf_quant.checkpoint._header import load_json, scan_files
 from hf_quant.checkpoint._json import one_line, shorten
 from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
+from hf_quant.checkpoint.staging import workspace
 
 
 # What lies beside the weights: tokenizers, processors, chat templates, the code of custom models, licences.
@@ -91,27 +91,30 @@ def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str
 
 def check_out(out: Path) -> None:
     """Raise ValueError if a directory to write is a file, or holds anything."""
-    if out.exists() and not out.is_dir():
+    place = out.resolve()  # "new/../old" is old
+    if place.exists() and not place.is_dir():
         raise ValueError(f"{out} is a file; OUT is a directory")
-    if out.is_dir() and any(out.iterdir()):
+    if place.is_dir() and any(place.iterdir()):
         raise ValueError(f"{out} is not empty; give a directory that does not exist yet")
 
 
 @contextlib.contextmanager
-def staged(source: Path, out: Path) -> Iterator[Path]:
+def staged(source: Path, out: Path, place: Path | None = None) -> Iterator[Path]:
     """A directory to write into, which becomes `out` if nothing is raised; it holds what of `source` is no weight.
 
-    Raises ValueError if `out` is a file, the source, inside of it, or holds anything.
+    `place` is the workspace of `out` (see `checkpoint.staging`) where the caller has it already.
+
+    Raises ValueError if `out` is a file, the source, inside of it, holds anything, or is written by another process.
     """
     if out.resolve() == source.resolve():
         raise ValueError(f"OUT is the checkpoint itself ({out}); it is read while OUT is written")
     if out.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"OUT is inside of the checkpoint ({out}), and would be uploaded with it: give another place")
     check_out(out)
-    out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
-        directory = Path(name) / out.name  # its mode is that of any new directory
+    with workspace(out) if place is None else contextlib.nullcontext(place) as place:
+        check_out(out)  # another process may have written it since
+        out = out.resolve()
+        directory = place / "checkpoint"
         directory.mkdir()
         _copy_side_files(source, directory)
         yield directory

@@ -212,6 +212,31 @@ def test_what_cannot_be_written_is_said_before_the_work(llama_dir, tmp_path, cap
     assert f"{tmp_path} is not writable" in error_of(capsys, "quantize", llama_dir, tmp_path / "a" / "b")
 
 
+def test_of_commands_that_write_the_same_out_one_succeeds(llama_dir, tmp_path):
+    command = [sys.executable, "-m", "hf_quant.cli", "quantize", str(llama_dir), "out"]
+    runs = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [run.communicate(timeout=200)[1] for run in runs]
+    assert sorted(run.returncode for run in runs) == [0, 2, 2]
+    for run, error in zip(runs, errors):
+        found = "is being written by another process" in error or "is not empty; --force" in error
+        assert found == bool(run.returncode) and error.count("\n") == found, error
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_out_is_looked_at_where_it_is(llama_dir, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.md").write_text("mine")
+    for name in ("full/missing/..", "full/missing/../../full", "missing/../full"):
+        assert "is not empty; --force" in error_of(capsys, "quantize", llama_dir, tmp_path / name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "notes.md"]
+
+
+def test_closed_output_is_no_error(llama_dir, tmp_path):
+    command = f"{sys.executable} -m hf_quant.cli quantize {llama_dir} out >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=200).returncode == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_to_be_terminated_leaves_nothing_behind(llama_dir, tmp_path, monkeypatch):
     def stop(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -4,13 +4,13 @@ vLLM and SGLang load this format (https://github.com/vllm-project/compressed-ten
 package compressed-tensors is installed; it is not needed to write one.
 """
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from hf_quant.checkpoint.staging import workspace
 from hf_quant.integrations._files import TensorFiles, check_out, local_checkpoint, read_config, staged
 from hf_quant.integrations.compressed_tensors._export import READERS, plan_export, write_export
 from hf_quant.integrations.hub import CARD, Export, Measurements, converted_card, origin_of
@@ -69,9 +69,11 @@ def export_compressed_tensors(
     if repo_id is not None:
         check_hub_id(repo_id, "repo_id")
 
-    def export(source: Path, where: str, origin: tuple[str | None, bool] | None = None) -> tuple[str, ...]:
+    def export(
+        source: Path, where: str, origin: tuple[str | None, bool] | None = None, place: Path | None = None
+    ) -> tuple[str, ...]:
         fields = _fields(source, where)
-        with staged(source, out) as target, TensorFiles(source) as files:
+        with staged(source, out, place) as target, TensorFiles(source) as files:
             plan = plan_export(source, files, reader, where)
             card = converted_card(
                 source,
@@ -95,10 +97,9 @@ def export_compressed_tensors(
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"this {type(model).__name__} has adapters, which would be lost: merge or remove them first")
     check_out(out)  # before anything is written
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as saved:
-        model.save_pretrained(saved, max_shard_size=_SHARD_SIZE)
-        return export(Path(saved), f"this {type(model).__name__}", origin_of(model))
+    with workspace(out) as place:
+        model.save_pretrained(place / "saved", max_shard_size=_SHARD_SIZE)
+        return export(place / "saved", f"this {type(model).__name__}", origin_of(model), place)
 
 
 def _fields(source: Path, where: str) -> dict[str, Any]:
