@@ -218,7 +218,11 @@ def open_folder(
 
 
 def local_path(source: Path | str, revision: str | None) -> Path | None:
-    """The path of a source on this machine, None if it may be a name. Raises ValueError if a path has a revision."""
+    """The path of a source on this machine, None if it may be a name.
+
+    Raises ValueError if it is a file, or has a revision.
+    """
+    refuse_file(source)
     if not isinstance(source, Path) and not _exists(source):
         return None
     if revision is not None:
@@ -240,7 +244,22 @@ def _cached(repo_id: str, revision: str | None) -> Directory:
     return found
 
 
-def _exists(path: str) -> bool:
+def refuse_file(source: Path | str) -> None:
+    """Raise ValueError for a file in the place of a model, which is a directory or a name on the Hub."""
+    is_gguf = str(source).lower().endswith(".gguf")
+    if not (is_gguf or _exists(source)) or (_exists(source) and not Path(source).is_file()):
+        return
+    hint = ""
+    if is_gguf:
+        hint = (
+            ". transformers unpacks a GGUF file, from_pretrained(DIR, gguf_file=NAME, "
+            "quantization_config=GgufConfig(dequantize=True)), and save_pretrained makes a 16-bit model of it"
+        )
+    here = "is a file" if _exists(source) else "is no file here"
+    raise ValueError(f"{source} {here}; a model is a directory, or USER/NAME on the Hub{hint}")
+
+
+def _exists(path: Path | str) -> bool:
     try:
         return Path(path).exists()
     except (OSError, ValueError):  # longer than a path may be, or with a zero byte

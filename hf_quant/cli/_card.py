@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from hf_quant.checkpoint._folder import refuse_file
 from hf_quant.cli._models import check_writable
 from hf_quant.integrations.hub import (
     CARD,
@@ -19,6 +20,7 @@ from hf_quant.integrations.hub import (
 
 def card(args: argparse.Namespace) -> None:
     """Write the card of a checkpoint; one that is there is merged with it."""
+    refuse_file(args.checkpoint)
     base, base_card = args.base_model, None
     if base is not None and Path(base).is_dir():
         base, base_card = hub_id(base), Path(base)

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from torch import nn
 
 from hf_quant.checkpoint import read_header
-from hf_quant.checkpoint._folder import open_folder
+from hf_quant.checkpoint._folder import open_folder, refuse_file
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._files import SIDE_FILES, is_side_file
 
@@ -54,6 +54,7 @@ class Source:
 
 def find_source(name: str) -> Source:
     """Look at a directory or repository. Raises ValueError if no model is there."""
+    refuse_file(name)
     for file in ("config.json", "model_index.json"):
         path = find_file(name, file)
         fields = {} if path is None else _read_json(path)

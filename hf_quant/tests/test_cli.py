@@ -298,6 +298,23 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
         (["inspect", "{dir}/missing"], "is not a directory"),
         (["inspect", "{llama}"], "the model is not quantized"),
         (["inspect", "{empty}"], "is not the directory of a quantized model"),
+        *(
+            (
+                [command, "{gguf}", *rest],
+                "m.gguf is a file; a model is a directory, or USER/NAME on the Hub. transformers",
+            )
+            for command, *rest in (
+                ("plan",),
+                ("quantize", "out"),
+                ("inspect",),
+                ("card",),
+                ("eval", "--text", "x"),
+                ("bench",),
+                ("export", "out"),
+                ("import", "out"),
+            )
+        ),
+        (["plan", "{llama}/config.json"], "config.json is a file; a model is a directory, or USER/NAME on the Hub"),
         (["eval", "{llama}", "--text", "{dir}/none.txt"], "none.txt"),
         (["eval", "{llama}", "--text", "{llama}/LICENSE"], "has no tokenizer"),
         (["bench", "{llama}", "--threads", "0"], "--threads: '0'"),
@@ -313,7 +330,8 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
 )
 def test_errors_are_one_line_and_exit_status_2(arguments, message, llama_dir, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    places = {"dir": tmp_path, "empty": tmp_path / "empty", "llama": llama_dir}
+    (tmp_path / "m.gguf").touch()
+    places = {"dir": tmp_path, "empty": tmp_path / "empty", "llama": llama_dir, "gguf": tmp_path / "m.gguf"}
     assert message in error_of(capsys, *(a.format(**places) for a in arguments))
     assert not (tmp_path / "out").exists()
 
