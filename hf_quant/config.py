@@ -76,8 +76,9 @@ class QuantizerConfig(QuantizationConfigMixin):
         modules: {pattern: format, preset, dict of the fields above, or None = keep 16 bit}. A pattern is a module
             name, a glob ("*.down_proj") or a regular expression ("re:..."); exact names win, then the first match.
             An entry stands alone: it takes nothing from the fields above, and beats every default exclusion.
-        modules_to_not_convert: names or patterns that stay in 16 bit; None: the output embedding, a task head, and
-            the modules that the model keeps in fp32.
+        modules_to_not_convert: names or patterns that stay in 16 bit. It replaces the default list (None): the output
+            embedding and a task head, and what stays in 16 bit in a diffusion model. Modules that the model keeps in
+            fp32 stay so in either case.
         quantization_device: where to compute the quantization, e.g. "cuda"; None: where the weight is loaded.
         fuse_projections: whether linear layers that read the same tensor share one product where no gradient is
             needed, see `hf_quant.fuse_projections_`; None: those that transformers loads, or `quantize_` finds, on a

@@ -69,6 +69,7 @@ def quantize_(
         tell_observers(model, known, schemes_from_list(known.plan or []))
         return model
     quant_plan = plan(model, config)
+    quant_plan.warn(type(model).__name__)
     modules = dict(model.named_modules())
     for name, entry in quant_plan.quantized.items():
         for weight in entry.shapes:

@@ -377,3 +377,21 @@ def test_pickles_of_quantized_models_are_refused(tmp_path):
     ) as caught:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_16_bit_model_of_a_quantized_config_is_told_from_a_missing_shard(stored, tmp_path):
+    """transformers' `from_config` makes one, and saves that config beside its weights."""
+    config = transformers.AutoConfig.from_pretrained(stored)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its weights are in 16 bit, as where a model was made by from_config"):
+        LLAMA.from_pretrained(tmp_path)
+
+
+def test_codes_cannot_be_unfrozen(stored):
+    model = LLAMA.from_pretrained(stored)
+    assert model.requires_grad_(False) is model
+    with pytest.raises(ValueError, match="are codes, which cannot be trained: train adapters on them"):
+        model.requires_grad_(True)
+    assert not any(p.requires_grad for p in model.parameters())
+    plain = quantize_(build("llama"), QuantizerConfig(None, kv_cache="int8"))
+    assert plain.requires_grad_() is plain

@@ -65,6 +65,7 @@ def prepare_from_config(
     Returns the resolved config.
     """
     quant_plan = plan(model, config, dtype=dtype)
+    quant_plan.warn(type(model).__name__)
     for _ in apply_plan(model, quant_plan, keep_placeholder=True):
         pass
     return resolved(config, quant_plan.schemes)
@@ -100,6 +101,11 @@ def prepare_from_checkpoint(
             done[name] = set()
         _check_header(module, name, stored)
         done[name].add(stored.weight)
+    if not done and schemes.schemes and not any(stored_weights(keys)):
+        raise ValueError(
+            "config.json says that hf_quant has quantized this checkpoint, but its weights are in 16 bit, as where a "
+            "model was made by from_config and saved: delete quantization_config in config.json, and quantize it anew"
+        )
     _check_complete(schemes, modules, done, tied)
     for target, source in tied.items():
         if source in done and target not in done:

@@ -30,7 +30,7 @@ from hf_quant.integrations._loading import (
     trim_memory,
 )
 from hf_quant.integrations.diffusers_rules import rules
-from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods
+from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods, refuse_training
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved, stored_config
 
@@ -388,7 +388,11 @@ def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str
 
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
-_WRAPPERS = {"_upload_folder": _write_card, "num_parameters": count_weights}
+_WRAPPERS = {
+    "_upload_folder": _write_card,
+    "num_parameters": count_weights,
+    "requires_grad_": refuse_training,
+}
 
 
 def _is_own(model: nn.Module) -> bool:

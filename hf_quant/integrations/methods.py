@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_quant.modules import uncounted_weights
+from hf_quant.modules import QuantizedModule, uncounted_weights
 
 
 class ModelMethod:
@@ -118,3 +118,14 @@ def count_weights(model: nn.Module, host: Callable[..., int], *args: Any, **kwar
     if arguments.get("only_trainable", False):
         return host(*args, **kwargs)
     return host(*args, **kwargs) + uncounted_weights(model, not arguments.get("exclude_embeddings", False))
+
+
+def refuse_training(model: nn.Module, host: Callable[..., nn.Module], requires_grad: bool = True) -> nn.Module:
+    """Wrapper of `requires_grad_`, which torch refuses for codes without saying what they are."""
+    if requires_grad and any(isinstance(module, QuantizedModule) for module in model.modules()):
+        raise ValueError(
+            "the quantized weights of this model are codes, which cannot be trained: train adapters on them (PEFT), "
+            "or dequantize the model. Parameters that are not quantized can be trained: set requires_grad of those "
+            "whose is_floating_point() is True"
+        )
+    return host(requires_grad)

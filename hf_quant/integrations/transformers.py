@@ -32,7 +32,7 @@ from hf_quant.integrations._loading import (
     trim_memory,
 )
 from hf_quant.integrations._names import check_names, keep_layout, renamer, tie_codes, tie_weights, tied_modules
-from hf_quant.integrations.methods import Wrapper, attach_methods, count_weights, detach_methods
+from hf_quant.integrations.methods import Wrapper, attach_methods, count_weights, detach_methods, refuse_training
 from hf_quant.integrations.parallel import guard_gathered_state, prepare_parallel, quantize_shard, refuse_fsdp
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
@@ -374,6 +374,7 @@ _WRAPPERS: dict[str, Wrapper] = {
     "bfloat16": partial(_refuse_dtype, dtype=torch.bfloat16),
     "double": partial(_refuse_dtype, dtype=torch.float64),
     "num_parameters": count_weights,
+    "requires_grad_": refuse_training,
     "resize_token_embeddings": _refuse_resize,
     "_upload_modified_files": _write_card,
 }

@@ -332,6 +332,8 @@ def _rebuild(host_class: type[nn.Module], base: type[QuantizedModule]) -> Quanti
     return module
 
 
+# Tensors that are made in inference mode cannot be used in training, even as constants.
+@torch.inference_mode(False)
 @torch.no_grad()
 def convert_module_(
     module: nn.Module,
@@ -390,6 +392,7 @@ def convert_module_(
     return module
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -> nn.Module:
     """Inverse of `convert_module_`: the host's class with the dequantized weights, in place; trainable as they were.

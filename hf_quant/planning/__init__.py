@@ -116,6 +116,7 @@ class QuantPlan:
         fused_on: where they do: "every device", or "GPUs".
         kv_cache: what `generate` keeps of keys and values, one line; None: 16 bit.
         attention: what of attention is in 8 bit, one line; None: nothing.
+        lifted: {module that is quantized because `modules_to_not_convert` is given: why it would not be without}.
     """
 
     def __init__(
@@ -126,9 +127,10 @@ class QuantPlan:
         fused_on: str = "GPUs",
         kv_cache: str | None = None,
         attention: str | None = None,
+        lifted: dict[str, str] | None = None,
     ) -> None:
         self.entries = {entry.name: entry for entry in entries}
-        self.bytes_other = bytes_other
+        self.bytes_other, self.lifted = bytes_other, dict(lifted or {})
         self.fused, self.fused_on, self.kv_cache, self.attention = list(fused), fused_on, kv_cache, attention
 
     @property
@@ -156,6 +158,28 @@ class QuantPlan:
     def schemes(self) -> dict[str, LinearScheme]:
         """{module name: scheme} of the modules that are quantized."""
         return {name: entry.scheme for name, entry in self.quantized.items()}
+
+    def warn(self, model_class: str) -> None:
+        """Log what somebody who does not print the plan may not expect: most of the model stays in 16 bit, or less of
+        it than without `modules_to_not_convert`."""
+        if self.lifted:
+            names = ", ".join(f"{name} ({reason})" for name, reason in list(self.lifted.items())[:3])
+            more = f" and {len(self.lifted) - 3} more" if len(self.lifted) > 3 else ""
+            logger.warning(
+                "modules_to_not_convert replaces the model's own exclusions, so that %s%s of this %s are quantized, "
+                "too: add them to the list to keep them in 16 bit",
+                *(names, more, model_class),
+            )
+        kinds: dict[str, int] = {}
+        for entry in self.entries.values():
+            if entry.kind == "other":
+                kinds[entry.reason] = kinds.get(entry.reason, 0) + entry.bytes_before
+        left = sum(kinds.values())
+        if 2 * left > self.nbytes_before:
+            logger.warning(
+                "%.0f %% of this %s stays in 16 bit: %s. print(hf_quant.plan(model, config)) lists every module",
+                *(100 * left / self.nbytes_before, model_class, "; ".join(kinds)),
+            )
 
     def to_list(self) -> list[dict[str, Any]]:
         """What config.json stores; see `schemes_to_list`."""
@@ -231,7 +255,7 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
     fused = [] if config.fuse_projections is False else planned_projections(model, weights)
     fused_on = "every device" if config.fuse_projections else "GPUs"
     cache = None if config.kv_cache is None else describe(model, KVCacheConfig.of(config.kv_cache))
-    return QuantPlan(entries, other, fused, fused_on, cache, attention)
+    return QuantPlan(entries, other, fused, fused_on, cache, attention, context.lifted)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
@@ -291,6 +315,7 @@ class _Context:
     def __init__(self, model, config, candidates, tied, dtype) -> None:
         self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
         self.model_class = type(model).__name__
+        self.lifted: dict[str, str] = {}
         self.modules = {name for name, _ in model.named_modules()}
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.output = next((n for n, (_, m) in candidates.items() if m is output), None)
@@ -349,16 +374,13 @@ class _Context:
             return None, "weights is None"
         if kind not in DEFAULT_KINDS:
             return None, f"{kind}: only if named in `modules`"
+        own = self.own_exclusion(name)
         if config.modules_to_not_convert is not None:
             pattern = next((p for p in config.modules_to_not_convert if excludes(p, name)), None)
             if pattern is not None:
                 return None, f"modules_to_not_convert has {pattern!r}"
-        elif name == self.output:
-            return None, "output embedding"
-        elif self.body is not None and not name.startswith(self.body):
-            return None, "task head"
-        elif name in self.rules.keep:
-            return None, self.rules.keep[name]
+        elif own is not None:
+            return None, own
         if any(excludes(p, name) for p in self.keep_fp32):
             return None, "kept in fp32 by the model"
         if self.is_adapter(name):
@@ -368,10 +390,20 @@ class _Context:
         count = sum(w.numel() for w in self.weights(name).values())
         if count < MIN_WEIGHTS:
             return None, f"fewer than {MIN_WEIGHTS} weights"
+        if own is not None:
+            self.lifted[name] = own
         fields = config.scheme_fields()
         if name in self.rules.weight_only and resolve_scheme(fields, torch.bfloat16)[0].activation is not None:
             return fields, self.rules.weight_only[name]
         return fields, None
+
+    def own_exclusion(self, name: str) -> str | None:
+        """The reason why the model's own list, which `modules_to_not_convert` replaces, keeps a module in 16 bit."""
+        if name == self.output:
+            return "output embedding"
+        if self.body is not None and not name.startswith(self.body):
+            return "task head"
+        return self.rules.keep.get(name)
 
     def is_adapter(self, name: str) -> bool:
         """A layer beside a `base_layer` or inside of one's sibling: what PEFT adds, and trains in 16 bit."""

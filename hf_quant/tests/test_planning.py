@@ -392,3 +392,38 @@ def test_modules_kept_in_fp32_stay_so_beside_a_list_of_exclusions():
     model._keep_in_fp32_modules_strict = ["0"]
     planned = plan(model, QuantizerConfig("int8", modules_to_not_convert=["1"]))
     assert list(planned.quantized) == ["2"]
+
+
+class Odd(nn.Module):
+    """Experts in a layout of their own, most of a model, beside a head and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.layer, self.head = nn.ParameterDict({"w": torch.ones(4, 64, 64)}), nn.Linear(64, 64), None
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.head
+
+
+def test_a_model_that_mostly_stays_in_16_bit_is_a_warning(caplog):
+    quantize_(Odd(), "int4")
+    (record,) = caplog.records
+    assert "80 % of this Odd stays in 16 bit: ParameterDict has no quantized counterpart" in record.getMessage()
+    caplog.clear()
+    small = Odd()
+    small.experts.w = nn.Parameter(torch.ones(1, 64, 64))
+    quantize_(small, "int4")
+    assert not caplog.records
+
+
+def test_exclusions_that_a_list_replaces_are_a_warning(caplog):
+    model = Odd()
+    model.head, model.experts = nn.Linear(64, 80), nn.Identity()
+    quantize_(copy.deepcopy(model), QuantizerConfig("int4", modules_to_not_convert=["head"]))
+    quantize_(copy.deepcopy(model), QuantizerConfig("int4", modules={"head": "int8"}, modules_to_not_convert=["x"]))
+    assert not [r for r in caplog.records if "replaces" in r.getMessage()]
+    quantize_(model, QuantizerConfig("int4", modules_to_not_convert=["x"]))
+    text = caplog.records[-1].getMessage()
+    assert (
+        "replaces the model's own exclusions, so that head (output embedding) of this Odd are quantized, too" in text
+    )

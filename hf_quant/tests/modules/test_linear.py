@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
 import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D quantizable)
-from hf_quant import QuantLinear, fuse_projections_, quantize_
+from hf_quant import QuantLinear, dequantize_, fuse_projections_, quantize_
 from hf_quant.modules.lazy import LazyAct
 from hf_quant.testing import PRODUCT_RMS, all_scheme_fields, assert_close, assert_sqnr, rms_error
 
@@ -197,6 +197,18 @@ def test_no_graph_without_grad():
         assert not layer(x).requires_grad
     with torch.inference_mode():
         assert_close(layer(x), exact(layer, x), rms=1e-5)
+
+
+def test_quantized_in_inference_mode_and_trained_outside():
+    model = nn.Sequential(nn.Linear(160, 136))
+    with torch.inference_mode():
+        quantize_(model, "int4")
+    model(rows(3, 160)).sum().backward()
+    assert model[0].bias.grad is not None
+    with torch.inference_mode():
+        dequantize_(model)
+    model(rows(3, 160)).sum().backward()
+    assert model[0].weight.grad is not None
 
 
 class StraightThrough(nn.Module):
