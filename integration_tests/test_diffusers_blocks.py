@@ -224,13 +224,11 @@ def test_the_backend_of_the_dispatcher():
     assert_sqnr(y, expected, at_least=25, at_most=60)
     assert torch.equal(masked, dispatch_attention_fn(q, k, v, attn_mask=mask))
     model = make_model("flux")
-    model.set_attention_backend(BACKEND)
-    try:
-        with Calls() as calls:
-            run(model, "flux", LARGE)
-        assert calls.counts == {"int8_attention": 2}
-    finally:
-        model.reset_attention_backend()
+    with attention_backend("native"), Calls() as calls:  # diffusers makes it the default of all models: until here
+        model.set_attention_backend(BACKEND)
+        run(model, "flux", LARGE)
+    assert calls.counts == {"int8_attention": 2}
+    model.reset_attention_backend()
     with pytest.raises(ValueError, match="no context parallelism"), attention_backend(BACKEND):
         dispatch_attention_fn(q, k, v, parallel_config=object())
 
