@@ -128,7 +128,8 @@ class CacheMethod(ModelMethod):
         if place in _STATIC and not is_free:
             # Else memory that stays where it is would be made in compiled code, and a cache that is used again, whose
             # memory is there, would need code of its own.
-            shape = model._get_static_cache_init_shape()
+            text = model.config.get_text_config(decoder=True)  # of layers that differ, 5.17 knows no shapes
+            shape = None if getattr(text, "is_heterogeneous", False) else model._get_static_cache_init_shape()
             if shape is not None:
                 cache.early_initialization(rows, *shape, model.dtype, model.device)
         return None
