@@ -2,7 +2,7 @@
 
 A tensor without storage that has the shape, dtype and device of the 16-bit weight. Models may read `weight.dtype`
 (T5 and some thirty others do), PEFT may merge into `weight.data`: any read computes on the dequantized weight, any
-assignment quantizes the new value with the scheme of the layer.
+assignment quantizes the new value with the scheme of the layer. So does a write to a view of `weight.data`.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,50 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 
+_VIEWS = frozenset(
+    getattr(Tensor, name)
+    for name in ("view", "reshape", "flatten", "t", "transpose", "permute", "squeeze", "unsqueeze", "narrow", "select")
+) | {Tensor.__getitem__, Tensor.T.__get__, Tensor.mT.__get__}
+
+
+class WeightView(torch.Tensor):
+    """A view of `weight.data`, dequantized; a write to it quantizes the whole weight with the new values.
+
+    PEFT's OFT merges into a convolution by `weight.data.view(N, -1).copy_(...)`.
+    """
+
+    proxy: "WeightProxy"
+    whole: Tensor
+
+    @classmethod
+    def of(cls, view: Tensor, proxy: "WeightProxy", whole: Tensor) -> Tensor:
+        """A view of `whole` as one of the weight behind `proxy`; a copy, as some calls return, as it is."""
+        if not view._is_view():
+            return view
+        result = view.as_subclass(cls)
+        result.proxy, result.whole = proxy, whole
+        return result
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            views = [(view, view._version) for view in (*args, *kwargs.values()) if isinstance(view, cls)]
+            result = func(*args, **kwargs)
+            for view, version in views:
+                if view._version != version:
+                    view.proxy.data = view.whole
+            if func in _VIEWS and isinstance(args[0], cls):
+                return cls.of(result, args[0].proxy, args[0].whole)
+        return result
+
+
 class WeightProxy(torch.Tensor):
     """Stand-in for a quantized weight of `module`; see the module docstring."""
 
@@ -21,14 +65,15 @@ class WeightProxy(torch.Tensor):
     _is_hf_initialized = True
 
     @staticmethod
-    def __new__(cls, module: torch.nn.Module, name: str) -> "WeightProxy":
+    def __new__(cls, module: torch.nn.Module, name: str, is_data: bool = False) -> "WeightProxy":
         return torch.Tensor._make_wrapper_subclass(
             cls, module.weight_shape(name), dtype=module.compute_dtype, device=module.packed_device(name)
         )
 
-    def __init__(self, module: torch.nn.Module, name: str) -> None:
+    def __init__(self, module: torch.nn.Module, name: str, is_data: bool = False) -> None:
         self.module = module
         self.name_in_module = name
+        self.is_data = is_data
 
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor in the module's compute dtype."""
@@ -46,7 +91,7 @@ class WeightProxy(torch.Tensor):
     # `weight.data += delta` (PEFT's merge) reads `.data`, adds out of place and assigns `.data`.
     @property
     def data(self) -> "WeightProxy":
-        return self
+        return type(self)(self.module, self.name_in_module, is_data=True)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -66,6 +111,15 @@ class WeightProxy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _VIEWS and isinstance(args[0], cls) and args[0].is_data:
+            with torch.inference_mode(False):  # where tensors do not count what is written to them
+                whole = args[0].dequantize()
+                return WeightView.of(func(whole, *args[1:], **kwargs), args[0], whole)
+        if func == Tensor.requires_grad.__set__ and args[1]:
+            raise ValueError(
+                f"this weight is stored as {args[0].module.scheme} and cannot be trained: train an adapter of its "
+                "layer, or dequantize_ the model first"
+            )
         # Code that bypasses the module's forward (nn.MultiheadAttention, custom subclasses) still meets the kernels.
         if func is F.linear:
             x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias") if k in kwargs), None)[:3]
@@ -77,7 +131,7 @@ class WeightProxy(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(args[0].module, args[0].name_in_module)
+            return cls(args[0].module, args[0].name_in_module, args[0].is_data)
         plain_args, plain_kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         written = [

@@ -139,8 +139,24 @@ def set_items_row_by_row(layer, value):
     layer.weight.data[48:] = value[48:]
 
 
+def copy_into_another_shape(layer, value):
+    layer.weight.data.view(-1).copy_(value.flatten())
+
+
+def write_into_views_of_a_view(layer, value):
+    view = layer.weight.data.reshape(8, 12, 64)
+    view[:3] = value.view(8, 12, 64)[:3]
+    torch.add(value.view(8, 12, 64)[3:], 0, out=view[3:])
+
+
+def write_columns_in_inference_mode(layer, value):
+    with torch.inference_mode():
+        layer.weight.data.T.index_copy_(0, torch.arange(64), value.T)
+
+
 WRITES = [set_attribute, set_data, copy_into, add_difference, subtract_difference, augment_weight, in_place_add]
 WRITES += [in_place_sub, set_all_items, set_items_row_by_row]
+WRITES += [copy_into_another_shape, write_into_views_of_a_view, write_columns_in_inference_mode]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -189,6 +205,23 @@ def test_bad_values_are_refused_and_change_nothing():
     with pytest.raises(TypeError, match="cannot assign NoneType as 'weight'"):
         layer.weight = None
     assert torch.equal(layer.qdata, codes)
+
+
+def test_views_of_the_data_read_as_the_dequantized_weight():
+    layer = linear()
+    codes, weight = layer.qdata.clone(), layer.dequantize_weight()
+    view = layer.weight.data.view(-1)[64:]
+    assert torch.equal(view, weight.view(-1)[64:]) and type(view + 1) is Tensor
+    for found in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), layer.weight.data[torch.tensor([1, 5])]):
+        assert type(found) is Tensor
+    assert torch.equal(layer.qdata, codes)
+
+
+def test_it_is_not_trained():
+    weight = linear().weight
+    with pytest.raises(ValueError, match="stored as int8 row and cannot be trained: train an adapter"):
+        weight.requires_grad = True
+    weight.requires_grad = False
 
 
 def test_iadd_gives_a_plain_tensor_so_that_the_sum_is_rounded_once():
