@@ -153,14 +153,20 @@ class QuantizedModule(nn.Module):
 
     def _typed(self, name: str, parameters: dict[str, Tensor | None]) -> PackedWeight:
         quant = self.scheme.weight
+        scale = parameters[packed_key("scale", name)]
         zero_point = parameters.get(packed_key("zero_point", name))
         global_scale = parameters.get(packed_key("global_scale", name))
         qdata = parameters[packed_key("qdata", name)]
+        if scale.is_floating_point() or (global_scale is not None and global_scale.is_floating_point()):
+            raise ValueError(
+                f"the scales of this {type(self).__name__} were cast to a floating-point dtype, but their bits are "
+                "what is stored: load the model again, and cast parameters only where parameter.is_floating_point()"
+            )
         if self._float_codes is not None:
             qdata = qdata.view(self._float_codes)
         return PackedWeight(
             qdata,
-            parameters[packed_key("scale", name)].view(getattr(torch, quant.scale_dtype)),
+            scale.view(getattr(torch, quant.scale_dtype)),
             zero_point,
             None if global_scale is None else global_scale.view(torch.float32),
         )
@@ -278,8 +284,22 @@ class QuantizedModule(nn.Module):
         shape = proxy.module.matrix_shape(proxy.name_in_module)
         return proxy.module.scheme == self.scheme and shape == self.matrix_shape(name)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for key in [f"{prefix}{name}" for name in self.weight_names]:
+            if key in unexpected_keys and state_dict[key].numel() == 0:  # see `checkpoint.guard_entry`
+                unexpected_keys.remove(key)
         clear_prepacked()  # what is loaded into shards is not counted as a change of the whole
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
