@@ -34,6 +34,10 @@ class ModelMethod:
         if isinstance(self.host, ModelMethod):
             self.host.bind(model)
 
+    @property
+    def __name__(self) -> str:  # accelerate's dispatch_model asks for the name of a model's `to`
+        return self.name
+
     def __getstate__(self) -> tuple:
         return self.model(), self.name, self.host
 
