@@ -18,6 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Looked up once: a product asks all three, and each look-up by two dots takes as long as the call.
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_transforms = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing
 LIB = torch.library.Library("hf_quant", "DEF")
 
 
@@ -124,7 +128,7 @@ def _name(op) -> str:
 
 def is_transformed() -> bool:
     """True inside of torch.func's transforms (vmap, grad, jvp) and of forward-mode AD."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _has_transforms() or forward_ad._current_level >= 0
 
 
 def is_plain(x: Tensor) -> bool:
@@ -132,9 +136,9 @@ def is_plain(x: Tensor) -> bool:
     nor a transform of torch.func nor torch.jit.trace watches."""
     return (
         type(x) in _PLAIN
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._is_tracing()
+        and not _num_dispatch_modes()
+        and not _has_transforms()
+        and not _is_tracing()
         and not x.is_neg()
     )
 
@@ -144,7 +148,7 @@ def check_tracer() -> None:
     if torch.compiler.is_dynamo_compiling():
         return
     onnx = sys.modules.get("torch.onnx")  # not imported: nobody exports to it
-    if torch._C._is_tracing() or (onnx is not None and onnx.is_in_onnx_export()):
+    if _is_tracing() or (onnx is not None and onnx.is_in_onnx_export()):
         raise ValueError(
             "torch.jit.trace and torch.onnx.export cannot record quantized layers: use torch.export, or give them the "
             "16-bit model, hf_quant.dequantize_(model)"

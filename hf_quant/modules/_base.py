@@ -157,7 +157,7 @@ class QuantizedModule(nn.Module):
         zero_point = parameters.get(packed_key("zero_point", name))
         global_scale = parameters.get(packed_key("global_scale", name))
         qdata = parameters[packed_key("qdata", name)]
-        if scale.is_floating_point() or (global_scale is not None and global_scale.is_floating_point()):
+        if scale.dtype.is_floating_point or (global_scale is not None and global_scale.dtype.is_floating_point):
             raise ValueError(
                 f"the scales of this {type(self).__name__} were cast to a floating-point dtype, but their bits are "
                 "what is stored: load the model again, and cast parameters only where parameter.is_floating_point()"

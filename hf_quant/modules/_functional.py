@@ -50,11 +50,10 @@ def linear(
     With `offsets`: x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N], see `grouped_mm`. Without a
     gradient x is quantized once for all layers that read it, see `_rows`.
     """
-    options = (activation, format, group_size)
     if needs_grad(x, bias):
         function = _Linear if torch.compiler.is_compiling() else _ForwardLinear
-        return function.apply(x, bias, offsets, *packed, *options)
-    return _product(x, packed, bias, offsets, *options)
+        return function.apply(x, bias, offsets, *packed, activation, format, group_size)
+    return _product(x, packed, bias, offsets, activation, format, group_size)
 
 
 def _product(
@@ -67,15 +66,14 @@ def _product(
     group_size: int,
 ) -> Tensor:
     """`linear` without a gradient."""
-    options = {"format": format, "group_size": group_size}
     if offsets is not None:
-        return grouped_mm(x, *packed, bias, offsets, activation=activation, **options)
+        return grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
     if activation is None:
-        return weight_only_mm(x, *packed, bias, **options)
+        return weight_only_mm(x, *packed, bias, format=format, group_size=group_size)
     rows = None if torch.compiler.is_compiling() else quantized_rows(x, activation, packed.qdata)
     if rows is not None:
-        return quantized_mm(*rows, *packed, bias, out_dtype=x.dtype, **options)
-    return dynamic_mm(x, *packed, bias, activation=activation, **options)
+        return quantized_mm(*rows, *packed, bias, format=format, group_size=group_size, out_dtype=x.dtype)
+    return dynamic_mm(x, *packed, bias, activation=activation, format=format, group_size=group_size)
 
 
 def ready_linear(x: Tensor, parameters: dict[str, Tensor | None], bias: Tensor | None, format: str) -> Tensor | None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from hf_quant.modules.fused import FusedProjections
 
 
+_NO_TENSORS = (LazyInput, Proxy)
+
+
 class QuantLinear(QuantizedModule, nn.Linear):
     """nn.Linear whose weight is stored in the scheme's format; made by `quantize_` or on load.
 
@@ -38,7 +41,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
     _input_dim = -1  # of the host's weight: the one that is as long as the input is wide
 
     def forward(self, input: Tensor | LazyInput) -> Tensor:
-        if isinstance(input, (LazyInput, Proxy)):
+        if isinstance(input, _NO_TENSORS):
             return self.lazy_linear(input) if isinstance(input, LazyInput) else self.call_in_graph(input)
         if self.fused is not None:
             y = self.fused.product(self, input)
@@ -48,9 +51,9 @@ class QuantLinear(QuantizedModule, nn.Linear):
 
     def linear(self, x: Tensor, bias: Tensor | None, parameters: dict[str, Tensor | None] | None = None) -> Tensor:
         """x [..., K] @ weight.T + bias, under autocast in its dtype; `parameters` of another weight, if given."""
-        source, device = x, x.device.type
+        source, device, K = x, x.device.type, x.shape[-1]
         # Packed codes cannot tell: rows of 161 to 192 take as many words.
-        if x.shape[-1] != self._weight_shapes["weight"][self._input_dim]:
+        if K != self._weight_shapes["weight"][self._input_dim]:
             self.refuse_width(x)
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
@@ -77,7 +80,7 @@ class QuantLinear(QuantizedModule, nn.Linear):
             bias,
             activation=activation,
             format=quant.format,
-            group_size=self._group_size(x.shape[-1]),
+            group_size=self._group_size(K),
         )
 
     def lazy_linear(self, x: LazyInput) -> Tensor:

@@ -147,7 +147,7 @@ def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8
     """The reason why a product is not computed here, None if it is; `int8`: both sides are integers (`takes_int8`)."""
     if _active is None:
         return why_not()
-    if not knows(spec):
+    if not knows(spec.name):
         return f"{spec.name}, whose levels or bit planes are of another kind"
     if dtype not in _INPUTS:
         return f"only bf16, fp16 and fp32 input, not {dtype}"
@@ -160,9 +160,11 @@ def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8
     return None
 
 
-def knows(spec: CodeSpec) -> bool:
-    """True if the extension reads such codes, and makes them: bytes, integers of up to 4 bits, floats of up to 6, and
-    tables of 16 levels."""
+@cache  # asked by every product, and by name: to hash 16 levels takes longer than the answer
+def knows(format: str) -> bool:
+    """True if the extension reads the codes of a format, and makes them: bytes, integers of up to 4 bits, floats of up
+    to 6, and tables of 16 levels."""
+    spec = CODES[format]
     if not spec.is_packed:
         return True
     is_kind = spec.bits <= 4 if spec.is_integer else spec.minifloat is not None or spec.bits == 4
@@ -327,7 +329,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def quantizes(weight: Tensor, spec: CodeSpec) -> bool:
     """True if `quantize` is for this weight [L, N, K] and these codes."""
-    if _active is None or not knows(spec):
+    if _active is None or not knows(spec.name):
         return False
     return is_plain(weight) and weight.device.type == "cpu" and weight.dtype in _INPUTS
 
