@@ -43,7 +43,7 @@ from kernel_build import (
 from kernel_cases import Case, all_cases, gpu_ops, launcher
 from machine_code import access_bits
 
-from hf_quant.kernels._triton import TARGETS, Target
+from hf_quant.kernels.gpu.launch import TARGETS, Target
 from hf_quant.planning import format_table
 
 

@@ -15,7 +15,7 @@ class Chip(NamedTuple):
 
     Attributes:
         name: the product that the figures are of.
-        multiprocessors: as in `hf_quant.kernels._triton.TARGETS`.
+        multiprocessors: as in `hf_quant.kernels.gpu.launch.TARGETS`.
         clock: GHz.
         bandwidth: of device memory, TB/s.
         rates: TFLOP/s or TOP/s by kind of operand: "16bit", "int8", "fp8".

@@ -105,7 +105,7 @@ def warm_up(timer: Timer, options: Options, writer: Writer) -> None:
     from kernel_build import OUT_OF_TIME, check_environment, warm
     from suite_cells import CELLS
 
-    from hf_quant.kernels._triton import target_of
+    from hf_quant.kernels.gpu.launch import target_of
 
     cases = correctness_cases(quick=options.quick, tiny=options.dry_run)
     cases += [cell.case for cells in CELLS.values() for cell in cells(options.quick, options.dry_run)]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hf_quant.kernels import _triton
+from hf_quant.kernels.gpu import launch
 
 
 Calls = Sequence[Callable[[], object]]
@@ -58,7 +58,7 @@ class GraphTimer:
 
     def __call__(self, variants: dict[str, Calls], *, rounds: int = 9) -> dict[str, float]:
         # Counters of captured launches are never given back; when they are used up, each launch clears fresh ones.
-        _triton._pools.clear()
+        launch._pools.clear()
         replays, counts = {}, {}
         for name, calls in variants.items():
             replays[name], counts[name] = self._capture(calls)

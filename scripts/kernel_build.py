@@ -28,7 +28,7 @@ from kernel_cases import gpu_ops, launcher
 from machine_code import Resources, Summary
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_quant.kernels._triton import HAS_TRITON, TARGETS, Launch, Target, interpreting, pretend, record_launches
+from hf_quant.kernels.gpu.launch import HAS_TRITON, TARGETS, Launch, Target, interpreting, pretend, record_launches
 
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about its default, which this is

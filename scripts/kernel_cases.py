@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_quant.algorithms import PackedWeight, empty_packed
 from hf_quant.formats import FORMATS
-from hf_quant.kernels import _op
+from hf_quant.kernels import dispatch
 from hf_quant.kernels.codes import pack_codes
 from hf_quant.scheme import TensorQuant
 
@@ -99,20 +99,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def gpu_ops() -> tuple[str, ...]:
     """Names of the ops that have a GPU implementation."""
-    return tuple(op for op, key in _op._LAZY if key == "CUDA")
+    return tuple(op for op, key in dispatch._LAZY if key == "CUDA")
 
 
 def launcher(op: str) -> Callable[..., Any]:
     """The GPU implementation of an op. Raises ValueError if it has none."""
     if op not in gpu_ops():
         raise ValueError(f"{op} has no GPU implementation; these have: {', '.join(gpu_ops())}")
-    importlib.import_module(_op._LAZY[op, "CUDA"])
-    return _op._IMPLEMENTATIONS[op]["cuda"]
+    importlib.import_module(dispatch._LAZY[op, "CUDA"])
+    return dispatch._IMPLEMENTATIONS[op]["cuda"]
 
 
 def reference(op: str) -> Callable[..., Any]:
     """The specification of an op."""
-    package, _, _ = _op._LAZY[op, "CUDA"].rpartition(".")
+    package, _, _ = dispatch._LAZY[op, "CUDA"].rpartition(".")
     return getattr(importlib.import_module(f"{package}.op"), f"{op}_reference")
 
 

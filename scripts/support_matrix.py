@@ -17,8 +17,9 @@ import torch
 from hf_quant.algorithms import empty_packed, geometry
 from hf_quant.config import resolve_scheme
 from hf_quant.formats import ALIASES, FORMATS
-from hf_quant.kernels import _cpu_mm, dynamic_mm, grouped_mm, native, weight_only_mm
-from hf_quant.kernels._op import Problem, explain
+from hf_quant.kernels import dynamic_mm, grouped_mm, native, weight_only_mm
+from hf_quant.kernels.cpu import product
+from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.scheme import LinearScheme
 
 
@@ -54,7 +55,7 @@ def paths(scheme: LinearScheme, device: str, experts: int | None, kernels: str |
     op = grouped_mm if experts else weight_only_mm if scheme.activation is None else dynamic_mm
     found = []
     # The matrix is the same wherever it is made.
-    with patch.object(_cpu_mm, "_VNNI", True), patch.object(native, "_active", kernels):
+    with patch.object(product, "_VNNI", True), patch.object(native, "_active", kernels):
         for path, when, reason in explain(op, device, problem):
             if reason is None:
                 found.append((path, when))

@@ -41,8 +41,8 @@ from kernel_cases import (
 )
 from kernel_measures import op_calls
 
-from hf_quant.kernels import _triton
-from hf_quant.kernels._triton import Target, target_of, tuned_path
+from hf_quant.kernels.gpu import launch
+from hf_quant.kernels.gpu.launch import Target, target_of, tuned_path
 from hf_quant.kernels.int8_attention.gpu import BOUNDED, ONLINE, ONLINE_FP8
 from hf_quant.kernels.int8_attention.op import KEY_BLOCK
 
@@ -289,12 +289,12 @@ SPACES = {
 @contextmanager
 def table_in_use(name: str, target: Target, rows: Sequence[Row]) -> Iterator[None]:
     """Launches take `rows` for the table `name`."""
-    _triton.reload_tables()
-    _triton._tables[name, target] = rows
+    launch.reload_tables()
+    launch._tables[name, target] = rows
     try:
         yield
     finally:
-        _triton.reload_tables()
+        launch.reload_tables()
 
 
 def fits(name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case]) -> str | None:

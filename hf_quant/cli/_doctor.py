@@ -167,13 +167,13 @@ def _gpu() -> dict[str, Any]:
     """The devices, with the config table that the Triton kernels take on each, or why there are none."""
     import torch
 
-    from hf_quant.kernels import _triton
+    from hf_quant.kernels.gpu import launch
 
     devices = []
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind)
         for i in range(module.device_count() if module.is_available() else 0):
-            properties, target = module.get_device_properties(i), _triton.target_of(torch.device(kind, i))
+            properties, target = module.get_device_properties(i), launch.target_of(torch.device(kind, i))
             devices.append(
                 {
                     "device": f"{kind}:{i}",
@@ -181,8 +181,8 @@ def _gpu() -> dict[str, Any]:
                     "memory": properties.total_memory,
                     "compute_capability": f"{properties.major}.{properties.minor}" if target.is_nvidia else None,
                     "target": target.name,
-                    "table": None if _triton.unavailable(kind) else target.table,
-                    "why_not": _triton.unavailable(kind),
+                    "table": None if launch.unavailable(kind) else target.table,
+                    "why_not": launch.unavailable(kind),
                 }
             )
     built = torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None)
@@ -191,16 +191,17 @@ def _gpu() -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    from hf_quant.kernels import _cpu, _triton
+    from hf_quant.kernels.cpu import prepack
+    from hf_quant.kernels.gpu import launch
 
     path, tables, problem = None, {}, None
     try:
-        path = str(_triton.tuned_path())
-        tables = {target: list(found) for target, found in _triton._tuned().items()}
+        path = str(launch.tuned_path())
+        tables = {target: list(found) for target, found in launch._tuned().items()}
     except ValueError as error:  # no home directory, or a damaged file
         problem = str(error)
     return {
-        "prepack_limit": _cpu._limit,
+        "prepack_limit": prepack._limit,
         "tuned_path": path,
         "tuned_tables": tables,
         "tuned_problem": problem,

@@ -5,8 +5,8 @@ reference = the specification), `cpu.py`, `gpu.py`. The formats of the package a
 adds others.
 """
 
-from hf_quant.kernels._cpu import clear_prepacked, prepacked_bytes, set_prepack_limit
-from hf_quant.kernels._op import implements_lazily
+from hf_quant.kernels.cpu.prepack import clear_prepacked, prepacked_bytes, set_prepack_limit
+from hf_quant.kernels.dispatch import implements_lazily
 from hf_quant.kernels.grouped_mm import cpu as _grouped_mm_cpu  # noqa: F401 - the backends register themselves
 from hf_quant.kernels.grouped_mm.op import grouped_mm, grouped_mm_backward
 from hf_quant.kernels.hadamard import cpu as _hadamard_cpu  # noqa: F401
@@ -28,11 +28,11 @@ from hf_quant.kernels.weight_only import cpu as _weight_only_cpu  # noqa: F401
 from hf_quant.kernels.weight_only.op import dequantize, weight_only_mm, weight_only_mm_backward
 
 
-implements_lazily("hf_quant.kernels.grouped_mm.backward_gpu", grouped_mm_backward)
+implements_lazily("hf_quant.kernels.grouped_mm.gpu_backward", grouped_mm_backward)
 implements_lazily("hf_quant.kernels.grouped_mm.gpu", grouped_mm)
 implements_lazily("hf_quant.kernels.hadamard.gpu", hadamard, hadamard_quantize_rowwise)
 implements_lazily("hf_quant.kernels.int8_attention.gpu", int8_attention)
-implements_lazily("hf_quant.kernels.kv_attention.append_gpu", kv_append)
+implements_lazily("hf_quant.kernels.kv_attention.gpu_append", kv_append)
 implements_lazily("hf_quant.kernels.kv_attention.gpu", kv_attention)
 implements_lazily(
     "hf_quant.kernels.rowwise.gpu",
@@ -42,7 +42,7 @@ implements_lazily(
     rms_norm_quantize_rowwise,
 )
 implements_lazily("hf_quant.kernels.scaled_mm.gpu", dynamic_mm, fp8_scaled_mm, int8_scaled_mm, quantized_mm)
-implements_lazily("hf_quant.kernels.weight_only.dequantize_gpu", dequantize)
+implements_lazily("hf_quant.kernels.weight_only.gpu_dequantize", dequantize)
 implements_lazily("hf_quant.kernels.weight_only.gpu", weight_only_mm, weight_only_mm_backward)
 
 __all__ = [

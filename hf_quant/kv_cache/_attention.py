@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import kv_attention
-from hf_quant.kernels._op import direct
+from hf_quant.kernels.dispatch import direct
 from hf_quant.kernels.kv_attention.op import merge
 from hf_quant.kv_cache._states import QuantizedStates, parts_of, window_positions
 

@@ -21,8 +21,8 @@ from transformers.cache_utils import (
 )
 
 from hf_quant.kernels import kv_append
-from hf_quant.kernels._op import direct, is_plain
 from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.dispatch import direct, is_plain
 from hf_quant.kv_cache._config import KVCacheConfig, scale_dtype
 from hf_quant.kv_cache._states import Kind, QuantizedStates, Span
 

@@ -16,7 +16,7 @@ from torch.fx import Proxy
 from hf_quant.algorithms import PackedWeight, empty_packed, geometry, quantize_matrix
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dequantize
-from hf_quant.kernels._op import check_tracer
+from hf_quant.kernels.dispatch import check_tracer
 from hf_quant.scheme import LinearScheme
 from hf_quant.weight_proxy import WeightProxy
 

@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight
 from hf_quant.kernels import grouped_mm, grouped_mm_backward, weight_only_mm_backward
-from hf_quant.kernels._cpu_mm import ready_product
-from hf_quant.kernels._op import direct, is_plain
+from hf_quant.kernels.cpu.product import ready_product
+from hf_quant.kernels.dispatch import direct, is_plain
 from hf_quant.modules._rows import quantized_rows
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_quant import kernels
-from hf_quant.kernels._op import direct, is_transformed
+from hf_quant.kernels.dispatch import direct, is_transformed
 
 
 MIN_ROWS = 16  # fewer are quantized by the product itself, where that is one launch or one loop less

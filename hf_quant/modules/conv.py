@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from hf_quant.kernels._op import is_transformed
+from hf_quant.kernels.dispatch import is_transformed
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
 from hf_quant.modules._functional import needs_grad
 

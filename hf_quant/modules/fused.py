@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.algorithms import empty_packed
-from hf_quant.kernels._op import is_transformed
+from hf_quant.kernels.dispatch import is_transformed
 from hf_quant.modules._base import PACKED_NAMES, quantized_class
 from hf_quant.modules._functional import needs_grad
 from hf_quant.modules._rows import SharedInput

@@ -14,7 +14,7 @@ from torch import nn
 from hf_quant.algorithms import empty_packed, geometry
 from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, fields_of, matches, resolve_scheme
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
-from hf_quant.kernels._op import Problem, explain
+from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
 from hf_quant.planning._names import fold_names as fold_names

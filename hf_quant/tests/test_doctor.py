@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from hf_quant.cli import _doctor, main
-from hf_quant.kernels import _cpu, _triton, native
-from hf_quant.kernels._triton import Target
+from hf_quant.kernels import native
+from hf_quant.kernels.cpu import prepack
+from hf_quant.kernels.gpu import launch
+from hf_quant.kernels.gpu.launch import Target
 
 
 RUN = "from hf_quant.cli import main\nassert main(['doctor', *sys.argv[1:]]) == 0\n"
@@ -144,7 +146,7 @@ def test_versions_and_minimums_are_those_of_the_installed_package(capsys):
     assert Path(found["hf_quant"]["path"]) == Path(_doctor.__file__).parents[1]
     assert found["machine"]["threads"] == torch.get_num_threads()
     assert found["hook"] == {"installed": True, "active": True}
-    assert found["settings"]["prepack_limit"] == _cpu._limit
+    assert found["settings"]["prepack_limit"] == prepack._limit
 
 
 @pytest.mark.parametrize(("older", "newer"), [("2.9", "2.11"), ("1.10", "1.10.1"), ("5.17rc1", "5.18"), ("", "0.1")])
@@ -160,13 +162,13 @@ def test_gpus_and_their_tables(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: (h200, mi300)[i])
     targets = (Target("sm90", 132, 232448), Target("gfx942", 304, 65536))
-    monkeypatch.setattr(_triton, "target_of", lambda device: targets[device.index])
-    monkeypatch.setattr(_triton, "unavailable", lambda kind: None)
+    monkeypatch.setattr(launch, "target_of", lambda device: targets[device.index])
+    monkeypatch.setattr(launch, "unavailable", lambda kind: None)
     assert section(doctor(capsys), "GPUs") == {
         "cuda:0": "NVIDIA H200, 150.0 GB, compute capability 9.0; table sm90",
         "cuda:1": "AMD MI300X, 206.0 GB, gfx942; table gfx942",
     }
-    monkeypatch.setattr(_triton, "unavailable", lambda kind: "triton is not installed")
+    monkeypatch.setattr(launch, "unavailable", lambda kind: "triton is not installed")
     assert section(doctor(capsys), "GPUs")["cuda:0"].endswith("9.0; no Triton kernels: triton is not installed")
     assert json.loads(doctor(capsys, "--json"))["gpu"]["devices"][0]["table"] is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -191,9 +193,9 @@ def test_the_hook_and_the_limit(capsys, monkeypatch):
     assert settings()["start-up hook"].startswith("turned off by TORCH_DEVICE_BACKEND_AUTOLOAD=0: ")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     assert settings()["start-up hook"].startswith("not installed: ")
-    monkeypatch.setattr(_cpu, "_limit", None)
+    monkeypatch.setattr(prepack, "_limit", None)
     assert settings()["prepack limit"].startswith("no limit, ")
-    monkeypatch.setattr(_cpu, "_limit", 2_500_000_000)
+    monkeypatch.setattr(prepack, "_limit", 2_500_000_000)
     assert settings()["prepack limit"].startswith("2.50 GB, ")
 
 

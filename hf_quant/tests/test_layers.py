@@ -98,7 +98,7 @@ def test_the_check_finds_what_it_forbids(path, source):
         ("formats/int4.py", "from hf_quant.kernels.codes import CodeSpec"),
         (
             "kernels/rowwise/gpu.py",
-            "import triton\nfrom .op import check\nfrom hf_quant.kernels._op import implements",
+            "import triton\nfrom .op import check\nfrom hf_quant.kernels.dispatch import implements",
         ),
         ("integrations/diffusers.py", "import diffusers\nfrom hf_quant.planning import plan"),
     ],

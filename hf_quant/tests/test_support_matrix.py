@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from hf_quant import FORMATS
-from hf_quant.kernels import _cpu_mm, native
-from hf_quant.kernels._cpu_paths import PATHS
+from hf_quant.kernels import native
+from hf_quant.kernels.cpu import product
+from hf_quant.kernels.cpu.paths import PATHS
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "support_matrix.py"
@@ -31,9 +32,9 @@ def test_readme_is_current(script):
 def test_the_matrix_is_the_same_on_every_machine(script, monkeypatch, kernels, vnni):
     expected = script.matrix()
     monkeypatch.setattr(native, "_active", kernels)
-    monkeypatch.setattr(_cpu_mm, "_VNNI", vnni)
+    monkeypatch.setattr(product, "_VNNI", vnni)
     assert script.matrix() == expected
-    assert native.active() == kernels and _cpu_mm._VNNI == vnni
+    assert native.active() == kernels and product._VNNI == vnni
 
 
 def test_the_matrix_says_what_serves_without_native_kernels(script):

@@ -7,10 +7,10 @@ by the paths of one product.
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels._cpu_mm import as_rows, product
-from hf_quant.kernels._cpu_paths import NATIVE_PATH, PATHS
-from hf_quant.kernels._op import implements
 from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.cpu.paths import NATIVE_PATH, PATHS
+from hf_quant.kernels.cpu.product import as_rows, product
+from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.grouped_mm import op
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm.cpu import INT8_PATH, dynamic_product

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels._triton import Target, cached_plan, config_table, launch, target_of, tl, triton, unavailable
-from hf_quant.kernels._weight_decode import (
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
     _scale_in,
     bits_of,
@@ -34,8 +34,8 @@ from hf_quant.kernels._weight_decode import (
     scale_rows,
     undecodable,
 )
-from hf_quant.kernels._weight_tile import tile_product
-from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.gpu.launch import Target, cached_plan, config_table, launch, target_of, tl, triton, unavailable
+from hf_quant.kernels.gpu.tile import tile_product
 from hf_quant.kernels.grouped_mm.op import check, grouped_mm
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm.op import dynamic_mm

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import define_op
+from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
 from hf_quant.kernels.weight_only.op import check_weight, weight_only_mm_backward_reference, weight_only_mm_reference

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import implements
+from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.hadamard import op
 from hf_quant.kernels.rowwise.cpu import quantize_blocks
 

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels._triton import (
+from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.launch import (
     Target,
     cached_plan,
     config_table,
@@ -38,10 +38,10 @@ from hf_quant.kernels._triton import (
     triton,
     unavailable,
 )
+from hf_quant.kernels.gpu.row_codes import code_options, encode, larger_magnitude, scale_of_row
 from hf_quant.kernels.hadamard import op
 from hf_quant.kernels.rowwise.gpu import quantize_rowwise_gpu
 from hf_quant.kernels.rowwise.op import ROW_FORMATS, row_max
-from hf_quant.kernels.rowwise.row_codes import code_options, encode, larger_magnitude, scale_of_row
 
 
 _LARGEST = 16384  # values of a row that a program holds: 64 for each of 256 threads

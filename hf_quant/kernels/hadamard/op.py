@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import define_op
+from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import ROW_FORMATS, quantize_rowwise_reference, row_max
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, implements
+from hf_quant.kernels.dispatch import Path, implements
 from hf_quant.kernels.int8_attention import op
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 

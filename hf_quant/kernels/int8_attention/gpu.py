@@ -41,8 +41,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels._triton import (
+from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
     cached_plan,

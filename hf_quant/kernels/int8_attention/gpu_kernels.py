@@ -1,7 +1,7 @@
 """Triton kernels of `int8_attention`; gpu.py says what they cost."""
 
-from hf_quant.kernels._triton import tl, triton
-from hf_quant.kernels.rowwise.row_codes import encode, larger_magnitude, quotient, scale_of_row
+from hf_quant.kernels.gpu.launch import tl, triton
+from hf_quant.kernels.gpu.row_codes import encode, larger_magnitude, quotient, scale_of_row
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_quant.kernels._op import define_op
+from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 
 

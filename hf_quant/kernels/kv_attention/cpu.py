@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, implements
 from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.native import attention as native
 

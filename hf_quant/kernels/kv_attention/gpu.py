@@ -4,7 +4,7 @@ Few queries (decoding): the tokens are split over the grid, and a second, tiny l
 The rows of a tile are all positions and all heads of queries that meet one head of keys, so each code is read once.
 - Words go to shared memory by asynchronous copies, 16 bytes a lane, and from there straight into the layout of the
   matrix units' operand (values transposed by ldmatrix), where they are decoded: no code ever moves between lanes.
-  Element i of every word is an operand of its own ("place"), see `decoding`; queries are gathered accordingly.
+  Element i of every word is an operand of its own ("place"), see `gpu_places`; queries are gathered accordingly.
 - Scales enter after the products. With G groups a tile has G * R rows: row (g, r) is query r with all channels zero
   but those of group g, so that its sum is multiplied by the scale of group g, and the G rows are added. For values
   the weights of row (g, r) carry the scale of group g, of whose sums only the channels of group g are kept. A tile
@@ -50,8 +50,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels._triton import (
+from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.decode import bits_of, ptx
+from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
     cached_plan,
@@ -61,14 +63,12 @@ from hf_quant.kernels._triton import (
     tl,
     unavailable,
 )
-from hf_quant.kernels._weight_decode import bits_of, ptx
-from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.hadamard.gpu import hadamard_gpu
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.kv_attention.cpu import attend_in_blocks, rotated
-from hf_quant.kernels.kv_attention.decode_kernels import _kv_decode_kernel, _kv_merge_kernel
-from hf_quant.kernels.kv_attention.decoding import place_ptx, places
-from hf_quant.kernels.kv_attention.prefill_kernels import _kv_prefill_kernel
+from hf_quant.kernels.kv_attention.gpu_decode import _kv_decode_kernel, _kv_merge_kernel
+from hf_quant.kernels.kv_attention.gpu_places import place_ptx, places
+from hf_quant.kernels.kv_attention.gpu_prefill import _kv_prefill_kernel
 
 
 _MAX_D = 256

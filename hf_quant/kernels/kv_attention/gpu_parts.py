@@ -1,6 +1,6 @@
 """What the kernels of `kv_attention` share: where things lie, scales, masks, the tokens of a split."""
 
-from hf_quant.kernels._triton import tl, triton
+from hf_quant.kernels.gpu.launch import tl, triton
 
 
 # Nothing that the length of a cache changes may compile a kernel anew.

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import define_op
 from hf_quant.kernels.codes import CODES, CodeSpec, decode_codes, pack_codes, unpack_codes
+from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import row_max
 
 

@@ -2,7 +2,7 @@
 
 `_native` is an extension that is built when the package is installed where there is a compiler, and shipped in wheels;
 it holds every instruction set below and chooses at run time. Without it, or where `refusal` names a reason, the
-stock-torch paths of `_cpu_mm`, `kv_attention` and `algorithms` serve. What concerns caches is in `attention`.
+stock-torch paths of `cpu.product`, `kv_attention` and `algorithms` serve. What concerns caches is in `attention`.
 
 Instruction sets: "avx512" (with VNNI and VBMI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them),
 "avx2" (with FMA: Haswell, Zen and later), "neon" (Arm with dot products of int8: Armv8.2 DotProd), "portable" (any
@@ -26,9 +26,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu import clear_prepacked, fact
-from hf_quant.kernels._op import is_plain
 from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.cpu.prepack import clear_prepacked, fact
+from hf_quant.kernels.dispatch import is_plain
 
 
 _INTERFACE = 6  # of the arguments below; an extension built from other sources must not be called

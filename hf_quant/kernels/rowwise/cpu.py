@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels._op import implements
+from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.rowwise import op
 from hf_quant.kernels.rowwise.op import ROW_FORMATS, row_max, row_scale
 

@@ -23,11 +23,9 @@ in pairs as int32 12.2 instead of 12.5.
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels._triton import Target, config_table, launch, target_of, tl, triton, unavailable
-from hf_quant.kernels.rowwise import op
-from hf_quant.kernels.rowwise.op import PHILOX_ROUNDS, ROW_FORMATS, row_max
-from hf_quant.kernels.rowwise.row_codes import (
+from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.launch import Target, config_table, launch, target_of, tl, triton, unavailable
+from hf_quant.kernels.gpu.row_codes import (
     code_options,
     encode,
     larger_magnitude,
@@ -36,6 +34,8 @@ from hf_quant.kernels.rowwise.row_codes import (
     round_stochastically,
     scale_of_row,
 )
+from hf_quant.kernels.rowwise import op
+from hf_quant.kernels.rowwise.op import PHILOX_ROUNDS, ROW_FORMATS, row_max
 
 
 _ANY = 2**31 - 1

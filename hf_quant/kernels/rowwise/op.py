@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_quant.kernels._op import define_op
+from hf_quant.kernels.dispatch import define_op
 
 
 ROW_FORMATS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}

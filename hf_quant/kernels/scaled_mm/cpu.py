@@ -4,20 +4,20 @@ Where the native kernels serve (`kernels.native`) they quantize the rows of x on
 codes with them in integer sums; codes of other formats meet them in bf16 or fp32. The rest is stock torch:
 int8 x int8 with row scales runs in oneDNN's int8 GEMM on a prepacked weight (without one, and where the CPU lacks
 VNNI, in `_int_mm`): sums of integers are exact. Anything else multiplies the codes of x, which bf16 holds exactly, by
-the paths of `_cpu_mm`, and puts the row scales on the product; a weight of at most 2**16 elements, too.
+the paths of `cpu.product`, and puts the row scales on the product; a weight of at most 2**16 elements, too.
 """
 
 import torch
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels._cpu import prepacked
-from hf_quant.kernels._cpu_decode import level_block
-from hf_quant.kernels._cpu_mm import DENSE, as_rows, no_qlinear, product, qlinear, row_vector, scaled
-from hf_quant.kernels._cpu_pack import pack_qlinear
-from hf_quant.kernels._cpu_paths import NATIVE_PATH, PATHS
-from hf_quant.kernels._op import Path, Problem, implements
 from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.cpu.decode import level_block
+from hf_quant.kernels.cpu.layouts import pack_qlinear
+from hf_quant.kernels.cpu.paths import NATIVE_PATH, PATHS
+from hf_quant.kernels.cpu.prepack import prepacked
+from hf_quant.kernels.cpu.product import DENSE, as_rows, no_qlinear, product, qlinear, row_vector, scaled
+from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm import op

@@ -38,8 +38,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, direct, implements
-from hf_quant.kernels._triton import (
+from hf_quant.kernels.dispatch import Path, Problem, direct, implements
+from hf_quant.kernels.gpu.decode import scale_rows
+from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
     cached_plan,
@@ -51,7 +52,6 @@ from hf_quant.kernels._triton import (
     triton,
     unavailable,
 )
-from hf_quant.kernels._weight_decode import scale_rows
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled_mm_split_kernel, _scaled_mm_tiles_kernel

@@ -1,6 +1,6 @@
 """Triton kernels of `int8_scaled_mm` and `fp8_scaled_mm`; gpu.py says when each runs and why."""
 
-from hf_quant.kernels._triton import tl, triton
+from hf_quant.kernels.gpu.launch import tl, triton
 
 
 @triton.jit

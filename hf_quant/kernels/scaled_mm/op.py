@@ -9,7 +9,7 @@ None is differentiable; `modules` wraps them in an autograd.Function with the ex
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import define_op
+from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import ROW_FORMATS, quantize_rowwise_reference, row_max
 from hf_quant.kernels.weight_only.op import check as check_weight_only
 from hf_quant.kernels.weight_only.op import check_operands, dequantize_reference

@@ -1,14 +1,14 @@
-"""`weight_only_mm`, its backward, and `dequantize` on CPU, by the native kernels or torch; paths: see `_cpu_mm`."""
+"""`weight_only_mm`, its backward, and `dequantize` on CPU, by the native kernels or torch (see `cpu.product`)."""
 
 import torch
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels._cpu_decode import Block, expand_rows, level_block, scale_values, weight_block
-from hf_quant.kernels._cpu_mm import as_rows, product
-from hf_quant.kernels._cpu_paths import NATIVE_PATH, PATHS
-from hf_quant.kernels._op import Path, implements
 from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.cpu.decode import Block, expand_rows, level_block, scale_values, weight_block
+from hf_quant.kernels.cpu.paths import NATIVE_PATH, PATHS
+from hf_quant.kernels.cpu.product import as_rows, product
+from hf_quant.kernels.dispatch import Path, implements
 from hf_quant.kernels.weight_only import op
 from hf_quant.kernels.weight_only.op import check, check_weight
 
@@ -29,7 +29,7 @@ def weight_only_mm_cpu(
     format: str,
     group_size: int,
 ) -> Tensor:
-    """See `weight_only_mm_reference`; accuracy: `_cpu_mm`."""
+    """See `weight_only_mm_reference`; accuracy: `cpu.product`."""
     check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
     if bias is not None and bias.requires_grad:
         bias = bias.detach()

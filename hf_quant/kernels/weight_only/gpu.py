@@ -18,7 +18,7 @@ The other formats in instructions a weight, and the share of bandwidth that this
 
 Tried and lost, by the compiler's output: BLOCK_N 64 at M <= 8 (3.2 instructions a weight, 2.4 at 128); x gathered
 from memory at stride 8 instead of split in registers (16 LDG and 16 STS more a step); int32 elements (8 dots of K =
-16: twice the waits for the matrix unit); shifting and masking in Triton (see `_weight_decode`); group scales before
+16: twice the waits for the matrix unit); shifting and masking in Triton (see `gpu.decode`); group scales before
 the dot (64 HMUL2 more a step), kept where a step holds several groups, or where a second accumulator would spill
 (BLOCK_M 128).
 """
@@ -31,20 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels._triton import (
-    HAS_TRITON,
-    Target,
-    cached_plan,
-    config_table,
-    launch,
-    target_of,
-    tile_counters,
-    tl,
-    triton,
-    unavailable,
-)
-from hf_quant.kernels._weight_decode import (
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
     _scale_in,
     bits_of,
@@ -57,8 +46,19 @@ from hf_quant.kernels._weight_decode import (
     scale_rows,
     undecodable,
 )
-from hf_quant.kernels._weight_tile import tile_product
-from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.gpu.launch import (
+    HAS_TRITON,
+    Target,
+    cached_plan,
+    config_table,
+    launch,
+    target_of,
+    tile_counters,
+    tl,
+    triton,
+    unavailable,
+)
+from hf_quant.kernels.gpu.tile import tile_product
 from hf_quant.kernels.weight_only.op import check, check_weight, dequantize, weight_only_mm, weight_only_mm_backward
 
 

@@ -6,8 +6,8 @@ The references are the specification: decode in fp32, multiply and accumulate in
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import define_op
 from hf_quant.kernels.codes import CODES, decode_codes, expand_scale, packed_words
+from hf_quant.kernels.dispatch import define_op
 
 
 def check_weight(

@@ -18,13 +18,13 @@ from hf_quant.formats import Format
 from hf_quant.formats._minifloat import minifloat_round, minifloat_snap
 from hf_quant.formats.integer import _packed_integer
 from hf_quant.kernels import native
-from hf_quant.kernels._triton import TARGETS, pretend, record_launches
 from hf_quant.kernels.codes import CODES, CodeSpec, minifloat_codes, register_codes
-from hf_quant.kernels.grouped_mm.backward_gpu import grouped_mm_backward_gpu
+from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.grouped_mm.gpu import grouped_mm_gpu
+from hf_quant.kernels.grouped_mm.gpu_backward import grouped_mm_backward_gpu
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward_reference, grouped_mm_reference
-from hf_quant.kernels.weight_only.dequantize_gpu import dequantize_gpu
 from hf_quant.kernels.weight_only.gpu import weight_only_mm_gpu
+from hf_quant.kernels.weight_only.gpu_dequantize import dequantize_gpu
 from hf_quant.kernels.weight_only.op import dequantize_reference, weight_only_mm_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.testing import assert_close, assert_sqnr

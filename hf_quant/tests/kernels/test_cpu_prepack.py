@@ -9,8 +9,9 @@ import timeit
 import pytest
 import torch
 
-from hf_quant.kernels import _cpu, clear_prepacked, prepacked_bytes, set_prepack_limit, weight_only_mm
-from hf_quant.kernels._cpu import fact, prepacked, scratch
+from hf_quant.kernels import clear_prepacked, prepacked_bytes, set_prepack_limit, weight_only_mm
+from hf_quant.kernels.cpu import prepack
+from hf_quant.kernels.cpu.prepack import fact, prepacked, scratch
 from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import assert_product, decode_slowly, packed_case
 
@@ -24,7 +25,7 @@ N, K = 272, 256
 
 @pytest.fixture(autouse=True)
 def _empty_cache(monkeypatch):
-    monkeypatch.setattr(_cpu, "_limit", None)
+    monkeypatch.setattr(prepack, "_limit", None)
     clear_prepacked()
     yield
     clear_prepacked()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_quant.algorithms import geometry, quantize_matrix
-from hf_quant.kernels._triton import TARGETS, pretend, record_launches
-from hf_quant.kernels.weight_only.dequantize_gpu import dequantize_gpu
+from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
+from hf_quant.kernels.weight_only.gpu_dequantize import dequantize_gpu
 from hf_quant.kernels.weight_only.op import dequantize_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import QUANTS, swap_neighbours

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_quant.algorithms import geometry, quantize_matrix
-from hf_quant.kernels.grouped_mm.backward_gpu import grouped_mm_backward_gpu
 from hf_quant.kernels.grouped_mm.gpu import grouped_mm_gpu
+from hf_quant.kernels.grouped_mm.gpu_backward import grouped_mm_backward_gpu
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward_reference, grouped_mm_reference
 from hf_quant.kernels.scaled_mm.gpu import dynamic_mm_gpu
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_quant.algorithms import geometry, quantize_matrix
-from hf_quant.kernels._triton import TARGETS, pretend, record_launches
-from hf_quant.kernels.grouped_mm.backward_gpu import grouped_mm_backward_gpu
+from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.grouped_mm.gpu import grouped_mm_gpu
+from hf_quant.kernels.grouped_mm.gpu_backward import grouped_mm_backward_gpu
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward_reference, grouped_mm_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.testing import PRODUCT_RMS, assert_close

@@ -5,8 +5,8 @@ import torch
 from torch.library import opcheck
 
 from hf_quant.kernels import hadamard, hadamard_quantize_rowwise
-from hf_quant.kernels._op import Problem, explain
-from hf_quant.kernels._triton import TARGETS, pretend, record_launches
+from hf_quant.kernels.dispatch import Problem, explain
+from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.hadamard import gpu
 from hf_quant.kernels.hadamard.op import (
     differentiable_hadamard,

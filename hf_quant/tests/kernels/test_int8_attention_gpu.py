@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
-from hf_quant.kernels import _triton
-from hf_quant.kernels._op import Problem
-from hf_quant.kernels._triton import TARGETS, Target, pretend, record_launches
+from hf_quant.kernels.dispatch import Problem
+from hf_quant.kernels.gpu import launch
+from hf_quant.kernels.gpu.launch import TARGETS, Target, pretend, record_launches
 from hf_quant.kernels.int8_attention.gpu import int8_attention_gpu, supports_int8_attention
 from hf_quant.kernels.int8_attention.op import int8_attention_reference
 from hf_quant.testing import assert_close, rms_error
@@ -135,7 +135,7 @@ def test_blocks_of_keys_share_one_scale(monkeypatch):
     """A tuned table cannot take more keys at once than have one scale."""
     q, k, v = heads(1, 1, 1, 40, 300, 32, dtype=torch.float16)
     tuned = [(128, gpu.ONLINE, 64, 2 * gpu.KEY_BLOCK, 4, 1)]
-    monkeypatch.setitem(_triton._tables, ("int8_attention", TARGETS["sm90"]), tuned)
+    monkeypatch.setitem(launch._tables, ("int8_attention", TARGETS["sm90"]), tuned)
     monkeypatch.setattr(gpu, "attention_plan", gpu.attention_plan.__wrapped__)  # the cache would outlive the test
     with pretend(TARGETS["sm90"]), pytest.raises(InterpreterError, match="share one scale"):
         int8_attention_gpu(q, k, v, **PLAIN)

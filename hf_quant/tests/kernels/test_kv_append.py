@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import kv_append
-from hf_quant.kernels._op import Problem, explain
+from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.kernels.kv_attention.op import (
     CACHE_FORMATS,
     code_width,

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import hadamard, kv_attention
-from hf_quant.kernels._op import Problem, explain
+from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.kernels.kv_attention import cpu
 from hf_quant.kernels.kv_attention.op import (
     code_width,

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from hf_quant.formats import FORMATS
-from hf_quant.kernels._op import Problem, explain
-from hf_quant.kernels._triton import TARGETS, pretend, record_launches
-from hf_quant.kernels.kv_attention import append_gpu, gpu
-from hf_quant.kernels.kv_attention.append_gpu import kv_append_gpu
-from hf_quant.kernels.kv_attention.decoding import place_ptx, places
+from hf_quant.kernels.dispatch import Problem, explain
+from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
+from hf_quant.kernels.kv_attention import gpu, gpu_append
 from hf_quant.kernels.kv_attention.gpu import kv_attention_gpu
+from hf_quant.kernels.kv_attention.gpu_append import kv_append_gpu
+from hf_quant.kernels.kv_attention.gpu_places import place_ptx, places
 from hf_quant.kernels.kv_attention.op import CACHE_FORMATS, kv_append_reference, kv_attention_reference
 from hf_quant.testing import assert_close
 from hf_quant.tests.kernels.interpreter import install, run_ptx
@@ -307,8 +307,8 @@ def test_append_paths():
     meta = [x.to("meta") for x in (k, k, *parts[0], *parts[1])]
     with record_launches() as launches:
         kv_append_gpu(*meta[:2], None, *meta[2:], format="int4", rotates_keys=True)
-    assert not launches and "groups of 48" in append_gpu.append_refusal(96, 48)
-    assert "272" in append_gpu.append_refusal(272, 272) and append_gpu.append_refusal(80, 80) is None
+    assert not launches and "groups of 48" in gpu_append.append_refusal(96, 48)
+    assert "272" in gpu_append.append_refusal(272, 272) and gpu_append.append_refusal(80, 80) is None
     op = torch.ops.hf_quant.kv_append.default
     assert explain(op, "cuda", Problem("nf4", 64, 1, 64, torch.bfloat16))[0][2] == "no kernel for nf4"
     assert explain(op, "cuda", Problem("int4", 64, 1, 128, torch.bfloat16))[0][2] is None

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm, weight_only_mm_backward
-from hf_quant.kernels._triton import TARGETS, pretend
+from hf_quant.kernels.gpu.launch import TARGETS, pretend
 from hf_quant.kernels.grouped_mm.gpu import grouped_mm_gpu
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.scaled_mm.gpu import dynamic_mm_gpu
-from hf_quant.kernels.weight_only.dequantize_gpu import dequantize_gpu
 from hf_quant.kernels.weight_only.gpu import weight_only_mm_gpu
+from hf_quant.kernels.weight_only.gpu_dequantize import dequantize_gpu
 from hf_quant.tests.kernels.cases import assert_product, rejects
 
 

@@ -7,7 +7,7 @@ from torch.library import opcheck
 
 from hf_quant import kernels
 from hf_quant.formats import FORMATS
-from hf_quant.kernels._op import Problem, explain
+from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.tests.kernels.cases import QUANTS, packed_case
 
 

@@ -6,8 +6,8 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from hf_quant.kernels import quantize_rowwise
-from hf_quant.kernels._op import Problem, explain
-from hf_quant.kernels._triton import TARGETS, pretend, record_launches
+from hf_quant.kernels.dispatch import Problem, explain
+from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.rowwise import gpu
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.tests.kernels.interpreter import install

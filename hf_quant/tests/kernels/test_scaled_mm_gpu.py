@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_quant.kernels._op import Problem
-from hf_quant.kernels._triton import TARGETS, Target, pretend, record_launches, reload_tables
+from hf_quant.kernels.dispatch import Problem
+from hf_quant.kernels.gpu.launch import TARGETS, Target, pretend, record_launches, reload_tables
 from hf_quant.kernels.scaled_mm import gpu
 from hf_quant.kernels.scaled_mm.gpu import dynamic_mm_gpu, fp8_scaled_mm_gpu, int8_scaled_mm_gpu
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
@@ -273,7 +273,7 @@ def test_the_gpu_of_the_tensors_decides(monkeypatch):
     packed, options = packed_case(TensorQuant("int8", "row"), 66, 160)
     problem = Problem("int8", 160, 66, 160, torch.bfloat16, activation="int8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("hf_quant.kernels._triton._device_target", lambda kind, index: TARGETS["sm75"])
+    monkeypatch.setattr("hf_quant.kernels.gpu.launch._device_target", lambda kind, index: TARGETS["sm75"])
     assert "no matrix units for int8" in gpu.supports_scaled(problem)
     with pretend(TARGETS["sm90"]), record_launches() as launches:
         x, *weight = (None if part is None else part.to("meta") for part in (torch.ones(2, 160), *packed))

@@ -14,24 +14,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_quant.kernels import _triton
-from hf_quant.kernels._triton import TARGETS, Target, config_table, lasting, reload_tables, tile_counters, tuned_path
+from hf_quant import kernels
+from hf_quant.kernels.gpu import launch
+from hf_quant.kernels.gpu.launch import (
+    TARGETS,
+    Target,
+    config_table,
+    lasting,
+    reload_tables,
+    tile_counters,
+    tuned_path,
+)
 
 
-KERNELS = Path(_triton.__file__).parent
+KERNELS = Path(kernels.__file__).parent
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import importlib
-from hf_quant.kernels import _triton
+from hf_quant.kernels.gpu import launch
 for name in sys.argv[1:]:
     importlib.import_module(name)
-assert not _triton.HAS_TRITON and _triton.unavailable("cuda") == "triton is not installed"
+assert not launch.HAS_TRITON and launch.unavailable("cuda") == "triton is not installed"
 """
 
 
 def test_every_gpu_file_can_be_imported_without_triton():
-    files = [path.relative_to(KERNELS).with_suffix("") for path in KERNELS.rglob("*gpu*.py")]
+    paths = (*KERNELS.rglob("gpu*.py"), *KERNELS.glob("gpu/*.py"))
+    files = [path.relative_to(KERNELS).with_suffix("") for path in paths if path.name != "__init__.py"]
     assert len(files) >= 8
     names = [".".join(("hf_quant.kernels", *path.parts)) for path in files]
     subprocess.run([sys.executable, "-c", WITHOUT_TRITON, *names], check=True)
@@ -79,7 +89,7 @@ def cuda(monkeypatch) -> types.SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=state.stream))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch, "zeros", fake_zeros)
-    monkeypatch.setattr(_triton, "_pools", {})
+    monkeypatch.setattr(launch, "_pools", {})
     return state
 
 
@@ -107,7 +117,7 @@ def test_lasting_tensors_are_complete_and_in_nobodys_pool(cuda):
 def test_streams_and_captured_launches_share_no_counters(cuda):
     cuda.capturing = True
     tile_counters(5, CUDA)
-    assert cuda.events == ["caller makes zeros"] and not _triton._pools, "a graph's own memory"
+    assert cuda.events == ["caller makes zeros"] and not launch._pools, "a graph's own memory"
     cuda.capturing = False
     first = tile_counters(5, CUDA)
     assert tile_counters(7, CUDA).data_ptr() == first.data_ptr()

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hf_quant.formats import FORMATS
-from hf_quant.kernels import _weight_decode
-from hf_quant.kernels._weight_decode import decode_options, ptx, whole_element
+from hf_quant.kernels.gpu import decode
+from hf_quant.kernels.gpu.decode import decode_options, ptx, whole_element
 from hf_quant.tests.kernels.interpreter import run_ptx
 
 
@@ -68,8 +68,8 @@ def test_tables_do_not_depend_on_the_default_device():
 def test_levels_are_made_to_last(monkeypatch):
     """They are kept for the life of the process, and first asked for while a graph may be warming up."""
     asked, device = [], torch.device("cpu")
-    monkeypatch.setattr(_weight_decode, "lasting", lambda make, device: asked.append(device) or make())
-    levels = _weight_decode.levels_tensor.__wrapped__("nf4", torch.float32, device)
+    monkeypatch.setattr(decode, "lasting", lambda make, device: asked.append(device) or make())
+    levels = decode.levels_tensor.__wrapped__("nf4", torch.float32, device)
     assert asked == [device] and levels.tolist() == torch.tensor(FORMATS["nf4"].spec.levels).tolist()
 
 

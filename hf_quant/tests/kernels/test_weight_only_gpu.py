@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_quant.algorithms import geometry, quantize_matrix
-from hf_quant.kernels._triton import TARGETS, pretend, record_launches
+from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.weight_only.gpu import fused_mm, weight_only_mm_gpu
 from hf_quant.scheme import TensorQuant

@@ -10,7 +10,7 @@ from aot_compile import check_built, collect, cover
 from kernel_build import build, check_environment, record
 from kernel_cases import Attention, attention_case, memory_case
 
-from hf_quant.kernels._triton import TARGETS, Target, launch, tl, triton
+from hf_quant.kernels.gpu.launch import TARGETS, Target, launch, tl, triton
 
 
 @triton.jit(do_not_specialize=["M"])

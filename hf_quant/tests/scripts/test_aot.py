@@ -9,7 +9,7 @@ from pathlib import Path
 import aot_compile
 import pytest
 
-from hf_quant.kernels._triton import HAS_TRITON
+from hf_quant.kernels.gpu.launch import HAS_TRITON
 
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")

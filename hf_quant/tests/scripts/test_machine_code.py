@@ -17,7 +17,7 @@ from machine_code import (
     summarize,
 )
 
-from hf_quant.kernels._triton import TARGETS
+from hf_quant.kernels.gpu.launch import TARGETS
 
 
 def sass(*lines: str) -> str:

@@ -1,7 +1,7 @@
 """Triton kernel of `kv_attention` for many queries; gpu.py says what it costs."""
 
-from hf_quant.kernels._triton import tl, triton
-from hf_quant.kernels._weight_decode import decode_in_order, spread
+from hf_quant.kernels.gpu.decode import decode_in_order, spread
+from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
     head_start,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu import scratch
 from hf_quant.kernels.codes import PACK, CodeSpec
+from hf_quant.kernels.cpu.prepack import scratch
 
 
 class Block(NamedTuple):

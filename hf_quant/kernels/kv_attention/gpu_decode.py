@@ -1,7 +1,7 @@
 """Triton kernels of `kv_attention` for few queries, and the sum of splits; gpu.py says what they cost."""
 
-from hf_quant.kernels._triton import tl, triton
-from hf_quant.kernels._weight_decode import _decode_portable
+from hf_quant.kernels.gpu.decode import _decode_portable
+from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
     head_start,
@@ -18,7 +18,7 @@ from hf_quant.kernels.kv_attention.gpu_parts import (
 def _place(
     words, i: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, MULTIPLIER: tl.constexpr, PTX: tl.constexpr
 ):
-    """The values of the i-th codes of all elements in bf16, as the PTX of `decoding` gives them for values."""
+    """The values of the i-th codes of all elements in bf16, as the PTX of `gpu_places` gives them for values."""
     if PTX is not None:
         bits = tl.inline_asm_elementwise(PTX[i], "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
         return bits.to(tl.bfloat16, bitcast=True)

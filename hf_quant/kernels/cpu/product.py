@@ -2,8 +2,8 @@
 
 The native kernels compute it where they can (`kernels.native`); what follows is for where they are not built, by stock
 torch ops. Which path runs depends on format, shapes and dtype only: equal inputs give equal bits, in every process. M
-is a run-time value: the ops are opaque to torch.compile. `_cpu_paths` tells the plan. Some of torch's paths read a
-prepacked copy of the weight, see `kernels._cpu`.
+is a run-time value: the ops are opaque to torch.compile. `cpu.paths` tells the plan. Some of torch's paths read a
+prepacked copy of the weight, see `kernels.cpu.prepack`.
 
 Their accuracy, bf16 input: weights are rounded to bf16 (their scales too), products accumulate in fp32, the output is
 rounded to bf16; where one scale serves a whole row the weights are exact and the scale multiplies the output. fp16 and
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels._cpu import fact, known, prepacked, remember, scratch
-from hf_quant.kernels._cpu_decode import (
+from hf_quant.kernels.codes import PACK, CodeSpec
+from hf_quant.kernels.cpu.decode import (
     Block,
     column_scaler,
     doubled_block,
@@ -34,7 +34,7 @@ from hf_quant.kernels._cpu_decode import (
     split_columns,
     weight_block,
 )
-from hf_quant.kernels._cpu_pack import (
+from hf_quant.kernels.cpu.layouts import (
     dequantized,
     expand_to_fp8,
     have_middle_exponents,
@@ -43,7 +43,7 @@ from hf_quant.kernels._cpu_pack import (
     pack_qlinear,
     trust_float8,
 )
-from hf_quant.kernels.codes import PACK, CodeSpec
+from hf_quant.kernels.cpu.prepack import fact, known, prepacked, remember, scratch
 from hf_quant.kernels.rowwise.cpu import row_amax
 
 

@@ -1,9 +1,10 @@
-"""What the CPU paths prepack: builders for the cache of `kernels._cpu`, each called once per weight."""
+"""What the CPU paths prepack: builders for the cache of `kernels.cpu.prepack`, each called once per weight."""
 
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._cpu_decode import (
+from hf_quant.kernels.codes import CodeSpec
+from hf_quant.kernels.cpu.decode import (
     code_bytes,
     code_values,
     expand_rows,
@@ -11,7 +12,6 @@ from hf_quant.kernels._cpu_decode import (
     scale_values,
     weight_block,
 )
-from hf_quant.kernels.codes import CodeSpec
 
 
 # level = a * p + b * q with p, q in -8..7 (chosen nearest): exact for e2m1; nf4 within 2**-9 of its rms, as bf16 is.

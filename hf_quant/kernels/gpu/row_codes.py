@@ -3,7 +3,7 @@
 They are what every kernel that ends in row quantization shares. Codes are written as bytes: uint8 for fp8_e4m3.
 """
 
-from hf_quant.kernels._triton import Target, tl, triton
+from hf_quant.kernels.gpu.launch import Target, tl, triton
 from hf_quant.kernels.rowwise.op import SMALLEST_SCALE, row_max
 
 

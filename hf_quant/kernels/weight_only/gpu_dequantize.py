@@ -10,9 +10,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, implements
-from hf_quant.kernels._triton import HAS_TRITON, launch, target_of, tl, triton, unavailable
-from hf_quant.kernels._weight_decode import (
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.dispatch import Path, implements
+from hf_quant.kernels.gpu.decode import (
     _load_planes,
     _scale_in,
     bits_of,
@@ -28,7 +28,7 @@ from hf_quant.kernels._weight_decode import (
     spread,
     undecodable,
 )
-from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.gpu.launch import HAS_TRITON, launch, target_of, tl, triton, unavailable
 from hf_quant.kernels.weight_only.op import check_weight, dequantize, dequantize_reference
 
 

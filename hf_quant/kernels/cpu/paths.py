@@ -1,12 +1,12 @@
-"""What the plan and the support matrix are told of the CPU paths; `_cpu_mm.product` takes them."""
+"""What the plan and the support matrix are told of the CPU paths; `product` takes them."""
 
 import torch
 
 from hf_quant.kernels import native
-from hf_quant.kernels._cpu_mm import DENSE, SHIFTS, no_qlinear
-from hf_quant.kernels._cpu_pack import int4pack_group
-from hf_quant.kernels._op import Path, Problem
 from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.cpu.layouts import int4pack_group
+from hf_quant.kernels.cpu.product import DENSE, SHIFTS, no_qlinear
+from hf_quant.kernels.dispatch import Path, Problem
 
 
 def _supports_native(problem: Problem) -> str | None:

@@ -9,9 +9,9 @@ Not measured.
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import implements
-from hf_quant.kernels._triton import Target, launch, target_of, tl, triton, unavailable
-from hf_quant.kernels._weight_decode import (
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.dispatch import implements
+from hf_quant.kernels.gpu.decode import (
     _load_planes,
     _scale_in,
     bits_of,
@@ -27,7 +27,7 @@ from hf_quant.kernels._weight_decode import (
     spread,
     undecodable,
 )
-from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable
 from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP, each_expert, rows_of_tile
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward
 from hf_quant.kernels.weight_only.op import check_weight, weight_only_mm_backward

@@ -9,8 +9,8 @@ no shuffle. Compiled for sm90 (BLOCK_N 128, BLOCK_M 16, BLOCK_K 128, 4 warps), w
 step of int4 takes 6 % more instructions with int32 elements (8 dots of K = 16) than with int16 (4 dots of K = 32).
 """
 
-from hf_quant.kernels._triton import tl, triton
-from hf_quant.kernels._weight_decode import _decode_portable, _decode_ptx, _load_planes, _scale_in, spread
+from hf_quant.kernels.gpu.decode import _decode_portable, _decode_ptx, _load_planes, _scale_in, spread
+from hf_quant.kernels.gpu.launch import tl, triton
 
 
 @triton.jit

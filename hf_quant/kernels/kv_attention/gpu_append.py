@@ -13,12 +13,12 @@ token: 4 KB; the launch is all there is.
 import torch
 from torch import Tensor
 
-from hf_quant.kernels._op import Path, Problem, implements
-from hf_quant.kernels._triton import HAS_TRITON, cached_plan, launch, target_of, tl, triton, unavailable
 from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.launch import HAS_TRITON, cached_plan, launch, target_of, tl, triton, unavailable
+from hf_quant.kernels.gpu.row_codes import encode
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.rowwise.op import row_max
-from hf_quant.kernels.rowwise.row_codes import encode
 
 
 _TOKENS = 8  # of a program

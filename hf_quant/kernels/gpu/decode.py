@@ -1,7 +1,7 @@
 """Quantized weights as Triton kernels read and decode them, in registers.
 
 Packed codes are read as elements of `CODES` consecutive codes, and decoded into one tensor for each place in an
-element (see `_weight_tile` for why that order is free). The decoding is written twice from one description: as PTX,
+element (see `gpu.tile` for why that order is free). The decoding is written twice from one description: as PTX,
 integer instructions only, on two elements of a register at a time (`ptx`), and in Triton for AMD and Intel. LLVM
 shifts and masks the 16-bit halves of a register one by one: a K step of int4 (sm90, BLOCK_N 128, BLOCK_M 16, BLOCK_K
 128, 4 warps; Triton 3.9) takes 494 instructions with Triton's decoding, 318 with the PTX.
@@ -16,8 +16,8 @@ from functools import cache
 
 import torch
 
-from hf_quant.kernels._triton import lasting, tl, triton
 from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.gpu.launch import lasting, tl, triton
 
 
 ANY_GROUP = 2**30  # the constexpr GROUP where one scale serves the whole row
