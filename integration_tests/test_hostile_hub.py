@@ -95,7 +95,7 @@ def server(files, monkeypatch) -> Iterator[Server]:
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-        monkeypatch.setattr("hf_quant.checkpoint._folder.time.sleep", lambda seconds: None)
+        monkeypatch.setattr("hf_quant.checkpoint.folder.time.sleep", lambda seconds: None)
         huggingface_hub.close_session()
         names = ("config.json", "model.safetensors")
         server.answers = {"/api/models/me/model": listing(*names), **{name: part_of(files[name]) for name in names}}
@@ -172,7 +172,7 @@ def test_answers_byte_by_byte(server, monkeypatch):
             wait.wait(0.05)
 
     wait = threading.Event()
-    monkeypatch.setattr("hf_quant.checkpoint._folder._MAX_SECONDS", 0.5)
+    monkeypatch.setattr("hf_quant.checkpoint.folder._MAX_SECONDS", 0.5)
     server.answers["config.json"] = answer
     assert "me/model/config.json: the Hub has not answered in full after 0.5 seconds" in refusal()
 

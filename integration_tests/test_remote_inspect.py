@@ -10,9 +10,7 @@ from huggingface_hub import constants
 from torch import nn
 
 from hf_quant import quantize_, save_quantized
-from hf_quant.checkpoint import inspect_checkpoint, inspect_parts
-from hf_quant.checkpoint._header import DTYPES, TensorInfo
-from hf_quant.checkpoint._packed import expected_tensors
+from hf_quant.checkpoint import DTYPES, TensorInfo, expected_tensors, inspect_checkpoint, inspect_parts
 from hf_quant.cli import main
 from hf_quant.config import QuantizerConfig, resolve_scheme
 from hf_quant.planning import schemes_to_list
@@ -31,7 +29,7 @@ def hub(monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-        monkeypatch.setattr("hf_quant.checkpoint._folder.time.sleep", lambda seconds: None)
+        monkeypatch.setattr("hf_quant.checkpoint.folder.time.sleep", lambda seconds: None)
         huggingface_hub.close_session()
         yield server
         huggingface_hub.close_session()
@@ -214,7 +212,7 @@ def test_hostile_repositories(hub, llama, monkeypatch):
     # A header that claims 90 MB of the file's 2 GB, and a budget for all that is read.
     claim = (90_000_000).to_bytes(8, "little")
     hub.add("me/claim", {"config.json": files["config.json"], "model.safetensors": Sparse(claim, 2 << 30)})
-    monkeypatch.setattr("hf_quant.checkpoint._folder.MAX_REMOTE_BYTES", 1_000_000)
+    monkeypatch.setattr("hf_quant.checkpoint.folder.MAX_REMOTE_BYTES", 1_000_000)
     with pytest.raises(ValueError, match="me/claim has more than 1000000 bytes of configs and headers"):
         inspect_checkpoint("me/claim")
     assert sum(request.sent for request in hub.asked("GET", "/cdn/me/claim")) < 20e6

@@ -1,27 +1,68 @@
-"""Checkpoints: what is in the files, whether it may be trusted, and saving and loading of plain modules.
+"""Checkpoints: read and check untrusted files, and save and load modules that no host saves.
 
-Nothing here knows a host. `read_header` and `inspect_checkpoint` read the files' headers only, the latter from the
-Hub, too; `check_packed` judges tensors that were loaded; `save_quantized` and `load_quantized_` are the way of modules
-that no host saves.
+Nothing here knows a host. `read_header` and `inspect_checkpoint` read only the headers of files, on this machine or on
+the Hub; `check_packed` checks tensors that were loaded; `save_quantized` and `load_quantized_` store any quantized
+module. A `Folder` is a checkpoint's directory, local or remote; every other function reads through one.
 """
 
-from hf_quant.checkpoint._header import TensorInfo, read_header
-from hf_quant.checkpoint._inspect import CheckpointRow, CheckpointSummary, inspect_checkpoint, inspect_parts, summarize
-from hf_quant.checkpoint._packed import check_packed, guard_entry
-from hf_quant.checkpoint._store import config_of, load_quantized_, save_quantized
+from hf_quant.checkpoint.folder import Directory, Folder, HubRepository, local_path, open_folder, refuse_file
+from hf_quant.checkpoint.header import DTYPES, TensorInfo, load_json, read_header, scan_files
+from hf_quant.checkpoint.packed import (
+    StoredWeight,
+    check_info,
+    check_packed,
+    check_values,
+    expected_tensors,
+    guard_entry,
+    stored_weights,
+)
+from hf_quant.checkpoint.staging import workspace
+from hf_quant.checkpoint.store import CONFIG_NAME, MAX_CONFIG_BYTES, config_of, load_quantized_, save_quantized
+from hf_quant.checkpoint.summary import (
+    CheckpointRow,
+    CheckpointSummary,
+    find_config,
+    holds_quantized,
+    inspect_checkpoint,
+    inspect_parts,
+    summarize,
+)
+from hf_quant.checkpoint.untrusted import one_line, parse_json, shorten
 
 
 __all__ = [
+    "CONFIG_NAME",
+    "DTYPES",
+    "MAX_CONFIG_BYTES",
     "CheckpointRow",
     "CheckpointSummary",
+    "Directory",
+    "Folder",
+    "HubRepository",
+    "StoredWeight",
     "TensorInfo",
+    "check_info",
     "check_packed",
+    "check_values",
     "config_of",
+    "expected_tensors",
+    "find_config",
     "guard_entry",
+    "holds_quantized",
     "inspect_checkpoint",
     "inspect_parts",
+    "load_json",
     "load_quantized_",
+    "local_path",
+    "one_line",
+    "open_folder",
+    "parse_json",
     "read_header",
+    "refuse_file",
     "save_quantized",
+    "scan_files",
+    "shorten",
+    "stored_weights",
     "summarize",
+    "workspace",
 ]

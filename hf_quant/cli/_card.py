@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hf_quant.checkpoint._folder import refuse_file
+from hf_quant.checkpoint import refuse_file
 from hf_quant.cli._models import check_writable
 from hf_quant.integrations.hub import (
     CARD,

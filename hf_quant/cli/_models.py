@@ -21,8 +21,7 @@ from huggingface_hub.errors import (
 )
 from torch import nn
 
-from hf_quant.checkpoint import read_header
-from hf_quant.checkpoint._folder import open_folder, refuse_file
+from hf_quant.checkpoint import open_folder, read_header, refuse_file
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._files import SIDE_FILES, is_side_file
 

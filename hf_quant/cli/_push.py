@@ -10,8 +10,7 @@ from typing import NamedTuple
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RemoteEntryNotFoundError
 
-from hf_quant.checkpoint._folder import HubRepository
-from hf_quant.checkpoint._inspect import holds_quantized
+from hf_quant.checkpoint import HubRepository, holds_quantized
 from hf_quant.integrations.hub import CARD, is_untouched, merge_cards, read_card
 
 

@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from hf_quant.checkpoint.staging import workspace
+from hf_quant.checkpoint import workspace
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,

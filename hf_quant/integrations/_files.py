@@ -15,12 +15,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hf_quant.checkpoint import TensorInfo
-from hf_quant.checkpoint._folder import Directory, local_path, open_folder
-from hf_quant.checkpoint._header import load_json, scan_files
-from hf_quant.checkpoint._json import one_line, shorten
-from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
-from hf_quant.checkpoint.staging import workspace
+from hf_quant.checkpoint import (
+    MAX_CONFIG_BYTES,
+    Directory,
+    TensorInfo,
+    load_json,
+    local_path,
+    one_line,
+    open_folder,
+    scan_files,
+    shorten,
+    workspace,
+)
 
 
 # What lies beside the weights: tokenizers, processors, chat templates, the code of custom models, licences.

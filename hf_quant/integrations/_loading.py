@@ -9,9 +9,15 @@ import torch
 from torch import nn
 
 from hf_quant.algorithms import PackedWeight
-from hf_quant.checkpoint import TensorInfo, read_header
-from hf_quant.checkpoint._json import shorten
-from hf_quant.checkpoint._packed import StoredWeight, check_info, expected_tensors, stored_weights
+from hf_quant.checkpoint import (
+    StoredWeight,
+    TensorInfo,
+    check_info,
+    expected_tensors,
+    read_header,
+    shorten,
+    stored_weights,
+)
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import (
     QuantizedModule,

@@ -19,8 +19,7 @@ from diffusers.quantizers import base
 from torch import nn
 
 from hf_quant import planning, quantize
-from hf_quant.checkpoint import check_packed
-from hf_quant.checkpoint._packed import stored_weights
+from hf_quant.checkpoint import check_packed, stored_weights
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._loading import (
     prepare_from_checkpoint,

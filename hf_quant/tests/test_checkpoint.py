@@ -14,8 +14,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hf_quant import QuantizerConfig, QuantLinear, load_quantized_, plan, quantize, quantize_, save_quantized
-from hf_quant.checkpoint import check_packed, config_of, guard_entry, inspect_checkpoint, read_header
-from hf_quant.checkpoint._store import CONFIG_NAME
+from hf_quant.checkpoint import CONFIG_NAME, check_packed, config_of, guard_entry, inspect_checkpoint, read_header
 from hf_quant.modules import QuantizedModule
 from hf_quant.testing import all_scheme_fields
 

@@ -22,8 +22,7 @@ from torch import nn
 
 import hf_quant
 from hf_quant import load_quantized_, quantize_, save_quantized
-from hf_quant.checkpoint import inspect_parts, read_header
-from hf_quant.checkpoint._store import CONFIG_NAME
+from hf_quant.checkpoint import CONFIG_NAME, inspect_parts, read_header
 
 
 pytest.importorskip("hypothesis", reason="the cases are made by hypothesis, of the extra `dev`")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_quant.checkpoint.staging import workspace
+from hf_quant.checkpoint import workspace
 
 
 HOLD = """

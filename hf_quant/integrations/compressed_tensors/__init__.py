@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_quant.checkpoint.staging import workspace
+from hf_quant.checkpoint import workspace
 from hf_quant.integrations._files import TensorFiles, check_out, local_checkpoint, read_config, staged
 from hf_quant.integrations.compressed_tensors._export import READERS, plan_export, write_export
 from hf_quant.integrations.hub import CARD, Export, Measurements, converted_card, origin_of

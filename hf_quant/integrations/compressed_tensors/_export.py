@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D known)
 from hf_quant.algorithms import PackedWeight
-from hf_quant.checkpoint._inspect import find_config
-from hf_quant.checkpoint._packed import check_values
+from hf_quant.checkpoint import check_values, find_config
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._files import TensorFiles, empty_model, rewrite, write_config
 from hf_quant.integrations._loading import prepare_from_checkpoint, stored_weights

@@ -16,8 +16,7 @@ import yaml  # comes with huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
-from hf_quant.checkpoint._folder import Directory
-from hf_quant.checkpoint._inspect import holds_quantized
+from hf_quant.checkpoint import Directory, holds_quantized
 from hf_quant.integrations.hub import _base
 from hf_quant.integrations.hub._base import NotOnHub, find_card, hub_id, is_hub_id, read_card
 from hf_quant.integrations.hub._content import content, is_format_tag, tags_of

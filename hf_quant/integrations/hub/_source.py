@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_quant.checkpoint import CheckpointSummary, TensorInfo, inspect_checkpoint, read_header, summarize
-from hf_quant.checkpoint._folder import Directory
-from hf_quant.checkpoint._header import load_json, scan_files
-from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
+from hf_quant.checkpoint import (
+    MAX_CONFIG_BYTES,
+    CheckpointSummary,
+    Directory,
+    TensorInfo,
+    inspect_checkpoint,
+    load_json,
+    read_header,
+    scan_files,
+    summarize,
+)
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations.hub._sample import sample_of, sample_of_files
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_quant.checkpoint._json import parse_json, shorten
+from hf_quant.checkpoint import parse_json, shorten
 
 
 MAX_BYTES = 10_000_000  # of a file of measurements

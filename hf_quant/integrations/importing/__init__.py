@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_quant.checkpoint._folder import Directory
-from hf_quant.checkpoint._header import load_json
-from hf_quant.checkpoint._json import one_line, shorten
-from hf_quant.checkpoint._store import MAX_CONFIG_BYTES
+from hf_quant.checkpoint import MAX_CONFIG_BYTES, Directory, load_json, one_line, shorten
 from hf_quant.integrations._files import TensorFiles, empty_model, local_checkpoint, read_config, staged
 from hf_quant.integrations.hub import CARD, converted_card, hub_id
 from hf_quant.integrations.importing._compressed import read_compressed_tensors

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D known)
 from hf_quant.algorithms import PackedWeight
-from hf_quant.checkpoint._header import TensorInfo
-from hf_quant.checkpoint._packed import check_info, check_values, expected_tensors
+from hf_quant.checkpoint import TensorInfo, check_info, check_values, expected_tensors
 from hf_quant.config import QuantizerConfig, fields_of
 from hf_quant.integrations._files import TensorFiles, rewrite, write_config
 from hf_quant.integrations._loading import prepare_from_checkpoint

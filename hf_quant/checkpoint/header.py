@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_quant.checkpoint._folder import Directory, Folder
-from hf_quant.checkpoint._json import parse_json, shorten
+from hf_quant.checkpoint.folder import Directory, Folder
+from hf_quant.checkpoint.untrusted import parse_json, shorten
 
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself; also ours for an index file

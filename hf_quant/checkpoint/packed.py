@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.algorithms import empty_packed
-from hf_quant.checkpoint._header import TensorInfo
+from hf_quant.checkpoint.header import TensorInfo
 from hf_quant.formats import FORMATS
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_dtype
 from hf_quant.scheme import LinearScheme, TensorQuant

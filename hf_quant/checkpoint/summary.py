@@ -7,11 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_quant.checkpoint._folder import Folder, open_folder
-from hf_quant.checkpoint._header import TensorInfo, load_json, scan_folder
-from hf_quant.checkpoint._json import one_line
-from hf_quant.checkpoint._packed import StoredWeight, check_info, expected_tensors, stored_weights
-from hf_quant.checkpoint._store import CONFIG_NAME, MAX_CONFIG_BYTES, config_from_fields
+from hf_quant.checkpoint.folder import Folder, open_folder
+from hf_quant.checkpoint.header import TensorInfo, load_json, scan_folder
+from hf_quant.checkpoint.packed import StoredWeight, check_info, expected_tensors, stored_weights
+from hf_quant.checkpoint.store import CONFIG_NAME, MAX_CONFIG_BYTES, config_from_fields
+from hf_quant.checkpoint.untrusted import one_line
 from hf_quant.config import QuantizerConfig
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import PACK

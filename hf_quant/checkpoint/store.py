@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hf_quant.checkpoint._folder import Directory
-from hf_quant.checkpoint._header import TensorInfo, load_json, scan_files
-from hf_quant.checkpoint._json import one_line, shorten
-from hf_quant.checkpoint._packed import check_info, check_values, expected_tensors, guard_entry
+from hf_quant.checkpoint.folder import Directory
+from hf_quant.checkpoint.header import TensorInfo, load_json, scan_files
+from hf_quant.checkpoint.packed import check_info, check_values, expected_tensors, guard_entry
 from hf_quant.checkpoint.staging import workspace
+from hf_quant.checkpoint.untrusted import one_line, shorten
 from hf_quant.config import QuantizerConfig, fields_of
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list

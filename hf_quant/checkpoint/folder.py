@@ -12,7 +12,7 @@ from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import HFValidationError, build_hf_headers, validate_repo_id
 
-from hf_quant.checkpoint._json import one_line, parse_json, shorten
+from hf_quant.checkpoint.untrusted import one_line, parse_json, shorten
 
 
 MAX_REMOTE_BYTES = 200_000_000  # in all, of configs, index files and headers; 70B models have 2 MB of them
