@@ -25,8 +25,7 @@ from hf_quant.checkpoint.staging import workspace
 from hf_quant.checkpoint.untrusted import one_line, shorten
 from hf_quant.config import QuantizerConfig, fields_of
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
-from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list
-from hf_quant.planning._names import unfold_names
+from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_names
 from hf_quant.quantize import tell_observers
 from hf_quant.scheme import LinearScheme
 

@@ -17,8 +17,7 @@ from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import PACK
 from hf_quant.kv_cache import KVCacheConfig
 from hf_quant.modules import packed_key
-from hf_quant.planning import format_table, schemes_from_list
-from hf_quant.planning._names import MAX_PARTS
+from hf_quant.planning import MAX_PARTS, format_table, schemes_from_list
 from hf_quant.scheme import LinearScheme
 
 

@@ -357,7 +357,7 @@ def test_a_malformed_plan_is_refused(stored, message):
 
 
 def test_a_plan_of_too_many_modules_is_refused(monkeypatch):
-    monkeypatch.setattr("hf_quant.planning._names.MAX_MODULES", 100)
+    monkeypatch.setattr("hf_quant.planning.names.MAX_MODULES", 100)
     assert len(schemes_from_list([{"scheme": INT4, "modules": ["a.{0-49}", "b.{0-49}"]}])) == 100
     with pytest.raises(ValueError, match="names more than 100 modules"):
         schemes_from_list([{"scheme": INT4, "modules": ["a.{0-49}", "b.{0-50}"]}])

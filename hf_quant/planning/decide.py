@@ -1,0 +1,298 @@
+"""`plan`: decide for each module of a model which scheme it gets, or why it stays in 16 bit."""
+
+import difflib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_quant.algorithms import empty_packed
+from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, matches, resolve_scheme
+from hf_quant.kv_cache import KVCacheConfig, describe
+from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
+from hf_quant.planning.records import PlanEntry, QuantPlan
+from hf_quant.scheme import LinearScheme
+
+
+logger = logging.getLogger(__name__)
+
+MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
+DEFAULT_KINDS = ("linear", "experts")
+
+
+class Rules(NamedTuple):
+    """What a host knows of its model: {module name: reason}.
+
+    Attributes:
+        keep: stay in 16 bit, unless `modules_to_not_convert` is given.
+        weight_only: are quantized without their input.
+        attention: what 8-bit attention means for the model, one line; None: it has none that could be.
+    """
+
+    keep: Mapping[str, str]
+    weight_only: Mapping[str, str]
+    attention: str | None = None
+
+
+HOST_RULES: list[Callable[[nn.Module], Rules | None]] = []  # filled by `integrations`; None: not that host's model
+
+
+def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch.dtype | None = None) -> QuantPlan:
+    """What `quantize_(model, config)` would do; nothing is changed, and the model may be on the meta device.
+
+    `dtype` is that of the 16-bit weights if the model's own is not yet final.
+    Raises ValueError if the model is quantized already, a pattern matches nothing, or nothing would be quantized.
+    """
+    config = as_config(config)
+    quantized = next((n for n, m in model.named_modules() if isinstance(m, QuantizedModule)), None)
+    if quantized is not None:
+        raise ValueError(f"the model is quantized already ({quantized or 'it'} is); dequantize_ it first")
+    candidates = dict(_candidates(model))
+    _check_patterns(config, candidates)
+    tied = _tied_modules(model, candidates)
+    decider = _Decider(model, config, candidates, tied, dtype)
+    entries = [decider.entry(name) for name in candidates]
+    attention = decider.attention()
+    is_enough = config.quantizes_no_weights and config.has_more_than_weights
+    if all(entry.scheme is None for entry in entries) and not is_enough:
+        reasons = sorted({entry.reason for entry in entries}) or ["it has no linear layers"]
+        raise ValueError(f"nothing to quantize in {type(model).__name__}: {'; '.join(reasons)}")
+    entries += _unsupported(model, candidates, dtype)
+    counted = {id(p) for name in candidates for p in candidates[name][1]._parameters.values() if p is not None}
+    counted |= {id(model.get_submodule(e.name)._parameters[n]) for e in entries if e.kind == "other" for n in e.shapes}
+    tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+    biases = (
+        p.nbytes
+        for name in candidates
+        for key, p in candidates[name][1]._parameters.items()
+        if p is not None and key not in decider.weights(name)
+    )
+    other = sum(t.nbytes for key, t in tensors.items() if key not in counted) + sum(biases)
+    shared = {e.shared_with for e in entries}
+    weights = {
+        e.name: (e.scheme, e.shapes["weight"])
+        for e in entries
+        if e.scheme is not None and e.kind == "linear" and e.shared_with is None and e.name not in shared
+    }
+    fused = [] if config.fuse_projections is False else planned_projections(model, weights)
+    fused_on = "every device" if config.fuse_projections else "GPUs"
+    cache = None if config.kv_cache is None else describe(model, KVCacheConfig.of(config.kv_cache))
+    return QuantPlan(entries, other, fused, fused_on, cache, attention, decider.lifted)
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
+    """(name, (kind, module)) of every module that has a quantized counterpart and a floating-point weight."""
+    for name, module in model.named_modules():
+        if register_experts(module):
+            kind = "experts"
+        else:
+            quantized = quantized_class(type(module))
+            if quantized is None:
+                continue
+            kind = quantized.kind
+        weights = [module._parameters.get(n) for n in quantized_class(type(module)).weight_names_of(module)]
+        # int8 codes of other libraries live in subclasses of nn.Linear, too.
+        if weights and all(
+            w is not None and w.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) for w in weights
+        ):
+            yield name, (kind, module)
+
+
+def _unsupported(
+    model: nn.Module, candidates: dict[str, tuple[str, nn.Module]], dtype: torch.dtype | None
+) -> Iterator[PlanEntry]:
+    """Entries of the modules whose matrices stay in 16 bit because nothing here can hold them: said, not hidden."""
+    seen = {id(p) for _, module in candidates.values() for p in module._parameters.values()}
+    for name, module in model.named_modules():
+        shapes, nbytes = {}, 0
+        for key, p in module._parameters.items():
+            if p is None or id(p) in seen or not p.is_floating_point() or p.dim() < 2 or p.numel() < MIN_WEIGHTS:
+                continue
+            seen.add(id(p))
+            shapes[key] = tuple(p.shape)
+            nbytes += p.numel() * (dtype or p.dtype).itemsize
+        if shapes:
+            reason = f"{type(module).__name__} has no quantized counterpart"
+            first = dtype or module._parameters[next(iter(shapes))].dtype
+            yield PlanEntry(name, "other", shapes, first, None, None, reason, nbytes, nbytes)
+
+
+def _tied_modules(model: nn.Module, candidates: dict[str, tuple[str, nn.Module]]) -> dict[str, str]:
+    """{module: the module whose weight it shares}, by identity and by what transformers declares."""
+    tied, first = {}, {}
+    for name, (_, module) in candidates.items():
+        weight = module._parameters.get("weight")
+        if weight is not None and first.setdefault(id(weight), name) != name:
+            tied[name] = first[id(weight)]
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        target, source = target.removesuffix(".weight"), source.removesuffix(".weight")
+        if target in candidates and source in candidates and target != source and tied.get(source) != target:
+            tied[target] = source
+    return tied
+
+
+class _Decider:
+    """Decides module by module."""
+
+    def __init__(self, model, config, candidates, tied, dtype) -> None:
+        self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
+        self.model_class = type(model).__name__
+        self.lifted: dict[str, str] = {}
+        self.modules = {name for name, _ in model.named_modules()}
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+        self.output = next((n for n, (_, m) in candidates.items() if m is output), None)
+        # transformers' models with a head hold the rest under `base_model_prefix`.
+        prefix = getattr(model, "base_model_prefix", "")
+        body = getattr(model, prefix, None) if prefix else None
+        self.body = f"{prefix}." if isinstance(body, nn.Module) and body is not model else None
+        self.keep_fp32 = _fp32_patterns(model, dtype)
+        self.rules = next((found for rules in HOST_RULES if (found := rules(model)) is not None), Rules({}, {}))
+        self.partners: dict[str, list[str]] = {}
+        for target, source in tied.items():
+            self.partners.setdefault(source, [source]).append(target)
+
+    def attention(self) -> str | None:
+        """What of the model's attention is in 8 bit; raises ValueError if that is asked for in vain."""
+        if self.config.attention is not None and self.rules.attention is None:
+            raise ValueError(
+                f"attention is {self.config.attention!r}, but a {self.model_class} is no diffusion model whose "
+                "attention could be in 8 bit: leave it out (in language models kv_cache quantizes keys and values)"
+            )
+        return None if self.config.attention is None else self.rules.attention
+
+    def weights(self, name: str) -> dict[str, nn.Parameter]:
+        module = self.candidates[name][1]
+        return {n: module._parameters[n] for n in quantized_class(type(module)).weight_names_of(module)}
+
+    def explicit(self, name: str) -> tuple[str, Any] | None:
+        """(pattern, value) of the entry of `modules` that names the module."""
+        modules = self.config.modules
+        if name in modules:
+            return name, modules[name]
+        return next(((p, v) for p, v in modules.items() if matches(p, name)), None)
+
+    def decide(self, name: str) -> tuple[dict[str, Any] | None, str | None]:
+        """(scheme fields or None, reason) of one module, or of a tied group: all of it shares one decision."""
+        source = self.tied.get(name, name)
+        group = self.partners.get(source, [name])
+        entries = {n: e for n in group if (e := self.explicit(n)) is not None}
+        if entries:
+            values = [value for _, value in entries.values()]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"{' and '.join(entries)} share one weight, but `modules` gives them {values}: give one value"
+                )
+            pattern, value = next(iter(entries.values()))
+            named = f"modules[{pattern!r}]"
+            return (None, f"kept by {named}") if value is None else (entry_fields(value), f"named by {named}")
+        if len(group) > 1:
+            return None, f"tied to {next(n for n in group if n != name)}; name it in `modules` to quantize both"
+        return self.default(name)
+
+    def default(self, name: str) -> tuple[dict[str, Any] | None, str | None]:
+        kind, _ = self.candidates[name]
+        config = self.config
+        if config.weights is None:
+            return None, "weights is None"
+        if kind not in DEFAULT_KINDS:
+            return None, f"{kind}: only if named in `modules`"
+        own = self.own_exclusion(name)
+        if config.modules_to_not_convert is not None:
+            pattern = next((p for p in config.modules_to_not_convert if excludes(p, name)), None)
+            if pattern is not None:
+                return None, f"modules_to_not_convert has {pattern!r}"
+        elif own is not None:
+            return None, own
+        if any(excludes(p, name) for p in self.keep_fp32):
+            return None, "kept in fp32 by the model"
+        if self.is_adapter(name):
+            return None, "trainable adapter"
+        if self.is_router(name):
+            return None, "MoE router"
+        count = sum(w.numel() for w in self.weights(name).values())
+        if count < MIN_WEIGHTS:
+            return None, f"fewer than {MIN_WEIGHTS} weights"
+        if own is not None:
+            self.lifted[name] = own
+        fields = config.scheme_fields()
+        if name in self.rules.weight_only and resolve_scheme(fields, torch.bfloat16)[0].activation is not None:
+            return fields, self.rules.weight_only[name]
+        return fields, None
+
+    def own_exclusion(self, name: str) -> str | None:
+        """The reason why the model's own list, which `modules_to_not_convert` replaces, keeps a module in 16 bit."""
+        if name == self.output:
+            return "output embedding"
+        if self.body is not None and not name.startswith(self.body):
+            return "task head"
+        return self.rules.keep.get(name)
+
+    def is_adapter(self, name: str) -> bool:
+        """A layer beside a `base_layer` or inside of one's sibling: what PEFT adds, and trains in 16 bit."""
+        parts = name.split(".")
+        wrappers = (".".join(parts[:i]) for i in range(len(parts)))
+        return any(f"{w}.base_layer" in self.candidates and name != f"{w}.base_layer" for w in wrappers)
+
+    def is_router(self, name: str) -> bool:
+        """A linear layer called gate or router, or inside of one, beside `experts`.
+
+        A wrong expert costs more than its bytes save.
+        """
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if ("gate" in part or "router" in part) and "proj" not in part:
+                experts = ".".join([*parts[:i], "experts"])
+                if experts in self.modules:
+                    return True
+        return False
+
+    def entry(self, name: str) -> PlanEntry:
+        kind, module = self.candidates[name]
+        fields, reason = self.decide(name)
+        weights = self.weights(name)
+        dtype = self.dtype or next(iter(weights.values())).dtype
+        quantized = quantized_class(type(module))
+        shapes = {n: quantized.matrix_shape_of(module, tuple(w.shape)) for n, w in weights.items()}
+        scheme = algorithm = None
+        source = self.tied.get(name)
+        if fields is not None:
+            scheme, algorithm = resolve_scheme(fields, dtype)
+            group = self.partners.get(source or name, [name])
+            weight_only = self.explicit(name) is None and name in self.rules.weight_only
+            if (
+                weight_only
+                or kind in ("embedding", "conv")
+                or any(self.candidates[n][0] == "embedding" for n in group)
+            ):
+                scheme = LinearScheme(scheme.weight)
+        before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
+        after = before
+        if scheme is not None and source is None:
+            packed = (empty_packed(shape, scheme.weight, "meta") for shape in shapes.values())
+            after = sum(t.nbytes for p in packed for t in p if t is not None)
+        return PlanEntry(name, kind, shapes, dtype, scheme, algorithm, reason, before, after, source)
+
+
+def _fp32_patterns(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
+    """Modules that the model keeps in fp32; transformers does so only for fp16 unless it calls them strict."""
+    dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    strict = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    loose = list(getattr(model, "_keep_in_fp32_modules", None) or ())
+    # diffusers, which has no strict list, means any dtype.
+    return strict + (loose if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict") else [])
+
+
+def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None:
+    for pattern in config.modules:
+        if not any(pattern == name or matches(pattern, name) for name in candidates):
+            close = difflib.get_close_matches(pattern.strip("*."), list(candidates), n=3, cutoff=0.3)
+            leaves = sorted({f"*.{name.rpartition('.')[2]}" for name in candidates})
+            hint = f"close to it: {', '.join(close)}" if close else f"the model has {', '.join(leaves)}"
+            raise ValueError(f"modules[{pattern!r}] matches no module that can be quantized; {hint}")
+    # A warning only: a pipeline applies one list to several models, each of which has some of the names.
+    for pattern in config.modules_to_not_convert or ():
+        if not any(excludes(pattern, name) for name in candidates):
+            logger.warning("modules_to_not_convert has %r, which no module that can be quantized matches", pattern)

@@ -1,0 +1,187 @@
+"""The records of a plan: `PlanEntry` per module, `QuantPlan` for the model, and their form in config.json."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from hf_quant.algorithms import geometry
+from hf_quant.config import fields_of
+from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
+from hf_quant.kernels.dispatch import Problem, explain
+from hf_quant.planning.names import fold_names, unfold_names
+from hf_quant.planning.table import table
+from hf_quant.scheme import LinearScheme
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One module of the plan.
+
+    Attributes:
+        name: its name in the model; "" is the model itself.
+        kind: "linear", "experts", "embedding", "conv", or "other" for what has no quantized counterpart.
+        shapes: {weight name: shape [..., N, K] as a matrix; of "other", as the module has it}.
+        scheme: None if it stays in 16 bit.
+        algorithm: how its codes are chosen.
+        reason: why it stays in 16 bit, or why it is quantized although that is not the default.
+        bytes_before, bytes_after: of its weights.
+        shared_with: the module whose codes it shares (tied weights); its bytes count there.
+    """
+
+    name: str
+    kind: str
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+    scheme: LinearScheme | None
+    algorithm: str | None
+    reason: str | None
+    bytes_before: int
+    bytes_after: int
+    shared_with: str | None = None
+
+    @property
+    def num_weights(self) -> int:
+        return 0 if self.shared_with is not None else sum(prod(shape) for shape in self.shapes.values())
+
+    def kernel(self, device_type: str) -> str:
+        """How its product is computed on a device, e.g. "int4pack (M <= 12), blocks (any other M)"."""
+        if self.scheme is None:
+            return "16-bit"
+        shape = next(iter(self.shapes.values()))
+        quant, activation = self.scheme.weight, self.scheme.activation_on(device_type)
+        problem = Problem(
+            format=quant.format,
+            group_size=geometry(quant, *shape[-2:])[1],
+            N=shape[-2],
+            K=shape[-1],
+            dtype=self.dtype,
+            symmetric=quant.symmetric,
+            activation=activation,
+            num_experts=shape[0] if len(shape) == 3 else None,
+        )
+        op = {"experts": grouped_mm, "embedding": dequantize, "conv": dequantize}.get(
+            self.kind, weight_only_mm if activation is None else dynamic_mm
+        )
+        paths = []
+        for path, when, reason in explain(op, device_type, problem):
+            if reason is None:
+                paths.append(f"{path} ({when})")
+                if when == "any M":  # what follows it is never taken
+                    break
+        return ", ".join(paths)
+
+
+class QuantPlan:
+    """{module name: PlanEntry} of a model; `print(plan)` is a table.
+
+    Attributes:
+        entries: every module that could be quantized, in model order, then those that hold other matrices.
+        bytes_other: of all other parameters and buffers.
+        fused: names of linear layers that read the same tensor and share one product, see `fuse_projections_`.
+        fused_on: where they do: "every device", or "GPUs".
+        kv_cache: what `generate` keeps of keys and values, one line; None: 16 bit.
+        attention: what of attention is in 8 bit, one line; None: nothing.
+        lifted: {module that is quantized because `modules_to_not_convert` is given: why it would not be without}.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[PlanEntry],
+        bytes_other: int,
+        fused: Iterable[tuple[str, ...]] = (),
+        fused_on: str = "GPUs",
+        kv_cache: str | None = None,
+        attention: str | None = None,
+        lifted: dict[str, str] | None = None,
+    ) -> None:
+        self.entries = {entry.name: entry for entry in entries}
+        self.bytes_other, self.lifted = bytes_other, dict(lifted or {})
+        self.fused, self.fused_on, self.kv_cache, self.attention = list(fused), fused_on, kv_cache, attention
+
+    @property
+    def quantized(self) -> dict[str, PlanEntry]:
+        """The entries that get quantized."""
+        return {name: entry for name, entry in self.entries.items() if entry.scheme is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole quantized model."""
+        return self.bytes_other + sum(e.bytes_after for e in self.entries.values())
+
+    @property
+    def nbytes_before(self) -> int:
+        """Bytes of the whole model before."""
+        return self.bytes_other + sum(e.bytes_before for e in self.entries.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Average over the quantized weights, scales and zero points included."""
+        entries = self.quantized.values()
+        return 8 * sum(e.bytes_after for e in entries) / max(sum(e.num_weights for e in entries), 1)
+
+    @property
+    def schemes(self) -> dict[str, LinearScheme]:
+        """{module name: scheme} of the modules that are quantized."""
+        return {name: entry.scheme for name, entry in self.quantized.items()}
+
+    def warn(self, model_class: str) -> None:
+        """Log what somebody who does not print the plan may not expect: most of the model stays in 16 bit, or less of
+        it than without `modules_to_not_convert`."""
+        if self.lifted:
+            names = ", ".join(f"{name} ({reason})" for name, reason in list(self.lifted.items())[:3])
+            more = f" and {len(self.lifted) - 3} more" if len(self.lifted) > 3 else ""
+            logger.warning(
+                "modules_to_not_convert replaces the model's own exclusions, so that %s%s of this %s are quantized, "
+                "too: add them to the list to keep them in 16 bit",
+                *(names, more, model_class),
+            )
+        kinds: dict[str, int] = {}
+        for entry in self.entries.values():
+            if entry.kind == "other":
+                kinds[entry.reason] = kinds.get(entry.reason, 0) + entry.bytes_before
+        left = sum(kinds.values())
+        if 2 * left > self.nbytes_before:
+            logger.warning(
+                "%.0f %% of this %s stays in 16 bit: %s. print(hf_quant.plan(model, config)) lists every module",
+                *(100 * left / self.nbytes_before, model_class, "; ".join(kinds)),
+            )
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """What config.json stores; see `schemes_to_list`."""
+        return schemes_to_list(self.schemes)
+
+    def __str__(self) -> str:
+        return table(self)
+
+    __repr__ = __str__
+
+
+def schemes_to_list(schemes: dict[str, LinearScheme]) -> list[dict[str, Any]]:
+    """{module name: scheme} -> JSON: the schemes, each with its modules, numbers folded ("layers.{0-31}.mlp")."""
+    groups: dict[LinearScheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name)
+    return [{"scheme": scheme.to_dict(), "modules": fold_names(names)} for scheme, names in groups.items()]
+
+
+def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
+    """Inverse of `schemes_to_list`: {module name: scheme}. Raises ValueError on anything else."""
+    schemes = {}
+    if not isinstance(stored, list):
+        given = "has no plan" if stored is None else f"has a plan that is a {type(stored).__name__}, not a list"
+        raise ValueError(f"the checkpoint's quantization_config {given}: restore the config that was saved with it")
+    for group in stored:
+        if not isinstance(group, dict) or not isinstance(group.get("modules"), list):
+            raise ValueError(f"the stored plan has {group!r}; needs {{scheme, modules}}")
+    for group, names in zip(stored, unfold_names(group["modules"] for group in stored)):
+        scheme = LinearScheme.from_dict(group.get("scheme"))
+        fields_of(scheme)  # raises if it is none of this version's
+        schemes.update(dict.fromkeys(names, scheme))
+    return schemes
