@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from hf_quant.integrations.methods import ModelMethod
-from hf_quant.kv_cache import KVCacheConfig, QuantizedCache, check_generates, is_quantized, quantized_layers
-from hf_quant.kv_cache._layers import QuantizedLayer
+from hf_quant.kv_cache import (
+    KVCacheConfig,
+    QuantizedCache,
+    QuantizedLayer,
+    check_generates,
+    is_quantized,
+    quantized_layers,
+)
 from hf_quant.quantize import stored_config
 
 

@@ -1,32 +1,39 @@
-"""The quantized KV cache: `QuantizedCache`, its `KVCacheConfig`, and the attention that reads its codes."""
+"""The quantized KV cache: `QuantizedCache`, its `KVCacheConfig`, and the attention that reads its codes.
 
-from typing import Any
+The names are resolved at first use, as those of `hf_quant` are: `KVCacheConfig`, which every `QuantizerConfig` needs,
+comes without the layers and without transformers.
+"""
 
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from hf_quant.kv_cache._attention import attend
-from hf_quant.kv_cache._config import KVCacheConfig
-from hf_quant.kv_cache._layers import (
-    QuantizedHybridLayer,
-    QuantizedLayer,
-    QuantizedSlidingWindowLayer,
-    QuantizedStaticLayer,
-)
-from hf_quant.kv_cache._states import QuantizedStates
 
+if TYPE_CHECKING:
+    from hf_quant.kv_cache._attention import attend
+    from hf_quant.kv_cache._cache import QuantizedCache, is_quantized, quantized_layers, register_attention
+    from hf_quant.kv_cache._config import KVCacheConfig
+    from hf_quant.kv_cache._layers import QuantizedLayer
+    from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
+    from hf_quant.kv_cache._states import QuantizedStates
+
+_HOME = {
+    "KVCacheConfig": "_config",
+    "QuantizedCache": "_cache",
+    "QuantizedLayer": "_layers",
+    "QuantizedStates": "_states",
+    "attend": "_attention",
+    "bytes_per_token": "_sizes",
+    "check_generates": "_sizes",
+    "describe": "_sizes",
+    "is_quantized": "_cache",
+    "quantized_layers": "_cache",
+    "register_attention": "_cache",
+}
 
 __all__ = [
     "KVCacheConfig",
     "QuantizedCache",
+    "QuantizedLayer",
     "QuantizedStates",
     "attend",
     "bytes_per_token",
@@ -38,138 +45,13 @@ __all__ = [
 ]
 
 
-class QuantizedCache(DynamicCache):
-    """A KV cache in 8, 4 or 2 bits for any model of transformers that takes a cache.
-
-        model.generate(**inputs, past_key_values=QuantizedCache(model.config, "int4"))
-
-    Each token is quantized once, when it comes. Attention reads the codes: with the attention implementations "sdpa"
-    (the default of transformers), "flash_attention_2", "flash_attention_3", "flex_attention" and "hf_quant"; any other
-    dequantizes the layer that it reads, and a warning says so. The first states that an empty cache gets, a prompt
-    that is read at once, meet each other in 16 bit.
-
-    Layers with full attention and, unless `max_cache_len` is given, sliding windows are quantized. What else a model
-    keeps (states of linear attention, indexers, windows of fixed size) stays as transformers has it.
-
-    Args:
-        config: of the model.
-        kv_cache: a format ("int8", "fp8", "int4", "int2"), a `KVCacheConfig`, or a dict of its fields.
-        max_cache_len: None: the cache grows. A number of tokens: memory that stays where it is, for `torch.compile`
-            and CUDA graphs.
-        offloading: keep the layers that are not in use in the memory of the CPU.
-
-    Raises:
-        ValueError: on a format that does not exist, or a model of which no layer would be quantized.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        kv_cache: KVCacheConfig | str | dict = "int8",
-        *,
-        max_cache_len: int | None = None,
-        offloading: bool = False,
-    ) -> None:
-        register_attention()
-        self.kv_cache = KVCacheConfig.of(kv_cache)
-        layers = quantized_layers(config, self.kv_cache, max_cache_len)
-        if not any(is_quantized(layer) for layer in layers):
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-            raise ValueError(f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}")
-        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the quantized layers take: codes, scales, 16-bit tokens, and room to grow."""
-        return sum(layer.nbytes for layer in self.layers if is_quantized(layer))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.kv_cache.format}, layers={self.layers})"
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-def bytes_per_token(config: Any, kv_cache: KVCacheConfig | None) -> int:
-    """What one more token of a sequence adds to the cache of a model, over all layers; None: in 16 bit.
-
-    Layers with a sliding window or linear attention, which stop growing, are not counted, nor those of an encoder.
-    Raises ValueError if the config of the model does not say how many heads there are, of which size.
-    """
-    layers = DynamicCache(config=config).layers
-    text = config.get_text_config(decoder=True)
-    each = text.per_layer_config  # sizes that differ between layers cannot be asked of the whole
-    return sum(_layer_bytes(each[i], kv_cache) for i, layer in enumerate(layers) if type(layer) in _GROWING)
-
-
-def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    D = getattr(text, "head_dim", None)
-    if D is None and getattr(text, "hidden_size", None) and heads:
-        D = text.hidden_size // text.num_attention_heads
-    if not isinstance(heads, int) or not isinstance(D, int):
-        raise ValueError(f"a {type(text).__name__} does not say how many heads of which size its cache has")
-    return heads * 2 * (2 * D if kv_cache is None else kv_cache.bytes_per_token(D))
-
-
-def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
-    """Raise ValueError if a model has no cache: it does not generate, or its config does not say of which layers."""
-    config = getattr(model, "config", None)
-    can_generate = getattr(model, "can_generate", lambda: False)
-    if not can_generate() or not hasattr(config.get_text_config(decoder=True), "num_hidden_layers"):
-        raise ValueError(
-            f"kv_cache is {kv_cache.format!r}, but a {type(model).__name__} does not generate with a cache: leave it "
-            "out"
-        )
-
-
-def describe(model: Any, kv_cache: KVCacheConfig) -> str:
-    """One line on what the cache of a model, which may be on the meta device, takes.
-
-    Raises ValueError if it has none.
-    """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        return f"KV cache: {kv_cache.format}"
-    check_generates(model, kv_cache)
-    before, after = (bytes_per_token(config, cache) for cache in (None, kv_cache))
-    bits = f"{16 * after / before:.3f} bits per element, " if before else ""
-    return f"KV cache: {kv_cache.format}, {bits}{before:,} -> {after:,} bytes per token of a sequence"
-
-
-_GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
-
-
-def register_attention() -> None:
-    """Have transformers know the attention implementation "hf_quant", and its own ones read quantized caches."""
-    from hf_quant.kv_cache import _interface  # imports the models' module of transformers
-
-    _interface.register()
-
-
-def quantized_layers(config: Any, kv_cache: KVCacheConfig, max_cache_len: int | None) -> list[Any]:
-    """The layers that transformers makes for a model, with quantized ones in the place of those that can be."""
-    if max_cache_len is None:
-        return [_quantized(layer, kv_cache) for layer in DynamicCache(config=config).layers]
-    layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
-    return [_quantized_static(layer, kv_cache, max_cache_len) for layer in layers]
-
-
-def _quantized(layer: Any, config: KVCacheConfig) -> Any:
-    kind = type(layer)
-    if kind is DynamicLayer:
-        return QuantizedLayer(config)
-    if kind is DynamicSlidingWindowLayer:
-        return QuantizedSlidingWindowLayer(config, layer.sliding_window)
-    if kind is LinearAttentionAndFullAttentionLayer:
-        return QuantizedHybridLayer(config, layer.number_of_states)
-    return layer
-
-
-def _quantized_static(layer: Any, config: KVCacheConfig, max_cache_len: int) -> Any:
-    is_sliding = type(layer) is StaticSlidingWindowLayer and layer.max_cache_len == max_cache_len
-    if type(layer) is StaticLayer or is_sliding:
-        return QuantizedStaticLayer(config, max_cache_len, is_sliding)
-    return layer
-
-
-def is_quantized(layer: Any) -> bool:
-    """Whether a layer of a cache keeps codes."""
-    return isinstance(layer, QuantizedLayer | QuantizedSlidingWindowLayer | QuantizedStaticLayer)
+def __dir__() -> list[str]:
+    return sorted(__all__)

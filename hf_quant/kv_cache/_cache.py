@@ -1,0 +1,109 @@
+"""`QuantizedCache`: a cache of transformers whose layers keep codes."""
+
+from typing import Any
+
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from hf_quant.kv_cache._config import KVCacheConfig
+from hf_quant.kv_cache._layers import (
+    QuantizedHybridLayer,
+    QuantizedLayer,
+    QuantizedSlidingWindowLayer,
+    QuantizedStaticLayer,
+)
+
+
+class QuantizedCache(DynamicCache):
+    """A KV cache in 8, 4 or 2 bits for any model of transformers that takes a cache.
+
+        model.generate(**inputs, past_key_values=QuantizedCache(model.config, "int4"))
+
+    Each token is quantized once, when it comes. Attention reads the codes: with the attention implementations "sdpa"
+    (the default of transformers), "flash_attention_2", "flash_attention_3", "flex_attention" and "hf_quant"; any other
+    dequantizes the layer that it reads, and a warning says so. The first states that an empty cache gets, a prompt
+    that is read at once, meet each other in 16 bit.
+
+    Layers with full attention and, unless `max_cache_len` is given, sliding windows are quantized. What else a model
+    keeps (states of linear attention, indexers, windows of fixed size) stays as transformers has it.
+
+    Args:
+        config: of the model.
+        kv_cache: a format ("int8", "fp8", "int4", "int2"), a `KVCacheConfig`, or a dict of its fields.
+        max_cache_len: None: the cache grows. A number of tokens: memory that stays where it is, for `torch.compile`
+            and CUDA graphs.
+        offloading: keep the layers that are not in use in the memory of the CPU.
+
+    Raises:
+        ValueError: on a format that does not exist, or a model of which no layer would be quantized.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        kv_cache: KVCacheConfig | str | dict = "int8",
+        *,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+    ) -> None:
+        register_attention()
+        self.kv_cache = KVCacheConfig.of(kv_cache)
+        layers = quantized_layers(config, self.kv_cache, max_cache_len)
+        if not any(is_quantized(layer) for layer in layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+            raise ValueError(f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}")
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the quantized layers take: codes, scales, 16-bit tokens, and room to grow."""
+        return sum(layer.nbytes for layer in self.layers if is_quantized(layer))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.kv_cache.format}, layers={self.layers})"
+
+
+def register_attention() -> None:
+    """Have transformers know the attention implementation "hf_quant", and its own ones read quantized caches."""
+    from hf_quant.kv_cache import _interface  # imports the models' module of transformers
+
+    _interface.register()
+
+
+def quantized_layers(config: Any, kv_cache: KVCacheConfig, max_cache_len: int | None) -> list[Any]:
+    """The layers that transformers makes for a model, with quantized ones in the place of those that can be."""
+    if max_cache_len is None:
+        return [_quantized(layer, kv_cache) for layer in DynamicCache(config=config).layers]
+    layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
+    return [_quantized_static(layer, kv_cache, max_cache_len) for layer in layers]
+
+
+def _quantized(layer: Any, config: KVCacheConfig) -> Any:
+    kind = type(layer)
+    if kind is DynamicLayer:
+        return QuantizedLayer(config)
+    if kind is DynamicSlidingWindowLayer:
+        return QuantizedSlidingWindowLayer(config, layer.sliding_window)
+    if kind is LinearAttentionAndFullAttentionLayer:
+        return QuantizedHybridLayer(config, layer.number_of_states)
+    return layer
+
+
+def _quantized_static(layer: Any, config: KVCacheConfig, max_cache_len: int) -> Any:
+    is_sliding = type(layer) is StaticSlidingWindowLayer and layer.max_cache_len == max_cache_len
+    if type(layer) is StaticLayer or is_sliding:
+        return QuantizedStaticLayer(config, max_cache_len, is_sliding)
+    return layer
+
+
+def is_quantized(layer: Any) -> bool:
+    """Whether a layer of a cache keeps codes."""
+    return isinstance(layer, QuantizedLayer | QuantizedSlidingWindowLayer | QuantizedStaticLayer)

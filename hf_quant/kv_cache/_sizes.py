@@ -1,0 +1,57 @@
+"""Memory that the cache of a model takes per token, and the models that have one."""
+
+from typing import Any
+
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+
+from hf_quant.kv_cache._config import KVCacheConfig
+
+
+_GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)  # layers that grow with the sequence
+
+
+def bytes_per_token(config: Any, kv_cache: KVCacheConfig | None) -> int:
+    """What one more token of a sequence adds to the cache of a model, over all layers; None: in 16 bit.
+
+    Layers with a sliding window or linear attention, which stop growing, are not counted, nor those of an encoder.
+    Raises ValueError if the config of the model does not say how many heads there are, of which size.
+    """
+    layers = DynamicCache(config=config).layers
+    text = config.get_text_config(decoder=True)
+    each = text.per_layer_config  # sizes that differ between layers cannot be asked of the whole
+    return sum(_layer_bytes(each[i], kv_cache) for i, layer in enumerate(layers) if type(layer) in _GROWING)
+
+
+def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    D = getattr(text, "head_dim", None)
+    if D is None and getattr(text, "hidden_size", None) and heads:
+        D = text.hidden_size // text.num_attention_heads
+    if not isinstance(heads, int) or not isinstance(D, int):
+        raise ValueError(f"a {type(text).__name__} does not say how many heads of which size its cache has")
+    return heads * 2 * (2 * D if kv_cache is None else kv_cache.bytes_per_token(D))
+
+
+def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
+    """Raise ValueError if a model has no cache: it does not generate, or its config does not say of which layers."""
+    config = getattr(model, "config", None)
+    can_generate = getattr(model, "can_generate", lambda: False)
+    if not can_generate() or not hasattr(config.get_text_config(decoder=True), "num_hidden_layers"):
+        raise ValueError(
+            f"kv_cache is {kv_cache.format!r}, but a {type(model).__name__} does not generate with a cache: leave it "
+            "out"
+        )
+
+
+def describe(model: Any, kv_cache: KVCacheConfig) -> str:
+    """One line on what the cache of a model, which may be on the meta device, takes.
+
+    Raises ValueError if it has none.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return f"KV cache: {kv_cache.format}"
+    check_generates(model, kv_cache)
+    before, after = (bytes_per_token(config, cache) for cache in (None, kv_cache))
+    bits = f"{16 * after / before:.3f} bits per element, " if before else ""
+    return f"KV cache: {kv_cache.format}, {bits}{before:,} -> {after:,} bytes per token of a sequence"
