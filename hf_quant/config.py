@@ -1,46 +1,27 @@
 """`QuantizerConfig`: what a user writes, and what `config.json` stores."""
 
-import difflib
 import json
 import re
-from collections.abc import Iterable
 from enum import Enum
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_quant._version import __version__
-from hf_quant.algorithms import ALGORITHMS
-from hf_quant.formats import ALIASES, FORMATS
 from hf_quant.kv_cache import KVCacheConfig
-from hf_quant.scheme import GRANULARITIES, PRESETS, LinearScheme, TensorQuant
+from hf_quant.patterns import compile_pattern
+from hf_quant.resolve import SCHEME_FIELDS, dtype_name, entry_fields, resolve_scheme, unknown
 
 
 FORMAT_VERSION = 1  # of the checkpoint: bytes, tensor names, config fields
-GROUP_SIZES = (32, 64, 96, 128, 192, 256)
 ATTENTIONS = (None, "int8")
 OF_THIS_PROCESS = ("fuse_projections", "fuse_activations")  # how products are computed; never stored
 WITHOUT_WEIGHTS = ("kv_cache", "attention")  # what may be quantized where no weight is
-ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 _NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)  # of a method, of a repository
 _VERSION = re.compile(r"[\w.+!-]{1,80}", re.ASCII)
 # Regular expressions, which take 0.1 ms and more to compile: how many, and characters of one and of all.
 MAX_EXPRESSIONS, MAX_EXPRESSION, MAX_EXPRESSION_TEXT = 1000, 10_000, 100_000
-SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
-SCHEME_FIELDS = (
-    "weights",
-    "activations",
-    "activation_scale",
-    "cpu_activations",
-    "granularity",
-    "group_size",
-    "symmetric",
-    "scale_dtype",
-    "algorithm",
-    "sparsity",
-)
 
 
 class QuantMethod(str, Enum):
@@ -122,7 +103,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.granularity = granularity
         self.group_size = group_size
         self.symmetric = symmetric
-        self.scale_dtype = _dtype_name(scale_dtype)
+        self.scale_dtype = dtype_name(scale_dtype)
         self.algorithm = algorithm
         self.sparsity = sparsity
         self.kv_cache = None if kv_cache is None else _stored_cache(kv_cache)
@@ -130,7 +111,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         if not isinstance(modules, dict | None):
             raise ValueError(f"modules is {modules!r}; needs {{pattern: format, dict of fields, or None}}")
         self.modules = {
-            pattern: {n: _dtype_name(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
+            pattern: {n: dtype_name(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
             for pattern, entry in (modules or {}).items()
         }
         # A str would be taken apart into letters that match no module.
@@ -167,7 +148,7 @@ class QuantizerConfig(QuantizationConfigMixin):
             _check_origin(self.imported_from)
         if kwargs:
             more = f"; and {len(kwargs) - 3} more" if len(kwargs) > 3 else ""
-            raise ValueError("; ".join(_unknown("field", n, self.user_fields()) for n in list(kwargs)[:3]) + more)
+            raise ValueError("; ".join(unknown("field", n, self.user_fields()) for n in list(kwargs)[:3]) + more)
 
     @classmethod
     def user_fields(cls) -> list[str]:
@@ -292,189 +273,3 @@ def _stored_cache(value: "str | dict | KVCacheConfig") -> str | dict:
     """What JSON holds of a `KVCacheConfig`: its format alone if that is all it says."""
     fields = KVCacheConfig.of(value).to_dict()
     return fields["format"] if len(fields) == 1 else fields
-
-
-def entry_fields(entry: str | dict) -> dict[str, Any]:
-    """Scheme fields of one value of `modules`."""
-    if isinstance(entry, str):
-        return {"weights": entry}
-    if not isinstance(entry, dict):
-        raise ValueError(f"got {entry!r}; needs a format name, a dict of scheme fields, or None")
-    for name in entry:
-        if name not in SCHEME_FIELDS:
-            raise ValueError(_unknown("field", name, SCHEME_FIELDS))
-    return entry
-
-
-def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearScheme, str | None]:
-    """(scheme, algorithm) from scheme fields, for a weight of `dtype`. Raises ValueError on what does not exist."""
-    fields = _expand_preset(fields)
-    format = FORMATS[fields["weights"]]
-    activation = _activation(fields)
-    if fields.get("sparsity") is not None:
-        raise ValueError(f"sparsity is {fields['sparsity']!r}; this version supports None only")
-    algorithm = fields.get("algorithm")
-    if algorithm is not None and (not isinstance(algorithm, str) or algorithm not in ALGORITHMS):
-        raise ValueError(_unknown("algorithm", algorithm, ALGORITHMS))
-    granularity, group_size = _granularity(fields)
-    symmetric = fields.get("symmetric")
-    if not isinstance(symmetric, bool | None):
-        raise ValueError(f"symmetric is {symmetric!r}; needs True, False or None")
-    if symmetric is False and not format.allows_asymmetric:
-        raise ValueError(f"symmetric is False, but {format.name} has no zero point; int4, int3 and int2 have one")
-    weight = TensorQuant(
-        format=format.name,
-        granularity=granularity,
-        group_size=group_size,
-        symmetric=format.symmetric if symmetric is None else symmetric,
-        scale_dtype=_scale_dtype(fields, granularity, activation, dtype),
-    )
-    return LinearScheme(weight, activation, cpu_activation=_cpu_activation(fields, weight, activation)), algorithm
-
-
-def fields_of(scheme: LinearScheme) -> dict[str, Any]:
-    """Scheme fields that `resolve_scheme` turns into this scheme, whatever the weight's dtype. Raises ValueError if
-    there are none: then this version has no such scheme."""
-    weight, activation, on_cpu = scheme.weight, scheme.activation, scheme.cpu_activation
-    fixed = any(f.name == weight.format and f.fixed_group_size for f in FORMATS.values())
-    fields = {
-        "weights": weight.format,
-        "activations": None if activation is None else activation.format,
-        "cpu_activations": None if on_cpu is None else on_cpu.format,
-        "granularity": weight.granularity,
-        "group_size": weight.group_size,
-        "symmetric": weight.symmetric,
-        "scale_dtype": None if fixed else weight.scale_dtype,
-        "sparsity": scheme.sparsity,
-    }
-    if resolve_scheme(fields, torch.bfloat16)[0] != scheme:
-        raise ValueError(f"this version has no scheme {scheme.to_dict()}")
-    return fields
-
-
-def _expand_preset(fields: dict[str, Any]) -> dict[str, Any]:
-    name = fields.get("weights")
-    if not isinstance(name, str):
-        raise ValueError(f"weights is {name!r}; needs a format or preset name")
-    preset = {p.lower(): f for p, f in PRESETS.items()}.get(name.lower())
-    given = {n: v for n, v in fields.items() if v is not None and n != "weights"}
-    if preset is None:
-        expanded = {"weights": name.lower(), **given}
-    else:
-        for n in sorted(given.keys() & preset.keys()):
-            if _canonical(given[n]) != _canonical(preset[n]):
-                raise ValueError(f"preset {name!r} sets {n}={preset[n]!r}, but {n}={given[n]!r} is given too")
-        expanded = {**preset, **given}
-    expanded["weights"] = ALIASES.get(expanded["weights"], expanded["weights"])
-    if expanded["weights"] not in FORMATS:
-        raise ValueError(_unknown("format or preset", name, [*FORMATS, *ALIASES, *PRESETS]))
-    return expanded
-
-
-def _dtype_name(value: Any) -> Any:
-    """ "bfloat16" for torch.bfloat16 (what JSON can hold), any other value as it is."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def _canonical(value: Any) -> Any:
-    """A format name as FORMATS has it, any other value as it is."""
-    return ALIASES.get(value.lower(), value.lower()) if isinstance(value, str) else value
-
-
-def _activation(fields: dict[str, Any]) -> TensorQuant | None:
-    name = fields.get("activations")
-    if name is not None and (not isinstance(name, str) or name.lower() not in ACTIVATIONS):
-        raise ValueError(f"activations is {name!r}; allowed: None, 'int8', 'fp8' (fewer bits lose the model's output)")
-    scale = fields.get("activation_scale") or "dynamic"
-    if scale != "dynamic":
-        raise ValueError(f"activation_scale is {scale!r}; this version computes scales per token: 'dynamic'")
-    return None if name is None else TensorQuant(ACTIVATIONS[name.lower()], "row")
-
-
-def _cpu_activation(fields: dict[str, Any], weight: TensorQuant, activation: TensorQuant | None) -> TensorQuant | None:
-    name = fields.get("cpu_activations")
-    if name is None:
-        return None
-    if name != "int8":
-        raise ValueError(f"cpu_activations is {name!r}; allowed: None, 'int8'")
-    if activation is not None:
-        raise ValueError(f"cpu_activations is {name!r}, but activations={activation.format!r} holds on CPUs already")
-    if weight.format not in ("int4", "int8"):
-        raise ValueError(
-            f"cpu_activations is {name!r} with weights {weight.format!r}; it gains something for int4 and int8 only"
-        )
-    return TensorQuant(name, "row")
-
-
-def _granularity(fields: dict[str, Any]) -> tuple[str, int | None]:
-    format = FORMATS[fields["weights"]]
-    granularity, group_size = fields.get("granularity"), fields.get("group_size")
-    if granularity is None:
-        granularity = format.granularity if group_size is None else "group"
-    if granularity not in GRANULARITIES:
-        raise ValueError(_unknown("granularity", granularity, GRANULARITIES))
-    if granularity not in format.granularities:
-        raise ValueError(
-            f"{format.name} has no granularity {granularity!r}; allowed: {', '.join(format.granularities)}"
-        )
-    if granularity != "group":
-        if group_size is not None:
-            raise ValueError(f"group_size is {group_size!r} with granularity {granularity!r}; it needs 'group'")
-        return granularity, None
-    if group_size is None:
-        group_size = format.group_size or 128
-    if format.fixed_group_size and group_size != format.group_size:
-        raise ValueError(f"group_size is {group_size!r}, but {format.name} is defined with {format.group_size}")
-    if type(group_size) is not int or (not format.fixed_group_size and group_size not in GROUP_SIZES):
-        raise ValueError(f"group_size is {group_size!r}; allowed: {', '.join(map(str, GROUP_SIZES))}")
-    return granularity, group_size
-
-
-def _scale_dtype(fields: dict[str, Any], granularity: str, activation: TensorQuant | None, dtype: torch.dtype) -> str:
-    format, given = FORMATS[fields["weights"]], fields.get("scale_dtype")
-    if given is not None:
-        if given not in SCALE_DTYPES:
-            raise ValueError(_unknown("scale_dtype", given, SCALE_DTYPES))
-        if format.fixed_group_size and given != format.scale_dtype:
-            raise ValueError(f"scale_dtype is {given!r}, but {format.name} is defined with {format.scale_dtype}")
-        if given == "float8_e4m3fn" and granularity != "group":
-            raise ValueError("scale_dtype 'float8_e4m3fn' needs granularity 'group': there it saves memory")
-        return given
-    model_dtype = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
-    if format.fixed_group_size:
-        return format.scale_dtype
-    if granularity == "group":
-        return model_dtype
-    # Integer products are scaled in fp32; one fp32 per row costs 0.01 bits.
-    return "float32" if format.scale_dtype == "float32" or activation is not None else model_dtype
-
-
-def compile_pattern(pattern: str) -> re.Pattern | None:
-    """The regular expression of a "re:..." pattern, None for a name or a glob. Raises ValueError if it is invalid."""
-    if not pattern.startswith("re:"):
-        return None
-    try:
-        return re.compile(pattern[3:])
-    except (re.error, OverflowError, RecursionError) as error:  # "a{99999999999}", 1000 brackets in each other
-        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a module name is the pattern, or matches it as a glob or "re:" expression (whole name)."""
-    expression = compile_pattern(pattern)
-    return bool(expression.fullmatch(name)) if expression else fnmatchcase(name, pattern)
-
-
-def excludes(pattern: str, name: str) -> bool:
-    """Whether an entry of `modules_to_not_convert` covers a module: a match, or its path holds these components."""
-    if matches(pattern, name):
-        return True
-    return not pattern.startswith("re:") and f".{pattern.strip('.')}." in f".{name}."
-
-
-def _unknown(what: str, given: object, known: Iterable[str]) -> str:
-    known = list(known)
-    text = repr(given) if not isinstance(given, str) or len(given) <= 200 else f"{given[:200]!r}..."
-    close = difflib.get_close_matches(str(given)[:200], known, n=3)
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"
-    return f"unknown {what} {text}; {hint}"

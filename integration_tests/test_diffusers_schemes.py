@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_quant import PRESETS, QuantizerConfig, plan
-from hf_quant.config import resolve_scheme
 from hf_quant.formats import FORMATS
+from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme
 from hf_quant.testing import all_scheme_fields, assert_sqnr
 

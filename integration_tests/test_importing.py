@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
 from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.cli import main
-from hf_quant.config import resolve_scheme
 from hf_quant.integrations.importing._experts import merge_experts
 from hf_quant.integrations.importing._foreign import ForeignWeight
 from hf_quant.modules import QuantizedModule
+from hf_quant.resolve import resolve_scheme
 from integration_tests.foreign_checkpoints import (
     config_of,
     foreign_checkpoint,

@@ -12,8 +12,9 @@ from torch import nn
 from hf_quant import quantize_, save_quantized
 from hf_quant.checkpoint import DTYPES, TensorInfo, expected_tensors, inspect_checkpoint, inspect_parts
 from hf_quant.cli import main
-from hf_quant.config import QuantizerConfig, resolve_scheme
+from hf_quant.config import QuantizerConfig
 from hf_quant.planning import schemes_to_list
+from hf_quant.resolve import resolve_scheme
 from integration_tests.hub_records import Content, Fault, Sparse
 from integration_tests.hub_server import Hub
 from integration_tests.tiny_models import build

@@ -18,9 +18,9 @@ import torch
 
 import hf_quant
 from hf_quant.algorithms import default_algorithm, quantize_matrix
-from hf_quant.config import resolve_scheme
 from hf_quant.formats import ALIASES, FORMATS
 from hf_quant.kernels import native
+from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import TensorQuant
 
 

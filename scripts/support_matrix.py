@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 
 from hf_quant.algorithms import empty_packed, geometry
-from hf_quant.config import resolve_scheme
 from hf_quant.formats import ALIASES, FORMATS
 from hf_quant.kernels import dynamic_mm, grouped_mm, native, weight_only_mm
 from hf_quant.kernels.cpu import product
 from hf_quant.kernels.dispatch import Problem, explain
+from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme
 
 

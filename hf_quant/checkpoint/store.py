@@ -23,10 +23,11 @@ from hf_quant.checkpoint.header import TensorInfo, load_json, scan_files
 from hf_quant.checkpoint.packed import check_info, check_values, expected_tensors, guard_entry
 from hf_quant.checkpoint.staging import workspace
 from hf_quant.checkpoint.untrusted import one_line, shorten
-from hf_quant.config import QuantizerConfig, fields_of
+from hf_quant.config import QuantizerConfig
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_names
 from hf_quant.quantize import tell_observers
+from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
 
 

@@ -14,7 +14,8 @@ from hf_quant.cli._models import (
     meta_model,
     progress_wanted,
 )
-from hf_quant.config import QuantizerConfig, matches
+from hf_quant.config import QuantizerConfig
+from hf_quant.patterns import matches
 from hf_quant.planning import plan
 
 

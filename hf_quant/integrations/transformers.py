@@ -22,7 +22,7 @@ import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import quantize
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import check_packed, guard_entry
-from hf_quant.config import OF_THIS_PROCESS, QuantizerConfig, resolve_scheme
+from hf_quant.config import OF_THIS_PROCESS, QuantizerConfig
 from hf_quant.integrations import generation
 from hf_quant.integrations._loading import (
     prepare_from_checkpoint,
@@ -38,6 +38,7 @@ from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.planning import schemes_from_list
 from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
+from hf_quant.resolve import resolve_scheme
 
 
 NAME = "hf_quant"

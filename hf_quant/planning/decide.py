@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from hf_quant.algorithms import empty_packed
-from hf_quant.config import QuantizerConfig, as_config, entry_fields, excludes, matches, resolve_scheme
+from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
+from hf_quant.patterns import excludes, matches
 from hf_quant.planning.records import PlanEntry, QuantPlan
+from hf_quant.resolve import entry_fields, resolve_scheme
 from hf_quant.scheme import LinearScheme
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from hf_quant.algorithms import geometry
-from hf_quant.config import fields_of
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
 from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.planning.names import fold_names, unfold_names
 from hf_quant.planning.table import table
+from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
 
 

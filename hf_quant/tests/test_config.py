@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hf_quant import FORMATS, PRESETS, QuantizerConfig
-from hf_quant.config import FORMAT_VERSION, as_config, entry_fields, excludes, fields_of, matches, resolve_scheme
+from hf_quant.config import FORMAT_VERSION, as_config
+from hf_quant.patterns import excludes, matches
+from hf_quant.resolve import entry_fields, fields_of, resolve_scheme
 from hf_quant.scheme import LinearScheme, TensorQuant
 from hf_quant.testing import all_scheme_fields
 

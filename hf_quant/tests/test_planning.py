@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_quant import FORMATS, QuantizerConfig, plan, quantize_
-from hf_quant.config import resolve_scheme
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_name
+from hf_quant.resolve import resolve_scheme
 from hf_quant.testing import all_scheme_fields
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_quant.algorithms import default_algorithm
 from hf_quant.checkpoint import CheckpointRow, CheckpointSummary
-from hf_quant.config import QuantizerConfig, entry_fields, excludes, matches, resolve_scheme
+from hf_quant.config import QuantizerConfig
 from hf_quant.formats import FORMATS
 from hf_quant.integrations.hub import _serving
 from hf_quant.integrations.hub._serving import Export
@@ -16,7 +16,9 @@ from hf_quant.integrations.hub._text import Markdown, code, plain, size
 from hf_quant.integrations.hub._usage import not_recorded, reproduce, usage
 from hf_quant.integrations.hub.measurements import Measurements
 from hf_quant.kv_cache import KVCacheConfig
+from hf_quant.patterns import excludes, matches
 from hf_quant.planning import MIN_WEIGHTS, schemes_from_list
+from hf_quant.resolve import entry_fields, resolve_scheme
 from hf_quant.scheme import LinearScheme
 
 

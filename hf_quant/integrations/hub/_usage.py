@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_quant.config import SCHEME_FIELDS, QuantizerConfig
+from hf_quant.config import QuantizerConfig
 from hf_quant.integrations.hub._source import CardSource, Part
+from hf_quant.resolve import SCHEME_FIELDS
 
 
 PLACEHOLDER, BASE, ORIGINAL = "USER/NAME", "BASE", "ORIGINAL"

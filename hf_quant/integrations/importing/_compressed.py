@@ -12,7 +12,6 @@ import torch
 
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo
-from hf_quant.config import compile_pattern
 from hf_quant.formats import FORMATS
 from hf_quant.integrations._files import TensorFiles
 from hf_quant.integrations.compressed_tensors._schemes import (
@@ -27,6 +26,7 @@ from hf_quant.integrations.compressed_tensors._schemes import (
 )
 from hf_quant.integrations.compressed_tensors._tensors import from_compressed
 from hf_quant.integrations.importing._foreign import Foreign, ForeignWeight
+from hf_quant.patterns import compile_pattern
 from hf_quant.scheme import LinearScheme
 
 

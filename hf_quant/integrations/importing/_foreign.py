@@ -11,12 +11,13 @@ from torch import Tensor, nn
 import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D known)
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo, check_info, check_values, expected_tensors
-from hf_quant.config import QuantizerConfig, fields_of
+from hf_quant.config import QuantizerConfig
 from hf_quant.integrations._files import TensorFiles, rewrite, write_config
 from hf_quant.integrations._loading import prepare_from_checkpoint
 from hf_quant.integrations._names import check_names, renamer, tied_modules
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_dtype
 from hf_quant.planning import schemes_to_list
+from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_quant.algorithms import PackedWeight, quantize_matrix
-from hf_quant.config import resolve_scheme
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import weight_only_mm
+from hf_quant.resolve import resolve_scheme
 
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
