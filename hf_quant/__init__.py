@@ -12,14 +12,14 @@ from hf_quant._version import __version__
 
 
 if TYPE_CHECKING:
+    from hf_quant.cards import model_card
     from hf_quant.checkpoint import load_quantized_, save_quantized
     from hf_quant.config import QuantizerConfig
+    from hf_quant.convert.compressed_tensors.export import export_compressed_tensors
+    from hf_quant.convert.importer import import_checkpoint
     from hf_quant.formats import FORMATS
-    from hf_quant.graphs import capture_generate
-    from hf_quant.integrations.compressed_tensors import export_compressed_tensors
-    from hf_quant.integrations.diffusers_fused import fuse_activations_, unfuse_activations_
-    from hf_quant.integrations.hub import model_card
-    from hf_quant.integrations.importing import import_checkpoint
+    from hf_quant.integrations.diffusers.fused_norms import fuse_activations_, unfuse_activations_
+    from hf_quant.integrations.transformers.graphs import capture_generate
     from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
     from hf_quant.modules import (
         QuantEmbedding,
@@ -44,18 +44,18 @@ _HOME = {
     "QuantizedCache": "kv_cache",
     "QuantizerConfig": "config",
     "TensorQuant": "scheme",
-    "capture_generate": "graphs",
+    "capture_generate": "integrations.transformers.graphs",
     "dequantize_": "quantize",
-    "export_compressed_tensors": "integrations.compressed_tensors",
-    "fuse_activations_": "integrations.diffusers_fused",
+    "export_compressed_tensors": "convert.compressed_tensors.export",
+    "fuse_activations_": "integrations.diffusers.fused_norms",
     "fuse_projections_": "modules",
-    "import_checkpoint": "integrations.importing",
+    "import_checkpoint": "convert.importer",
     "load_quantized_": "checkpoint",
-    "model_card": "integrations.hub",
+    "model_card": "cards",
     "plan": "planning",
     "quantize_": "quantize",
     "save_quantized": "checkpoint",
-    "unfuse_activations_": "integrations.diffusers_fused",
+    "unfuse_activations_": "integrations.diffusers.fused_norms",
     "unfuse_projections_": "modules",
 }
 

@@ -25,21 +25,31 @@ What this asks of the package:
 """
 
 import sys
+from functools import partial
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
 _ADAPTERS = {
-    "transformers.quantizers.auto": "hf_quant.integrations.transformers",
-    "diffusers.quantizers.auto": "hf_quant.integrations.diffusers",
-    "diffusers.loaders.lora_pipeline": "hf_quant.integrations.diffusers_lora",
-    "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers_attention",
-    "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers_hub",
+    "transformers.quantizers.auto": "hf_quant.integrations.transformers.quantizer",
+    "diffusers.quantizers.auto": "hf_quant.integrations.diffusers.quantizer",
+    "diffusers.loaders.lora_pipeline": "hf_quant.integrations.diffusers.lora",
+    "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers.attention",
+    "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers.upload",
     "peft.tuners.tuners_utils": "hf_quant.integrations.peft",
     "peft.peft_model": "hf_quant.integrations.peft",
     "peft.mixed_model": "hf_quant.integrations.peft",
     "torch._export.serde.serialize": "hf_quant._lazy_ops",
     "torch._inductor.package.package": "hf_quant.kernels",
+}
+# {old name of a module: its name}: pickles of whole models name the classes of these modules.
+_MOVED = {
+    "hf_quant.graphs": "hf_quant.integrations.transformers.graphs.capture",
+    "hf_quant.integrations.conv1d": "hf_quant.integrations.transformers.conv1d",
+    "hf_quant.integrations.diffusers_attention": "hf_quant.integrations.diffusers.attention",
+    "hf_quant.integrations.diffusers_fused": "hf_quant.integrations.diffusers.fused_norms",
+    "hf_quant.integrations.generation": "hf_quant.integrations.transformers.generation",
 }
 
 
@@ -62,6 +72,8 @@ class _HostFinder:
 
     def find_spec(self, name: str, path=None, target=None):
         """The spec that the other finders give for a host's quantizer list, None for any other module."""
+        if name in _MOVED:
+            return ModuleSpec(name, _MovedLoader())
         if name not in _ADAPTERS:
             return None
         for finder in sys.meta_path:
@@ -70,6 +82,17 @@ class _HostFinder:
                 _call_after_exec(spec.loader, name)
                 return spec
         return None
+
+
+class _MovedLoader:
+    """Loads a module of a name in `_MOVED`, whose attributes are those of the module of today."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have the import system make an ordinary module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give it the module-level `__getattr__` of PEP 562."""
+        module.__getattr__ = partial(getattr, import_module(_MOVED[module.__name__]))
 
 
 def _call_after_exec(loader, host: str) -> None:

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_quant import QuantizerConfig, export_compressed_tensors, quantize_
 from hf_quant.cli import main
+from hf_quant.convert import files as _files
+from hf_quant.convert.compressed_tensors.schemes import Inexpressible
+from hf_quant.convert.compressed_tensors.tensors import divisor_of
 from hf_quant.formats import FORMATS
-from hf_quant.integrations import _files
-from hf_quant.integrations.compressed_tensors._schemes import Inexpressible
-from hf_quant.integrations.compressed_tensors._tensors import divisor_of
 from hf_quant.modules import QuantizedModule
 from integration_tests.foreign_checkpoints import (
     config_of,

@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, model_card, quantize_
+from hf_quant.cards import is_untouched, repository_of
 from hf_quant.cli import main
-from hf_quant.integrations.hub import is_untouched, repository_of
 from integration_tests.foreign_checkpoints import config_of, load_all, make_llama
 from integration_tests.hub_server import Hub
 from integration_tests.test_importing import foreign_checkpoint

@@ -208,7 +208,7 @@ def test_one_config_class_in_both_registries():
     import transformers.quantizers.auto as of_transformers
     from diffusers.quantizers import auto
 
-    from hf_quant.integrations import diffusers as adapter
+    from hf_quant.integrations.diffusers import quantizer as adapter
 
     before = dict(auto.AUTO_QUANTIZER_MAPPING), list(adapter.quantize.OBSERVERS)
     adapter.register()

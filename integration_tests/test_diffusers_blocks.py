@@ -16,7 +16,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from hf_quant.integrations.diffusers_attention import BACKEND, int8_sdpa, set_attention_  # noqa: E402
+from hf_quant.integrations.diffusers.attention import BACKEND, int8_sdpa, set_attention_  # noqa: E402
 from hf_quant.tests.recording import Calls  # noqa: E402
 from integration_tests.tiny_architectures import ARCHITECTURES, Size  # noqa: E402
 from integration_tests.tiny_diffusion import load, make_inputs, make_model, run  # noqa: E402

@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import constants
 
 from hf_quant import quantize_
+from hf_quant.cards import find_card
 from hf_quant.checkpoint import inspect_checkpoint, inspect_parts
-from hf_quant.integrations.hub import find_card
 from integration_tests.tiny_models import build
 
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
 from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.cli import main
-from hf_quant.integrations.importing._experts import merge_experts
-from hf_quant.integrations.importing._foreign import ForeignWeight
+from hf_quant.convert.experts import merge_experts
+from hf_quant.convert.foreign import ForeignWeight
 from hf_quant.modules import QuantizedModule
 from hf_quant.resolve import resolve_scheme
 from integration_tests.foreign_checkpoints import (
@@ -105,10 +105,10 @@ def test_fp16_scales_in_a_bf16_model_stay_fp16(tmp_path):
 
 
 def test_a_reader_that_forgets_the_order_of_nibbles_would_be_seen(llama, tmp_path, monkeypatch):
-    from hf_quant.integrations.importing import _gptq
+    from hf_quant.convert import gptq_awq
 
     meant = foreign_checkpoint(tmp_path / "in", llama, "awq", symmetric=False)
-    monkeypatch.setattr(_gptq, "_AWQ_COLUMNS", tuple(range(8)))
+    monkeypatch.setattr(gptq_awq, "_AWQ_COLUMNS", tuple(range(8)))
     import_checkpoint(tmp_path / "in", tmp_path / "out")
     wrong, count = mismatches(meant, weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")))
     assert wrong > count // 2

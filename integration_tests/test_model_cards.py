@@ -17,8 +17,8 @@ import torch
 from huggingface_hub import ModelCard
 
 from hf_quant import QuantizerConfig, model_card, quantize_
+from hf_quant.cards import Measurements, card_for_upload, find_card, is_untouched, read_card
 from hf_quant.cli import main
-from hf_quant.integrations.hub import Measurements, card_for_upload, find_card, is_untouched, read_card
 from hf_quant.modules import QuantizedModule
 from integration_tests.hub_server import Hub
 from integration_tests.tiny_models import build

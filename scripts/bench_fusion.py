@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_quant import fuse_projections_, quantize_, unfuse_projections_
 from hf_quant.evaluate import machine
-from hf_quant.graphs import CudaGraphs
+from hf_quant.integrations.transformers.graphs import CudaGraphs
 from hf_quant.planning import format_table
 
 

@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_quant import QuantizerConfig, capture_generate, quantize_
 from hf_quant.evaluate import PeakMemory, bits_per_weight, generation_speed, machine
-from hf_quant.integrations._loading import trim_memory
+from hf_quant.integrations.loading import trim_memory
 from hf_quant.planning import format_table
 
 

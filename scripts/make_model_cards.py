@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hf_quant.cards import model_card, read_measurements
 from hf_quant.cli import main as hf_quant
-from hf_quant.integrations.hub import model_card, read_measurements
 
 
 ROOT = Path(__file__).resolve().parents[1]

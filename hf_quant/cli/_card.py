@@ -3,9 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hf_quant.checkpoint import refuse_file
-from hf_quant.cli._models import check_writable
-from hf_quant.integrations.hub import (
+from hf_quant.cards import (
     CARD,
     hub_id,
     is_untouched,
@@ -16,6 +14,8 @@ from hf_quant.integrations.hub import (
     replace_card,
     repository_of,
 )
+from hf_quant.checkpoint import refuse_file
+from hf_quant.cli._models import check_writable
 
 
 def card(args: argparse.Namespace) -> None:

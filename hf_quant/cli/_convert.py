@@ -2,9 +2,9 @@
 
 import argparse
 
-from hf_quant.integrations.compressed_tensors import export_compressed_tensors
-from hf_quant.integrations.hub import read_measurements
-from hf_quant.integrations.importing import import_checkpoint
+from hf_quant.cards import read_measurements
+from hf_quant.convert.compressed_tensors.export import export_compressed_tensors
+from hf_quant.convert.importer import import_checkpoint
 
 
 def export(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hf_quant.cards import measurements
 from hf_quant.checkpoint import inspect_parts
 from hf_quant.cli._models import (
     Source,
@@ -34,7 +35,6 @@ from hf_quant.evaluate import (
     quality,
     read_ids,
 )
-from hf_quant.integrations.hub import measurements
 from hf_quant.planning import format_table
 
 

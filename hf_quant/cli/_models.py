@@ -23,7 +23,7 @@ from torch import nn
 
 from hf_quant.checkpoint import open_folder, read_header, refuse_file
 from hf_quant.config import QuantizerConfig
-from hf_quant.integrations._files import SIDE_FILES, is_side_file
+from hf_quant.convert.files import SIDE_FILES, is_side_file
 
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

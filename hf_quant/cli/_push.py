@@ -10,8 +10,8 @@ from typing import NamedTuple
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RemoteEntryNotFoundError
 
+from hf_quant.cards import CARD, is_untouched, merge_cards, read_card
 from hf_quant.checkpoint import HubRepository, holds_quantized
-from hf_quant.integrations.hub import CARD, is_untouched, merge_cards, read_card
 
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")

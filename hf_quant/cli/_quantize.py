@@ -5,6 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
+from hf_quant.cards import CARD, find_card, hub_id, merge_cards, model_card, read_card
 from hf_quant.checkpoint import workspace
 from hf_quant.cli._models import (
     Source,
@@ -21,7 +22,6 @@ from hf_quant.cli._pipelines import load_pipeline, plan_pipeline
 from hf_quant.cli._push import WEIGHT_FILES, prepare, push
 from hf_quant.config import QuantizerConfig
 from hf_quant.evaluate import bits_per_weight
-from hf_quant.integrations.hub import CARD, find_card, hub_id, merge_cards, model_card, read_card
 from hf_quant.planning import plan as make_plan
 
 

@@ -5,6 +5,7 @@ The last tests run against the real adapters; the others against a copy of the p
 """
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,9 @@ def stub_install(tmp_path: Path) -> Path:
         shutil.copy(PACKAGE / name, package)
     (package / "integrations" / "__init__.py").write_text("import transformers.quantizers.auto\n")
     for host in ("transformers", "diffusers"):
-        (package / "integrations" / f"{host}.py").write_text(ADAPTER.format(host=host))
+        (package / "integrations" / host).mkdir()
+        (package / "integrations" / host / "__init__.py").touch()
+        (package / "integrations" / host / "quantizer.py").write_text(ADAPTER.format(host=host))
     write_entry_point(tmp_path)
     return tmp_path
 
@@ -115,7 +118,7 @@ assert "hf_quant" in auto.AUTO_QUANTIZER_MAPPING
 
 
 def test_a_broken_adapter_is_one_warning_and_not_the_hosts_problem(stub_install):
-    (stub_install / "hf_quant" / "integrations" / "transformers.py").write_text("def regis")
+    (stub_install / "hf_quant" / "integrations" / "transformers" / "quantizer.py").write_text("def regis")
     # Warnings as errors: not even then may the host's import fail.
     code = f"""
 import torch, warnings
@@ -204,3 +207,22 @@ import hf_quant
 assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["hf_quant"] is hf_quant.QuantizerConfig
 """
     assert_clean(run(code, real_install))
+
+
+@pytest.mark.parametrize(
+    ("old", "name"),
+    [
+        ("hf_quant.graphs", "_Method"),
+        ("hf_quant.integrations.conv1d", "QuantConv1D"),
+        ("hf_quant.integrations.diffusers", "DiffusersQuantizer"),
+        ("hf_quant.integrations.diffusers", "_write_card"),
+        ("hf_quant.integrations.diffusers_attention", "_rebuild"),
+        ("hf_quant.integrations.diffusers_fused", "_rebuild"),
+        ("hf_quant.integrations.generation", "CacheMethod"),
+        ("hf_quant.integrations.transformers", "TransformersQuantizer"),
+        ("hf_quant.integrations.transformers", "_refuse_cast"),
+    ],
+)
+def test_pickles_find_classes_under_the_names_that_modules_had(old, name):
+    found = pickle.loads(f"c{old}\n{name}\n.".encode())
+    assert found.__module__ != old and getattr(sys.modules[found.__module__], name) is found

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
-import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D quantizable)
+import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import QuantLinear, dequantize_, fuse_projections_, quantize_
 from hf_quant.modules.lazy import LazyAct
 from hf_quant.testing import PRODUCT_RMS, all_scheme_fields, assert_close, assert_sqnr, rms_error

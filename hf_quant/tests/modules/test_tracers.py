@@ -11,7 +11,7 @@ import torch.onnx
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-import hf_quant.integrations.conv1d  # noqa: F401  (makes Conv1D quantizable)
+import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import quantize_
 from hf_quant.testing import assert_close
 from hf_quant.tests.modules.test_experts import experts

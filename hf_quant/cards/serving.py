@@ -1,0 +1,89 @@
+"""What a card says of an export: how engines serve it, and how it comes back to hf_quant."""
+
+import json
+from typing import NamedTuple
+
+from hf_quant.cards.source import CardSource
+from hf_quant.cards.text import Markdown, code
+from hf_quant.cards.usage import PLACEHOLDER, auto_class, usage
+from hf_quant.kv_cache import KVCacheConfig
+
+
+# {engine: (release whose loader was read, command)}.
+_ENGINES = {
+    "vLLM": ("vLLM 0.33", "vllm serve {}"),
+    "SGLang": ("SGLang 0.5.23", "python -m sglang.launch_server --model-path {}"),
+}
+# What `make engines` runs, and in what (constraints-engines.txt).
+_RUN = "exports of a small Llama in W4A16, W4A16_ASYM, W8A8 and W8A8_FP8 were run in vLLM 0.32.0, on a CPU"
+# vLLM computes a scale for every token and head of its cache, too
+# (https://github.com/vllm-project/vllm/blob/main/vllm/config/cache.py: CacheDType).
+KV_CACHE_OPTIONS = {name: f"--kv-cache-dtype {name}_per_token_head" for name in ("int8", "fp8", "int4")}
+
+
+# What engines generate with; of the others they have few.
+_SERVED = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq"}
+
+
+class Export(NamedTuple):
+    """How a checkpoint was written for others.
+
+    formats: of compressed-tensors. reader: as in the export. engines: those of _ENGINES that serve it.
+    """
+
+    formats: tuple[str, ...]
+    reader: str
+    engines: tuple[str, ...]
+
+
+def tags(source: CardSource, export: Export, tags: list[str]) -> list[str]:
+    """Tags of the Hub, made from those of the checkpoint that was exported."""
+    kept = [tag for tag in tags if tag != "hf_quant"]
+    return ["compressed-tensors", *kept, *map(str.lower, _serving(source, export))]
+
+
+def _serving(source: CardSource, export: Export) -> tuple[str, ...]:
+    """The engines whose commands a card names."""
+    return export.engines if auto_class(source) in _SERVED else ()
+
+
+def sections(source: CardSource, export: Export, repo_id: str | None, task: str | None) -> dict[str, Markdown | None]:
+    """The values of `card.jinja` that only cards of exports have, or that differ in them."""
+    name = repo_id or PLACEHOLDER
+    commands = "\n".join(_ENGINES[engine][1].format(name) for engine in _serving(source, export))
+    return {
+        "serve": Markdown(commands) if commands else None,
+        "served": _served(source, export),
+        "install": Markdown(f"pip install hf-quant\nhf-quant import {name} OUT"),
+        "usage": Markdown(usage(source, "OUT", None, task)),
+        "container": Markdown(f"in the format of compressed-tensors ({', '.join(map(code, export.formats))})"),
+    }
+
+
+def _served(source: CardSource, export: Export) -> Markdown:
+    text = "transformers reads it where compressed-tensors is installed, and decodes it to 16 bit."
+    if export.reader == "engines":
+        releases = " and ".join(_ENGINES[engine][0] for engine in export.engines)
+        text = f"Written for the loaders of {releases}; no engine was run on it when it was written; {_RUN}."
+        if not _serving(source, export):
+            text += " Whether they have this architecture is in their documentation."
+    cache = source.parts[0].config.kv_cache
+    if cache is not None:
+        format = KVCacheConfig.of(cache).format
+        text += f" The {format} KV cache of the checkpoint that was exported is no part of this format"
+        option = KV_CACHE_OPTIONS.get(format) if "vLLM" in export.engines else None
+        text += "." if option is None else f"; vLLM keeps keys and values in {format} with {code(option)}."
+    return Markdown(text)
+
+
+def reproduce(command: tuple[str, str], export: Export) -> tuple[str, str]:
+    """(language, text) of what gives this export, from what gives the checkpoint that was exported."""
+    language, text = command
+    reader = "" if export.reader == "engines" else f" --reader {export.reader}"
+    if language == "sh":
+        return language, f"{text}\nhf-quant export OUT EXPORTED{reader}"
+    argument = "" if export.reader == "engines" else f", reader={json.dumps(export.reader)}"
+    lines = text.replace(
+        "from hf_quant import QuantizerConfig", "from hf_quant import QuantizerConfig, export_compressed_tensors"
+    )
+    return language, f'{lines}\nexport_compressed_tensors("OUT", "EXPORTED"{argument})'

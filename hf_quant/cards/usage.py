@@ -1,0 +1,278 @@
+"""What to type: the snippet that loads a quantized model, and the one that quantizes it again."""
+
+import json
+import shlex
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from hf_quant.cards.source import CardSource, Part
+from hf_quant.config import QuantizerConfig
+from hf_quant.resolve import SCHEME_FIELDS
+
+
+PLACEHOLDER, BASE, ORIGINAL = "USER/NAME", "BASE", "ORIGINAL"
+# Auto classes, the most telling first, and the task of the Hub that each one stands for alone.
+_TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+    "AutoModelForCTC": "automatic-speech-recognition",
+    "AutoModelForSeq2SeqLM": None,
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForVideoClassification": "video-classification",
+    "AutoModelForAudioClassification": "audio-classification",
+    "AutoModelForObjectDetection": "object-detection",
+    "AutoModelForDepthEstimation": "depth-estimation",
+    "AutoModelForZeroShotImageClassification": "zero-shot-image-classification",
+    "AutoModelForZeroShotObjectDetection": "zero-shot-object-detection",
+    "AutoModel": None,
+}
+_READS_TEXT = {name for name in _TASKS if name.endswith(("LM", "SequenceClassification", "TokenClassification"))}
+_READS_MORE = {name for name in _TASKS if "Image" in name or "Speech" in name or "CTC" in name or "Audio" in name}
+# Tasks of pipelines by diffusers' own tables of them, and of those that are in none.
+_PIPELINE_TABLES = {
+    "AUTO_TEXT2IMAGE_PIPELINES_MAPPING": "text-to-image",
+    "AUTO_IMAGE2IMAGE_PIPELINES_MAPPING": "image-to-image",
+    "AUTO_INPAINT_PIPELINES_MAPPING": "image-to-image",
+    "AUTO_TEXT2VIDEO_PIPELINES_MAPPING": "text-to-video",
+    "AUTO_IMAGE2VIDEO_PIPELINES_MAPPING": "image-to-video",
+    "AUTO_TEXT2AUDIO_PIPELINES_MAPPING": "text-to-audio",
+}
+_VIDEO_FAMILIES = ("Allegro", "CogVideoX", "Cosmos", "HunyuanVideo", "LTX", "Latte", "Mochi", "SkyReelsV2", "Wan")
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+# Classes and tasks.
+
+
+@cache
+def _auto_classes() -> dict[str, str]:
+    """{architecture: auto class of transformers}."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, str] = {}
+    for name in _TASKS:
+        mapping = getattr(getattr(modeling_auto, name, None), "_model_mapping", None)
+        for entry in () if mapping is None else mapping._model_mapping.values():
+            for architecture in (entry,) if isinstance(entry, str) else entry or ():
+                found.setdefault(architecture, name)
+    return found
+
+
+def auto_class(source: CardSource) -> str:
+    """The class of transformers to load a model by: an auto class, or its own where no auto class has it."""
+    if source.auto_class is not None:
+        return source.auto_class
+    if source.class_name is None:
+        return "AutoModel"
+    import transformers
+
+    found = _auto_classes().get(source.class_name)
+    return found or (source.class_name if hasattr(transformers, source.class_name) else "AutoModel")
+
+
+def pipeline_tag(source: CardSource) -> str | None:
+    """The task of the Hub, where the architecture leaves no doubt about it."""
+    if source.kind == "transformers":
+        return _TASKS.get(auto_class(source))
+    if source.kind == "diffusers" or source.class_name is None:
+        return None
+    name = source.class_name
+    if "ImageToVideo" in name:
+        return "image-to-video"
+    if "VideoToVideo" in name:
+        return "video-to-video"
+    tasks = _table_tasks(name)
+    if tasks:
+        return tasks.pop() if len(tasks) == 1 else None
+    return "text-to-video" if any(name == f"{family}Pipeline" for family in _VIDEO_FAMILIES) else None
+
+
+def _table_tasks(name: str) -> set[str]:
+    """The tasks under which diffusers lists a pipeline; none where it is not installed."""
+    if not _has_diffusers():
+        return set()
+    tables = import_module("diffusers.pipelines.auto_pipeline")
+    return {
+        task
+        for table, task in _PIPELINE_TABLES.items()
+        if any(cls.__name__ == name for cls in getattr(tables, table, {}).values())
+    }
+
+
+def _has_diffusers() -> bool:
+    return "diffusers" in sys.modules or find_spec("diffusers") is not None
+
+
+def _absent(source: CardSource) -> str:
+    """Arguments for the components that a pipeline has none of, but for those that it may do without."""
+    cls = getattr(import_module("diffusers"), source.class_name or "", None) if _has_diffusers() else None
+    optional = getattr(cls, "_optional_components", ())
+    return "".join(f", {part}=None" for part in source.absent if part not in optional)
+
+
+# Loading.
+
+
+def usage(source: CardSource, repo_id: str | None, base: str | None, task: str | None) -> str:
+    """Python that loads the model; `import hf_quant` comes first."""
+    name = json.dumps(repo_id or PLACEHOLDER)
+    if source.kind == "transformers":
+        return _transformers_usage(source, name, base)
+    cls = source.class_name or ("DiffusionPipeline" if source.kind == "pipeline" else "AutoModel")
+    dtype = f"torch_dtype={_shared_dtype(source)}"
+    lines = ["import hf_quant  # registers the format", "import torch", f"from diffusers import {cls}", ""]
+    if source.kind == "diffusers":
+        return "\n".join([*lines, f"model = {cls}.from_pretrained({name}, {dtype})"])
+    absent = _absent(source)
+    lines += [f"pipe = {cls}.from_pretrained({name}, {dtype}{absent})"]
+    lines += ['pipe.to("cuda" if torch.cuda.is_available() else "cpu")']
+    result = {"text-to-image": "images[0]", "text-to-video": "frames[0]"}.get(task or "")
+    if result is not None and not absent:
+        lines.append(f'{result[:5]} = pipe("a lighthouse in a storm").{result}')
+    return "\n".join(lines)
+
+
+def _transformers_usage(source: CardSource, name: str, base: str | None) -> str:
+    cls = auto_class(source)
+    helper = "AutoTokenizer" if cls in _READS_TEXT else "AutoProcessor" if cls in _READS_MORE else None
+    origin = name if source.has_tokenizer else None if base is None else json.dumps(base)
+    trust = ", trust_remote_code=True" if source.auto_class is not None else ""
+    imports = sorted({cls, helper} - {None}) if origin is not None else [cls]
+    lines = ["import hf_quant  # registers the format", f"from transformers import {', '.join(imports)}", ""]
+    lines += [f'model = {cls}.from_pretrained({name}, device_map="auto"{trust})']
+    if helper is None or origin is None:
+        return "\n".join(lines)
+    variable = "tokenizer" if helper == "AutoTokenizer" else "processor"
+    lines += [f"{variable} = {helper}.from_pretrained({origin}{trust})"]
+    if cls == "AutoModelForCausalLM":
+        lines += [
+            'inputs = tokenizer("The first three primes are", return_tensors="pt").to(model.device)',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))",
+        ]
+    return "\n".join(lines)
+
+
+def _shared_dtype(source: CardSource) -> str:
+    """Of the part with the most bytes."""
+    return str(max(source.parts, key=lambda part: part.summary.nbytes).dtype)
+
+
+# Quantizing again.
+
+
+def reproduce(source: CardSource, base: str | None) -> tuple[str, str]:
+    """(language, text) of what gives this quantization: a command, or Python where no command does."""
+    part = source.parts[0]
+    if part.config.imported_from is not None:
+        return "sh", shlex.join(["hf-quant", "import", part.config.imported_from["name"] or ORIGINAL, "OUT"])
+    if source.kind != "pipeline":
+        command = quantize_command(part, base or BASE, trust_remote_code=source.auto_class is not None)
+        if command is not None:
+            return "sh", command
+    return "python", _python(source, json.dumps(base or BASE))
+
+
+def not_recorded(source: CardSource, base: str | None) -> str | None:
+    """What the placeholder in `reproduce` stands for; None if there is none."""
+    origin = source.parts[0].config.imported_from
+    if origin is None:
+        return None if base is not None else f"`{BASE}` is the 16-bit model; its name is not recorded here."
+    name, method = origin["name"], origin["method"]
+    return None if name else f"`{ORIGINAL}` is the checkpoint of {method}; its name is not recorded here."
+
+
+def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) -> str | None:
+    """`hf-quant quantize` with the options that give the config of a part; None if they cannot."""
+    config = part.config
+    # These have no option; `fuse_projections` and `quantization_device` are of one process.
+    if config.scale_dtype is not None or config.modules_to_not_convert is not None or config.sparsity is not None:
+        return None
+    if isinstance(config.kv_cache, dict) or config.activation_scale != "dynamic":
+        return None
+    options = ["--weights", config.weights or "none"]
+    for field in ("activations", "cpu_activations", "kv_cache", "attention", "group_size", "granularity", "algorithm"):
+        value = getattr(config, field)
+        options += [] if value is None else [f"--{field.replace('_', '-')}", str(value)]
+    options += [] if config.symmetric is None else ["--symmetric" if config.symmetric else "--asymmetric"]
+    for pattern, entry in config.modules.items():
+        value = _module_value(entry)
+        # The first "=" ends the pattern.
+        if value is None or "=" in pattern or not pattern.isprintable() or pattern.startswith("-"):
+            return None
+        options += ["--module", f"{pattern}={value}"]
+    if part.dtype in _DTYPES:
+        options += ["--dtype", _DTYPES[part.dtype]]
+    options += ["--trust-remote-code"] if trust_remote_code else []
+    return shlex.join(["hf-quant", "quantize", base, "OUT", *options])
+
+
+def _module_value(entry: Any) -> str | None:
+    """ "int4,group_size=64" of an entry of `modules`; None if it cannot be written so."""
+    if entry is None:
+        return "none"
+    fields = {"weights": entry} if isinstance(entry, str) else dict(entry)
+    texts = [str(fields.pop("weights", ""))]
+    for name, value in fields.items():
+        texts.append(f"{name}={json.dumps(value) if not isinstance(value, str) else value}")
+        # What the command line reads as JSON would be no text any more.
+        if name not in SCHEME_FIELDS or not isinstance(value, str | int | bool | None):
+            return None
+    plain = all(c.isascii() and (c.isalnum() or c in "_.=") for text in texts for c in text)
+    # A dict of one format is not the format alone: configs are compared field by field.
+    return ",".join(texts) if plain and texts[0] and (isinstance(entry, str) or len(texts) > 1) else None
+
+
+def _python(source: CardSource, base: str) -> str:
+    dtype = _shared_dtype(source)
+    if source.kind == "transformers":
+        cls, trust = auto_class(source), ", trust_remote_code=True" if source.auto_class is not None else ""
+        return "\n".join(
+            [
+                "import torch",
+                f"from transformers import {cls}",
+                "",
+                "from hf_quant import QuantizerConfig",
+                "",
+                f"config = {_expression(source.parts[0].config)}",
+                f"model = {cls}.from_pretrained({base}, dtype={dtype}, quantization_config=config{trust})",
+                'model.save_pretrained("OUT")',
+            ]
+        )
+    cls = source.class_name or ("DiffusionPipeline" if source.kind == "pipeline" else "AutoModel")
+    names = [cls] if source.kind == "diffusers" else sorted([cls, "PipelineQuantizationConfig"])
+    lines = [
+        "import torch",
+        f"from diffusers import {', '.join(names)}",
+        "",
+        "from hf_quant import QuantizerConfig",
+        "",
+    ]
+    absent = _absent(source)
+    if source.kind == "diffusers":
+        lines += [f"config = {_expression(source.parts[0].config)}"]
+    else:
+        parts: list[tuple[str, QuantizerConfig]] = [(part.name, part.config) for part in source.parts]
+        lines += ["configs = {", *(f'    "{name}": {_expression(config)},' for name, config in parts), "}"]
+        lines += ["config = PipelineQuantizationConfig(quant_mapping=configs)"]
+    name = "model" if source.kind == "diffusers" else "pipe"
+    options = f"torch_dtype={dtype}, quantization_config=config{absent}"
+    return "\n".join([*lines, f"{name} = {cls}.from_pretrained({base}, {options})", f'{name}.save_pretrained("OUT")'])
+
+
+def _expression(config: QuantizerConfig) -> str:
+    """Python that makes the config, its plan left out."""
+    default = {"activation_scale": "dynamic", "modules": {}}
+    fields = {n: getattr(config, n) for n in config.user_fields() if n not in ("weights", "quantization_device")}
+    given = [f"{name}={value!r}" for name, value in fields.items() if value != default.get(name)]
+    return f"QuantizerConfig({', '.join([repr(config.weights), *given])})"

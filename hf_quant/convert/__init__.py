@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries: `import_checkpoint` reads them, `export_compressed_tensors` writes them, exactly."""

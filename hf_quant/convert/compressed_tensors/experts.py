@@ -1,0 +1,54 @@
+"""Fused experts as the layers that the original checkpoint has, one for each expert: rows are split, codes stay."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+from hf_quant.algorithms import PackedWeight
+from hf_quant.convert.compressed_tensors.schemes import Inexpressible
+from hf_quant.modules import QuantExperts
+
+
+def layer_names(model: nn.Module, module: QuantExperts, stored: str, weight: str) -> list[list[str]]:
+    """[expert][part]: names, in the original checkpoint, of the layers that a fused weight [E, N, K] is made of.
+
+    `stored` is the name of the module in our checkpoint. Parts (gate and up) follow each other along N. The names are
+    those that transformers' own conversion reads. Raises Inexpressible if it is of another kind.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if module.is_transposed or getattr(module, "has_bias", False):
+        raise Inexpressible("its experts are transposed or have biases in the original checkpoint, fused for all")
+    full = f"{stored}.{weight}"
+    for conversion in get_model_conversion_mapping(model):
+        if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) != 1:
+            continue
+        target = conversion.target_patterns[0]
+        if full.endswith(target) and merges_rows(conversion.operations):
+            prefix, count = full.removesuffix(target), module.matrix_shape(weight)[0]
+            sources = [pattern.removesuffix(".weight") for pattern in conversion.source_patterns]
+            if all(source.count("*") == 1 for source in sources):
+                return [[prefix + source.replace("*", str(e)) for source in sources] for e in range(count)]
+    raise Inexpressible("transformers has no rule that says what its experts are called in the original checkpoint")
+
+
+def merges_rows(operations: list[Any]) -> bool:
+    """Whether a conversion stacks experts along dimension 0, and parts of one along its rows."""
+    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
+    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+
+def split_rows(packed: PackedWeight, expert: int, part: int, parts: int) -> PackedWeight:
+    """Rows `part` of `parts` of one expert of a fused weight [E, N, ...]."""
+    N = packed.qdata.shape[1]
+
+    def rows(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        matrix = tensor[expert]
+        count = matrix.shape[0] // parts
+        return matrix if matrix.shape[0] == 1 != N else matrix[part * count : (part + 1) * count]
+
+    scales = None if packed.global_scale is None else packed.global_scale[expert : expert + 1]
+    return PackedWeight(rows(packed.qdata), rows(packed.scale), rows(packed.zero_point), scales)

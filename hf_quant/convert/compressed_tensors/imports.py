@@ -1,0 +1,161 @@
+"""compressed-tensors: which of its groups each layer belongs to, and what hf_quant calls it.
+
+Layout and fields: see `hf_quant.convert.compressed_tensors.export`.
+"""
+
+import re
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from hf_quant.algorithms import PackedWeight
+from hf_quant.checkpoint import TensorInfo
+from hf_quant.convert.compressed_tensors.schemes import (
+    FLOAT,
+    INT,
+    MXFP4,
+    NAIVE,
+    NVFP4,
+    PACKED,
+    Inexpressible,
+    scheme_of,
+)
+from hf_quant.convert.compressed_tensors.tensors import from_compressed
+from hf_quant.convert.files import TensorFiles
+from hf_quant.convert.foreign import Foreign, ForeignWeight
+from hf_quant.formats import FORMATS
+from hf_quant.patterns import compile_pattern
+from hf_quant.scheme import LinearScheme
+
+
+_PARTS = ("weight_packed", "weight", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
+_FORMATS = (PACKED, INT, FLOAT, NAIVE, NVFP4, MXFP4)
+_ONE_VALUE = ("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder")
+_CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+def read_compressed_tensors(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype | None) -> Foreign:
+    """The weights of a compressed-tensors checkpoint. Raises ValueError on what hf_quant cannot hold, with the
+    reason."""
+    for name in ("sparsity_config", "transform_config"):
+        given = fields.get(name) or {}
+        is_known = isinstance(given, dict) and given.get("format", "dense") == "dense"
+        if not is_known or given.get("config_groups"):
+            raise ValueError(f"it has a {name}, which hf_quant has no form for: {given}")
+    groups = fields.get("config_groups")
+    if not isinstance(groups, dict) or fields.get("quantization_status", "compressed") != "compressed":
+        raise ValueError(
+            f"its quantization_status is {fields.get('quantization_status')!r} with config_groups "
+            f"{groups!r}; needs 'compressed' and a table of groups"
+        )
+    for group in groups.values():
+        _check_group(group)
+    modules = [name for key in files.tensors for name, _, leaf in [key.rpartition(".")] if leaf == "weight_scale"]
+    if not modules:
+        raise ValueError("it holds no tensor named `weight_scale`: no layer of it is quantized")
+    weights = [_weight(files, module, _group_of(module, groups), fields, dtype) for module in modules]
+    cache = {key for key in files.tensors if key.rpartition(".")[2] in _CACHE_SCALES}
+    notes = ["the calibrated scales of the KV cache are left out: hf_quant computes one for every token"]
+    if any(weight.scheme.activation and weight.scheme.weight.granularity == "block" for weight in weights):
+        notes.append("inputs of fp8 blocks are quantized with one scale per token, not per 128 values")
+    return Foreign(weights, cache, notes if cache or fields.get("kv_cache_scheme") else notes[1:])
+
+
+def _check_group(group: Any) -> None:
+    """Raise ValueError if one of `config_groups` is no table of targets and of what is said of weights and inputs."""
+    targets = group.get("targets") if isinstance(group, dict) else None
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"its config_groups have {group!r}; needs a table with a list of targets")
+    for target in targets:
+        compile_pattern(target)
+    for name in ("weights", "input_activations"):
+        values = {} if group.get(name) is None else group[name]
+        if not isinstance(values, dict) or any(isinstance(values.get(field), dict | list) for field in _ONE_VALUE):
+            raise ValueError(f"its config_groups have {name} {values!r}; needs a table of single values")
+
+
+def _group_of(module: str, groups: dict[str, Any]) -> dict[str, Any]:
+    """The group of a layer: that which names it, else that with a pattern for it, else that of its class."""
+
+    def rank(target: str) -> int | None:
+        if target.startswith("re:"):
+            return 1 if re.match(target[3:], module) else None
+        if target == module:
+            return 0
+        return 2 if target == "Linear" else None
+
+    ranked = [(r, i) for i, g in enumerate(groups.values()) for t in g["targets"] if (r := rank(t)) is not None]
+    if not ranked:
+        raise ValueError(f"{module} is quantized, but no group of its config_groups names it")
+    return list(groups.values())[min(ranked)[1]]
+
+
+def _weight(
+    files: TensorFiles, module: str, group: dict[str, Any], fields: dict[str, Any], dtype: torch.dtype | None
+) -> ForeignWeight:
+    found = {part: files.tensors[f"{module}.{part}"] for part in _PARTS if f"{module}.{part}" in files.tensors}
+    format = group.get("format") or fields.get("format")
+    if format not in _FORMATS:
+        raise ValueError(f"{module} is stored as {format!r}; readable: {', '.join(_FORMATS)}")
+    main = "weight_packed" if format in (PACKED, NVFP4, MXFP4) else "weight"
+    if main not in found or len(found[main].shape) != 2 or f"{module}.weight_g_idx" in files.tensors:
+        given = "an order of columns by activation" if main in found else f"no {main}"
+        raise ValueError(f"{module}, stored as {format}, has {given}; hf_quant needs the matrix in its own order")
+    try:
+        scheme = scheme_of(group, format, found["weight_scale"].dtype)
+    except Inexpressible as reason:
+        raise ValueError(f"{module}: {reason}") from None
+    N, width = found[main].shape
+    K = {PACKED: None, NVFP4: 2 * width, MXFP4: 2 * width}.get(format, width)
+    if K is None:
+        K = _columns(files, module, found, scheme)
+    _check_parts(module, found, format, scheme, N)
+    keys = (f"{module}.{main}", *(f"{module}.{part}" for part in found if part != main))
+    unpack = partial(_unpack, files, module, found, format, scheme, (N, K), dtype or torch.bfloat16)
+    return ForeignWeight(module, scheme, (N, K), keys, unpack)
+
+
+def _columns(files: TensorFiles, module: str, found: dict[str, TensorInfo], scheme: LinearScheme) -> int:
+    """K of a weight in words, which its `weight_shape` holds."""
+    info, words = found.get("weight_shape"), found["weight_packed"]
+    if info is None or info.shape != (2,) or info.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{module} has {info or 'no weight_shape'} beside its weight_packed; needs two integers")
+    N, K = files.read(f"{module}.weight_shape").tolist()
+    needed = (N, -(-K * FORMATS[scheme.weight.format].bits // 32))
+    if min(N, K) < 1 or words.shape != needed or words.dtype != torch.int32:
+        raise ValueError(f"{module}.weight_packed is {words}, its weight_shape {[N, K]} needs {list(needed)} int32")
+    return K
+
+
+def _check_parts(module: str, found: dict[str, TensorInfo], format: str, scheme: LinearScheme, N: int) -> None:
+    """Raise ValueError unless the tensors of a weight can be viewed as what they stand for."""
+    scale, zeros, factor = (found.get(f"weight_{part}") for part in ("scale", "zero_point", "global_scale"))
+    if format in (NVFP4, MXFP4) and (found["weight_packed"].dtype != torch.uint8 or scale.dtype.itemsize != 1):
+        raise ValueError(f"{module}: its codes are {found['weight_packed']}, its scales {scale}; needs bytes")
+    if format == NVFP4 and (factor is None or prod(factor.shape) != 1 or not factor.dtype.is_floating_point):
+        raise ValueError(f"{module}.weight_global_scale is {factor or 'missing'}; needs one number")
+    if not scheme.weight.symmetric:
+        is_packed = zeros is not None and zeros.dtype == torch.int32 and len(zeros.shape) == 2
+        is_packed = is_packed and zeros.shape[0] == -(-N // 8)
+        if not is_packed and (zeros is None or zeros.dtype != torch.int8 or prod(zeros.shape) != prod(scale.shape)):
+            raise ValueError(f"{module}.weight_zero_point is {zeros or 'missing'} beside scales of {scale}")
+
+
+def _unpack(
+    files: TensorFiles,
+    module: str,
+    parts: dict[str, Any],
+    format: str,
+    scheme: LinearScheme,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> PackedWeight:
+    tensors = {part: files.read(f"{module}.{part}") for part in parts}
+    if scheme.weight.symmetric and "weight_zero_point" in tensors and tensors["weight_zero_point"].any():
+        raise ValueError(f"{module}.weight_zero_point is not 0, but its group is symmetric")
+    try:
+        return from_compressed(tensors, format, scheme.weight, shape, dtype)
+    except Inexpressible as reason:
+        raise ValueError(f"{module}: {reason}") from None

@@ -1,0 +1,142 @@
+"""The bytes of a weight, from hf_quant to compressed-tensors and back: renamed, viewed and repacked, never rounded.
+
+Layout: https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/compressors. Both sides
+pack low bits first along K, so int4 codes are equal word by word; int8 codes are offset by 128 and packed four to a
+word; zero points are packed along N.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_quant.algorithms import PackedWeight
+from hf_quant.convert.compressed_tensors.schemes import MXFP4, NVFP4, PACKED, Inexpressible
+from hf_quant.formats import FORMATS
+from hf_quant.kernels.codes import packed_words
+from hf_quant.scheme import TensorQuant
+
+
+_SIGN = 0x80  # of a byte: int8 code ^ _SIGN is the code + 128, unsigned
+_LARGEST_SCALE = 0x7E  # as bits of float8_e4m3fn
+_NEIGHBOURS = 8  # divisors around 1 / global_scale that are tried
+
+
+def to_compressed(packed: PackedWeight, format: str, quant: TensorQuant, K: int, dtype: torch.dtype) -> dict:
+    """{name in the module: tensor} of a weight [N, K] of a model in `dtype`, as `format` stores it.
+
+    Raises Inexpressible if the readers' arithmetic would give another weight.
+    """
+    qdata, scale, zero_point, global_scale = packed
+    N = qdata.shape[0]
+    if format == PACKED:
+        bits = FORMATS[quant.format].bits
+        words = qdata[:, : math.ceil(K * bits / 32)] if bits == 4 else _bytes_to_words(qdata.view(torch.uint8) ^ _SIGN)
+        found = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([N, K])}
+        if zero_point is not None:
+            found["weight_zero_point"] = pack_nibbles(zero_point.T).T
+    elif format in (NVFP4, MXFP4):
+        found = {"weight_packed": qdata.view(torch.uint8)[:, : K // 2]}
+        found["weight_scale"] = scale if format == NVFP4 else scale.view(torch.uint8)
+        if format == NVFP4:
+            found["weight_global_scale"] = divisor_of(global_scale, dtype)
+    else:
+        found = {"weight": qdata, "weight_scale": scale.reshape(1) if quant.granularity == "tensor" else scale}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def from_compressed(
+    tensors: dict[str, Tensor], format: str, quant: TensorQuant, shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    """Inverse of `to_compressed`: the weight [N, K] in our bytes, scales in their true dtype."""
+    N, K = shape
+    scale, zero_point, global_scale = tensors["weight_scale"], None, None
+    if format == PACKED:
+        words = tensors["weight_packed"]
+        if quant.format == "int4":
+            qdata = _pad_words(words, packed_words(K, 4))
+        else:
+            qdata = (words.contiguous().view(torch.uint8)[:, :K] ^ _SIGN).view(torch.int8)
+        if not quant.symmetric:
+            stored = tensors["weight_zero_point"]
+            if stored.dtype == torch.int8:  # release 0.8: signed, one to a byte; 0.9.4 packs them
+                zero_point = (stored.reshape(scale.shape) + 8).view(torch.uint8)
+            else:
+                zero_point = unpack_nibbles(stored.T, N).T
+    elif format in (NVFP4, MXFP4):
+        codes = torch.nn.functional.pad(tensors["weight_packed"], (0, packed_words(K, 4) * 4 - K // 2))
+        qdata = _words(codes)
+        if format == NVFP4:
+            global_scale = divisor_of(tensors["weight_global_scale"].float().reshape(1), dtype, back=True)
+        else:
+            scale = scale.view(torch.float8_e8m0fnu)
+    else:
+        qdata = tensors["weight"]
+    if scale.dim() < 2:
+        scale = scale.reshape(-1, 1)
+    parts = (qdata, scale, zero_point, global_scale)
+    return PackedWeight(*(None if part is None else part.contiguous() for part in parts))
+
+
+def with_global_scale(packed: PackedWeight, global_scale: float) -> PackedWeight:
+    """The same nvfp4 weight with another global scale, a power of two times its own; raises Inexpressible."""
+    ratio = packed.global_scale.double() / global_scale
+    exact = packed.scale.double() * ratio
+    scale = exact.to(packed.scale.dtype)
+    if not torch.equal(scale.double(), exact):
+        raise Inexpressible(
+            "its weights are so much smaller than its siblings' that one global scale rounds its scales"
+        )
+    return packed._replace(scale=scale, global_scale=torch.full_like(packed.global_scale, global_scale))
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 codes [R, C] below 16 -> int32 words [R, ceil(C / 8)], low bits first, filled up with 0."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
+    return _words(codes[:, 0::2] | (codes[:, 1::2] << 4))
+
+
+def unpack_nibbles(words: Tensor, count: int) -> Tensor:
+    """Inverse of `pack_nibbles`: uint8 codes [R, count]."""
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)[:, :count].contiguous()
+
+
+def _bytes_to_words(codes: Tensor) -> Tensor:
+    return _words(torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)))
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Bytes [R, C] as int32 words [R, C / 4]. A copy: one row may have strides that cannot be viewed as words."""
+    return codes.clone(memory_format=torch.contiguous_format).view(torch.int32)
+
+
+def _pad_words(words: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(words, (0, width - words.shape[1]))
+
+
+def divisor_of(factor: Tensor, dtype: torch.dtype, *, back: bool = False) -> Tensor:
+    """The fp32 number [1] that gives, as a divisor of nvfp4's scales, the weights that `factor` [1] multiplies to.
+
+    compressed-tensors divides a group's scale by `weight_global_scale`, hf_quant multiplies it by `global_scale`; the
+    reciprocal of one is rarely an fp32 number. Every product of a level and a possible scale is computed both ways,
+    and one of the numbers closest to the reciprocal is taken with which all agree in the model's dtype.
+    `back`: from a divisor to a factor. Raises Inexpressible if there is none.
+    """
+    levels = torch.tensor([level for level in FORMATS["nvfp4"].spec.levels if level > 0])
+    scales = torch.arange(1, _LARGEST_SCALE + 1, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
+
+    def products(number: Tensor, divides: bool) -> Tensor:
+        return (levels * (scales / number if divides else scales * number)).to(dtype)
+
+    wanted = products(factor, back)
+    nearest = (1 / factor.double()).float()
+    if bool((nearest.isfinite() & (nearest > 0)).all()):
+        bits = nearest.view(torch.int32)
+        for step in sorted(range(-_NEIGHBOURS, _NEIGHBOURS + 1), key=abs):
+            candidate = (bits + step).view(torch.float32)
+            if torch.equal(products(candidate, not back), wanted):
+                return candidate
+    raise Inexpressible(
+        f"no fp32 reciprocal of its global scale {factor.item()} gives the same weights in {str(dtype)[6:]}"
+    )

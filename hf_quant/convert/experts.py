@@ -1,0 +1,96 @@
+"""Experts that another library stores one by one, as the fused weights that transformers 5 makes of them."""
+
+import re
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import WeightConverter
+
+from hf_quant.algorithms import PackedWeight
+from hf_quant.convert.compressed_tensors.experts import merges_rows
+from hf_quant.convert.foreign import ForeignWeight
+from hf_quant.scheme import BLOCK_SIZE
+
+
+class _Rule(NamedTuple):
+    """How the names of single layers become that of a fused weight."""
+
+    sources: list[re.Pattern]  # of the parts (gate and up), with the groups `prefix` and `expert`
+    target: str
+
+
+def merge_experts(model: nn.Module, weights: list[ForeignWeight]) -> list[ForeignWeight]:
+    """The weights with those of experts fused, [E, N, K], by transformers' own rules for the model.
+
+    Raises ValueError if experts of one layer differ in scheme, or one is missing.
+    """
+    rules, known = _rules(model), dict(model.named_modules())
+    merged: list[ForeignWeight] = []
+    parts: dict[str, dict[tuple[int, int], ForeignWeight]] = {}
+    for weight in weights:
+        found = None if weight.module in known else _match(rules, weight.module)
+        if found is None:
+            merged.append(weight)
+        else:
+            name, expert, part = found
+            parts.setdefault(name, {})[expert, part] = weight
+    return merged + [_fuse(name, found) for name, found in parts.items()]
+
+
+def _rules(model: nn.Module) -> list[_Rule]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    rules = []
+    for conversion in get_model_conversion_mapping(model):
+        is_one = isinstance(conversion, WeightConverter) and len(conversion.target_patterns) == 1
+        if not is_one or not merges_rows(conversion.operations):
+            continue
+        names = [re.escape(pattern.removesuffix(".weight")) for pattern in conversion.source_patterns]
+        if all(name.count(r"\*") == 1 for name in names):
+            sources = [re.compile(rf"(?P<prefix>.*){n.replace(chr(92) + '*', r'(?P<expert>[0-9]+)')}") for n in names]
+            rules.append(_Rule(sources, conversion.target_patterns[0]))
+    return rules
+
+
+def _match(rules: list[_Rule], module: str) -> tuple[str, int, int] | None:
+    """(name of the fused weight, expert, part) of a layer, None if it is no expert."""
+    for rule in rules:
+        for part, source in enumerate(rule.sources):
+            match = source.fullmatch(module)
+            if match is not None:
+                return match["prefix"] + rule.target, int(match["expert"]), part
+    return None
+
+
+def _fuse(name: str, parts: dict[tuple[int, int], ForeignWeight]) -> ForeignWeight:
+    experts, count = max(e for e, _ in parts) + 1, max(p for _, p in parts) + 1
+    if len(parts) < experts * count:  # before there is a list of as many as a name claims
+        raise ValueError(f"{name} is quantized for {len(parts)} of its {experts * count} layers only")
+    ordered = [[parts[e, p] for p in range(count)] for e in range(experts)]
+    first = ordered[0][0]
+    kinds: set[Any] = {(weight.scheme, weight.shape) for weight in parts.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"{name} is one tensor in hf_quant, but its experts are quantized differently: {kinds}")
+    N, K = first.shape
+    quant = first.scheme.weight
+    blocks = quant.granularity == "block" and N % BLOCK_SIZE
+    if count > 1 and (quant.granularity == "tensor" or quant.format == "nvfp4" or blocks):
+        raise ValueError(f"{name} is one tensor in hf_quant, but its {count} parts have a scale of their own each")
+    keys = tuple(key for row in ordered for weight in row for key in weight.keys)
+    module, _, leaf = name.rpartition(".")
+    return ForeignWeight(module, first.scheme, (experts, count * N, K), keys, partial(_stack, ordered), leaf)
+
+
+def _stack(ordered: list[list[ForeignWeight]]) -> PackedWeight:
+    """Parts along rows, experts along a new first dimension."""
+    rows = [[weight.unpack() for weight in row] for row in ordered]
+
+    def stack(index: int) -> Tensor | None:
+        if rows[0][0][index] is None:
+            return None
+        return torch.stack([torch.cat([packed[index] for packed in row]) for row in rows])
+
+    global_scale = None if rows[0][0].global_scale is None else torch.cat([row[0].global_scale for row in rows])
+    return PackedWeight(stack(0), stack(1), stack(2), global_scale)

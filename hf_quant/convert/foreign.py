@@ -1,0 +1,181 @@
+"""What every reader of another library's checkpoint hands over, and how it becomes a checkpoint of ours."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D known)
+from hf_quant.algorithms import PackedWeight
+from hf_quant.checkpoint import TensorInfo, check_info, check_values, expected_tensors
+from hf_quant.config import QuantizerConfig
+from hf_quant.convert.files import TensorFiles, rewrite, write_config
+from hf_quant.integrations.loading import prepare_from_checkpoint
+from hf_quant.integrations.transformers.names import check_names, renamer, tied_modules
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_dtype
+from hf_quant.planning import schemes_to_list
+from hf_quant.resolve import fields_of
+from hf_quant.scheme import LinearScheme
+
+
+# Names of tensors that belong to quantized layers.
+_PARTS = {
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx"),
+}
+
+
+class ForeignWeight(NamedTuple):
+    """A quantized weight of another library's checkpoint.
+
+    Attributes:
+        module: name of its layer.
+        scheme: what hf_quant calls it.
+        shape: (N, K), of fused experts (E, N, K).
+        keys: its tensors; where the first is, ours are written.
+        unpack: makes our bytes of them, scales in their true dtype.
+        name: of the 16-bit weight in its module.
+    """
+
+    module: str
+    scheme: LinearScheme
+    shape: tuple[int, ...]
+    keys: tuple[str, ...]
+    unpack: Callable[[], PackedWeight]
+    name: str = "weight"
+
+    @property
+    def expected(self) -> dict[str, TensorInfo]:
+        """{name in the checkpoint: TensorInfo} of our tensors."""
+        tensors = expected_tensors(self.scheme, {self.name: self.shape})
+        return {f"{self.module}.{part}": info for part, info in tensors.items()}
+
+
+class Foreign(NamedTuple):
+    """What a reader found in a checkpoint: its weights, tensors to leave out, and what the user should know."""
+
+    weights: list[ForeignWeight]
+    dropped: set[str]
+    notes: list[str]
+
+
+def write_foreign(
+    target: Path,
+    fields: dict[str, Any],
+    files: TensorFiles,
+    found: Foreign,
+    model: nn.Module,
+    *,
+    where: str,
+    origin: dict[str, str | None],
+) -> None:
+    """Write the checkpoint of `model`, which is on the meta device.
+
+    `where` is what errors call the source, `origin` what the config says of it (`imported_from`).
+
+    Raises ValueError if the model has no such layers, or a value is beyond our grids.
+    """
+    weights = {weight.keys[0]: weight for weight in found.weights}
+    config = _config_of(found.weights)
+    config.imported_from = origin
+    consumed = {key for weight in found.weights for key in weight.keys} | found.dropped
+    _check_model(files, found.weights, config, consumed, model, where)
+    # A linear layer, if there is one: see `checkpoint.guard_entry`.
+    guarded = min(found.weights, key=lambda weight: weight.name != "weight")
+
+    def convert(name: str) -> dict[str, Tensor]:
+        if name in weights:
+            tensors = _stored(weights[name])
+            if weights[name] is guarded:
+                tensors[f"{guarded.module}.{guarded.name}"] = torch.empty(0, dtype=model.dtype)
+            return tensors
+        return {} if name in consumed else {name: files.read(name)}
+
+    rewrite(files, target, convert)
+    kept = {name: value for name, value in fields.items() if name != "compression_config"}
+    write_config(target, {**kept, "quantization_config": config.to_dict()})
+
+
+def _config_of(weights: list[ForeignWeight]) -> QuantizerConfig:
+    """The config of what is written: the most frequent scheme, and the plan of all.
+
+    Raises ValueError if hf_quant has no such scheme, or not for all weights of one module.
+    """
+    schemes: dict[str, LinearScheme] = {}
+    for weight in weights:
+        try:
+            fields_of(weight.scheme)
+        except ValueError as error:
+            raise ValueError(f"{weight.module}: {error}") from None
+        if schemes.setdefault(weight.module, weight.scheme) != weight.scheme:
+            raise ValueError(f"{weight.module} has weights of two schemes: {schemes[weight.module]}, {weight.scheme}")
+    config = QuantizerConfig(**fields_of(Counter(schemes.values()).most_common(1)[0][0]))
+    config.plan = schemes_to_list(schemes)
+    return config
+
+
+def _check_model(
+    files: TensorFiles,
+    weights: list[ForeignWeight],
+    config: QuantizerConfig,
+    consumed: set[str],
+    model: nn.Module,
+    where: str,
+) -> None:
+    """Raise ValueError unless the model has a layer of that shape for every weight."""
+    keys = {key: info for key, info in files.tensors.items() if key not in consumed}
+    for weight in weights:
+        keys.update(weight.expected)
+    rename = renamer(model)
+    _refuse_remains(files, consumed, dict(model.named_parameters()), rename, where)
+    names = prepare_from_checkpoint(model, config, keys, rename, tied_modules(model))
+    modules = dict(model.named_modules())
+    lost = [
+        weight.module
+        for weight in weights
+        if not isinstance(modules.get(rename(f"{weight.module}.{weight.name}").rpartition(".")[0]), QuantizedModule)
+    ]
+    if lost:
+        raise ValueError(
+            f"{where} has {len(lost)} quantized layers, {lost[0]} among them, that {type(model).__name__} of "
+            "transformers does not have: they cannot be imported"
+        )
+    check_names(model, keys, names)
+
+
+def _refuse_remains(
+    files: TensorFiles,
+    consumed: set[str],
+    parameters: dict[str, nn.Parameter],
+    rename: Callable[[str], str],
+    where: str,
+) -> None:
+    """Raise ValueError if what is left is a part of a quantized layer: copied as it is, it would be no weight."""
+    for key, info in files.tensors.items():
+        if key in consumed:
+            continue
+        parameter = parameters.get(rename(key))
+        if parameter is None and key.rpartition(".")[2] in _PARTS:
+            raise ValueError(f"{where} has {key}, but not all that belongs to it; is a shard missing?")
+        is_code = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
+        if parameter is not None and parameter.is_floating_point() and is_code:
+            raise ValueError(f"{where} has {key} as {info}, but no scale for it; is a shard missing?")
+
+
+def _stored(weight: ForeignWeight) -> dict[str, Tensor]:
+    """{name: tensor} of a weight as our checkpoint stores it, checked."""
+    tensors, expected = {}, weight.expected
+    for part, tensor in zip(PACKED_NAMES, weight.unpack()):
+        if tensor is None:
+            continue
+        key = packed_key(part, weight.name)
+        name = f"{weight.module}.{key}"
+        stored = tensor.contiguous()
+        stored = stored.view(stored_dtype(stored.dtype))
+        check_info(TensorInfo(stored.dtype, tuple(stored.shape)), expected[name], name)
+        check_values(stored, key, weight.scheme.weight, name)
+        tensors[name] = stored
+    return tensors

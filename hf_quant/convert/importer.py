@@ -1,0 +1,90 @@
+"""Checkpoints of other libraries as checkpoints of hf_quant: GPTQ, AWQ, compressed-tensors; every weight as it was."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_quant.cards import CARD, converted_card, hub_id
+from hf_quant.checkpoint import MAX_CONFIG_BYTES, Directory, load_json, one_line, shorten
+from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
+from hf_quant.convert.experts import merge_experts
+from hf_quant.convert.files import TensorFiles, empty_model, local_checkpoint, read_config, staged
+from hf_quant.convert.foreign import Foreign, write_foreign
+from hf_quant.convert.gptq_awq import read_awq, read_gptq
+
+
+_READERS: dict[str, Callable[[TensorFiles, dict[str, Any], torch.dtype | None], Foreign]] = {
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+}
+# Where older checkpoints have their fields: file beside config.json -> method.
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def import_checkpoint(
+    source: str | Path, out: str | Path, *, revision: str | None = None, token: str | bool | None = None
+) -> tuple[str, ...]:
+    """Make a checkpoint of hf_quant from one that GPTQ, AWQ or compressed-tensors has quantized.
+
+    Codes, scales and zero points are repacked, never rounded; scales keep their dtype, whatever that of the model is.
+    It is read file by file, and no weight is decoded. `from_pretrained` then loads it onto hf_quant's kernels. Its
+    README.md names the base model and the licence that the original's card names.
+
+        gptq                4 and 8 bits, format versions 1 and 2, columns in their own order
+        awq                 4 bits, version "gemm"
+        compressed-tensors  pack-quantized int4 and int8, int-quantized, float-quantized (channel, tensor, block),
+                            naive-quantized fp8 and int8, nvfp4-pack-quantized and mxfp4-pack-quantized without
+                            quantized inputs
+
+    Args:
+        source: the other library's checkpoint: a directory, or USER/NAME on the Hub.
+        out: a directory that does not exist yet, or is empty; it appears when it is complete.
+        revision: of a repository on the Hub.
+        token: for the Hub.
+
+    Returns:
+        What is different from the original, one line each, e.g. that calibrated scales of a KV cache are left out.
+
+    Raises:
+        ValueError: if it is of another kind, or something in it has no exact counterpart; the error says what and why.
+    """
+    where, out = str(source), Path(out)
+    source = local_checkpoint(source, revision=revision, token=token)
+    fields = read_config(source)
+    method, own = _detect(source, fields, where)
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    dtype = getattr(torch, str(name), None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else None
+    with staged(source, out) as target, TensorFiles(source) as files:
+        try:
+            found = _READERS[method](files, own, dtype)
+            model = empty_model(source)
+            found = found._replace(weights=merge_experts(model, found.weights))
+        except ValueError as error:
+            raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None
+        origin = {"method": method, "name": hub_id(str(source))}
+        write_foreign(target, fields, files, found, model, where=where, origin=origin)
+        converted_card(target, source, token=token).save(target / CARD)
+    return tuple(found.notes)
+
+
+def _detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+    """(method, its fields) of a quantized checkpoint. Raises ValueError if it is none that can be read."""
+    own = fields.get("quantization_config") or fields.get("compression_config")
+    method = None
+    if isinstance(own, dict):
+        method = str(own.get("quant_method", "compressed-tensors" if "config_groups" in own else "gptq"))
+    else:
+        for file, known in _OWN_FILES.items():
+            if (source / file).is_file():
+                method, own = known, load_json(Directory(source), file, limit=MAX_CONFIG_BYTES)
+    if method is None or not isinstance(own, dict):
+        raise ValueError(f"{where} is not quantized: `hf-quant quantize` makes a checkpoint of it")
+    if method == "hf_quant":
+        raise ValueError(f"{where} is a checkpoint of hf_quant already")
+    if method not in _READERS:
+        raise ValueError(f"{where} is quantized by {shorten(repr(method))}; can be imported: {', '.join(_READERS)}")
+    return method, own

@@ -1,0 +1,106 @@
+"""Loading LoRA weights into a quantized Flux transformer through diffusers' own `load_lora_weights`.
+
+diffusers looks up "<layer>.weight" in the transformer's state dict and reads its shape and device. A quantized layer
+has no such key; it gets one for the time of that look-up only: in a permanent one, offloading would find a weight.
+`hf_quant._boot` imports this module once diffusers has loaded its LoRA loaders, which takes seconds, and never before.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import diffusers.loaders.lora_pipeline as lora_pipeline
+import torch
+from torch import Tensor, nn
+
+from hf_quant.integrations.diffusers.quantizer import refresh_plan
+from hf_quant.modules import QuantizedModule, QuantLinear, restore_module_
+
+
+_logger = logging.getLogger("hf_quant")
+
+
+def register() -> None:
+    """Wrap two functions of diffusers' loader; may be called again."""
+    loader = lora_pipeline.FluxLoraLoaderMixin
+    for name, wrap in _WRAPPERS.items():
+        host = getattr(loader, name).__func__
+        if not getattr(host, "_knows_hf_quant", False):
+            wrapped = functools.wraps(host)(wrap(host))
+            wrapped._knows_hf_quant = True
+            setattr(loader, name, classmethod(wrapped))
+
+
+def _look_up(host: Callable) -> Callable:
+    """Pads adapters of fewer input features than the layer has."""
+
+    def with_weights(cls: type, transformer: nn.Module, lora_state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        with _weight_keys(transformer):
+            return host(cls, transformer, lora_state_dict)
+
+    return with_weights
+
+
+def _widen(host: Callable) -> Callable:
+    """Replaces layers for which the adapter has more features (the image input of control adapters)."""
+
+    def with_plain_layers(
+        cls: type,
+        transformer: nn.Module,
+        lora_state_dict: dict[str, Tensor] | None = None,
+        norm_state_dict: dict[str, Tensor] | None = None,
+        prefix: str | None = None,
+    ) -> bool:
+        _restore_narrow_layers_(transformer, lora_state_dict or {}, prefix or cls.transformer_name)
+        return host(cls, transformer, lora_state_dict, norm_state_dict, prefix)
+
+    return with_plain_layers
+
+
+_WRAPPERS = {
+    "_maybe_expand_lora_state_dict": _look_up,
+    "_maybe_expand_transformer_param_shape_or_error_": _widen,
+}
+
+
+@contextmanager
+def _weight_keys(model: nn.Module) -> Iterator[None]:
+    """Within it, `model.state_dict()` has a weight for each quantized layer: right shape and device, one element."""
+
+    def add(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any) -> None:
+        for name, layer in module.named_modules(prefix=prefix.removesuffix(".")):
+            if isinstance(layer, QuantizedModule):
+                for weight in layer.weight_names:
+                    element = torch.zeros((), dtype=layer.compute_dtype, device=layer.packed_device(weight))
+                    state_dict[f"{name}.{weight}"] = element.expand(layer.weight_shape(weight))
+
+    handle = model.register_state_dict_post_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _restore_narrow_layers_(model: nn.Module, lora_state_dict: dict[str, Tensor], prefix: str) -> None:
+    """Give layers that diffusers is about to replace by wider ones their 16-bit weight back.
+
+    What it replaces them by is in 16 bit anyway, and it keeps the old weight to undo that.
+    """
+    narrow = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantLinear):
+            continue
+        adapter = f"{prefix}.{name.replace('.base_layer', '')}"
+        a, b = (lora_state_dict.get(f"{adapter}.lora_{part}.weight") for part in "AB")
+        if a is not None and b is not None and (a.shape[1] > layer.in_features or b.shape[0] > layer.out_features):
+            narrow.append(name)
+    for name in narrow:
+        restore_module_(model.get_submodule(name))
+    if narrow:
+        _logger.warning("%s: in 16 bit from now on, because the LoRA weights widen it", ", ".join(narrow))
+        refresh_plan(model)
+
+
+register()

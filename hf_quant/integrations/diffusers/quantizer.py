@@ -1,0 +1,438 @@
+"""The diffusers adapter: quantize on load, save, reload (`from_pretrained`, `from_single_file`, `save_pretrained`).
+
+`from_pretrained` calls `DiffusersQuantizer` in this order: `maybe_update_loaded_keys` with the checkpoint's files,
+`_process_model_before_weight_loading` on the meta model, the sizes for the device map, `update_missing_keys`,
+`create_quantized_param` for each tensor that `check_if_quantized_param` claims, and
+`_process_model_after_weight_loading`. Text encoders of a pipeline are transformers models: the other adapter's.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import diffusers.quantizers.auto as auto
+import torch
+from accelerate.utils import set_module_tensor_to_device
+from diffusers.quantizers import base
+from torch import nn
+
+from hf_quant import planning, quantize
+from hf_quant.checkpoint import check_packed, stored_weights
+from hf_quant.config import QuantizerConfig
+from hf_quant.integrations.diffusers.rules import rules
+from hf_quant.integrations.loading import (
+    prepare_from_checkpoint,
+    prepare_from_config,
+    quantize_into,
+    read_keys,
+    trim_memory,
+)
+from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods, refuse_training
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved, stored_config
+
+
+NAME = "hf_quant"
+_CONFIG_KEYS = ("quantization_config", "_pre_quantization_dtype")  # what a quantizer adds to model.config
+# Weights quantized between two returns of freed memory to the system. Loading a 428 MB model (bf16, random weights) as
+# int8, 215 MB, peaks at +257 MB with it and at +306 MB without, in the same time.
+_TRIM_BYTES = 2**25
+_logger = logging.getLogger(NAME)
+
+
+class DiffusersQuantizer(base.DiffusersQuantizer):
+    """Quantizes a diffusers model on load, parameter by parameter, or loads a checkpoint that is quantized."""
+
+    requires_calibration = False
+    # The modules that a model keeps in fp32 stay in fp32, as without a quantizer.
+    use_keep_in_fp32_modules = True
+    quantization_config: QuantizerConfig
+
+    def __init__(self, quantization_config: QuantizerConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._dtype: torch.dtype | None = None
+        self._headers: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._elements = self._bytes = self._largest = 0  # see `_measure`
+        self._untrimmed = 0
+        self._fuse_projections: bool | None = None
+        self._fuse_activations: bool | None = None
+
+    @property
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train on top of the frozen codes: every forward passes the exact gradient to its input."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    @property
+    def supports_parallel_loading(self) -> bool:
+        """Threads may fill packed tensors, but not put codes in the place of weights: that changes the names."""
+        return self.pre_quantized
+
+    # Before the weights.
+
+    def validate_environment(
+        self,
+        *args: Any,
+        torch_dtype: torch.dtype | None = None,
+        device_map: dict[str, Any] | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if torch_dtype is not None and torch_dtype.itemsize == 1:
+            raise ValueError(
+                f"dtype is {torch_dtype}: that is for the layers that are not quantized, which compute in 16 or 32 "
+                "bits; pass torch.bfloat16, torch.float16 or torch.float32"
+            )
+        # The host writes to disk what the checkpoint has, past `create_quantized_param`.
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            modules = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
+            raise ValueError(
+                f"device_map puts {', '.join(modules[:3])} on disk, where weights cannot go while they are being "
+                "quantized. Allow more memory (max_memory), or save the quantized model first and load that: packed "
+                "weights can be on disk"
+            )
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
+        self._dtype = torch_dtype
+        return torch_dtype
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        # Of every shard, before any is loaded: to quantize takes minutes, and the last one may be truncated.
+        files = [file for file in checkpoint_files if self.pre_quantized or str(file).endswith(".safetensors")]
+        headers = read_keys(files)
+        if not self.pre_quantized:
+            return loaded_keys
+        self._headers = headers
+        guards = {f"{stored.module}.{stored.weight}" for stored in stored_weights(self._headers)}
+        # An index may list what no shard has: the host would leave it on the meta device.
+        return [key for key in loaded_keys if key in headers and key not in guards]
+
+    def _process_model_before_weight_loading(
+        self,
+        model: nn.Module,
+        *,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        keep_in_fp32_modules: list[str] | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        if state_dict is not None:
+            self.pre_quantized = False  # `from_single_file` says True of every quantizer
+        if self.pre_quantized:
+            prepare_from_checkpoint(model, self.quantization_config, self._headers, rename=str, tied={})
+            self._headers = {}
+        elif self.quantization_config.plan is not None:
+            raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
+        elif is_autoencoder(model) and not self.quantization_config.modules:
+            _logger.warning(
+                "%s stays in 16 bit: its linear layers are few, and every pixel passes through them. Name them in "
+                "`modules` to quantize them.",
+                type(model).__name__,
+            )
+        else:
+            self._fuse_projections = self.quantization_config.fuse_projections
+            self._fuse_activations = self.quantization_config.fuse_activations
+            self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
+        self._measure(model, keep_in_fp32_modules or [])
+        return model
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # Only `from_single_file` calls this before the model is prepared; its conversions would not say what is wrong.
+        if not self._bytes and any(key.rpartition(".")[2].startswith("qdata") for key in state_dict):
+            raise ValueError(
+                "the file is quantized by hf_quant: load the directory it was saved in, by from_pretrained"
+            )
+        return state_dict
+
+    # Sizes, for the device map and the allocator.
+
+    def get_special_dtypes_update(self, model: nn.Module, torch_dtype: torch.dtype) -> dict[str, Any]:
+        waiting = {name: _NoBytes() for name in _waiting_weights(model)}
+        return {**super().get_special_dtypes_update(model, torch_dtype), **waiting}
+
+    def adjust_max_memory(self, max_memory: dict[str, int | str]) -> dict[str, int | str]:
+        """Room for the one weight that is being quantized, in fp32."""
+        return {k: max(v - self._largest, 0) if isinstance(v, int) else v for k, v in max_memory.items()}
+
+    def get_cuda_warm_up_factor(self) -> Fraction:
+        """How often the true bytes fit into the elements that the host counts, taken as elements of the model's dtype.
+
+        It floor-divides their number by this, so a fraction serves.
+        """
+        if not self._bytes:  # from_single_file asks before the model is prepared
+            return Fraction(super().get_cuda_warm_up_factor())
+        return Fraction(self._elements * (self._dtype or torch.get_default_dtype()).itemsize, self._bytes)
+
+    def _measure(self, model: nn.Module, keep_in_fp32_modules: list[str]) -> None:
+        """Count elements with the weights that wait, true bytes without them, and bytes of the largest of these."""
+        waiting = set(_waiting_weights(model))
+        for name, tensor in model.state_dict().items():
+            self._elements += tensor.numel()
+            if name in waiting:
+                self._largest = max(self._largest, 4 * tensor.numel())
+                continue
+            dtype = tensor.dtype
+            if dtype.is_floating_point:
+                fp32 = any(part in name.split(".") for part in keep_in_fp32_modules)
+                dtype = torch.float32 if fp32 else self._dtype or dtype
+            self._bytes += tensor.numel() * dtype.itemsize
+
+    # The weights.
+
+    def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
+        computed = {
+            f"{name}.{packed_key(part, weight)}"
+            for name, module in _quantized_modules(model)
+            for weight in module.placeholders
+            for part in PACKED_NAMES
+        }
+        missing = [key for key in missing_keys if key not in computed]
+        # The host would warn and leave them on the meta device.
+        if any(True for _ in _quantized_modules(model)):
+            _check_none_missing(sorted(missing))
+        return missing
+
+    def check_if_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: torch.Tensor,
+        param_name: str,
+        state_dict: dict[str, Any],
+        **kwargs: Any,
+    ) -> bool:
+        if self.pre_quantized:
+            return False  # the host puts packed tensors where they belong; shapes and dtypes are checked already
+        return _waiting_module(model, param_name) is not None or _is_float8(param_value)
+
+    def create_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: torch.Tensor,
+        param_name: str,
+        target_device: torch.device | str | int,
+        state_dict: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        module = _waiting_module(model, param_name)
+        if (
+            module is None
+        ):  # in fp8: if there is a quantizer, from_single_file would make it fp32 whatever was asked for
+            set_module_tensor_to_device(model, param_name, target_device, value=param_value, dtype=self._dtype)
+            return
+        # `param_value` is rounded to the model's dtype already; the codes are chosen from what the checkpoint has.
+        source = state_dict[param_name]
+        if _is_float8(source):
+            source = source.to(module.compute_dtype)
+        leaf, device = param_name.rpartition(".")[2], self.quantization_config.quantization_device
+        module.fill_(leaf, quantize_into(module, leaf, source.to(target_device), param_name, device))
+        self._untrimmed += source.nbytes
+        if self._untrimmed > _TRIM_BYTES:
+            self._untrimmed = 0
+            trim_memory()
+
+    # After the weights.
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        trim_memory()
+        _check_none_missing(list(_waiting_weights(model)))  # from_single_file, and shapes that it was told to ignore
+        if not any(True for _ in _quantized_modules(model)) and self.quantization_config.attention is None:
+            _forget(model)
+            return model
+        for name, module in _quantized_modules(model):
+            if self.pre_quantized and module.packed_device(module.weight_names[0]).type != "meta":
+                check_packed(module, name)
+        # None, too, means no: activations of many tokens hide what a launch costs.
+        fuse_as_configured_(model, bool(self._fuse_projections))
+        _fuse_activations(model, self._fuse_activations)
+        _attach(model, self)
+        return model
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Any], safe_serialization: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        codes = next((key for key in state_dict if key.rpartition(".")[2] == "qdata"), None)
+        if codes is None:
+            return state_dict, {}
+        if not safe_serialization:
+            raise ValueError("a quantized model is saved as safetensors only; leave safe_serialization=True")
+        # Without hf_quant a load fails at this key by its shape, even if config.json does not say what the codes are.
+        return {**state_dict, f"{codes.removesuffix('qdata')}weight": torch.empty(0)}, {}
+
+    def dequantize(self, model: nn.Module) -> nn.Module:
+        return dequantize_(model)  # `_observe` corrects the model's records, here as after a direct call
+
+
+class _NoBytes:
+    """The "dtype" of a weight that takes no memory, because it is about to be quantized.
+
+    accelerate reads a dtype's bits off the end of its name.
+    """
+
+    def __str__(self) -> str:
+        return "none0"
+
+
+def is_autoencoder(model: nn.Module) -> bool:
+    """Whether a diffusers model is a VAE or another autoencoder."""
+    return any(c.__module__.startswith("diffusers.models.autoencoders.") for c in type(model).__mro__)
+
+
+def _quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule))
+
+
+def _waiting_weights(model: nn.Module) -> Iterator[str]:
+    """Names of the 16-bit weights that are not loaded, and so not quantized, yet."""
+    return (f"{name}.{weight}" for name, module in _quantized_modules(model) for weight in module.placeholders)
+
+
+def _check_none_missing(names: list[str]) -> None:
+    """Raise ValueError if there are names of tensors that a checkpoint lacks."""
+    if names:
+        raise ValueError(
+            f"the checkpoint has no fitting {', '.join(names[:3])}{', ...' * (len(names) > 3)}; is it of another "
+            "model, or is a shard missing?"
+        )
+
+
+def _waiting_module(model: nn.Module, param_name: str) -> QuantizedModule | None:
+    """The module that waits for this 16-bit weight, None if none does."""
+    path, _, leaf = param_name.rpartition(".")
+    module = model.get_submodule(path)
+    return module if isinstance(module, QuantizedModule) and leaf in module.placeholders else None
+
+
+def _is_float8(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize == 1
+
+
+def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
+    """Give a quantized model what the host's own loading gives it, and its config the resolved plan."""
+    config = quantizer.quantization_config
+    model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
+    model.register_to_config(quantization_config=config)
+    for name, refuse in _REFUSED.items():
+        if hasattr(model, name):
+            setattr(model, name, refuse)
+    if config.attention is not None:
+        _set_attention(model, config.attention)
+    attach_methods(model, _WRAPPERS)
+
+
+def _forget(model: nn.Module) -> None:
+    """Inverse of `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
+    detach_methods(model, _WRAPPERS)
+    for attribute in ("hf_quantizer", "quantization_method", *_REFUSED):
+        model.__dict__.pop(attribute, None)
+    model.is_quantized = False
+    _fuse_activations(model, False)
+    if (config := stored_config(model)) is not None and config.attention is not None:
+        _set_attention(model, None)
+    kept = {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS}
+    model._internal_dict = type(model._internal_dict)(kept)
+
+
+def _set_attention(model: nn.Module, attention: str | None) -> None:
+    # Not at the top: see `diffusers_rules.rules`.
+    from hf_quant.integrations.diffusers.attention import set_attention_
+
+    set_attention_(model, attention)
+
+
+def refresh_plan(model: nn.Module) -> None:
+    """Make the stored plan of a quantized diffusers model that of its modules as they are now."""
+    schemes = {name: module.scheme for name, module in _quantized_modules(model)}
+    config = resolved(model.hf_quantizer.quantization_config, schemes)
+    model.hf_quantizer.quantization_config = config
+    if config.plan or config.attention is not None:
+        _attach(model, model.hf_quantizer)
+    else:
+        _forget(model)
+
+
+def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
+    """In the place of `model.enable_layerwise_casting`."""
+    raise ValueError(
+        "this model is quantized: layerwise casting would leave its codes as they are and round what is kept in 16 "
+        "bit, such as biases. Quantize to fewer bits instead, or dequantize() it first"
+    )
+
+
+def _refuse_qkv_fusion(*args: Any, **kwargs: Any) -> None:
+    """In the place of `model.fuse_qkv_projections`."""
+    raise ValueError(
+        "this model is quantized: fuse_qkv_projections would compute with 16-bit copies beside the codes. "
+        "hf_quant.fuse_projections_(model), or QuantizerConfig(fuse_projections=True), makes one product of the codes"
+    )
+
+
+_REFUSED = {"enable_layerwise_casting": _refuse_layerwise_casting, "fuse_qkv_projections": _refuse_qkv_fusion}
+
+
+def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    if not kwargs.get("subfolder"):  # of a repository with a card of its own
+        from hf_quant.cards import card_for_upload
+
+        card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
+    return host(working_dir, repo_id, *args, **kwargs)
+
+
+# Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
+# card.
+_WRAPPERS = {
+    "_upload_folder": _write_card,
+    "num_parameters": count_weights,
+    "requires_grad_": refuse_training,
+}
+
+
+def _is_own(model: nn.Module) -> bool:
+    host = sys.modules.get("diffusers.models.modeling_utils")  # not imported: no model of it exists
+    return host is not None and isinstance(model, host.ModelMixin)
+
+
+def _fuse_activations(model: nn.Module, fuses: bool | None) -> None:
+    # Not at the top: see `diffusers_rules.rules`.
+    from hf_quant.integrations.diffusers.fused_norms import quantizes_activations, set_fusion_
+
+    if not set_fusion_(model, fuses) and fuses and quantizes_activations(model):
+        _logger.warning("fuse_activations is True, but %s has no block that hf_quant knows", type(model).__name__)
+
+
+def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
+    """Keep a diffusers model's own records right after `quantize_` and `dequantize_`."""
+    if config is None:
+        _forget(model)
+        return
+    before, quantizer = model.__dict__.get("hf_quantizer"), DiffusersQuantizer(config, pre_quantized=False)
+    fuses = given.fuse_activations
+    if before is not None:  # weights or attention only have been quantized: what was said then still holds
+        fuses = before._fuse_activations if fuses is None else fuses
+        if before.quantization_config.attention is not None and config.attention is None:
+            _set_attention(model, None)
+    quantizer._fuse_activations = fuses
+    _fuse_activations(model, fuses)
+    _attach(model, quantizer)
+
+
+_OBSERVER = quantize.Observer(_is_own, _observe)
+
+
+def register() -> None:
+    """Register with diffusers; may be called again."""
+    auto.AUTO_QUANTIZER_MAPPING[NAME] = DiffusersQuantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = QuantizerConfig
+    if _OBSERVER not in quantize.OBSERVERS:
+        quantize.OBSERVERS.append(_OBSERVER)
+        planning.HOST_RULES.append(lambda model: rules(model) if _is_own(model) else None)
+
+
+register()

@@ -1,0 +1,74 @@
+"""Which linear layers of a diffusion model stay in 16 bit, or keep their input in 16 bit, and why.
+
+Read off the structure, so that a new architecture needs no entry: what is outside of the repeated blocks (embedders,
+projections in and out) is small and touches every token or every block; layers that read one vector an image
+(modulation, time embeddings) gain nothing from 8-bit inputs. `_FIRST_BLOCKS` adds what structure does not show.
+"""
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from hf_quant.planning import Rules
+
+
+# {class: {module: why it stays in 16 bit}}. Peers that quantize these models leave the same layers alone.
+_FIRST_MODULATION = "modulation of the first block of its kind: its error passes through all others"
+_FIRST_BLOCKS = {
+    "FluxTransformer2DModel": ("single_transformer_blocks.0.norm.linear",),
+    "QwenImageTransformer2DModel": ("transformer_blocks.0.img_mod.1",),
+    "Lumina2Transformer2DModel": ("layers.0.norm1.linear",),
+    "GlmImageTransformer2DModel": ("transformer_blocks.0.norm1.linear",),
+}
+# What a layer outside of the blocks is, by the first of these that its path has.
+_ROLES = (
+    (r"modulat|adaln", "modulation of all blocks: its error reaches each of them"),
+    (r"norm_out|proj_out|final|last|head|linear_out", "output projection: its error is one of the result"),
+    (r"time|guidance|temb|label|pooled|add_embed|class_embed|condition_embed", "embedding of what all blocks read"),
+    (r"embed|proj_in|_in$|_in\.|patch|caption|context|text|adapter|proj", "input projection: all blocks read it"),
+)
+_OUTSIDE = "outside of the repeated blocks"
+_ONE_VECTOR = "its input is one vector an image: 8-bit activations would gain nothing"
+# Paths and classes of what is fed by the time embedding.
+_MODULATION_NAMES = re.compile(
+    r"(^|[._])(mod|modulation|ada_?ln(_modulation)?|time_emb_proj|temb_proj|context_mlp)([._]|$)", re.I
+)
+_MODULATION_CLASSES = re.compile(
+    r"Ada(ptive)?(Layer|RMS)?Norm|NormZero|NormContinuous|Modulation|AdaLN|Timestep(Embedding|Block)|FiLM"
+)
+
+
+def rules(model: nn.Module) -> Rules:
+    """What `hf_quant.plan` does otherwise for a diffusers model; names are those of its linear layers."""
+    # Not at the top: this is loaded before diffusers' attention, which takes seconds; now a model of it exists.
+    from hf_quant.integrations.diffusers.attention import describe
+
+    keep, weight_only = {}, {}
+    blocks = set(_blocks(model))
+    first = next((names for cls in type(model).__mro__ if (names := _FIRST_BLOCKS.get(cls.__name__))), ())
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if not isinstance(module, nn.Linear):
+            continue
+        parents = [name[:i] for i, character in enumerate(name) if character == "."]
+        if name in first:
+            keep[name] = _FIRST_MODULATION
+        elif blocks and blocks.isdisjoint(parents):
+            keep[name] = next((why for role, why in _ROLES if re.search(role, name, re.I)), _OUTSIDE)
+        elif _MODULATION_NAMES.search(name) or (
+            parents and _MODULATION_CLASSES.search(type(modules[parents[-1]]).__name__)
+        ):
+            weight_only[name] = _ONE_VECTOR
+    return Rules(keep, weight_only, describe(model))
+
+
+def _blocks(model: nn.Module) -> Iterator[str]:
+    """Names of the repeated blocks: elements of lists that hold several linear layers each, and a UNet's middle."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            for index, block in enumerate(module):
+                if sum(isinstance(m, nn.Linear) for m in block.modules()) > 1:
+                    yield f"{name}.{index}"
+        elif name == "mid_block":
+            yield name

@@ -1,0 +1,273 @@
+"""`capture_generate`: `model.generate` whose decoding step is captured into a CUDA graph once and replayed.
+
+One token of a small batch is dozens of launches per layer, each longer on the host than on the GPU: Llama-3.1-8B in
+16 bit decodes at 41 tokens/s in eager `generate` on an H100 (bitsandbytes, benchmarking/README.md), where its bytes
+allow 220. A replay is one launch. There is nothing to compile, unlike with the host's own way
+(`cache_implementation="static"` alone, which calls torch.compile).
+
+What makes a step replayable: its tensors stay where they are, and what Python decides depends on nothing that changes.
+So inputs are copied into buffers, and the static cache, which every `generate` makes anew, is given the memory of an
+earlier one, zeroed. All else that a step depends on is compared, and what differs is captured anew: shapes and values
+of the inputs, parameters, buffers and attributes of the modules (adapters, hooks), the attention implementation,
+autocast. The first step of a kind runs as it is (kernels are compiled in it), the second is captured. On the way the
+cache is watched: one that changes anything in Python, but for the length of a sliding window, is not captured.
+
+Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models, models spread over devices, and
+caches of more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` says why.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from hf_quant.integrations.methods import ModelMethod
+from hf_quant.integrations.transformers.graphs.decode import Backend, CudaGraphs, Decoder, Memory
+from hf_quant.integrations.transformers.graphs.state import frozen, host_state, tensors_of
+
+
+_MODES = ("greedy_search", "sample")
+_DYNAMIC_ROPE = ("dynamic", "longrope")  # these read the length on the host
+_MIN_UNIT = 256  # tokens; cache lengths are rounded up to a multiple
+
+
+class DecodeGraphs:
+    """The captured decoding of one model; see `capture_generate`. As a context manager it releases at the end.
+
+    Attributes:
+        num_captures, num_replays: how often a step was captured, and replayed.
+        reasons: {why generations or steps ran without a graph: how many}.
+    """
+
+    def __init__(self, model: nn.Module, backend: Backend, max_caches: int) -> None:
+        self.model, self.backend, self.max_caches = weakref.ref(model), backend, max_caches
+        self.num_captures = self.num_replays = 0
+        self.reasons: dict[str, int] = {}
+        self._memories: OrderedDict[tuple, Memory] = OrderedDict()
+        self._decoders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
+        self._chosen = threading.local()
+        self._lock = threading.Lock()
+        for name in _METHODS:
+            # A class with masks of its own kind goes on making them.
+            if name != "create_masks_for_generate" or not hasattr(model, name):
+                setattr(model, name, _Method(model, name, self))
+
+    def __enter__(self) -> "DecodeGraphs":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        lines = [f"{self.num_captures} captures, {self.num_replays} replays"]
+        return "\n".join(lines + [f"without a graph, {count} x: {why}" for why, count in self.reasons.items()])
+
+    def release(self) -> None:
+        """Free graphs and cache memory, and let `generate` run as before."""
+        model = self.model()
+        for name in _METHODS:
+            method = None if model is None else model.__dict__.get(name)
+            if isinstance(method, _Method) and method.graphs is self:
+                del model.__dict__[name]
+                if method.host is not None:
+                    model.__dict__[name] = method.host
+        self._memories.clear()
+        self._decoders.clear()
+
+    def note(self, reason: str) -> None:
+        """Count a generation or step that runs without a graph."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    # In the place of the model's methods; `host` is what was there.
+
+    def _prepare_cache_for_generation(
+        self,
+        host: Callable[..., Any],
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        model = self.model()
+        reason = _why_not(model, self.backend, generation_config, model_kwargs, generation_mode)
+        if reason is None:
+            given, longest = generation_config.cache_implementation, getattr(model, "_previous_max_cache_length", -1)
+            generation_config.cache_implementation = "static"
+            model._previous_max_cache_length = -1  # not the longest ever: what is not filled is read all the same
+            length = _rounded(max_cache_length)
+            try:
+                result = host(generation_config, model_kwargs, generation_mode, batch_size, length)
+            finally:
+                generation_config.cache_implementation = given
+            cache = model_kwargs.get("past_key_values")
+            reason = _why_no_memory(cache)
+            if reason is None:
+                rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+                with self._lock:
+                    memory = self._memory_for(rows, cache)
+                    memory.lend_to(cache)
+                self._decoders[cache] = Decoder(self, memory, cache)
+                return result
+            model_kwargs.pop("past_key_values", None)  # the host would compile the steps of a static cache
+            model._previous_max_cache_length = longest
+        self.note(reason)
+        return host(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+
+    def _valid_auto_compile_criteria(
+        self, host: Callable[..., bool], model_kwargs: dict[str, Any], generation_config: Any
+    ) -> bool:
+        decoder = self._decoder_of(model_kwargs.get("past_key_values"))
+        self._chosen.decoder = decoder  # `get_compiled_call`, which comes next, is not told for which cache
+        return decoder is not None or host(model_kwargs, generation_config)
+
+    def get_compiled_call(self, host: Callable[..., Any], compile_config: Any) -> Callable[..., Any]:
+        """The decoder that `_valid_auto_compile_criteria` has just found, or what the host compiles."""
+        decoder = self._chosen.__dict__.pop("decoder", None)
+        return host(compile_config) if decoder is None else decoder
+
+    def create_masks_for_generate(self, host: Callable[..., Any], **kwargs: Any) -> Any:
+        """Leave the mask of a step that is captured to the model, which makes it inside of the graph."""
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        decoder = self._decoder_of(cache)
+        if decoder is None or decoder.windows or decoder.memory.reason or kwargs["inputs_embeds"].shape[1] != 1:
+            return host(**kwargs)
+        # Its length must not grow; that of the prompt says who is padded, and all that follows is not.
+        length = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
+        return mask if mask is None else F.pad(mask, (0, length - mask.shape[1]), value=1)
+
+    def _decoder_of(self, cache: Any) -> Decoder | None:
+        return self._decoders.get(cache) if hasattr(cache, "layers") else None
+
+    def _memory_for(self, rows: int, cache: Any) -> Memory:
+        """Memory that nobody has, of this structure."""
+        structure = tuple((type(layer), frozen(host_state(layer))) for layer in cache.layers)
+        key = (rows, type(cache), structure)
+        memory = self._memories.pop(key, None)
+        if memory is None or not memory.is_free:  # whoever holds that cache, as a result or in a thread, keeps it
+            memory = Memory(len(cache.layers))
+        self._memories[key] = memory
+        while len(self._memories) > self.max_caches:
+            self._memories.popitem(last=False)
+        return memory
+
+
+_METHODS = (
+    "_prepare_cache_for_generation",
+    "_valid_auto_compile_criteria",
+    "get_compiled_call",
+    "create_masks_for_generate",
+)
+
+
+class _Method(ModelMethod):
+    """A method of one model that asks a `DecodeGraphs`. In a copy of the model it is the host's own again."""
+
+    def __init__(self, model: nn.Module, name: str, graphs: DecodeGraphs | None = None) -> None:
+        self.graphs = graphs
+        super().__init__(model, name)
+
+    def bind(self, model: nn.Module) -> None:
+        super().bind(model)
+        if self.graphs is not None:
+            self.graphs.model = self.model
+
+    def __setstate__(self, state: tuple) -> None:
+        self.graphs = None
+        super().__setstate__(state)
+
+    def call_host(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.host is None and self.name == "create_masks_for_generate":  # a function, where no class has its own
+            from transformers.masking_utils import create_masks_for_generate
+
+            return create_masks_for_generate(*args, **kwargs)
+        return super().call_host(model, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        host = partial(self.call_host, self.model())
+        return host(*args, **kwargs) if self.graphs is None else getattr(self.graphs, self.name)(host, *args, **kwargs)
+
+
+def capture_generate(model: nn.Module, *, backend: Backend | None = None, max_caches: int = 4) -> DecodeGraphs:
+    """Have `model.generate` capture the decoding of one token into a CUDA graph, and replay it.
+
+    From the third token of a generation on, greedy search and sampling make one launch per token; results are those of
+    eager `generate` with a static cache. A batch size, or a cache length (rounded up to a multiple of 256 tokens, or
+    of an eighth of the next power of two), that has not been met is captured once. Works for any decoder-only model of
+    transformers that is on one GPU, quantized or not; without a GPU nothing changes, and `print` of the result says
+    so. Not for several threads that change the model while it generates.
+
+    Args:
+        model: a transformers model, or PEFT's around one.
+        backend: what captures; default: CUDA graphs.
+        max_caches: how many batch sizes and cache lengths are kept, each with its cache memory; the least recently
+            used are freed.
+
+    Returns:
+        what was captured; `release()`, or the end of `with capture_generate(model):`, frees it.
+
+    Raises:
+        ValueError: if the model has no `generate` of transformers, or is captured already; later in `generate`, if a
+            step does what no graph can hold, such as waiting for the GPU.
+    """
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not all(hasattr(type(model), name) for name in _METHODS[:3]):
+        raise ValueError(f"{type(model).__name__} has no `generate` of transformers; pass a model that has")
+    if isinstance(model.__dict__.get("get_compiled_call"), _Method) and model.get_compiled_call.graphs is not None:
+        raise ValueError(f"this {type(model).__name__} is captured already; release() what the first call returned")
+    if max_caches < 1:
+        raise ValueError(f"max_caches is {max_caches}; needs at least 1")
+    return DecodeGraphs(model, backend or CudaGraphs(), max_caches)
+
+
+def _why_not(model: nn.Module, backend: Backend, config: Any, model_kwargs: dict[str, Any], mode: Any) -> str | None:
+    """Why a generation is not captured, as far as its arguments and its model say; None if it can be."""
+    text = model.config.get_text_config(decoder=True)
+    ropes = getattr(text, "rope_parameters", None) or {}
+    rope_types = {r.get("rope_type") for r in (ropes, *ropes.values()) if isinstance(r, dict)}
+    attention = str(getattr(text, "_attn_implementation", None))
+    reasons = (
+        (backend.unavailable(model.device), backend.unavailable(model.device)),
+        (model.training, "the model is in training mode"),
+        (model.config.is_encoder_decoder, "it is an encoder-decoder model"),
+        (not model._can_compile_fullgraph, f"transformers knows no static cache for {type(model).__name__}"),
+        (mode.value not in _MODES, f"{mode.value.replace('_', ' ')}"),
+        (config.use_cache is False, "use_cache is False"),
+        (model_kwargs.get("past_key_values") is not None, "the cache is the caller's"),
+        (config.cache_implementation not in (None, "static"), f"the cache is {config.cache_implementation!r}"),
+        (config.compile_config is not None, "compile_config asks for torch.compile"),
+        (len(set(getattr(model, "hf_device_map", {}).values())) > 1, "the model is spread over devices"),
+        (any(hasattr(p, "full_tensor") for p in model.parameters()), "the model is sharded"),
+        (rope_types.intersection(_DYNAMIC_ROPE), "its rotary embedding reads the length on the host"),
+        ("flash" in attention, f"{attention} reads the lengths on the host"),
+    )
+    return next((reason for is_so, reason in reasons if is_so), None)
+
+
+def _why_no_memory(cache: Any) -> str | None:
+    """Why a cache cannot take the memory of an earlier one; None if it can."""
+    kind = type(cache).__name__
+    if not hasattr(cache, "layers") or not cache.is_compileable or getattr(cache, "offloading", False):
+        return f"a {kind} has no static memory"
+    for layer in cache.layers:
+        is_empty = not getattr(layer, "is_initialized", True) and hasattr(type(layer), "lazy_initialization")
+        if not is_empty and tensors_of(layer):
+            return f"a {type(layer).__name__} is initialized at once"
+        more = next((name for name in dir(type(layer)) if name.startswith("lazy_initialization_")), None)
+        if more is not None:
+            return f"a {type(layer).__name__} makes more in its `{more}`"
+        if any(isinstance(value, dict | list) for value in host_state(layer).values()):
+            return f"a {type(layer).__name__} keeps its states in dicts or lists"
+    return None
+
+
+def _rounded(length: int) -> int:
+    """A cache length: at most an eighth longer than half the next power of two, so that few lengths are captured."""
+    unit = max(_MIN_UNIT, 1 << max((length - 1).bit_length() - 3, 0))
+    return -(-length // unit) * unit

@@ -1,0 +1,324 @@
+"""Tensor and expert parallelism of transformers: packed tensors are sharded as the 16-bit weight would be.
+
+The host shards parameters by name, `{module or parameter: style}`, before anything is loaded; each becomes a DTensor
+on the meta device, and every rank then reads its own slice. A style knows the weight's shape only, so the entries that
+this file adds to the plan name styles of our own: they ask the host's style how it would place the weight [N, K], and
+place `qdata`, `scale`, `zero_point` and `global_scale` accordingly.
+
+- Sharded along N, or by expert: rows keep their scales; a scale of the whole matrix is replicated.
+- Sharded along K: group scales follow their groups; a row's scale is replicated, and on load every rank reads and
+  quantizes the whole weight and keeps its slice, so that the codes are those of a single process. (For fused experts
+  with row scales that is, for a moment, the 16-bit weight of one layer's experts; group scales need only the slice.)
+- Embeddings and tied heads that are quantized are not sharded.
+
+What a rank computes in a row-parallel layer with quantized activations (W8A8 and the like) differs from one process in
+one point: it quantizes the slice of the row that it has, with that slice's own scale. The error of rounding is not
+larger, but the logits are close to those of one process instead of equal up to the order of summation.
+"""
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+# All of these are loaded by transformers.core_model_loading, which the adapter needs anyway.
+from transformers.distributed.sharding_utils import DtensorShardOperation
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    TensorParallelLayer,
+    replace_layer_number_by_wildcard,
+)
+from transformers.distributed.utils import is_dtensor
+
+from hf_quant.algorithms import PackedWeight, quantize_matrix
+from hf_quant.checkpoint import guard_entry
+from hf_quant.formats import FORMATS
+from hf_quant.integrations.loading import quantize_into
+from hf_quant.kernels.codes import PACK
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.scheme import BLOCK_SIZE
+
+
+_PREFIX = "hf_quant_"
+
+
+def refuse_fsdp(model: nn.Module) -> None:
+    """Raise ValueError if the host would shard the 16-bit weights that are to be quantized on load by FSDP."""
+    distributed = getattr(model.config, "distributed_config", None)
+    if distributed is not None and (getattr(distributed, "dp_size", None) or distributed.fsdp_size) > 1:
+        raise ValueError(
+            f"fsdp_size={distributed.fsdp_size} with quantization on load: FSDP shards each weight before it can be "
+            "quantized. Quantize and save the model in one process, then load that checkpoint with FSDP"
+        )
+
+
+def prepare_parallel(model: nn.Module) -> None:
+    """Prepare a model with converted modules for being sharded; nothing changes unless it is loaded in parallel.
+
+    Its tensor- and expert-parallel plans get the entries that packed tensors need. Plans that fit no scheme raise
+    ValueError when the host carries them out, before anything is loaded.
+    """
+    distributed = getattr(model.config, "distributed_config", None)
+    if distributed is None:
+        return
+    whole = _shared_or_looked_up(model)
+    _separate_tied(model)
+    if max(distributed.tp_size, getattr(distributed, "ep_size", None) or 1) <= 1:
+        return
+    for attribute in ("tp_plan", "ep_plan"):
+        own, given = getattr(model, f"_{attribute}", None) or {}, getattr(distributed, attribute, None)
+        given = given if isinstance(given, dict) else {}
+        if given and not hasattr(model, "_resolve_parallel_plans"):
+            raise ValueError(
+                f"{attribute} is a dict; this version of transformers would take it instead of the model's own, "
+                "without the entries for packed tensors: pass tp_plan='auto', or install transformers 5.23 or newer"
+            )
+        # The host lays the given entries over the model's own.
+        setattr(model, f"_{attribute}", _extended(model, {**own, **given}, given, whole))
+
+
+def _extended(model: nn.Module, plan: dict[str, str], given: dict[str, str], whole: set[str]) -> dict[str, str]:
+    """The plan with entries for the packed tensors of every weight that it names.
+
+    `given` is what the user wrote of it, `whole` the modules that must not be sharded.
+    """
+    extended, weights = dict(plan), set()
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantizedModule):
+            continue
+        owner = replace_layer_number_by_wildcard(name)
+        if name in whole:
+            if owner in given:
+                raise ValueError(
+                    f"tp_plan shards {name}, which is quantized and looked up or tied: every process needs all of it. "
+                    "Leave it out of tp_plan, or keep it in 16 bit"
+                )
+            extended.pop(owner, None)
+            continue
+        for weight in module.weight_names:
+            weights.add(f"{owner}.{weight}")
+            style = plan.get(f"{owner}.{weight}") or plan.get(owner)
+            if style is not None and not style.startswith(_PREFIX):
+                for leaf in (weight, *(packed_key(part, weight) for part in PACKED_NAMES)):
+                    if leaf in module._parameters:
+                        extended[f"{owner}.{leaf}"] = _style(style)
+    # A weight that is stored as codes is no parameter any more; the host warns of entries that name nothing.
+    parameters = {replace_layer_number_by_wildcard(n) for n, _ in model.named_parameters(remove_duplicate=False)}
+    for key in weights - parameters - given.keys():
+        extended.pop(key, None)
+    return extended
+
+
+def _shared_or_looked_up(model: nn.Module) -> set[str]:
+    """Quantized modules of which every rank needs all codes: embeddings, and what shares its codes with another."""
+    owners: dict[int, list[str]] = {}
+    names = set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            if module.kind == "embedding":
+                names.add(name)
+            owners.setdefault(id(module._parameters[packed_key("qdata", module.weight_names[0])]), []).append(name)
+    return names.union(*(shared for shared in owners.values() if len(shared) > 1))
+
+
+def _separate_tied(model: nn.Module) -> None:
+    """Give tied modules parameters of their own for as long as they are empty; the host ties them after loading.
+
+    As with 16-bit weights: one parameter cannot belong to two FSDP groups.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, QuantizedModule) and module.shares_codes:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in seen:
+                    module._parameters[name] = nn.Parameter(parameter.data.detach(), requires_grad=False)
+                elif parameter is not None:
+                    seen.add(id(parameter))
+
+
+def _style(base: str) -> str:
+    """Name of our counterpart of a host's style, registered with the host."""
+    name = f"{_PREFIX}{base}"
+    if name not in ALL_PARALLEL_STYLES:
+        ALL_PARALLEL_STYLES.register(name, PackedParallel(base))
+    return name
+
+
+class PackedParallel(TensorParallelLayer):
+    """Places each part of a quantized weight as the style `base` places the weight."""
+
+    def __init__(self, base: str) -> None:
+        self.base = ALL_PARALLEL_STYLES[base]
+
+    def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
+        """Raise ValueError if the mesh would take groups, blocks or words of the packed weight apart."""
+        weight, part = _weight_and_part(module, param)
+        if part is None:  # a module that is not quantized, under the same name in the plan
+            self.base.validate_param(module, param, mesh, parameter_name=parameter_name)
+            return
+        owner = (parameter_name or param).removesuffix(f".{param}")
+        placement, axis = self._weight_placement(module, weight, mesh, validate_as=f"{owner}.{weight}")
+        if axis is not None:
+            _check_fits(module, weight, owner, axis, mesh.size() * getattr(placement, "split_factor", 1))
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        """Replace the parameter by a DTensor on the meta device, or leave it whole."""
+        weight, part = _weight_and_part(module, param)
+        if part is None:
+            self.base.shard_param(module, param, mesh)
+            return
+        placement, axis = self._weight_placement(module, weight, mesh)
+        if axis is None:
+            return
+        if part == "weight":
+            if not _needs_whole_weight(module, axis):
+                self.base.shard_param(module, param, mesh)
+            return
+        dim = _part_dim(module.scheme.weight.granularity, part, axis)
+        if dim is not None:
+            _distribute(module, param, mesh, _moved(placement, module._parameters[param].dim() + dim))
+
+    def _weight_placement(
+        self, module: QuantizedModule, weight: str, mesh: Any, validate_as: str | None = None
+    ) -> tuple[Any, int | None]:
+        """(placement, axis): how the host shards the 16-bit weight, and along which dimension of its matrix.
+
+        (None, None) if it keeps the weight whole. The host's style is asked with a stand-in for the weight, on the
+        module itself: for experts it also sets how many of them a rank has.
+        """
+        waiting = module._parameters.get(weight)
+        meta = torch.empty(module.weight_shape(weight), dtype=module.compute_dtype, device="meta")
+        module._parameters[weight] = nn.Parameter(meta, requires_grad=False)
+        try:
+            if validate_as is not None:
+                self.base.validate_param(module, weight, mesh, parameter_name=validate_as)
+            self.base.shard_param(module, weight, mesh)
+            placed = module._parameters[weight]
+        finally:
+            del module._parameters[weight]
+            if waiting is not None:
+                module._parameters[weight] = waiting
+        placements = [p for p in placed.placements if hasattr(p, "dim")] if is_dtensor(placed) else []
+        return (placements[0], _matrix_axis(module, weight, placements[0])) if placements else (None, None)
+
+
+def guard_gathered_state(model: nn.Module) -> None:
+    """Have the next save of an FSDP model hold the guard: the host gathers that state itself, from the model."""
+    if getattr(model.config, "distributed_config", None) is not None:
+        model.gather_sharded_state_dict_for_save = types.MethodType(_gather_with_guard, model)
+
+
+def _gather_with_guard(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    del self.gather_sharded_state_dict_for_save  # the instance attribute set above
+    state = self.gather_sharded_state_dict_for_save(*args, **kwargs)
+    entry = guard_entry(self)
+    return {**state, entry[0]: entry[1]} if state and entry is not None else state
+
+
+def _weight_and_part(module: nn.Module, param: str) -> tuple[str, str | None]:
+    """(weight, part) of a parameter: part is "weight" for the placeholder, None if it is neither."""
+    if isinstance(module, QuantizedModule):
+        for weight in module.weight_names:
+            if param == weight:
+                return weight, "weight"
+            for part in PACKED_NAMES:
+                if param == packed_key(part, weight):
+                    return weight, part
+    return param, None
+
+
+def _matrix_axis(module: QuantizedModule, weight: str, placement: Any) -> int:
+    """The dimension, counted from the end, of the matrix [..., N, K] along which the weight is sharded."""
+    shape = module.weight_shape(weight)
+    # matrix_shape_of permutes a shape (Conv1D, transposed experts): let it permute the dimensions.
+    order = module.matrix_shape_of(module, tuple(range(len(shape))))
+    if len(order) != len(shape):
+        raise ValueError(f"a quantized {module.host_class.__name__} cannot be sharded; exclude it, or replicate it")
+    return order.index(placement.dim % len(shape)) - len(shape)
+
+
+def _check_fits(module: QuantizedModule, weight: str, owner: str, axis: int, pieces: int) -> None:
+    """Raise ValueError unless `pieces` equal pieces of the weight hold whole groups, blocks and words."""
+    quant = module.scheme.weight
+    N, K = module.matrix_shape(weight)[-2:]
+    if axis == -1:
+        size, unit, what = K, _k_unit(quant), f"input features, {K}"
+    elif axis == -2:
+        size, unit, what = N, BLOCK_SIZE if quant.granularity == "block" else 1, f"output features, {N}"
+    else:
+        return
+    if unit > 1 and size % (unit * pieces):
+        raise ValueError(
+            f"{owner} cannot be split into {pieces} pieces: {quant} needs its {what}, to be a multiple of {unit} x "
+            f"{pieces}. Take fewer processes, another group_size or format, or keep this module in 16 bit by "
+            "`modules={...: None}`"
+        )
+
+
+def _k_unit(quant: Any) -> int:
+    """Columns of a weight that cannot be taken apart: a group, a block, a word of packed codes."""
+    packing = PACK if FORMATS[quant.format].spec.is_packed else 1
+    columns = BLOCK_SIZE if quant.granularity == "block" else quant.group_size or 1
+    return max(packing, columns)  # group sizes are multiples of 32 or, in nvfp4, divide it
+
+
+def _part_dim(granularity: str, part: str, axis: int) -> int | None:
+    """The dimension, counted from the end, along which a part is sharded with its weight; None: it is replicated."""
+    if part == "qdata":
+        return axis
+    if part == "global_scale":  # [E] or [1]
+        return -1 if axis == -3 else None
+    if axis == -3:
+        return axis
+    if granularity == "tensor" or (axis == -1 and granularity == "row"):
+        return None
+    return axis
+
+
+def _needs_whole_weight(module: QuantizedModule, axis: int) -> bool:
+    """Whether codes of a slice depend on values outside of it, by a scale that they share."""
+    quant = module.scheme.weight
+    whole_matrix = quant.granularity == "tensor" or quant.scale_dtype == "float8_e4m3fn"
+    return axis != -3 and (whole_matrix or (axis == -1 and quant.granularity == "row"))
+
+
+def _moved(placement: Any, dim: int) -> Any:
+    """The same placement along another dimension."""
+    split = getattr(placement, "split_factor", None)
+    return type(placement)(dim) if split is None else type(placement)(dim, split_factor=split)
+
+
+def _distribute(module: nn.Module, param: str, mesh: Any, placement: Any) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded = distribute_tensor(module._parameters[param].data, mesh, [placement], src_data_rank=None)
+    module._parameters[param] = nn.Parameter(sharded, requires_grad=False)
+
+
+def quantize_shard(
+    module: QuantizedModule, weight_name: str, weight: torch.Tensor, fqn: str, device: torch.device | str | None
+) -> PackedWeight:
+    """This rank's slice of the packed tensors, from what the host has read: the rank's slice of the weight, or all.
+
+    Modules that are not sharded are quantized as usual. The codes are where the weight was.
+    """
+    references = [module._parameters.get(packed_key(part, weight_name)) for part in PACKED_NAMES]
+    if not any(is_dtensor(reference) for reference in references):
+        return quantize_into(module, weight_name, weight, fqn, device)
+    if not is_dtensor(module._parameters[weight_name]):
+        packed = quantize_into(module, weight_name, weight, fqn, device)
+        return PackedWeight(*(_slice(t, reference) for t, reference in zip(packed, references)))
+    source = weight if device is None else weight.to(device)
+    matrix = module.to_matrix(weight_name, source)
+    packed = quantize_matrix(matrix, module.scheme.weight, module.algorithm, name=fqn)
+    return PackedWeight(*(t if t is None else t.to(weight.device) for t in packed))
+
+
+def _slice(tensor: torch.Tensor | None, reference: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or not is_dtensor(reference):
+        return tensor
+    # float8 tensors are sliced as the integers of their bits: not every backend can index them.
+    stored = tensor.view(reference.dtype)
+    local = DtensorShardOperation(reference).shard_tensor(stored)
+    return local.contiguous().view(tensor.dtype)

@@ -1,0 +1,434 @@
+"""The transformers adapter: quantize on load, save, reload (`from_pretrained`, `save_pretrained`), 5.17 and newer.
+
+`HfQuantizer` is called in this order: `_process_model_before_weight_loading` on the meta model, `get_quantize_ops`
+for each weight that `param_needs_quantization` names, `_process_model_after_weight_loading`. Which of its other hooks
+exist differs between versions; this file uses those that all have.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers.quantizers.auto as auto
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+from transformers.distributed.utils import is_dtensor
+from transformers.quantizers.base import HfQuantizer
+
+import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
+from hf_quant import quantize
+from hf_quant.algorithms import PackedWeight
+from hf_quant.checkpoint import check_packed, guard_entry
+from hf_quant.config import OF_THIS_PROCESS, QuantizerConfig
+from hf_quant.integrations.loading import (
+    prepare_from_checkpoint,
+    prepare_from_config,
+    read_keys,
+    refuse_outside,
+    trim_memory,
+)
+from hf_quant.integrations.methods import Wrapper, attach_methods, count_weights, detach_methods, refuse_training
+from hf_quant.integrations.transformers import generation
+from hf_quant.integrations.transformers.names import (
+    check_names,
+    keep_layout,
+    renamer,
+    tie_codes,
+    tie_weights,
+    tied_modules,
+)
+from hf_quant.integrations.transformers.parallel import (
+    guard_gathered_state,
+    prepare_parallel,
+    quantize_shard,
+    refuse_fsdp,
+)
+from hf_quant.kv_cache import register_attention
+from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
+from hf_quant.planning import schemes_from_list
+from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
+from hf_quant.resolve import resolve_scheme
+
+
+NAME = "hf_quant"
+logger = logging.getLogger(NAME)
+
+
+class TransformersQuantizer(HfQuantizer):
+    """Quantizes a transformers model on load, parameter by parameter, or loads a checkpoint that is quantized."""
+
+    requires_calibration = False
+    quantization_config: QuantizerConfig
+
+    def __init__(self, quantization_config: QuantizerConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # What went wrong with single weights: the host would swallow an exception and print its traceback.
+        self.errors: list[str] = []
+        self.shapes: dict[str, torch.Size] = {}  # of the model's parameters, as its config has them
+        self.stored: set[str] = set()  # names of parameters that the checkpoint has
+        if quantization_config.kv_cache is not None:
+            register_attention()  # attn_implementation="hf_quant" may be asked for
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train on top of the frozen codes: every forward passes the exact gradient to its input."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, weights_only: bool = True, **kwargs: Any) -> None:
+        # The host may unpickle a file before it shows it to us: to see its dtype, if the config names none.
+        if self.pre_quantized and not weights_only:
+            raise ValueError(
+                "weights_only=False lets a pickle run any code, and quantized checkpoints are loaded from "
+                ".safetensors only: leave it out"
+            )
+        # The host puts a user's config, given with a checkpoint that has its own, into the latter.
+        requested = self.quantization_config.__dict__.pop("requested", None)
+        if requested is not None:
+            # Nothing in the checkpoint depends on the cache: it may be chosen anew.
+            self.quantization_config.kv_cache = requested.kv_cache or self.quantization_config.kv_cache
+            if not requested.quantizes_no_weights:
+                _refuse_other(self.quantization_config, requested)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        return config  # 5.17 only; the plan is edited once the modules are known
+
+    def update_ep_plan(self, config: Any) -> Any:
+        return config
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        pass  # newer versions only; likewise
+
+    def update_weight_conversions(self, weight_conversions: list, model: nn.Module | None = None) -> list:
+        return list(weight_conversions)  # the names of the codes match no conversion pattern
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> nn.Module:
+        if self.pre_quantized:
+            if not checkpoint_files:
+                raise ValueError(
+                    "a quantized checkpoint is loaded from its files: give its directory in place of `state_dict`"
+                )
+            self._prepare_from_files(model, checkpoint_files)
+        else:
+            refuse_fsdp(model)
+            if self.quantization_config.plan is not None:
+                raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
+            fuse_projections = self.quantization_config.fuse_projections
+            self.quantization_config = prepare_from_config(model, self._without_attention(model))
+            self.quantization_config.fuse_projections = fuse_projections
+        tie_codes(model)
+        prepare_parallel(model)
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        return model
+
+    def _prepare_from_files(self, model: nn.Module, files: list[str]) -> None:
+        """Make the model, on the meta device, that of a quantized checkpoint. Raises ValueError if it does not fit."""
+        refuse_outside(files, model.config.name_or_path)
+        keys = read_keys(files)
+        rename = renamer(model)
+        names = prepare_from_checkpoint(model, self.quantization_config, keys, rename, tied_modules(model))
+        check_names(model, keys, names)
+        renamed = {key: rename(key) for key in keys}
+        self.stored = set(renamed.values())
+        parameters = dict(model.named_parameters())
+        for key, info in keys.items():
+            parameter = parameters.get(renamed[key])
+            if parameter is not None and parameter.is_floating_point() and not info.dtype.is_floating_point:
+                raise ValueError(f"the checkpoint has {key} as {info}, which the model computes with")
+        # Of these modules only: the host would not end with a stranger's thousands of empty tensors.
+        quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
+        guards = [k for k, info in keys.items() if 0 in info.shape and renamed[k].rpartition(".")[0] in quantized]
+        model._keys_to_ignore_on_load_unexpected = {
+            *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+            *(f"^{re.escape(name)}$" for key in guards for name in (key, renamed[key])),
+        }
+
+    def _without_attention(self, model: nn.Module) -> QuantizerConfig:
+        """The config for a text encoder: that of a whole pipeline may ask for 8-bit attention, of its denoiser."""
+        config = self.quantization_config
+        if config.attention is None:
+            return config
+        logger.warning(
+            "attention is %r, but only diffusion models have it: not %s", config.attention, type(model).__name__
+        )
+        return QuantizerConfig.from_dict({**config.to_dict(), "attention": None})
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        return not self.pre_quantized and _placeholder(model, param_name) is not None
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
+        # The placeholder of a weight takes no memory: its codes are counted under their own names.
+        return 0 if _placeholder(model, param_name) is not None else param.element_size()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        trim_memory()
+        if self.errors:
+            more = f", and {len(self.errors) - 3} more" if len(self.errors) > 3 else ""
+            raise ValueError("; ".join(self.errors[:3]) + more)
+        if self.pre_quantized:
+            _refuse_missing(model, self.stored)
+            self.stored = set()
+        fuse_projections = self.quantization_config.fuse_projections
+        for name, parameter in model.named_parameters():
+            expected = self.shapes.pop(name, parameter.shape)
+            if parameter.shape != expected:  # older versions load, with any quantizer, what does not fit
+                raise ValueError(f"{name} is {tuple(parameter.shape)}; the model's config needs {tuple(expected)}")
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, QuantizedModule):
+                continue
+            if module.placeholders:
+                # The checkpoint lacks this weight, so the host has initialized it: an untrained head must train.
+                restore_module_(module)
+                self.quantization_config = _without(self.quantization_config, name)
+            elif self.pre_quantized and all(_is_here(p) for p in module._parameters.values() if p is not None):
+                check_packed(module, name)
+        fuse_as_configured_(model, fuse_projections)
+        for name in ("quantization_device", *OF_THIS_PROCESS):  # of this load, not of the checkpoint
+            setattr(self.quantization_config, name, None)
+        model.config.quantization_config = self.quantization_config
+        _attach(model)
+        if not self.pre_quantized or model.can_generate():  # a headless model of the checkpoint has no cache to make
+            generation.attach(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}  # only the adapter is saved
+        entry = guard_entry(model)
+        if entry is None:
+            return None, {}
+        # Without hf_quant a load fails at this key by its shape, where it would otherwise draw random weights.
+        guard, empty = entry
+        keep_layout(model, guard)
+        guard_gathered_state(model)
+        state = model.state_dict()
+        # The host would clone, where they are, the tensors that share memory: those of fused projections.
+        rows = {
+            k: t.cpu()
+            for k, t in state.items()
+            if t.device.type in ("cuda", "xpu") and not is_dtensor(t) and t.untyped_storage().nbytes() > t.nbytes
+        }
+        return {**state, **rows, guard: empty}, {}
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        quantized = (module for module in model.modules() if isinstance(module, QuantizedModule))
+        if any(p.is_meta for module in quantized for p in module.parameters(recurse=False)):
+            raise ValueError(
+                "parts of this model are offloaded and cannot be dequantized there: load it without device_map, and "
+                "dequantize that"
+            )
+        # config.dtype, the host's default, is a str after a reload.
+        dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        return model
+
+
+class _Quantize(ConversionOps):
+    """The host's loading operation: one 16-bit weight in, its packed tensors out."""
+
+    def __init__(self, quantizer: TransformersQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        model: nn.Module | None = None,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """{parameter name: tensor} -> the same with quantized weights replaced by `qdata`, `scale`, ..."""
+        converted: dict[str, Any] = {}
+        for key, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            module = _placeholder(model, key)
+            if module is None:
+                converted[key] = value
+                continue
+            name, _, leaf = key.rpartition(".")
+            packed = self._quantize(module, leaf, weight, key)
+            module.fill_(leaf, None)
+            if missing_keys is not None:
+                missing_keys.discard(key)
+            for part, tensor in zip(PACKED_NAMES, packed):
+                if tensor is not None:
+                    stored = nn.Parameter(tensor.view(stored_dtype(tensor.dtype)), requires_grad=False)
+                    converted[f"{name}.{packed_key(part, leaf)}".lstrip(".")] = stored
+        return converted
+
+    def _quantize(self, module: QuantizedModule, name: str, weight: torch.Tensor, fqn: str) -> PackedWeight:
+        """The packed weight; if it cannot be quantized, zeros in its place, and an error when all is loaded."""
+        errors = self.quantizer.errors
+        try:
+            if not errors:
+                device = self.quantizer.quantization_config.quantization_device
+                return quantize_shard(module, name, weight, fqn, device)
+        except ValueError as error:
+            errors.append(str(error))
+        empty = (module._parameters.get(packed_key(part, name)) for part in PACKED_NAMES)
+        local = (getattr(t, "_local_tensor", t) for t in empty)  # of a DTensor, this rank's share
+        return PackedWeight(
+            *(t if t is None else torch.zeros(t.shape, dtype=t.dtype, device=weight.device) for t in local)
+        )
+
+
+def _placeholder(model: nn.Module, param_name: str) -> QuantizedModule | None:
+    """The quantized module in which a parameter is the placeholder of a 16-bit weight, None if it is not."""
+    name, _, leaf = param_name.rpartition(".")
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return module if isinstance(module, QuantizedModule) and leaf in module.placeholders else None
+
+
+def _is_here(parameter: torch.Tensor) -> bool:
+    """Neither offloaded nor sharded: its values can be looked at."""
+    return parameter.device.type != "meta" and not is_dtensor(parameter)
+
+
+def _refuse_missing(model: nn.Module, stored: set[str]) -> None:
+    """Raise ValueError if the host has drawn random values for weights that the checkpoint of such a model lacks.
+
+    A class other than the one that was saved may have more, a new head. The host marks what it has loaded; spreading
+    a model over devices takes the marks away.
+    """
+    architectures = model.config.architectures
+    if not isinstance(architectures, list) or type(model).__name__ not in architectures:
+        return
+    lacking = [name for name, p in model.named_parameters() if not getattr(p, "_is_hf_initialized", False)]
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    lacking = [n for n in lacking if n not in stored and not any(re.search(pattern, n) for pattern in ignored)]
+    if lacking and not hasattr(model, "hf_device_map"):
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ValueError(f"the checkpoint lacks {', '.join(lacking[:3])}{more}; is a shard missing?")
+
+
+def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
+    """Raise ValueError if a user asks for another quantization than the checkpoint has."""
+
+    def meaning(c: QuantizerConfig) -> tuple:
+        scheme = None if c.weights is None else resolve_scheme(c.scheme_fields(), torch.bfloat16)
+        return scheme, c.modules, c.modules_to_not_convert
+
+    if meaning(config) != meaning(requested):
+        raise ValueError(
+            f"the checkpoint is quantized already, by {config}; the given {requested} cannot be applied to it. Leave "
+            "quantization_config out, or quantize the 16-bit model"
+        )
+
+
+def _without(config: QuantizerConfig, name: str) -> QuantizerConfig:
+    """The resolved config less one module of its plan."""
+    schemes = schemes_from_list(config.plan)
+    schemes.pop(name, None)
+    return resolved(config, schemes)
+
+
+def _attach(model: nn.Module) -> None:
+    """Give a model its tag, and methods that know of its codes: they write its card, count its weights, and refuse
+    what codes cannot follow."""
+    if hasattr(model, "add_model_tags"):
+        model.add_model_tags([NAME])
+    attach_methods(model, _WRAPPERS)
+
+
+def _write_card(model: nn.Module, host: Callable, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    from hf_quant.cards import card_for_upload
+
+    card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
+    return host(working_dir, repo_id, *args, **kwargs)
+
+
+def _refuse_cast(model: nn.Module, host: Callable, *args: Any, **kwargs: Any) -> nn.Module:
+    _check_dtype(model, torch._C._nn._parse_to(*args, **kwargs)[1])
+    return host(*args, **kwargs)
+
+
+def _refuse_dtype(model: nn.Module, host: Callable, dtype: torch.dtype) -> nn.Module:
+    _check_dtype(model, dtype)
+    return host()
+
+
+def _check_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype != model.dtype:
+        raise ValueError(
+            f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
+            f"Load it with dtype={dtype}, or dequantize() it first"
+        )
+
+
+def _refuse_resize(model: nn.Module, host: Callable, *args: Any, **kwargs: Any) -> nn.Module:
+    if any(isinstance(m, QuantizedModule) for m in (model.get_input_embeddings(), model.get_output_embeddings())):
+        raise ValueError(
+            "the embedding or the output head of this model is quantized and cannot be resized: resize the 16-bit "
+            "model and quantize that, keep both in 16 bit, or dequantize() first"
+        )
+    return host(*args, **kwargs)
+
+
+# The host itself refuses `half` and `float`. Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with
+# `_upload_modified_files`, after the host has written its card.
+_WRAPPERS: dict[str, Wrapper] = {
+    "to": _refuse_cast,
+    "bfloat16": partial(_refuse_dtype, dtype=torch.bfloat16),
+    "double": partial(_refuse_dtype, dtype=torch.float64),
+    "num_parameters": count_weights,
+    "requires_grad_": refuse_training,
+    "resize_token_embeddings": _refuse_resize,
+    "_upload_modified_files": _write_card,
+}
+
+
+def _is_own(model: nn.Module) -> bool:
+    from transformers.modeling_utils import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
+    """Keep a transformers model's own records right after `quantize_` and `dequantize_`."""
+    if config is None:
+        tie_weights(model)
+        if getattr(model, "hf_quantizer", None) is not None:
+            model.hf_quantizer.remove_quantization_config(model)
+        detach_methods(model, _WRAPPERS)
+        generation.detach(model)
+        return
+    tie_codes(model)
+    quantizer = TransformersQuantizer(config, pre_quantized=False)
+    model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
+    model.config.quantization_config = config
+    _attach(model)
+    generation.attach(model)
+
+
+_OBSERVER = quantize.Observer(_is_own, _observe)
+
+
+def register() -> None:
+    """Register with transformers; may be called again."""
+    if NAME not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+        auto.register_quantization_config(NAME)(QuantizerConfig)
+    if NAME not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantizer(NAME)(TransformersQuantizer)
+    if QuantizerConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (QuantizerConfig,)
+    if _OBSERVER not in quantize.OBSERVERS:
+        quantize.OBSERVERS.append(_OBSERVER)
+
+
+register()
