@@ -19,7 +19,7 @@ from hf_quant.modules import (
     share_inputs_,
     unfuse_projections_,
 )
-from hf_quant.planning import QuantPlan, plan, schemes_from_list, schemes_to_list
+from hf_quant.planning import QuantPlan, plan, resolved, schemes_from_list
 from hf_quant.scheme import LinearScheme
 
 
@@ -186,17 +186,6 @@ def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None
     if fuse_projections and not num_groups:
         why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
         logger.warning("fuse_projections is True, but %s has nothing to fuse: %s", type(model).__name__, why)
-
-
-def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> QuantizerConfig:
-    """A copy of the config with the plan in it: what a checkpoint stores, so that loading decides nothing again.
-
-    Names are those without PEFT's wrappers, as a model is saved.
-    """
-    config = QuantizerConfig.from_dict(config.to_dict())
-    config.fuse_projections = config.fuse_activations = None  # of this process
-    config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})
-    return config
 
 
 def _check_weight(weight: torch.Tensor, name: str) -> None:

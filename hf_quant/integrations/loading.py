@@ -27,8 +27,8 @@ from hf_quant.modules import (
     quantized_class,
     register_experts,
 )
-from hf_quant.planning import plan, schemes_from_list
-from hf_quant.quantize import apply_plan, resolved, share_codes_
+from hf_quant.planning import plan, resolved, schemes_from_list
+from hf_quant.quantize import apply_plan, share_codes_
 from hf_quant.scheme import LinearScheme
 
 

@@ -2,7 +2,7 @@
 
 from hf_quant.planning.decide import HOST_RULES, MIN_WEIGHTS, Rules, plan
 from hf_quant.planning.names import MAX_PARTS, fold_names, unfold_name, unfold_names
-from hf_quant.planning.records import PlanEntry, QuantPlan, schemes_from_list, schemes_to_list
+from hf_quant.planning.records import PlanEntry, QuantPlan, resolved, schemes_from_list, schemes_to_list
 from hf_quant.planning.table import format_table
 
 
@@ -16,6 +16,7 @@ __all__ = [
     "fold_names",
     "format_table",
     "plan",
+    "resolved",
     "schemes_from_list",
     "schemes_to_list",
     "unfold_name",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_quant.algorithms import geometry
+from hf_quant.config import QuantizerConfig
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
 from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.planning.names import fold_names, unfold_names
@@ -185,3 +186,14 @@ def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
         fields_of(scheme)  # raises if it is none of this version's
         schemes.update(dict.fromkeys(names, scheme))
     return schemes
+
+
+def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> QuantizerConfig:
+    """A copy of the config with the plan in it: what a checkpoint stores, so that loading decides nothing again.
+
+    Names are those without PEFT's wrappers, as a model is saved.
+    """
+    config = QuantizerConfig.from_dict(config.to_dict())
+    config.fuse_projections = config.fuse_activations = None  # of this process
+    config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})
+    return config

@@ -31,7 +31,8 @@ from hf_quant.integrations.loading import (
 )
 from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods, refuse_training
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
-from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved, stored_config
+from hf_quant.planning import resolved
+from hf_quant.quantize import dequantize_, fuse_as_configured_, stored_config
 
 
 NAME = "hf_quant"

@@ -48,8 +48,8 @@ from hf_quant.integrations.transformers.parallel import (
 )
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
-from hf_quant.planning import schemes_from_list
-from hf_quant.quantize import dequantize_, fuse_as_configured_, resolved
+from hf_quant.planning import resolved, schemes_from_list
+from hf_quant.quantize import dequantize_, fuse_as_configured_
 from hf_quant.resolve import resolve_scheme
 
 
