@@ -16,8 +16,8 @@ from hf_quant.resolve import SCHEME_FIELDS, dtype_name, entry_fields, resolve_sc
 
 FORMAT_VERSION = 1  # of the checkpoint: bytes, tensor names, config fields
 ATTENTIONS = (None, "int8")
-OF_THIS_PROCESS = ("fuse_projections", "fuse_activations")  # how products are computed; never stored
-WITHOUT_WEIGHTS = ("kv_cache", "attention")  # what may be quantized where no weight is
+RUNTIME_FIELDS = ("fuse_projections", "fuse_activations")  # how products are computed; never stored
+NON_WEIGHT_FIELDS = ("kv_cache", "attention")  # what may be quantized where no weight is
 _NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)  # of a method, of a repository
 _VERSION = re.compile(r"[\w.+!-]{1,80}", re.ASCII)
 # Regular expressions, which take 0.1 ms and more to compile: how many, and characters of one and of all.
@@ -153,7 +153,7 @@ class QuantizerConfig(QuantizationConfigMixin):
     @classmethod
     def user_fields(cls) -> list[str]:
         """Names of the arguments that a user may give."""
-        own = ("kv_cache", "attention", "modules", "modules_to_not_convert", "quantization_device", *OF_THIS_PROCESS)
+        own = ("kv_cache", "attention", "modules", "modules_to_not_convert", "quantization_device", *RUNTIME_FIELDS)
         return [*SCHEME_FIELDS, *own]
 
     def _check(self) -> None:
@@ -169,7 +169,7 @@ class QuantizerConfig(QuantizationConfigMixin):
                 f"the regular expressions of modules and modules_to_not_convert have {sum(lengths)} characters; at "
                 f"most {MAX_EXPRESSION_TEXT} are read: write globs"
             )
-        for name in OF_THIS_PROCESS:
+        for name in RUNTIME_FIELDS:
             if not isinstance(getattr(self, name), bool | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs True, False or None")
         if not isinstance(self.attention, str | None) or self.attention not in ATTENTIONS:
@@ -206,7 +206,7 @@ class QuantizerConfig(QuantizationConfigMixin):
     @property
     def has_more_than_weights(self) -> bool:
         """Whether the KV cache or attention is quantized."""
-        return any(getattr(self, name) is not None for name in WITHOUT_WEIGHTS)
+        return any(getattr(self, name) is not None for name in NON_WEIGHT_FIELDS)
 
     def scheme_fields(self) -> dict[str, Any]:
         """The fields that make up the default scheme."""
@@ -230,7 +230,7 @@ class QuantizerConfig(QuantizationConfigMixin):
 
         `requested` is how its quantizer learns what was asked for, and refuses what the checkpoint does not have.
         """
-        own = {name: getattr(self, name) for name in ("quantization_device", *OF_THIS_PROCESS)}
+        own = {name: getattr(self, name) for name in ("quantization_device", *RUNTIME_FIELDS)}
         return {**own, "requested": self}
 
     def __eq__(self, other: object) -> bool:

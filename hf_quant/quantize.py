@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_quant.config import WITHOUT_WEIGHTS, QuantizerConfig, as_config
+from hf_quant.config import NON_WEIGHT_FIELDS, QuantizerConfig, as_config
 from hf_quant.modules import (
     PACKED_NAMES,
     QuantizedModule,
@@ -63,10 +63,10 @@ def quantize_(
         )
     known = stored_config(model)
     if config.quantizes_no_weights and known is not None:  # weights stay as they are
-        added = {name: value for name in WITHOUT_WEIGHTS if (value := getattr(config, name)) is not None}
+        added = {name: value for name in NON_WEIGHT_FIELDS if (value := getattr(config, name)) is not None}
         known = QuantizerConfig.from_dict({**known.to_dict(), **added})
         known.fuse_activations = config.fuse_activations
-        tell_observers(model, known, schemes_from_list(known.plan or []))
+        notify_observers(model, known, schemes_from_list(known.plan or []))
         return model
     quant_plan = plan(model, config)
     quant_plan.warn(type(model).__name__)
@@ -82,7 +82,7 @@ def quantize_(
     for _ in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
         pass
     fuse_as_configured_(model, config.fuse_projections)
-    tell_observers(model, config, quant_plan.schemes)
+    notify_observers(model, config, quant_plan.schemes)
     return model
 
 
@@ -92,7 +92,7 @@ def stored_config(model: nn.Module) -> QuantizerConfig | None:
     return config if isinstance(config, QuantizerConfig) else None
 
 
-def tell_observers(
+def notify_observers(
     model: nn.Module, config: QuantizerConfig | None, schemes: dict[str, LinearScheme] | None = None
 ) -> None:
     """Let the hosts know of their models, `model` itself or such as it contains: quantized, or with None dequantized.
@@ -107,7 +107,7 @@ def tell_observers(
         prefix = f"{name}."
         inner = {n.removeprefix(prefix): s for n, s in (schemes or {}).items() if n.startswith(prefix)}
         if inner or config is None:
-            tell_observers(child, config, inner)
+            notify_observers(child, config, inner)
 
 
 def apply_plan(
@@ -170,7 +170,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
         restore_module_(module, dtype)
         if name == "weight":  # tied modules share the weight again
             module._parameters[name] = restored.setdefault(codes, module._parameters[name])
-    tell_observers(model, None)
+    notify_observers(model, None)
     return model
 
 

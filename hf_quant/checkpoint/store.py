@@ -26,7 +26,7 @@ from hf_quant.checkpoint.untrusted import one_line, shorten
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_names
-from hf_quant.quantize import tell_observers
+from hf_quant.quantize import notify_observers
 from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
 
@@ -128,7 +128,7 @@ def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
             slot.module._parameters[slot.key] = parameters.setdefault((slot.source, tensor.device), parameter)
             if slot.target is not None and uses[slot.source] > 1:
                 slot.module.shares_codes = True
-    tell_observers(module, config, schemes_from_list(config.plan))
+    notify_observers(module, config, schemes_from_list(config.plan))
     return module
 
 

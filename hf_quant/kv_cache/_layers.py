@@ -36,7 +36,7 @@ BLOCK = 256  # tokens; a growing layer grows by at least so many, and by a sixte
 _kv_append = direct(kv_append)
 
 
-class _Codes:
+class CodeStorage:
     """What the three kinds of layers share: tensors of codes, how states get into them and out of them."""
 
     config: KVCacheConfig
@@ -173,7 +173,7 @@ class _Codes:
 _TENSORS = ("k_codes", "k_pairs", "k_window", "v_codes", "v_pairs", "v_window")
 
 
-class _Growing(_Codes):
+class GrowingStorage(CodeStorage):
     """Layers without a fixed size. Columns [first, first + tokens) of the tensors are in use."""
 
     def _clear(self) -> None:
@@ -248,7 +248,7 @@ def _differentiable(
     return tuple(x.dequantize().to(own.dtype).index_copy(2, columns, own) for x, own in zip(states, new))
 
 
-class QuantizedLayer(_Growing, DynamicLayer):
+class QuantizedLayer(GrowingStorage, DynamicLayer):
     """Keys and values of all tokens."""
 
     def __init__(self, config: KVCacheConfig) -> None:
@@ -305,7 +305,7 @@ class QuantizedHybridLayer(QuantizedLayer, LinearAttentionAndFullAttentionLayer)
         QuantizedLayer.crop(self, tokens_to_remove)
 
 
-class QuantizedSlidingWindowLayer(_Growing, DynamicSlidingWindowLayer):
+class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
     """Keys and values of the last `sliding_window - 1` tokens, and of more while the host may take tokens back."""
 
     def __init__(self, config: KVCacheConfig, sliding_window: int) -> None:
@@ -348,7 +348,7 @@ class QuantizedSlidingWindowLayer(_Growing, DynamicSlidingWindowLayer):
         self._start = start
 
 
-class QuantizedStaticLayer(_Codes, StaticLayer):
+class QuantizedStaticLayer(CodeStorage, StaticLayer):
     """Keys and values of up to `max_cache_len` tokens in memory that stays where it is, for compiled code."""
 
     def __init__(self, config: KVCacheConfig, max_cache_len: int, is_sliding: bool = False) -> None:

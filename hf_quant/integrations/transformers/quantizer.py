@@ -22,7 +22,7 @@ import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D qu
 from hf_quant import quantize
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import check_packed, guard_entry
-from hf_quant.config import OF_THIS_PROCESS, QuantizerConfig
+from hf_quant.config import RUNTIME_FIELDS, QuantizerConfig
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
     prepare_from_config,
@@ -197,7 +197,7 @@ class TransformersQuantizer(HfQuantizer):
             elif self.pre_quantized and all(_is_here(p) for p in module._parameters.values() if p is not None):
                 check_packed(module, name)
         fuse_as_configured_(model, fuse_projections)
-        for name in ("quantization_device", *OF_THIS_PROCESS):  # of this load, not of the checkpoint
+        for name in ("quantization_device", *RUNTIME_FIELDS):  # of this load, not of the checkpoint
             setattr(self.quantization_config, name, None)
         model.config.quantization_config = self.quantization_config
         _attach(model)
