@@ -1,4 +1,4 @@
-"""`QuantizerConfig`: what a user writes, and what `config.json` stores."""
+"""`QuantizerConfig`: the configuration that a user writes and that `config.json` stores."""
 
 import json
 import re
@@ -10,18 +10,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_quant._version import __version__
 from hf_quant.kv_cache import KVCacheConfig
-from hf_quant.patterns import compile_pattern
+from hf_quant.patterns import check_expressions, compile_pattern
 from hf_quant.resolve import SCHEME_FIELDS, dtype_name, entry_fields, resolve_scheme, unknown
 
 
 FORMAT_VERSION = 1  # of the checkpoint: bytes, tensor names, config fields
 ATTENTIONS = (None, "int8")
-RUNTIME_FIELDS = ("fuse_projections", "fuse_activations")  # how products are computed; never stored
-NON_WEIGHT_FIELDS = ("kv_cache", "attention")  # what may be quantized where no weight is
-_NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)  # of a method, of a repository
+RUNTIME_FIELDS = ("fuse_projections", "fuse_activations")  # how products are computed; not stored in checkpoints
+NON_WEIGHT_FIELDS = ("kv_cache", "attention")  # quantization that needs no quantized weight
+_NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)  # a quantization method or a repository
 _VERSION = re.compile(r"[\w.+!-]{1,80}", re.ASCII)
-# Regular expressions, which take 0.1 ms and more to compile: how many, and characters of one and of all.
-MAX_EXPRESSIONS, MAX_EXPRESSION, MAX_EXPRESSION_TEXT = 1000, 10_000, 100_000
 
 
 class QuantMethod(str, Enum):
@@ -34,7 +32,7 @@ class QuantMethod(str, Enum):
 
 
 class QuantizerConfig(QuantizationConfigMixin):
-    """How to quantize a model; for transformers, diffusers and `hf_quant.quantize_`.
+    """Configure the quantization of a model, for transformers, diffusers and `hf_quant.quantize_`.
 
     Args:
         weights: format ("int8", "int4", "int3", "int2", "fp8", "fp8_e5m2", "fp6", "fp6_e2m3", "nf4", "mxfp4",
@@ -42,30 +40,34 @@ class QuantizerConfig(QuantizationConfigMixin):
         activations: None (16 bit), "int8" or "fp8": inputs of linear layers and experts, quantized on the fly.
         activation_scale: "dynamic": one scale per token.
         cpu_activations: "int8": on a CPU the inputs of int4 and int8 layers without `activations` are quantized on the
-            fly, too: faster there (7 bits and a sign per value, one scale per token), and nothing else changes.
-        granularity: what shares a scale: "row", "group", "tensor" or "block" (128 x 128, fp8); None: the format's.
+            fly, too. Products are faster there (7 bits and a sign per value, one scale per token); other devices are
+            not affected.
+        granularity: the values that share a scale: "row", "group", "tensor" or "block" (128 x 128, fp8); None: the
+            default of the format.
         group_size: weights per scale with granularity "group"; a multiple of 32 from 32 to 256.
         symmetric: False stores a zero point (int4, int3, int2); None: the format's default.
         scale_dtype: dtype of stored scales; None: the format's. "float8_e4m3fn" halves the cost of group scales
             (double quantization).
-        algorithm: how values are chosen ("absmax", "mse", "hqq"); None: the best data-free one for the format.
+        algorithm: method that chooses scales and codes ("absmax", "mse", "norm", "hqq"); None: the best data-free one
+            for the format.
         sparsity: None.
-        kv_cache: format of the cache that `generate` uses: "int8", "fp8", "int4", "int2", or a `KVCacheConfig` or dict
-            of its fields; None: 16 bit. With weights=None nothing else is quantized.
-        attention: "int8": scores of attention in a diffusion model are products of int8 codes; None: 16 bit. With
+        kv_cache: format of the KV cache that `generate` uses: "int8", "fp8", "int4", "int2", or a `KVCacheConfig` or
+            dict of its fields; None: 16 bit. With weights=None nothing else is quantized.
+        attention: "int8": the attention scores of a diffusion model are computed from int8 codes; None: 16 bit. With
             weights=None nothing else is quantized.
         modules: {pattern: format, preset, dict of the fields above, or None = keep 16 bit}. A pattern is a module
             name, a glob ("*.down_proj") or a regular expression ("re:..."); exact names win, then the first match.
-            An entry stands alone: it takes nothing from the fields above, and beats every default exclusion.
-        modules_to_not_convert: names or patterns that stay in 16 bit. It replaces the default list (None): the output
-            embedding and a task head, and what stays in 16 bit in a diffusion model. Modules that the model keeps in
-            fp32 stay so in either case.
-        quantization_device: where to compute the quantization, e.g. "cuda"; None: where the weight is loaded.
-        fuse_projections: whether linear layers that read the same tensor share one product where no gradient is
-            needed, see `hf_quant.fuse_projections_`; None: those that transformers loads, or `quantize_` finds, on a
-            GPU for inference. Of this process: a checkpoint does not keep it.
-        fuse_activations: whether norms and activation functions of diffusion models are computed together with the
-            quantization of what they make, in the blocks that hf_quant knows; None: on GPUs. Of this process, too.
+            An entry is complete: it inherits nothing from the fields above, and it overrides every default exclusion.
+        modules_to_not_convert: names or patterns of modules that stay in 16 bit. The list replaces the default one
+            (None): the output embedding, a task head, and the sensitive layers of a diffusion model. Modules that
+            the model keeps in fp32 stay so in either case.
+        quantization_device: device that computes the quantization, e.g. "cuda"; None: the device of each weight.
+        fuse_projections: True: linear layers that read the same tensor share one product if no gradient is needed,
+            see `hf_quant.fuse_projections_`; None: on a GPU, for inference. Runtime setting; not stored in the
+            checkpoint.
+        fuse_activations: True: norms and activation functions of diffusion models are computed together with the
+            quantization of their output, in the blocks that hf_quant knows; None: on GPUs. Runtime setting; not
+            stored in the checkpoint.
 
     Raises:
         ValueError: on unknown fields, formats and combinations.
@@ -126,7 +128,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         self._check()
 
     def _read_stored(self, kwargs: dict[str, Any]) -> None:
-        """Take over what a checkpoint's config.json holds beside the user's fields; reject everything else."""
+        """Read the fields that only a checkpoint's config.json has; reject all others."""
         method = kwargs.pop("quant_method", "hf_quant")
         if str(method) != "hf_quant":
             raise ValueError(f"quant_method is {method!r}; this configuration class reads 'hf_quant' only")
@@ -157,18 +159,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         return [*SCHEME_FIELDS, *own]
 
     def _check(self) -> None:
-        patterns = [p for p in (*self.modules, *(self.modules_to_not_convert or ())) if str(p).startswith("re:")]
-        lengths = [len(pattern) for pattern in patterns]
-        if len(lengths) > MAX_EXPRESSIONS or max(lengths, default=0) > MAX_EXPRESSION:
-            raise ValueError(
-                f"modules and modules_to_not_convert have {len(patterns)} regular expressions; at most "
-                f"{MAX_EXPRESSIONS}, of {MAX_EXPRESSION} characters each, are read: write globs"
-            )
-        if sum(lengths) > MAX_EXPRESSION_TEXT:
-            raise ValueError(
-                f"the regular expressions of modules and modules_to_not_convert have {sum(lengths)} characters; at "
-                f"most {MAX_EXPRESSION_TEXT} are read: write globs"
-            )
+        check_expressions((*self.modules, *(self.modules_to_not_convert or ())))
         for name in RUNTIME_FIELDS:
             if not isinstance(getattr(self, name), bool | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs True, False or None")
@@ -200,12 +191,12 @@ class QuantizerConfig(QuantizationConfigMixin):
 
     @property
     def quantizes_no_weights(self) -> bool:
-        """Whether only the KV cache or attention is quantized."""
+        """True if only the KV cache or attention is quantized."""
         return self.weights is None and not any(entry is not None for entry in self.modules.values())
 
     @property
     def has_more_than_weights(self) -> bool:
-        """Whether the KV cache or attention is quantized."""
+        """True if the KV cache or attention is quantized."""
         return any(getattr(self, name) is not None for name in NON_WEIGHT_FIELDS)
 
     def scheme_fields(self) -> dict[str, Any]:
@@ -213,7 +204,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         return {name: getattr(self, name) for name in SCHEME_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-native fields; `QuantizerConfig.from_dict(config.to_dict())` equals the config."""
+        """Return JSON-native fields; `QuantizerConfig.from_dict(config.to_dict())` equals the config."""
         fields = {
             "quant_method": self.quant_method.value,
             "format_version": self.format_version,
@@ -226,9 +217,9 @@ class QuantizerConfig(QuantizationConfigMixin):
         return json.loads(json.dumps(fields))
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What transformers sets on a quantized checkpoint's config if a user gives this one, too.
+        """Attributes that transformers copies to a quantized checkpoint's config if the user gives this one, too.
 
-        `requested` is how its quantizer learns what was asked for, and refuses what the checkpoint does not have.
+        From `requested` the quantizer reads what the user asked for; it refuses what the checkpoint does not have.
         """
         own = {name: getattr(self, name) for name in ("quantization_device", *RUNTIME_FIELDS)}
         return {**own, "requested": self}
@@ -246,7 +237,7 @@ class QuantizerConfig(QuantizationConfigMixin):
 
 
 def as_config(config: "QuantizerConfig | str | dict") -> QuantizerConfig:
-    """A config from what a user may pass: a config, a format or preset name, or a dict of fields."""
+    """Return a QuantizerConfig for a config, a format or preset name, or a dict of fields."""
     if isinstance(config, QuantizerConfig):
         return config
     if isinstance(config, str):
@@ -257,7 +248,7 @@ def as_config(config: "QuantizerConfig | str | dict") -> QuantizerConfig:
 
 
 def _check_origin(origin: Any) -> None:
-    """Raise ValueError unless it says by what a checkpoint was quantized, and what it was called on the Hub."""
+    """Raise ValueError unless `origin` holds the method that quantized a checkpoint and its name on the Hub."""
     if (
         not isinstance(origin, dict)
         or set(origin) != {"method", "name"}
@@ -270,6 +261,6 @@ def _check_origin(origin: Any) -> None:
 
 
 def _stored_cache(value: "str | dict | KVCacheConfig") -> str | dict:
-    """What JSON holds of a `KVCacheConfig`: its format alone if that is all it says."""
+    """JSON form of a `KVCacheConfig`: the format alone if every other field has its default."""
     fields = KVCacheConfig.of(value).to_dict()
     return fields["format"] if len(fields) == 1 else fields

@@ -28,7 +28,7 @@ SCHEME_FIELDS = (
 
 
 def entry_fields(entry: str | dict) -> dict[str, Any]:
-    """Scheme fields of one value of `modules`."""
+    """Return the scheme fields of one value of `modules`."""
     if isinstance(entry, str):
         return {"weights": entry}
     if not isinstance(entry, dict):
@@ -40,7 +40,7 @@ def entry_fields(entry: str | dict) -> dict[str, Any]:
 
 
 def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearScheme, str | None]:
-    """(scheme, algorithm) from scheme fields, for a weight of `dtype`. Raises ValueError on what does not exist."""
+    """Return (scheme, algorithm) for scheme fields and a weight of `dtype`. Raises ValueError if unsupported."""
     fields = _expand_preset(fields)
     format = FORMATS[fields["weights"]]
     activation = _activation(fields)
@@ -69,8 +69,10 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
 
 
 def fields_of(scheme: LinearScheme) -> dict[str, Any]:
-    """Scheme fields that `resolve_scheme` turns into this scheme, whatever the weight's dtype. Raises ValueError if
-    there are none: then this version has no such scheme."""
+    """Return the scheme fields that `resolve_scheme` turns into this scheme for a weight of any dtype.
+
+    Raises ValueError if there are none, because this version has no such scheme.
+    """
     weight, activation, on_cpu = scheme.weight, scheme.activation, scheme.cpu_activation
     fixed = any(f.name == weight.format and f.fixed_group_size for f in FORMATS.values())
     fields = {
@@ -108,12 +110,12 @@ def _expand_preset(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def dtype_name(value: Any) -> Any:
-    """ "bfloat16" for torch.bfloat16 (what JSON can hold), any other value as it is."""
+    """Return "bfloat16" for torch.bfloat16, because JSON has no dtypes; any other value is returned unchanged."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _canonical(value: Any) -> Any:
-    """A format name as FORMATS has it, any other value as it is."""
+    """Return the key of FORMATS for a format name or alias; any other value is returned unchanged."""
     return ALIASES.get(value.lower(), value.lower()) if isinstance(value, str) else value
 
 
@@ -181,7 +183,7 @@ def _scale_dtype(fields: dict[str, Any], granularity: str, activation: TensorQua
         return format.scale_dtype
     if granularity == "group":
         return model_dtype
-    # Integer products are scaled in fp32; one fp32 per row costs 0.01 bits.
+    # Integer products are scaled in fp32; one fp32 per row costs 0.01 bits per weight.
     return "float32" if format.scale_dtype == "float32" or activation is not None else model_dtype
 
 

@@ -1,12 +1,19 @@
 """`QuantizerConfig`: every field, every error, and what is stored."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from hf_quant import FORMATS, PRESETS, QuantizerConfig
+from hf_quant.algorithms import ALGORITHMS
+from hf_quant.cli import _parser
 from hf_quant.config import FORMAT_VERSION, as_config
+from hf_quant.formats import ALIASES
+from hf_quant.kv_cache._config import DEFAULTS
 from hf_quant.patterns import excludes, matches
 from hf_quant.resolve import entry_fields, fields_of, resolve_scheme
 from hf_quant.scheme import LinearScheme, TensorQuant
@@ -341,3 +348,30 @@ def test_schemes_that_this_version_does_not_have(changed, message):
     stored = {**scheme(weights="int4").weight.to_dict(), **changed}
     with pytest.raises(ValueError, match=message):
         fields_of(LinearScheme.from_dict({"weight": stored}))
+
+
+def quoted_names(text: str) -> set[str]:
+    return set(re.findall(r'"([^"]+)"', text))
+
+
+def test_lists_of_names_in_texts_are_those_of_the_registries():
+    docstring = QuantizerConfig.__doc__
+    formats, algorithms, caches = (
+        quoted_names(re.search(begin, docstring, re.DOTALL)[1])
+        for begin in (r"weights: format \((.*?)\)", r"algorithm: [^(]*\((.*?)\)", r"kv_cache: format (.*?), or")
+    )
+    assert {ALIASES.get(name, name) for name in formats} == set(FORMATS)
+    assert algorithms == set(ALGORITHMS)
+    assert {ALIASES.get(name, name) for name in caches} == set(DEFAULTS)
+    assert set(_parser.ALGORITHMS_HELP.split(", ")) == set(ALGORITHMS)
+    shown = {name for name in re.findall(r"\w+", _parser.FORMATS_HELP.partition(", or a preset")[0])}
+    assert shown == {*FORMATS, *ALIASES}
+    assert set(re.findall(r"\b[WN]\w*\d\w*", _parser.FORMATS_HELP)) <= set(PRESETS)
+
+
+def test_the_configuration_comes_without_algorithms_and_cache_layers():
+    program = "import sys, hf_quant.config; print(*(m for m in sys.modules if m.startswith('hf_quant.')))"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    loaded = set(output.split())
+    assert "hf_quant.kv_cache._config" in loaded
+    assert not {"hf_quant.algorithms", "hf_quant.kv_cache._layers", "hf_quant.modules", "hf_quant.planning"} & loaded
