@@ -9,9 +9,8 @@ from hf_quant import QuantizerConfig, plan
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
-from diffusion_models import MODELS, T5_XXL  # noqa: E402
-from diffusion_run import empty_model, empty_t5  # noqa: E402
-
+from diffusion.models import MODELS, T5_XXL  # noqa: E402
+from diffusion.run import empty_model, empty_t5  # noqa: E402
 from integration_tests.tiny_diffusion import make_autoencoder, make_model  # noqa: E402
 
 

@@ -15,12 +15,12 @@ from hf_quant.modules import QuantizedModule
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
-from diffusion_bench import tensor_bytes  # noqa: E402
-from diffusion_models import MODELS, T5_XXL  # noqa: E402
-from diffusion_run import empty_model, empty_t5  # noqa: E402
 from peft import LoraConfig, get_peft_model_state_dict  # noqa: E402
 from PIL import Image  # noqa: E402
 
+from diffusion.bench import tensor_bytes  # noqa: E402
+from diffusion.models import MODELS, T5_XXL  # noqa: E402
+from diffusion.run import empty_model, empty_t5  # noqa: E402
 from hf_quant import QuantizerConfig, plan  # noqa: E402
 from integration_tests.tiny_diffusion import assert_same_bytes  # noqa: E402
 from integration_tests.tiny_pipelines import save_cogvideox, save_flux  # noqa: E402

@@ -5,10 +5,10 @@ from pathlib import Path
 import diffusers
 import torch
 import transformers
-from diffusion_models import MODELS
-from diffusion_run import random_model
-from diffusion_spec import shrunk
 
+from diffusion.models import MODELS
+from diffusion.run import random_model
+from diffusion.spec import shrunk
 from integration_tests.tiny_diffusion import make_flux_pipeline
 
 

@@ -13,7 +13,7 @@ compiled (results are kept in build/aot), and must
 - move at least half of the bytes of its main loop in accesses of 16 bytes a lane, or by the copy engine.
 
 Exceptions are in EXCEPTIONS, each with its reason. The table is modelled, not measured: the largest of bytes over
-bandwidth, instructions over issue rate and operations over matrix rate, by data sheets (gpu_model.py).
+bandwidth, instructions over issue rate and operations over matrix rate, by data sheets (gpulab/model.py).
 """
 
 import argparse
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_model import CHIPS, Work, modelled, occupancy
-from kernel_build import (
+
+from gpulab.build import (
     CACHE,
     Built,
     Recorded,
@@ -40,9 +40,9 @@ from kernel_build import (
     target_named,
     tensors,
 )
-from kernel_cases import Case, all_cases, gpu_ops, launcher
-from machine_code import access_bits
-
+from gpulab.cases import Case, all_cases, gpu_ops, launcher
+from gpulab.machine_code import access_bits
+from gpulab.model import CHIPS, Work, modelled, occupancy
 from hf_quant.kernels.gpu.launch import TARGETS, Target
 from hf_quant.planning import format_table
 
@@ -399,7 +399,7 @@ def main() -> int:
         for (op, why), where in collected.failures.items()
     ]
     if args.ops is None and not args.cases:
-        failures += [f"{name}: no case of kernel_cases.py launches it" for name in uncovered(uses)]
+        failures += [f"{name}: no case of gpulab/cases.py launches it" for name in uncovered(uses)]
     failures += _failures(chosen, built)
     for line in failures:
         print(f"FAILED {line}")

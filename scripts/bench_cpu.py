@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import cpu_attention
 import torch
 import torch.nn.functional as F
-from cpu_timing import TORCH, Turn, command, environment, interleaved, kernels_in_use, print_table
-from kernel_cases import CANDIDATES, Candidate
 from torch import Tensor
 
+from cpulab import attention as cpu_attention
+from cpulab.timing import TORCH, Turn, command, environment, interleaved, kernels_in_use, print_table
+from gpulab.cases import CANDIDATES, Candidate
 from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight, quantize_matrix
 from hf_quant.kernels import native

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from gpu_timing import num_copies
 from torch import Tensor, nn
 
+from gpulab.timing import num_copies
 from hf_quant import fuse_projections_, quantize_, unfuse_projections_
 from hf_quant.evaluate import machine
 from hf_quant.integrations.transformers.graphs import CudaGraphs

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cache_cases import CACHE_GROUPS, CACHED, Cached, cached_case
-from gpu_timing import Ceilings, GraphTimer, Timer, environment, environment_line, gpu, measure_ceilings
-from kernel_cases import (
+
+from gpulab.cache_cases import CACHE_GROUPS, CACHED, Cached, cached_case
+from gpulab.cases import (
     ATTENTION,
     CANDIDATES,
     EXPERTS,
@@ -37,7 +37,7 @@ from kernel_cases import (
     memory_case,
     scaled_case,
 )
-from kernel_measures import (
+from gpulab.measures import (
     Record,
     measure_attention,
     measure_cached,
@@ -47,7 +47,7 @@ from kernel_measures import (
     measure_scaled,
     table,
 )
-
+from gpulab.timing import Ceilings, GraphTimer, Timer, environment, environment_line, gpu, measure_ceilings
 from hf_quant.planning import format_table
 
 
@@ -67,7 +67,7 @@ DEFAULTS = {
     "grouped_mm": ("int4 g128", "int8", "W8A8 fp8"),
 }
 HAVE_RIVALS = ("weight_only_mm", "dynamic_mm")
-VS = {  # what --vs may name: the beginnings of the names in rivals.py
+VS = {  # what --vs may name: the beginnings of the names in gpulab/rivals.py
     "torch": ("tinygemm", "_int", "_scaled"),
     **{name: (name,) for name in ("torchao", "gemlite", "bitsandbytes")},
     "none": (),
@@ -159,8 +159,8 @@ def measured(todo: list[Job], timer: Timer, ceilings: Ceilings) -> list[Record]:
 def model_table(todo: list[Job], target_name: str, workers: int | None) -> str:
     """Modelled times from compiled code: nothing is measured."""
     from aot_compile import collect, work_of
-    from gpu_model import CHIPS, modelled
-    from kernel_build import build, target_named
+    from gpulab.build import build, target_named
+    from gpulab.model import CHIPS, modelled
 
     target, chip = target_named(target_name), CHIPS[target_name]
     collected = collect([job.case for job in todo], [target])

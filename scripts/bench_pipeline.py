@@ -5,8 +5,8 @@
     python scripts/bench_pipeline.py --model cogvideox-5b --scheme int8-dynamic --compile --blocks 2 --steps 3
     python scripts/bench_pipeline.py --model tiny --scheme int8-dynamic,int4      # the logic on a CPU, no real number
 
-The models have the published architecture, resolution and number of tokens (diffusion_models.py) and random weights
-with heavy tails and outlier channels (diffusion_run.py says how; --weights normal has neither); nothing is downloaded.
+The models have the published architecture, resolution and number of tokens (diffusion/models.py) and random weights
+with heavy tails and outlier channels (diffusion/run.py says how; --weights normal has neither); nothing is downloaded.
 A loop runs in latents: no text encoder, no VAE; embeddings of the prompt are random.
 
 Columns: seconds per step, the median over --rounds loops of all variants in turns, and half of their range; seconds of
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusion_bench import (
+
+from diffusion.bench import (
     BASE,
     RIVALS,
     SCHEMES,
@@ -44,12 +45,11 @@ from diffusion_bench import (
     seconds_per_step,
     spread,
 )
-from diffusion_models import MODELS
-from diffusion_run import NORMAL, TRAINED_LIKE, make_step, random_model
-from diffusion_spec import DiffusionModel, shrunk
+from diffusion.models import MODELS
+from diffusion.run import NORMAL, TRAINED_LIKE, make_step, random_model
+from diffusion.spec import DiffusionModel, shrunk
 from eval_quality import parse_spec
-from gpu_timing import environment, environment_line, gpu, installed
-
+from gpulab.timing import environment, environment_line, gpu, installed
 from hf_quant.planning import format_table
 
 

@@ -11,12 +11,12 @@ not grow, and the first and last tokens that int2 keeps in 16 bit.
 import argparse
 from typing import Any
 
-from support_matrix import README, replace_section
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
 from hf_quant import KVCacheConfig
 from hf_quant.kv_cache import bytes_per_token
 from hf_quant.planning import format_table
+from support_matrix import README, replace_section
 
 
 SECTION = "cache memory table"

@@ -5,22 +5,22 @@
     python scripts/diffusion_sizes.py --error flux.1-dev --blocks 1        # SNR of a call, at the model's true width
 
 Sizes are those of `hf_quant.plan` on the meta device, what stays in 16 bit included. --error makes the model with few
-blocks and random weights (see diffusion_run.py), quantizes it in every format and compares one call with 16 bit.
+blocks and random weights (see diffusion/run.py), quantizes it in every format and compares one call with 16 bit.
 """
 
 import argparse
 
 import torch
-from cache_memory import markdown
-from diffusion_bench import SCHEMES
-from diffusion_models import MODELS, T5_XXL
-from diffusion_run import NORMAL, TRAINED_LIKE, empty_model, empty_t5, make_step, predict, random_model, shallow_copy
-from diffusion_spec import Size, scaled
-from support_matrix import README, replace_section
 
 import hf_quant
+from cache_memory import markdown
+from diffusion.bench import SCHEMES
+from diffusion.models import MODELS, T5_XXL
+from diffusion.run import NORMAL, TRAINED_LIKE, empty_model, empty_t5, make_step, predict, random_model, shallow_copy
+from diffusion.spec import Size, scaled
 from hf_quant.planning import format_table
 from hf_quant.testing import sqnr
+from support_matrix import README, replace_section
 
 
 SECTION = "diffusion size table"

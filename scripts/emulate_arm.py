@@ -3,8 +3,8 @@
     python scripts/emulate_arm.py
     python scripts/emulate_arm.py --cases 2000 --seed 1
 
-The calls are those of native_driver.cpp, which compares every result with plain sums in fp64; every buffer ends where
-a page without access begins. Needs zig (`pip install ziglang`) and qemu-aarch64 (package qemu-user or
+The calls come from cpulab/native_driver.cpp, which compares every result with plain sums in fp64; every buffer ends
+where a page without access begins. Needs zig (`pip install ziglang`) and qemu-aarch64 (package qemu-user or
 qemu-user-static); says so and succeeds where they are missing. It proves that results are right, not that they are
 fast.
 """

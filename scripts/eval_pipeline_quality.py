@@ -30,11 +30,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusion_bench import SCHEMES, tensor_bytes
-from eval_quality import parse_spec
-from gpu_timing import commit, gpu, installed
 from torch import nn
 
+from diffusion.bench import SCHEMES, tensor_bytes
+from eval_quality import parse_spec
+from gpulab.timing import commit, gpu, installed
 from hf_quant import QuantizerConfig
 from hf_quant.evaluate import machine
 from hf_quant.planning import format_table

@@ -9,7 +9,7 @@ format with its defaults, and each again by plain rounding (absmax) with the sam
 format that is worse than plain rounding is an error (exit status 1). With --embeddings the model is an encoder, and
 the measure is the mean of 1 - cosine between its mean-pooled embeddings and those of the 16-bit model, over --texts
 equal slices of TEXT, of which each is cut after --window tokens. With --kv-cache the weights stay, and the cache is
-quantized: see cache_quality.py.
+quantized: see common/cache_quality.py.
 
 Prints one table; writes quality.json (with the SQNR of every layer) and quality.png (needs matplotlib) into --out.
 """
@@ -21,12 +21,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cache_quality
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_quant
+from common import cache_quality
 from hf_quant.algorithms import default_algorithm
 from hf_quant.evaluate import bits_per_weight, machine, quality, read_ids
 from hf_quant.formats import FORMATS

@@ -6,8 +6,8 @@
 
 Sections run one after the other, each in a process and with a time budget of its own: a crash or a slow section costs
 only itself. First the kernels are compiled by all cores into Triton's cache; then every op is compared with its
-reference at real shapes; then the targets of gpu_targets.py are measured. Needs torch, triton, transformers and numpy,
-no network; rivals take part where they are installed, and diffusion models where diffusers is.
+reference at real shapes; then the targets of gpulab/targets.py are measured. Needs torch, triton, transformers and
+numpy, no network; rivals take part where they are installed, and diffusion models where diffusers is.
 """
 
 import argparse
@@ -25,9 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_checks import check_case, check_no_recompilation, correctness_cases
-from gpu_targets import TARGETS, Target, judge
-from gpu_timing import (
+
+from gpulab.checks import check_case, check_no_recompilation, correctness_cases
+from gpulab.measures import Record
+from gpulab.rivals import FAILURES, first_line
+from gpulab.targets import TARGETS, Target, judge
+from gpulab.timing import (
     Ceilings,
     GraphTimer,
     HostTimer,
@@ -38,8 +41,6 @@ from gpu_timing import (
     installed,
     measure_ceilings,
 )
-from kernel_measures import Record
-from rivals import FAILURES, first_line
 
 
 SCRIPTS = Path(__file__).parent
@@ -102,9 +103,8 @@ def measured(timer: Timer, options: Options, writer: Writer, runs: Iterator[Call
 def warm_up(timer: Timer, options: Options, writer: Writer) -> None:
     """Compile what the other sections launch, by all cores."""
     from aot_compile import collect
-    from kernel_build import OUT_OF_TIME, check_environment, warm
-    from suite_cells import CELLS
-
+    from gpulab.build import OUT_OF_TIME, check_environment, warm
+    from gpulab.cells import CELLS
     from hf_quant.kernels.gpu.launch import target_of
 
     cases = correctness_cases(quick=options.quick, tiny=options.dry_run)
@@ -160,7 +160,7 @@ def _reason(check: Callable[[], str | None]) -> str | None:
 
 def _cells(name: str) -> Callable[[Timer, Options, Writer], None]:
     def run(timer: Timer, options: Options, writer: Writer) -> None:
-        from suite_cells import CELLS
+        from gpulab.cells import CELLS
 
         cells = CELLS[name](options.quick, options.dry_run)
         measured(timer, options, writer, (lambda c, cell=cell: cell.run(timer, c) for cell in cells))
@@ -170,7 +170,7 @@ def _cells(name: str) -> Callable[[Timer, Options, Writer], None]:
 
 def models(timer: Timer, options: Options, writer: Writer) -> None:
     """`generate` of a model of Llama-3.1-8B's shape with random weights, and quantizing it."""
-    from suite_models import model_runs
+    from gpulab.suite_models import model_runs
 
     measured(timer, options, writer, model_runs(timer.device, tiny=options.dry_run))
 
@@ -180,7 +180,7 @@ def diffusion(timer: Timer, options: Options, writer: Writer) -> None:
     if not installed("diffusers"):
         writer.write("status", f"{SKIPPED}: diffusers is not installed")
         return
-    from suite_diffusion import diffusion_runs
+    from gpulab.suite_diffusion import diffusion_runs
 
     writer.write("note", "seconds and bytes of whole models are extrapolated from one and two groups of blocks")
     for run in diffusion_runs(timer.device, tiny=options.dry_run):
@@ -338,7 +338,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     options = Options(quick=args.quick, dry_run=args.dry_run)
-    # kernel_build.py sets it, and it is part of Triton's cache key: all sections need it to find what one compiled.
+    # gpulab/build.py sets it, and it is part of Triton's cache key: all sections need it to find what one compiled.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if not args.dry_run and gpu() is None:
         print("gpu_suite: no CUDA or ROCm GPU here; --dry-run runs its logic on the CPU", file=sys.stderr)

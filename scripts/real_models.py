@@ -40,11 +40,11 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from bench_generate import commit
-from eval_quality import parse_spec
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from bench_generate import commit
+from eval_quality import parse_spec
 from hf_quant import QuantizerConfig, quantize_
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids
 

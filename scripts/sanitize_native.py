@@ -10,8 +10,8 @@
 - ThreadSanitizer, with the thread pool of the kernels, which serves where torch brings no OpenMP runtime; several
   threads call at once.
 
-Both compare every result with plain sums in fp64 (native_driver.cpp). Needs nothing but Python, Linux, and g++ or
-clang++ (CXX, if set) with its sanitizers.
+Both compare every result with plain sums in fp64 (cpulab/native_driver.cpp). Needs nothing but Python, Linux, and g++
+or clang++ (CXX, if set) with its sanitizers.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "hf_quant" / "kernels" / "native" / "src"
-DRIVER = Path(__file__).with_name("native_driver.cpp")
+DRIVER = Path(__file__).parent / "cpulab" / "native_driver.cpp"
 CACHE = ROOT / "build" / "sanitize"
 TIMEOUT = 1200  # seconds; a run of the default number of cases takes 20
 INSTRUCTION_SETS = ("avx512", "avx2")  # sources besides the portable ones; those that take longest first

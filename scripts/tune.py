@@ -8,7 +8,7 @@ Launches read the table at $HF_QUANT_TUNED, by default hf_quant/tuned.json in th
 shipped ones; deleting it undoes everything. For each row of a table, one number after the other is halved and doubled
 (stages: one more, one less) while that gains. A config is tried only if it compiles for this GPU into what fits:
 shared memory, no spilled register, the intended instructions (aot_compile.py), and kept only if its results are those
-of the reference (gpu_checks.py). Nothing is tuned at call time, ever.
+of the reference (gpulab/checks.py). Nothing is tuned at call time, ever.
 """
 
 import argparse
@@ -20,12 +20,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+
 from aot_compile import case_label, check_built, collect, is_excepted
-from cache_cases import Cached, cached_case
-from gpu_checks import check_case
-from gpu_timing import Calls, GraphTimer, Timer, environment_line, gpu, num_copies
-from kernel_build import build
-from kernel_cases import (
+from gpulab.build import build
+from gpulab.cache_cases import Cached, cached_case
+from gpulab.cases import (
     ATTENTION,
     EXPERTS,
     LLAMA,
@@ -39,8 +38,9 @@ from kernel_cases import (
     memory_case,
     scaled_case,
 )
-from kernel_measures import op_calls
-
+from gpulab.checks import check_case
+from gpulab.measures import op_calls
+from gpulab.timing import Calls, GraphTimer, Timer, environment_line, gpu, num_copies
 from hf_quant.kernels.gpu import launch
 from hf_quant.kernels.gpu.launch import Target, target_of, tuned_path
 from hf_quant.kernels.int8_attention.gpu import BOUNDED, ONLINE, ONLINE_FP8

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import torch
+
 from aot_compile import Use as KernelUse
 from aot_compile import check_built, collect, cover
-from kernel_build import build, check_environment, record
-from kernel_cases import Attention, attention_case, memory_case
-
+from gpulab.build import build, check_environment, record
+from gpulab.cases import Attention, attention_case, memory_case
 from hf_quant.kernels.gpu.launch import TARGETS, Target, launch, tl, triton
 
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import aot_compile
 import pytest
 
+import aot_compile
 from hf_quant.kernels.gpu.launch import HAS_TRITON
 
 

@@ -2,14 +2,14 @@
 
 import json
 
-import bench_cpu
-import cpu_attention
-import cpu_timing
 import pytest
 import torch
-from bench_cpu import Record, judge
-from kernel_cases import CANDIDATES, candidate
 
+import bench_cpu
+from bench_cpu import Record, judge
+from cpulab import attention as cpu_attention
+from cpulab import timing as cpu_timing
+from gpulab.cases import CANDIDATES, candidate
 from hf_quant.algorithms import quantize_matrix
 from hf_quant.kernels import native
 

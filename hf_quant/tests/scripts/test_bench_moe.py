@@ -1,8 +1,9 @@
 """The mixture of experts that is too large for 16 bit, at a size that is not."""
 
-import bench_moe
 import torch
 from transformers import Qwen2MoeConfig
+
+import bench_moe
 
 
 def test_its_layers_are_quantized_and_have_memory_of_their_own():

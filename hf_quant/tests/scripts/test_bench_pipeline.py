@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
 import bench_pipeline  # noqa: E402
-import diffusion_bench  # noqa: E402
-from diffusion_bench import (  # noqa: E402
+from diffusion import bench as diffusion_bench  # noqa: E402
+from diffusion.bench import (  # noqa: E402
     SCHEMES,
     Subject,
     Variant,
@@ -23,10 +23,9 @@ from diffusion_bench import (  # noqa: E402
     seconds_per_step,
     tensor_bytes,
 )
-from diffusion_models import MODELS  # noqa: E402
-from diffusion_run import make_step, random_model  # noqa: E402
-from diffusion_spec import shrunk  # noqa: E402
-
+from diffusion.models import MODELS  # noqa: E402
+from diffusion.run import make_step, random_model  # noqa: E402
+from diffusion.spec import shrunk  # noqa: E402
 from hf_quant import QuantizerConfig, quantize_  # noqa: E402
 
 

@@ -2,14 +2,14 @@
 
 import argparse
 
-import bench_generate
-import cache_memory
-import cache_quality
 import pytest
-import support_matrix
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import bench_generate
+import cache_memory
+import support_matrix
+from common import cache_quality
 from hf_quant import KVCacheConfig, QuantizedCache
 
 

@@ -9,8 +9,8 @@ pytest.importorskip("diffusers", reason="diffusers is an optional host")
 import diffusion_sizes  # noqa: E402
 import support_matrix  # noqa: E402
 from cache_memory import markdown  # noqa: E402
-from diffusion_models import MODELS, T5_XXL, T5_XXL_BILLIONS  # noqa: E402
-from diffusion_run import (  # noqa: E402
+from diffusion.models import MODELS, T5_XXL, T5_XXL_BILLIONS  # noqa: E402
+from diffusion.run import (  # noqa: E402
     NORMAL,
     compile_blocks_,
     denoise,
@@ -24,8 +24,7 @@ from diffusion_run import (  # noqa: E402
     shallow_copy,
     truncated,
 )
-from diffusion_spec import scaled, shrunk  # noqa: E402
-
+from diffusion.spec import scaled, shrunk  # noqa: E402
 from hf_quant import quantize_  # noqa: E402
 from hf_quant.testing import sqnr  # noqa: E402
 

@@ -3,9 +3,9 @@
 import os
 import sys
 
-import engines
 import pytest
 
+import engines
 from hf_quant.cards import serving
 
 

@@ -8,27 +8,27 @@ import sys
 import time
 from types import SimpleNamespace
 
+import pytest
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
 import aot_compile
 import bench_fusion
 import bench_kernels
-import gpu_checks
 import gpu_suite
-import kernel_build
-import kernel_measures
-import pytest
-import suite_cells
-import torch
-import triton
 import tune
 from aot_compile import Collected, Use
 from gpu_suite import SECTIONS, Options, read_section, report, run_section, wait_for
-from gpu_targets import TARGETS, Target, judge
-from gpu_timing import Ceilings, HostTimer, installed
-from kernel_cases import CANDIDATES, LLAMA, Linear, all_cases, candidate, gpu_ops, linear_case, memory_case
-from kernel_measures import measure, measure_linear
-from rivals import RIVALS, rivals_of
-from triton.runtime.errors import OutOfResources
-
+from gpulab import build as kernel_build
+from gpulab import cells as suite_cells
+from gpulab import checks as gpu_checks
+from gpulab import measures as kernel_measures
+from gpulab.cases import CANDIDATES, LLAMA, Linear, all_cases, candidate, gpu_ops, linear_case, memory_case
+from gpulab.measures import measure, measure_linear
+from gpulab.rivals import RIVALS, rivals_of
+from gpulab.targets import TARGETS, Target, judge
+from gpulab.timing import Ceilings, HostTimer, installed
 from hf_quant import QuantizerConfig
 
 
@@ -121,7 +121,7 @@ def test_a_section_that_hangs_or_crashes_is_recorded(tmp_path, monkeypatch):
 
 
 def test_sections_share_what_one_compiles(monkeypatch):
-    """kernel_build.py sets an environment variable that is part of Triton's cache key."""
+    """gpulab/build.py sets an environment variable that is part of Triton's cache key."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "")
     monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION")
     seen = []

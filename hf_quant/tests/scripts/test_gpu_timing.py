@@ -4,10 +4,11 @@ import itertools
 import os
 import weakref
 
-import gpu_timing
 import pytest
 import torch
-from gpu_timing import GraphTimer, num_copies
+
+from gpulab import timing as gpu_timing
+from gpulab.timing import GraphTimer, num_copies
 
 
 CPU = torch.device("cpu")

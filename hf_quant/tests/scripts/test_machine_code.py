@@ -1,10 +1,10 @@
 """What is read off disassembly, and that the checks fail where they must."""
 
 import pytest
+
 from aot_compile import check_built, is_excepted, wide_share
-from gpu_model import CHIPS, Work, modelled, occupancy
-from kernel_build import Built
-from machine_code import (
+from gpulab.build import Built
+from gpulab.machine_code import (
     Resources,
     Summary,
     access_bits,
@@ -16,7 +16,7 @@ from machine_code import (
     parse_sass,
     summarize,
 )
-
+from gpulab.model import CHIPS, Work, modelled, occupancy
 from hf_quant.kernels.gpu.launch import TARGETS
 
 

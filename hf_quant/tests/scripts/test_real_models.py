@@ -1,9 +1,10 @@
 """The script that measures trained models, without them."""
 
 import pytest
+import torch
+
 import readme_section
 import real_models
-import torch
 
 
 @pytest.fixture

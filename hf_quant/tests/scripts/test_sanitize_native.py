@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+
 import sanitize_native
 from sanitize_native import SOURCES, builds, find_compiler, launcher, main
 

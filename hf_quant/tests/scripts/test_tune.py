@@ -3,15 +3,15 @@
 import json
 
 import pytest
-import tune
-from gpu_timing import HostTimer
-from kernel_cases import all_cases
-from tune import SPACES, as_python, neighbours, table_in_use, tune_table, write_tuned
 
+import tune
+from gpulab.cases import all_cases
+from gpulab.timing import HostTimer
 from hf_quant.kernels.gpu.launch import TARGETS, config_table, pretend, record_launches, reload_tables
 from hf_quant.kernels.hadamard.op import PALEY_FIELDS
 from hf_quant.kernels.int8_attention.gpu import BOUNDED, ONLINE_FP8
 from hf_quant.kernels.int8_attention.op import KEY_BLOCK
+from tune import SPACES, as_python, neighbours, table_in_use, tune_table, write_tuned
 
 
 TARGET = TARGETS["sm90"]

@@ -1,7 +1,7 @@
 """Blocks of Flux.1-dev and CogVideoX-5b at their native sizes; a section of gpu_suite.py.
 
 Each model is built with one and with two groups of its blocks; a line through both times gives a step of the whole
-model, so every second and byte here is extrapolated. The loop of diffusion_bench.py is the same as that of
+model, so every second and byte here is extrapolated. The loop of diffusion/bench.py is the same as that of
 bench_pipeline.py, which measures whole models.
 """
 
@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from diffusion_bench import (
+
+from diffusion.bench import (
     BASE,
     SCHEMES,
     Subject,
@@ -25,9 +26,9 @@ from diffusion_bench import (
     rival,
     seconds_per_step,
 )
-from diffusion_models import MODELS
-from diffusion_run import make_step, random_model
-from diffusion_spec import shrunk
+from diffusion.models import MODELS
+from diffusion.run import make_step, random_model
+from diffusion.spec import shrunk
 
 
 class Part(NamedTuple):

@@ -1,7 +1,7 @@
 """Published diffusion models: constructor arguments, native sizes, steps and schedulers.
 
     spec = MODELS["flux.1-dev"]                    # or scaled(spec, blocks=2), or shrunk(spec) for a CPU
-    model = random_model(spec, device="cuda")      # diffusion_run.py: weights of a trained-like distribution
+    model = random_model(spec, device="cuda")      # diffusion/run.py: weights of a trained-like distribution
     step = make_step(spec, device="cuda")          # latents and what else its forward takes
     latents = denoise(model, spec, step)           # no VAE, prompt embeddings are random
 
@@ -11,7 +11,9 @@ schedulers of Wan, HunyuanVideo, Lumina and Qwen-Image, which are as remembered)
 0.42, and the number of parameters with the published one (`billions`; a test counts them on the meta device).
 """
 
-from diffusion_spec import (
+from torch import Tensor
+
+from diffusion.spec import (
     DiffusionModel,
     Size,
     cogvideox_inputs,
@@ -26,7 +28,6 @@ from diffusion_spec import (
     sdxl_inputs,
     wan_inputs,
 )
-from torch import Tensor
 
 
 _FLOW = "FlowMatchEulerDiscreteScheduler"

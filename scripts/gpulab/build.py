@@ -22,17 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import machine_code
 import torch
-from kernel_cases import gpu_ops, launcher
-from machine_code import Resources, Summary
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpulab import machine_code
+from gpulab.cases import gpu_ops, launcher
+from gpulab.machine_code import Resources, Summary
 from hf_quant.kernels.gpu.launch import HAS_TRITON, TARGETS, Launch, Target, interpreting, pretend, record_launches
 
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about its default, which this is
-CACHE = Path(__file__).parents[1] / "build" / "aot"
+CACHE = Path(__file__).parents[2] / "build" / "aot"
 TIMEOUT = 180  # seconds for one kernel; the largest take some 10
 OUT_OF_TIME = "not compiled: out of time"
 

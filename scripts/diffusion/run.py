@@ -1,4 +1,4 @@
-"""Diffusion models of diffusion_models.py with random weights, and their denoising loop in latents.
+"""Diffusion models of diffusion/models.py with random weights, and their denoising loop in latents.
 
 The weights are not those of a trained model; by default they have what makes trained ones hard to quantize:
 
@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from diffusion_spec import DiffusionModel, Size, Step
 from torch import Tensor, nn
+
+from diffusion.spec import DiffusionModel, Size, Step
 
 
 OUTLIERS = 512  # outputs for each outlier channel

@@ -13,12 +13,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from diffusion_run import Call, compile_blocks_, denoising, predict, shallow_copy, truncated
-from diffusion_spec import DiffusionModel, Step, scaled
-from gpu_timing import installed
-from rivals import FAILURES, first_line
 from torch import Tensor, nn
 
+from diffusion.run import Call, compile_blocks_, denoising, predict, shallow_copy, truncated
+from diffusion.spec import DiffusionModel, Step, scaled
+from gpulab.rivals import FAILURES, first_line
+from gpulab.timing import installed
 from hf_quant import QuantizerConfig, quantize_
 from hf_quant.evaluate import PeakMemory
 from hf_quant.testing import sqnr

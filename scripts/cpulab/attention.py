@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from cpu_timing import Turn, interleaved, kernels_in_use, print_table
 from torch import Tensor
 
+from cpulab.timing import Turn, interleaved, kernels_in_use, print_table
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import kv_attention
 from hf_quant.kernels.kv_attention.op import code_width

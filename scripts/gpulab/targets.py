@@ -7,9 +7,9 @@ their time. `next` names what to try first where a target is missed, or has neve
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from cache_cases import CACHED
-from kernel_cases import ATTENTION
-from kernel_measures import Record
+from gpulab.cache_cases import CACHED
+from gpulab.cases import ATTENTION
+from gpulab.measures import Record
 
 
 class Target(NamedTuple):

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_timing import Ceilings
 from torch import Tensor, nn
 
+from gpulab.timing import Ceilings
 from hf_quant import QuantizerConfig, capture_generate, quantize_
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cache_cases import Cached, cached_case
-from gpu_timing import Calls, Ceilings, Timer, num_copies
-from kernel_cases import (
+from torch.nn.attention.bias import causal_lower_right
+
+from gpulab.cache_cases import Cached, cached_case
+from gpulab.cases import (
     Attention,
     Candidate,
     Case,
@@ -20,9 +21,8 @@ from kernel_cases import (
     rows_per_expert,
     scaled_case,
 )
-from rivals import FAILURES, first_line, int_mm_alone, rivals_of, scaled_mm_alone
-from torch.nn.attention.bias import causal_lower_right
-
+from gpulab.rivals import FAILURES, first_line, int_mm_alone, rivals_of, scaled_mm_alone
+from gpulab.timing import Calls, Ceilings, Timer, num_copies
 from hf_quant.planning import format_table
 
 

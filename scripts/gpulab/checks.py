@@ -5,9 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from cache_cases import CACHE_GROUPS, Cached, append_case, cached_case
-from gpu_timing import installed
-from kernel_cases import (
+from torch import Tensor
+
+from gpulab.cache_cases import CACHE_GROUPS, Cached, append_case, cached_case
+from gpulab.cases import (
     CANDIDATES,
     EXPERTS,
     LLAMA,
@@ -30,8 +31,7 @@ from kernel_cases import (
     reference,
     scaled_case,
 )
-from torch import Tensor
-
+from gpulab.timing import installed
 from hf_quant.testing import PRODUCT_RMS, rms_error
 
 

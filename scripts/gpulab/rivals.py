@@ -9,8 +9,9 @@ from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
 import torch
-from gpu_timing import installed
 from torch import Tensor, nn
+
+from gpulab.timing import installed
 
 
 if installed("triton"):

@@ -7,7 +7,7 @@ matrix units over their rate. It has no latency, no launch and no tail in it: a 
 import math
 from typing import NamedTuple
 
-from machine_code import Resources, Summary
+from gpulab.machine_code import Resources, Summary
 
 
 class Chip(NamedTuple):

@@ -396,7 +396,7 @@ MAIN = ("int4 g128", "int8", "fp8_e4m3", "nf4 g64", "W8A8 int8", "W8A8 fp8", "W4
 
 def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
     """What ahead-of-time compilation covers: every format, op and M in bf16; the other dtypes on fewer shapes."""
-    from cache_cases import cache_cases  # which imports this module
+    from gpulab.cache_cases import cache_cases  # which imports this module
 
     found = []
     for dtype in DTYPES.values():

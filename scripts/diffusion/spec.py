@@ -1,6 +1,6 @@
 """What a diffusion model is described by, smaller versions of it, and the inputs of one of its denoising steps.
 
-The models are in diffusion_models.py. diffusers is imported where it is needed.
+The models are in diffusion/models.py. diffusers is imported where it is needed.
 """
 
 from collections.abc import Callable

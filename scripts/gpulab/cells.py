@@ -5,10 +5,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from cache_cases import CACHED, cached_case
-from gpu_checks import shrunk
-from gpu_timing import Ceilings, Timer
-from kernel_cases import (
+
+from gpulab.cache_cases import CACHED, cached_case
+from gpulab.cases import (
     ATTENTION,
     EXPERTS,
     LLAMA,
@@ -22,7 +21,8 @@ from kernel_cases import (
     memory_case,
     scaled_case,
 )
-from kernel_measures import (
+from gpulab.checks import shrunk
+from gpulab.measures import (
     Record,
     measure_attention,
     measure_cached,
@@ -31,6 +31,7 @@ from kernel_measures import (
     measure_memory,
     measure_scaled,
 )
+from gpulab.timing import Ceilings, Timer
 
 
 SQUARES = (Linear("4096 square", 4096, 4096), Linear("8192 square", 8192, 8192))

@@ -1,11 +1,11 @@
-"""Attention over quantized caches, and writing into them, as kernels are proven and measured; see kernel_cases.py."""
+"""Attention over quantized caches, and writing into them, as kernels are proven and measured; see gpulab/cases.py."""
 
 from typing import Any, NamedTuple
 
 import torch
-from kernel_cases import DTYPES, Case, randn
 from torch import Tensor
 
+from gpulab.cases import DTYPES, Case, randn
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.kv_attention.op import code_width
 

@@ -1,0 +1,1 @@
+"""Small parts that several entry scripts share: schemes on the command line, README sections, the commit."""
