@@ -1,6 +1,5 @@
 """What every integration test gets: one thread, no network, and the small trained model."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import hf_quant.tests.environment  # noqa: F401  (before torch)
 
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # scripts import each other by their bare names
 ASSET_MODEL = Path(__file__).parent / "assets" / "tiny-llama-13m"
 
 
@@ -25,7 +23,7 @@ def checkpoints(tmp_path_factory) -> Callable[..., Path]:
     """Makes the directory of a tiny diffusion model of a name and dtype (bf16 unless given), once."""
     import torch
 
-    from integration_tests.tiny_diffusion import make_model
+    from integration_tests.support.tiny_diffusion import make_model
 
     made: dict[tuple[str, Any], Path] = {}
 

@@ -54,7 +54,7 @@ def test_the_installed_command(asset_model_dir, tmp_path):
 
 def test_pipeline(tmp_path, capsys):
     diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
-    from integration_tests.tiny_diffusion import make_flux_pipeline
+    from integration_tests.support.tiny_diffusion import make_flux_pipeline
 
     source, out = tmp_path / "pipe", tmp_path / "quantized"
     make_flux_pipeline(torch.bfloat16).save_pretrained(source)

@@ -15,7 +15,7 @@ from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.convert.compressed_tensors.tensors import divisor_of
 from hf_quant.formats import FORMATS
 from hf_quant.modules import QuantizedModule
-from integration_tests.foreign_checkpoints import (
+from integration_tests.support.foreign_checkpoints import (
     config_of,
     decode_compressed_checkpoint,
     load_all,
@@ -23,7 +23,7 @@ from integration_tests.foreign_checkpoints import (
     mismatches,
     weights_of,
 )
-from integration_tests.tiny_models import ARCHITECTURES
+from integration_tests.support.tiny_models import ARCHITECTURES
 
 
 LINEAR = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]

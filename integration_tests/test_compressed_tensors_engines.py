@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from hf_quant import QuantizerConfig, export_compressed_tensors, quantize_
-from integration_tests.foreign_checkpoints import config_of
-from integration_tests.tiny_models import ARCHITECTURES
+from integration_tests.support.foreign_checkpoints import config_of
+from integration_tests.support.tiny_models import ARCHITECTURES
 
 
 INT4_EXPERTS = {"*experts*": {"weights": "int4", "group_size": 32}}

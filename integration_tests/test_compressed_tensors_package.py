@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
 from hf_quant.modules import QuantizedModule
 from hf_quant.testing import sqnr
-from integration_tests.foreign_checkpoints import (
+from integration_tests.support.foreign_checkpoints import (
     config_of,
     foreign_checkpoint,
     group_for,
@@ -18,8 +18,8 @@ from integration_tests.foreign_checkpoints import (
     mismatches,
     weights_of,
 )
+from integration_tests.support.tiny_models import ARCHITECTURES, build, inputs
 from integration_tests.test_compressed_tensors import SCHEMES
-from integration_tests.tiny_models import ARCHITECTURES, build, inputs
 
 
 pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")

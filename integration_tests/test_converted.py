@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, model_card, quantize_
 from hf_quant.cards import is_untouched, repository_of
 from hf_quant.cli import main
-from integration_tests.foreign_checkpoints import config_of, load_all, make_llama
-from integration_tests.hub_server import Hub
+from integration_tests.support.foreign_checkpoints import config_of, load_all, make_llama
+from integration_tests.support.hub_server import Hub
+from integration_tests.support.tiny_models import build
 from integration_tests.test_importing import foreign_checkpoint
 from integration_tests.test_model_cards import BASE_CARD, files_of, run
-from integration_tests.tiny_models import build
 
 
 VLLM, SGLANG = "vllm serve", "python -m sglang.launch_server --model-path"

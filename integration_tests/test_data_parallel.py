@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_quant import quantize_
-from integration_tests.tiny_models import VOCAB, build
-from integration_tests.two_processes import Failures, run_in_two_processes
+from integration_tests.support.tiny_models import VOCAB, build
+from integration_tests.support.two_processes import Failures, run_in_two_processes
 
 
 SCHEMES = ("int8", "W8A8", "int4", "nf4", "fp8", "int3", "int2", "mxfp4")

@@ -15,7 +15,7 @@ from hf_quant import QuantizerConfig, capture_generate, fuse_projections_, quant
 from hf_quant.integrations.transformers import TransformersQuantizer
 from hf_quant.modules import QuantizedModule, QuantLinear
 from hf_quant.tests.recording import Recorder
-from integration_tests.tiny_models import ARCHITECTURES, build, inputs, outputs
+from integration_tests.support.tiny_models import ARCHITECTURES, build, inputs, outputs
 
 
 IDS = inputs("llama")["input_ids"]
@@ -174,7 +174,7 @@ def test_adapters():
 
 def test_a_diffusers_model_keeps_its_files(tmp_path):
     diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
-    from integration_tests.tiny_diffusion import make_flux_pipeline
+    from integration_tests.support.tiny_diffusion import make_flux_pipeline
 
     make_flux_pipeline(torch.bfloat16).transformer.save_pretrained(tmp_path / "flux")
     models = {

@@ -25,7 +25,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 from accelerate.utils import compute_module_sizes  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from integration_tests.tiny_diffusion import (  # noqa: E402
+from integration_tests.support.tiny_diffusion import (  # noqa: E402
     assert_same_bytes,
     file_tensors,
     load,

@@ -18,8 +18,8 @@ from torch.nn import functional as F  # noqa: E402
 
 from hf_quant.integrations.diffusers.attention import BACKEND, int8_sdpa, set_attention_  # noqa: E402
 from hf_quant.tests.recording import Calls  # noqa: E402
-from integration_tests.tiny_architectures import ARCHITECTURES, Size  # noqa: E402
-from integration_tests.tiny_diffusion import load, make_inputs, make_model, run  # noqa: E402
+from integration_tests.support.tiny_architectures import ARCHITECTURES, Size  # noqa: E402
+from integration_tests.support.tiny_diffusion import load, make_inputs, make_model, run  # noqa: E402
 
 
 BF16 = torch.bfloat16
@@ -277,7 +277,7 @@ def test_attention_of_models_that_have_none():
 def test_attention_is_of_the_denoiser(tmp_path, caplog):
     from diffusers import FluxPipeline, PipelineQuantizationConfig
 
-    from integration_tests.tiny_diffusion import make_flux_pipeline
+    from integration_tests.support.tiny_diffusion import make_flux_pipeline
 
     make_flux_pipeline(BF16).save_pretrained(tmp_path)
     config = PipelineQuantizationConfig(

@@ -12,8 +12,8 @@ from hf_quant.testing import assert_sqnr
 
 pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
-from integration_tests.tiny_architectures import Size  # noqa: E402
-from integration_tests.tiny_diffusion import make_model, run  # noqa: E402
+from integration_tests.support.tiny_architectures import Size  # noqa: E402
+from integration_tests.support.tiny_diffusion import make_model, run  # noqa: E402
 
 
 # Three resolutions and lengths of the text. No two numbers of a call are equal, and none is a width of the model: the

@@ -21,7 +21,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from integration_tests.tiny_diffusion import (  # noqa: E402
+from integration_tests.support.tiny_diffusion import (  # noqa: E402
     NO_TOKENIZERS,
     assert_same_bytes,
     load,

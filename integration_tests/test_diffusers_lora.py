@@ -18,7 +18,7 @@ pytest.importorskip("peft", reason="peft is an optional host")
 from diffusers import FluxPipeline  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 
-from integration_tests.tiny_diffusion import (  # noqa: E402
+from integration_tests.support.tiny_diffusion import (  # noqa: E402
     assert_same_bytes,
     make_flux_pipeline,
     make_inputs,

@@ -19,8 +19,8 @@ group_offloading = pytest.importorskip("diffusers.hooks.group_offloading", reaso
 import accelerate  # noqa: E402
 from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
 
-from integration_tests.stand_in_accelerator import Accelerator, enable_group_offload  # noqa: E402
-from integration_tests.tiny_diffusion import (  # noqa: E402
+from integration_tests.support.stand_in_accelerator import Accelerator, enable_group_offload  # noqa: E402
+from integration_tests.support.tiny_diffusion import (  # noqa: E402
     NO_TOKENIZERS,
     assert_same_bytes,
     load,
@@ -29,7 +29,7 @@ from integration_tests.tiny_diffusion import (  # noqa: E402
     quantized_names,
     run,
 )
-from integration_tests.tiny_diffusion import run_flux_pipeline as run_pipeline  # noqa: E402
+from integration_tests.support.tiny_diffusion import run_flux_pipeline as run_pipeline  # noqa: E402
 
 
 CPU = torch.device("cpu")

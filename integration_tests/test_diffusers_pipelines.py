@@ -19,11 +19,11 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 
 from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
 
-from integration_tests.tiny_diffusion import (  # noqa: E402
+from integration_tests.support.tiny_diffusion import (  # noqa: E402
     NO_TOKENIZERS,
     make_flux_pipeline,
 )
-from integration_tests.tiny_diffusion import run_flux_pipeline as run_pipeline  # noqa: E402
+from integration_tests.support.tiny_diffusion import run_flux_pipeline as run_pipeline  # noqa: E402
 
 
 @pytest.fixture(scope="module")

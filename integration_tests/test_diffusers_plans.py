@@ -11,7 +11,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 
 from diffusion.models import MODELS, T5_XXL  # noqa: E402
 from diffusion.run import empty_model, empty_t5  # noqa: E402
-from integration_tests.tiny_diffusion import make_autoencoder, make_model  # noqa: E402
+from integration_tests.support.tiny_diffusion import make_autoencoder, make_model  # noqa: E402
 
 
 # GB in bf16, with 8-bit weights, with int4; of the whole model, what stays in 16 bit included.

@@ -16,7 +16,7 @@ from hf_quant.testing import all_scheme_fields, assert_sqnr
 
 pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
-from integration_tests.tiny_diffusion import (  # noqa: E402
+from integration_tests.support.tiny_diffusion import (  # noqa: E402
     ARCHITECTURES,
     assert_same_bytes,
     file_tensors,

@@ -22,8 +22,8 @@ from diffusion.bench import tensor_bytes  # noqa: E402
 from diffusion.models import MODELS, T5_XXL  # noqa: E402
 from diffusion.run import empty_model, empty_t5  # noqa: E402
 from hf_quant import QuantizerConfig, plan  # noqa: E402
-from integration_tests.tiny_diffusion import assert_same_bytes  # noqa: E402
-from integration_tests.tiny_pipelines import save_cogvideox, save_flux  # noqa: E402
+from integration_tests.support.tiny_diffusion import assert_same_bytes  # noqa: E402
+from integration_tests.support.tiny_pipelines import save_cogvideox, save_flux  # noqa: E402
 
 
 EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_quant import QuantizerConfig, quantize_
-from integration_tests.tiny_models import build, inputs
-from integration_tests.two_processes import Failures, change, run_in_two_processes, whole
+from integration_tests.support.tiny_models import build, inputs
+from integration_tests.support.two_processes import Failures, change, run_in_two_processes, whole
 
 
 TIED = QuantizerConfig("int4", modules={"lm_head": "int8", "model.embed_tokens": "int8"})

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import hf_quant
 from hf_quant import QuantizerConfig, dequantize_, quantize_
 from hf_quant.testing import assert_sqnr
-from integration_tests.tiny_models import build, inputs, outputs
-from integration_tests.two_processes import Failures, change, run_in_two_processes
+from integration_tests.support.tiny_models import build, inputs, outputs
+from integration_tests.support.two_processes import Failures, change, run_in_two_processes
 
 
 peft = pytest.importorskip("peft", reason="peft is an optional host")
@@ -30,8 +30,8 @@ pytest.importorskip("diffusers", reason="diffusers is an optional host")
 from peft.tuners.lora.loraga import preprocess_loraga  # noqa: E402
 from peft.utils import hotswap  # noqa: E402
 
+from integration_tests.support.tiny_diffusion import make_model, run  # noqa: E402
 from integration_tests.test_peft import codes, equal, logits, train, worst  # noqa: E402
-from integration_tests.tiny_diffusion import make_model, run  # noqa: E402
 
 
 IDS = inputs("llama")["input_ids"]

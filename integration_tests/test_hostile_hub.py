@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from hf_quant import quantize_
 from hf_quant.cards import find_card
 from hf_quant.checkpoint import inspect_checkpoint, inspect_parts
-from integration_tests.tiny_models import build
+from integration_tests.support.tiny_models import build
 
 
 TOKEN = "hf_secret"

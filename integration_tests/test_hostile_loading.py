@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_quant import quantize_
 from hf_quant.tests.test_hostile_checkpoints import cases, edited, put_together, taken_apart
-from integration_tests.tiny_models import build
+from integration_tests.support.tiny_models import build
 
 
 from hypothesis import given  # noqa: E402, isort: skip  (the module above skips this one where it is missing)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor, uint8
 
-from integration_tests.hub_records import Fault
-from integration_tests.hub_server import Hub
+from integration_tests.support.hub_records import Fault
+from integration_tests.support.hub_server import Hub
 
 
 pytest.importorskip("diffusers", reason="diffusers is an optional host")
@@ -52,10 +52,10 @@ import json, os, sys
 import torch
 from hf_quant import quantize_
 from integration_tests.test_hub import digest
-from integration_tests.tiny_models import build
+from integration_tests.support.tiny_models import build
 
 def pipeline():
-    from integration_tests.tiny_diffusion import make_flux_pipeline
+    from integration_tests.support.tiny_diffusion import make_flux_pipeline
     pipe = make_flux_pipeline(torch.bfloat16)
     quantize_(pipe.transformer, "W8A8"), quantize_(pipe.text_encoder_2, "int4")
     return pipe

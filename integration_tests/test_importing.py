@@ -18,7 +18,7 @@ from hf_quant.convert.experts import merge_experts
 from hf_quant.convert.foreign import ForeignWeight
 from hf_quant.modules import QuantizedModule
 from hf_quant.resolve import resolve_scheme
-from integration_tests.foreign_checkpoints import (
+from integration_tests.support.foreign_checkpoints import (
     config_of,
     foreign_checkpoint,
     load_all,
@@ -26,7 +26,7 @@ from integration_tests.foreign_checkpoints import (
     mismatches,
     weights_of,
 )
-from integration_tests.tiny_models import ARCHITECTURES
+from integration_tests.support.tiny_models import ARCHITECTURES
 
 
 ASSET = Path(__file__).parent / "assets" / "tiny-llama-13m"

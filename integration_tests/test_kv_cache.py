@@ -25,7 +25,7 @@ from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.evaluate import read_ids
 from hf_quant.kv_cache import bytes_per_token, is_quantized
 from hf_quant.testing import sqnr
-from integration_tests.tiny_models import VOCAB, build, inputs
+from integration_tests.support.tiny_models import VOCAB, build, inputs
 
 
 LM = {

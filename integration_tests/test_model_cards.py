@@ -20,8 +20,8 @@ from hf_quant import QuantizerConfig, model_card, quantize_
 from hf_quant.cards import Measurements, card_for_upload, find_card, is_untouched, read_card
 from hf_quant.cli import main
 from hf_quant.modules import QuantizedModule
-from integration_tests.hub_server import Hub
-from integration_tests.tiny_models import build
+from integration_tests.support.hub_server import Hub
+from integration_tests.support.tiny_models import build
 
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,7 @@ FluxTransformer2DModel.from_pretrained("me/transformer", torch_dtype=torch.bfloa
 
 def test_pushed_pipelines_and_models_of_diffusers(hub, tmp_path):
     pytest.importorskip("diffusers", reason="diffusers is an optional host")
-    from integration_tests.tiny_diffusion import make_flux_pipeline
+    from integration_tests.support.tiny_diffusion import make_flux_pipeline
 
     make_flux_pipeline(torch.bfloat16).save_pretrained(tmp_path / "flux")
     card = BASE_CARD.replace("text-generation", "text-to-image")
@@ -196,7 +196,7 @@ def test_pushed_pipelines_and_models_of_diffusers(hub, tmp_path):
 
 def test_models_of_diffusers_are_copied_and_freed_with_their_method():
     pytest.importorskip("diffusers", reason="diffusers is an optional host")
-    from integration_tests.tiny_diffusion import make_model
+    from integration_tests.support.tiny_diffusion import make_model
 
     model = quantize_(make_model("flux", torch.bfloat16), "int8")
     method = model._upload_folder
@@ -409,7 +409,7 @@ def test_models_load_as_their_cards_say(name, working_dir):
 @pytest.mark.parametrize("weights", ["int4", None])
 def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir):
     diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
-    from integration_tests.tiny_diffusion import make_flux_pipeline
+    from integration_tests.support.tiny_diffusion import make_flux_pipeline
 
     make_flux_pipeline(torch.bfloat16).save_pretrained("me/base")
     pattern = {"modules": {"*.attn.to_q": "int8"}}

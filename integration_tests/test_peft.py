@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_quant import QuantizerConfig, dequantize_, quantize_
 from hf_quant.modules import QuantizedModule
-from integration_tests.tiny_models import build, inputs
+from integration_tests.support.tiny_models import build, inputs
 
 
 SCHEMES = (

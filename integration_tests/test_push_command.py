@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from integration_tests.hub_records import Fault
-from integration_tests.hub_server import Hub
+from integration_tests.support.hub_records import Fault
+from integration_tests.support.hub_server import Hub
+from integration_tests.support.tiny_models import build
 from integration_tests.test_model_cards import files_of
-from integration_tests.tiny_models import build
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def small_models(tmp_path, asset_model_dir, monkeypatch) -> Path:
 
 def make_flux(directory: Path) -> None:
     """A tiny Flux pipeline where the name of the real one says."""
-    from integration_tests.tiny_diffusion import make_flux_pipeline
+    from integration_tests.support.tiny_diffusion import make_flux_pipeline
 
     make_flux_pipeline(torch.bfloat16).save_pretrained(directory / FLUX)
 

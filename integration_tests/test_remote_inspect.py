@@ -15,9 +15,9 @@ from hf_quant.cli import main
 from hf_quant.config import QuantizerConfig
 from hf_quant.planning import schemes_to_list
 from hf_quant.resolve import resolve_scheme
-from integration_tests.hub_records import Content, Fault, Sparse
-from integration_tests.hub_server import Hub
-from integration_tests.tiny_models import build
+from integration_tests.support.hub_records import Content, Fault, Sparse
+from integration_tests.support.hub_server import Hub
+from integration_tests.support.tiny_models import build
 
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

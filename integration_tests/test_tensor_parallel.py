@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_quant import QuantizerConfig
-from integration_tests.two_processes import Failures, change, run_in_two_processes, whole
+from integration_tests.support.two_processes import Failures, change, run_in_two_processes, whole
 
 
 _SIZES = dict(

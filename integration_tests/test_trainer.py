@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_quant import quantize_
-from integration_tests.tiny_models import build, inputs
+from integration_tests.support.tiny_models import build, inputs
 
 
 IDS = inputs("llama")["input_ids"]

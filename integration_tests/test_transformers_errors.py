@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_quant import QuantizerConfig, quantize_
-from integration_tests.tiny_models import build
+from integration_tests.support.tiny_models import build
 
 
 LLAMA = transformers.LlamaForCausalLM

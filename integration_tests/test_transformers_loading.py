@@ -17,7 +17,7 @@ import hf_quant
 from hf_quant import QuantizerConfig, quantize_
 from hf_quant.modules import QuantEmbedding, QuantizedModule, QuantLinear
 from hf_quant.testing import assert_sqnr, sqnr
-from integration_tests.tiny_models import build, inputs, outputs
+from integration_tests.support.tiny_models import build, inputs, outputs
 
 
 INT4 = QuantizerConfig("int4")

@@ -17,7 +17,7 @@ import hf_quant
 from hf_quant import QuantizerConfig, dequantize_, quantize_
 from hf_quant.modules import QuantEmbedding, QuantizedModule, QuantLinear
 from hf_quant.testing import sqnr
-from integration_tests.tiny_models import build, inputs, outputs
+from integration_tests.support.tiny_models import build, inputs, outputs
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import transformers
 from hf_quant import QuantizerConfig, quantize_
 from hf_quant.modules import QuantizedModule
 from hf_quant.testing import assert_sqnr, sqnr
-from integration_tests.tiny_models import ARCHITECTURES, build, inputs, outputs
+from integration_tests.support.tiny_models import ARCHITECTURES, build, inputs, outputs
 
 
 # {weights: (lowest, highest) SQNR of the outputs in dB}. Random weights let errors grow from layer to layer; a model

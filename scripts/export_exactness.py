@@ -3,8 +3,8 @@
     python scripts/export_exactness.py MODEL
 
 MODEL is a directory or name of a causal language model. Exports are decoded by the tests' own decoder
-(integration_tests/foreign_checkpoints.py), which is written from the format's description and shares no code with the
-exporter. Exit status 1 if any weight differs.
+(integration_tests/support/foreign_checkpoints.py), which is written from the format's description and shares no code
+with the exporter. Exit status 1 if any weight differs.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from hf_quant.planning import format_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from integration_tests.foreign_checkpoints import (  # noqa: E402
+from integration_tests.support.foreign_checkpoints import (  # noqa: E402
     config_of,
     decode_compressed_checkpoint,
     mismatches,

@@ -14,7 +14,7 @@ from PIL import Image  # noqa: E402
 
 import eval_pipeline_quality  # noqa: E402
 from eval_pipeline_quality import disk_gigabytes, draw, psnr  # noqa: E402
-from integration_tests.tiny_pipelines import save_cogvideox, save_flux  # noqa: E402
+from integration_tests.support.tiny_pipelines import save_cogvideox, save_flux  # noqa: E402
 
 
 COMMON = ["--device", "cpu", "--steps", "2"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_quant.modules import QuantizedModule
-from integration_tests.tiny_architectures import ARCHITECTURES, Size
+from integration_tests.support.tiny_architectures import ARCHITECTURES, Size
 
 
 NO_TOKENIZERS = {"tokenizer": None, "tokenizer_2": None}

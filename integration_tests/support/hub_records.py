@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from integration_tests.hub_xet import read_from_store
+from integration_tests.support.hub_xet import read_from_store
 
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".model")

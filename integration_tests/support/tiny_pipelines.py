@@ -9,7 +9,7 @@ import transformers
 from diffusion.models import MODELS
 from diffusion.run import random_model
 from diffusion.spec import shrunk
-from integration_tests.tiny_diffusion import make_flux_pipeline
+from integration_tests.support.tiny_diffusion import make_flux_pipeline
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

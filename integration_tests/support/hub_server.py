@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from integration_tests.hub_records import (
+from integration_tests.support.hub_records import (
     EMPTY_COMMIT,
     LFS_SUFFIXES,
     Content,
@@ -29,7 +29,7 @@ from integration_tests.hub_records import (
     oid_of,
     size_of,
 )
-from integration_tests.hub_xet import hash_in_store
+from integration_tests.support.hub_xet import hash_in_store
 
 
 class Hub:
@@ -98,7 +98,7 @@ class Hub:
             **({} if token is None else {"HF_TOKEN": token}),
             **({"HF_HUB_DISABLE_XET": "1"} if self.xet is None else {}),
             "PYTHONPATH": os.pathsep.join(
-                filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+                filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
             ),
             **more,
         }
