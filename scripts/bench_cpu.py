@@ -1,6 +1,6 @@
 """Measure the CPU paths: products against bf16 `F.linear`, attention over a cache against bf16, in one run.
 
-    python scripts/bench_cpu.py linear                                 # forward, the figures of README.md
+    python scripts/bench_cpu.py linear                                 # forward
     python scripts/bench_cpu.py linear --direction backward
     python scripts/bench_cpu.py linear --kernels torch,avx512,avx2,portable --only "int4 g128"
     python scripts/bench_cpu.py linear --targets --json targets.json   # what is aimed at, and what is reached

@@ -1,6 +1,6 @@
 """Speed of `generate`, batch 1: 16 bit, our formats and, where they are installed, other libraries, in one process.
 
-    python scripts/bench_generate.py                          # the figures of README.md
+    python scripts/bench_generate.py                          # the figures of docs/cpu.md
     python scripts/bench_generate.py --rivals                 # with torchao, optimum-quanto, bitsandbytes
     python scripts/bench_generate.py --compile --formats int8 int4
     python scripts/bench_generate.py --compile --head --formats int8 int4   # with a quantized output embedding

@@ -1,6 +1,6 @@
 """What hf_quant costs where it does nothing: one call of a small layer, and the import.
 
-    python scripts/bench_overhead.py            # both, the figures of README.md
+    python scripts/bench_overhead.py            # both, the figures of docs/cpu.md
     python scripts/bench_overhead.py call       # 64 x 64, one token, against nn.Linear
     python scripts/bench_overhead.py import     # hf_quant over torch + transformers, in new processes
 

@@ -1,8 +1,8 @@
-"""How much memory the KV cache of a model takes, by format and length: the table in README.md.
+"""How much memory the KV cache of a model takes, by format and length: the table in docs/kv_cache.md.
 
     python scripts/cache_memory.py                                     # the models of the table
     python scripts/cache_memory.py --config DIRECTORY_OR_NAME --batch 8 --context 8192 32768
-    python scripts/cache_memory.py --readme                            # write it into README.md
+    python scripts/cache_memory.py --readme                            # write it into docs/kv_cache.md
 
 Exact: the bytes of codes, scales and offsets. Not in it are layers with sliding windows or linear attention, which do
 not grow, and the first and last tokens that int2 keeps in 16 bit.
@@ -16,7 +16,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from hf_quant import KVCacheConfig
 from hf_quant.kv_cache import bytes_per_token
 from hf_quant.planning import format_table
-from support_matrix import README, replace_section
+from support_matrix import write_section
 
 
 SECTION = "cache memory table"
@@ -58,13 +58,13 @@ def main() -> None:
     parser.add_argument("--config", help="directory or name of a model; only its config is read")
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument("--readme", action="store_true", help="write the table into docs/kv_cache.md")
     args = parser.parse_args()
     configs = models() if args.config is None else {args.config: AutoConfig.from_pretrained(args.config)}
     rows = rows_of(configs, args.context, args.batch)
     print(format_table(rows))
     if args.readme:
-        README.write_text(replace_section(README.read_text(), SECTION, markdown(rows_of(models(), CONTEXTS, 1))))
+        write_section(SECTION, markdown(rows_of(models(), CONTEXTS, 1)))
 
 
 if __name__ == "__main__":

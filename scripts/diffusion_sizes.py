@@ -1,7 +1,7 @@
-"""GB of published diffusion models in 16, 8 and 4 bits, the table in README.md, and what a format does to one call.
+"""GB of published diffusion models in 16, 8 and 4 bits (docs/diffusers.md), and the error of one call in each format.
 
     python scripts/diffusion_sizes.py                                      # the models of the table
-    python scripts/diffusion_sizes.py --readme                             # write it into README.md
+    python scripts/diffusion_sizes.py --readme                             # write it into docs/diffusers.md
     python scripts/diffusion_sizes.py --error flux.1-dev --blocks 1        # SNR of a call, at the model's true width
 
 Sizes are those of `hf_quant.plan` on the meta device, what stays in 16 bit included. --error makes the model with few
@@ -20,7 +20,7 @@ from diffusion.run import NORMAL, TRAINED_LIKE, empty_model, empty_t5, make_step
 from diffusion.spec import Size, scaled
 from hf_quant.planning import format_table
 from hf_quant.testing import sqnr
-from support_matrix import README, replace_section
+from support_matrix import write_section
 
 
 SECTION = "diffusion size table"
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--error", choices=MODELS, metavar="MODEL", help="errors of this model in the place of sizes")
     parser.add_argument("--blocks", type=int, default=1, help="of each kind, with --error (default: 1)")
     parser.add_argument("--weights", choices=WEIGHTS, default="trained-like", help="with --error")
-    parser.add_argument("--readme", action="store_true", help="write the table of sizes into README.md")
+    parser.add_argument("--readme", action="store_true", help="write the table of sizes into docs/diffusers.md")
     args = parser.parse_args()
     if args.error is not None:
         print(format_table(error_rows(args.error, args.blocks, args.weights)))
@@ -79,7 +79,7 @@ def main() -> None:
     rows = size_rows()
     print(format_table(rows))
     if args.readme:
-        README.write_text(replace_section(README.read_text(), SECTION, markdown(rows)))
+        write_section(SECTION, markdown(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Puts measured figures into README.md, between the markers of a section.
+"""Puts measured figures into README.md or a page of docs/, between the markers of a section.
 
     hf-quant demo && python scripts/readme_section.py demo demo_output/results.json
     python scripts/bench_generate.py --rivals > generate.txt && python scripts/readme_section.py generate generate.txt
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from real_models import HEADER, cells
-from support_matrix import README, replace_section
+from support_matrix import write_section
 
 
 def demo_table(results: dict) -> str:
@@ -73,7 +73,7 @@ TABLES = {"demo": demo_table, "real-models": real_models_table}
 
 
 def main() -> None:
-    """Read the arguments, write README.md."""
+    """Read the arguments, write the page that has the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=("demo", "real-models", "generate", "overhead", "engines"))
     parser.add_argument("file", type=Path)
@@ -81,7 +81,7 @@ def main() -> None:
     text = args.file.read_text()
     make = TABLES.get(args.section)
     body = f"```\n{text.strip()}\n```" if make is None else make(json.loads(text))
-    README.write_text(replace_section(README.read_text(), f"{args.section.replace('-', ' ')} table", body))
+    write_section(f"{args.section.replace('-', ' ')} table", body)
 
 
 if __name__ == "__main__":

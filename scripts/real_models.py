@@ -1,6 +1,6 @@
 """Cost of each scheme to small LLMs that were really trained: SmolLM2 135M and Gemma 3 270M.
 
-    python scripts/real_models.py                       # both models, the schemes of the table in README.md
+    python scripts/real_models.py                       # both models, the schemes of the table in docs/formats.md
     python scripts/real_models.py --model smollm2 --scheme int4 int4:group_size=32:algorithm=hqq --no-speed
     python scripts/real_models.py --prepare-only        # makes the checkpoints, prints where they are
     python scripts/real_models.py --threads 1 --clock cpu --json real.json     # where others use the machine, too

@@ -1,7 +1,7 @@
-"""Writes the support matrix of README.md: format x device x what, by which kernel.
+"""Writes the support matrix of docs/formats.md: the kernel that serves each format on each device.
 
     python scripts/support_matrix.py           # writes it between its markers
-    python scripts/support_matrix.py --check   # exit status 1 if README.md has another one; a unit test does the same
+    python scripts/support_matrix.py --check   # exit status 1 if the page has another one; a unit test does the same
 
 It asks `explain`, which also makes the plan's table and follows the dispatch of the ops; the matrix is for a layer of
 4096 x 4096 in bf16, on a CPU with VNNI, with the native kernels.
@@ -23,7 +23,8 @@ from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme
 
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 NAME = "support matrix"
 SIZE = 4096  # N and K of the layer
 INSTRUCTION_SET = "avx512"  # any: all of them take the same products
@@ -99,23 +100,45 @@ def replace_section(text: str, name: str, body: str) -> str:
     """The text with `body` between the markers of a section. Raises ValueError if it does not have them once."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"README.md needs {begin!r} and {end!r} once, in this order")
+        raise ValueError(f"a page needs {begin!r} and {end!r} once, in this order")
     head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
     return f"{head}\n{body}\n{tail}"
 
 
+def page_with(name: str) -> Path:
+    """Find the page (README.md or one of docs/) with the markers of a section.
+
+    Raises ValueError unless exactly one page has them.
+    """
+    found = [page for page in PAGES if f"<!-- {name}: begin -->" in page.read_text()]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} pages have the section {name!r}; README.md and docs/ need it once")
+    return found[0]
+
+
+def is_current(name: str, body: str) -> bool:
+    """True if the section of that name holds exactly `body`."""
+    text = page_with(name).read_text()
+    return replace_section(text, name, body) == text
+
+
+def write_section(name: str, body: str) -> None:
+    """Put `body` between the markers of a section, on the page that has them."""
+    page = page_with(name)
+    page.write_text(replace_section(page.read_text(), name, body))
+
+
 def main() -> int:
-    """Write README.md, or compare; return the exit status."""
+    """Write the section, or compare it; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    old = README.read_text()
-    new = replace_section(old, NAME, matrix())
-    if args.check:
-        print("README.md is current" if new == old else "README.md is not current: run scripts/support_matrix.py")
-        return int(new != old)
-    README.write_text(new)
-    return 0
+    if not args.check:
+        write_section(NAME, matrix())
+        return 0
+    current, page = is_current(NAME, matrix()), page_with(NAME).relative_to(ROOT)
+    print(f"{page} is current" if current else f"{page} is not current: run scripts/support_matrix.py")
+    return int(not current)
 
 
 if __name__ == "__main__":

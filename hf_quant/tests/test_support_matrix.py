@@ -1,4 +1,4 @@
-"""README.md has the support matrix of the code as it is."""
+"""The support matrix in docs/formats.md is that of the code; sections of pages are found by their markers."""
 
 import importlib.util
 from pathlib import Path
@@ -23,9 +23,8 @@ def script():
     return module
 
 
-def test_readme_is_current(script):
-    text = script.README.read_text()
-    assert script.replace_section(text, script.NAME, script.matrix()) == text, "run scripts/support_matrix.py"
+def test_the_page_is_current(script):
+    assert script.is_current(script.NAME, script.matrix()), "run scripts/support_matrix.py"
 
 
 @pytest.mark.parametrize(("kernels", "vnni"), [(None, False), (None, True), ("portable", True)])
@@ -56,5 +55,18 @@ def test_a_section_needs_its_markers(script):
     text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb"
     assert script.replace_section(text, "x", "new") == "a\n<!-- x: begin -->\nnew\n<!-- x: end -->\nb"
     for broken in ("a", text + text, "<!-- x: end --><!-- x: begin -->"):
-        with pytest.raises(ValueError, match="README.md needs"):
+        with pytest.raises(ValueError, match="a page needs"):
             script.replace_section(broken, "x", "new")
+
+
+def test_a_section_is_on_one_page(script, tmp_path, monkeypatch):
+    first, second = tmp_path / "a.md", tmp_path / "b.md"
+    first.write_text("<!-- x: begin -->\nold\n<!-- x: end -->")
+    second.write_text("nothing")
+    monkeypatch.setattr(script, "PAGES", (first, second))
+    script.write_section("x", "new")
+    assert script.is_current("x", "new") and not script.is_current("x", "old")
+    second.write_text(first.read_text())
+    for name in ("x", "y"):
+        with pytest.raises(ValueError, match="need it once"):
+            script.page_with(name)
