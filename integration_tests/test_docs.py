@@ -1,4 +1,4 @@
-"""Every snippet and command of README.md runs; models of the Hub are replaced by small ones."""
+"""Every snippet and command of README.md and docs/ runs; models of the Hub are replaced by small ones."""
 
 import os
 import re
@@ -11,17 +11,21 @@ import torch
 from hf_quant.cli import main
 
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+# In the order of README.md's table of pages: a command may read what an earlier page has written.
+_LINKED = re.findall(r"^\| \[.+\]\((docs/\w+\.md)\)", README.read_text(), re.MULTILINE)
+PAGES = [README, *(ROOT / name for name in _LINKED)]
 LLAMA, FLUX = "meta-llama/Llama-3.1-8B", "black-forest-labs/FLUX.1-dev"
 
 
-def blocks(language: str) -> list[str]:
-    """The code blocks of a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a language on a page, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-SNIPPETS = blocks("python")
-COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line]
+SNIPPETS = {f"{page.stem}-{i}": code for page in PAGES for i, code in enumerate(blocks(page, "python"))}
+COMMANDS = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines() if line]
 
 
 def needs(text: str) -> None:
@@ -50,20 +54,22 @@ def make_flux(directory: Path) -> None:
 
 
 def test_there_is_something_to_test():
-    assert len(SNIPPETS) >= 6
-    assert len(COMMANDS) >= 6
-    languages = set(re.findall(r"^```(\w+)$", README.read_text(), re.MULTILINE))
-    assert languages == {"python", "sh"}  # what is in another language is not run
+    assert len(SNIPPETS) >= 8
+    assert len(COMMANDS) >= 10
+    assert len(PAGES) == 1 + len(list((ROOT / "docs").glob("*.md")))
+    languages = {name for page in PAGES for name in re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE)}
+    assert languages == {"python", "sh"}  # a block in another language would not run
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda s: re.sub(r"\W+", "-", s)[:40])
-def test_snippet(snippet, small_models):
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_snippet(name, small_models):
+    snippet = SNIPPETS[name]
     needs(snippet)
     if FLUX in snippet:
         make_flux(small_models)
-        # The tiny pipeline has no tokenizers; everything else is as it stands in README.md.
+        # The tiny pipeline has no tokenizers; everything else is as the page has it.
         snippet = snippet.replace("torch_dtype=", "tokenizer=None, tokenizer_2=None, torch_dtype=")
-    exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+    exec(compile(snippet, name, "exec"), {"__name__": "snippet"})
 
 
 def test_commands_in_order(small_models, capsys):
@@ -80,8 +86,8 @@ def test_commands_in_order(small_models, capsys):
     capsys.readouterr()
 
 
-def test_the_error_of_the_last_snippet_is_the_one_in_its_comment(capsys):
-    (snippet,) = (s for s in SNIPPETS if "int5" in s)
-    exec(compile(snippet, "README.md", "exec"), {})
+def test_the_error_of_a_snippet_is_the_one_in_its_comment(capsys):
+    (snippet,) = (s for s in SNIPPETS.values() if "int5" in s)
+    exec(compile(snippet, "python.md", "exec"), {})
     promised = re.search(r"# (unknown .*) \.\.\.$", snippet, re.MULTILINE)[1]
     assert capsys.readouterr().out.startswith(promised)

