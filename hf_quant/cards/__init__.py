@@ -1,23 +1,16 @@
-"""Model cards of quantized models: what is in them, how well it was measured, how to load it, under which licence.
+"""Model cards: contents, quality, loading snippet and licence of quantized models, for the Hub.
 
-`model_card` makes a card; `merge_cards` brings it together with the one that is there already; `card_for_upload` is
-what a push of a quantized model to the Hub ends with, in the place of the host's generic card.
+`model_card` makes a card, `merge_cards` merges it with the card that is already there, and `card_for_upload` runs at
+the end of each push of a quantized model to the Hub, where it replaces the host's generic card.
 """
 
-from hf_quant.cards.base import NotOnHub, find_card, hub_id, read_card
-from hf_quant.cards.card import (
-    CARD,
-    card_for_upload,
-    converted_card,
-    is_untouched,
-    merge_cards,
-    model_card,
-    replace_card,
-    repository_of,
-)
+from hf_quant.cards.base import CARD, NotOnHub, find_card, hub_id, read_card
+from hf_quant.cards.card import converted_card, model_card
 from hf_quant.cards.measurements import Measurements, read_measurements
+from hf_quant.cards.merge import is_untouched, merge_cards, replace_card, repository_of
 from hf_quant.cards.serving import Export
 from hf_quant.cards.source import origin_of
+from hf_quant.cards.upload import card_for_upload
 
 
 __all__ = [

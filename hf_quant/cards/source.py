@@ -1,7 +1,5 @@
 """What a card says of a model: read off a loaded model or pipeline, or off the configs and headers in a directory."""
 
-import hashlib
-import json
 import re
 import sys
 from collections import Counter
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_quant.cards.sample import sample_of, sample_of_files
 from hf_quant.checkpoint import (
     MAX_CONFIG_BYTES,
     CheckpointSummary,
@@ -41,14 +38,12 @@ class Part:
         name: of the component; "" is the source itself.
         class_name: an identifier, None if the source says none.
         dtype: of what is not quantized.
-        sample: a digest of the beginnings of its codes; "" where they cannot be read.
     """
 
     name: str
     class_name: str | None
     summary: CheckpointSummary
     dtype: torch.dtype
-    sample: str
 
     @property
     def config(self) -> QuantizerConfig:
@@ -106,16 +101,6 @@ class CardSource:
         """Average over the quantized weights, scales and zero points included; None if only a cache is quantized."""
         rows = [row for part in self.parts for row in part.summary.rows if row.scheme is not None]
         return 8 * sum(row.nbytes for row in rows) / sum(row.num_weights for row in rows) if rows else None
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for the same models, quantized equally."""
-        facts = [
-            (part.name, part.class_name, part.config.plan, part.config.kv_cache, part.summary.nbytes, part.sample)
-            for part in self.parts
-        ]
-        facts += [part.config.attention for part in self.parts if part.config.attention is not None]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_source(source: Any) -> CardSource:
@@ -198,7 +183,7 @@ def _live_part(name: str, model: nn.Module) -> Part:
     tensors = _tensors(model)
     summary = summarize(config, tensors, where=f"this {type(model).__name__}")
     dtype = _dtype({"dtype": model.dtype}, tensors)
-    return Part(name, _identifier(type(model).__name__), summary, dtype, sample_of(_values(model)))
+    return Part(name, _identifier(type(model).__name__), summary, dtype)
 
 
 def stored_config(model: nn.Module) -> QuantizerConfig | None:
@@ -249,11 +234,6 @@ def _tensors(model: nn.Module) -> dict[str, TensorInfo]:
             seen.add(id(tensor))
             tensors[name] = TensorInfo(tensor.dtype, tuple(tensor.shape))
     return tensors
-
-
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a model without what its modules keep beside tensors."""
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 # Directories.
@@ -318,9 +298,8 @@ def _stored_part(name: str, directory: Path, fields: dict[str, Any]) -> Part:
     summary = inspect_checkpoint(directory)
     found = fields.get("architectures")
     class_name = fields.get("_class_name") or (found[0] if isinstance(found, list) and found else None)
-    files = scan_files(directory)
-    tensors = {name: info for stored in files.values() for name, info in stored.items()}
-    return Part(name, _identifier(class_name), summary, _dtype(fields, tensors), sample_of_files(files))
+    tensors = {name: info for stored in scan_files(directory).values() for name, info in stored.items()}
+    return Part(name, _identifier(class_name), summary, _dtype(fields, tensors))
 
 
 def _size(directory: Path) -> int:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_quant
 from hf_quant import QuantizerConfig, model_card, quantize_
-from hf_quant.cards import hub_id, is_untouched, merge_cards, replace_card
+from hf_quant.cards import hub_id, is_untouched, merge_cards
 from hf_quant.cards.base import base_models, inherited, read_card
 from hf_quant.cards.measurements import Measurements, read_measurements
 from hf_quant.cards.source import CardSource, Part
@@ -217,7 +217,7 @@ def test_only_plain_words_are_inherited():
 
 def source(kind: str = "transformers", class_name: str | None = "LlamaForCausalLM", **fields) -> CardSource:
     config = fields.pop("config", QuantizerConfig("int4"))
-    part = Part("", class_name, CheckpointSummary(config, (), 1), torch.bfloat16, "")
+    part = Part("", class_name, CheckpointSummary(config, (), 1), torch.bfloat16)
     known = {"others": {}, "absent": (), "origin": None, "origin_is_quantized": None, "auto_class": None}
     return CardSource(kind, class_name, (part,), has_tokenizer=True, versions={}, **{**known, **fields})
 
@@ -389,17 +389,17 @@ def test_merging(int4_dir, tmp_path):
     int4, int8 = cards(int4_dir, tmp_path)
     assert is_untouched(int4) and is_untouched(ModelCard(str(int4).replace("\n", "\r\n")))
     assert merge_cards(None, int8) is int8
-    # Of another quantization: replaced, with what somebody has added to the metadata.
-    int4.data["datasets"] = ["me/data"]
-    merged = merge_cards(int4, int8)
-    assert merged.text == int8.text
-    assert merged.data.datasets == ["me/data"] and "int4" not in merged.data.tags
-    # Of the same: kept, with its measurements.
+    # Not edited: replaced, whatever it measured; what somebody has added to the metadata stays.
     measured = {"quality": [{"dataset": "wiki", "metric": "perplexity", "value": 7.0, "reference": 6.9}]}
     first = model_card(int4_dir, measured, base_model="me/a")
-    assert first.text != int4.text
-    assert merge_cards(first, int4).text == first.text
-    assert replace_card(first, int4).text == int4.text
+    assert is_untouched(first) and first.text != int4.text
+    first.data["datasets"] = ["me/data"]
+    for card in (int4, int8):
+        merged = merge_cards(first, card)
+        assert merged.text == card.text and merged.data.datasets == ["me/data"]
+    assert "int4" not in merged.data.tags
+    # The mark of earlier cards had two numbers.
+    assert is_untouched(ModelCard(str(int4).replace("<!-- hf_quant card ", f"<!-- hf_quant card {'0' * 16} ")))
     # Edited by somebody: kept.
     edited = ModelCard(str(int4).replace("not evaluated", "It is good."))
     assert not is_untouched(edited)
