@@ -97,7 +97,7 @@ def test_twenty_gigabytes_cost_less_than_two_megabytes(hub):
     assert summary.bits_per_weight == 4.125
     assert {row.count for row in summary.rows} == {80}
     sent = sum(request.sent for request in hub.requests)
-    assert sent < 2e6, f"{sent} bytes"  # as README.md says
+    assert sent < 2e6, f"{sent} bytes"  # as docs/cli.md says
     assert all(request.sent < 1e6 for request in hub.requests)
     assert len(hub.asked("GET", "/cdn/.*safetensors$")) == 20
 

@@ -58,9 +58,10 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 @cache
-def sources(folder: Path) -> str:
-    """All Python code of a folder."""
-    return "\n".join(path.read_text() for path in sorted(folder.rglob("*.py")) if "tests" not in path.parts)
+def sources(folder: Path, pattern: str = "**/*.py") -> str:
+    """All Python code of a folder, without the tests."""
+    paths = (path for path in sorted(folder.glob(pattern)) if "tests" not in path.relative_to(ROOT).parts)
+    return "\n".join(path.read_text() for path in paths)
 
 
 def options(command: str) -> list[str]:
@@ -90,8 +91,9 @@ def test_scripts_options_and_targets_exist(name, capsys):
     for command in commands(ROOT / name):
         for script in re.findall(r"scripts/[\w/]+\.py", command):
             assert (ROOT / script).is_file(), command
-        if command.startswith("python scripts/"):
-            assert [o for o in options(command) if f'"{o}"' not in sources(ROOT / "scripts")] == [], command
+        if match := re.match(r"python (scripts/[\w/]+\.py)", command):
+            known = (ROOT / match[1]).read_text() + sources(ROOT / "scripts", "*/*.py")  # and the libraries of scripts
+            assert [option for option in options(command) if f'"{option}"' not in known] == [], command
         if match := re.match(r"make ([a-z-]+)", command):
             assert match[1] in targets, command
         if match := re.match(r"hf-quant ([a-z]+)", command):
@@ -121,7 +123,7 @@ def test_the_architecture_names_what_exists():
     for token in _CODE.findall(prose(ARCHITECTURE)):
         if token in EXAMPLES or " " in token:
             continue
-        if re.fullmatch(r"[\w./*]+(/|\.py)", token):
+        if re.fullmatch(r"[\w./*]+(/|\.(py|h|cpp))", token):
             if not any(any(folder.glob(token.strip("/"))) for folder in (PACKAGE, ROOT)):
                 missing += [] if "/" not in token and any(PACKAGE.rglob(token)) else [token]
         elif identifier := re.match(r"[A-Za-z_]\w{3,}", token):
