@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from hf_quant._wording import first_few
 from hf_quant.algorithms import default_algorithm
 from hf_quant.cards import serving
 from hf_quant.cards.measurements import Measurements
@@ -195,12 +196,11 @@ def _scheme_rows(part: Part, export: Export | None) -> list[dict[str, Any]]:
     for scheme, names in folded.items():
         found = [row for row in part.summary.rows if row.scheme == scheme]
         nbytes, weights = sum(row.nbytes for row in found), sum(row.num_weights for row in found)
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         rows.append(
             {
                 "scheme": Markdown(str(scheme if export is None else replace(scheme, cpu_activation=None))),
                 "bits": Markdown(f"{8 * nbytes / weights:.3f}" if weights else ""),
-                "modules": Markdown(", ".join(code(name or "(model)") for name in names[:MAX_NAMES]) + more),
+                "modules": Markdown(first_few([code(name or "(model)") for name in names], MAX_NAMES)),
                 "count": counts[scheme],
                 "algorithm": Markdown(", ".join(_algorithms(part, scheme))),
                 "size": size(nbytes),

@@ -21,10 +21,9 @@ from hf_quant.checkpoint import (
     scan_files,
     summarize,
 )
-from hf_quant.config import QuantizerConfig
+from hf_quant.config import QuantizerConfig, QuantMethod
 
 
-METHOD = "hf_quant"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _VERSION = re.compile(r"[0-9][\w.+-]{0,39}")
@@ -270,7 +269,7 @@ def _read_pipeline_directory(directory: Path) -> CardSource:
         name, fields = path.parent.name, _read_json(path)
         if _identifier(name) is None:
             raise ValueError(f"{directory} has a component {name!r}; components have names of Python")
-        if _method(fields) == METHOD:
+        if _method(fields) == QuantMethod.HF_QUANT:
             parts.append(_stored_part(name, path.parent, fields))
         else:
             others[name] = _size(path.parent)
@@ -292,7 +291,7 @@ def _read_pipeline_directory(directory: Path) -> CardSource:
 
 
 def _stored_part(name: str, directory: Path, fields: dict[str, Any]) -> Part:
-    if _method(fields) != METHOD:
+    if _method(fields) != QuantMethod.HF_QUANT:
         how = "is in 16 bit" if _method(fields) is None else "was quantized by something else"
         raise ValueError(f"{directory} {how}; a card is made of a model that hf_quant has quantized")
     summary = inspect_checkpoint(directory)

@@ -27,7 +27,6 @@ from hf_quant.convert.files import SIDE_FILES, is_side_file
 
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NOT_SIDE_FILES = ("config.json", "generation_config.json", "*.index.json", "*weights*.json")
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def copy_side_files(source: Source, directory: Path) -> list[str]:
         # The further modules of sentence-transformers (pooling, dense) come with their small weights.
         for path in sorted(folder.iterdir()):
             name = path.relative_to(root)
-            wanted = is_side_file(path, but=_NOT_SIDE_FILES) if folder == root else path.is_file()
+            wanted = is_side_file(path, but=["generation_config.json"]) if folder == root else path.is_file()
             if wanted and not (directory / name).exists():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, directory / name)

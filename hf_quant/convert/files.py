@@ -36,8 +36,9 @@ SIDE_FILES = (
 )
 CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"  # of PEFT
-# Of another format's checkpoint; its own config is written anew.
-_NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json", "quantize_config.json", "quant_config.json")
+# Files beside config.json in which older checkpoints of other libraries describe their quantization, and its method.
+OWN_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json")  # a new checkpoint has its own
 
 
 class TensorFiles:
@@ -130,13 +131,14 @@ def staged(source: Path, out: Path, place: Path | None = None) -> Iterator[Path]
 
 
 def is_side_file(path: Path, *, but: Iterable[str]) -> bool:
-    """Whether it is a file that lies beside weights, of other names than the patterns `but`."""
-    return path.is_file() and any(map(path.match, SIDE_FILES)) and not any(map(path.match, but))
+    """Return True for a tokenizer file, licence or the like that is copied along; not for names in `but`."""
+    left_out = (*_NOT_SIDE_FILES, *but)
+    return path.is_file() and any(map(path.match, SIDE_FILES)) and not any(map(path.match, left_out))
 
 
 def _copy_side_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
-        if is_side_file(path, but=_NOT_SIDE_FILES):
+        if is_side_file(path, but=OWN_CONFIGS):
             shutil.copyfile(path, target / path.name)
 
 

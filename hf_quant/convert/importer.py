@@ -8,9 +8,10 @@ import torch
 
 from hf_quant.cards import CARD, converted_card, hub_id
 from hf_quant.checkpoint import MAX_CONFIG_BYTES, Directory, load_json, one_line, shorten
+from hf_quant.config import QuantMethod
 from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
 from hf_quant.convert.experts import merge_experts
-from hf_quant.convert.files import TensorFiles, empty_model, local_checkpoint, read_config, staged
+from hf_quant.convert.files import OWN_CONFIGS, TensorFiles, empty_model, local_checkpoint, read_config, staged
 from hf_quant.convert.foreign import Foreign, write_foreign
 from hf_quant.convert.gptq_awq import read_awq, read_gptq
 
@@ -20,8 +21,6 @@ _READERS: dict[str, Callable[[TensorFiles, dict[str, Any], torch.dtype | None], 
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
 }
-# Where older checkpoints have their fields: file beside config.json -> method.
-_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def import_checkpoint(
@@ -78,12 +77,12 @@ def _detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict
     if isinstance(own, dict):
         method = str(own.get("quant_method", "compressed-tensors" if "config_groups" in own else "gptq"))
     else:
-        for file, known in _OWN_FILES.items():
+        for file, known in OWN_CONFIGS.items():
             if (source / file).is_file():
                 method, own = known, load_json(Directory(source), file, limit=MAX_CONFIG_BYTES)
     if method is None or not isinstance(own, dict):
         raise ValueError(f"{where} is not quantized: `hf-quant quantize` makes a checkpoint of it")
-    if method == "hf_quant":
+    if method == QuantMethod.HF_QUANT:
         raise ValueError(f"{where} is a checkpoint of hf_quant already")
     if method not in _READERS:
         raise ValueError(f"{where} is quantized by {shorten(repr(method))}; can be imported: {', '.join(_READERS)}")

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1]
 
 # The house plan's layers, lowest first; those that it numbers 2 stand in the order in which they build on each other.
 LAYERS = (
-    ("_boot", "_lazy_ops", "_version", "scheme", "kernels"),
+    ("_boot", "_lazy_ops", "_version", "_wording", "scheme", "kernels"),
     ("formats",),
     ("algorithms", "weight_proxy"),
     ("modules", "kv_cache", "resolve", "patterns"),

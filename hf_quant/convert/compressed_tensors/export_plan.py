@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D known)
+from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
 from hf_quant.cards.serving import KV_CACHE_OPTIONS
 from hf_quant.checkpoint import check_values, find_config
@@ -371,10 +372,7 @@ def _refuse(where: str, reasons: dict[str, str]) -> None:
     modules: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         modules.setdefault(reason, []).append(name)
-    lines = [
-        f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}: {reason}"
-        for reason, names in list(modules.items())[:_SHOWN]
-    ]
+    lines = [f"{first_few(names, 2)}: {reason}" for reason, names in list(modules.items())[:_SHOWN]]
     raise ValueError(
         f"{where} cannot be written in the format of compressed-tensors without changing {len(reasons)} modules; "
         f"quantize them otherwise, or leave them in 16 bit. {'; '.join(lines)}"

@@ -19,8 +19,9 @@ from diffusers.quantizers import base
 from torch import nn
 
 from hf_quant import planning, quantize
+from hf_quant._wording import first_few
 from hf_quant.checkpoint import check_packed, stored_weights
-from hf_quant.config import QuantizerConfig
+from hf_quant.config import QuantizerConfig, QuantMethod
 from hf_quant.integrations.diffusers.rules import rules
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
@@ -35,7 +36,7 @@ from hf_quant.planning import resolved
 from hf_quant.quantize import dequantize_, fuse_as_configured_, stored_config
 
 
-NAME = "hf_quant"
+NAME = QuantMethod.HF_QUANT.value
 _CONFIG_KEYS = ("quantization_config", "_pre_quantization_dtype")  # what a quantizer adds to model.config
 # Weights quantized between two returns of freed memory to the system. Loading a 428 MB model (bf16, random weights) as
 # int8, 215 MB, peaks at +257 MB with it and at +306 MB without, in the same time.
@@ -96,7 +97,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             modules = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
             raise ValueError(
-                f"device_map puts {', '.join(modules[:3])} on disk, where weights cannot go while they are being "
+                f"device_map puts {first_few(modules)} on disk, where weights cannot go while they are being "
                 "quantized. Allow more memory (max_memory), or save the quantized model first and load that: packed "
                 "weights can be on disk"
             )
@@ -299,8 +300,7 @@ def _check_none_missing(names: list[str]) -> None:
     """Raise ValueError if there are names of tensors that a checkpoint lacks."""
     if names:
         raise ValueError(
-            f"the checkpoint has no fitting {', '.join(names[:3])}{', ...' * (len(names) > 3)}; is it of another "
-            "model, or is a shard missing?"
+            f"the checkpoint has no fitting {first_few(names)}; is it of another model, or is a shard missing?"
         )
 
 

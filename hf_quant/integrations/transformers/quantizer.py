@@ -20,9 +20,10 @@ from transformers.quantizers.base import HfQuantizer
 
 import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import quantize
+from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import check_packed, guard_entry
-from hf_quant.config import RUNTIME_FIELDS, QuantizerConfig
+from hf_quant.config import RUNTIME_FIELDS, QuantizerConfig, QuantMethod
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
     prepare_from_config,
@@ -53,7 +54,7 @@ from hf_quant.quantize import dequantize_, fuse_as_configured_
 from hf_quant.resolve import resolve_scheme
 
 
-NAME = "hf_quant"
+NAME = QuantMethod.HF_QUANT.value
 logger = logging.getLogger(NAME)
 
 
@@ -177,8 +178,7 @@ class TransformersQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         trim_memory()
         if self.errors:
-            more = f", and {len(self.errors) - 3} more" if len(self.errors) > 3 else ""
-            raise ValueError("; ".join(self.errors[:3]) + more)
+            raise ValueError(first_few(self.errors, separator="; "))
         if self.pre_quantized:
             _refuse_missing(model, self.stored)
             self.stored = set()
@@ -313,8 +313,7 @@ def _refuse_missing(model: nn.Module, stored: set[str]) -> None:
     ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     lacking = [n for n in lacking if n not in stored and not any(re.search(pattern, n) for pattern in ignored)]
     if lacking and not hasattr(model, "hf_device_map"):
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise ValueError(f"the checkpoint lacks {', '.join(lacking[:3])}{more}; is a shard missing?")
+        raise ValueError(f"the checkpoint lacks {first_few(lacking)}; is a shard missing?")
 
 
 def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
