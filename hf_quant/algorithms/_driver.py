@@ -13,6 +13,7 @@ from hf_quant.algorithms.mse import Search, mse, search_for
 from hf_quant.algorithms.norm import norm
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import native
+from hf_quant.kernels.weight import PackedWeight
 from hf_quant.scheme import BLOCK_SIZE, TensorQuant
 
 
@@ -22,19 +23,6 @@ Algorithm = Callable[[Groups], Choice]
 # a kernel should take longer than its launch.
 _BLOCK_ELEMENTS_CPU = 2**19
 _BLOCK_ELEMENTS = 2**23
-
-
-class PackedWeight(NamedTuple):
-    """A quantized weight [..., N, K] in its canonical bytes (see `formats`); scales in their true dtype.
-
-    qdata [..., N, K] or [..., N, words] int32; scale [..., N | 1 | ceil(N/128), groups], whose sign may be negative
-    (see `mse`); zero_point uint8 of the scale's shape or None; global_scale fp32 [...] (at least [1]) or None.
-    """
-
-    qdata: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-    global_scale: Tensor | None
 
 
 def geometry(quant: TensorQuant, N: int, K: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 
+BLOCK_SIZE = 128  # rows, and columns, of a block of weights that has one scale
 PACK = 32  # codes per packing unit: the least common multiple for every width
 
 
@@ -177,5 +178,5 @@ def expand_scale(scale: Tensor, N: int, K: int, group_size: int) -> Tensor:
     if scale.shape[-1] != 1:
         scale = scale.repeat_interleave(group_size, -1)[..., :K]
     if scale.shape[-2] not in (1, N):
-        scale = scale.repeat_interleave(128, -2)[..., :N, :]
+        scale = scale.repeat_interleave(BLOCK_SIZE, -2)[..., :N, :]
     return scale

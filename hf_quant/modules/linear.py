@@ -62,12 +62,12 @@ class QuantLinear(QuantizedModule, nn.Linear):
             parameters, shared = self._parameters, self.shared
         scheme = self.scheme
         quant, activation = scheme.weight, scheme.activation_on(device)
-        if activation is None:
-            y = ready_linear(x, parameters, bias, quant.format)
-            if y is not None:
-                return y
-        elif (
-            shared is not None
+        y = ready_linear(x, parameters, bias, activation, quant.format)
+        if y is not None:
+            return y
+        if (
+            activation is not None
+            and shared is not None
             and shared.count
             and torch.compiler.is_compiling()
             and not torch.compiler.is_exporting()

@@ -1,1 +1,6 @@
 """Shared by the CPU backends of all ops: decoders, prepacked weights, and the product with a quantized weight."""
+
+from hf_quant.kernels.cpu.product import ready_product
+
+
+__all__ = ["ready_product"]

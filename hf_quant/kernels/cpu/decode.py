@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import PACK, CodeSpec
+from hf_quant.kernels.codes import BLOCK_SIZE, PACK, CodeSpec
 from hf_quant.kernels.cpu.prepack import scratch
+from hf_quant.kernels.weight import Weight
 
 
 class Block(NamedTuple):
@@ -173,7 +174,7 @@ def expand_rows(scale: Tensor, N: int) -> Tensor:
     """Scales or zero points [N | 1 | ceil(N/128), G] -> [N, G]."""
     if scale.shape[0] == N:
         return scale
-    return scale.expand(N, -1) if scale.shape[0] == 1 else scale.repeat_interleave(128, 0)[:N]
+    return scale.expand(N, -1) if scale.shape[0] == 1 else scale.repeat_interleave(BLOCK_SIZE, 0)[:N]
 
 
 def column_scaler(out: Tensor, factor: Tensor, group_size: int, op=Tensor.mul_) -> Callable[[int], object]:
@@ -252,30 +253,22 @@ def level_block(qdata: Tensor, spec: CodeSpec, K: int, dtype: torch.dtype, n: in
     return Block(result, lambda start: lookup(words(start)))
 
 
-def weight_block(
-    qdata: Tensor,
-    factor: Tensor,
-    zero_point: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-    K: int,
-    dtype: torch.dtype,
-    n: int,
-) -> Block:
-    """(value - zero_point) * factor [n, K] in bf16, fp32 (fp16); factor (bf16 or fp32), zero_point (uint8) [N, G].
+def weight_block(w: Weight, factor: Tensor, dtype: torch.dtype, n: int) -> Block:
+    """(value - zero point) * factor [n, K] in bf16, fp32 (fp16); factor (bf16 or fp32) [N, G] is w's scales, expanded.
 
     In fp32 and rounded once, as the reference does it; but in bf16 if factor is bf16 (the product of two rounded
     numbers instead of one rounding), for symmetric codes only.
     """
-    compute = dtype if factor.dtype == dtype and zero_point is None else torch.float32
-    levels = level_block(qdata, spec, K, compute, n, signed=zero_point is None)
+    compute = dtype if factor.dtype == dtype and w.zero_point is None else torch.float32
+    levels = level_block(w.qdata, w.spec, w.K, compute, n, signed=w.zero_point is None)
     steps = [levels.fill]
-    if zero_point is not None:
-        steps.append(column_scaler(levels.rows, zero_point.float(), group_size, Tensor.sub_))
-    steps.append(column_scaler(levels.rows, factor.to(compute), group_size))
+    if w.zero_point is not None:
+        zero_point = expand_rows(w.zero_point, w.N).float()
+        steps.append(column_scaler(levels.rows, zero_point, w.group_size, Tensor.sub_))
+    steps.append(column_scaler(levels.rows, factor.to(compute), w.group_size))
     out = levels.rows
     if compute != dtype:
-        out = scratch("block", (n, K), dtype)
+        out = scratch("block", (n, w.K), dtype)
         steps.append(lambda start: out.copy_(levels.rows))
 
     def fill(start: int) -> None:
@@ -288,13 +281,13 @@ def weight_block(
 # Faster ways for two kinds of 4-bit codes, into bf16
 
 
-def half_block(qdata: Tensor, factor: Tensor, zero_point: Tensor | None, group_size: int, K: int, n: int) -> Block:
+def half_block(w: Weight, factor: Tensor, n: int) -> Block:
     """int4 weights [n, K] in bf16 without a table, first the even columns and then the odd ones.
 
     factor [N, G] fp32; K a multiple of 32 and of group_size, which is even.
     """
-    half, groups = K // 2, factor.shape[1]
-    source = qdata.view(torch.int8)
+    K, half, groups = w.K, w.K // 2, factor.shape[1]
+    source = w.qdata.view(torch.int8)
     flipped = scratch("high", (n, half), torch.int8)
     nibbles = scratch("bytes", (n, 2, half), torch.int8)
     upper = nibbles.unbind(1)
@@ -302,7 +295,9 @@ def half_block(qdata: Tensor, factor: Tensor, zero_point: Tensor | None, group_s
     by_group = values.view(n, 2, groups, -1)
     out = scratch("block", (n, 2, half), torch.bfloat16)
     scale = (factor / 16).view(-1, 1, groups, 1)  # the codes stand in the upper half of their bytes
-    offset = None if zero_point is None else (factor * (8 - zero_point.float())).view(scale.shape)
+    offset = None
+    if w.zero_point is not None:
+        offset = (factor * (8 - expand_rows(w.zero_point, w.N).float())).view(scale.shape)
 
     def fill(start: int) -> None:
         rows = slice(start, start + n)
@@ -323,7 +318,7 @@ def split_columns(x: Tensor) -> Tensor:
     return x.view(x.shape[0], -1, 2).transpose(1, 2).reshape(x.shape)
 
 
-def exponent_block(qdata: Tensor, exponents: Tensor, spec: CodeSpec, group_size: int, K: int, n: int) -> Block:
+def exponent_block(w: Weight, exponents: Tensor, n: int) -> Block:
     """mxfp4 weights times 2**64 [n, K] in bf16; exponents [N, G] int16 of the scales, see `scale_exponents`.
 
     A power of two is multiplied by adding to the exponent, an integer addition: a third of the time of a product. Zero
@@ -331,36 +326,36 @@ def exponent_block(qdata: Tensor, exponents: Tensor, spec: CodeSpec, group_size:
     """
 
     def values() -> Tensor:
-        levels = code_values(spec)
+        levels = code_values(w.spec)
         return torch.where(levels == 0, 2.0**-63, levels * 2.0**64).bfloat16()
 
-    out = scratch("levels", (n, qdata.shape[1] * 8), torch.bfloat16)
-    lookup = _lookup(_table((spec.name, "exponents"), values, 4, 16), out)
-    words = _rows_of(qdata.view(torch.uint16), n)
-    add = column_scaler(out.view(torch.int16)[:, :K], exponents, group_size, Tensor.add_)
+    out = scratch("levels", (n, w.qdata.shape[1] * 8), torch.bfloat16)
+    lookup = _lookup(_table((w.format, "exponents"), values, 4, 16), out)
+    words = _rows_of(w.qdata.view(torch.uint16), n)
+    add = column_scaler(out.view(torch.int16)[:, : w.K], exponents, w.group_size, Tensor.add_)
 
     def fill(start: int) -> None:
         lookup(words(start))
         add(start)
 
-    return Block(out[:, :K], fill)
+    return Block(out[:, : w.K], fill)
 
 
-def doubled_block(qdata: Tensor, factor: Tensor, spec: CodeSpec, group_size: int, K: int, n: int) -> Block:
+def doubled_block(w: Weight, factor: Tensor, n: int) -> Block:
     """e2m1 weights [n, K] in bf16, rounded once: twice the values are small integers, which a table gives as bytes.
 
     factor [N, G] fp32. In groups of 16 torch multiplies bf16 by scalar code, at ten times the cost of fp32.
     """
-    doubled = scratch("bytes", (n, qdata.shape[1] * 8), torch.int8)
-    table = _table((spec.name, "doubled"), lambda: (code_values(spec) * 2).to(torch.int8), 4, 16)
-    lookup, words = _lookup(table, doubled), _rows_of(qdata.view(torch.uint16), n)
-    values = scratch("levels", (n, K), torch.float32)
-    multiply = column_scaler(values, factor / 2, group_size)
-    out = scratch("block", (n, K), torch.bfloat16)
+    doubled = scratch("bytes", (n, w.qdata.shape[1] * 8), torch.int8)
+    table = _table((w.format, "doubled"), lambda: (code_values(w.spec) * 2).to(torch.int8), 4, 16)
+    lookup, words = _lookup(table, doubled), _rows_of(w.qdata.view(torch.uint16), n)
+    values = scratch("levels", (n, w.K), torch.float32)
+    multiply = column_scaler(values, factor / 2, w.group_size)
+    out = scratch("block", (n, w.K), torch.bfloat16)
 
     def fill(start: int) -> None:
         lookup(words(start))
-        values.copy_(doubled[:, :K])
+        values.copy_(doubled[:, : w.K])
         multiply(start)
         out.copy_(values)
 

@@ -15,7 +15,7 @@ streamed in anew for each forward.
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class _Source:
 class _Entry:
     __slots__ = ("nbytes", "sources", "value")
 
-    def __init__(self, sources: tuple[Tensor, ...], key: tuple[str, int], value: Any, nbytes: int):
+    def __init__(self, sources: tuple[Tensor, ...], key: tuple[Hashable, int], value: Any, nbytes: int):
         # It must not refer to the entry: a cycle would keep the prepacked weight until the next garbage collection.
         def forget(ref: weakref.ref) -> None:
             entry = _entries.get(key)
@@ -79,7 +79,7 @@ class _Entry:
         self.value, self.nbytes = value, nbytes
 
 
-_entries: dict[tuple[str, int], _Entry] = {}
+_entries: dict[tuple[Hashable, int], _Entry] = {}
 _nbytes = 0  # of all entries
 _lock = threading.RLock()
 # A share of all memory, not of what happens to be free: the paths, and with them the bits, must not depend on that.
@@ -88,7 +88,7 @@ if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
     _limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
-def prepacked(kind: str, sources: tuple[Tensor, ...], build: Callable[..., Any], *args: Any) -> Any:
+def prepacked(kind: Hashable, sources: tuple[Tensor, ...], build: Callable[..., Any], *args: Any) -> Any:
     """What `build(*args)` returned for these very tensors, building it now if need be; None if the limit forbids that.
 
     `sources` are all the tensors that the result depends on, the codes first; `kind` tells apart what is built from
@@ -108,7 +108,7 @@ def prepacked(kind: str, sources: tuple[Tensor, ...], build: Callable[..., Any],
     return _remember(key, sources, build, args)
 
 
-def known(kind: str, sources: tuple[Tensor | None, ...]) -> Any:
+def known(kind: Hashable, sources: tuple[Tensor | None, ...]) -> Any:
     """What `prepacked` or `remember` keeps for these tensors, None if nothing; None among `sources` is left out."""
     entry = _entries.get((kind, sources[0].data_ptr()))
     if entry is None:
@@ -122,13 +122,13 @@ def known(kind: str, sources: tuple[Tensor | None, ...]) -> Any:
     return entry.value
 
 
-def remember(kind: str, sources: tuple[Tensor, ...], value: Any) -> None:
+def remember(kind: Hashable, sources: tuple[Tensor, ...], value: Any) -> None:
     """Let `known` return `value`, which holds none of the sources, for these very tensors; no memory is counted."""
     key = (kind, sources[0].data_ptr())
     _replace(key, _Entry(sources, key, value, nbytes=0))
 
 
-def fact(kind: str, source: Tensor, find: Callable[..., Any], *args: Any) -> Any:
+def fact(kind: Hashable, source: Tensor, find: Callable[..., Any], *args: Any) -> Any:
     """What `find(*args)` returned for this very tensor: something without memory, so that the limit does not apply."""
     key = (kind, source.data_ptr())
     entry = _entries.get(key)
@@ -137,7 +137,7 @@ def fact(kind: str, source: Tensor, find: Callable[..., Any], *args: Any) -> Any
     return _remember(key, (source,), find, args)
 
 
-def _remember(key: tuple[str, int], sources: tuple[Tensor, ...], build: Callable[..., Any], args: tuple) -> Any:
+def _remember(key: tuple[Hashable, int], sources: tuple[Tensor, ...], build: Callable[..., Any], args: tuple) -> Any:
     with _lock:  # two threads that meet a new weight at once must not both pay its memory
         entry = _entries.get(key)
         if entry is None or not all(known.is_same(tensor) for known, tensor in zip(entry.sources, sources)):
@@ -150,7 +150,7 @@ def _remember(key: tuple[str, int], sources: tuple[Tensor, ...], build: Callable
         return entry.value
 
 
-def _replace(key: tuple[str, int], entry: _Entry | None) -> None:
+def _replace(key: tuple[Hashable, int], entry: _Entry | None) -> None:
     """Set or, with None, drop an entry; keep the sum."""
     global _nbytes
     with _lock:

@@ -1,13 +1,13 @@
-"""x @ dequant(w).T on CPU: `product`, which the CPU backends of all matmul ops share.
+"""x @ dequant(w).T on CPU: `product`, which the CPU backends of all matmul ops share, and `PATHS`, its one table.
 
-The native kernels compute it where they can (`kernels.native`); what follows is for where they are not built, by stock
-torch ops. Which path runs depends on format, shapes and dtype only: equal inputs give equal bits, in every process. M
-is a run-time value: the ops are opaque to torch.compile. `cpu.paths` tells the plan. Some of torch's paths read a
-prepacked copy of the weight, see `kernels.cpu.prepack`.
+A product takes the first path of the table that is for M rows, supports the problem and can prepare the weight; the
+plan and the support matrix print the same table. The native kernels come first (`kernels.native`); the other paths are
+stock torch ops, for machines where those are not built. The choice depends on format, shapes and dtype only: equal
+inputs give equal bits, in every process. M is a run-time value: the ops are opaque to torch.compile.
 
-Their accuracy, bf16 input: weights are rounded to bf16 (their scales too), products accumulate in fp32, the output is
-rounded to bf16; where one scale serves a whole row the weights are exact and the scale multiplies the output. fp16 and
-fp32 input is computed in fp32 throughout: torch's fp16 GEMM is no faster on CPUs without AVX512-FP16.
+Accuracy of torch's paths, bf16 input: weights are rounded to bf16 (their scales too), products accumulate in fp32, the
+output is rounded to bf16. With one scale for a whole row the weights are exact, and the scale multiplies the output.
+fp16 and fp32 input is computed in fp32 throughout: torch's fp16 GEMM is no faster on CPUs without AVX512-FP16.
 """
 
 import sys
@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels.codes import PACK, CodeSpec
+from hf_quant.kernels.codes import CODES, PACK
 from hf_quant.kernels.cpu.decode import (
     Block,
-    column_scaler,
     doubled_block,
     expand_rows,
     exponent_block,
@@ -35,16 +34,17 @@ from hf_quant.kernels.cpu.decode import (
     weight_block,
 )
 from hf_quant.kernels.cpu.layouts import (
+    TERMS,
     dequantized,
-    expand_to_fp8,
     have_middle_exponents,
     int4pack_group,
     pack_int4,
     pack_qlinear,
-    trust_float8,
 )
-from hf_quant.kernels.cpu.prepack import fact, known, prepacked, remember, scratch
-from hf_quant.kernels.rowwise.cpu import row_amax
+from hf_quant.kernels.cpu.prepack import fact, known, prepacked, remember
+from hf_quant.kernels.cpu.rows import as_rows, row_amax, row_vector, scaled
+from hf_quant.kernels.dispatch import Problem
+from hf_quant.kernels.weight import Weight
 
 
 _BLOCK = 2**20  # weights dequantized at once: 2 MB in bf16, the L2 caches of two cores
@@ -52,108 +52,129 @@ DENSE = 2**16  # weights up to which a matrix is kept dequantized: torch's own c
 _SPLIT = 2**23  # weights from which int8 at M <= 4 goes by oneDNN, not int8pack
 _VNNI = torch.cpu._is_vnni_supported()
 _NO_ZERO_POINT = torch.zeros(1, dtype=torch.int64)
-# Largest M of the paths that lose to dequantizing from there on (14336 x 4096, one core of Zen 5).
-_SMALL_M = {"int8pack": 4, "split": 256, "int4pack": 40, "terms": 16, "block scale": 128, "fp32": 8, "doubled": 64}
-# fp8 codes become bf16 by: sign-extend to 16 bits, shift left, mask; that is the value times 2**-exponent.
-SHIFTS = {torch.float8_e4m3fn: (4, -0x7810, 120), torch.float8_e5m2: (5, -0x7020, 112)}
+# Largest M of ways that lose to others from there on (14336 x 4096, one core of Zen 5).
+_FP32_ROWS, _DOUBLED_ROWS = 8, 64
+
+Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x [M, K] contiguous, qdata, bias [N]) -> [M, N]
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """x [..., K] -> [M, K], contiguous, without autograd (what `out=` needs)."""
-    if x.requires_grad:
-        x = x.detach()
-    if x.is_contiguous():
-        return x if x.dim() == 2 else x.view(-1, x.shape[-1])
-    return x.reshape(-1, x.shape[-1]).contiguous()
+class Prepared(NamedTuple):
+    """The product with one weight for x of one dtype.
+
+    `lasts`: it holds none of the weight's tensors, so that later calls find it by them instead of asking the table.
+    """
+
+    run: Run
+    lasts: bool = True
 
 
-def product(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-) -> Tensor:
-    """x [M, K] contiguous @ dequant(w [N, K]).T + bias [N] -> [M, N] in x's dtype; the arguments have been checked."""
-    (M, K), N, y = x.shape, qdata.shape[0], None
-    if M == 0:
-        return x.new_empty(0, N)
-    weight = (qdata, scale, zero_point, global_scale)
-    ready = known(_READY.get(x.dtype, ""), weight)
-    if ready is not None and ready.format == spec.name and M <= ready.max_rows:
-        return ready.run(x, qdata, bias)
-    if scale.shape[1] == 1:
-        group_size = K
-    if native.refusal(spec, x.dtype, K, group_size) is None and native.tensors_fit(scale, zero_point, spec):
-        run = native.prepared(*weight, spec, group_size)
-        if run is None:
-            return native.product(x, *weight, bias, spec, group_size)
-        remember(_READY[x.dtype], tuple(t for t in weight if t is not None), _Ready(spec.name, sys.maxsize, run))
-        return run(x, qdata, bias)
-    if not qdata.is_contiguous():
-        qdata = qdata.contiguous()
-    weight = (qdata, scale, zero_point, global_scale)
-    if N * K <= DENSE:
-        y = _dense(x, *weight, bias, spec, group_size)
-    elif spec.dtype == torch.int8 and scale.shape[1] == 1:
-        y = _int8(x, qdata, scale, bias)
-    elif x.dtype != torch.bfloat16:
-        pass
-    elif spec.bits <= 4:
-        if M <= _SMALL_M["int4pack" if spec.is_integer else "terms"]:
-            y = _int4pack(x, *weight, bias, spec, group_size)
-    elif spec.dtype != torch.int8:
-        y = _float8(x, qdata, scale, bias, spec, group_size)
-    return _blocks(x, *weight, bias, spec, group_size) if y is None else y
+class CpuPath(NamedTuple):
+    """One way to compute a product on CPU, see `dispatch.Path`.
 
+    `max_rows`: the largest M it is taken for. `prepare(w, dtype of x)` gives the product, None if this weight or the
+    limit on prepacked memory forbids it.
+    """
 
-# Where one call of torch's is nearly all the work, what the others cost counts: such products are looked up.
+    name: str
+    max_rows: int
+    supports: Callable[[Problem], str | None]
+    prepare: Callable[[Weight, torch.dtype], Prepared | None]
+
+    @property
+    def when(self) -> str:
+        return "any M" if self.max_rows == sys.maxsize else f"M <= {self.max_rows}"
 
 
 class _Ready(NamedTuple):
-    """The product of one weight with x of one dtype. It must not hold the weight, whose memory it would keep."""
+    """What an earlier call has left for all calls with `min_rows` <= M <= `max_rows`."""
 
     format: str
+    min_rows: int
     max_rows: int
-    run: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x [M, K] contiguous, qdata, bias [N]) -> [M, N]
+    run: Run
 
 
-_READY = {dtype: f"ready {dtype}" for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
+    """x [M, K] contiguous @ dequant(w [N, K]).T + bias [N] -> [M, N] in x's dtype."""
+    M = x.shape[0]
+    if M == 0:
+        return x.new_empty(0, w.N)
+    y = _run_ready(x, bias, w.packed, w.format, None)
+    if y is not None:
+        return y
+    min_rows = 1
+    problem = Problem(w.format, w.group_size, w.N, w.K, x.dtype, w.zero_point is None)
+    for path in PATHS:
+        if path.supports(problem) is not None:
+            continue
+        if M > path.max_rows:
+            min_rows = max(min_rows, path.max_rows + 1)
+            continue
+        found = path.prepare(w, x.dtype)
+        if found is not None:
+            if found.lasts:
+                make_ready(w, x.dtype, None, found.run, min_rows, path.max_rows)
+            return found.run(x, w.qdata, bias)
+    raise AssertionError("the last path takes everything")
 
 
-def ready_product(x: Tensor, bias: Tensor | None, *weight: Tensor | None, format: str) -> Tensor | None:
-    """x [..., K] @ w.T + bias as `product` has made it ready at its first call, without checks; None if it has not.
+def make_ready(
+    w: Weight, dtype: torch.dtype, activation: str | None, run: Run, min_rows: int = 1, max_rows: int = sys.maxsize
+) -> None:
+    """Let `ready_product` find `run` by the tensors of w, for as long as they live unchanged."""
+    remember((dtype, activation), w.tensors, _Ready(w.format, min_rows, max_rows, run))
+
+
+def ready_product(
+    x: Tensor, bias: Tensor | None, *weight: Tensor | None, format: str, activation: str | None = None
+) -> Tensor | None:
+    """x [..., K] @ w.T + bias as an earlier call has made it ready, without checks; None if none has.
 
     `weight` is (qdata, scale, zero_point, global_scale); views of the same bytes in another dtype do.
     """
-    ready = known(_READY.get(x.dtype, ""), weight)
-    if ready is None or ready.format != format:
-        return None
     shape = x.shape
-    rows = as_rows(x)
-    if not 0 < len(rows) <= ready.max_rows:
-        return None
-    y = ready.run(rows, weight[0], bias)
-    return y if len(shape) == 2 else y.view(*shape[:-1], -1)
+    y = _run_ready(as_rows(x), bias, weight, format, activation)
+    return y if y is None or len(shape) == 2 else y.view(*shape[:-1], -1)
 
 
-def _dense(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
+def _run_ready(
+    rows: Tensor, bias: Tensor | None, weight: tuple[Tensor | None, ...], format: str, activation: str | None
 ) -> Tensor | None:
-    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    sources = tuple(t for t in (qdata, scale, zero_point, global_scale) if t is not None)
-    weight = (qdata, scale, zero_point, global_scale)
-    dense = prepacked(f"dense {spec.name} {dtype}", sources, dequantized, *weight, spec, group_size, x.shape[1], dtype)
+    ready = known((rows.dtype, activation), weight)
+    if ready is None or ready.format != format or not ready.min_rows <= len(rows) <= ready.max_rows:
+        return None
+    return ready.run(rows, weight[0], bias)
+
+
+# The native kernels
+
+
+def supports_native(problem: Problem) -> str | None:
+    """The reason why the native kernels do not compute a product, None if they do."""
+    spec = CODES[problem.format]
+    int8 = problem.activation == "int8" and native.takes_int8(spec)
+    return native.refusal(spec, problem.dtype, problem.K, problem.group_size, int8=int8)
+
+
+def _native(w: Weight, dtype: torch.dtype) -> Prepared | None:
+    if not native.serves(w, dtype):
+        return None
+    whole = w.contiguous()
+    if whole is w:
+        return Prepared(native.prepared(w))
+    return Prepared(lambda x, qdata, bias: native.product(x, whole, bias), lasts=False)
+
+
+# A tiny weight, dequantized
+
+
+def _supports_dense(problem: Problem) -> str | None:
+    return None if problem.N * problem.K <= DENSE else f"only matrices of at most {DENSE} weights"
+
+
+def _dense(w: Weight, x_dtype: torch.dtype) -> Prepared | None:
+    dtype = torch.bfloat16 if x_dtype == torch.bfloat16 else torch.float32
+    dense = prepacked(f"dense {w.format} {dtype}", w.tensors, dequantized, _contiguous_codes(w), dtype)
     if dense is None:
         return None
 
@@ -163,56 +184,65 @@ def _dense(
         y = torch.empty(x.shape[0], dense.shape[0], dtype=dtype)  # with `out` autocast keeps off
         return _finish(torch.mm(x.to(dtype), dense.t(), out=y), None, bias, x.dtype)
 
-    remember(_READY[x.dtype], sources, _Ready(spec.name, sys.maxsize, run))
-    return run(x, qdata, bias)
+    return Prepared(run)
+
+
+def _contiguous_codes(w: Weight) -> Weight:
+    return w if w.qdata.is_contiguous() else w._replace(qdata=w.qdata.contiguous())
 
 
 # int8 with one scale per row
 
 
-def _int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
-    M, K = x.shape
-    N = qdata.shape[0]
-    bf16 = x.dtype == torch.bfloat16
+def _supports_int8(problem: Problem) -> str | None:
+    return None if problem.format == "int8" and problem.group_size >= problem.K else "only int8 with one scale per row"
+
+
+def _supports_int8pack(problem: Problem) -> str | None:
+    # With K % 16 != 0 int8pack reads out of bounds: NaN, or a crash.
+    if problem.K % 16:
+        return f"K={problem.K} is not a multiple of 16"
     # Splitting x costs some 30 us of small ops: more than it saves on a small matrix at small M.
-    small = bf16 and N * K < _SPLIT
-    max_rows = _SMALL_M["split"] if bf16 else sys.maxsize
-    if not (small and M <= _SMALL_M["int8pack"]) and M <= max_rows and not no_qlinear(K):
-        packed = prepacked("qlinear", (qdata,), pack_qlinear, qdata)
-        if packed is not None:
-            factors, pieces = row_vector(scale, N, torch.float32).clone(), 2 if bf16 else 3
+    if problem.N * problem.K >= _SPLIT and no_qlinear(problem.K) is None:
+        return f"{problem.N} x {problem.K} are {_SPLIT} weights or more, for which oneDNN is faster"
+    return _supports_int8(problem) or _needs_bf16(problem)
 
-            def split(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
-                return _split(x, packed, factors, bias, pieces)
 
-            if not small:
-                remember(_READY[x.dtype], (qdata, scale), _Ready("int8", max_rows, split))
-            return split(x, qdata, bias)
-    # With K % 16 != 0 int8pack reads out of bounds: NaN, or a crash. It also loads 16 bytes by instructions that crash
-    # at other addresses than multiples of 16 (M=4, torch 2.13); a mapped safetensors file has multiples of 8.
-    if bf16 and M <= _SMALL_M["int8pack"] and K % 16 == 0:
-        copy = None if qdata.data_ptr() % 16 == 0 else prepacked("aligned", (qdata,), torch.clone, qdata)
+def _int8pack(w: Weight, dtype: torch.dtype) -> Prepared:
+    # It loads 16 bytes by instructions that crash at other addresses than multiples of 16 (M=4, torch 2.13); a mapped
+    # safetensors file has multiples of 8.
+    is_aligned = w.qdata.is_contiguous() and w.qdata.data_ptr() % 16 == 0
+    copy = None if is_aligned else prepacked("aligned", (w.qdata,), _aligned, w.qdata)
+    factor = row_vector(w.scale, w.N, torch.bfloat16).clone()
+
+    def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
         # Without a copy that lasts, too: by another path a reloaded model would differ in its last bits.
-        aligned = qdata.data_ptr() % 16 == 0 or copy is not None
-        factor = row_vector(scale, N, torch.bfloat16).clone()
+        codes = qdata if is_aligned else _aligned(qdata) if copy is None else copy
+        y = torch._weight_int8pack_mm(x, codes, factor)
+        return y if bias is None else y.add_(bias)
 
-        def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
-            y = torch._weight_int8pack_mm(x, qdata if copy is None else copy, factor)
-            return y if bias is None else y.add_(bias)
-
-        if aligned:
-            remember(_READY[x.dtype], (qdata, scale), _Ready("int8", _SMALL_M["int8pack"], run))
-        return run(x, qdata if aligned else qdata.clone(), bias)
-    return None
+    return Prepared(run)
 
 
-def row_vector(scale: Tensor, N: int, dtype: torch.dtype) -> Tensor:
-    """Scales [N | 1, 1] -> [N], contiguous: torch's kernels ignore strides here."""
-    if scale.dtype != dtype:
-        scale = scale.to(dtype)
-    if scale.shape[0] != N:
-        scale = scale.repeat(N, 1)
-    return (scale if scale.is_contiguous() else scale.contiguous()).view(-1)
+def _aligned(qdata: Tensor) -> Tensor:
+    return qdata.clone(memory_format=torch.contiguous_format)
+
+
+def _supports_two_bytes(problem: Problem) -> str | None:
+    return _supports_int8(problem) or no_qlinear(problem.K) or _needs_bf16(problem)
+
+
+def _supports_three_bytes(problem: Problem) -> str | None:
+    reason = _supports_int8(problem) or no_qlinear(problem.K)
+    return "only fp32 and fp16 input" if reason is None and problem.dtype == torch.bfloat16 else reason
+
+
+def _int8_split(w: Weight, dtype: torch.dtype) -> Prepared | None:
+    packed = prepacked("qlinear", (w.qdata,), pack_qlinear, w.qdata)
+    if packed is None:
+        return None
+    factors, pieces = row_vector(w.scale, w.N, torch.float32).clone(), 2 if dtype == torch.bfloat16 else 3
+    return Prepared(lambda x, qdata, bias: _split(x, packed, factors, bias, pieces))
 
 
 def no_qlinear(K: int) -> str | None:
@@ -259,143 +289,84 @@ def _split(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, pieces
 # Formats of at most 4 bits
 
 
-def _int4pack(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-) -> Tensor | None:
-    K = x.shape[1]
-    group = int4pack_group(spec, qdata.shape[0], K, group_size)
-    if group is None:
-        return None
-    sources = tuple(t for t in (qdata, scale, zero_point, global_scale) if t is not None)
-    weight = (qdata, scale, zero_point, global_scale)
-    packed = prepacked(f"int4pack {spec.name}", sources, pack_int4, *weight, spec, K, group_size, group)
+def _supports_int4pack(problem: Problem) -> str | None:
+    if not CODES[problem.format].is_integer:
+        return "only integers"
+    return _int4pack_refusal(problem)
+
+
+def _supports_terms(problem: Problem) -> str | None:
+    if problem.format not in TERMS:
+        return f"only {', '.join(TERMS)}"
+    return _int4pack_refusal(problem)
+
+
+def _int4pack_refusal(problem: Problem) -> str | None:
+    spec = CODES[problem.format]
+    if spec.bits > 4:
+        return "only formats of at most 4 bits"
+    if int4pack_group(spec, problem.N, problem.K, min(problem.group_size, problem.K)) is None:
+        return (
+            f"N={problem.N} must be a multiple of 16, and K={problem.K} of the group size {problem.group_size}, which "
+            f"must be one of {32 if spec.is_integer else 16}"
+        )
+    return _needs_bf16(problem)
+
+
+def _needs_bf16(problem: Problem) -> str | None:
+    return None if problem.dtype == torch.bfloat16 else "only bf16 input"
+
+
+def _int4pack(w: Weight, dtype: torch.dtype) -> Prepared | None:
+    group = int4pack_group(w.spec, w.N, w.K, w.group_size)
+    packed = prepacked(f"int4pack {w.format}", w.tensors, pack_int4, _contiguous_codes(w), group)
     if packed is None:
         return None
     words, pairs, terms = packed
+    is_integer, K = w.spec.is_integer, w.K
 
     def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
-        if not spec.is_integer:
+        if not is_integer:
             x = (x.view(x.shape[0], -1, 1, group // 2) * terms).to(x.dtype).view(-1, 2 * K)
         y = torch._weight_int4pack_mm_for_cpu(x, words, group, pairs)
         return y if bias is None else y.add_(bias)
 
-    max_rows = _SMALL_M["int4pack" if spec.is_integer else "terms"]
-    remember(_READY[x.dtype], sources, _Ready(spec.name, max_rows, run))
-    return run(x, qdata, bias)
-
-
-# 8-bit floats, and fp6 expanded to them
-
-
-def _float8(
-    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, spec: CodeSpec, group_size: int
-) -> Tensor | None:
-    """GEMM of the codes shifted into place in bf16, which makes values times 2**-exponent of them.
-
-    Half of that is made up for in x and half in the scale, so that neither leaves the range of bf16.
-    """
-    M, K = x.shape
-    N = qdata.shape[0]
-    trust = "normal"
-    if not spec.is_packed:
-        trust = fact("trust", qdata, trust_float8, qdata, group_size)
-    elif scale.shape[1] == 1:
-        qdata = prepacked("fp8", (qdata,), expand_to_fp8, qdata, spec, K)
-    else:
-        return None
-    if qdata is None or trust == "no":
-        return None
-    shift, mask, exponent = SHIFTS[qdata.dtype]
-    half = 2.0 ** (exponent // 2)
-    factor = scale_values(scale, None).float() * (2.0**exponent / half)
-    codes = qdata.view(torch.int8)
-    x = x * half
-
-    def shifted(n: int) -> Block:
-        words = scratch("block", (n, K), torch.int16)
-
-        def fill(start: int) -> None:
-            words.copy_(codes[start : start + n]).bitwise_left_shift_(shift).bitwise_and_(mask)
-
-        return Block(words.view(x.dtype), fill)
-
-    def scaled(n: int) -> Block:
-        weights, fill = shifted(n)
-        # Times the scale, the subnormals become numbers that a bf16 GEMM takes.
-        multiply = column_scaler(weights, expand_rows(factor, N).to(x.dtype), group_size)
-        return Block(weights, lambda start: (fill(start), multiply(start)))
-
-    if scale.shape[1] == 1 and trust == "normal":
-        return _finish(_by_blocks(x, N, shifted), expand_rows(factor, N), bias, x.dtype)
-    if M <= _SMALL_M["block scale"] and trust == "normal" and scale.shape[0] != N and K % group_size == 0:
-        y = _scales_on_x(x, scale_values(scale, None).to(x.dtype), N, group_size, shifted)
-        return _finish(y.mul_(2.0**exponent / half), None, bias, x.dtype)
-    return _finish(_by_blocks(x, N, scaled), None, bias, x.dtype)
-
-
-def _scales_on_x(x: Tensor, scale: Tensor, N: int, group_size: int, make: Callable[[int], Block]) -> Tensor:
-    """x @ w.T where 128 rows share their scales [ceil(N/128), G]: these multiply x, which at small M is smaller."""
-    M, K = x.shape
-    by_group, scale = x.view(M, -1, group_size), scale.unsqueeze(-1)
-    y = x.new_empty(M, N)
-    weights, fill = make(min(128, N))
-    for i, start in enumerate(range(0, N, 128)):
-        if start + 128 > N:
-            weights, fill = make(N - start)
-        fill(start)
-        torch.mm((by_group * scale[i]).view(M, K), weights.t(), out=y[:, start : start + 128])
-    return y
+    return Prepared(run)
 
 
 # Any format, any M
 
 
-def _blocks(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-) -> Tensor:
+def _blocks(w: Weight, dtype: torch.dtype) -> Prepared:
+    w = _contiguous_codes(w)
+    return Prepared(lambda x, qdata, bias: _by_decoded_blocks(x, w, bias), lasts=False)
+
+
+def _by_decoded_blocks(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """Dequantize a block of rows into scratch, multiply, go on."""
-    (M, K), N, dtype = x.shape, qdata.shape[0], x.dtype
-    zero_point = None if zero_point is None else expand_rows(zero_point, N)
+    (M, K), dtype, spec = x.shape, x.dtype, w.spec
     if dtype == torch.bfloat16 and spec.planes == (4,):
-        if spec.is_integer and K % PACK == K % group_size == 0 and group_size % PACK == 0:
-            factor = expand_rows(scale_values(scale, None), N).float()
-            make = lambda n: half_block(qdata, factor, zero_point, group_size, K, n)  # noqa: E731
-            return _finish(_by_blocks(split_columns(x), N, make), None, bias, dtype)
-        if scale.dtype == torch.float8_e8m0fnu and fact("exponents", scale, have_middle_exponents, scale):
-            exponents = expand_rows(scale_exponents(scale), N)
-            make = lambda n: exponent_block(qdata, exponents, spec, group_size, K, n)  # noqa: E731
-            y = _by_blocks(x * 2.0**-32, N, make)
+        if spec.is_integer and K % PACK == K % w.group_size == 0 and w.group_size % PACK == 0:
+            factor = expand_rows(scale_values(w.scale, None), w.N).float()
+            return _finish(_by_blocks(split_columns(x), w.N, lambda n: half_block(w, factor, n)), None, bias, dtype)
+        if w.scale.dtype == torch.float8_e8m0fnu and fact("exponents", w.scale, have_middle_exponents, w.scale):
+            exponents = expand_rows(scale_exponents(w.scale), w.N)
+            y = _by_blocks(x * 2.0**-32, w.N, lambda n: exponent_block(w, exponents, n))
             return _finish(y.mul_(2.0**-32), None, bias, dtype)
-        if spec.name == "nvfp4" and M <= _SMALL_M["doubled"]:
-            factor = expand_rows(scale_values(scale, global_scale), N).float()
-            make = lambda n: doubled_block(qdata, factor, spec, group_size, K, n)  # noqa: E731
-            return _finish(_by_blocks(x, N, make), None, bias, dtype)
-    factor = expand_rows(scale_values(scale, global_scale), N)
-    by_table = is_table_decoded(spec) and zero_point is None
+        if w.format == "nvfp4" and M <= _DOUBLED_ROWS:
+            factor = expand_rows(scale_values(w.scale, w.global_scale), w.N).float()
+            return _finish(_by_blocks(x, w.N, lambda n: doubled_block(w, factor, n)), None, bias, dtype)
+    factor = expand_rows(scale_values(w.scale, w.global_scale), w.N)
+    by_table = is_table_decoded(spec) and w.zero_point is None
     # What is decoded by way of fp32 is multiplied in it at small M: two passes over the weights less.
-    if dtype != torch.bfloat16 or (M <= _SMALL_M["fp32"] and not by_table):
+    if dtype != torch.bfloat16 or (M <= _FP32_ROWS and not by_table):
         x = x.float()
-    if factor.shape[1] == 1 and zero_point is None:
-        y = _by_blocks(x, N, lambda n: level_block(qdata, spec, K, x.dtype, n))
+    if factor.shape[1] == 1 and w.zero_point is None:
+        y = _by_blocks(x, w.N, lambda n: level_block(w.qdata, spec, K, x.dtype, n))
         return _finish(y, factor, bias, dtype)
-    if by_table and group_size >= 32:
+    if by_table and w.group_size >= 32:
         factor = factor.to(x.dtype)  # torch multiplies in bf16 by scalar code in groups of 16
-    y = _by_blocks(x, N, lambda n: weight_block(qdata, factor, zero_point, spec, group_size, K, x.dtype, n))
-    return _finish(y, None, bias, dtype)
+    return _finish(_by_blocks(x, w.N, lambda n: weight_block(w, factor, x.dtype, n)), None, bias, dtype)
 
 
 def _by_blocks(x: Tensor, N: int, make: Callable[[int], Block]) -> Tensor:
@@ -424,22 +395,14 @@ def _finish(y: Tensor, factor: Tensor | None, bias: Tensor | None, dtype: torch.
     return scaled(y, None, None if factor is None else factor.reshape(-1).float(), bias, dtype)
 
 
-def scaled(
-    y: Tensor, row_factor: Tensor | None, factor: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """(y [M, N] * row_factor [M, 1] * factor [N] + bias [N]) in fp32 -> dtype; y may be overwritten."""
-    M, step = y.shape[0], max(_BLOCK // max(y.shape[1], 1), 1)
-    if M > step:  # temporaries of a block stay in the cache
-        out = y if y.dtype == dtype else y.new_empty(y.shape, dtype=dtype)
-        for start in range(0, M, step):
-            rows = slice(start, start + step)
-            out[rows] = scaled(y[rows], None if row_factor is None else row_factor[rows], factor, bias, dtype)
-        return out
-    total = y.float()
-    if row_factor is not None:
-        total.mul_(row_factor)
-    if factor is not None:
-        total.mul_(factor)
-    if bias is not None:
-        total.add_(bias)
-    return total.to(dtype)
+NATIVE_PATH = CpuPath("native kernels (C++)", sys.maxsize, supports_native, _native)
+PATHS = (
+    NATIVE_PATH,
+    CpuPath("bf16 (fp32) copy of a tiny weight", sys.maxsize, _supports_dense, _dense),
+    CpuPath("int8pack", 4, _supports_int8pack, _int8pack),
+    CpuPath("int8 GEMM, x in two bytes (oneDNN)", 256, _supports_two_bytes, _int8_split),
+    CpuPath("int8 GEMM, x in three bytes (oneDNN)", sys.maxsize, _supports_three_bytes, _int8_split),
+    CpuPath("int4pack", 40, _supports_int4pack, _int4pack),
+    CpuPath("int4pack of two terms", 16, _supports_terms, _int4pack),
+    CpuPath("dequantize blocks", sys.maxsize, lambda problem: None, _blocks),
+)

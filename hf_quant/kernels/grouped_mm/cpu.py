@@ -7,25 +7,13 @@ by the paths of one product.
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels.codes import CODES
-from hf_quant.kernels.cpu.paths import NATIVE_PATH, PATHS
-from hf_quant.kernels.cpu.product import as_rows, product
+from hf_quant.kernels.cpu.product import NATIVE_PATH, PATHS, product
+from hf_quant.kernels.cpu.rows import as_rows
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.grouped_mm import op
-from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm.cpu import INT8_PATH, dynamic_product
+from hf_quant.kernels.weight import weight_of
 from hf_quant.kernels.weight_only.cpu import product_backward
-from hf_quant.kernels.weight_only.op import check_weight
-
-
-def _experts(offsets: Tensor) -> list[tuple[int, slice]]:
-    """(expert, its rows) for each expert that has rows."""
-    ends = offsets.tolist()
-    return [(e, slice(start, end)) for e, (start, end) in enumerate(zip([0, *ends], ends)) if end > start]
-
-
-def _expert(tensor: Tensor | None, e: int) -> Tensor | None:
-    return None if tensor is None else tensor[e]
 
 
 @implements(op.grouped_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
@@ -43,25 +31,20 @@ def grouped_mm_cpu(
     group_size: int,
 ) -> Tensor:
     """See `grouped_mm_reference`. M in the paths is the number of rows of one expert."""
-    op.check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
+    w = op.check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
     x = as_rows(x)
     if bias is not None and bias.requires_grad:
         bias = bias.detach()
-    spec = CODES[format]
-    integer = activation == "int8" and native.takes_int8(spec)
-    group = x.shape[1] if scale.shape[-1] == 1 else group_size
-    refusal = native.refusal(spec, x.dtype, x.shape[1], group, int8=integer)
-    in_one_call = refusal is None and (activation is None or integer) and native.tensors_fit(scale, zero_point, spec)
-    if in_one_call and x.shape[0] > 0:
-        weight = (qdata, scale, zero_point, global_scale)
-        return native.product(x, *weight, bias, spec, group, integer=integer, ends=offsets.contiguous())
+    integer = activation == "int8" and native.takes_int8(w.spec)
+    if x.shape[0] > 0 and (activation is None or integer) and native.serves(w, x.dtype, int8=integer):
+        return native.product(x, w, bias, integer=integer, ends=offsets.contiguous())
     y = x.new_zeros(x.shape[0], qdata.shape[1])
-    for e, rows in _experts(offsets):
-        weight = (qdata[e], scale[e], _expert(zero_point, e), _expert(global_scale, e), _expert(bias, e))
+    for e, rows in op.rows_of_experts(offsets):
+        expert, expert_bias = w.expert(e), None if bias is None else bias[e]
         if activation is None:
-            y[rows] = product(x[rows], *weight, spec, group_size)
+            y[rows] = product(x[rows], expert, expert_bias)
         else:
-            y[rows] = dynamic_product(x[rows], *weight, activation, row_max(activation), format, group_size)
+            y[rows] = dynamic_product(x[rows], expert, expert_bias, activation)
     return y
 
 
@@ -79,10 +62,9 @@ def grouped_mm_backward_cpu(
     K: int,
 ) -> Tensor:
     """See `grouped_mm_backward_reference`."""
-    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
+    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
     grad = as_rows(grad)
     grad_x = grad.new_zeros(grad.shape[0], K)
-    for e, rows in _experts(offsets):
-        weight = (qdata[e], scale[e], _expert(zero_point, e), _expert(global_scale, e))
-        grad_x[rows] = product_backward(grad[rows], *weight, format, group_size, K)
+    for e, rows in op.rows_of_experts(offsets):
+        grad_x[rows] = product_backward(grad[rows], w.expert(e))
     return grad_x

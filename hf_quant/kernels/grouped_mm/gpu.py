@@ -36,9 +36,10 @@ from hf_quant.kernels.gpu.decode import (
 )
 from hf_quant.kernels.gpu.launch import Target, cached_plan, config_table, launch, target_of, tl, triton, unavailable
 from hf_quant.kernels.gpu.tile import tile_product
-from hf_quant.kernels.grouped_mm.op import check, grouped_mm
+from hf_quant.kernels.grouped_mm.op import check, grouped_mm, rows_of_experts
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
+from hf_quant.kernels.weight import Weight
 from hf_quant.kernels.weight_only.gpu import choose_row, supports_fused, tiling
 from hf_quant.kernels.weight_only.op import weight_only_mm
 
@@ -265,67 +266,52 @@ def grouped_plan(
 
 def _fused(
     x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
+    w: Weight,
     bias: Tensor | None,
     offsets: Tensor,
-    *,
     activation: str | None,
-    format: str,
     plan: GroupedPlan,
     target: Target,
 ) -> Tensor:
     """`grouped_mm` in one launch, two with quantized activations; weights contiguous."""
     M, K = x.shape
-    N = qdata.shape[1]
     dtype, row_scale = x.dtype, None
     x = x if x.stride(1) == 1 else x.contiguous()
     if activation is not None:
         x, row_scale = quantize_rowwise(x, format=activation)
         if activation != "int8" and not target.has_fp8_dot:
             x = x.to(dtype)  # these GPUs cannot read float8_e4m3fn
-    y = torch.empty(M, N, dtype=dtype, device=x.device)
-    stride = row_elements(qdata, plan.codes)
+    y = torch.empty(M, w.N, dtype=dtype, device=x.device)
+    stride = row_elements(w.qdata, plan.codes)
     launch(
         _grouped_mm_kernel,
         (plan.tiles_m * plan.tiles_n,),
         x,
-        bits_of(qdata),
-        bits_of(scale),
-        zero_point,
-        global_scale,
-        bias,
+        bits_of(w.qdata),
+        bits_of(w.scale),
+        w.zero_point,
+        w.global_scale,
+        None if bias is None else bias.contiguous(),
         row_scale,
         offsets.contiguous(),
-        levels_tensor(format, dtype, x.device),
+        levels_tensor(w.format, dtype, x.device),
         y,
         M,
-        N,
+        w.N,
         K,
         plan.tiles_m,
         x.stride(0),
         stride,
-        stride * N,
-        scale.stride(1),
-        scale.stride(0),
-        HAS_ZERO=zero_point is not None,
-        HAS_GLOBAL=global_scale is not None,
+        stride * w.N,
+        w.scale.stride(1),
+        w.scale.stride(0),
+        HAS_ZERO=w.zero_point is not None,
+        HAS_GLOBAL=w.global_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_ROW_SCALE=row_scale is not None,
         **plan.options,
     )
     return y
-
-
-def each_expert(offsets: Tensor, *weight: Tensor | None):
-    """(slice of rows, weight tensors) of each expert that has rows; reads the offsets on the host."""
-    start = 0
-    for e, end in enumerate(offsets.tolist()):
-        if end > start:
-            yield slice(start, end), tuple(None if t is None else t[e] for t in weight)
-        start = end
 
 
 @implements(grouped_mm, "XPU", FUSED + LOOP)
@@ -344,22 +330,20 @@ def grouped_mm_gpu(
     group_size: int,
 ) -> Tensor:
     """See `grouped_mm_reference`; weights are rounded to x's dtype if their scale enters before the product."""
-    check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
-    weight = (qdata, scale, zero_point, global_scale, bias)
+    w = check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
     if unavailable(x.device) is None:
-        target = target_of(x.device)
-        weight = tuple(None if t is None else t.contiguous() for t in weight)
-        codes = weight[0]
+        target, w = target_of(x.device), w.contiguous()
         plan = grouped_plan(
-            *(x.shape[0], tuple(codes.shape), x.shape[1], x.dtype, format, group_size),
-            *(row_alignment(codes), tuple(scale.shape), scale.dtype, target),
+            *(x.shape[0], tuple(w.qdata.shape), w.K, x.dtype, w.format, w.group_size),
+            *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, target),
         )
         if plan is not None:
-            return _fused(x, *weight, offsets, activation=activation, format=format, plan=plan, target=target)
-    y = x.new_zeros(x.shape[0], qdata.shape[1])
-    for rows, parts in each_expert(offsets, *weight):
+            return _fused(x, w, bias, offsets, activation, plan, target)
+    y, options = x.new_zeros(x.shape[0], w.N), {"format": format, "group_size": group_size}
+    for e, rows in rows_of_experts(offsets):
+        parts = (*w.expert(e).packed, None if bias is None else bias[e])
         if activation is None:
-            y[rows] = weight_only_mm(x[rows], *parts, format=format, group_size=group_size)
+            y[rows] = weight_only_mm(x[rows], *parts, **options)
         else:
-            y[rows] = dynamic_mm(x[rows], *parts, activation=activation, format=format, group_size=group_size)
+            y[rows] = dynamic_mm(x[rows], *parts, activation=activation, **options)
     return y

@@ -9,7 +9,6 @@ Not measured.
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.gpu.decode import (
     _load_planes,
@@ -28,9 +27,10 @@ from hf_quant.kernels.gpu.decode import (
     undecodable,
 )
 from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable
-from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP, each_expert, rows_of_tile
-from hf_quant.kernels.grouped_mm.op import grouped_mm_backward
-from hf_quant.kernels.weight_only.op import check_weight, weight_only_mm_backward
+from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP, rows_of_tile
+from hf_quant.kernels.grouped_mm.op import grouped_mm_backward, rows_of_experts
+from hf_quant.kernels.weight import Weight, weight_of
+from hf_quant.kernels.weight_only.op import weight_only_mm_backward
 
 
 _BLOCK_N, _BLOCK_K = 64, 128
@@ -128,24 +128,12 @@ def _grouped_mm_backward_kernel(
     tl.store(out, total.to(grad_x.dtype.element_ty), mask=mask)
 
 
-def _fused_backward(
-    grad: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    offsets: Tensor,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-    target: Target,
-) -> Tensor:
+def _fused_backward(grad: Tensor, w: Weight, offsets: Tensor, target: Target) -> Tensor:
     """`grouped_mm_backward` in one launch; weights contiguous."""
-    (M, _), (E, N, _) = grad.shape, qdata.shape
-    dtype = grad.dtype
+    qdata, scale, zero_point, global_scale = w.packed
+    (M, _), (E, N, _), K, dtype = grad.shape, qdata.shape, w.K, grad.dtype
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    codes = codes_per_element(CODES[format], K, row_alignment(qdata))
+    codes = codes_per_element(w.spec, K, row_alignment(qdata))
     mean = triton.cdiv(M, min(E, M))
     block_m = 64 if mean <= 64 else 128  # the left side of wgmma has 64 rows
     tiles_m = M // block_m + min(E, M) + 1
@@ -160,7 +148,7 @@ def _fused_backward(
         zero_point,
         global_scale,
         offsets.contiguous(),
-        levels_tensor(format, dtype, grad.device),
+        levels_tensor(w.format, dtype, grad.device),
         grad_x,
         M,
         N,
@@ -171,20 +159,20 @@ def _fused_backward(
         stride * N,
         scale.stride(1),
         scale.stride(0),
-        group_size,
+        w.group_size,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
         EXPERTS=E,
         EXPERTS_PADDED=triton.next_power_of_2(E),
         EVEN=K % _BLOCK_K == 0 and N % _BLOCK_N == 0,
-        GROUP=group_in_block(group_size, K, _BLOCK_K),
+        GROUP=group_in_block(w.group_size, K, _BLOCK_K),
         SCALE=scale_kind(scale.dtype),
         SCALE_ROWS=scale_rows(tuple(scale.shape), N),
         HAS_ZERO=zero_point is not None,
         HAS_GLOBAL=global_scale is not None,
         DOT=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16,
-        **decode_options(format, dtype, codes, use_ptx=target.is_nvidia),
+        **decode_options(w.format, dtype, codes, use_ptx=target.is_nvidia),
         num_warps=8 if block_m == 128 else 4,
         num_stages=2 if target.shared_memory < 2**17 else 3,
     )
@@ -206,13 +194,12 @@ def grouped_mm_backward_gpu(
     K: int,
 ) -> Tensor:
     """See `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
-    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
-    if unavailable(grad.device) is None and grad.numel() * K > 0 and undecodable(CODES[format]) is None:
+    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
+    if unavailable(grad.device) is None and grad.numel() * K > 0 and undecodable(w.spec) is None:
         target = target_of(grad.device)
         if grad.dtype == torch.float16 or (grad.dtype == torch.bfloat16 and target.has_bf16_dot):
-            weight = tuple(None if t is None else t.contiguous() for t in (qdata, scale, zero_point, global_scale))
-            return _fused_backward(grad, *weight, offsets, format=format, group_size=group_size, K=K, target=target)
-    grad_x = grad.new_zeros(grad.shape[0], K)
-    for rows, weight in each_expert(offsets, qdata, scale, zero_point, global_scale):
-        grad_x[rows] = weight_only_mm_backward(grad[rows], *weight, format=format, group_size=group_size, K=K)
+            return _fused_backward(grad, w.contiguous(), offsets, target)
+    grad_x, options = grad.new_zeros(grad.shape[0], K), {"format": format, "group_size": group_size, "K": K}
+    for e, rows in rows_of_experts(offsets):
+        grad_x[rows] = weight_only_mm_backward(grad[rows], *w.expert(e).packed, **options)
     return grad_x

@@ -6,7 +6,8 @@ from torch import Tensor
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
-from hf_quant.kernels.weight_only.op import check_weight, weight_only_mm_backward_reference, weight_only_mm_reference
+from hf_quant.kernels.weight import Weight, weight_of
+from hf_quant.kernels.weight_only.op import weight_only_mm_backward_reference, weight_only_mm_reference
 
 
 def check(
@@ -20,15 +21,18 @@ def check(
     activation: str | None,
     format: str,
     group_size: int,
-) -> None:
-    """Raise ValueError unless x is [M, K], qdata [E, N, words], bias None or [E, N], offsets [E] int32."""
+) -> Weight:
+    """The experts.
+
+    Raises ValueError unless x is [M, K], qdata [E, N, words], bias None or [E, N], offsets [E] int32.
+    """
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [M, K] in fp16, bf16 or fp32")
     if qdata.dim() != 3 or scale.dim() != 3:
         raise ValueError(f"qdata is {qdata.dim()}-D and scale {scale.dim()}-D; both must be 3-D")
     if activation is not None:
         row_max(activation)
-    check_weight(qdata, scale, zero_point, global_scale, format, group_size, x.shape[1])
+    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, x.shape[1])
     if offsets.shape != qdata.shape[:1] or offsets.dtype != torch.int32:
         raise ValueError(
             f"offsets is {tuple(offsets.shape)} {offsets.dtype}; needs [{qdata.shape[0]}] torch.int32, "
@@ -36,6 +40,13 @@ def check(
         )
     if bias is not None and bias.shape != qdata.shape[:2]:
         raise ValueError(f"bias is {tuple(bias.shape)}; needs {tuple(qdata.shape[:2])}")
+    return w
+
+
+def rows_of_experts(offsets: Tensor) -> list[tuple[int, slice]]:
+    """(expert, its rows) for each expert that has rows; `offsets` [E] is the end of each expert's rows."""
+    ends = offsets.tolist()
+    return [(e, slice(start, end)) for e, (start, end) in enumerate(zip([0, *ends], ends)) if end > start]
 
 
 def grouped_mm_reference(
@@ -56,25 +67,15 @@ def grouped_mm_reference(
     `activation` quantizes each row of x first (None: not). Rows at or past offsets[-1] give zeros.
     Not differentiable: see `modules`.
     """
-    check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
+    w = check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
     y = x.new_zeros(x.shape[0], qdata.shape[1])
-    start = 0
-    for e, end in enumerate(offsets.tolist()):
-        if end > start:
-            weight = (
-                qdata[e],
-                scale[e],
-                None if zero_point is None else zero_point[e],
-                None if global_scale is None else global_scale[e],
-                None if bias is None else bias[e],
-            )
-            if activation is None:
-                y[start:end] = weight_only_mm_reference(x[start:end], *weight, format=format, group_size=group_size)
-            else:
-                y[start:end] = dynamic_mm_reference(
-                    x[start:end], *weight, activation=activation, format=format, group_size=group_size
-                )
-        start = end
+    options = {"format": format, "group_size": group_size}
+    for e, rows in rows_of_experts(offsets):
+        weight = (*w.expert(e).packed, None if bias is None else bias[e])
+        if activation is None:
+            y[rows] = weight_only_mm_reference(x[rows], *weight, **options)
+        else:
+            y[rows] = dynamic_mm_reference(x[rows], *weight, activation=activation, **options)
     return y
 
 
@@ -99,27 +100,16 @@ def grouped_mm_backward_reference(
     K: int,
 ) -> Tensor:
     """Gradient of `grouped_mm` with respect to x: grad [M, N] -> [M, K] in grad's dtype."""
-    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
+    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
     grad_x = grad.new_zeros(grad.shape[0], K)
-    start = 0
-    for e, end in enumerate(offsets.tolist()):
-        if end > start:
-            grad_x[start:end] = weight_only_mm_backward_reference(
-                grad[start:end],
-                qdata[e],
-                scale[e],
-                None if zero_point is None else zero_point[e],
-                None if global_scale is None else global_scale[e],
-                format=format,
-                group_size=group_size,
-                K=K,
-            )
-        start = end
+    options = {"format": format, "group_size": group_size, "K": K}
+    for e, rows in rows_of_experts(offsets):
+        grad_x[rows] = weight_only_mm_backward_reference(grad[rows], *w.expert(e).packed, **options)
     return grad_x
 
 
 def _grouped_mm_backward_fake(grad, qdata, scale, zero_point, global_scale, offsets, *, format, group_size, K):
-    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
+    weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
     return grad.new_empty((grad.shape[0], K))
 
 

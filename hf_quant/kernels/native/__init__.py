@@ -26,9 +26,10 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.codes import BLOCK_SIZE, CODES, CodeSpec
 from hf_quant.kernels.cpu.prepack import clear_prepacked, fact
 from hf_quant.kernels.dispatch import is_plain
+from hf_quant.kernels.weight import Weight
 
 
 _INTERFACE = 6  # of the arguments below; an extension built from other sources must not be called
@@ -171,11 +172,16 @@ def knows(format: str) -> bool:
     return is_kind and spec.planes in _LAYOUTS
 
 
-def tensors_fit(scale: Tensor, zero_point: Tensor | None, spec: CodeSpec) -> bool:
-    """Whether the scales have a dtype that is known here, and every zero point is a code (found once for a tensor)."""
-    if scale.dtype not in _DTYPES:
+def serves(w: Weight, dtype: torch.dtype, *, int8: bool = False) -> bool:
+    """True if products with x of `dtype` (`int8`: with its rows in int8) are computed here for this very weight.
+
+    `refusal` names no reason against it, the scales have a dtype that is known here, and every zero point is a code,
+    which is found once for a tensor.
+    """
+    if refusal(w.spec, dtype, w.K, w.group_size, int8=int8) is not None or w.scale.dtype not in _DTYPES:
         return False
-    return zero_point is None or fact(_FIT[spec.bits], zero_point, _all_codes, spec.bits, zero_point)
+    bits = w.spec.bits
+    return w.zero_point is None or fact(_FIT[bits], w.zero_point, _all_codes, bits, w.zero_point)
 
 
 def _all_codes(bits: int, zero_point: Tensor) -> bool:
@@ -204,31 +210,24 @@ def _layout(spec: CodeSpec) -> int:
     return _BYTES_INT if spec.dtype == torch.int8 else _BYTES_FLOAT
 
 
-def weight_arguments(
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-) -> tuple[int, ...]:
+def _weight_arguments(w: Weight) -> tuple[int, ...]:
     """What the extension is told of a weight [N, K], or of experts [E, N, K]: addresses among it, all contiguous."""
+    qdata, scale, zero_point, global_scale = w.packed
     N, rows, groups = qdata.shape[-2], scale.shape[-2], scale.shape[-1]
-    experts = qdata.shape[0] if qdata.dim() == 3 else 1
     return (
-        _layout(spec),
-        _levels(spec.name, zero_point is not None).data_ptr(),
-        group_size,
+        _layout(w.spec),
+        _levels(w.format, zero_point is not None).data_ptr(),
+        w.group_size,
         groups,
         qdata.data_ptr(),
         qdata.shape[-1] * qdata.element_size(),
         scale.data_ptr(),
         _DTYPES[scale.dtype],
         0 if rows == 1 else groups,
-        1 if rows in (1, N) else 128,
+        1 if rows in (1, N) else BLOCK_SIZE,
         0 if zero_point is None else zero_point.data_ptr(),
         0 if global_scale is None else global_scale.data_ptr(),
-        experts,
+        qdata.shape[0] if qdata.dim() == 3 else 1,
         N * qdata.shape[-1] * qdata.element_size(),
         rows * groups,
         N,
@@ -246,11 +245,11 @@ def multiply(
     ends: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(x [M, K] @ w.T) * row_scale [M, 1] + bias [N] or [E, N] -> [M, N]; `weight` as `weight_arguments` gives it.
+    """(x [M, K] @ w.T) * row_scale [M, 1] + bias [N] or [E, N] -> [M, N]; `weight` as `_weight_arguments` gives it.
 
     `integer`: in integer sums; x is int8 codes with their row_scale, or its rows are quantized on the way. `ends` [E]
     int32: the end of each expert's rows; rows past the last end give zeros. `out_dtype`: any, None for that of x; what
-    the extension does not know is rounded from fp32. The caller has checked everything, and asked `refusal`.
+    the extension does not know is rounded from fp32. The caller has checked everything, and asked `serves`.
     """
     M, K = x.shape
     wanted = x.dtype if out_dtype is None else out_dtype
@@ -280,37 +279,24 @@ def multiply(
     return y if dtype == wanted else y.to(wanted)
 
 
-def product(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-    **how,
-) -> Tensor:
+def product(x: Tensor, w: Weight, bias: Tensor | None, **how) -> Tensor:
     """`multiply` for the tensors of a weight of any strides; x [M, K] contiguous."""
-    parts = [part if part is None else part.contiguous() for part in (qdata, scale, zero_point, global_scale)]
-    return multiply(x, qdata.shape[-2], weight_arguments(*parts, spec, group_size), bias, **how)
+    w = w.contiguous()
+    return multiply(x, w.N, _weight_arguments(w), bias, **how)
 
 
-def dequantize(
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-    K: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The weight [N, K], or experts [E, N, K], in `dtype`: the bits of the reference. Ask `refusal` first."""
-    parts = [part if part is None else part.contiguous() for part in (qdata, scale, zero_point, global_scale)]
-    y = torch.empty(*qdata.shape[:-1], K, dtype=dtype, device="cpu")
-    arguments = weight_arguments(*parts, spec, group_size)
-    _module.dequantize(qdata.shape[-2], K, y.data_ptr(), _DTYPES[dtype], torch.get_num_threads(), *arguments)
+def prepared(w: Weight, *, integer: bool = False) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """`multiply` as a function of (x [M, K] contiguous, qdata, bias) for a contiguous weight, as long as its memory
+    lives: the function does not hold it."""
+    N, weight = w.N, _weight_arguments(w)
+    return lambda x, qdata, bias: multiply(x, N, weight, bias, integer=integer)
+
+
+def dequantize(w: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K], or experts [E, N, K], in `dtype`: the bits of the reference. Ask `serves` first."""
+    w = w.contiguous()
+    y = torch.empty(*w.qdata.shape[:-1], w.K, dtype=dtype, device="cpu")
+    _module.dequantize(w.N, w.K, y.data_ptr(), _DTYPES[dtype], torch.get_num_threads(), *_weight_arguments(w))
     return y
 
 
@@ -382,24 +368,6 @@ def _levels_and_midpoints(name: str) -> Tensor:
     with torch.inference_mode(False):
         levels = torch.tensor(CODES[name].levels, dtype=torch.float64, device="cpu")
         return torch.cat([levels, (levels[1:] + levels[:-1]) / 2]).float()
-
-
-def prepared(
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """A function of (x [M, K] contiguous, qdata, bias) for this weight, as long as its memory lives.
-
-    None if the tensors are not contiguous.
-    """
-    if not all(part is None or part.is_contiguous() for part in (qdata, scale, zero_point, global_scale)):
-        return None
-    N, weight = qdata.shape[0], weight_arguments(qdata, scale, zero_point, global_scale, spec, group_size)
-    return lambda x, qdata, bias: multiply(x, N, weight, bias)
 
 
 _start()

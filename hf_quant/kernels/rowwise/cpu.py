@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import native
+from hf_quant.kernels.cpu.rows import row_amax
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.rowwise import op
 from hf_quant.kernels.rowwise.op import ROW_FORMATS, row_max, row_scale
@@ -42,15 +43,6 @@ def quantize_rowwise_cpu(x: Tensor, seed: Tensor | None = None, *, format: str) 
 def row_scales(x: Tensor, limit: float) -> Tensor:
     """x [M, K] -> scales [M, 1] in fp32, see `row_scale`."""
     return row_scale(row_amax(x), limit)
-
-
-def row_amax(x: Tensor) -> Tensor:
-    """Largest magnitude of each row of x [M, K] -> [M, 1] in fp32; NaN if the row has one."""
-    magnitudes = x.abs()
-    if x.dtype == torch.bfloat16:
-        # As integers they have the same order, NaN last, and a maximum takes a ninth of the time.
-        return magnitudes.view(torch.int16).amax(1, keepdim=True).view(x.dtype).float()
-    return magnitudes.amax(1, keepdim=True).float()
 
 
 def row_codes(x: Tensor, scale: Tensor, limit: float, format: str, *, rounded: bool = True) -> Tensor:

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels.codes import CODES, CodeSpec
+from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.cpu.decode import level_block
 from hf_quant.kernels.cpu.layouts import pack_qlinear
-from hf_quant.kernels.cpu.paths import NATIVE_PATH, PATHS
 from hf_quant.kernels.cpu.prepack import prepacked
-from hf_quant.kernels.cpu.product import DENSE, as_rows, no_qlinear, product, qlinear, row_vector, scaled
+from hf_quant.kernels.cpu.product import DENSE, NATIVE_PATH, PATHS, make_ready, no_qlinear, product, qlinear
+from hf_quant.kernels.cpu.rows import as_rows, row_vector, scaled
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm import op
+from hf_quant.kernels.weight import Weight
 from hf_quant.kernels.weight_only.op import check as check_weight_only
 
 
@@ -56,72 +57,43 @@ def dynamic_mm_cpu(
     group_size: int,
 ) -> Tensor:
     """See `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales if x is bf16."""
-    limit = row_max(activation)
-    check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    weight = (qdata, scale, zero_point, global_scale)
-    y = dynamic_product(as_rows(x), *weight, bias, activation, limit, format, group_size)
+    row_max(activation)  # raises for what is no activation
+    w = check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    y = dynamic_product(as_rows(x), w, None if bias is None else bias.detach(), activation)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
-def dynamic_product(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    limit: float,
-    format: str,
-    group_size: int,
-) -> Tensor:
+def dynamic_product(x: Tensor, w: Weight, bias: Tensor | None, activation: str) -> Tensor:
     """`dynamic_mm` for x [M, K] contiguous, after the checks."""
-    M, K = x.shape
-    if M == 0:
-        return x.new_empty(0, qdata.shape[0])
-    bias = None if bias is None else bias.detach()
-    spec = CODES[format]
-    if scale.shape[1] == 1:
-        group_size = K
-    integer = activation == "int8" and native.takes_int8(spec)
-    refusal = native.refusal(spec, x.dtype, K, group_size, int8=integer)
-    is_native = refusal is None and native.tensors_fit(scale, zero_point, spec)
+    if x.shape[0] == 0:
+        return x.new_empty(0, w.N)
+    integer = activation == "int8" and native.takes_int8(w.spec)
+    is_native = native.serves(w, x.dtype, int8=integer)
     if is_native and integer:
-        return native.product(x, qdata, scale, zero_point, global_scale, bias, spec, group_size, integer=True)
+        if w.contiguous() is w:
+            make_ready(w, x.dtype, activation, native.prepared(w, integer=True))
+        return native.product(x, w, bias, integer=True)
+    limit = row_max(activation)
     row_scale = row_scales(x, limit)
-    int8 = not is_native and _is_int8_product(activation, format, scale, qdata)
+    int8 = not is_native and _is_int8_product(activation, w)
     dtype = torch.int8 if int8 else torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     codes = _codes(x, row_scale, limit, activation, dtype)
-    return _product_of_codes(
-        codes, row_scale, qdata, scale, zero_point, global_scale, bias, spec, group_size, x.dtype, is_native
-    )
+    return _product_of_codes(codes, row_scale, w, bias, x.dtype, is_native)
 
 
-def _is_int8_product(activation: str, format: str, scale: Tensor, qdata: Tensor) -> bool:
-    return activation == format == "int8" and scale.shape[1] == 1 and qdata.numel() > DENSE
+def _is_int8_product(activation: str, w: Weight) -> bool:
+    return activation == w.format == "int8" and w.is_row_scaled and w.qdata.numel() > DENSE
 
 
 def _product_of_codes(
-    codes: Tensor,
-    row_scale: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    spec: CodeSpec,
-    group_size: int,
-    dtype: torch.dtype,
-    is_native: bool,
+    codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, dtype: torch.dtype, is_native: bool
 ) -> Tensor:
     """codes [M, K]: int8 for oneDNN's product of int8, else numbers in bf16 or fp32."""
-    weight = (qdata, scale, zero_point, global_scale)
     if is_native:
-        return native.product(codes, *weight, bias, spec, group_size, row_scale=row_scale, out_dtype=dtype)
+        return native.product(codes, w, bias, row_scale=row_scale, out_dtype=dtype)
     if codes.dtype == torch.int8:
-        return _int8(codes, qdata, row_scale, scale, bias, dtype)
-    y = product(codes, *weight, None, spec, group_size)
-    return scaled(y, row_scale, None, bias, dtype)
+        return _int8(codes, w.qdata, row_scale, w.scale, bias, dtype)
+    return scaled(product(codes, w, None), row_scale, None, bias, dtype)
 
 
 @implements(op.quantized_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
@@ -139,34 +111,22 @@ def quantized_mm_cpu(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """See `quantized_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
-    weight, K = (qdata, scale, zero_point, global_scale), codes.shape[-1]
-    op.check_quantized(codes, row_scale, *weight, bias, format, group_size)
+    w = op.check_quantized(codes, row_scale, qdata, scale, zero_point, global_scale, bias, format, group_size)
     rows, row_scale = as_rows(codes), row_scale.reshape(-1, 1)
     bias = None if bias is None else bias.detach()
-    if scale.shape[1] == 1:
-        group_size = K
-    spec, shape = CODES[format], (*codes.shape[:-1], qdata.shape[0])
-    if rows.shape[0] == 0 or K == 0:
-        return op.quantized_mm_reference(
-            codes,
-            row_scale.view(*shape[:-1], 1),
-            *weight,
-            bias,
-            format=format,
-            group_size=group_size,
-            out_dtype=out_dtype,
-        )
-    integer = codes.dtype == torch.int8 and native.takes_int8(spec)
-    is_native = native.refusal(spec, out_dtype, K, group_size, int8=integer) is None
-    is_native = is_native and native.tensors_fit(scale, zero_point, spec)
+    shape = (*codes.shape[:-1], w.N)
+    if rows.shape[0] == 0 or w.K == 0:
+        row_scale = row_scale.view(*shape[:-1], 1)
+        options = {"format": format, "group_size": group_size, "out_dtype": out_dtype}
+        return op.quantized_mm_reference(codes, row_scale, *w.packed, bias, **options)
+    integer = codes.dtype == torch.int8 and native.takes_int8(w.spec)
+    is_native = native.serves(w, out_dtype, int8=integer)
     if is_native and integer:
-        how = {"integer": True, "row_scale": row_scale, "out_dtype": out_dtype}
-        return native.product(rows, *weight, bias, spec, group_size, **how).view(shape)
-    activation = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
-    if is_native or not _is_int8_product(activation, format, scale, qdata):
+        return native.product(rows, w, bias, integer=True, row_scale=row_scale, out_dtype=out_dtype).view(shape)
+    if is_native or not _is_int8_product("int8" if codes.dtype == torch.int8 else "fp8_e4m3", w):
         dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         rows = rows.to(dtype) if codes.dtype == torch.int8 else _float8_values(rows, dtype)
-    return _product_of_codes(rows, row_scale, *weight, bias, spec, group_size, out_dtype, is_native).view(shape)
+    return _product_of_codes(rows, row_scale, w, bias, out_dtype, is_native).view(shape)
 
 
 def _codes(x: Tensor, row_scale: Tensor, limit: float, activation: str, dtype: torch.dtype) -> Tensor:
@@ -212,18 +172,10 @@ def int8_scaled_mm_cpu(
     op.check(a, b, a_scale, b_scale, bias, torch.int8)
     if a.shape[0] == 0 or a.shape[1] < 2:
         return op.int8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
-    spec = CODES["int8"]
-    if out_dtype != torch.float64 and native.refusal(spec, torch.float32, a.shape[1], a.shape[1], int8=True) is None:
-        return native.product(
-            a.contiguous(),
-            *(b, b_scale, None, None),
-            bias,
-            spec,
-            a.shape[1],
-            integer=True,
-            row_scale=a_scale.contiguous(),
-            out_dtype=out_dtype,
-        )
+    w = Weight(b, b_scale, None, None, "int8", a.shape[1], a.shape[1])
+    if out_dtype != torch.float64 and native.serves(w, torch.float32, int8=True):
+        how = {"integer": True, "row_scale": a_scale.contiguous(), "out_dtype": out_dtype}
+        return native.product(a.contiguous(), w, bias, **how)
     return _int8(a.contiguous(), b, a_scale, b_scale, bias, out_dtype)
 
 
@@ -236,6 +188,6 @@ def fp8_scaled_mm_cpu(
     M, K = a.shape
     if M == 0 or K == 0:
         return op.fp8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
-    spec = CODES["fp8_e4m3"]
     codes = _float8_values(a.contiguous(), torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32)
-    return scaled(product(codes, b, b_scale, None, None, None, spec, K), a_scale, None, bias, out_dtype)
+    y = product(codes, Weight(b, b_scale, None, None, "fp8_e4m3", K, K), None)
+    return scaled(y, a_scale, None, bias, out_dtype)

@@ -38,6 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_quant.kernels.codes import BLOCK_SIZE
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
 from hf_quant.kernels.gpu.decode import scale_rows
 from hf_quant.kernels.gpu.launch import (
@@ -55,8 +56,9 @@ from hf_quant.kernels.gpu.launch import (
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled_mm_split_kernel, _scaled_mm_tiles_kernel
-from hf_quant.kernels.weight_only.gpu import DENSE, FUSED, as_rows, fused_mm
-from hf_quant.kernels.weight_only.op import check, dequantize
+from hf_quant.kernels.weight import Weight
+from hf_quant.kernels.weight_only.gpu import DENSE, FUSED, as_rows, dequantized, fused_mm
+from hf_quant.kernels.weight_only.op import check
 
 
 # Decode and crossover. (largest M, BLOCK_M, BLOCK_N, BLOCK_K, blocks per multiprocessor, num_warps, num_stages)
@@ -264,7 +266,7 @@ def _dense_product(
     # A sum of codes can pass fp16's 65504, hence fp32 for fp16.
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     if b_scale.shape[0] not in (1, b.shape[0]):
-        b_scale = b_scale.repeat_interleave(128, 0)[: b.shape[0]]
+        b_scale = b_scale.repeat_interleave(BLOCK_SIZE, 0)[: b.shape[0]]
     y = (a.to(dtype) @ b.to(dtype).t()).float() * a_scale * b_scale.float().t()
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
@@ -305,21 +307,25 @@ def quantized_mm_gpu(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """See `quantized_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
-    weight, N, K = (qdata, scale, zero_point, global_scale), qdata.shape[0], codes.shape[-1]
-    op.check_quantized(codes, row_scale, *weight, bias, format, group_size)
-    options = {"format": format, "group_size": group_size}
+    w = op.check_quantized(codes, row_scale, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    return _product_of_codes(codes, row_scale, w, bias, out_dtype)
+
+
+def _product_of_codes(
+    codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
     activation = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
-    problem = Problem(format, group_size, N, K, out_dtype, zero_point is None, activation)
-    has_units = _has_units(format != "int8", target_of(codes.device))
-    if _why_not_codes(problem) is None and global_scale is None and has_units:
-        y = scaled_product(as_rows(codes), qdata, row_scale.view(-1, 1), scale, bias, out_dtype)
-        return y.view(*codes.shape[:-1], N)
-    y = fused_mm(codes, *weight, bias, row_scale, **options, dtype=out_dtype)
+    problem = Problem(w.format, w.group_size, w.N, w.K, out_dtype, w.zero_point is None, activation)
+    has_units = _has_units(w.format != "int8", target_of(codes.device))
+    if _why_not_codes(problem) is None and w.global_scale is None and has_units:
+        y = scaled_product(as_rows(codes), w.qdata, row_scale.view(-1, 1), w.scale, bias, out_dtype)
+        return y.view(*codes.shape[:-1], w.N)
+    y = fused_mm(codes, w, bias, row_scale, dtype=out_dtype)
     if y is not None:
         return y
     # int8 and fp8 codes are exact in bf16. A sum of 127 * w can pass fp16's 65504, hence fp32 there.
     dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
-    y = (codes.to(dtype) @ dequantize(*weight, **options, K=K, dtype=dtype).t()).float() * row_scale
+    y = (codes.to(dtype) @ dequantized(w, dtype).t()).float() * row_scale
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
@@ -341,7 +347,5 @@ def dynamic_mm_gpu(
     group_size: int,
 ) -> Tensor:
     """See `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
-    check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    codes, row_scale = _quantize(x, format=activation)
-    weight = (qdata, scale, zero_point, global_scale)
-    return quantized_mm_gpu(codes, row_scale, *weight, bias, format=format, group_size=group_size, out_dtype=x.dtype)
+    w = check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    return _product_of_codes(*_quantize(x, format=activation), w, bias, x.dtype)

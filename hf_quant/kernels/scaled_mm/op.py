@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import ROW_FORMATS, quantize_rowwise_reference, row_max
+from hf_quant.kernels.weight import Weight
 from hf_quant.kernels.weight_only.op import check as check_weight_only
-from hf_quant.kernels.weight_only.op import check_operands, dequantize_reference
+from hf_quant.kernels.weight_only.op import check_operands, dequantized
 
 
 def check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -80,15 +81,18 @@ def check_quantized(
     bias: Tensor | None,
     format: str,
     group_size: int,
-) -> None:
-    """Raise ValueError unless codes are [..., K] int8 or float8_e4m3fn, row_scale [..., 1] fp32, the weight fits."""
+) -> Weight:
+    """The weight [N, K].
+
+    Raises ValueError unless codes are [..., K] int8 or float8_e4m3fn, row_scale [..., 1] fp32, and the weight fits.
+    """
     if codes.dtype not in ROW_FORMATS.values() or codes.dim() == 0:
         raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}; needs [..., K] in int8 or float8_e4m3fn")
     if row_scale.dtype != torch.float32 or row_scale.shape != (*codes.shape[:-1], 1):
         raise ValueError(
             f"row_scale is {tuple(row_scale.shape)} {row_scale.dtype}; needs {(*codes.shape[:-1], 1)} in fp32"
         )
-    check_operands(codes, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    return check_operands(codes, qdata, scale, zero_point, global_scale, bias, format, group_size)
 
 
 def quantized_mm_reference(
@@ -109,12 +113,14 @@ def quantized_mm_reference(
     codes [..., K] int8 or float8_e4m3fn, row_scale [..., 1] fp32, w [N, K] of any format -> [..., N] in out_dtype;
     accumulated in fp32. For several weights that meet the same codes.
     """
-    weight = (qdata, scale, zero_point, global_scale)
-    check_quantized(codes, row_scale, *weight, bias, format, group_size)
-    values = dequantize_reference(
-        *weight, format=format, group_size=group_size, K=codes.shape[-1], dtype=torch.float32
-    )
-    y = (codes.float() @ values.t()) * row_scale
+    w = check_quantized(codes, row_scale, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    return _product_of_codes(codes, row_scale, w, bias, out_dtype)
+
+
+def _product_of_codes(
+    codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    y = (codes.float() @ dequantized(w, torch.float32).t()) * row_scale
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
@@ -144,12 +150,8 @@ def dynamic_mm_reference(
 
     x [..., K], w [N, K] -> (codes(x) @ dequant(w).T) * row_scale(x) + bias, in x's dtype; accumulated in fp32.
     """
-    check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    codes, row_scale = quantize_rowwise_reference(x, format=activation)
-    weight = (qdata, scale, zero_point, global_scale)
-    return quantized_mm_reference(
-        codes, row_scale, *weight, bias, format=format, group_size=group_size, out_dtype=x.dtype
-    )
+    w = check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    return _product_of_codes(*quantize_rowwise_reference(x, format=activation), w, bias, x.dtype)
 
 
 def _dynamic_mm_fake(x, qdata, scale, zero_point, global_scale, bias, *, activation, format, group_size):

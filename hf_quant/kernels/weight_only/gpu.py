@@ -59,7 +59,8 @@ from hf_quant.kernels.gpu.launch import (
     unavailable,
 )
 from hf_quant.kernels.gpu.tile import tile_product
-from hf_quant.kernels.weight_only.op import check, check_weight, dequantize, weight_only_mm, weight_only_mm_backward
+from hf_quant.kernels.weight import Weight, weight_of
+from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, weight_only_mm_backward
 
 
 # Several rows of one largest M: from large tiles to such as fill the multiprocessors when N is small.
@@ -347,22 +348,12 @@ def fused_plan(
 
 
 def fused_product(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    *,
-    format: str,
-    dtype: torch.dtype,
-    plan: FusedPlan,
+    x: Tensor, w: Weight, bias: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype, plan: FusedPlan
 ) -> Tensor:
     """x [M, K] (rows contiguous; codes of a quantized x with its row_scale [M, 1]) -> [M, N] in `dtype`."""
     bias, row_scale = (None if t is None else t.contiguous() for t in (bias, row_scale))
     M, K = x.shape
-    N, device = qdata.shape[0], x.device
+    N, device = w.N, x.device
     y = torch.empty(M, N, dtype=dtype, device=device)
     partials = counters = None
     if plan.split > 1:
@@ -373,13 +364,13 @@ def fused_product(
         _weight_only_mm_kernel,
         (plan.tiles, plan.split),
         x,
-        bits_of(qdata),
-        bits_of(scale),
-        zero_point,
-        global_scale,
+        bits_of(w.qdata),
+        bits_of(w.scale),
+        w.zero_point,
+        w.global_scale,
         bias,
         row_scale,
-        levels_tensor(format, dtype, device),
+        levels_tensor(w.format, dtype, device),
         y,
         partials,
         counters,
@@ -387,11 +378,11 @@ def fused_product(
         N,
         K,
         x.stride(0),
-        row_elements(qdata, plan.codes),
-        scale.stride(0),
+        row_elements(w.qdata, plan.codes),
+        w.scale.stride(0),
         plan.steps,
-        HAS_ZERO=zero_point is not None,
-        HAS_GLOBAL=global_scale is not None,
+        HAS_ZERO=w.zero_point is not None,
+        HAS_GLOBAL=w.global_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_ROW_SCALE=row_scale is not None,
         **plan.options,
@@ -405,27 +396,18 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def with_plain_rows(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The parts of a weight [N, ..] with rows that are contiguous, zero points with the strides of the scales."""
+def with_plain_rows(w: Weight) -> Weight:
+    """A weight [N, K] with rows that are contiguous, and zero points with the strides of the scales."""
+    qdata, scale, zero_point, _ = w.packed
     if qdata.stride(1) != 1:
         qdata = qdata.contiguous()
     if scale.stride(1) != 1 or (zero_point is not None and zero_point.stride() != scale.stride()):
         scale, zero_point = scale.contiguous(), None if zero_point is None else zero_point.contiguous()
-    return qdata, scale, zero_point
+    return w._replace(qdata=qdata, scale=scale, zero_point=zero_point)
 
 
 def fused_mm(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    row_scale: Tensor | None = None,
-    *,
-    format: str,
-    group_size: int,
-    dtype: torch.dtype,
+    x: Tensor, w: Weight, bias: Tensor | None, row_scale: Tensor | None = None, *, dtype: torch.dtype
 ) -> Tensor | None:
     """x [..., K] @ dequant(w).T [* row_scale] + bias in `dtype`, None where the fused kernel does not serve.
 
@@ -434,17 +416,16 @@ def fused_mm(
     if unavailable(x.device) is not None:
         return None
     rows, target = as_rows(x), target_of(x.device)
-    qdata, scale, zero_point = with_plain_rows(qdata, scale, zero_point)
+    w = with_plain_rows(w)
     plan = fused_plan(
-        *(rows.shape[0], qdata.shape[0], rows.shape[1], dtype, format, group_size),
-        *(row_alignment(qdata), tuple(scale.shape), scale.dtype, target),
+        *(rows.shape[0], w.N, w.K, dtype, w.format, w.group_size),
+        *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, target),
     )
     if plan is None:
         return None
     if rows.dtype == torch.float8_e4m3fn and not target.has_fp8_dot:
         rows = rows.to(dtype)  # these GPUs cannot read it
-    weight = (qdata, scale, zero_point, global_scale)
-    y = fused_product(rows, *weight, bias, row_scale, format=format, dtype=dtype, plan=plan)
+    y = fused_product(rows, w, bias, row_scale, dtype, plan)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -462,13 +443,16 @@ def weight_only_mm_gpu(
     group_size: int,
 ) -> Tensor:
     """See `weight_only_mm_reference`; weights are rounded to x's dtype if their scale enters before the product."""
-    check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    weight, K = (qdata, scale, zero_point, global_scale), x.shape[-1]
-    y = fused_mm(x, *weight, bias, format=format, group_size=group_size, dtype=x.dtype)
+    w = check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    y = fused_mm(x, w, bias, dtype=x.dtype)
     if y is not None:
         return y
-    weight = dequantize(*weight, format=format, group_size=group_size, K=K, dtype=x.dtype)
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    return F.linear(x, dequantized(w, x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def dequantized(w: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, by the op: in a graph of torch.compile it stays one."""
+    return dequantize(*w.packed, format=w.format, group_size=w.group_size, K=w.K, dtype=dtype)
 
 
 @implements(weight_only_mm_backward, "XPU", DENSE)
@@ -485,8 +469,4 @@ def weight_only_mm_backward_gpu(
     K: int,
 ) -> Tensor:
     """See `weight_only_mm_backward_reference`; the weight is rounded to grad's dtype before the product."""
-    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
-    weight = dequantize(
-        qdata, scale, zero_point, global_scale, format=format, group_size=group_size, K=K, dtype=grad.dtype
-    )
-    return grad @ weight
+    return grad @ dequantized(weight_of(qdata, scale, zero_point, global_scale, format, group_size, K), grad.dtype)

@@ -10,7 +10,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import Path, implements
 from hf_quant.kernels.gpu.decode import (
     _load_planes,
@@ -29,7 +28,8 @@ from hf_quant.kernels.gpu.decode import (
     undecodable,
 )
 from hf_quant.kernels.gpu.launch import HAS_TRITON, launch, target_of, tl, triton, unavailable
-from hf_quant.kernels.weight_only.op import check_weight, dequantize, dequantize_reference
+from hf_quant.kernels.weight import weight_of
+from hf_quant.kernels.weight_only.op import dequantize, dequantized
 
 
 _BLOCK_ROWS, _BLOCK_COLUMNS, _NUM_WARPS = 2, 2048, 4  # 32 weights a thread: 16 bytes of int4, four 16-byte stores
@@ -125,14 +125,12 @@ def dequantize_gpu(
     dtype: torch.dtype,
 ) -> Tensor:
     """See `dequantize_reference`: the same bits."""
-    check_weight(qdata, scale, zero_point, global_scale, format, group_size, K)
+    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
     *lead, N, width = qdata.shape
-    is_served = unavailable(qdata.device) is None and undecodable(CODES[format]) is None
+    is_served = unavailable(qdata.device) is None and undecodable(w.spec) is None
     if not is_served or prod(lead) * N * K == 0 or dtype == torch.float64:
-        return dequantize_reference(
-            qdata, scale, zero_point, global_scale, format=format, group_size=group_size, K=K, dtype=dtype
-        )
-    spec, rows = CODES[format], prod(lead) * N
+        return dequantized(w, dtype)
+    spec, rows = w.spec, prod(lead) * N
     qdata = qdata.reshape(-1, width)
     qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
     scale = scale.contiguous()
@@ -155,8 +153,8 @@ def dequantize_gpu(
         row_elements(qdata, codes),
         scale.shape[-1],
         scale.shape[-2] * scale.shape[-1],
-        group_size,
-        GROUP=group_in_block(group_size, K, _BLOCK_COLUMNS),
+        w.group_size,
+        GROUP=group_in_block(w.group_size, K, _BLOCK_COLUMNS),
         BLOCK_R=_BLOCK_ROWS,
         BLOCK_C=_BLOCK_COLUMNS,
         SCALE=scale_kind(scale.dtype),

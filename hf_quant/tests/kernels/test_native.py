@@ -16,6 +16,7 @@ from hf_quant.algorithms import PackedWeight, empty_packed, geometry
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dynamic_mm, grouped_mm, int8_scaled_mm, native, weight_only_mm
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
+from hf_quant.kernels.weight import Weight
 from hf_quant.kernels.weight_only.op import dequantize_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import decode_slowly, swap_neighbours
@@ -404,8 +405,8 @@ def test_tensors_that_torch_computes(instructions, calls):
         assert excess(y, codes * row_scale.double(), weight, None, nf4=False) <= 2
     assert len(calls) == 1  # none of these
     small = packed._replace(zero_point=packed.zero_point.clamp(max=9))
-    assert native.tensors_fit(*small[1:3], FORMATS["int4"].spec)
-    assert not native.tensors_fit(*small[1:3], FORMATS["int2"].spec)  # the same tensor as another format's
+    assert native.serves(Weight(*small, "int4", 64, 128), torch.bfloat16)
+    assert not native.serves(Weight(*small, "int2", 64, 128), torch.bfloat16)  # the same tensor as another format's
 
 
 def test_a_default_device_is_not_ours(instructions):

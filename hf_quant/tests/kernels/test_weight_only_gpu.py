@@ -6,6 +6,7 @@ import torch
 from hf_quant.algorithms import geometry, quantize_matrix
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
+from hf_quant.kernels.weight import weight_of
 from hf_quant.kernels.weight_only.gpu import fused_mm, weight_only_mm_gpu
 from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import (
@@ -87,7 +88,7 @@ def test_quantized_activations(quant, activation, target):
     codes, row_scale = quantize_rowwise_reference(_x(3, 288, torch.bfloat16), format=activation)
     bias = torch.randn(72).bfloat16()
     with pretend(TARGETS[target]):
-        y = fused_mm(codes, *packed, bias, row_scale, **kwargs, dtype=torch.bfloat16)
+        y = fused_mm(codes, weight_of(*packed, **kwargs, K=288), bias, row_scale, dtype=torch.bfloat16)
     assert_product(y, codes.double() @ weight.t() * row_scale.double() + bias.double(), weight)
     assert rejects(y, codes.double() @ weight.t() * row_scale.double().roll(1, 0) + bias.double(), weight)
 
@@ -163,11 +164,12 @@ def test_strides_of_bias_and_row_scale(K):
     packed, kwargs = packed_case(INT8, 40, K)
     codes, row_scale = quantize_rowwise_reference(_x(3, K, torch.bfloat16), format="int8")
     bias = torch.randn(40).bfloat16()
-    expected = fused_mm(codes, *packed, bias, row_scale, **kwargs, dtype=torch.bfloat16)
+    w = weight_of(*packed, **kwargs, K=K)
+    expected = fused_mm(codes, w, bias, row_scale, dtype=torch.bfloat16)
     strided = torch.stack([bias, -bias], 1)[:, 0], torch.cat([row_scale, -row_scale], 1)[:, :1]
     assert strided[0].stride() == (2,) and strided[1].stride() == (2, 1)
-    assert torch.equal(fused_mm(codes, *packed, *strided, **kwargs, dtype=torch.bfloat16), expected)
-    assert not torch.equal(fused_mm(codes, *packed, -bias, row_scale, **kwargs, dtype=torch.bfloat16), expected)
+    assert torch.equal(fused_mm(codes, w, *strided, dtype=torch.bfloat16), expected)
+    assert not torch.equal(fused_mm(codes, w, -bias, row_scale, dtype=torch.bfloat16), expected)
 
 
 def test_codes_at_odd_addresses_are_read_one_by_one():

@@ -1,0 +1,129 @@
+"""`Weight`: the packed tensors of one quantized weight together with its format, group size and width."""
+
+from typing import NamedTuple
+
+from torch import Size, Tensor, float32, uint8
+
+from hf_quant.kernels.codes import BLOCK_SIZE, CODES, CodeSpec, packed_words
+
+
+class PackedWeight(NamedTuple):
+    """A quantized weight [..., N, K] in its canonical bytes (see `codes`); scales in their true dtype.
+
+    qdata [..., N, K] or [..., N, words] int32; scale [..., N | 1 | ceil(N/128), groups], whose sign may be negative;
+    zero_point uint8 of the scale's shape or None; global_scale fp32 [...] (at least [1]) or None.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+
+
+class Weight(NamedTuple):
+    """A weight [N, K], or experts [E, N, K], as products take it: the tensors of `PackedWeight`, and their geometry.
+
+    Made by `weight_of`, which checks it; whoever gets a Weight checks nothing. With one scale for a whole row
+    `group_size` is K.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+    format: str
+    group_size: int
+    K: int
+
+    @property
+    def spec(self) -> CodeSpec:
+        return CODES[self.format]
+
+    @property
+    def N(self) -> int:
+        return self.qdata.shape[-2]
+
+    @property
+    def is_row_scaled(self) -> bool:
+        """True if a row, or the whole weight, has one scale."""
+        return self.scale.shape[-1] == 1
+
+    @property
+    def packed(self) -> PackedWeight:
+        return PackedWeight(*self[:4])
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are there, the codes first."""
+        return tuple(tensor for tensor in self[:4] if tensor is not None)
+
+    def expert(self, e: int) -> "Weight":
+        """The weight [N, K] of one expert."""
+        return self._replace(
+            qdata=self.qdata[e],
+            scale=self.scale[e],
+            zero_point=None if self.zero_point is None else self.zero_point[e],
+            global_scale=None if self.global_scale is None else self.global_scale[e],
+        )
+
+    def contiguous(self) -> "Weight":
+        """The same weight with contiguous tensors; itself if they are."""
+        if all(tensor.is_contiguous() for tensor in self.tensors):
+            return self
+        return Weight(*(part if part is None else part.contiguous() for part in self[:4]), *self[4:])
+
+
+def weight_of(
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    format: str,
+    group_size: int,
+    K: int,
+) -> Weight:
+    """The tensors of a weight [..., N, K] as one `Weight`.
+
+    qdata [..., N, K] or, packed, [..., N, words] int32; scale floating [..., N | 1 | ceil(N/128), ceil(K/group_size)];
+    zero_point uint8 of the scale's shape, integer formats only; global_scale fp32, one element per leading index.
+
+    Raises:
+        ValueError: the tensors are no weight of this format, group size and width.
+    """
+    spec = CODES.get(format)
+    if spec is None:
+        raise ValueError(f"format is {format!r}; known: {', '.join(CODES)}")
+    shape, scale_shape, groups = qdata.shape, scale.shape, -(-K // max(group_size, 1))
+    width = packed_words(K, spec.bits) if spec.planes else K
+    if qdata.dtype != spec.dtype or shape[-1] != width:
+        raise ValueError(
+            f"qdata is {tuple(shape)} {qdata.dtype}; {format} with K={K} needs [..., {width}] {spec.dtype}"
+        )
+    if group_size < 1 or scale_shape[-1] != groups or not scale.is_floating_point():
+        raise ValueError(
+            f"scale is {tuple(scale_shape)} {scale.dtype}; K={K} in groups of {group_size} needs a floating-point "
+            f"[..., {groups}]"
+        )
+    if scale_shape[-2] not in (shape[-2], 1, -(-shape[-2] // BLOCK_SIZE)):
+        raise ValueError(f"scale has {scale_shape[-2]} rows; qdata has {shape[-2]}")
+    if scale_shape[:-2] != shape[:-2]:
+        raise ValueError(f"scale is {tuple(scale_shape)}; qdata is {tuple(shape)}, their leading sizes must be equal")
+    if zero_point is not None:
+        _check_zero_point(zero_point, scale_shape, spec)
+    if global_scale is not None:
+        weights = shape[:-2].numel()
+        if global_scale.dtype != float32 or global_scale.numel() != weights:
+            raise ValueError(
+                f"global_scale is {tuple(global_scale.shape)} {global_scale.dtype}; qdata is {tuple(shape)}, which "
+                f"needs {weights} of torch.float32"
+            )
+    return Weight(qdata, scale, zero_point, global_scale, format, K if groups == 1 else group_size, K)
+
+
+def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> None:
+    if zero_point.shape != scale_shape or zero_point.dtype != uint8:
+        raise ValueError(
+            f"zero_point is {tuple(zero_point.shape)} {zero_point.dtype}; needs {tuple(scale_shape)} torch.uint8"
+        )
+    if not (spec.is_packed and spec.is_integer):
+        raise ValueError(f"{spec.name} has no zero point")
