@@ -12,8 +12,8 @@ compiled (results are kept in build/aot), and must
 - run `tl.dot` on the target's best matrix units: HGMMA, IGMMA, QGMMA on sm90, HMMA, IMMA on sm80, mfma on gfx942, ...
 - move at least half of the bytes of its main loop in accesses of 16 bytes a lane, or by the copy engine.
 
-Exceptions are in EXCEPTIONS, each with its reason. The table is modelled, not measured: the largest of bytes over
-bandwidth, instructions over issue rate and operations over matrix rate, by data sheets (gpulab/model.py).
+Exceptions, each with its reason: gpulab/code_checks.py. The table is modelled, not measured: the largest of bytes
+over bandwidth, instructions over issue rate and operations over matrix rate, by data sheets (gpulab/model.py).
 """
 
 import argparse
@@ -22,274 +22,28 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
+from gpulab.all_cases import all_cases
 from gpulab.build import (
     CACHE,
     Built,
-    Recorded,
-    Unit,
-    VendorProduct,
     build,
     check_environment,
-    record,
     target_named,
-    tensors,
 )
-from gpulab.cases import Case, all_cases, gpu_ops, launcher
+from gpulab.cases import gpu_ops
+from gpulab.code_checks import check_built, is_excepted, wide_share
+from gpulab.collect import Use, case_label, collect, cover, uncovered, work_of
 from gpulab.machine_code import access_bits
-from gpulab.model import CHIPS, Work, modelled, occupancy
-from hf_quant.kernels.gpu.launch import TARGETS, Target
+from gpulab.model import CHIPS, modelled, occupancy
+from hf_quant.kernels.gpu.launch import TARGETS
 from hf_quant.planning import format_table
 
 
 CI_TARGETS = ("sm80", "sm90", "gfx942")
 ALL_TARGETS = tuple(name for name in TARGETS if name != "xpu")
-
-_HOPPER = {"f16": "HGMMA", "bf16": "HGMMA", "tf32": "HGMMA", "i8": "IGMMA", "f8": "QGMMA"}
-_AMPERE = {"f16": "HMMA", "bf16": "HMMA", "tf32": "HMMA", "i8": "IMMA"}
-_ADA = {**_AMPERE, "f8": "QMMA"}
-# Instruction by target and kind of operand; a kind that is missing has no matrix instruction and must not be used.
-MATRIX = {
-    "sm75": {"f16": "HMMA", "i8": "IMMA"},
-    "sm80": _AMPERE,
-    "sm86": _AMPERE,
-    "sm89": _ADA,
-    "sm90": _HOPPER,
-    "sm100": {"f16": "UTCHMMA", "bf16": "UTCHMMA", "tf32": "UTCHMMA", "i8": "UTCIMMA", "f8": "UTCQMMA"},
-    "sm120": _ADA,
-    "gfx942": dict.fromkeys(("f16", "bf16", "tf32", "i8", "f8"), "v_mfma"),
-}
-
-
-class Accepted(NamedTuple):
-    """A finding that is accepted; `kernel`, `target` and `case` are regular expressions, `case` of `case_label`."""
-
-    check: str
-    kernel: str
-    target: str
-    case: str
-    reason: str
-
-
-EXCEPTIONS = (
-    # Triton 3.6 makes no wgmma 8 wide. So few tokens are bound by bytes, and mma.sync takes fewer instructions (3.6:
-    # 180 a step of int4, 3.9 with wgmma: 204).
-    Accepted("matrix", ".*", "sm90", r".*\bBLOCK_M=8\b.*", "8 tokens: bound by bytes"),
-    Accepted("width", ".*", ".*", ".*(off-tile|odd) .*", "rows that do not start at multiples of 16 bytes"),
-    Accepted("width", ".*", ".*", "(int3|fp6).*", "two planes: a lane's codes of one are half, or less, of 16 bytes"),
-    Accepted("width", "_quantize_rowwise.*", ".*", r".* rows \d+x(64|128|1000), .*", "short or odd rows"),
-    Accepted("width", "_quantize_rowwise.*", ".*", r".*, M=\d{1,3}, .*", "few rows: many lanes each, latency counts"),
-    Accepted("width", "_dequantize.*", ".*", "nf4.* fp32.*", "levels are looked up in the cache, 4 bytes each"),
-    Accepted("width", ".*", "gfx942", "nf4.*", "without NVIDIA's byte permute, levels are looked up in the cache"),
-    Accepted("width", "_int8_attention_stats.*", "gfx942", ".*", "one pass over k; attention makes many"),
-    # Tiles of 16 rows: the left operand of wgmma, and of tcgen05, has 64 and more.
-    Accepted("matrix", "_kv_decode.*", "sm90|sm100", ".*", "few queries: bound by bytes"),
-    Accepted("matrix", "_kv_prefill.*", "sm90|sm100", r".*\bBLOCK_M=(16|32)\b.*", "few queries: bound by bytes"),
-    Accepted("width", "_kv_prefill.*", ".*", ".*", "scales and masks: the loop is bound by products and softmax"),
-    Accepted("width", "_kv_decode.*", ".*", ".*(fp32|fp16|masked).*", "32 tokens a step: 8 bytes of codes a lane"),
-    Accepted("width", "_kv_decode.*", "gfx942", ".*", "scales and offsets, 4 bytes a token, go by registers"),
-    Accepted("width", "_kv_.*", ".*", "int2.*", "a tile of codes is less than 16 bytes for each thread"),
-    Accepted("width", "_kv_append.*", ".*", ".*", "words and scales of a token lie apart; 3 bytes a value in all"),
-    Accepted("width", "_kv_merge.*", ".*", ".*", "a row of fp32 for each split: 4 bytes a lane, all in flight"),
-)
-
-
-class Finding(NamedTuple):
-    """What is wrong: which check failed, and the numbers."""
-
-    check: str
-    text: str
-
-
-def dot_kind(left: str, right: str) -> str:
-    """Kind of the operands of a dot in MATRIX, by the names of Triton's IR; fp8 of any layout is "f8"."""
-    kinds = {"f8" if name.startswith("f8") else name for name in (left, right)}
-    return kinds.pop() if len(kinds) == 1 else "/".join(sorted(kinds))
-
-
-def check_built(built: Built, target: Target) -> list[Finding]:
-    """Everything that is wrong with compiled code; an empty list passes."""
-    if built.error is not None:
-        return [Finding("compiles", built.error)]
-    findings = []
-    if built.shared > target.shared_memory:
-        text = f"{built.shared} bytes of shared memory, a block on {target.name} has {target.shared_memory}"
-        findings.append(Finding("shared", text))
-    summary, resources = built.summary, built.resources
-    if resources.local_memory or resources.spills or summary.local_accesses:
-        text = (
-            f"{resources.local_memory} bytes of local memory a thread, {resources.spills} spilled registers, "
-            f"{summary.local_accesses} local loads and stores; none are allowed"
-        )
-        findings.append(Finding("local", text))
-    findings += _check_matrix(built, target)
-    share = wide_share(summary.mix)
-    if share is not None and share < 0.5:
-        text = f"{share:.0%} of the bytes of the main loop move in accesses of 16 bytes a lane; at least 50% must"
-        findings.append(Finding("width", text))
-    return findings
-
-
-def _check_matrix(built: Built, target: Target) -> list[Finding]:
-    wanted = set()
-    for left, right in built.dots:
-        kind = dot_kind(left, right)
-        if kind == "f32":  # tl.dot(..., input_precision="ieee") runs on fp32 units by intention
-            continue
-        instruction = MATRIX[target.name].get(kind)
-        if instruction is None:
-            return [Finding("matrix", f"tl.dot of {left} and {right}: {target.name} has no such matrix instruction")]
-        wanted.add(instruction)
-    found = built.summary.matrix
-    missing = [name for name in wanted if not any(base.startswith(name) for base in found)]
-    if missing:
-        text = f"tl.dot of {built.dots} gave {dict(found) or 'no matrix instruction'}, not {', '.join(missing)}"
-        return [Finding("matrix", text)]
-    other = [base for base in found if not any(base.startswith(name) for name in wanted)]
-    if other:
-        return [Finding("matrix", f"{', '.join(other)} beside {', '.join(wanted)}: a dot runs on slower units")]
-    return []
-
-
-def wide_share(mix: dict[str, int]) -> float | None:
-    """Share of the bytes of the main loop in accesses of at least 16 bytes a lane; None if it has no access."""
-    total = wide = 0
-    for name, count in mix.items():
-        bits = access_bits(name)
-        total += bits * count
-        wide += bits * count if bits >= 128 else 0
-    return wide / total if total else None
-
-
-def is_excepted(finding: Finding, kernel: str, target: str, case: str) -> bool:
-    """Whether EXCEPTIONS accepts a finding."""
-    return any(
-        e.check == finding.check
-        and re.fullmatch(e.kernel, kernel)
-        and re.fullmatch(e.target, target)
-        and re.fullmatch(e.case, case)
-        for e in EXCEPTIONS
-    )
-
-
-class Use(NamedTuple):
-    """A unit and the launches that it serves."""
-
-    unit: Unit
-    launches: list[tuple[Case, Recorded]]
-
-
-def case_label(use: Use) -> str:
-    """The name of a unit's first case and its constexprs: "int8, llama o 4096x4096, M=1, bf16; BLOCK_M=8 ..."."""
-    values = " ".join(f"{name}={value}" for name, value in use.unit.values.items() if name != "PTX")
-    return f"{use.launches[0][0].name}; {values}"
-
-
-class Collected(NamedTuple):
-    """`uses` by key; for each (target, case) `calls`, its launches, and `products`, what it leaves to torch.
-
-    `failures`: calls that failed, by (op, why).
-    """
-
-    uses: dict[str, Use]
-    calls: dict[tuple[str, Case], list[Recorded]]
-    products: dict[tuple[str, Case], list[VendorProduct]]
-    failures: dict[tuple[str, str], list[str]]
-
-
-def collect(cases: Iterable[Case], targets: Sequence[Target]) -> Collected:
-    """Call the launcher of each case for each target."""
-    found, binders = Collected({}, {}, {}, {}), {}
-    inputs = [(case, *case.make("meta")) for case in cases if case.op in gpu_ops()]
-    for target in targets:
-        for case, arguments, options in inputs:
-            if target.name == "sm75" and case.dtype != torch.float16:
-                continue
-            call = partial(launcher(case.op), *arguments, **options)
-            try:
-                launches, products = record(call, target, binders)
-            except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError) as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                found.failures.setdefault((case.op, reason), []).append(f"{case.name}, {target.name}")
-                continue
-            found.calls[target.name, case], found.products[target.name, case] = launches, products
-            for launched in launches:
-                use = found.uses.setdefault(launched.unit.key, Use(launched.unit, []))
-                use.launches.append((case, launched))
-    return found
-
-
-def cover(uses: Iterable[Use]) -> list[Use]:
-    """A few uses that have every value of every constexpr, pointer type and option of each kernel on each target."""
-    kept = []
-    groups: dict[tuple[str, str], list[Use]] = {}
-    for use in uses:
-        groups.setdefault((use.unit.name, use.unit.target.name), []).append(use)
-    for group in groups.values():
-        features = {use.unit.key: _features(use.unit) for use in group}
-        missing = set().union(*features.values())
-        while missing:
-            best = max(group, key=lambda use: len(features[use.unit.key] & missing))  # noqa: B023
-            kept.append(best)
-            missing -= features[best.unit.key]
-    return kept
-
-
-def _features(unit: Unit) -> set[tuple[str, str]]:
-    signature = {(name, kind) for name, kind in unit.signature.items() if kind.startswith("*")}
-    options = {(name, str(unit.options[name])) for name in ("num_warps", "num_stages")}
-    return signature | options | {(name, str(value)) for name, value in unit.values.items()}
-
-
-def uncovered(uses: Iterable[Use]) -> list[str]:
-    """Kernels (`_..._kernel`) of the package that no case launches."""
-    from triton.runtime.jit import JITFunction
-
-    for op in gpu_ops():
-        launcher(op)
-    launched = {use.unit.kernel for use in uses}
-    names = []
-    for module in [m for name, m in sys.modules.items() if name.startswith("hf_quant.kernels.")]:
-        for name, value in vars(module).items():
-            if isinstance(value, JITFunction) and name.endswith("_kernel") and value not in launched:
-                if value.fn.__module__ == module.__name__:
-                    names.append(f"{module.__name__}.{name}")
-    return names
-
-
-def work_of(case: Case, launched: Recorded, built: Built) -> Work:
-    """What a launch has to do, from its tensors and its tiles."""
-    unique = {id(tensor): tensor for tensor in tensors(launched.arguments)}
-    num_bytes = sum(t.nbytes * (case.touched if t.dim() == 3 else 1) for t in unique.values())
-    kinds = {dot_kind(*pair) for pair in built.dots}
-    kind = "fp8" if "f8" in kinds else "int8" if "i8" in kinds else "16bit" if kinds else None
-    blocks, steps, num_ops = 1, None, float(case.num_ops)
-    for size in launched.grid:
-        blocks *= int(size)
-    values = {**launched.arguments, **launched.unit.values}
-    if all(isinstance(values.get(name), int) for name in ("M", "N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K")):
-        values["K"] *= values.get("ALIGN", 1)  # kernels of 8-bit operands count K in such units
-        M, N, K = (-(-values[name] // values[f"BLOCK_{name}"]) for name in "MNK")
-        if case.op.startswith("grouped_mm"):  # every expert's rows fill tiles of their own
-            experts = max(round(case.touched * values.get("E", _experts(launched))), 1)
-            M = experts * -(-max(case.M // experts, 1) // values["BLOCK_M"])
-        steps = M * N * K
-        num_ops = 2.0 * steps * values["BLOCK_M"] * values["BLOCK_N"] * values["BLOCK_K"]
-    elif launched.unit.name in ("_kv_decode_kernel", "_kv_prefill_kernel"):
-        # Every tile of rows meets the tokens of its head, those of a causal chunk half of their own.
-        steps = int(launched.grid[0]) * -(-(values["T"] - values["S"] // 2) // values["BLOCK_N"])
-        rows = values["BLOCK_M"] if "BLOCK_M" in values else values["G"] * values["R"] * values["PARTS"]
-        num_ops = 4.0 * steps * rows * values["BLOCK_N"] * values["D"]
-    return Work(int(num_bytes), num_ops if kind else 0.0, kind, blocks, steps)
-
-
-def _experts(launched: Recorded) -> int:
-    return max((t.shape[0] for t in tensors(launched.arguments) if t.dim() == 3), default=1)
 
 
 def rows_of_report(uses: Iterable[Use], built: dict[str, Built]) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ is the length of the prompt; memory is then measured as well: a generation's pea
 import argparse
 import copy
 import importlib.util
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from common.checkout import commit
 from hf_quant import QuantizerConfig, capture_generate, quantize_
 from hf_quant.evaluate import PeakMemory, bits_per_weight, generation_speed, machine
 from hf_quant.integrations.loading import trim_memory
@@ -219,14 +219,6 @@ def compile_(models: dict[str, nn.Module]) -> None:
     for model in models.values():
         model.generation_config.cache_implementation = "static"
         model.forward = torch.compile(model.forward, dynamic=False)
-
-
-def commit() -> str:
-    """The commit of the checkout, with a mark if files differ from it."""
-    root = Path(__file__).parents[1]
-    git = ["git", "-C", str(root)]
-    found = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
 def main() -> None:

@@ -158,8 +158,8 @@ def measured(todo: list[Job], timer: Timer, ceilings: Ceilings) -> list[Record]:
 
 def model_table(todo: list[Job], target_name: str, workers: int | None) -> str:
     """Modelled times from compiled code: nothing is measured."""
-    from aot_compile import collect, work_of
     from gpulab.build import build, target_named
+    from gpulab.collect import collect, work_of
     from gpulab.model import CHIPS, modelled
 
     target, chip = target_named(target_name), CHIPS[target_name]

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from common.schemes import parse_spec
 from diffusion.bench import (
     BASE,
     RIVALS,
@@ -48,7 +49,6 @@ from diffusion.bench import (
 from diffusion.models import MODELS
 from diffusion.run import NORMAL, TRAINED_LIKE, make_step, random_model
 from diffusion.spec import DiffusionModel, shrunk
-from eval_quality import parse_spec
 from gpulab.timing import environment, environment_line, gpu, installed
 from hf_quant.planning import format_table
 

@@ -32,9 +32,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from common.checkout import commit
+from common.schemes import parse_spec
 from diffusion.bench import SCHEMES, tensor_bytes
-from eval_quality import parse_spec
-from gpulab.timing import commit, gpu, installed
+from gpulab.timing import gpu, installed
 from hf_quant import QuantizerConfig
 from hf_quant.evaluate import machine
 from hf_quant.planning import format_table

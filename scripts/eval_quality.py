@@ -27,6 +27,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_quant
 from common import cache_quality
+from common.schemes import parse_spec
 from hf_quant.algorithms import default_algorithm
 from hf_quant.evaluate import bits_per_weight, machine, quality, read_ids
 from hf_quant.formats import FORMATS
@@ -36,21 +37,6 @@ from hf_quant.testing import sqnr
 
 
 TOLERANCE = 1.02  # times plain rounding's error: 8-bit formats differ from it by noise only
-
-
-def parse_spec(spec: str) -> dict[str, Any]:
-    """ "int4:group_size=64:algorithm=hqq" -> fields of QuantizerConfig; values are JSON, or else text."""
-    weights, *settings = spec.split(":")
-    fields: dict[str, Any] = {"weights": weights}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"{setting!r} in {spec!r}; needs FORMAT[:FIELD=VALUE]...")
-        try:
-            fields[key] = json.loads(value)
-        except json.JSONDecodeError:
-            fields[key] = value
-    return fields
 
 
 def plain_spec(model: nn.Module, spec: str) -> str | None:

@@ -102,9 +102,9 @@ def measured(timer: Timer, options: Options, writer: Writer, runs: Iterator[Call
 
 def warm_up(timer: Timer, options: Options, writer: Writer) -> None:
     """Compile what the other sections launch, by all cores."""
-    from aot_compile import collect
     from gpulab.build import OUT_OF_TIME, check_environment, warm
     from gpulab.cells import CELLS
+    from gpulab.collect import collect
     from hf_quant.kernels.gpu.launch import target_of
 
     cases = correctness_cases(quick=options.quick, tiny=options.dry_run)

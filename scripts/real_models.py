@@ -43,8 +43,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from bench_generate import commit
-from eval_quality import parse_spec
+from common.checkout import commit
+from common.schemes import parse_spec
 from hf_quant import QuantizerConfig, quantize_
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids
 

@@ -7,8 +7,8 @@
 Launches read the table at $HF_QUANT_TUNED, by default hf_quant/tuned.json in the user's cache directory, before the
 shipped ones; deleting it undoes everything. For each row of a table, one number after the other is halved and doubled
 (stages: one more, one less) while that gains. A config is tried only if it compiles for this GPU into what fits:
-shared memory, no spilled register, the intended instructions (aot_compile.py), and kept only if its results are those
-of the reference (gpulab/checks.py). Nothing is tuned at call time, ever.
+shared memory, no spilled register, the intended instructions (gpulab/code_checks.py), and kept only if its results are
+right (gpulab/checks.py). Nothing is tuned at call time, ever.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 
-from aot_compile import case_label, check_built, collect, is_excepted
 from gpulab.build import build
 from gpulab.cache_cases import Cached, cached_case
 from gpulab.cases import (
@@ -39,6 +38,8 @@ from gpulab.cases import (
     scaled_case,
 )
 from gpulab.checks import check_case
+from gpulab.code_checks import check_built, is_excepted
+from gpulab.collect import case_label, collect
 from gpulab.measures import op_calls
 from gpulab.timing import Calls, GraphTimer, Timer, environment_line, gpu, num_copies
 from hf_quant.kernels.gpu import launch

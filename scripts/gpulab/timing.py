@@ -11,15 +11,14 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from common.checkout import commit
 from hf_quant.kernels.gpu import launch
 
 
@@ -169,16 +168,6 @@ def installed(package: str) -> bool:
     """Whether a package, perhaps inside another, can be imported."""
     parts = package.split(".")
     return all(importlib.util.find_spec(".".join(parts[: i + 1])) is not None for i in range(len(parts)))
-
-
-def commit() -> str:
-    """The commit of the checkout, with a mark if files differ from it; "unknown" without git."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
-    try:
-        found = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    except FileNotFoundError:
-        return "unknown"
-    return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

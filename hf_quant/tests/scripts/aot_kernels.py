@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from aot_compile import Use as KernelUse
-from aot_compile import check_built, collect, cover
 from gpulab.build import build, check_environment, record
 from gpulab.cases import Attention, attention_case, memory_case
+from gpulab.code_checks import check_built
+from gpulab.collect import Use as KernelUse
+from gpulab.collect import collect, cover
 from hf_quant.kernels.gpu.launch import TARGETS, Target, launch, tl, triton
 
 

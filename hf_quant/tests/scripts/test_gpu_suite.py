@@ -13,18 +13,19 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-import aot_compile
 import bench_fusion
 import bench_kernels
 import gpu_suite
 import tune
-from aot_compile import Collected, Use
 from gpu_suite import SECTIONS, Options, read_section, report, run_section, wait_for
 from gpulab import build as kernel_build
 from gpulab import cells as suite_cells
 from gpulab import checks as gpu_checks
+from gpulab import collect as kernel_collect
 from gpulab import measures as kernel_measures
-from gpulab.cases import CANDIDATES, LLAMA, Linear, all_cases, candidate, gpu_ops, linear_case, memory_case
+from gpulab.all_cases import all_cases
+from gpulab.cases import CANDIDATES, LLAMA, Linear, candidate, gpu_ops, linear_case, memory_case
+from gpulab.collect import Collected, Use
 from gpulab.measures import measure, measure_linear
 from gpulab.rivals import RIVALS, rivals_of
 from gpulab.targets import TARGETS, Target, judge
@@ -142,7 +143,7 @@ def test_warming_up(monkeypatch, tmp_path):
     built = {key: kernel_build.Built(error) for key, error in errors.items()}
     collected = Collected({unit.key: Use(unit, []) for unit in units}, {}, {}, {})
     monkeypatch.setattr(kernel_build, "check_environment", lambda: None)
-    monkeypatch.setattr(aot_compile, "collect", lambda *_: collected)
+    monkeypatch.setattr(kernel_collect, "collect", lambda *_: collected)
     monkeypatch.setattr(kernel_build, "warm", lambda units, seconds: built)
     gpu_suite.warm_up(HostTimer(), Options(quick=True), gpu_suite.Writer(tmp_path / "a", time.monotonic() + 60))
     found = read_section(tmp_path / "a", "done")

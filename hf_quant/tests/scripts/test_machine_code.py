@@ -2,8 +2,8 @@
 
 import pytest
 
-from aot_compile import check_built, is_excepted, wide_share
 from gpulab.build import Built
+from gpulab.code_checks import check_built, is_excepted, wide_share
 from gpulab.machine_code import (
     Resources,
     Summary,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import tune
-from gpulab.cases import all_cases
+from gpulab.all_cases import all_cases
 from gpulab.timing import HostTimer
 from hf_quant.kernels.gpu.launch import TARGETS, config_table, pretend, record_launches, reload_tables
 from hf_quant.kernels.hadamard.op import PALEY_FIELDS

@@ -1,0 +1,129 @@
+"""Collect the kernels that cases launch on a target, without a GPU, and the work of each launch."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from gpulab.build import Built, Recorded, Unit, VendorProduct, record, tensors
+from gpulab.cases import Case, gpu_ops, launcher
+from gpulab.code_checks import dot_kind
+from gpulab.model import Work
+from hf_quant.kernels.gpu.launch import Target
+
+
+class Use(NamedTuple):
+    """A unit and the launches that it serves."""
+
+    unit: Unit
+    launches: list[tuple[Case, Recorded]]
+
+
+def case_label(use: Use) -> str:
+    """The name of a unit's first case and its constexprs: "int8, llama o 4096x4096, M=1, bf16; BLOCK_M=8 ..."."""
+    values = " ".join(f"{name}={value}" for name, value in use.unit.values.items() if name != "PTX")
+    return f"{use.launches[0][0].name}; {values}"
+
+
+class Collected(NamedTuple):
+    """`uses` by key; for each (target, case) `calls`, its launches, and `products`, what it leaves to torch.
+
+    `failures`: calls that failed, by (op, why).
+    """
+
+    uses: dict[str, Use]
+    calls: dict[tuple[str, Case], list[Recorded]]
+    products: dict[tuple[str, Case], list[VendorProduct]]
+    failures: dict[tuple[str, str], list[str]]
+
+
+def collect(cases: Iterable[Case], targets: Sequence[Target]) -> Collected:
+    """Call the launcher of each case for each target."""
+    found, binders = Collected({}, {}, {}, {}), {}
+    inputs = [(case, *case.make("meta")) for case in cases if case.op in gpu_ops()]
+    for target in targets:
+        for case, arguments, options in inputs:
+            if target.name == "sm75" and case.dtype != torch.float16:
+                continue
+            call = partial(launcher(case.op), *arguments, **options)
+            try:
+                launches, products = record(call, target, binders)
+            except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError) as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                found.failures.setdefault((case.op, reason), []).append(f"{case.name}, {target.name}")
+                continue
+            found.calls[target.name, case], found.products[target.name, case] = launches, products
+            for launched in launches:
+                use = found.uses.setdefault(launched.unit.key, Use(launched.unit, []))
+                use.launches.append((case, launched))
+    return found
+
+
+def cover(uses: Iterable[Use]) -> list[Use]:
+    """A few uses that have every value of every constexpr, pointer type and option of each kernel on each target."""
+    kept = []
+    groups: dict[tuple[str, str], list[Use]] = {}
+    for use in uses:
+        groups.setdefault((use.unit.name, use.unit.target.name), []).append(use)
+    for group in groups.values():
+        features = {use.unit.key: _features(use.unit) for use in group}
+        missing = set().union(*features.values())
+        while missing:
+            best = max(group, key=lambda use: len(features[use.unit.key] & missing))  # noqa: B023
+            kept.append(best)
+            missing -= features[best.unit.key]
+    return kept
+
+
+def _features(unit: Unit) -> set[tuple[str, str]]:
+    signature = {(name, kind) for name, kind in unit.signature.items() if kind.startswith("*")}
+    options = {(name, str(unit.options[name])) for name in ("num_warps", "num_stages")}
+    return signature | options | {(name, str(value)) for name, value in unit.values.items()}
+
+
+def uncovered(uses: Iterable[Use]) -> list[str]:
+    """Kernels (`_..._kernel`) of the package that no case launches."""
+    from triton.runtime.jit import JITFunction
+
+    for op in gpu_ops():
+        launcher(op)
+    launched = {use.unit.kernel for use in uses}
+    names = []
+    for module in [m for name, m in sys.modules.items() if name.startswith("hf_quant.kernels.")]:
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel") and value not in launched:
+                if value.fn.__module__ == module.__name__:
+                    names.append(f"{module.__name__}.{name}")
+    return names
+
+
+def work_of(case: Case, launched: Recorded, built: Built) -> Work:
+    """What a launch has to do, from its tensors and its tiles."""
+    unique = {id(tensor): tensor for tensor in tensors(launched.arguments)}
+    num_bytes = sum(t.nbytes * (case.touched if t.dim() == 3 else 1) for t in unique.values())
+    kinds = {dot_kind(*pair) for pair in built.dots}
+    kind = "fp8" if "f8" in kinds else "int8" if "i8" in kinds else "16bit" if kinds else None
+    blocks, steps, num_ops = 1, None, float(case.num_ops)
+    for size in launched.grid:
+        blocks *= int(size)
+    values = {**launched.arguments, **launched.unit.values}
+    if all(isinstance(values.get(name), int) for name in ("M", "N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K")):
+        values["K"] *= values.get("ALIGN", 1)  # kernels of 8-bit operands count K in such units
+        M, N, K = (-(-values[name] // values[f"BLOCK_{name}"]) for name in "MNK")
+        if case.op.startswith("grouped_mm"):  # every expert's rows fill tiles of their own
+            experts = max(round(case.touched * values.get("E", _experts(launched))), 1)
+            M = experts * -(-max(case.M // experts, 1) // values["BLOCK_M"])
+        steps = M * N * K
+        num_ops = 2.0 * steps * values["BLOCK_M"] * values["BLOCK_N"] * values["BLOCK_K"]
+    elif launched.unit.name in ("_kv_decode_kernel", "_kv_prefill_kernel"):
+        # Every tile of rows meets the tokens of its head, those of a causal chunk half of their own.
+        steps = int(launched.grid[0]) * -(-(values["T"] - values["S"] // 2) // values["BLOCK_N"])
+        rows = values["BLOCK_M"] if "BLOCK_M" in values else values["G"] * values["R"] * values["PARTS"]
+        num_ops = 4.0 * steps * rows * values["BLOCK_N"] * values["D"]
+    return Work(int(num_bytes), num_ops if kind else 0.0, kind, blocks, steps)
+
+
+def _experts(launched: Recorded) -> int:
+    return max((t.shape[0] for t in tensors(launched.arguments) if t.dim() == 3), default=1)
