@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
+from common.pages import markdown, write_section
 from hf_quant import KVCacheConfig
 from hf_quant.kv_cache import bytes_per_token
 from hf_quant.planning import format_table
-from support_matrix import write_section
 
 
 SECTION = "cache memory table"
@@ -44,12 +44,6 @@ def rows_of(configs: dict[str, Any], contexts: list[int], batch: int) -> list[tu
             )
             rows.append((name, f"{context:,}", *(f"{size / 1e9:.2f} GB" for size in sizes)))
     return rows
-
-
-def markdown(rows: list[tuple[str, ...]]) -> str:
-    """The rows as a table in Markdown."""
-    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:

@@ -13,14 +13,13 @@ import argparse
 import torch
 
 import hf_quant
-from cache_memory import markdown
+from common.pages import markdown, write_section
 from diffusion.bench import SCHEMES
 from diffusion.models import MODELS, T5_XXL
 from diffusion.run import NORMAL, TRAINED_LIKE, empty_model, empty_t5, make_step, predict, random_model, shallow_copy
 from diffusion.spec import Size, scaled
 from hf_quant.planning import format_table
 from hf_quant.testing import sqnr
-from support_matrix import write_section
 
 
 SECTION = "diffusion size table"

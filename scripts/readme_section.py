@@ -13,15 +13,15 @@ import json
 import sys
 from pathlib import Path
 
+from common.pages import markdown, write_section
 from real_models import HEADER, cells
-from support_matrix import write_section
 
 
 def demo_table(results: dict) -> str:
     """The demo's results in Markdown, with the machine that they were measured on."""
     header = ["weights", "bits/weight", "MB on disk", "load s", "perplexity", "KL to bf16", "decode tok/s", "x bf16"]
     base = results["rows"][0]
-    lines = [header, ["---"] * len(header)]
+    lines = [header]
     for row in results["rows"]:
         change = "" if row is base else f" ({row['perplexity'] / base['perplexity'] - 1:+.2%})"
         lines.append(
@@ -51,7 +51,6 @@ def real_models_table(record: dict) -> str:
     lines = [["weights", "bits/weight"]]
     for model in record["models"].values():
         lines[0] += [f"{model['title']}: perplexity", *(name.replace("x bf16", "decode x bf16") for name in columns)]
-    lines.append(["---"] * len(lines[0]))
     for rows in zip(*models):
         lines.append([rows[0]["weights"], ", ".join(dict.fromkeys(row["bits/weight"] for row in rows))])
         for row in rows:
@@ -62,11 +61,6 @@ def real_models_table(record: dict) -> str:
         f"{markdown(lines)}\n\n`{record['command']}`: {counts} predictions, decoding at batch 1 in {record['clock']}; "
         f"{record['machine']}."
     )
-
-
-def markdown(lines: list[list[str]]) -> str:
-    """A table of which the first line is the header."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 TABLES = {"demo": demo_table, "real-models": real_models_table}

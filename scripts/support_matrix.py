@@ -9,11 +9,11 @@ It asks `explain`, which also makes the plan's table and follows the dispatch of
 
 import argparse
 import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
+from common.pages import ROOT, is_current, markdown, page_with, write_section
 from hf_quant.algorithms import empty_packed, geometry
 from hf_quant.formats import ALIASES, FORMATS
 from hf_quant.kernels import dynamic_mm, grouped_mm, native, weight_only_mm
@@ -23,8 +23,6 @@ from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme
 
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 NAME = "support matrix"
 SIZE = 4096  # N and K of the layer
 INSTRUCTION_SET = "avx512"  # any: all of them take the same products
@@ -86,46 +84,13 @@ def matrix() -> str:
                 stock.update((path, None) for path, _ in paths(found, device, experts, None))
         rows.append(cells)
     header = ["weights", "bits/weight", "scale per", *(column[0] for column in COLUMNS)]
-    lines = [header, ["---"] * len(header), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = markdown([header, *rows])
     legend = "\n".join(f"- **{letter}** {path}: {when}" for (path, when), letter in letters.items())
     return (
         f"{table}\n\nThe paths, and for which M, the number of tokens, each is taken:\n\n{legend}\n\n"
         f"Where the native kernels are not built, ops of torch serve on CPUs: {'; '.join(stock)}; `print(plan)` shows "
         "which."
     )
-
-
-def replace_section(text: str, name: str, body: str) -> str:
-    """The text with `body` between the markers of a section. Raises ValueError if it does not have them once."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"a page needs {begin!r} and {end!r} once, in this order")
-    head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
-    return f"{head}\n{body}\n{tail}"
-
-
-def page_with(name: str) -> Path:
-    """Find the page (README.md or one of docs/) with the markers of a section.
-
-    Raises ValueError unless exactly one page has them.
-    """
-    found = [page for page in PAGES if f"<!-- {name}: begin -->" in page.read_text()]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} pages have the section {name!r}; README.md and docs/ need it once")
-    return found[0]
-
-
-def is_current(name: str, body: str) -> bool:
-    """True if the section of that name holds exactly `body`."""
-    text = page_with(name).read_text()
-    return replace_section(text, name, body) == text
-
-
-def write_section(name: str, body: str) -> None:
-    """Put `body` between the markers of a section, on the page that has them."""
-    page = page_with(name)
-    page.write_text(replace_section(page.read_text(), name, body))
 
 
 def main() -> int:

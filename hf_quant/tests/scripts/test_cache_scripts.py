@@ -8,8 +8,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig,
 
 import bench_generate
 import cache_memory
-import support_matrix
-from common import cache_quality
+from common import cache_quality, pages
 from hf_quant import KVCacheConfig, QuantizedCache
 
 
@@ -23,8 +22,8 @@ def model():
 
 
 def test_the_table_in_the_docs_is_current():
-    table = cache_memory.markdown(cache_memory.rows_of(cache_memory.models(), cache_memory.CONTEXTS, 1))
-    assert support_matrix.is_current(cache_memory.SECTION, table), "run scripts/cache_memory.py --readme"
+    table = pages.markdown(cache_memory.rows_of(cache_memory.models(), cache_memory.CONTEXTS, 1))
+    assert pages.is_current(cache_memory.SECTION, table), "run scripts/cache_memory.py --readme"
 
 
 def test_memory_is_that_of_the_cache(model):

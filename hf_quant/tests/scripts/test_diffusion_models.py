@@ -7,8 +7,7 @@ import torch
 pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
 import diffusion_sizes  # noqa: E402
-import support_matrix  # noqa: E402
-from cache_memory import markdown  # noqa: E402
+from common import pages  # noqa: E402
 from diffusion.models import MODELS, T5_XXL, T5_XXL_BILLIONS  # noqa: E402
 from diffusion.run import (  # noqa: E402
     NORMAL,
@@ -130,8 +129,8 @@ def test_blocks_are_compiled_and_compute_the_same():
 
 
 def test_the_table_of_sizes_in_the_docs_is_current():
-    table = markdown(diffusion_sizes.size_rows())
-    assert support_matrix.is_current(diffusion_sizes.SECTION, table), "run scripts/diffusion_sizes.py --readme"
+    table = pages.markdown(diffusion_sizes.size_rows())
+    assert pages.is_current(diffusion_sizes.SECTION, table), "run scripts/diffusion_sizes.py --readme"
 
 
 def test_errors_of_a_call_are_in_the_order_of_the_formats(monkeypatch):
