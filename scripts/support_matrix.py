@@ -87,9 +87,9 @@ def matrix() -> str:
     table = markdown([header, *rows])
     legend = "\n".join(f"- **{letter}** {path}: {when}" for (path, when), letter in letters.items())
     return (
-        f"{table}\n\nThe paths, and for which M, the number of tokens, each is taken:\n\n{legend}\n\n"
-        f"Where the native kernels are not built, ops of torch serve on CPUs: {'; '.join(stock)}; `print(plan)` shows "
-        "which."
+        f"{table}\n\nEach letter is a path. It is taken for this number of tokens, M:\n\n{legend}\n\n"
+        f"Without the native kernels, CPUs use ops of torch: {'; '.join(stock)}. `print(plan)` shows the one that is "
+        "taken."
     )
 
 
