@@ -52,7 +52,7 @@ def test_true_size_of_the_text_encoder():
     assert small.nbytes / 1e9 == pytest.approx(4.77, rel=0.01)
 
 
-# {model: (module: a part of the reason why it stays in 16 bit), modules that read one vector an image}.
+# {model: (module: a part of the reason why it stays in 16 bit), modules that read one vector per image}.
 KEPT = {
     "flux.1-dev": (
         {
@@ -140,5 +140,5 @@ def test_models_of_no_known_class_and_other_hosts():
 
 def test_the_table_says_it():
     text = str(plan(make_model("flux"), QuantizerConfig("W8A8", attention="int8")))
-    assert "modulation of the first block of its kind" in text and "its input is one vector an image" in text
+    assert "modulation of the first block of its kind" in text and "its input is one vector per image" in text
     assert "attention: int8 scores in 2 modules" in text

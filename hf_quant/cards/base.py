@@ -1,4 +1,4 @@
-"""The model that a quantized one was made of: its name on the Hub, and what its own card says."""
+"""The base model, which was quantized: its name on the Hub, and the metadata in its card."""
 
 import re
 from pathlib import Path
@@ -25,10 +25,10 @@ _WORD = re.compile(r"[A-Za-z0-9][\w.+-]{0,99}")
 
 
 def hub_id(name: object) -> str | None:
-    """The name on the Hub in what a model was loaded from: a name "user/model", or a path in the Hub's cache.
+    """Return the Hub name in a model's origin: a name "user/model", or a path in the Hub's cache.
 
-    None for every other path: directories of one machine mean nothing on another. One of two parts that is not here
-    cannot be told from a name; `find_card` asks the Hub, where it can be reached.
+    Return None for every other path: directories of one machine mean nothing on another. A path of two parts that does
+    not exist here looks like a name; `find_card` then asks the Hub if it can be reached.
     """
     if not isinstance(name, str):
         return None
@@ -40,7 +40,7 @@ def hub_id(name: object) -> str | None:
 
 
 def is_hub_id(name: object) -> bool:
-    """Whether it has the form of a repository's name."""
+    """Return True if a value has the form of a repository's name."""
     if not isinstance(name, str) or name.startswith((".", "~")) or len(name) > 200:
         return False
     try:
@@ -51,18 +51,18 @@ def is_hub_id(name: object) -> bool:
 
 
 def check_hub_id(name: object, what: str) -> str:
-    """The name. Raises ValueError if it is none of a repository."""
+    """Return the name. Raises ValueError if it is not the name of a repository."""
     if not isinstance(name, str) or not is_hub_id(name):
         raise ValueError(f"{what} is {name!r}; needs the name of a repository of the Hub, USER/NAME")
     return name
 
 
 class NotOnHub(ValueError):
-    """The Hub has no repository of this name, or shows it to nobody."""
+    """The Hub has no repository of this name, or does not show it."""
 
 
 def find_card(name: str | Path, *, token: str | bool | None = None) -> ModelCard | None:
-    """The card in a directory, or of a repository of the Hub; None if there is none, or it cannot be had.
+    """Return the card in a directory or repository of the Hub; None if there is none, or it cannot be read.
 
     Raises NotOnHub if the Hub says that it has no such repository.
     """
@@ -71,7 +71,7 @@ def find_card(name: str | Path, *, token: str | bool | None = None) -> ModelCard
 
 
 def _find_card_file(name: str | Path, *, token: str | bool | None = None) -> Path | None:
-    """The file of `find_card`."""
+    """Return the file of `find_card`."""
     if is_directory(name):
         path = Path(name) / CARD
         return path if path.is_file() else None
@@ -87,25 +87,25 @@ def _find_card_file(name: str | Path, *, token: str | bool | None = None) -> Pat
         return None
     except RepositoryNotFoundError as error:
         raise NotOnHub(str(error)) from None
-    except (EntryNotFoundError, HTTPError, OSError, UnicodeError):  # without a card, offline, or forbidden
+    except (EntryNotFoundError, HTTPError, OSError, UnicodeError):  # no card, offline, or forbidden
         return None
 
 
 def read_card(path: Path) -> ModelCard | None:
-    """The card in a file; None if its metadata cannot be read, or not be written again."""
+    """Return the card in a file; None if its metadata cannot be read, or cannot be written again."""
     if path.stat().st_size > MAX_CARD_BYTES:
         return None
     try:
         card = ModelCard.load(path, ignore_metadata_errors=True)
         str(card)
-    # What strangers write between two lines of dashes.
+    # Untrusted YAML can raise each of these.
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError, yaml.YAMLError):
         return None
     return card
 
 
 def is_directory(path: str | Path) -> bool:
-    """Whether it is one; False also for what no path can be, which a config may name."""
+    """Return True if the string is an existing directory; False also for impossible paths, as in a config."""
     try:
         return Path(path).is_dir()
     except (OSError, ValueError):
@@ -113,19 +113,19 @@ def is_directory(path: str | Path) -> bool:
 
 
 def describes_quantized(card: ModelCard) -> bool:
-    """Whether a card is that of a model that hf_quant has quantized."""
+    """Return True if a card is about a model that hf_quant has quantized."""
     tags = card.data.get("tags")
     return card.data.get("base_model_relation") == "quantized" and isinstance(tags, list) and "hf_quant" in tags
 
 
 def base_models(card: ModelCard) -> list[str]:
-    """What a card names as its base model."""
+    """Return the base models that a card names."""
     found = card.data.get("base_model")
     return [name for name in (found if isinstance(found, list) else [found]) if is_hub_id(name)]
 
 
 def inherited(card: ModelCard, base: str | None) -> dict[str, Any]:
-    """What a quantized model has from its base, as the card of the base says it: licence, language, task."""
+    """Return the metadata that a quantized model takes from the card of its base: licence, language, task."""
     data = card.data
     found: dict[str, Any] = {}
     licence = data.get("license")

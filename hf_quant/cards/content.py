@@ -1,4 +1,4 @@
-"""The sections of a card as values of its template."""
+"""The sections of a card, as values of its template."""
 
 import re
 from collections import Counter
@@ -31,7 +31,7 @@ _HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)\.weight$")
 
 
 def formats_of(source: CardSource) -> list[str]:
-    """Weight formats, that of most bytes first."""
+    """Return the weight formats, the one with most bytes first."""
     sizes: Counter[str] = Counter()
     for part in source.parts:
         for row in part.summary.rows:
@@ -41,7 +41,7 @@ def formats_of(source: CardSource) -> list[str]:
 
 
 def caches_of(source: CardSource, export: Export | None) -> list[str]:
-    """Formats of KV caches; an export has none."""
+    """Return the formats of the KV caches; an export has none."""
     if export is not None:
         return []
     found = (part.config.kv_cache for part in source.parts)
@@ -49,7 +49,7 @@ def caches_of(source: CardSource, export: Export | None) -> list[str]:
 
 
 def tags_of(source: CardSource, export: Export | None) -> list[str]:
-    """Tags of the Hub."""
+    """Return the tags for the Hub."""
     formats = formats_of(source)
     bits = sorted({FORMATS[name].bits for name in formats})
     caches = [f"kv-cache-{name}" for name in caches_of(source, export)]
@@ -58,7 +58,7 @@ def tags_of(source: CardSource, export: Export | None) -> list[str]:
 
 
 def is_format_tag(tag: str) -> bool:
-    """Whether it is one of `tags_of` that says how a model is quantized."""
+    """Return True for those of `tags_of` that say how a model is quantized."""
     return tag in FORMATS or _FORMAT_TAG.fullmatch(tag) is not None
 
 
@@ -72,7 +72,7 @@ def content(
     title: str | None,
     export: Export | None,
 ) -> dict[str, Any]:
-    """The values of `card.jinja`."""
+    """Return the values of `card.jinja`."""
     base, task = bases[0] if bases else None, data.get("pipeline_tag")
     made, unknown = reproduce(source, base), not_recorded(source, base)
     language, again = made if export is None else serving.reproduce(made, export)
@@ -118,7 +118,7 @@ def _link(name: str) -> str:
 
 
 def _what(source: CardSource, export: Export | None) -> str:
-    """ "int4", "int4 and int8", "16 bit with an int8 KV cache", "fp8_e4m3 with int8 attention"."""
+    """Return e.g. "int4", "int4 and int8", "16 bit with an int8 KV cache", "fp8_e4m3 with int8 attention"."""
     formats, caches = formats_of(source), caches_of(source, export)
     attention = sorted({part.config.attention for part in source.parts} - {None})
     weights = " and ".join(filter(None, (", ".join(formats[:-1]), *formats[-1:]))) or "16 bit"
@@ -187,7 +187,7 @@ def _part(part: Part, export: Export | None) -> dict[str, Any]:
 
 
 def _scheme_rows(part: Part, export: Export | None) -> list[dict[str, Any]]:
-    """A row for each scheme of the plan; exports know nothing of activations on CPUs alone."""
+    """Return a row for each scheme of the plan; in exports `cpu_activation` is left out."""
     folded: dict[LinearScheme, list[str]] = {}
     for group in part.config.plan or []:
         folded.setdefault(LinearScheme.from_dict(group["scheme"]), []).extend(group["modules"])
@@ -210,7 +210,7 @@ def _scheme_rows(part: Part, export: Export | None) -> list[dict[str, Any]]:
 
 
 def _algorithms(part: Part, scheme: LinearScheme) -> list[str]:
-    """How the codes of a scheme were chosen, as far as the config says it."""
+    """Return the algorithms that chose the codes of a scheme, as far as the config names them."""
     config = part.config
     if config.imported_from is not None:
         return [f"of {config.imported_from['method']}"]
@@ -225,7 +225,7 @@ def _algorithms(part: Part, scheme: LinearScheme) -> list[str]:
 
 
 def _kept_rows(summary: CheckpointSummary, config: QuantizerConfig) -> list[dict[str, Any]]:
-    """What is not quantized: matrices by name, the largest first, then all vectors together."""
+    """Return rows for unquantized tensors: matrices by name, the largest first, then all vectors together."""
     kept = [row for row in summary.rows if row.scheme is None]
     matrices = sorted((r for r in kept if "x" in r.shape), key=lambda row: (-row.nbytes, row.modules, row.shape))
     vectors = [row for row in kept if "x" not in row.shape]
@@ -250,7 +250,7 @@ def _bits_of(rows: list[Any]) -> str:
 
 
 def _reason(row: CheckpointRow, config: QuantizerConfig) -> str:
-    """Why a tensor was left as it is, where the config, its size or its name says it."""
+    """Return the reason why a tensor is not quantized, if the config, its size or its name shows it."""
     template = row.modules
     name = template.rpartition(".")[0].replace("*", "0")
     for pattern, entry in config.modules.items():

@@ -1,4 +1,4 @@
-"""What was measured of a checkpoint, as model cards show it and `hf-quant eval --json`, `bench --json` write it.
+"""Measured figures of a checkpoint: shown by model cards, written by `hf-quant eval --json` and `bench --json`.
 
     {
       "bits_per_weight": 4.125,
@@ -13,8 +13,8 @@
       "memory": [{"name": "peak while loading", "value": 1200000, "reference": 2600000}]
     }
 
-`reference` is the same figure of the 16-bit model. Sizes are bytes. Every part may be missing; one object in the place
-of a list of one is read, too, and fields of other names are ignored: a file may hold more than a card shows.
+`reference` is the same figure of the 16-bit model. Sizes are bytes. Every part may be missing; a list of one object
+may be the object itself; fields of other names are ignored, so that a file may hold more than a card shows.
 """
 
 import json
@@ -33,7 +33,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True)
 class Quality:
-    """A figure of quality: `metric` on `dataset`, and the same of the 16-bit model as `reference`."""
+    """A figure of quality: `metric` on `dataset`, and the figure of the 16-bit model as `reference`."""
 
     dataset: str
     metric: str
@@ -55,7 +55,7 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class Speed:
-    """Figures of one run on one machine, and the command that gave them."""
+    """Figures of one run on one machine, and the command that measured them."""
 
     device: str
     versions: str
@@ -75,10 +75,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that was measured of a checkpoint.
+    """The measured figures of one checkpoint.
 
     Attributes:
-        bits_per_weight: of the model that was measured; a card of another checkpoint refuses the figures.
+        bits_per_weight: true bits of the measured model; a card of another checkpoint refuses the figures.
     """
 
     quality: tuple[Quality, ...] = ()
@@ -88,7 +88,7 @@ class Measurements:
 
     @classmethod
     def from_dict(cls, value: Any, where: str = "measurements") -> "Measurements":
-        """Read what `to_dict` gives. Raises ValueError on figures that cannot be true, naming the field."""
+        """Read the result of `to_dict`. Raises ValueError on impossible figures, naming the field."""
         if not isinstance(value, dict):
             raise ValueError(f"{where} is a {type(value).__name__}; needs an object with quality, speed or memory")
         known = [field.name for field in fields(cls)]
@@ -113,7 +113,7 @@ class Measurements:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-native fields, without those that are None."""
+        """Return JSON-native fields, without those that are None."""
         return _without_none(json.loads(json.dumps(asdict(self))))
 
     def __bool__(self) -> bool:
@@ -121,7 +121,7 @@ class Measurements:
 
 
 def read_measurements(paths: Iterable[Path | str]) -> Measurements:
-    """What several files of measurements hold together. Raises ValueError if they do not fit each other."""
+    """Read and join several files of measurements. Raises ValueError if they are of different models."""
     found = []
     for path in map(Path, paths):
         if not path.is_file():
@@ -143,7 +143,7 @@ def read_measurements(paths: Iterable[Path | str]) -> Measurements:
 
 
 def as_measurements(value: "Measurements | dict[str, Any] | Path | str | None") -> Measurements:
-    """From what a caller may pass: measurements, a dict of their fields, the path of a file, or None."""
+    """Return the measurements in an argument: measurements, a dict of their fields, the path of a file, or None."""
     if value is None:
         return Measurements()
     if isinstance(value, Measurements):
@@ -164,7 +164,7 @@ def _records(cls: type[_Record], value: Any, where: str) -> tuple[_Record, ...]:
 
 
 def _record(cls: type[_Record], entry: dict[str, Any], where: str) -> _Record:
-    """One record; numbers are finite and texts are not empty."""
+    """Read one record; numbers are finite and texts are not empty."""
     values: dict[str, Any] = {}
     for field in fields(cls):
         value, at = entry.get(field.name), f"{where}.{field.name}"

@@ -1,4 +1,4 @@
-"""What a card says of an export: how engines serve it, and how it comes back to hf_quant."""
+"""Sections in the card of an export: how engines serve it, and how to import it again."""
 
 import json
 from typing import NamedTuple
@@ -9,26 +9,29 @@ from hf_quant.cards.usage import PLACEHOLDER, auto_class, usage
 from hf_quant.kv_cache import KVCacheConfig
 
 
-# {engine: (release whose loader was read, command)}.
+# {engine: (release whose loading code was read, command)}.
 _ENGINES = {
     "vLLM": ("vLLM 0.33", "vllm serve {}"),
     "SGLang": ("SGLang 0.5.23", "python -m sglang.launch_server --model-path {}"),
 }
-# What `make engines` runs, and in what (constraints-engines.txt).
+# The schemes and the engine of `make engines` (constraints-engines.txt).
 _RUN = "exports of a small Llama in W4A16, W4A16_ASYM, W8A8 and W8A8_FP8 were run in vLLM 0.32.0, on a CPU"
 # vLLM computes a scale for every token and head of its cache, too
 # (https://github.com/vllm-project/vllm/blob/main/vllm/config/cache.py: CacheDType).
 KV_CACHE_OPTIONS = {name: f"--kv-cache-dtype {name}_per_token_head" for name in ("int8", "fp8", "int4")}
 
 
-# What engines generate with; of the others they have few.
+# Auto classes of models that engines serve; they have few other models.
 _SERVED = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq"}
 
 
 class Export(NamedTuple):
-    """How a checkpoint was written for others.
+    """The format and the readers of an exported checkpoint.
 
-    formats: of compressed-tensors. reader: as in the export. engines: those of _ENGINES that serve it.
+    Attributes:
+        formats: storage formats of compressed-tensors.
+        reader: argument of `export_compressed_tensors`.
+        engines: keys of _ENGINES that serve it.
     """
 
     formats: tuple[str, ...]
@@ -37,18 +40,18 @@ class Export(NamedTuple):
 
 
 def tags(source: CardSource, export: Export, tags: list[str]) -> list[str]:
-    """Tags of the Hub, made from those of the checkpoint that was exported."""
+    """Return the tags for the Hub, made from the tags of the checkpoint that was exported."""
     kept = [tag for tag in tags if tag != "hf_quant"]
     return ["compressed-tensors", *kept, *map(str.lower, _serving(source, export))]
 
 
 def _serving(source: CardSource, export: Export) -> tuple[str, ...]:
-    """The engines whose commands a card names."""
+    """Return the engines whose commands a card names."""
     return export.engines if auto_class(source) in _SERVED else ()
 
 
 def sections(source: CardSource, export: Export, repo_id: str | None, task: str | None) -> dict[str, Markdown | None]:
-    """The values of `card.jinja` that only cards of exports have, or that differ in them."""
+    """Return the values of `card.jinja` that only cards of exports have, or that differ in them."""
     name = repo_id or PLACEHOLDER
     commands = "\n".join(_ENGINES[engine][1].format(name) for engine in _serving(source, export))
     return {
@@ -77,7 +80,7 @@ def _served(source: CardSource, export: Export) -> Markdown:
 
 
 def reproduce(command: tuple[str, str], export: Export) -> tuple[str, str]:
-    """(language, text) of what gives this export, from what gives the checkpoint that was exported."""
+    """Return (language, text) of the snippet that makes this export, from the snippet that makes its source."""
     language, text = command
     reader = "" if export.reader == "engines" else f" --reader {export.reader}"
     if language == "sh":

@@ -1,4 +1,4 @@
-"""What a card says of a model: read off a loaded model or pipeline, or off the configs and headers in a directory."""
+"""The facts in a card: read from a loaded model or pipeline, or from the configs and headers in a directory."""
 
 import re
 import sys
@@ -34,9 +34,9 @@ class Part:
     """A quantized model: all of the source, or one component of a pipeline.
 
     Attributes:
-        name: of the component; "" is the source itself.
-        class_name: an identifier, None if the source says none.
-        dtype: of what is not quantized.
+        name: name of the component; "" is the source itself.
+        class_name: an identifier, None if the source has none.
+        dtype: dtype of the unquantized tensors.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def nbytes_before(self) -> int:
-        """Of the same tensors with every quantized weight in `dtype`."""
+        """The bytes of the same tensors with every quantized weight in `dtype`."""
         rows = self.summary.rows
         return sum(r.nbytes if r.scheme is None else r.num_weights * self.dtype.itemsize for r in rows)
 
@@ -61,15 +61,15 @@ class CardSource:
 
     Attributes:
         kind: "transformers", "diffusers" (one model) or "pipeline" (of diffusers).
-        class_name: of the model or pipeline; an identifier, or None.
-        parts: what is quantized.
-        others: {component of a pipeline: its bytes} of what is not.
-        absent: components that a pipeline has none of.
-        origin: what it was loaded from, a directory or a name on the Hub; None if that is not known.
-        origin_is_quantized: whether that is quantized itself; None if that is not known.
-        auto_class: of transformers, for code that the model brings along.
-        has_tokenizer: whether its tokenizer is beside it.
-        versions: {package: version} that wrote it.
+        class_name: class of the model or pipeline: an identifier, or None.
+        parts: the quantized models.
+        others: {component of a pipeline that is not quantized: its bytes}.
+        absent: components that the pipeline does not have.
+        origin: directory or Hub name that it was loaded from; None if unknown.
+        origin_is_quantized: True if the origin is quantized itself; None if unknown.
+        auto_class: auto class of transformers for a model with its own code.
+        has_tokenizer: True if a tokenizer is beside the weights.
+        versions: {package: version} that wrote the checkpoint.
     """
 
     kind: str
@@ -97,13 +97,13 @@ class CardSource:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Average over the quantized weights, scales and zero points included; None if only a cache is quantized."""
+        """The average of the quantized weights, scales and zero points included; None if only a cache is quantized."""
         rows = [row for part in self.parts for row in part.summary.rows if row.scheme is not None]
         return 8 * sum(row.nbytes for row in rows) / sum(row.num_weights for row in rows) if rows else None
 
 
 def read_source(source: Any) -> CardSource:
-    """Of a model, a pipeline, or a directory of either. Raises ValueError if hf_quant has quantized nothing in it."""
+    """Read a model, a pipeline, or a directory of either. Raises ValueError if nothing in it is quantized."""
     if isinstance(source, str | Path):
         return _read_directory(Path(source))
     if isinstance(source, nn.Module):
@@ -117,7 +117,7 @@ def read_source(source: Any) -> CardSource:
 
 
 def origin_of(source: Any) -> tuple[str | None, bool]:
-    """(what a loaded model or pipeline was loaded from, whether that is quantized itself)."""
+    """Return (directory or name that a loaded model or pipeline was loaded from, True if that is quantized itself)."""
     if not is_pipeline(source):
         return _origin_of(source), _is_prequantized(source)
     models = [m for m in source.components.values() if isinstance(m, nn.Module) and stored_config(m) is not None]
@@ -126,7 +126,7 @@ def origin_of(source: Any) -> tuple[str | None, bool]:
 
 
 def is_pipeline(value: Any) -> bool:
-    """Whether it is a pipeline of diffusers; imports nothing."""
+    """Return True for a pipeline of diffusers; imports nothing."""
     module = sys.modules.get("diffusers.pipelines.pipeline_utils")
     return module is not None and isinstance(value, module.DiffusionPipeline)
 
@@ -186,7 +186,7 @@ def _live_part(name: str, model: nn.Module) -> Part:
 
 
 def stored_config(model: nn.Module) -> QuantizerConfig | None:
-    """What a host's model was quantized by, with its plan; None if it is not."""
+    """Return the config, with its plan, by which a host's model was quantized, or None."""
     host = getattr(model, "config", None)
     config = host.get("quantization_config") if isinstance(host, dict) else getattr(host, "quantization_config", None)
     if isinstance(config, dict):  # what saving leaves in the config of a model of diffusers
@@ -205,7 +205,7 @@ def _fields(model: nn.Module) -> dict[str, Any]:
 
 
 def _live_versions() -> dict[str, Any]:
-    """What diffusers writes into a config when it saves it."""
+    """Return the version field that diffusers writes into a config when it saves."""
     return {"_diffusers_version": getattr(sys.modules.get("diffusers"), "__version__", None)}
 
 
@@ -218,14 +218,14 @@ def _is_prequantized(model: nn.Module) -> bool:
 
 
 def _is_below(path: str | None, root: str | None) -> bool:
-    """Whether a component was loaded from the same place as its pipeline."""
+    """Return True if a component was loaded from the same place as its pipeline."""
     if not path or not root:
         return False
     return path == root or Path(path).parent == Path(root) or f"models--{root.replace('/', '--')}" in Path(path).parts
 
 
 def _tensors(model: nn.Module) -> dict[str, TensorInfo]:
-    """What a checkpoint of the model would hold, each shared tensor once."""
+    """Return the tensors in a checkpoint of the model, each shared tensor once."""
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -240,7 +240,7 @@ def _tensors(model: nn.Module) -> dict[str, TensorInfo]:
 
 def _read_directory(directory: Path) -> CardSource:
     if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory; needs that of a quantized model or pipeline")
+        raise ValueError(f"{directory} is not a directory; needs the directory of a quantized model or pipeline")
     if (directory / "model_index.json").is_file():
         return _read_pipeline_directory(directory)
     if (directory / "hf_quant_config.json").is_file():
@@ -302,7 +302,7 @@ def _stored_part(name: str, directory: Path, fields: dict[str, Any]) -> Part:
 
 
 def _size(directory: Path) -> int:
-    """Bytes of the tensors of a component that is not quantized, from the headers where there are any."""
+    """Return the bytes of an unquantized component's tensors, from the headers of its files if it has them."""
     if any(directory.glob("*.safetensors")):
         return sum(info.nbytes for info in read_header(directory).values())
     return sum(path.stat().st_size for path in directory.glob("*.bin"))
@@ -314,7 +314,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return load_json(Directory(path.parent), path.name, limit=MAX_CONFIG_BYTES)
 
 
-# What configs say; they may come from a stranger.
+# Fields of configs, which are untrusted.
 
 
 def _method(fields: dict[str, Any]) -> Any:
@@ -323,7 +323,7 @@ def _method(fields: dict[str, Any]) -> Any:
 
 
 def _identifier(value: Any) -> str | None:
-    """A class or component name that may stand in code."""
+    """Return a class or component name that may be written into code, or None."""
     return value if isinstance(value, str) and value.isidentifier() and value.isascii() and len(value) < 200 else None
 
 
@@ -332,7 +332,7 @@ def _text(value: Any) -> str | None:
 
 
 def _auto_class(fields: dict[str, Any], class_name: str | None) -> str | None:
-    """The auto class through which a model's own code is loaded, None if it brings none."""
+    """Return the auto class that loads a model's own code, or None if it has none."""
     auto_map = fields.get("auto_map")
     if not isinstance(auto_map, dict) or class_name is None:
         return None
@@ -350,7 +350,7 @@ def _versions(config: QuantizerConfig, fields: dict[str, Any]) -> dict[str, str]
 
 
 def _dtype(fields: dict[str, Any], tensors: dict[str, TensorInfo]) -> torch.dtype:
-    """Of what is not quantized: as the config says, else that of most bytes."""
+    """Return the dtype of the unquantized tensors: from the config, else the one with most bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for name, info in tensors.items():
         if info.dtype in _DTYPES and not name.rpartition(".")[2].startswith(("scale", "global_scale")):

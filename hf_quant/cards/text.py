@@ -1,4 +1,4 @@
-"""Text of strangers inside of Markdown: shown as it is, never as markup; and the template of the card."""
+"""Untrusted text inside of Markdown: shown as it is, never as markup; and the template of the card."""
 
 import html
 import re
@@ -13,7 +13,7 @@ _MARKUP = re.compile(r"([\\`*_\[\]|~$])")
 
 
 class Markdown(str):
-    """Text that may stand in a card as it is."""
+    """Text that may be written into a card as it is."""
 
 
 def _printable(value: object) -> str:
@@ -22,7 +22,7 @@ def _printable(value: object) -> str:
 
 
 def code(value: object) -> Markdown:
-    """A name or an expression as inline code, also inside of a table."""
+    """Return a name or an expression as inline code, also for tables."""
     text = _printable(value)
     text = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
     # A code span has no escapes, but its table does: a bar ends the cell, and its backslash is taken away again.
@@ -30,21 +30,21 @@ def code(value: object) -> Markdown:
 
 
 def plain(value: object) -> Markdown:
-    """Words, without any markup, link or mention in them."""
+    """Return words without any markup, link or mention in them."""
     text = html.escape(_printable(value), quote=False)
     text = _MARKUP.sub(r"\\\1", text)
     return Markdown(text.replace("://", ":&#47;&#47;").replace("www.", "www&#46;").replace("@", "&#64;"))
 
 
 def size(nbytes: float) -> Markdown:
-    """Bytes as GB, MB or kB."""
+    """Return bytes as GB, MB or kB."""
     if nbytes >= 1e9:
         return Markdown(f"{nbytes / 1e9:.2f} GB")
     return Markdown(f"{nbytes / 1e6:.2f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB")
 
 
 def number(value: float) -> Markdown:
-    """A figure with four significant digits, and all of its integer ones."""
+    """Return a figure with four significant digits, and all of its integer digits."""
     if abs(value) >= 1000:
         return Markdown(f"{value:,.0f}")
     text = f"{value:#.4g}"
@@ -52,12 +52,12 @@ def number(value: float) -> Markdown:
 
 
 def change(value: float, reference: float | None) -> Markdown:
-    """By how much a figure differs from its reference; empty without one."""
+    """Return the relative change of a figure from its reference; empty without one."""
     return Markdown("" if not reference else f"{value / reference - 1:+.2%}")
 
 
 def _checked(value: Any) -> Any:
-    """Nothing reaches a card but numbers and text that one of the functions above has made."""
+    """Assert that only numbers, and text that the functions above have escaped, reach a card."""
     assert isinstance(value, Markdown | int | float), f"{value!r} is not escaped"
     return value
 
@@ -79,6 +79,6 @@ def _environment() -> jinja2.Environment:
 
 
 def render(template: str, values: dict[str, Any]) -> str:
-    """The text of a template of this package."""
+    """Return the text of a template of this package."""
     text = _environment().get_template(template).render(values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

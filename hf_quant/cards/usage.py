@@ -1,4 +1,4 @@
-"""What to type: the snippet that loads a quantized model, and the one that quantizes it again."""
+"""The snippets of a card: how to load a quantized model, and how to quantize it again."""
 
 import json
 import shlex
@@ -57,7 +57,7 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @cache
 def _auto_classes() -> dict[str, str]:
-    """{architecture: auto class of transformers}."""
+    """Return {architecture: auto class of transformers}."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -70,7 +70,7 @@ def _auto_classes() -> dict[str, str]:
 
 
 def auto_class(source: CardSource) -> str:
-    """The class of transformers to load a model by: an auto class, or its own where no auto class has it."""
+    """Return the class of transformers that loads a model: an auto class, or the model's own class."""
     if source.auto_class is not None:
         return source.auto_class
     if source.class_name is None:
@@ -82,7 +82,7 @@ def auto_class(source: CardSource) -> str:
 
 
 def pipeline_tag(source: CardSource) -> str | None:
-    """The task of the Hub, where the architecture leaves no doubt about it."""
+    """Return the task for the Hub if the architecture has only one."""
     if source.kind == "transformers":
         return _TASKS.get(auto_class(source))
     if source.kind == "diffusers" or source.class_name is None:
@@ -99,7 +99,7 @@ def pipeline_tag(source: CardSource) -> str | None:
 
 
 def _table_tasks(name: str) -> set[str]:
-    """The tasks under which diffusers lists a pipeline; none where it is not installed."""
+    """Return the tasks under which diffusers lists a pipeline; none if it is not installed."""
     if not _has_diffusers():
         return set()
     tables = import_module("diffusers.pipelines.auto_pipeline")
@@ -115,7 +115,7 @@ def _has_diffusers() -> bool:
 
 
 def _absent(source: CardSource) -> str:
-    """Arguments for the components that a pipeline has none of, but for those that it may do without."""
+    """Return arguments for the components that a pipeline does not have, except for optional ones."""
     cls = getattr(import_module("diffusers"), source.class_name or "", None) if _has_diffusers() else None
     optional = getattr(cls, "_optional_components", ())
     return "".join(f", {part}=None" for part in source.absent if part not in optional)
@@ -125,7 +125,7 @@ def _absent(source: CardSource) -> str:
 
 
 def usage(source: CardSource, repo_id: str | None, base: str | None, task: str | None) -> str:
-    """Python that loads the model; `import hf_quant` comes first."""
+    """Return Python that loads the model; `import hf_quant` comes first."""
     name = json.dumps(repo_id or PLACEHOLDER)
     if source.kind == "transformers":
         return _transformers_usage(source, name, base)
@@ -164,7 +164,7 @@ def _transformers_usage(source: CardSource, name: str, base: str | None) -> str:
 
 
 def _shared_dtype(source: CardSource) -> str:
-    """Of the part with the most bytes."""
+    """Return the dtype of the part with the most bytes."""
     return str(max(source.parts, key=lambda part: part.summary.nbytes).dtype)
 
 
@@ -172,7 +172,7 @@ def _shared_dtype(source: CardSource) -> str:
 
 
 def reproduce(source: CardSource, base: str | None) -> tuple[str, str]:
-    """(language, text) of what gives this quantization: a command, or Python where no command does."""
+    """Return (language, text) that makes this quantization: a command, or Python if no command can."""
     part = source.parts[0]
     if part.config.imported_from is not None:
         return "sh", shlex.join(["hf-quant", "import", part.config.imported_from["name"] or ORIGINAL, "OUT"])
@@ -184,7 +184,7 @@ def reproduce(source: CardSource, base: str | None) -> tuple[str, str]:
 
 
 def not_recorded(source: CardSource, base: str | None) -> str | None:
-    """What the placeholder in `reproduce` stands for; None if there is none."""
+    """Explain the placeholder in `reproduce`; None if there is none."""
     origin = source.parts[0].config.imported_from
     if origin is None:
         return None if base is not None else f"`{BASE}` is the 16-bit model; its name is not recorded here."
@@ -193,7 +193,7 @@ def not_recorded(source: CardSource, base: str | None) -> str | None:
 
 
 def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) -> str | None:
-    """`hf-quant quantize` with the options that give the config of a part; None if they cannot."""
+    """Return the `hf-quant quantize` command that gives the config of a part, or None if no command can."""
     config = part.config
     # These have no option; `fuse_projections` and `quantization_device` are of one process.
     if config.scale_dtype is not None or config.modules_to_not_convert is not None or config.sparsity is not None:
@@ -218,7 +218,7 @@ def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) 
 
 
 def _module_value(entry: Any) -> str | None:
-    """ "int4,group_size=64" of an entry of `modules`; None if it cannot be written so."""
+    """Return an entry of `modules` as "int4,group_size=64", or None if it cannot be written in this form."""
     if entry is None:
         return "none"
     fields = {"weights": entry} if isinstance(entry, str) else dict(entry)
@@ -271,7 +271,7 @@ def _python(source: CardSource, base: str) -> str:
 
 
 def _expression(config: QuantizerConfig) -> str:
-    """Python that makes the config, its plan left out."""
+    """Return Python that makes the config, without its plan."""
     default = {"activation_scale": "dynamic", "modules": {}}
     fields = {n: getattr(config, n) for n in config.user_fields() if n not in ("weights", "quantization_device")}
     given = [f"{name}={value!r}" for name, value in fields.items() if value != default.get(name)]

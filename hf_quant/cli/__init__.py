@@ -23,14 +23,14 @@ __all__ = ["main"]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; `arguments` default to `sys.argv[1:]`. Returns the exit status: 0, 2 on errors, 130 on Ctrl-C."""
-    for name in ("stdout", "stderr"):  # closed by who started this (`>&-`): nobody reads it
+    for name in ("stdout", "stderr"):  # None: the parent process has closed it (`>&-`)
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
     args = build_parser().parse_args(arguments)
     args.typed = sys.argv[1:] if arguments is None else list(arguments)
     module, function = args.command
     try:
-        # `doctor` has to answer where a host is missing or broken.
+        # `doctor` has to work even if a host is missing or broken.
         quiet = contextlib.nullcontext() if module == "_doctor" else _quiet_hosts(verbose=args.debug)
         with _stoppable(), quiet:
             getattr(import_module(f"hf_quant.cli.{module}"), function)(args)
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: what it has begun to write is removed. Exit status 143."""
+    """Context manager: SIGTERM ends the command as Ctrl-C does, and unfinished output is removed. Exit status 143."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -67,7 +67,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """What mistakes, and files that are missing or broken, raise."""
+    """Return the exceptions that mistakes of the user and missing or broken files raise."""
     from safetensors import SafetensorError
 
     # RuntimeError: what torch and the hosts raise on a full device, or on tensors that do not fit a model.
@@ -75,14 +75,14 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of an error without line breaks; with its type where the message alone says little."""
+    """Return the message of an error without line breaks, with the error's type if the message alone says little."""
     message = " ".join(str(error).split())
     return message if isinstance(error, ValueError | OSError) and message else f"{type(error).__name__}: {message}"
 
 
 @contextlib.contextmanager
 def _quiet_hosts(*, verbose: bool) -> Iterator[None]:
-    """Keep the hosts' warnings off stderr, and their progress bars unless a terminal shows them."""
+    """Context manager: keep the hosts' warnings off stderr, and their progress bars unless it is a terminal."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 

@@ -1,4 +1,4 @@
-"""`python -m hf_quant.cli`: the command `hf-quant`, for when it is not on the PATH."""
+"""`python -m hf_quant.cli`: the command `hf-quant` where it is not on the PATH."""
 
 import sys
 

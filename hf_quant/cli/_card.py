@@ -1,4 +1,4 @@
-"""`hf-quant card`."""
+"""`hf-quant card`: write a model card."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ from hf_quant.cli._models import check_writable
 
 
 def card(args: argparse.Namespace) -> None:
-    """Write the card of a checkpoint; one that is there is merged with it."""
+    """Write the card of a checkpoint; merge it with the card that is already there."""
     refuse_file(args.checkpoint)
     base, base_card = args.base_model, None
     if base is not None and Path(base).is_dir():

@@ -1,4 +1,4 @@
-"""`hf-quant export` and `hf-quant import`."""
+"""`hf-quant export` and `hf-quant import`: convert checkpoints."""
 
 import argparse
 

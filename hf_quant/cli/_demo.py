@@ -25,7 +25,7 @@ SAVED = "int4"  # the checkpoint that stays, and is read again by a new process
 WINDOW = 256  # tokens; the model in the checkout was trained at this length
 PROMPT = 'def read_lines(path):\n    """Return'
 ASSET = Path("integration_tests") / "assets" / "tiny-llama-13m"
-# Nothing in here imports hf_quant: that it is installed is enough.
+# This code does not import hf_quant: an installed hf_quant is enough.
 _NEW_PROCESS = """
 import sys, torch
 from safetensors.torch import load_file, save_file
@@ -83,12 +83,12 @@ def demo(args: argparse.Namespace) -> None:
 
 
 def find_asset(model: Path | None, text: Path | None) -> tuple[Source, Path]:
-    """(the demo's model, its text): what is given, or what lies in the checkout. Raises ValueError if neither does."""
+    """Return (the demo's model, its text), given or in the checkout. Raises ValueError if there are none."""
     if model is None:
         model = next((p for p in (Path(__file__).parents[2] / ASSET, ASSET) if p.is_dir()), None)
         if model is None:
             raise ValueError(
-                f"the demo's model lies in a checkout of the repository ({ASSET}), and this installation has none; "
+                f"the demo's model is in a checkout of the repository ({ASSET}), and this installation has none; "
                 "name a causal language model by --model DIR and a text by --text FILE"
             )
     if text is None:
@@ -101,7 +101,7 @@ def find_asset(model: Path | None, text: Path | None) -> tuple[Source, Path]:
 
 
 def _quantize_all(source: Source, folders: dict[str, Path], ids: torch.Tensor) -> torch.Tensor:
-    """Quantize while loading and save, in every format; the logits of the one that stays, before it was saved."""
+    """Quantize while loading and save, in every format; return the logits of the kept one before it was saved."""
     expected = None
     for form, folder in folders.items():
         start = time.perf_counter()
@@ -115,7 +115,7 @@ def _quantize_all(source: Source, folders: dict[str, Path], ids: torch.Tensor) -
 
 
 def _load_all(source: Source, folders: dict[str, Path]) -> tuple[dict[str, nn.Module], list[Row]]:
-    """Every model as a user would load it, 16 bit first, each twice: the faster time counts."""
+    """Load every model as a user would, 16 bit first, each twice: the faster time counts."""
     models, rows = {}, []
     for name, folder in {"bf16": Path(source.name), **folders}.items():
         seconds = []
@@ -148,7 +148,7 @@ def _measure(models: dict[str, nn.Module], rows: list[Row], ids: torch.Tensor, t
 
 
 def table(rows: list[Row]) -> str:
-    """The table of the demo; the first row is what the others are compared with."""
+    """Return the table of the demo; the first row is the reference of the others."""
     base = rows[0]
     cells = [
         ("weights", "bits/weight", "MB on disk", "load s", "perplexity", "change", "KL", "decode tok/s")
@@ -173,7 +173,7 @@ def table(rows: list[Row]) -> str:
 
 
 def _check_new_process(checkpoint: Path, ids: torch.Tensor, expected: torch.Tensor, work: Path) -> None:
-    """Print that a process which knows only the checkpoint computes the same logits. Raises RuntimeError if not."""
+    """Run a process that knows only the checkpoint. Raises RuntimeError if its logits are different."""
     save_file({"ids": ids.contiguous()}, work / "ids.safetensors")
     arguments = (checkpoint, work / "ids.safetensors", work / "logits.safetensors", torch.get_num_threads())
     result = subprocess.run(
@@ -189,13 +189,13 @@ def _check_new_process(checkpoint: Path, ids: torch.Tensor, expected: torch.Tens
         difference = (logits.float() - expected.float()).abs().max().item()
         raise RuntimeError(f"a new process computes other logits from {checkpoint}: they differ by {difference}")
     print(
-        f"{checkpoint}: a new process that does not import hf_quant loads it; its {logits.numel():,} logits equal "
-        "those of the model before it was saved, to the bit"
+        f"{checkpoint}: a new process that does not import hf_quant loads it; its {logits.numel():,} logits are equal "
+        "to the bit to the logits of the model before it was saved"
     )
 
 
 def _plot(rows: list[Row], model: str, path: Path) -> None:
-    """Quality versus size as a PNG; says so where matplotlib is missing."""
+    """Draw quality versus size as a PNG; print a line if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:

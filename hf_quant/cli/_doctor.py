@@ -1,4 +1,4 @@
-"""`hf-quant doctor`: what is active on this machine, why, and what to do about the rest.
+"""`hf-quant doctor`: parts that are active on this machine, reasons for those that are not, and remedies.
 
 It imports no host and opens no connection. torch, and what needs it, is imported only once its version is known to do:
 the command has to answer where an installation is broken.
@@ -42,13 +42,13 @@ _UNUSABLE = "not examined without a supported torch"
 
 
 def doctor(args: argparse.Namespace) -> None:
-    """Print what is found, as text or as JSON."""
+    """Print the findings, as text or as JSON."""
     found = examine()
     print(json.dumps(found, indent=2) if args.json else as_text(found))
 
 
 def examine() -> dict[str, Any]:
-    """What is installed and active. `native`, `gpu`, `settings` and the threads are None without a usable torch."""
+    """Find the installed and active parts; without a usable torch, those that need it are None."""
     packages = _packages()
     found: dict[str, Any] = {
         "hf_quant": {"version": __version__, "path": str(Path(__file__).parents[1])},
@@ -66,7 +66,7 @@ def examine() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, dict[str, Any]]:
-    """{package: version or None, oldest that is supported, whether it is required, what is wrong with it or None}."""
+    """Return {package: its version or None, the oldest supported one, whether it is required, a problem or None}."""
     try:
         requirements = importlib.metadata.requires("hf-quant") or []
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path: nothing says what it needs
@@ -94,7 +94,7 @@ def _packages() -> dict[str, dict[str, Any]]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" -> (2, 13), without zeros at the end."""
+    """Parse a version: "2.13.0+cpu" -> (2, 13), without zeros at the end."""
     numbers = [int(part) for part in re.match(r"\d*(?:\.\d+)*", version)[0].split(".") if part]
     while numbers and numbers[-1] == 0:
         numbers.pop()
@@ -102,7 +102,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def cpu() -> tuple[str, list[str]]:
-    """(model, those of its features by which kernels are chosen)."""
+    """Return (model, its features that select kernels)."""
     model, flags = platform.processor() or platform.machine(), []
     info = Path("/proc/cpuinfo")
     if info.is_file():  # elsewhere nothing is known but the architecture
@@ -126,7 +126,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _hook() -> dict[str, bool]:
-    """Whether torch is told of the start-up hook, and whether it calls it."""
+    """Report if the start-up hook is installed in torch's entry points, and if torch calls it."""
     installed = any(point.value == HOOK for point in importlib.metadata.entry_points(group="torch.backends"))
     return {"installed": installed, "active": installed and os.environ.get(_AUTOLOAD, "1") == "1"}
 
@@ -149,7 +149,7 @@ def _native() -> dict[str, Any]:
 
 
 def _how_to_build() -> str:
-    """What is missing for the extension to be built from source."""
+    """Say what is missing for the extension to be built from source."""
     again = "install hf-quant from source again: in a checkout, `pip install -v --force-reinstall --no-deps .`"
     compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -164,7 +164,7 @@ def _how_to_build() -> str:
 
 
 def _gpu() -> dict[str, Any]:
-    """The devices, with the config table that the Triton kernels take on each, or why there are none."""
+    """List the devices, each with its config table of the Triton kernels, or the reason why there are none."""
     import torch
 
     from hf_quant.kernels.gpu import launch
@@ -212,7 +212,7 @@ def _settings() -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """What `examine` has found, as aligned lines, and last what to do."""
+    """Format the result of `examine` as aligned lines, with the remedies last."""
     own, machine = found["hf_quant"], found["machine"]
     packages = {name: _package_line(package) for name, package in found["packages"].items()}
     sections = {

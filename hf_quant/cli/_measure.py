@@ -1,4 +1,4 @@
-"""`hf-quant inspect`, `eval` and `bench`."""
+"""`hf-quant inspect`, `eval` and `bench`: show and measure checkpoints."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ _MAX_WINDOW = 2048
 
 
 def inspect(args: argparse.Namespace) -> None:
-    """Print what a quantized checkpoint, or each quantized part of a pipeline, holds."""
+    """Print the contents of a quantized checkpoint, or of each quantized part of a pipeline."""
     summaries = inspect_parts(args.checkpoint, revision=args.revision)
     print("\n\n".join(f"{part}\n{summary}" if part else str(summary) for part, summary in summaries.items()))
 
@@ -138,7 +138,7 @@ def _quality_figures(
 def _speed_figures(
     args: argparse.Namespace, loaded: "_Loaded", speeds: dict[str, Speed], details: str
 ) -> dict[str, tuple]:
-    """Speed and memory of the last model, beside those of the reference."""
+    """Return speed and memory of the last model, beside those of the reference."""
     names = list(speeds)
     base = None if loaded.reference is None else names[0]
     measured, reference = speeds[names[-1]], None if base is None else speeds[base]
@@ -156,7 +156,7 @@ def _speed_figures(
 
 
 def _memory_figures(loaded: "_Loaded", name: str, reference: str | None) -> tuple[measurements.Memory, ...]:
-    """The peaks, unless one is below the bytes of its model: then memory that was in use before was used again."""
+    """Return the peaks; none if a peak is below the bytes of its model, because memory in use before was reused."""
     wanted = (name,) if reference is None else (name, reference)
     if any(loaded.peaks[n] < loaded.models[n].get_memory_footprint() for n in wanted):
         return ()
@@ -165,7 +165,7 @@ def _memory_figures(loaded: "_Loaded", name: str, reference: str | None) -> tupl
 
 
 def _command(args: argparse.Namespace) -> str:
-    """What was typed, with the names of files and directories in the place of their paths on this machine."""
+    """Return the command line that was typed, with names of files instead of paths on this machine."""
     shown = []
     for word in args.typed:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -244,6 +244,6 @@ def _longest(model: nn.Module) -> int:
 
 
 def bits_label(model: nn.Module) -> str:
-    """True bits per quantized weight; the dtype of a model that is not quantized."""
+    """Return the true bits per quantized weight, or the dtype of a model that is not quantized."""
     bits = bits_per_weight(model)
     return str(model.dtype).removeprefix("torch.") if bits is None else f"{bits:.2f}"

@@ -1,4 +1,4 @@
-"""Which model a directory or a repository of the Hub holds, and how it is loaded."""
+"""Find the model in a directory or a repository of the Hub, and load it."""
 
 import json
 import os
@@ -45,7 +45,7 @@ class Source:
 
     @property
     def quant_method(self) -> str | None:
-        """What quantized it, None for a model in 16 bit."""
+        """The method that quantized the model, None for a model in 16 bit."""
         config = self.fields.get("quantization_config")
         return None if not isinstance(config, dict) else str(config.get("quant_method", "an unknown method"))
 
@@ -82,7 +82,7 @@ def check_writable(path: Path) -> None:
 
 
 def find_file(name: str, file: str) -> Path | None:
-    """A file of a directory or of a repository of the Hub, None if it has no such file."""
+    """Return a file of a directory or of a repository of the Hub, or None if it has no such file."""
     if Path(name).exists():
         path = Path(name) / file
         return path if path.is_file() else None
@@ -90,9 +90,9 @@ def find_file(name: str, file: str) -> Path | None:
         return Path(hf_hub_download(name, file))
     except EntryNotFoundError as error:
         if isinstance(error, LocalEntryNotFoundError) and not HF_HUB_OFFLINE:
-            open_folder(name)  # says in one line what is wrong
+            open_folder(name)  # raises an error of one line
             raise ValueError(f"{name}: {file} could not be downloaded from the Hub: try again") from None
-        return None  # offline perhaps another file is in the cache
+        return None  # offline, another file may be in the cache
     except (HfHubHTTPError, HFValidationError):
         open_folder(name)
         raise ValueError(f"{name}: {file} could not be downloaded from the Hub: try again") from None
@@ -109,7 +109,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def model_class(source: Source, *, trust_remote_code: bool = False) -> type[nn.Module]:
-    """The class whose `from_pretrained` loads a source that is one model.
+    """Return the class whose `from_pretrained` loads a source that is one model.
 
     Raises ValueError if neither transformers nor, where it is trusted, the model's own code has it.
     """
@@ -141,7 +141,7 @@ def load_model(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load a model in evaluation mode, quantized on the way if a config is given.
+    """Load a model in evaluation mode, quantized while loading if a config is given.
 
     Raises ValueError if it is to be quantized and is quantized already.
     """
@@ -159,7 +159,7 @@ def load_model(
 
 
 def meta_model(source: Source, *, dtype: str = "auto", trust_remote_code: bool = False) -> nn.Module:
-    """The model on the meta device: every module, no weights."""
+    """Make the model on the meta device: every module, no weights."""
     cls = model_class(source, trust_remote_code=trust_remote_code)
     if source.kind == "diffusers":
         with torch.device("meta"):
@@ -173,7 +173,7 @@ def meta_model(source: Source, *, dtype: str = "auto", trust_remote_code: bool =
 
 
 def diffusers_dtype(folder: Path, dtype: str) -> torch.dtype:
-    """The dtype to load a model of diffusers in: its configs do not say what is stored, the headers of its files do.
+    """Return the dtype to load a model of diffusers in, from the headers of its files: its configs do not store it.
 
     "auto" without a safetensors file at hand is bf16.
     """
@@ -193,15 +193,15 @@ def check_not_quantized(source: Source) -> None:
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer beside a model, None if it has none."""
+    """Return the tokenizer beside a model, or None if it has none."""
     try:
         return transformers.AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError):  # what transformers raises differs by what is missing
+    except (ValueError, OSError, KeyError):  # depends on which file is missing
         return None
 
 
 def parse_device(name: str | None) -> torch.device:
-    """The device that a user names; None: CUDA if there is one. Raises ValueError if it does not exist here."""
+    """Return the device that a user names; None: CUDA if available. Raises ValueError if it does not exist here."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -214,7 +214,7 @@ def parse_device(name: str | None) -> torch.device:
 
 
 def copy_side_files(source: Source, directory: Path) -> list[str]:
-    """Copy tokenizer, processor and the like of a transformers model beside its quantized weights; returns names."""
+    """Copy tokenizer, processor and the like of a transformers model beside its weights; return their names."""
     root = Path(source.name)
     if not root.is_dir():
         root = Path(snapshot_download(source.name, allow_patterns=[*SIDE_FILES, "[0-9]*_*/*"]))
@@ -233,16 +233,16 @@ def copy_side_files(source: Source, directory: Path) -> list[str]:
 
 
 def _sentence_transformers_parts(root: Path) -> list[str]:
-    """Folders of the modules after the encoder, as sentence-transformers lists them in modules.json."""
+    """Return the folders of the modules after the encoder, as sentence-transformers lists them in modules.json."""
     path = root / "modules.json"
     if not path.is_file():
         return []
     modules = json.loads(path.read_bytes())
     names = [m.get("path") for m in modules if isinstance(m, dict)] if isinstance(modules, list) else []
-    # A name with a path in it could lie outside of the model.
+    # A name with a path in it could be outside of the model's directory.
     return [n for n in names if isinstance(n, str) and n and Path(n).name == n and (root / n).is_dir()]
 
 
 def progress_wanted() -> bool:
-    """Progress bars are for terminals."""
+    """Return True if stderr is a terminal: progress bars are shown on terminals only."""
     return sys.stderr.isatty()

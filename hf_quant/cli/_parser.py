@@ -12,6 +12,7 @@ from hf_quant._version import __version__
 if TYPE_CHECKING:
     from hf_quant.config import QuantizerConfig
 
+# Written out, because the registries import torch (2 s) and `hf-quant --help` answers at once; a test compares them.
 FORMATS_HELP = (
     "int8, int4, int3, int2, fp8 (= fp8_e4m3), fp8_e5m2, fp6 (= fp6_e3m2), fp6_e2m3, nf4, mxfp4, nvfp4, or a preset "
     "such as W4A16, W8A8, W8A8_FP8"
@@ -35,14 +36,14 @@ _MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's parser whose errors are one line, too."""
+    """argparse's parser, with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` shows what is allowed\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `hf-quant`; `args.command` is (module of hf_quant.cli, function)."""
+    """Build the parser of `hf-quant`; `args.command` is (module of hf_quant.cli, function)."""
     parser = _Parser(
         prog="hf-quant",
         description=_DESCRIPTION,
@@ -234,7 +235,7 @@ def _add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """The options that make a QuantizerConfig; without a default for --weights they are optional altogether."""
+    """Add the options that make a QuantizerConfig; without a default for --weights all of them are optional."""
     quantize_first = "" if default else "; quantizes MODEL, a 16-bit one, first"
     group = parser.add_argument_group("quantization")
     group.add_argument(
@@ -273,7 +274,7 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 
 def parse_module(entry: str) -> tuple[str, str | dict[str, Any] | None]:
-    """ "*.down_proj=int4,group_size=64" -> ("*.down_proj", {"weights": "int4", "group_size": 64}).
+    """Parse "*.down_proj=int4,group_size=64" into ("*.down_proj", {"weights": "int4", "group_size": 64}).
 
     Raises ValueError if the entry has another form.
     """
@@ -291,7 +292,7 @@ def parse_module(entry: str) -> tuple[str, str | dict[str, Any] | None]:
 
 
 def _positive(text: str) -> int:
-    """A count of at least 1 from the command line."""
+    """Parse a count of at least 1 from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
@@ -306,7 +307,7 @@ def _parse_field(field: str) -> tuple[str, Any]:
 
 
 def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
-    """The QuantizerConfig that the options of `_add_scheme` describe. Raises ValueError if they contradict."""
+    """Make the QuantizerConfig of the options of `_add_scheme`. Raises ValueError if they contradict each other."""
     from hf_quant.config import QuantizerConfig
 
     # `modules_to_not_convert` would replace the model's own exclusions, the output embedding among them.
@@ -332,7 +333,7 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
 
 
 def gives_scheme(args: argparse.Namespace) -> bool:
-    """Whether any option of `_add_scheme` is given (for commands that have no default for --weights)."""
+    """Return True if any option of `_add_scheme` is given (for commands without a default for --weights)."""
     given = (args.weights, args.activations, args.cpu_activations, args.kv_cache, args.attention)
     given += (args.granularity, args.group_size, args.symmetric, args.algorithm)
     return bool(args.module or args.skip) or any(field is not None for field in given)

@@ -1,4 +1,4 @@
-"""Pipelines of diffusers: several models in one directory, each with a plan of its own."""
+"""Pipelines of diffusers: several models in one directory, each with its own plan."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,12 +22,12 @@ from hf_quant.planning import plan
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-# The denoisers and the text encoders are what fills the memory; the VAE is small and its errors are seen.
+# Denoisers and text encoders fill the memory; the VAE is small, and its errors are visible.
 _BEGINNINGS = ("transformer", "unet", "text_encoder", "prior", "controlnet")
 
 
 def components(source: Source) -> dict[str, Source]:
-    """The models of a pipeline that are quantized by default."""
+    """Return the models of a pipeline that are quantized by default."""
     found = {}
     for name in source.fields:
         if name.startswith(_BEGINNINGS):
@@ -38,7 +38,7 @@ def components(source: Source) -> dict[str, Source]:
 
 
 def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dict[str, QuantizerConfig]:
-    """Print the plan of each component; returns {component: its config}.
+    """Print the plan of each component, and return {component: its config}.
 
     An entry of `modules` counts in those components where it matches a module. Raises ValueError if it does in none,
     or nothing can be quantized.
@@ -53,7 +53,7 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
         unmatched -= set(modules)
         fields = {field: getattr(config, field) for field in config.user_fields()}
         if isinstance(model, PreTrainedModel):
-            fields["attention"] = None  # that of denoisers
+            fields["attention"] = None  # attention formats are for denoisers only
         try:
             own = QuantizerConfig(**{**fields, "modules": modules})
             table = plan(model, own)
@@ -72,7 +72,7 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
 
 
 def load_pipeline(source: Source, configs: dict[str, QuantizerConfig], *, dtype: str) -> "DiffusionPipeline":
-    """Load a pipeline with the components of `configs` quantized on the way, every component in its stored dtype."""
+    """Load a pipeline with the components of `configs` quantized while loading, each in its stored dtype."""
     from diffusers import DiffusionPipeline, PipelineQuantizationConfig
     from diffusers.utils import logging
 
@@ -81,6 +81,6 @@ def load_pipeline(source: Source, configs: dict[str, QuantizerConfig], *, dtype:
     root = Path(source.name) if Path(source.name).is_dir() else Path(DiffusionPipeline.download(source.name))
     dtypes = {path.parent.name: diffusers_dtype(path.parent, dtype) for path in root.glob("*/config.json")}
     mapping = PipelineQuantizationConfig(quant_mapping=dict(configs))
-    # What was saved as None has to be given as None.
+    # Components that were saved as None have to be passed as None.
     absent = {name: None for name, entry in source.fields.items() if isinstance(entry, list) and entry[0] is None}
     return DiffusionPipeline.from_pretrained(root, quantization_config=mapping, torch_dtype=dtypes, **absent)

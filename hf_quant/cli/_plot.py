@@ -56,7 +56,7 @@ def draw(points: list[Point], title: str, path: Path) -> None:
 
 
 def _label_lines(points: list[Point], nearest: float) -> list[tuple[float, Point]]:
-    """(height of its label, point): labels stay `nearest` times apart, on a logarithmic axis, so that none overlap."""
+    """Return (height of its label, point): labels stay `nearest` times apart, so that they do not overlap."""
     placed: list[tuple[float, Point]] = []
     for point in sorted(points, key=lambda p: p.kl):
         placed.append((max(point.kl, placed[-1][0] * nearest) if placed else point.kl, point))

@@ -1,4 +1,4 @@
-"""`hf-quant quantize --push`: the repository is made and looked at first, and filled when OUT is complete."""
+"""`hf-quant quantize --push`: the repository is created and checked first, and filled when OUT is complete."""
 
 import inspect
 import shutil
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 
 def prepare(repository: str, *, private: bool, force: bool) -> Target:
-    """Create the repository if there is none. It stays, empty, where nothing is pushed to it afterwards.
+    """Create the repository if it does not exist. It stays, empty, if nothing is pushed to it afterwards.
 
     Raises ValueError if it cannot be written, is public where a private one is wanted, or (without `force`) holds
     weights that hf_quant has not quantized.
@@ -88,8 +88,8 @@ def push(out: Path, target: Target) -> None:
 
 
 def _keep_card_of(repository: str, out: Path) -> None:
-    """Where somebody has written a card for the repository: that card in OUT, with its metadata completed."""
-    try:  # of the Hub: there may be a directory of the same name, OUT itself
+    """Copy a card that somebody has written in the repository to OUT, with its metadata completed."""
+    try:  # not `find_card`: a directory of the same name may exist here, OUT itself
         path = Path(hf_hub_download(repository, CARD))
     except RemoteEntryNotFoundError:
         return
@@ -98,13 +98,13 @@ def _keep_card_of(repository: str, out: Path) -> None:
         shutil.copyfile(path, out / CARD)
         return
     made = read_card(out / CARD) if (out / CARD).is_file() else None
-    if made is not None and is_untouched(existing) and not is_untouched(made):  # somebody has written that of OUT
+    if made is not None and is_untouched(existing) and not is_untouched(made):  # a person has written the card in OUT
         return
     (existing if made is None else merge_cards(existing, made)).save(out / CARD)
 
 
 def _reason(error: Exception) -> str:
-    """What the Hub says, without its links and request numbers."""
+    """Return the Hub's error message without links and request numbers."""
     response = getattr(error, "response", None)
     status = None if response is None else response.status_code
     if status == 401:

@@ -1,4 +1,4 @@
-"""`hf-quant quantize` and `hf-quant plan`."""
+"""`hf-quant quantize` and `hf-quant plan`: quantize a model, or show the plan."""
 
 import argparse
 import shutil
@@ -26,13 +26,13 @@ from hf_quant.planning import plan as make_plan
 
 
 def plan(args: argparse.Namespace) -> None:
-    """Print what would happen to every module."""
+    """Print the decision for every module."""
     config, source = config_from_args(args), find_source(args.model)
     _print_plan(args, source, config)
 
 
 def _print_plan(args: argparse.Namespace, source: Source, config: QuantizerConfig) -> dict[str, QuantizerConfig]:
-    """Print the plan; returns {component: config} of a pipeline, {"": config} of one model."""
+    """Print the plan, and return {component: config} of a pipeline, or {"": config} of one model."""
     if source.kind == "pipeline":
         return plan_pipeline(source, config, dtype=args.dtype)
     check_not_quantized(source)
@@ -42,10 +42,10 @@ def _print_plan(args: argparse.Namespace, source: Source, config: QuantizerConfi
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Quantize MODEL into OUT, and upload it if asked to."""
+    """Quantize MODEL into OUT, and upload it if --push is given."""
     config = config_from_args(args)
     if args.private and args.push is None:
-        raise ValueError("--private is of --push, which says where to upload: give both, or none")
+        raise ValueError("--private belongs to --push, which says where to upload: give both, or none")
     if args.device is not None:
         config.quantization_device = str(parse_device(args.device))
     source = find_source(args.model)
@@ -81,7 +81,7 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def check_out(out: Path, source: Source, *, force: bool) -> None:
-    """Raise ValueError if OUT is a file, the model itself, cannot be written, or holds anything without `force`."""
+    """Raise ValueError if OUT is a file, the model itself, not writable, or not empty without `force`."""
     if out.resolve().exists() and not out.resolve().is_dir():
         raise ValueError(f"{out} is a file; OUT is a directory")
     if Path(source.name).is_dir() and out.resolve() == Path(source.name).resolve():
@@ -92,7 +92,7 @@ def check_out(out: Path, source: Source, *, force: bool) -> None:
 
 
 def _move(staged: Path, out: Path) -> None:
-    """Move a complete checkpoint to OUT; of what is there, weights go, and files of the same names are replaced."""
+    """Move a complete checkpoint to OUT; old weights in OUT are removed, files of the same names are replaced."""
     for pattern in WEIGHT_FILES:
         for old in list(out.rglob(pattern)):
             if (staged / old.relative_to(out).parent).is_dir():
@@ -104,15 +104,15 @@ def _move(staged: Path, out: Path) -> None:
 
 
 def _write_card(source: Source, staged: Path, out: Path, repository: str | None) -> None:
-    """Put the model card beside the weights; the text of one that somebody has written into OUT is kept."""
+    """Put the model card beside the weights; the text of a card that somebody has written into OUT is kept."""
     existing = read_card(out / CARD) if (out / CARD).is_file() else None
-    if existing is None and (out / CARD).is_file():  # with metadata that cannot be read: somebody's
+    if existing is None and (out / CARD).is_file():  # its metadata cannot be read: leave it
         return
     is_local = Path(source.name).is_dir()
     base, base_card = (hub_id(source.name), find_card(source.name)) if is_local else (source.name, None)
     try:
         made = model_card(staged, repo_id=repository, base_model=base, base_card=base_card)
-    except ValueError as error:  # hours of quantizing are not lost for it
+    except ValueError as error:  # hours of quantizing must not be lost because of a card
         print(f"no model card: {error}")
         return
     merge_cards(existing, made).save(staged / CARD)

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries: `import_checkpoint` reads them, `export_compressed_tensors` writes them, exactly."""
+"""Conversion of other libraries' checkpoints, bit for bit: `import_checkpoint`, `export_compressed_tensors`."""

@@ -1,4 +1,4 @@
-"""Experts that another library stores one by one, as the fused weights that transformers 5 makes of them."""
+"""Merge experts that another library stores one by one into the fused weights of transformers 5."""
 
 import re
 from functools import partial
@@ -15,14 +15,14 @@ from hf_quant.scheme import BLOCK_SIZE
 
 
 class _Rule(NamedTuple):
-    """How the names of single layers become that of a fused weight."""
+    """Renaming rule: names of single layers -> the name of a fused weight."""
 
     sources: list[re.Pattern]  # of the parts (gate and up), with the groups `prefix` and `expert`
     target: str
 
 
 def merge_experts(model: nn.Module, weights: list[ForeignWeight]) -> list[ForeignWeight]:
-    """The weights with those of experts fused, [E, N, K], by transformers' own rules for the model.
+    """Return the weights with experts fused into [E, N, K], by transformers' own rules for the model.
 
     Raises ValueError if experts of one layer differ in scheme, or one is missing.
     """
@@ -55,7 +55,7 @@ def _rules(model: nn.Module) -> list[_Rule]:
 
 
 def _match(rules: list[_Rule], module: str) -> tuple[str, int, int] | None:
-    """(name of the fused weight, expert, part) of a layer, None if it is no expert."""
+    """Return (name of the fused weight, expert, part) of a layer, or None if it is no expert."""
     for rule in rules:
         for part, source in enumerate(rule.sources):
             match = source.fullmatch(module)
@@ -84,7 +84,7 @@ def _fuse(name: str, parts: dict[tuple[int, int], ForeignWeight]) -> ForeignWeig
 
 
 def _stack(ordered: list[list[ForeignWeight]]) -> PackedWeight:
-    """Parts along rows, experts along a new first dimension."""
+    """Concatenate parts along rows, and stack experts along a new first dimension."""
     rows = [[weight.unpack() for weight in row] for row in ordered]
 
     def stack(index: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Checkpoint directories of transformers, read tensor by tensor and written file by file."""
+"""Read checkpoint directories of transformers tensor by tensor, and write them file by file."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from hf_quant.checkpoint import (
 )
 
 
-# What lies beside the weights: tokenizers, processors, chat templates, the code of custom models, licences.
+# Files beside the weights: tokenizers, processors, chat templates, the code of custom models, licences.
 SIDE_FILES = (
     *("*.json", "*.model", "*.spm", "*.jinja", "*.tiktoken", "*.bpe", "*.py"),
     *("vocab*", "merges*", "dict.txt", "bpe.codes", "LICENSE*", "NOTICE*"),
@@ -42,7 +42,7 @@ _NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json")  # a new checkpoint
 
 
 class TensorFiles:
-    """The tensors of a checkpoint directory; each is read when it is asked for, and only then.
+    """The tensors of a checkpoint directory; each is read when it is asked for.
 
     Attributes:
         files: {safetensors file: {tensor name: TensorInfo}}, from the headers.
@@ -68,7 +68,7 @@ class TensorFiles:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Read one tensor to the CPU."""
         file = self._file_of[name]
         try:
             if file not in self._open:
@@ -81,7 +81,7 @@ class TensorFiles:
 def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str, Tensor]]) -> None:
     """Write a checkpoint of as many files as the source has, one after the other: no more than one is in memory.
 
-    `convert` turns the name of a tensor into what stands in its place: itself, several, or none.
+    `convert` maps the name of a tensor to the tensors that replace it: itself, several, or none.
     """
     written: dict[str, str] = {}
     total, count = 0, len(source.files)
@@ -97,7 +97,7 @@ def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str
 
 
 def check_out(out: Path) -> None:
-    """Raise ValueError if a directory to write is a file, or holds anything."""
+    """Raise ValueError if a directory to write is a file, or is not empty."""
     place = out.resolve()  # "new/../old" is old
     if place.exists() and not place.is_dir():
         raise ValueError(f"{out} is a file; OUT is a directory")
@@ -107,7 +107,7 @@ def check_out(out: Path) -> None:
 
 @contextlib.contextmanager
 def staged(source: Path, out: Path, place: Path | None = None) -> Iterator[Path]:
-    """A directory to write into, which becomes `out` if nothing is raised; it holds what of `source` is no weight.
+    """Context manager: a directory with the side files of `source`; it becomes `out` if nothing is raised.
 
     `place` is the workspace of `out` (see `checkpoint.staging`) where the caller has it already.
 
@@ -143,7 +143,7 @@ def _copy_side_files(source: Path, target: Path) -> None:
 
 
 def local_checkpoint(source: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """The directory of a checkpoint: the given one, or what the Hub's cache has of USER/NAME after a download.
+    """Return the directory of a checkpoint: the given one, or the Hub's cache of USER/NAME after a download.
 
     Raises ValueError if the Hub has no such model, or it cannot be reached and the cache has none of it.
     """
@@ -155,17 +155,17 @@ def local_checkpoint(source: str | Path, *, revision: str | None = None, token: 
         found = snapshot_download(
             source, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]
         )
-    except (HFValidationError, HTTPError, OSError):  # of the Hub: long, with links and request ids
-        open_folder(source, revision=revision, token=token)  # says in one line what is wrong
+    except (HFValidationError, HTTPError, OSError):  # the Hub's errors are long, with links and request ids
+        open_folder(source, revision=revision, token=token)  # raises an error of one line
         raise ValueError(f"{source} could not be downloaded from the Hub: try again, what is here is kept") from None
     return Path(found)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The fields of a transformers checkpoint's config.json. Raises ValueError if it has none, or has adapters."""
+    """Return the fields of a transformers checkpoint's config.json. Raises ValueError on adapters, or without one."""
     path = directory / CONFIG
     if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory; needs that of a checkpoint, with its {CONFIG}")
+        raise ValueError(f"{directory} is not a directory; needs a checkpoint's directory with its {CONFIG}")
     if not path.is_file():
         parts = sorted(p.parent.name for p in directory.glob(f"*/{CONFIG}"))
         hint = f"; it has the parts {', '.join(parts)}: name one of them" if parts else ""
@@ -180,12 +180,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def write_config(target: Path, fields: dict[str, Any]) -> None:
-    """Write config.json as transformers does."""
+    """Write config.json in the style of transformers."""
     (target / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def empty_model(directory: Path) -> nn.Module:
-    """The 16-bit model that a checkpoint's config describes, on the meta device: every module, no weights.
+    """Make the 16-bit model that a checkpoint's config describes, on the meta device: every module, no weights.
 
     Raises ValueError if transformers does not have its class, or cannot make it of this config.
     """
@@ -197,7 +197,7 @@ def empty_model(directory: Path) -> nn.Module:
         if cls is None or not hasattr(cls, "_from_config"):
             raise ValueError(
                 f"{directory} is a {name}, which transformers {transformers.__version__} does not have: its modules "
-                "cannot be told apart"
+                "are not known"
             )
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -207,4 +207,4 @@ def empty_model(directory: Path) -> nn.Module:
         raise ValueError(one_line(error)) from None
     except Exception as error:  # noqa: BLE001  (each class of the host has its own for fields that cannot be)
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ValueError(f"transformers makes no model of {directory / CONFIG}: {reason}") from None
+        raise ValueError(f"transformers cannot make a model from {directory / CONFIG}: {reason}") from None

@@ -1,4 +1,4 @@
-"""What every reader of another library's checkpoint hands over, and how it becomes a checkpoint of ours."""
+"""Records that a reader of another library's checkpoint returns, and the writer that makes our checkpoint of them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,11 +33,11 @@ class ForeignWeight(NamedTuple):
 
     Attributes:
         module: name of its layer.
-        scheme: what hf_quant calls it.
-        shape: (N, K), of fused experts (E, N, K).
-        keys: its tensors; where the first is, ours are written.
-        unpack: makes our bytes of them, scales in their true dtype.
-        name: of the 16-bit weight in its module.
+        scheme: the scheme in hf_quant.
+        shape: (N, K); (E, N, K) for fused experts.
+        keys: names of its tensors; our tensors are written into the file of the first one.
+        unpack: function that reads the tensors and returns our bytes, scales in their true dtype.
+        name: name of the 16-bit weight in its module.
     """
 
     module: str
@@ -55,7 +55,7 @@ class ForeignWeight(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """What a reader found in a checkpoint: its weights, tensors to leave out, and what the user should know."""
+    """The result of a reader: weights, tensors to leave out, and notes for the user."""
 
     weights: list[ForeignWeight]
     dropped: set[str]
@@ -74,7 +74,7 @@ def write_foreign(
 ) -> None:
     """Write the checkpoint of `model`, which is on the meta device.
 
-    `where` is what errors call the source, `origin` what the config says of it (`imported_from`).
+    `where` is the name of the source in errors, `origin` the value of `imported_from` in the config.
 
     Raises ValueError if the model has no such layers, or a value is beyond our grids.
     """
@@ -100,7 +100,7 @@ def write_foreign(
 
 
 def _config_of(weights: list[ForeignWeight]) -> QuantizerConfig:
-    """The config of what is written: the most frequent scheme, and the plan of all.
+    """Return the config of the new checkpoint: the most frequent scheme, and the plan of all.
 
     Raises ValueError if hf_quant has no such scheme, or not for all weights of one module.
     """
@@ -125,7 +125,7 @@ def _check_model(
     model: nn.Module,
     where: str,
 ) -> None:
-    """Raise ValueError unless the model has a layer of that shape for every weight."""
+    """Raise ValueError unless the model has a layer of the right shape for every weight."""
     keys = {key: info for key, info in files.tensors.items() if key not in consumed}
     for weight in weights:
         keys.update(weight.expected)
@@ -153,7 +153,7 @@ def _refuse_remains(
     rename: Callable[[str], str],
     where: str,
 ) -> None:
-    """Raise ValueError if what is left is a part of a quantized layer: copied as it is, it would be no weight."""
+    """Raise ValueError if a part of a quantized layer is left over: it would be copied as a weight."""
     for key, info in files.tensors.items():
         if key in consumed:
             continue
@@ -166,7 +166,7 @@ def _refuse_remains(
 
 
 def _stored(weight: ForeignWeight) -> dict[str, Tensor]:
-    """{name: tensor} of a weight as our checkpoint stores it, checked."""
+    """Return {name: tensor} of a weight as our checkpoint stores it; the values are checked."""
     tensors, expected = {}, weight.expected
     for part, tensor in zip(PACKED_NAMES, weight.unpack()):
         if tensor is None:

@@ -1,11 +1,11 @@
-"""GPTQ and AWQ: words packed along rows or columns, unsigned codes with zero points, fp16 scales.
+"""Read GPTQ and AWQ: words packed along rows or columns, unsigned codes with zero points, fp16 scales.
 
 GPTQ (https://github.com/ModelCloud/GPTQModel): `qweight` int32 [K * bits / 32, N], packed along K, low bits first;
 `qzeros` int32 [groups, N * bits / 32], packed along N; `scales` [groups, N]; `g_idx` int32 [K], the group of each
 column. Version 1 of the format stores zero points less one, version 2 as they are.
 
 AWQ, version "gemm" (https://github.com/casper-hansen/AutoAWQ): `qweight` int32 [K, N / 8] and `qzeros` [groups,
-N / 8], packed along N; the eight codes of a word are those of columns 0, 2, 4, 6, 1, 3, 5, 7.
+N / 8], packed along N; the eight codes of a word belong to columns 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _SIGN = 0x80  # of a byte: unsigned code ^ _SIGN is the code - 128 as int8
 
 
 def read_gptq(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype | None) -> Foreign:
-    """The weights of a GPTQ checkpoint. Raises ValueError on what hf_quant cannot hold, with the reason."""
+    """Read the weights of a GPTQ checkpoint. Raises ValueError with the reason if one is unsupported."""
     layout = str(fields.get("checkpoint_format") or "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise ValueError(f"it is a GPTQ checkpoint of the format {layout!r}; readable: 'gptq', 'gptq_v2'")
@@ -39,7 +39,7 @@ def read_gptq(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype | N
 
 
 def read_awq(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype | None) -> Foreign:
-    """The weights of an AWQ checkpoint. Raises ValueError on what hf_quant cannot hold, with the reason."""
+    """Read the weights of an AWQ checkpoint. Raises ValueError with the reason if one is unsupported."""
     bits, version = fields.get("bits", fields.get("w_bit")), str(fields.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm" or fields.get("zero_point") is False:
         raise ValueError(
@@ -51,7 +51,7 @@ def read_awq(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype | No
 
 
 def _modules(files: TensorFiles) -> list[str]:
-    """Names of the quantized layers. Raises ValueError if there are none, or one lacks a tensor."""
+    """Return the names of the quantized layers. Raises ValueError if there are none, or one lacks a tensor."""
     modules = [key.removesuffix(".qweight") for key in files.tensors if key.endswith(".qweight")]
     if not modules:
         raise ValueError("it holds no tensor named `qweight`: no layer of it is quantized")
@@ -68,7 +68,7 @@ def _modules(files: TensorFiles) -> list[str]:
 
 
 def _scheme(files: TensorFiles, module: str, bits: int, K: int, *, symmetric: bool) -> tuple[LinearScheme, int]:
-    """(scheme, columns that share a scale) of a layer."""
+    """Return (scheme, columns that share a scale) of a layer."""
     scales = files.tensors[f"{module}.scales"]
     groups = scales.shape[0]
     columns = K if groups == 1 else -(-K // groups)
@@ -104,7 +104,7 @@ def _gptq_weight(files: TensorFiles, module: str, fields: dict[str, Any], minus_
 
 
 def _gptq_zeros(files: TensorFiles, module: str, bits: int, N: int, minus_one: bool) -> Tensor:
-    """Zero points uint8 [N, groups]. Raises ValueError where readers of version 1 disagree what is meant."""
+    """Return zero points uint8 [N, groups]. Raises ValueError if readers of version 1 disagree on their meaning."""
     words, scales = files.read(f"{module}.qzeros"), files.tensors[f"{module}.scales"]
     if words.shape[1] != -(-N * bits // 32) or scales.shape != (words.shape[0], N):
         raise ValueError(f"{module}.qzeros is {list(words.shape)} beside scales of {scales} for {N} rows")
@@ -114,7 +114,7 @@ def _gptq_zeros(files: TensorFiles, module: str, bits: int, N: int, minus_one: b
         if bool((zeros == largest).any()):
             raise ValueError(
                 f"{module}.qzeros stores {largest} in version 1 of GPTQ's format, a zero point that some readers take "
-                f"for {largest + 1} and others for 0: which one it is cannot be told"
+                f"for {largest + 1} and others for 0: the file does not show which one is meant"
             )
         zeros = zeros + 1
     return zeros.T.contiguous()

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries as checkpoints of hf_quant: GPTQ, AWQ, compressed-tensors; every weight as it was."""
+"""Make checkpoints of hf_quant from GPTQ, AWQ and compressed-tensors; every weight keeps its value."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +28,9 @@ def import_checkpoint(
 ) -> tuple[str, ...]:
     """Make a checkpoint of hf_quant from one that GPTQ, AWQ or compressed-tensors has quantized.
 
-    Codes, scales and zero points are repacked, never rounded; scales keep their dtype, whatever that of the model is.
-    It is read file by file, and no weight is decoded. `from_pretrained` then loads it onto hf_quant's kernels. Its
-    README.md names the base model and the licence that the original's card names.
+    Codes, scales and zero points are repacked, never rounded; scales keep their dtype, even if the model has another.
+    The checkpoint is read file by file, and no weight is decoded. `from_pretrained` then loads the result onto
+    hf_quant's kernels. Its README.md names the base model and the licence that the original's card names.
 
         gptq                4 and 8 bits, format versions 1 and 2, columns in their own order
         awq                 4 bits, version "gemm"
@@ -45,10 +45,10 @@ def import_checkpoint(
         token: for the Hub.
 
     Returns:
-        What is different from the original, one line each, e.g. that calibrated scales of a KV cache are left out.
+        Differences from the original, one line each, e.g. that calibrated scales of a KV cache are left out.
 
     Raises:
-        ValueError: if it is of another kind, or something in it has no exact counterpart; the error says what and why.
+        ValueError: if the checkpoint is of another kind, or something in it has no exact counterpart, with the reason.
     """
     where, out = str(source), Path(out)
     source = local_checkpoint(source, revision=revision, token=token)
@@ -71,7 +71,7 @@ def import_checkpoint(
 
 
 def _detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """(method, its fields) of a quantized checkpoint. Raises ValueError if it is none that can be read."""
+    """Return (method, its fields) of a quantized checkpoint. Raises ValueError if the method is unsupported."""
     own = fields.get("quantization_config") or fields.get("compression_config")
     method = None
     if isinstance(own, dict):

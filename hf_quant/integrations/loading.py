@@ -1,4 +1,4 @@
-"""What both hosts' adapters share: the skeleton of a quantized model, from a config or from a checkpoint's headers."""
+"""Prepare a model on the meta device for loading: from a config, or from the headers of a quantized checkpoint."""
 
 import ctypes
 import os
@@ -33,9 +33,9 @@ from hf_quant.scheme import LinearScheme
 
 
 def refuse_outside(files: Iterable[str], directory: str | None) -> None:
-    """Raise ValueError if an index has made the host look for files elsewhere than in the checkpoint's directory.
+    """Raise ValueError if an index lists files outside of the checkpoint's directory.
 
-    `directory` may be the name of a repository: its files are in the host's cache, under names that it has checked.
+    `directory` may be the name of a repository: then the host has checked the names of the files in its cache.
     """
     if not directory or not os.path.isdir(directory):
         return
@@ -49,7 +49,7 @@ def refuse_outside(files: Iterable[str], directory: str | None) -> None:
 
 
 def read_keys(files: Iterable[str]) -> dict[str, TensorInfo]:
-    """{tensor name: (dtype, shape)} of safetensors files, from their headers.
+    """Return {tensor name: (dtype, shape)} of safetensors files, from their headers.
 
     Raises ValueError on a file that is missing, truncated or of another format; a pickle is not opened.
     """
@@ -84,9 +84,9 @@ def prepare_from_checkpoint(
     rename: Callable[[str], str],
     tied: dict[str, str],
 ) -> list[str]:
-    """Turn those modules of a model on the meta device into empty quantized ones whose codes the checkpoint has.
+    """Turn the modules whose codes the checkpoint has, of a model on the meta device, into empty quantized ones.
 
-    What is in the checkpoint decides, not a list of exclusions: a head that a checkpoint lacks stays a plain layer.
+    The checkpoint's tensors decide, not a list of exclusions: a head that a checkpoint lacks stays a plain layer.
     `rename` maps the checkpoint's parameter names to the model's; `tied` is {module: the module it shares with}.
     Returns the names of the quantized modules. Raises ValueError if stored plan, headers and model do not agree.
     """
@@ -120,7 +120,7 @@ def prepare_from_checkpoint(
 
 
 class _Schemes:
-    """The stored plan, by the names of modules that may have gained or lost the base model's prefix."""
+    """The stored plan, looked up by names of modules that may have gained or lost the base model's prefix."""
 
     def __init__(self, config: QuantizerConfig) -> None:
         self.schemes = schemes_from_list(config.plan)
@@ -130,7 +130,7 @@ class _Schemes:
                 self.prefixed.setdefault(name.partition(".")[2], []).append(name)
 
     def find(self, *names: str) -> LinearScheme:
-        """Raises ValueError if the plan has none of these names."""
+        """Return the scheme by the first name that the plan has. Raises ValueError if it has none of them."""
         for name in names:
             for candidate in (name, name.partition(".")[2]):
                 if candidate in self.schemes:
@@ -141,13 +141,13 @@ class _Schemes:
         raise ValueError(f"the checkpoint has codes for {names[0]}, but its stored plan does not name that module")
 
     def name_of(self, module: str) -> str | None:
-        """What the plan calls a module of the model."""
+        """Return the name that the plan has for a module of the model, or None."""
         known_as = (module, module.partition(".")[2], *self.prefixed.get(module, ()))
         return next((name for name in known_as if name in self.schemes), None)
 
 
 def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> None:
-    """Raise ValueError if the parts of a stored weight are not those of the module's scheme and shape."""
+    """Raise ValueError if the parts of a stored weight do not fit the module's scheme and shape."""
     if stored.weight not in module.weight_names:
         raise ValueError(f"the checkpoint has codes for {name}.{stored.weight}, which its module does not have")
     expected = expected_tensors(module.scheme, {stored.weight: module.matrix_shape(stored.weight)})
@@ -185,7 +185,7 @@ def _check_complete(
 def quantize_into(
     module: QuantizedModule, weight_name: str, weight: torch.Tensor, fqn: str, device: torch.device | str | None
 ) -> PackedWeight:
-    """Quantize a loaded weight, computed on `device` if given; the codes are where the weight was."""
+    """Quantize a loaded weight, computed on `device` if given; the codes are on the device of the weight."""
     source = weight if device is None else weight.to(device)
     packed = module.quantize(weight_name, source, fqn=fqn)
     return PackedWeight(*(t if t is None else t.to(weight.device) for t in packed))

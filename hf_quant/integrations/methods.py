@@ -1,7 +1,7 @@
-"""Methods of one model: in the attributes of the instance, so that no class of a host is touched.
+"""Methods of one model instance, kept in its attributes: no class of a host is changed.
 
-Each refers to its model weakly, so that the model's memory is free as soon as nobody else holds it. They are objects
-where functions would do: the model that has them can be pickled and copied.
+Each method refers to its model weakly, so that the model's memory is freed with its last reference elsewhere. The
+methods are objects instead of functions, so that the model can be pickled and copied.
 """
 
 import inspect
@@ -16,12 +16,12 @@ from hf_quant.modules import QuantizedModule, uncounted_weights
 
 
 class ModelMethod:
-    """A callable that is kept in the attributes of one model, under the name of a method that it stands in for.
+    """A callable in the attributes of one model, under the name of the method that it replaces.
 
     Attributes:
         model: weak reference to the model.
         name: of the method.
-        host: what the attributes held under that name before, such as accelerate's method; None: the class's method.
+        host: the earlier attribute of that name, such as accelerate's method; None: the class's method.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -29,7 +29,7 @@ class ModelMethod:
         self.bind(model)
 
     def bind(self, model: nn.Module) -> None:
-        """Serve `model`, which has the attributes of the model so far: a copy, or that model made again."""
+        """Serve `model`, which has the attributes of the earlier model: a copy, or that model made again."""
         self.model = weakref.ref(model)
         if isinstance(self.host, ModelMethod):
             self.host.bind(model)
@@ -46,7 +46,7 @@ class ModelMethod:
         self.bind(model)
 
     def call_host(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the method that this one stands in for."""
+        """Call the method that this one replaces."""
         if self.host is not None:
             return self.host(*args, **kwargs)
         return getattr(type(model), self.name)(model, *args, **kwargs)
@@ -58,9 +58,9 @@ Wrapper = Callable[..., Any]  # (model, host's method, *args, **kwargs) -> what 
 class WrappedMethod(ModelMethod):
     """A method that calls `wrappers[name](model, host, *args, **kwargs)`.
 
-    `from_pretrained(...).to(device)` drops the model between the look-up of this method and the call. So the
-    attributes are held, too, and a model that has vanished is made of them again. The end of the model takes these
-    methods out of the attributes: no cycle is left.
+    `from_pretrained(...).to(device)` drops the model between the look-up of this method and the call. So this object
+    holds the attributes, too, and makes a dropped model again from them. When the model is freed, these methods are
+    removed from its attributes, so that no reference cycle remains.
     """
 
     def __init__(self, model: nn.Module, name: str, wrappers: Mapping[str, Wrapper]) -> None:
@@ -102,14 +102,14 @@ class WrappedMethod(ModelMethod):
 
 
 def attach_methods(model: nn.Module, wrappers: Mapping[str, Wrapper]) -> None:
-    """Have calls of these methods of a model go to the wrappers, which are given the host's method."""
+    """Replace these methods of a model by calls of the wrappers, which receive the host's method."""
     for name in wrappers:
         if not isinstance(model.__dict__.get(name), WrappedMethod):
             setattr(model, name, WrappedMethod(model, name, wrappers))
 
 
 def detach_methods(model: nn.Module, wrappers: Mapping[str, Wrapper]) -> None:
-    """Inverse of `attach_methods`."""
+    """Undo `attach_methods`."""
     for name in wrappers:
         method = model.__dict__.pop(name, None)
         if isinstance(method, WrappedMethod) and method.host is not None:
@@ -117,7 +117,7 @@ def detach_methods(model: nn.Module, wrappers: Mapping[str, Wrapper]) -> None:
 
 
 def count_weights(model: nn.Module, host: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    """Wrapper of `num_parameters`: a quantized weight counts as the weights that it stands for, as in 16 bit."""
+    """Wrap `num_parameters`: a quantized weight counts as many weights as its 16-bit original."""
     arguments = inspect.signature(type(model).num_parameters).bind(model, *args, **kwargs).arguments
     if arguments.get("only_trainable", False):
         return host(*args, **kwargs)
@@ -125,7 +125,7 @@ def count_weights(model: nn.Module, host: Callable[..., int], *args: Any, **kwar
 
 
 def refuse_training(model: nn.Module, host: Callable[..., nn.Module], requires_grad: bool = True) -> nn.Module:
-    """Wrapper of `requires_grad_`, which torch refuses for codes without saying what they are."""
+    """Wrap `requires_grad_`: torch's own error for codes does not say what they are."""
     if requires_grad and any(isinstance(module, QuantizedModule) for module in model.modules()):
         raise ValueError(
             "the quantized weights of this model are codes, which cannot be trained: train adapters on them (PEFT), "

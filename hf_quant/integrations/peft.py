@@ -1,13 +1,13 @@
-"""PEFT: adapters need nothing of this file, because quantized layers are subclasses of the layers that PEFT knows.
+"""PEFT: explain targets that PEFT cannot adapt, and count weights instead of words of codes.
 
-LoRA and its kin train over `QuantLinear`, `QuantConv1D`, `QuantConv2d`, `QuantEmbedding`. What is here speaks up where
-PEFT would leave a layer out, or fail far from the cause: a weight stored as codes can neither train nor be wrapped as
-a parameter. And it has `print_trainable_parameters` count weights, not the words that hold their codes.
+Adapters need no support: quantized layers are subclasses of the layers that PEFT knows, and LoRA and similar methods
+train over `QuantLinear`, `QuantConv1D`, `QuantConv2d` and `QuantEmbedding`. A weight stored as codes can neither be
+trained nor be wrapped as a parameter; where PEFT would leave such a layer out, or fail far from the cause, this module
+raises an error that names the cause.
 
-Merging reads and assigns `weight`, which quantizes the sum again with the layer's own scheme: what an adapter changes
-by less than half a step of the grid is lost. int8 and fp8 merge well, 4 bits lose a part, 3 and 2 bits nearly all of
-it; keep such adapters unmerged. `unmerge` rounds once more, so it does not give the old codes back; `unload` does,
-before a merge.
+Merging reads and assigns `weight`, which quantizes the sum again with the layer's own scheme: changes below half a
+step of the grid are lost. int8 and fp8 merge well, 4 bits lose a part, 3 and 2 bits lose nearly all; keep such
+adapters unmerged. `unmerge` rounds once more, so it does not restore the old codes; `unload` before a merge does.
 """
 
 import functools
@@ -34,7 +34,7 @@ def check_modules_to_save(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def quantized_parameters(model: nn.Module, targets: Iterable[str]) -> dict[str, str]:
-    """{target: why it cannot be adapted} of those `target_parameters` that name weights stored as codes."""
+    """Return {target: reason} for those `target_parameters` that name weights stored as codes."""
     found = {}
     for name, module in _modules(model):
         if not isinstance(module, QuantizedModule):
@@ -51,7 +51,7 @@ def quantized_parameters(model: nn.Module, targets: Iterable[str]) -> dict[str, 
 
 
 def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """`named_modules` under the names that they have without earlier adapters."""
+    """Yield the result of `named_modules` under the names that modules have without earlier adapters."""
     return ((name.replace(".base_layer", ""), module) for name, module in model.named_modules())
 
 
@@ -92,7 +92,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[[Callable], Callable]) -> No
 
 
 def register() -> None:
-    """Have every tuner of PEFT look at its targets, and its models count weights; may be called again.
+    """Wrap the tuners of PEFT to check their targets, and its models to count weights. Further calls do nothing.
 
     Called as soon as each of the modules is loaded: only what is there is wrapped.
     """

@@ -291,7 +291,7 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
         (["nonsense"], "invalid choice: 'nonsense'"),
         ([], "required: COMMAND"),
         (["quantize", "{llama}", "{llama}"], "OUT is the model itself"),
-        (["quantize", "{llama}", "{dir}/o", "--private"], "--private is of --push"),
+        (["quantize", "{llama}", "{dir}/o", "--private"], "--private belongs to --push"),
         (["quantize", "{llama}", "{llama}/config.json"], "is a file; OUT is a directory"),
         (["quantize", "{llama}", "{dir}/out", "--device", "cuda:99"], "--device cuda:99"),
         (["quantize", "{llama}", "{dir}/out", "--device", "nonsense"], "--device nonsense"),
@@ -435,5 +435,5 @@ def test_the_demo_finds_the_model_of_the_checkout(tmp_path, monkeypatch):
     assert text.is_file()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hf_quant.cli._demo.__file__", str(tmp_path / "hf_quant" / "cli" / "_demo.py"))
-    with pytest.raises(ValueError, match="lies in a checkout of the repository"):
+    with pytest.raises(ValueError, match="is in a checkout of the repository"):
         find_asset(None, None)

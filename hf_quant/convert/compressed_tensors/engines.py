@@ -1,4 +1,4 @@
-"""What vLLM and SGLang make of the layers of a checkpoint: which they compute as one, and how they look for schemes.
+"""Facts about vLLM and SGLang: layers that they compute as one, and names under which they look for schemes.
 
 Read in vLLM 0.33 (vllm/model_executor/layers/quantization/compressed_tensors) and SGLang 0.5.23
 (python/sglang/srt/layers/quantization/compressed_tensors), and the `packed_modules_mapping` of their models.
@@ -11,8 +11,8 @@ from hf_quant.convert.compressed_tensors.schemes import NAIVE, PACKED, Group
 from hf_quant.scheme import BLOCK_SIZE
 
 
-# (layers that are computed as one, names of that layer). They want to be quantized alike, or not at all. vLLM finds
-# the scheme of such a layer by the names of its parts; for most models SGLang looks for its own name alone.
+# (layers that are computed as one, names of the fused layer). They must be quantized alike, or not at all. vLLM finds
+# the scheme of a fused layer by the names of its parts; for most models SGLang looks for the fused name alone.
 _FUSED = (
     (("q_proj", "k_proj", "v_proj"), ("qkv_proj", "kv_proj")),
     (("query", "key", "value"), ("qkv_proj",)),
@@ -29,22 +29,22 @@ _FUSED = (
     ),
     (("f_b_proj", "g_b_proj"), ("fused_fg_b_proj",)),
 )
-# Engines look for the scheme of fused experts under the names of the first one: vLLM under those of the original
-# checkpoint, SGLang and older vLLM under those of Llama.
+# Engines look for the scheme of fused experts under the names of the first expert: vLLM under its names in the
+# original checkpoint, SGLang and older vLLM under its names in Llama.
 _FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
 _EXPERT = re.compile(r"(?P<experts>.*experts)\.\d+\.\w+")
 _TOWER = re.compile(r"vision|visual|image|audio|projector|connector")
-_GROUP_SIZES = (32, 64, 128)  # of the Marlin kernels
-LARGE_GROUP = 256  # of a Triton kernel of vLLM, for int4
+_GROUP_SIZES = (32, 64, 128)  # supported by the Marlin kernels
+LARGE_GROUP = 256  # supported by a Triton kernel of vLLM, for int4
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a layer is that of one expert."""
+    """Return True if a layer belongs to one expert."""
     return _EXPERT.fullmatch(name) is not None
 
 
 def siblings(names: Iterable[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """(layers among `names` that engines compute as one, names that engines may give to that layer)."""
+    """Yield (layers among `names` that engines compute as one, names that engines may give to the fused layer)."""
     names = dict.fromkeys(names)
     for parts, fused in _FUSED:
         for name in names:
@@ -57,7 +57,7 @@ def siblings(names: Iterable[str]) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def aliases(names: Iterable[str]) -> set[str]:
-    """Names under which engines look for the scheme that all of `names` have: of layers and experts that they fuse."""
+    """Return further names under which engines look for the scheme of `names`: of fused layers and experts."""
     experts = {match["experts"] for name in names if (match := _EXPERT.fullmatch(name))}
     found = {alias for parts, fused in siblings(names) if not is_of_expert(parts[0]) for alias in fused}
     found |= {f"{name}_proj" for name in names if name.endswith("attn.qkv")}  # of SGLang's vision towers
@@ -65,22 +65,22 @@ def aliases(names: Iterable[str]) -> set[str]:
 
 
 def aliases_of_experts(modules: Iterable[str]) -> set[str]:
-    """The same of experts that the checkpoint has in one tensor for all: names of layers that it does not have."""
+    """Return these names for experts that the checkpoint stores in one tensor for all."""
     return {f"{module}.{first}" for module in modules for first in (*_FIRST_EXPERT, "0.w1", "0.w2", "0.w3")}
 
 
 def head_pattern(name: str) -> str:
-    """A target for the output head `name`: neither engine counts it to the class "Linear", and both may prefix it."""
+    """Return a target for the output head: engines do not count it to the class "Linear", and may add a prefix."""
     return rf"re:(.*\.)?{re.escape(name.rpartition('.')[2])}$"
 
 
 def beside_the_language_model(names: Iterable[str]) -> list[str]:
-    """Those of `names` that lie in vision and audio towers, and between them and the language model."""
+    """Return the names that belong to vision and audio towers and to their projectors."""
     return [name for name in names if _TOWER.search(name)]
 
 
 def reason_against(name: str, group: Group, is_expert: bool, is_head: bool, names: Collection[str]) -> str | None:
-    """Why engines cannot load one layer that is quantized, `names` being those of all layers; None if they can."""
+    """Return the reason why engines cannot load one quantized layer, or None; `names` are the names of all layers."""
     parent, _, leaf = name.rpartition(".")
     weights = dict(group.weights)
     size, strategy = weights["group_size"], weights["strategy"]
@@ -100,7 +100,7 @@ def reason_against(name: str, group: Group, is_expert: bool, is_head: bool, name
 
 
 def reason_against_fusing(parts: list[str], groups: dict[str, Group | None], rows: dict[str, int]) -> str | None:
-    """Why engines cannot compute `parts` as one layer by their schemes (None: 16 bit) and rows; None if they can."""
+    """Return the reason why engines cannot compute `parts` as one layer, or None; a group of None means 16 bit."""
     shown = ", ".join(part.rpartition(".")[2] for part in parts)
     group = groups[parts[0]]
     if any(groups[part] != group for part in parts):

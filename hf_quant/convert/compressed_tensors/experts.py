@@ -1,4 +1,4 @@
-"""Fused experts as the layers that the original checkpoint has, one for each expert: rows are split, codes stay."""
+"""Split fused experts into the layers of the original checkpoint, one per expert: rows are split, codes stay."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from hf_quant.modules import QuantExperts
 
 
 def layer_names(model: nn.Module, module: QuantExperts, stored: str, weight: str) -> list[list[str]]:
-    """[expert][part]: names, in the original checkpoint, of the layers that a fused weight [E, N, K] is made of.
+    """Return [expert][part]: names, in the original checkpoint, of the layers that form a fused weight [E, N, K].
 
     `stored` is the name of the module in our checkpoint. Parts (gate and up) follow each other along N. The names are
     those that transformers' own conversion reads. Raises Inexpressible if it is of another kind.
@@ -34,13 +34,13 @@ def layer_names(model: nn.Module, module: QuantExperts, stored: str, weight: str
 
 
 def merges_rows(operations: list[Any]) -> bool:
-    """Whether a conversion stacks experts along dimension 0, and parts of one along its rows."""
+    """Return True if a conversion stacks experts along dimension 0, and the parts of each expert along its rows."""
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def split_rows(packed: PackedWeight, expert: int, part: int, parts: int) -> PackedWeight:
-    """Rows `part` of `parts` of one expert of a fused weight [E, N, ...]."""
+    """Return the rows `part` of `parts` of one expert of a fused weight [E, N, ...]."""
     N = packed.qdata.shape[1]
 
     def rows(tensor: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Checkpoints for serving engines: hf_quant's codes in the format of compressed-tensors, equal to the bit.
+"""Write checkpoints for serving engines: hf_quant's codes in the format of compressed-tensors, equal to the bit.
 
 vLLM and SGLang load this format (https://github.com/vllm-project/compressed-tensors), transformers does where the
 package compressed-tensors is installed; it is not needed to write one.
@@ -58,7 +58,7 @@ def export_compressed_tensors(
         token: for the Hub.
 
     Returns:
-        What the exported checkpoint does not say of ours, one line each, e.g. that a quantized KV cache is left out.
+        Properties that the exported checkpoint does not have, one line each, e.g. the quantized KV cache is left out.
 
     Raises:
         ValueError: if any module has no exact counterpart (the error lists them with reasons), layers that engines
@@ -100,7 +100,7 @@ def _write(
     origin: tuple[str | None, bool] | None = None,
     place: Path | None = None,
 ) -> tuple[str, ...]:
-    """Export the checkpoint in the directory `source` to `out`; returns the notes for the user.
+    """Export the checkpoint in the directory `source` to `out`, and return the notes for the user.
 
     `where` is the name of the source in errors, `origin` the result of `origin_of` for a model in memory, and `place`
     the workspace of `out` if the caller has it already.

@@ -1,4 +1,4 @@
-"""compressed-tensors: which of its groups each layer belongs to, and what hf_quant calls it.
+"""Read compressed-tensors checkpoints: the config group of each layer, and its scheme in hf_quant.
 
 Layout and fields: see `hf_quant.convert.compressed_tensors.export`.
 """
@@ -37,8 +37,7 @@ _CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
 
 
 def read_compressed_tensors(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype | None) -> Foreign:
-    """The weights of a compressed-tensors checkpoint. Raises ValueError on what hf_quant cannot hold, with the
-    reason."""
+    """Read the weights of a compressed-tensors checkpoint. Raises ValueError with the reason if one is unsupported."""
     for name in ("sparsity_config", "transform_config"):
         given = fields.get(name) or {}
         is_known = isinstance(given, dict) and given.get("format", "dense") == "dense"
@@ -64,7 +63,7 @@ def read_compressed_tensors(files: TensorFiles, fields: dict[str, Any], dtype: t
 
 
 def _check_group(group: Any) -> None:
-    """Raise ValueError if one of `config_groups` is no table of targets and of what is said of weights and inputs."""
+    """Raise ValueError if one of `config_groups` has no list of targets, or no tables for weights and inputs."""
     targets = group.get("targets") if isinstance(group, dict) else None
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ValueError(f"its config_groups have {group!r}; needs a table with a list of targets")
@@ -77,7 +76,7 @@ def _check_group(group: Any) -> None:
 
 
 def _group_of(module: str, groups: dict[str, Any]) -> dict[str, Any]:
-    """The group of a layer: that which names it, else that with a pattern for it, else that of its class."""
+    """Return the config group of a layer: by exact name, then by pattern, then by class."""
 
     def rank(target: str) -> int | None:
         if target.startswith("re:"):
@@ -118,7 +117,7 @@ def _weight(
 
 
 def _columns(files: TensorFiles, module: str, found: dict[str, TensorInfo], scheme: LinearScheme) -> int:
-    """K of a weight in words, which its `weight_shape` holds."""
+    """Return K of a weight in words, from its `weight_shape`."""
     info, words = found.get("weight_shape"), found["weight_packed"]
     if info is None or info.shape != (2,) or info.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{module} has {info or 'no weight_shape'} beside its weight_packed; needs two integers")
@@ -130,7 +129,7 @@ def _columns(files: TensorFiles, module: str, found: dict[str, TensorInfo], sche
 
 
 def _check_parts(module: str, found: dict[str, TensorInfo], format: str, scheme: LinearScheme, N: int) -> None:
-    """Raise ValueError unless the tensors of a weight can be viewed as what they stand for."""
+    """Raise ValueError unless the tensors of a weight have the dtypes and shapes of their meaning."""
     scale, zeros, factor = (found.get(f"weight_{part}") for part in ("scale", "zero_point", "global_scale"))
     if format in (NVFP4, MXFP4) and (found["weight_packed"].dtype != torch.uint8 or scale.dtype.itemsize != 1):
         raise ValueError(f"{module}: its codes are {found['weight_packed']}, its scales {scale}; needs bytes")

@@ -1,6 +1,6 @@
-"""Schemes in the words of compressed-tensors, both ways, with the reason where there is none.
+"""Translate schemes into the fields of compressed-tensors and back; a scheme without a counterpart has a reason.
 
-The fields are those of `QuantizationScheme` and `QuantizationArgs` that every release since 0.13 knows
+The fields are the fields of `QuantizationScheme` and `QuantizationArgs` that every release since 0.13 has
 (https://github.com/vllm-project/compressed-tensors/blob/main/src/compressed_tensors/quantization/quant_args.py).
 """
 
@@ -19,11 +19,11 @@ _GRANULARITIES = {strategy: granularity for granularity, strategy in _STRATEGIES
 
 
 class Inexpressible(ValueError):
-    """Why a weight cannot be written without changing it; the message is the reason alone."""
+    """A weight cannot be written without changing it; the message is the reason alone."""
 
 
 class Group(NamedTuple):
-    """One of `config_groups`, without its targets: the storage format and what is quantized how."""
+    """One of `config_groups` without its targets: the storage format, and the quantization of weights and inputs."""
 
     format: str
     weights: tuple[tuple[str, Any], ...]  # items of a dict, so that equal groups hash alike
@@ -41,7 +41,7 @@ class Group(NamedTuple):
 
 
 def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
-    """What compressed-tensors calls a scheme of a linear layer [N, K] in a model of `dtype`.
+    """Return the group for a scheme of a linear layer [N, K] in a model of `dtype`.
 
     Raises Inexpressible.
     """
@@ -55,7 +55,7 @@ def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
         raise Inexpressible(f"groups of {columns} do not divide its {K} columns")
     if format == PACKED and getattr(torch, quant.scale_dtype) != dtype:
         raise Inexpressible(
-            f"its scales are {quant.scale_dtype}, but readers hold those of packed codes in the model's dtype, "
+            f"its scales are {quant.scale_dtype}, but readers load scales of packed codes in the model's dtype, "
             f"{_name(dtype)}: they would be rounded"
         )
     strategy = "tensor_group" if format == NVFP4 else _STRATEGIES[quant.granularity]
@@ -74,7 +74,7 @@ def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
 
 
 def _storage(quant: TensorQuant, activation: str | None) -> str:
-    """The storage format of a weight, by its number format, granularity and activations."""
+    """Return the storage format of a weight, by its number format, granularity and activations."""
     name, granularity = quant.format, quant.granularity
     if name not in ("int4", "int8", "fp8_e4m3", "mxfp4", "nvfp4"):
         raise Inexpressible(f"no format of compressed-tensors that engines read holds {name} codes")
@@ -107,7 +107,7 @@ def _per_token(type: str) -> dict[str, Any]:
 
 
 def scheme_of(group: dict[str, Any], format: str, scale_dtype: torch.dtype) -> LinearScheme:
-    """The scheme of one of `config_groups` with its weights stored as `format`, scales as `scale_dtype`.
+    """Return the scheme of one of `config_groups`, for weights stored as `format` and scales stored as `scale_dtype`.
 
     Raises Inexpressible.
     """

@@ -1,4 +1,4 @@
-"""The bytes of a weight, from hf_quant to compressed-tensors and back: renamed, viewed and repacked, never rounded.
+"""Convert the bytes of a weight to compressed-tensors and back: they are renamed, viewed and repacked, never rounded.
 
 Layout: https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/compressors. Both sides
 pack low bits first along K, so int4 codes are equal word by word; int8 codes are offset by 128 and packed four to a
@@ -23,7 +23,7 @@ _NEIGHBOURS = 8  # divisors around 1 / global_scale that are tried
 
 
 def to_compressed(packed: PackedWeight, format: str, quant: TensorQuant, K: int, dtype: torch.dtype) -> dict:
-    """{name in the module: tensor} of a weight [N, K] of a model in `dtype`, as `format` stores it.
+    """Return {name in the module: tensor} of a weight [N, K] of a model in `dtype`, stored as `format`.
 
     Raises Inexpressible if the readers' arithmetic would give another weight.
     """
@@ -48,7 +48,7 @@ def to_compressed(packed: PackedWeight, format: str, quant: TensorQuant, K: int,
 def from_compressed(
     tensors: dict[str, Tensor], format: str, quant: TensorQuant, shape: tuple[int, int], dtype: torch.dtype
 ) -> PackedWeight:
-    """Inverse of `to_compressed`: the weight [N, K] in our bytes, scales in their true dtype."""
+    """Invert `to_compressed`: return the weight [N, K] in our bytes, scales in their true dtype."""
     N, K = shape
     scale, zero_point, global_scale = tensors["weight_scale"], None, None
     if format == PACKED:
@@ -79,7 +79,7 @@ def from_compressed(
 
 
 def with_global_scale(packed: PackedWeight, global_scale: float) -> PackedWeight:
-    """The same nvfp4 weight with another global scale, a power of two times its own; raises Inexpressible."""
+    """Return the same nvfp4 weight with another global scale, a power of two times its own; raises Inexpressible."""
     ratio = packed.global_scale.double() / global_scale
     exact = packed.scale.double() * ratio
     scale = exact.to(packed.scale.dtype)
@@ -91,13 +91,13 @@ def with_global_scale(packed: PackedWeight, global_scale: float) -> PackedWeight
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes [R, C] below 16 -> int32 words [R, ceil(C / 8)], low bits first, filled up with 0."""
+    """Pack uint8 codes [R, C] below 16 into int32 words [R, ceil(C / 8)], low bits first, padded with 0."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
     return _words(codes[:, 0::2] | (codes[:, 1::2] << 4))
 
 
 def unpack_nibbles(words: Tensor, count: int) -> Tensor:
-    """Inverse of `pack_nibbles`: uint8 codes [R, count]."""
+    """Invert `pack_nibbles`: return uint8 codes [R, count]."""
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)[:, :count].contiguous()
 
@@ -107,7 +107,7 @@ def _bytes_to_words(codes: Tensor) -> Tensor:
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Bytes [R, C] as int32 words [R, C / 4]. A copy: one row may have strides that cannot be viewed as words."""
+    """Copy bytes [R, C] to int32 words [R, C / 4]; a view fails on the strides that a tensor of one row may have."""
     return codes.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
@@ -116,7 +116,7 @@ def _pad_words(words: Tensor, width: int) -> Tensor:
 
 
 def divisor_of(factor: Tensor, dtype: torch.dtype, *, back: bool = False) -> Tensor:
-    """The fp32 number [1] that gives, as a divisor of nvfp4's scales, the weights that `factor` [1] multiplies to.
+    """Return the fp32 divisor [1] of nvfp4's scales that gives the same weights as the factor `factor` [1].
 
     compressed-tensors divides a group's scale by `weight_global_scale`, hf_quant multiplies it by `global_scale`; the
     reciprocal of one is rarely an fp32 number. Every product of a level and a possible scale is computed both ways,

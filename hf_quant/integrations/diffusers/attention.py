@@ -1,9 +1,9 @@
-"""8-bit attention in diffusion models: a backend of diffusers' dispatcher, and the same for older processors.
+"""8-bit attention for diffusion models: a backend of diffusers' dispatcher, and wrappers for processors without it.
 
-`model.set_attention_backend("hf_quant_int8")` selects it as any other backend; `QuantizerConfig(attention="int8")`
-does so for one model, and also where diffusers has no dispatcher yet (CogVideoX, UNets, SD3, PixArt): their processors
-call torch's scaled_dot_product_attention, and within them it is the 8-bit one.
-`hf_quant._boot` imports this module once diffusers has loaded its dispatcher, and never before.
+`model.set_attention_backend("hf_quant_int8")` selects the backend. `QuantizerConfig(attention="int8")` selects it for
+one model, and also covers models without the dispatcher (CogVideoX, UNets, SD3, PixArt): their processors call torch's
+scaled_dot_product_attention, which is replaced by the 8-bit one within them.
+`hf_quant._boot` imports this module after diffusers has loaded its dispatcher, and never before.
 """
 
 import functools
@@ -20,8 +20,8 @@ from hf_quant.kernels import int8_attention
 
 
 BACKEND = "hf_quant_int8"
-MAX_HEAD = 128  # values of a head for which there are kernels
-# With fewer keys, as in cross attention over 77 tokens of text, quantizing costs more than it saves.
+MAX_HEAD = 128  # largest head size, in values, that the kernels support
+# With fewer keys, as in cross attention over 77 tokens of text, quantizing costs more time than it saves.
 MIN_KEYS = 256
 
 
@@ -35,7 +35,7 @@ def int8_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `torch.nn.functional.scaled_dot_product_attention`, with int8 scores (see `hf_quant.kernels`).
+    """Compute `torch.nn.functional.scaled_dot_product_attention` with int8 scores (see `hf_quant.kernels`).
 
     query [B, H, S, D], key and value [B, H, T, D]. In 16 bit, by torch itself: attention with a mask, dropout or a
     gradient, heads of more than 128 values, fewer than 256 keys.
@@ -72,7 +72,7 @@ def _backend(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """The backend as diffusers calls it: query [B, S, H, D], key and value [B, T, H, D] -> [B, S, H, D]."""
+    """Compute attention as diffusers calls it: query [B, S, H, D], key and value [B, T, H, D] -> [B, S, H, D]."""
     if return_lse or _parallel_config is not None:
         raise ValueError(
             f"the attention backend {BACKEND!r} has no context parallelism and returns no log-sum-exp: select another "
@@ -85,7 +85,7 @@ def _backend(
 
 
 class _Int8Attention(TorchFunctionMode):
-    """Within it, torch's attention is `int8_sdpa`."""
+    """Context manager: calls of torch's attention go to `int8_sdpa` within it."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -95,7 +95,7 @@ class _Int8Attention(TorchFunctionMode):
 
 @functools.cache
 def _int8_processor(cls: type) -> type:
-    """The class of a processor that calls torch's attention, with that in 8 bit."""
+    """Return a subclass of a processor that calls torch's attention; the subclass computes it in 8 bit."""
 
     @functools.wraps(cls.__call__)  # diffusers reads the names of its arguments
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _rebuild(cls: type) -> Any:
 
 
 def _processors(model: nn.Module) -> Iterator[tuple[Any, bool]]:
-    """(processor, whether diffusers' dispatcher serves it) of all attention that can be in 8 bit."""
+    """Yield (processor, True if diffusers' dispatcher serves it) for all attention that can be computed in 8 bit."""
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention, MochiAttention
 
@@ -129,7 +129,7 @@ def _processors(model: nn.Module) -> Iterator[tuple[Any, bool]]:
 
 
 def describe(model: nn.Module) -> str | None:
-    """What attention="int8" means for a model, one line for its plan; None: it has no such attention."""
+    """Return the plan's line on attention="int8" for a model, or None if it has no such attention."""
     count = len(list(_processors(model)))
     if not count:
         return None
@@ -140,7 +140,7 @@ def describe(model: nn.Module) -> str | None:
 
 
 def set_attention_(model: nn.Module, attention: str | None) -> nn.Module:
-    """Have the attention of a diffusers model computed in 8 bit ("int8"), or as diffusers does (None); returns it.
+    """Compute the attention of a diffusers model in 8 bit ("int8") or in 16 bit (None), and return the model.
 
     Only this model's: `model.set_attention_backend("hf_quant_int8")` also makes it the default of all others.
     Raises ValueError if it has no attention that can be.
@@ -165,7 +165,7 @@ def set_attention_(model: nn.Module, attention: str | None) -> nn.Module:
 
 
 def register() -> None:
-    """Add the backend to diffusers' dispatcher; may be called again."""
+    """Add the backend to diffusers' dispatcher. Further calls do nothing."""
     names = dispatch.AttentionBackendName
     if BACKEND in names._value2member_map_:
         return

@@ -1,8 +1,8 @@
-"""Loading LoRA weights into a quantized Flux transformer through diffusers' own `load_lora_weights`.
+"""Load LoRA weights into a quantized Flux transformer by diffusers' own `load_lora_weights`.
 
 diffusers looks up "<layer>.weight" in the transformer's state dict and reads its shape and device. A quantized layer
-has no such key; it gets one for the time of that look-up only: in a permanent one, offloading would find a weight.
-`hf_quant._boot` imports this module once diffusers has loaded its LoRA loaders, which takes seconds, and never before.
+has no such key, so it gets one for the time of the look-up only: offloading would take a permanent one for a weight.
+`hf_quant._boot` imports this module after diffusers has loaded its LoRA loaders, which takes seconds, never before.
 """
 
 import functools
@@ -23,7 +23,7 @@ _logger = logging.getLogger("hf_quant")
 
 
 def register() -> None:
-    """Wrap two functions of diffusers' loader; may be called again."""
+    """Wrap two functions of diffusers' loader. Further calls do nothing."""
     loader = lora_pipeline.FluxLoraLoaderMixin
     for name, wrap in _WRAPPERS.items():
         host = getattr(loader, name).__func__
@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def _look_up(host: Callable) -> Callable:
-    """Pads adapters of fewer input features than the layer has."""
+    """Wrap the function that pads adapters with fewer input features than the layer has."""
 
     def with_weights(cls: type, transformer: nn.Module, lora_state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         with _weight_keys(transformer):
@@ -44,7 +44,7 @@ def _look_up(host: Callable) -> Callable:
 
 
 def _widen(host: Callable) -> Callable:
-    """Replaces layers for which the adapter has more features (the image input of control adapters)."""
+    """Wrap the function that replaces layers if the adapter has more features (image input of control adapters)."""
 
     def with_plain_layers(
         cls: type,
@@ -67,7 +67,7 @@ _WRAPPERS = {
 
 @contextmanager
 def _weight_keys(model: nn.Module) -> Iterator[None]:
-    """Within it, `model.state_dict()` has a weight for each quantized layer: right shape and device, one element."""
+    """Context manager: `model.state_dict()` has a weight of one element, in the right shape, per quantized layer."""
 
     def add(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any) -> None:
         for name, layer in module.named_modules(prefix=prefix.removesuffix(".")):
@@ -84,9 +84,9 @@ def _weight_keys(model: nn.Module) -> Iterator[None]:
 
 
 def _restore_narrow_layers_(model: nn.Module, lora_state_dict: dict[str, Tensor], prefix: str) -> None:
-    """Give layers that diffusers is about to replace by wider ones their 16-bit weight back.
+    """Give the 16-bit weight back to layers that diffusers is about to replace by wider ones.
 
-    What it replaces them by is in 16 bit anyway, and it keeps the old weight to undo that.
+    The new layers are in 16 bit anyway, and diffusers keeps the old weight to undo the replacement.
     """
     narrow = []
     for name, layer in model.named_modules():

@@ -37,7 +37,7 @@ from hf_quant.quantize import dequantize_, fuse_as_configured_, stored_config
 
 
 NAME = QuantMethod.HF_QUANT.value
-_CONFIG_KEYS = ("quantization_config", "_pre_quantization_dtype")  # what a quantizer adds to model.config
+_CONFIG_KEYS = ("quantization_config", "_pre_quantization_dtype")  # keys that a quantizer adds to model.config
 # Weights quantized between two returns of freed memory to the system. Loading a 428 MB model (bf16, random weights) as
 # int8, 215 MB, peaks at +257 MB with it and at +306 MB without, in the same time.
 _TRIM_BYTES = 2**25
@@ -45,7 +45,7 @@ _logger = logging.getLogger(NAME)
 
 
 class DiffusersQuantizer(base.DiffusersQuantizer):
-    """Quantizes a diffusers model on load, parameter by parameter, or loads a checkpoint that is quantized."""
+    """Quantize a diffusers model on load, parameter by parameter, or load a quantized checkpoint."""
 
     requires_calibration = False
     # The modules that a model keeps in fp32 stay in fp32, as without a quantizer.
@@ -76,7 +76,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
 
     @property
     def supports_parallel_loading(self) -> bool:
-        """Threads may fill packed tensors, but not put codes in the place of weights: that changes the names."""
+        """Threads may fill packed tensors, but must not replace weights by codes: that changes names of parameters."""
         return self.pre_quantized
 
     # Before the weights.
@@ -93,7 +93,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
                 f"dtype is {torch_dtype}: that is for the layers that are not quantized, which compute in 16 or 32 "
                 "bits; pass torch.bfloat16, torch.float16 or torch.float32"
             )
-        # The host writes to disk what the checkpoint has, past `create_quantized_param`.
+        # The host writes the checkpoint's tensors to disk without a call of `create_quantized_param`.
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             modules = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
             raise ValueError(
@@ -107,14 +107,15 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         return torch_dtype
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
-        # Of every shard, before any is loaded: to quantize takes minutes, and the last one may be truncated.
+        # Read the headers of every shard before any is loaded: quantizing takes minutes, and the last shard may be
+        # truncated.
         files = [file for file in checkpoint_files if self.pre_quantized or str(file).endswith(".safetensors")]
         headers = read_keys(files)
         if not self.pre_quantized:
             return loaded_keys
         self._headers = headers
         guards = {f"{stored.module}.{stored.weight}" for stored in stored_weights(self._headers)}
-        # An index may list what no shard has: the host would leave it on the meta device.
+        # An index may list a tensor that no shard has: the host would leave it on the meta device.
         return [key for key in loaded_keys if key in headers and key not in guards]
 
     def _process_model_before_weight_loading(
@@ -126,7 +127,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         **kwargs: Any,
     ) -> nn.Module:
         if state_dict is not None:
-            self.pre_quantized = False  # `from_single_file` says True of every quantizer
+            self.pre_quantized = False  # `from_single_file` passes True to every quantizer
         if self.pre_quantized:
             prepare_from_checkpoint(model, self.quantization_config, self._headers, rename=str, tied={})
             self._headers = {}
@@ -146,7 +147,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         return model
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # Only `from_single_file` calls this before the model is prepared; its conversions would not say what is wrong.
+        # Only `from_single_file` calls this before the model is prepared; its own errors would not name the cause.
         if not self._bytes and any(key.rpartition(".")[2].startswith("qdata") for key in state_dict):
             raise ValueError(
                 "the file is quantized by hf_quant: load the directory it was saved in, by from_pretrained"
@@ -160,20 +161,20 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         return {**super().get_special_dtypes_update(model, torch_dtype), **waiting}
 
     def adjust_max_memory(self, max_memory: dict[str, int | str]) -> dict[str, int | str]:
-        """Room for the one weight that is being quantized, in fp32."""
+        """Reserve memory for the one weight that is being quantized, in fp32."""
         return {k: max(v - self._largest, 0) if isinstance(v, int) else v for k, v in max_memory.items()}
 
     def get_cuda_warm_up_factor(self) -> Fraction:
-        """How often the true bytes fit into the elements that the host counts, taken as elements of the model's dtype.
+        """Return (bytes of the elements that the host counts, in the model's dtype) / (true bytes).
 
-        It floor-divides their number by this, so a fraction serves.
+        The host floor-divides the number of elements by the result, so a fraction is allowed.
         """
         if not self._bytes:  # from_single_file asks before the model is prepared
             return Fraction(super().get_cuda_warm_up_factor())
         return Fraction(self._elements * (self._dtype or torch.get_default_dtype()).itemsize, self._bytes)
 
     def _measure(self, model: nn.Module, keep_in_fp32_modules: list[str]) -> None:
-        """Count elements with the weights that wait, true bytes without them, and bytes of the largest of these."""
+        """Count elements with the waiting weights, true bytes without them, and bytes of the largest one."""
         waiting = set(_waiting_weights(model))
         for name, tensor in model.state_dict().items():
             self._elements += tensor.numel()
@@ -210,7 +211,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         **kwargs: Any,
     ) -> bool:
         if self.pre_quantized:
-            return False  # the host puts packed tensors where they belong; shapes and dtypes are checked already
+            return False  # the host loads packed tensors; shapes and dtypes are checked already
         return _waiting_module(model, param_name) is not None or _is_float8(param_value)
 
     def create_quantized_param(
@@ -224,12 +225,10 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         **kwargs: Any,
     ) -> None:
         module = _waiting_module(model, param_name)
-        if (
-            module is None
-        ):  # in fp8: if there is a quantizer, from_single_file would make it fp32 whatever was asked for
+        if module is None:  # fp8: with a quantizer, from_single_file would make it fp32, whatever dtype was asked for
             set_module_tensor_to_device(model, param_name, target_device, value=param_value, dtype=self._dtype)
             return
-        # `param_value` is rounded to the model's dtype already; the codes are chosen from what the checkpoint has.
+        # `param_value` is rounded to the model's dtype already; codes are computed from the checkpoint's values.
         source = state_dict[param_name]
         if _is_float8(source):
             source = source.to(module.compute_dtype)
@@ -244,14 +243,14 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         trim_memory()
-        _check_none_missing(list(_waiting_weights(model)))  # from_single_file, and shapes that it was told to ignore
+        _check_none_missing(list(_waiting_weights(model)))  # from_single_file; ignored mismatched shapes
         if not any(True for _ in _quantized_modules(model)) and self.quantization_config.attention is None:
             _forget(model)
             return model
         for name, module in _quantized_modules(model):
             if self.pre_quantized and module.packed_device(module.weight_names[0]).type != "meta":
                 check_packed(module, name)
-        # None, too, means no: activations of many tokens hide what a launch costs.
+        # None means no, too: with many tokens per step the cost of a kernel launch is hidden.
         fuse_as_configured_(model, bool(self._fuse_projections))
         _fuse_activations(model, self._fuse_activations)
         _attach(model, self)
@@ -265,7 +264,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             return state_dict, {}
         if not safe_serialization:
             raise ValueError("a quantized model is saved as safetensors only; leave safe_serialization=True")
-        # Without hf_quant a load fails at this key by its shape, even if config.json does not say what the codes are.
+        # The guard: without hf_quant a load fails at this key by its shape, even if config.json is lost.
         return {**state_dict, f"{codes.removesuffix('qdata')}weight": torch.empty(0)}, {}
 
     def dequantize(self, model: nn.Module) -> nn.Module:
@@ -273,7 +272,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
 
 
 class _NoBytes:
-    """The "dtype" of a weight that takes no memory, because it is about to be quantized.
+    """Stand-in for the dtype of a weight that takes no memory, because it is about to be quantized.
 
     accelerate reads a dtype's bits off the end of its name.
     """
@@ -283,7 +282,7 @@ class _NoBytes:
 
 
 def is_autoencoder(model: nn.Module) -> bool:
-    """Whether a diffusers model is a VAE or another autoencoder."""
+    """Return True if a diffusers model is a VAE or another autoencoder."""
     return any(c.__module__.startswith("diffusers.models.autoencoders.") for c in type(model).__mro__)
 
 
@@ -292,12 +291,12 @@ def _quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]
 
 
 def _waiting_weights(model: nn.Module) -> Iterator[str]:
-    """Names of the 16-bit weights that are not loaded, and so not quantized, yet."""
+    """Yield the names of the 16-bit weights that are not loaded yet, and so not quantized."""
     return (f"{name}.{weight}" for name, module in _quantized_modules(model) for weight in module.placeholders)
 
 
 def _check_none_missing(names: list[str]) -> None:
-    """Raise ValueError if there are names of tensors that a checkpoint lacks."""
+    """Raise ValueError if the checkpoint lacks tensors; `names` lists them."""
     if names:
         raise ValueError(
             f"the checkpoint has no fitting {first_few(names)}; is it of another model, or is a shard missing?"
@@ -305,7 +304,7 @@ def _check_none_missing(names: list[str]) -> None:
 
 
 def _waiting_module(model: nn.Module, param_name: str) -> QuantizedModule | None:
-    """The module that waits for this 16-bit weight, None if none does."""
+    """Return the module that waits for this 16-bit weight, or None."""
     path, _, leaf = param_name.rpartition(".")
     module = model.get_submodule(path)
     return module if isinstance(module, QuantizedModule) and leaf in module.placeholders else None
@@ -316,7 +315,7 @@ def _is_float8(tensor: torch.Tensor) -> bool:
 
 
 def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
-    """Give a quantized model what the host's own loading gives it, and its config the resolved plan."""
+    """Give a quantized model the attributes that the host's own loading gives it, and its config the resolved plan."""
     config = quantizer.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
     model.register_to_config(quantization_config=config)
@@ -329,7 +328,7 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
 
 
 def _forget(model: nn.Module) -> None:
-    """Inverse of `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
+    """Undo `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
     detach_methods(model, _WRAPPERS)
     for attribute in ("hf_quantizer", "quantization_method", *_REFUSED):
         model.__dict__.pop(attribute, None)
@@ -349,7 +348,7 @@ def _set_attention(model: nn.Module, attention: str | None) -> None:
 
 
 def refresh_plan(model: nn.Module) -> None:
-    """Make the stored plan of a quantized diffusers model that of its modules as they are now."""
+    """Write the schemes that the modules of a quantized diffusers model have now into its stored plan."""
     schemes = {name: module.scheme for name, module in _quantized_modules(model)}
     config = resolved(model.hf_quantizer.quantization_config, schemes)
     model.hf_quantizer.quantization_config = config
@@ -360,7 +359,7 @@ def refresh_plan(model: nn.Module) -> None:
 
 
 def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
-    """In the place of `model.enable_layerwise_casting`."""
+    """Raise ValueError; replaces `model.enable_layerwise_casting`."""
     raise ValueError(
         "this model is quantized: layerwise casting would leave its codes as they are and round what is kept in 16 "
         "bit, such as biases. Quantize to fewer bits instead, or dequantize() it first"
@@ -368,7 +367,7 @@ def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
 
 
 def _refuse_qkv_fusion(*args: Any, **kwargs: Any) -> None:
-    """In the place of `model.fuse_qkv_projections`."""
+    """Raise ValueError; replaces `model.fuse_qkv_projections`."""
     raise ValueError(
         "this model is quantized: fuse_qkv_projections would compute with 16-bit copies beside the codes. "
         "hf_quant.fuse_projections_(model), or QuantizerConfig(fuse_projections=True), makes one product of the codes"
@@ -379,7 +378,7 @@ _REFUSED = {"enable_layerwise_casting": _refuse_layerwise_casting, "fuse_qkv_pro
 
 
 def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-    if not kwargs.get("subfolder"):  # of a repository with a card of its own
+    if not kwargs.get("subfolder"):  # a folder of a repository has no card; the repository has one
         from hf_quant.cards import card_for_upload
 
         card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
@@ -396,7 +395,7 @@ _WRAPPERS = {
 
 
 def _is_own(model: nn.Module) -> bool:
-    host = sys.modules.get("diffusers.models.modeling_utils")  # not imported: no model of it exists
+    host = sys.modules.get("diffusers.models.modeling_utils")  # None: not imported, so no model of diffusers exists
     return host is not None and isinstance(model, host.ModelMixin)
 
 
@@ -409,13 +408,13 @@ def _fuse_activations(model: nn.Module, fuses: bool | None) -> None:
 
 
 def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
-    """Keep a diffusers model's own records right after `quantize_` and `dequantize_`."""
+    """Update a diffusers model's own records after `quantize_` and `dequantize_`."""
     if config is None:
         _forget(model)
         return
     before, quantizer = model.__dict__.get("hf_quantizer"), DiffusersQuantizer(config, pre_quantized=False)
     fuses = given.fuse_activations
-    if before is not None:  # weights or attention only have been quantized: what was said then still holds
+    if before is not None:  # only weights or only attention was quantized before: that config still holds
         fuses = before._fuse_activations if fuses is None else fuses
         if before.quantization_config.attention is not None and config.attention is None:
             _set_attention(model, None)
@@ -428,7 +427,7 @@ _OBSERVER = quantize.Observer(_is_own, _observe)
 
 
 def register() -> None:
-    """Register with diffusers; may be called again."""
+    """Register with diffusers. Further calls do nothing."""
     auto.AUTO_QUANTIZER_MAPPING[NAME] = DiffusersQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = QuantizerConfig
     if _OBSERVER not in quantize.OBSERVERS:

@@ -1,8 +1,9 @@
-"""Which linear layers of a diffusion model stay in 16 bit, or keep their input in 16 bit, and why.
+"""Rules for diffusion models: linear layers that stay in 16 bit, or that keep their input in 16 bit, with reasons.
 
-Read off the structure, so that a new architecture needs no entry: what is outside of the repeated blocks (embedders,
-projections in and out) is small and touches every token or every block; layers that read one vector an image
-(modulation, time embeddings) gain nothing from 8-bit inputs. `_FIRST_BLOCKS` adds what structure does not show.
+The rules come from the structure, so that a new architecture needs no entry. Layers outside of the repeated blocks
+(embedders, projections in and out) are small, and their errors reach every token or every block. Layers whose input is
+one vector per image (modulation, time embeddings) gain nothing from 8-bit inputs. `_FIRST_BLOCKS` lists exceptions
+that the structure does not show.
 """
 
 import re
@@ -13,7 +14,7 @@ from torch import nn
 from hf_quant.planning import Rules
 
 
-# {class: {module: why it stays in 16 bit}}. Peers that quantize these models leave the same layers alone.
+# {class: modules that stay in 16 bit}. Other libraries that quantize these models leave the same layers out.
 _FIRST_MODULATION = "modulation of the first block of its kind: its error passes through all others"
 _FIRST_BLOCKS = {
     "FluxTransformer2DModel": ("single_transformer_blocks.0.norm.linear",),
@@ -21,7 +22,7 @@ _FIRST_BLOCKS = {
     "Lumina2Transformer2DModel": ("layers.0.norm1.linear",),
     "GlmImageTransformer2DModel": ("transformer_blocks.0.norm1.linear",),
 }
-# What a layer outside of the blocks is, by the first of these that its path has.
+# (pattern of a path, reason) for layers outside of the blocks; the first match counts.
 _ROLES = (
     (r"modulat|adaln", "modulation of all blocks: its error reaches each of them"),
     (r"norm_out|proj_out|final|last|head|linear_out", "output projection: its error is one of the result"),
@@ -29,8 +30,8 @@ _ROLES = (
     (r"embed|proj_in|_in$|_in\.|patch|caption|context|text|adapter|proj", "input projection: all blocks read it"),
 )
 _OUTSIDE = "outside of the repeated blocks"
-_ONE_VECTOR = "its input is one vector an image: 8-bit activations would gain nothing"
-# Paths and classes of what is fed by the time embedding.
+_ONE_VECTOR = "its input is one vector per image: 8-bit activations would gain nothing"
+# Paths and classes of layers that read the time embedding.
 _MODULATION_NAMES = re.compile(
     r"(^|[._])(mod|modulation|ada_?ln(_modulation)?|time_emb_proj|temb_proj|context_mlp)([._]|$)", re.I
 )
@@ -40,8 +41,8 @@ _MODULATION_CLASSES = re.compile(
 
 
 def rules(model: nn.Module) -> Rules:
-    """What `hf_quant.plan` does otherwise for a diffusers model; names are those of its linear layers."""
-    # Not at the top: this is loaded before diffusers' attention, which takes seconds; now a model of it exists.
+    """Return the exceptions that `hf_quant.plan` makes for the linear layers of a diffusers model."""
+    # Not at the top: this module is loaded before diffusers' attention, whose import takes seconds.
     from hf_quant.integrations.diffusers.attention import describe
 
     keep, weight_only = {}, {}
@@ -64,7 +65,7 @@ def rules(model: nn.Module) -> Rules:
 
 
 def _blocks(model: nn.Module) -> Iterator[str]:
-    """Names of the repeated blocks: elements of lists that hold several linear layers each, and a UNet's middle."""
+    """Yield names of the repeated blocks: elements of lists with several linear layers each, and a UNet's middle."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             for index, block in enumerate(module):

@@ -1,7 +1,7 @@
-"""Uploads of diffusers' pipelines: with quantized parts they end with a card that says what is in them.
+"""Write a model card at the end of each upload of a diffusers pipeline with quantized parts.
 
-A model brings a method of its own along (see `methods`), but a pipeline is made without anybody being told. So its
-class gets one, which is the host's for pipelines without quantized parts. `hf_quant._boot` imports this module once
+A quantized model carries its own method (see `methods`), but no hook runs when a pipeline is made. So the class of
+pipelines is wrapped; without quantized parts the host's method runs alone. `hf_quant._boot` imports this module after
 diffusers has loaded its pipelines, and never before.
 """
 
@@ -13,7 +13,7 @@ import diffusers.pipelines.pipeline_utils as pipeline_utils
 
 
 def register() -> None:
-    """Wrap what `push_to_hub` and `save_pretrained(push_to_hub=True)` end with; may be called again."""
+    """Wrap the end of `push_to_hub` and `save_pretrained(push_to_hub=True)`. Further calls do nothing."""
     cls = pipeline_utils.DiffusionPipeline
     if not hasattr(cls._upload_folder, "_knows_hf_quant"):
         cls._upload_folder = _with_card(cls._upload_folder)
@@ -24,11 +24,11 @@ def _with_card(host: Callable[..., str]) -> Callable[..., str]:
     def upload_folder(
         self: Any, working_dir: Any, repo_id: str, *args: Any, subfolder: str | None = None, **kwargs: Any
     ) -> str:
-        if not subfolder:  # of a repository with a card of its own
+        if not subfolder:  # a folder of a repository has no card; the repository has one
             from hf_quant.cards import card_for_upload
 
             card_for_upload(self, working_dir, repo_id, token=kwargs.get("token"))
-        options = {} if subfolder is None else {"subfolder": subfolder}  # which older versions do not have
+        options = {} if subfolder is None else {"subfolder": subfolder}  # older versions do not have this argument
         return host(self, working_dir, repo_id, *args, **options, **kwargs)
 
     upload_folder._knows_hf_quant = True

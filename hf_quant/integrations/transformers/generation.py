@@ -1,8 +1,8 @@
-"""`model.generate` of a model whose `QuantizerConfig` has a `kv_cache`: it makes that cache, with nothing to be asked.
+"""Make `model.generate` use a quantized KV cache if the model's `QuantizerConfig` has a `kv_cache`.
 
-One method of the model, the one by which transformers makes a cache for a generation, is replaced. A cache that the
-caller gives, and a `cache_implementation` that says another kind ("dynamic", "quantized", ...), are used as they are;
-"static", "offloaded" and "offloaded_static" say where a cache lies, and are obeyed with codes in it.
+`attach` replaces one method of the model: the method by which transformers makes a cache for a generation. A cache
+that the caller passes, and a `cache_implementation` that selects another kind ("dynamic", "quantized", ...), are used
+as they are; "static", "offloaded" and "offloaded_static" select the memory of the cache, which then holds codes.
 """
 
 import logging
@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 _METHOD = "_prepare_cache_for_generation"
 _STATIC = ("static", "offloaded_static")
 _PLACES = (None, "offloaded", *_STATIC)
-_AT_ONCE = ("jamba",)  # types of models whose states of linear attention would begin anew with each part
-_IN_PARTS = ("greedy_search", "sample", "beam_search", "beam_sample")  # that read their prompt once, at the start
+_AT_ONCE = ("jamba",)  # model types whose states of linear attention would start anew with each part of a prompt
+_IN_PARTS = ("greedy_search", "sample", "beam_search", "beam_sample")  # modes that read the prompt once, at the start
 _TEXT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep")
 
 
 def kv_cache_of(model: nn.Module) -> KVCacheConfig | None:
-    """What the model's config asks of the cache."""
+    """Return the KV cache that the model's config asks for, or None."""
     config = stored_config(model)
     return None if config is None or config.kv_cache is None else KVCacheConfig.of(config.kv_cache)
 
 
 def attach(model: nn.Module) -> None:
-    """Have `generate` use the cache that the model's config asks for, if it does.
+    """Make `generate` use the KV cache that the model's config asks for.
 
     Raises ValueError if the model does not generate, or has no layer whose cache can be quantized.
     """
     config = kv_cache_of(model)
     if config is None:
-        detach(model)  # from what an earlier config asked for
+        detach(model)  # an earlier config may have asked for a cache
         return
     check_generates(model, config)
     QuantizedCache(model.config, config)  # raises if there is nothing to quantize
@@ -60,22 +60,22 @@ def attach(model: nn.Module) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Inverse of `attach`."""
+    """Undo `attach`."""
     if isinstance(model.__dict__.get(_METHOD), CacheMethod):
         del model.__dict__[_METHOD]
         _set_attention(model, "hf_quant", "sdpa")
 
 
 def _reads_any_mask(model: nn.Module) -> bool:
-    """Whether the attention of a model does nothing with masks but to pass them on, as far as can be known."""
+    """Return True if the attention of a model only passes masks on, as far as its config shows."""
     text = model.config.get_text_config(decoder=True)
     caps_scores = getattr(text, "attn_logit_softcapping", None) is not None
-    # Models that choose tokens by an index add that choice to masks made for "sdpa".
+    # Models that select tokens by an indexer add the selection to masks made for "sdpa".
     return not caps_scores and not any(hasattr(m, "update_indexer") for m in DynamicCache(config=model.config).layers)
 
 
 def _set_attention(model: nn.Module, before: str, after: str) -> None:
-    """Another attention implementation for the part of a model that has the cache, if it has `before`."""
+    """Switch the submodel that has the cache from the attention implementation `before` to `after`."""
     text = model.config.get_text_config(decoder=True)
     if text._attn_implementation == before:
         name = next((n for n in model.config.sub_configs if getattr(model.config, n, None) is text), None)
@@ -83,12 +83,12 @@ def _set_attention(model: nn.Module, before: str, after: str) -> None:
 
 
 class CacheMethod(ModelMethod):
-    """The method by which one model makes its cache."""
+    """The method of one model that makes its cache."""
 
     def bind(self, model: nn.Module) -> None:
         super().bind(model)
-        self.static: QuantizedCache | None = None  # of the last generation; code is compiled for its memory
-        self.lent: weakref.ref | None = None  # the config that `generate` made for that generation: lives as long
+        self.static: QuantizedCache | None = None  # the last generation's; compiled code refers to its memory
+        self.lent: weakref.ref | None = None  # to the config that `generate` made: it lives as long as the generation
         self.lock = threading.Lock()
 
     def __call__(
@@ -129,12 +129,12 @@ class CacheMethod(ModelMethod):
             if not is_asked and _is_text(model_kwargs) and not _is_traced(generation_config):
                 generation_config.prefill_chunk_size = config.prefill_chunk_size
         model_kwargs["past_key_values"] = cache
-        # Autocast decides the dtype of keys. Who has replaced the compiled call brings memory along (see `_static`).
+        # Under autocast the dtype of keys is not known yet. For "get_compiled_call" see `_static`.
         is_free = torch.is_autocast_enabled(model.device.type) or "get_compiled_call" in model.__dict__
         if place in _STATIC and not is_free:
-            # Else memory that stays where it is would be made in compiled code, and a cache that is used again, whose
-            # memory is there, would need code of its own.
-            text = model.config.get_text_config(decoder=True)  # of layers that differ, 5.17 knows no shapes
+            # Otherwise compiled code would allocate the memory, and a cache that is used again, with its memory
+            # allocated, would need another compilation.
+            text = model.config.get_text_config(decoder=True)  # 5.17 has no shapes for layers that differ
             shape = None if getattr(text, "is_heterogeneous", False) else model._get_static_cache_init_shape()
             if shape is not None:
                 cache.early_initialization(rows, *shape, model.dtype, model.device)
@@ -149,9 +149,9 @@ class CacheMethod(ModelMethod):
         offloading: bool,
         generation_config: Any,
     ) -> QuantizedCache:
-        """The last static cache, emptied, if it fits and nobody has or was given it, else a new one.
+        """Return the last static cache, emptied, if it fits and nobody else can hold it, else a new one.
 
-        Who has put something in the place of the compiled call brings memory of its own for each cache.
+        Code that has replaced the compiled call (`capture_generate`) provides memory of its own for each cache.
         """
         last, is_free = self.static, self.lent is None or self.lent() is None
         self.static = self.lent = None
@@ -176,7 +176,7 @@ def _is_ours(
     model_kwargs: dict[str, Any],
     max_cache_length: int,
 ) -> bool:
-    """Whether this generation gets the quantized cache; says why not where the caller may not expect it."""
+    """Return True if this generation gets the quantized cache; else warn where the caller may expect it."""
     place = generation_config.cache_implementation
     if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
         return False
@@ -199,16 +199,16 @@ def _is_ours(
 
 
 def _has_hosts_way(model: nn.Module) -> bool:
-    """Whether transformers makes the cache of a model as for every model, or as T5Gemma's, which is made here, too."""
+    """Return True if transformers makes the cache of a model by its general method, or by T5Gemma's."""
     method = getattr(type(model), _METHOD)
     return method.__module__ == "transformers.generation.utils" or "t5gemma" in method.__module__
 
 
 def _is_traced(generation_config: Any) -> bool:
-    """Whether the caller wants what the layers computed: reading in parts would give that of the last part alone."""
+    """Return True if the caller wants outputs of layers: reading in parts would return the last part's alone."""
     return bool(generation_config.output_hidden_states or generation_config.output_attentions)
 
 
 def _is_text(model_kwargs: dict[str, Any]) -> bool:
-    """Whether the inputs are tokens alone: they can be read in parts."""
+    """Return True if the inputs are tokens alone: they can be read in parts."""
     return not any(isinstance(value, Tensor) and name not in _TEXT for name, value in model_kwargs.items())

@@ -1,4 +1,4 @@
-"""Names of parameters between transformers and a checkpoint: what is renamed, what is merged, what is shared."""
+"""Names of parameters in transformers and in checkpoints: renamed, merged and tied ones."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 
 
 def renamer(model: nn.Module) -> Callable[[str], str]:
-    """Checkpoint parameter name -> model parameter name, by the host's own renamings."""
+    """Return a function from parameter names in the checkpoint to names in the model, by the host's own renamings."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
@@ -25,7 +25,7 @@ def renamer(model: nn.Module) -> Callable[[str], str]:
 
 
 def check_names(model: nn.Module, keys: Iterable[str], names: list[str]) -> None:
-    """Raise ValueError if the host would not find the codes of a module under the name that it gives to their key."""
+    """Raise ValueError if the host would not find the codes of a module under the names that it gives to them."""
     rename, needed = renamer(model), set()
     modules = dict(model.named_modules())
     for name in names:
@@ -39,10 +39,10 @@ def check_names(model: nn.Module, keys: Iterable[str], names: list[str]) -> None
 
 
 def keep_layout(model: nn.Module, guard: str) -> None:
-    """Take those conversions back from the host that would merge or split codes, or the guard, when it saves.
+    """Remove the host's conversions that would merge or split codes, or rename the guard, when it saves.
 
-    What they cover is saved under the model's own names, which the host loads as well: q_proj, k_proj and v_proj in
-    place of one Wqkv. Codes of different schemes cannot be merged.
+    The affected tensors are saved under the model's own names, which the host loads as well: q_proj, k_proj and v_proj
+    instead of one Wqkv. Codes of different schemes cannot be merged.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -51,7 +51,7 @@ def keep_layout(model: nn.Module, guard: str) -> None:
         if isinstance(module, QuantizedModule):
             keys |= {f"{name}.{key}" for key in module.state_dict()}
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # not loaded: what the host would then do
+    if conversions is None:  # the model was not loaded: then the host would take these
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
 
@@ -72,7 +72,7 @@ def _patterns(conversion: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def tied_modules(model: nn.Module) -> dict[str, str]:
-    """{module: the module whose weight it shares} as the host declares it."""
+    """Return {module: the module whose weight it shares}, as the host declares it."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {
         target.removesuffix(".weight"): source.removesuffix(".weight")
@@ -82,7 +82,7 @@ def tied_modules(model: nn.Module) -> dict[str, str]:
 
 
 def tie_codes(model: nn.Module) -> None:
-    """Tell the host that quantized tied modules share their codes, in place of their weight."""
+    """Replace the tied weights of quantized modules by their codes in the host's declarations."""
     modules = dict(model.named_modules())
     for target, source in tied_modules(model).items():
         codes = modules.get(source)
@@ -100,7 +100,7 @@ def tie_codes(model: nn.Module) -> None:
 
 
 def _replace_tie(keys: dict[str, str], target: str, source: str, codes: QuantizedModule) -> bool:
-    """Replace "target.weight": "source.weight" by one entry for each packed tensor; False if it is not there."""
+    """Replace "target.weight": "source.weight" by one entry per packed tensor; return False if it is missing."""
     if keys.pop(f"{target}.weight", None) is None:
         return False
     for part in PACKED_NAMES:
@@ -110,7 +110,7 @@ def _replace_tie(keys: dict[str, str], target: str, source: str, codes: Quantize
 
 
 def tie_weights(model: nn.Module) -> None:
-    """Inverse of `tie_codes`, after dequantizing."""
+    """Undo `tie_codes` after dequantizing."""
     for owner in model.modules():
         for declared in (getattr(owner, "all_tied_weights_keys", None), getattr(owner, "_tied_weights_keys", None)):
             for key in [key for key in declared or () if key.endswith(".qdata")]:

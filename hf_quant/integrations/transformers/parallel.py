@@ -1,19 +1,19 @@
-"""Tensor and expert parallelism of transformers: packed tensors are sharded as the 16-bit weight would be.
+"""Tensor and expert parallelism of transformers: packed tensors are sharded like the 16-bit weight.
 
-The host shards parameters by name, `{module or parameter: style}`, before anything is loaded; each becomes a DTensor
-on the meta device, and every rank then reads its own slice. A style knows the weight's shape only, so the entries that
-this file adds to the plan name styles of our own: they ask the host's style how it would place the weight [N, K], and
-place `qdata`, `scale`, `zero_point` and `global_scale` accordingly.
+The host shards parameters by name, `{module or parameter: style}`, before anything is loaded: each becomes a DTensor
+on the meta device, and every rank then reads its own slice. The host's styles know only the weight's shape. So this
+file adds entries with its own styles to the plan: they ask the host's style for the placement of the weight [N, K],
+and place `qdata`, `scale`, `zero_point` and `global_scale` accordingly.
 
 - Sharded along N, or by expert: rows keep their scales; a scale of the whole matrix is replicated.
 - Sharded along K: group scales follow their groups; a row's scale is replicated, and on load every rank reads and
-  quantizes the whole weight and keeps its slice, so that the codes are those of a single process. (For fused experts
-  with row scales that is, for a moment, the 16-bit weight of one layer's experts; group scales need only the slice.)
-- Embeddings and tied heads that are quantized are not sharded.
+  quantizes the whole weight and keeps its slice, so that the codes are equal to a single process's codes. (For fused
+  experts with row scales, the 16-bit weight of one layer's experts is in memory for a moment.)
+- Quantized embeddings and tied heads are not sharded.
 
-What a rank computes in a row-parallel layer with quantized activations (W8A8 and the like) differs from one process in
-one point: it quantizes the slice of the row that it has, with that slice's own scale. The error of rounding is not
-larger, but the logits are close to those of one process instead of equal up to the order of summation.
+In a row-parallel layer with quantized activations (W8A8 and similar), a rank quantizes its slice of each row with the
+slice's own scale, while a single process has one scale for the row. The rounding error is not larger, but the logits
+are only close to a single process's logits, instead of equal up to the order of summation.
 """
 
 import types
@@ -44,7 +44,7 @@ _PREFIX = "hf_quant_"
 
 
 def refuse_fsdp(model: nn.Module) -> None:
-    """Raise ValueError if the host would shard the 16-bit weights that are to be quantized on load by FSDP."""
+    """Raise ValueError if FSDP would shard the 16-bit weights that are to be quantized on load."""
     distributed = getattr(model.config, "distributed_config", None)
     if distributed is not None and (getattr(distributed, "dp_size", None) or distributed.fsdp_size) > 1:
         raise ValueError(
@@ -54,7 +54,7 @@ def refuse_fsdp(model: nn.Module) -> None:
 
 
 def prepare_parallel(model: nn.Module) -> None:
-    """Prepare a model with converted modules for being sharded; nothing changes unless it is loaded in parallel.
+    """Prepare a model with converted modules for sharding; nothing changes unless it is loaded in parallel.
 
     Its tensor- and expert-parallel plans get the entries that packed tensors need. Plans that fit no scheme raise
     ValueError when the host carries them out, before anything is loaded.
@@ -79,7 +79,7 @@ def prepare_parallel(model: nn.Module) -> None:
 
 
 def _extended(model: nn.Module, plan: dict[str, str], given: dict[str, str], whole: set[str]) -> dict[str, str]:
-    """The plan with entries for the packed tensors of every weight that it names.
+    """Return the plan with entries for the packed tensors of every weight that it names.
 
     `given` is what the user wrote of it, `whole` the modules that must not be sharded.
     """
@@ -111,7 +111,7 @@ def _extended(model: nn.Module, plan: dict[str, str], given: dict[str, str], who
 
 
 def _shared_or_looked_up(model: nn.Module) -> set[str]:
-    """Quantized modules of which every rank needs all codes: embeddings, and what shares its codes with another."""
+    """Return the quantized modules of which every rank needs all codes: embeddings, and modules with shared codes."""
     owners: dict[int, list[str]] = {}
     names = set()
     for name, module in model.named_modules():
@@ -138,7 +138,7 @@ def _separate_tied(model: nn.Module) -> None:
 
 
 def _style(base: str) -> str:
-    """Name of our counterpart of a host's style, registered with the host."""
+    """Return the name of our counterpart of a host's style; register the counterpart with the host."""
     name = f"{_PREFIX}{base}"
     if name not in ALL_PARALLEL_STYLES:
         ALL_PARALLEL_STYLES.register(name, PackedParallel(base))
@@ -146,13 +146,13 @@ def _style(base: str) -> str:
 
 
 class PackedParallel(TensorParallelLayer):
-    """Places each part of a quantized weight as the style `base` places the weight."""
+    """Place each part of a quantized weight as the style `base` places the weight."""
 
     def __init__(self, base: str) -> None:
         self.base = ALL_PARALLEL_STYLES[base]
 
     def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
-        """Raise ValueError if the mesh would take groups, blocks or words of the packed weight apart."""
+        """Raise ValueError if the mesh would split groups, blocks or words of the packed weight."""
         weight, part = _weight_and_part(module, param)
         if part is None:  # a module that is not quantized, under the same name in the plan
             self.base.validate_param(module, param, mesh, parameter_name=parameter_name)
@@ -182,7 +182,7 @@ class PackedParallel(TensorParallelLayer):
     def _weight_placement(
         self, module: QuantizedModule, weight: str, mesh: Any, validate_as: str | None = None
     ) -> tuple[Any, int | None]:
-        """(placement, axis): how the host shards the 16-bit weight, and along which dimension of its matrix.
+        """Return (placement, axis): the host's placement of the 16-bit weight, and the sharded axis of its matrix.
 
         (None, None) if it keeps the weight whole. The host's style is asked with a stand-in for the weight, on the
         module itself: for experts it also sets how many of them a rank has.
@@ -204,7 +204,7 @@ class PackedParallel(TensorParallelLayer):
 
 
 def guard_gathered_state(model: nn.Module) -> None:
-    """Have the next save of an FSDP model hold the guard: the host gathers that state itself, from the model."""
+    """Add the guard to the next saved state of an FSDP model: the host gathers that state from the model itself."""
     if getattr(model.config, "distributed_config", None) is not None:
         model.gather_sharded_state_dict_for_save = types.MethodType(_gather_with_guard, model)
 
@@ -217,7 +217,7 @@ def _gather_with_guard(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, 
 
 
 def _weight_and_part(module: nn.Module, param: str) -> tuple[str, str | None]:
-    """(weight, part) of a parameter: part is "weight" for the placeholder, None if it is neither."""
+    """Return (weight, part) of a parameter: part is "weight" for the placeholder, None if it is neither."""
     if isinstance(module, QuantizedModule):
         for weight in module.weight_names:
             if param == weight:
@@ -229,7 +229,7 @@ def _weight_and_part(module: nn.Module, param: str) -> tuple[str, str | None]:
 
 
 def _matrix_axis(module: QuantizedModule, weight: str, placement: Any) -> int:
-    """The dimension, counted from the end, of the matrix [..., N, K] along which the weight is sharded."""
+    """Return the dimension, counted from the end, of the matrix [..., N, K] along which the weight is sharded."""
     shape = module.weight_shape(weight)
     # matrix_shape_of permutes a shape (Conv1D, transposed experts): let it permute the dimensions.
     order = module.matrix_shape_of(module, tuple(range(len(shape))))
@@ -257,14 +257,14 @@ def _check_fits(module: QuantizedModule, weight: str, owner: str, axis: int, pie
 
 
 def _k_unit(quant: Any) -> int:
-    """Columns of a weight that cannot be taken apart: a group, a block, a word of packed codes."""
+    """Return the number of columns of a weight that must stay together: a group, a block, a word of packed codes."""
     packing = PACK if FORMATS[quant.format].spec.is_packed else 1
     columns = BLOCK_SIZE if quant.granularity == "block" else quant.group_size or 1
     return max(packing, columns)  # group sizes are multiples of 32 or, in nvfp4, divide it
 
 
 def _part_dim(granularity: str, part: str, axis: int) -> int | None:
-    """The dimension, counted from the end, along which a part is sharded with its weight; None: it is replicated."""
+    """Return the dimension, counted from the end, along which a part is sharded; None: it is replicated."""
     if part == "qdata":
         return axis
     if part == "global_scale":  # [E] or [1]
@@ -277,14 +277,14 @@ def _part_dim(granularity: str, part: str, axis: int) -> int | None:
 
 
 def _needs_whole_weight(module: QuantizedModule, axis: int) -> bool:
-    """Whether codes of a slice depend on values outside of it, by a scale that they share."""
+    """Return True if the codes of a slice depend on values outside of it, because they share a scale."""
     quant = module.scheme.weight
     whole_matrix = quant.granularity == "tensor" or quant.scale_dtype == "float8_e4m3fn"
     return axis != -3 and (whole_matrix or (axis == -1 and quant.granularity == "row"))
 
 
 def _moved(placement: Any, dim: int) -> Any:
-    """The same placement along another dimension."""
+    """Return the same placement along another dimension."""
     split = getattr(placement, "split_factor", None)
     return type(placement)(dim) if split is None else type(placement)(dim, split_factor=split)
 
@@ -299,7 +299,7 @@ def _distribute(module: nn.Module, param: str, mesh: Any, placement: Any) -> Non
 def quantize_shard(
     module: QuantizedModule, weight_name: str, weight: torch.Tensor, fqn: str, device: torch.device | str | None
 ) -> PackedWeight:
-    """This rank's slice of the packed tensors, from what the host has read: the rank's slice of the weight, or all.
+    """Return this rank's slice of the packed tensors; the host has read the rank's slice of the weight, or all of it.
 
     Modules that are not sharded are quantized as usual. The codes are where the weight was.
     """

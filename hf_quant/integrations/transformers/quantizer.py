@@ -1,8 +1,8 @@
 """The transformers adapter: quantize on load, save, reload (`from_pretrained`, `save_pretrained`), 5.17 and newer.
 
-`HfQuantizer` is called in this order: `_process_model_before_weight_loading` on the meta model, `get_quantize_ops`
-for each weight that `param_needs_quantization` names, `_process_model_after_weight_loading`. Which of its other hooks
-exist differs between versions; this file uses those that all have.
+The host calls `HfQuantizer` in this order: `_process_model_before_weight_loading` on the meta model,
+`get_quantize_ops` for each weight that `param_needs_quantization` selects, `_process_model_after_weight_loading`. The
+other hooks differ between versions; this file uses only hooks that all supported versions have.
 """
 
 import logging
@@ -59,17 +59,17 @@ logger = logging.getLogger(NAME)
 
 
 class TransformersQuantizer(HfQuantizer):
-    """Quantizes a transformers model on load, parameter by parameter, or loads a checkpoint that is quantized."""
+    """Quantize a transformers model on load, parameter by parameter, or load a quantized checkpoint."""
 
     requires_calibration = False
     quantization_config: QuantizerConfig
 
     def __init__(self, quantization_config: QuantizerConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        # What went wrong with single weights: the host would swallow an exception and print its traceback.
+        # Errors of single weights: the host would swallow an exception and only print its traceback.
         self.errors: list[str] = []
-        self.shapes: dict[str, torch.Size] = {}  # of the model's parameters, as its config has them
-        self.stored: set[str] = set()  # names of parameters that the checkpoint has
+        self.shapes: dict[str, torch.Size] = {}  # {parameter of the model: its shape by the config}
+        self.stored: set[str] = set()  # names of the parameters in the checkpoint
         if quantization_config.kv_cache is not None:
             register_attention()  # attn_implementation="hf_quant" may be asked for
 
@@ -86,16 +86,16 @@ class TransformersQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, weights_only: bool = True, **kwargs: Any) -> None:
-        # The host may unpickle a file before it shows it to us: to see its dtype, if the config names none.
+        # The host may unpickle a file before any hook runs: it reads the dtype there if the config names none.
         if self.pre_quantized and not weights_only:
             raise ValueError(
                 "weights_only=False lets a pickle run any code, and quantized checkpoints are loaded from "
                 ".safetensors only: leave it out"
             )
-        # The host puts a user's config, given with a checkpoint that has its own, into the latter.
+        # If a user passes a config and the checkpoint has its own, the host puts the former into the latter.
         requested = self.quantization_config.__dict__.pop("requested", None)
         if requested is not None:
-            # Nothing in the checkpoint depends on the cache: it may be chosen anew.
+            # Nothing in the checkpoint depends on the cache: a user may choose another one.
             self.quantization_config.kv_cache = requested.kv_cache or self.quantization_config.kv_cache
             if not requested.quantizes_no_weights:
                 _refuse_other(self.quantization_config, requested)
@@ -134,7 +134,7 @@ class TransformersQuantizer(HfQuantizer):
         return model
 
     def _prepare_from_files(self, model: nn.Module, files: list[str]) -> None:
-        """Make the model, on the meta device, that of a quantized checkpoint. Raises ValueError if it does not fit."""
+        """Convert the model, on the meta device, to that of a checkpoint. Raises ValueError if it does not fit."""
         refuse_outside(files, model.config.name_or_path)
         keys = read_keys(files)
         rename = renamer(model)
@@ -147,7 +147,8 @@ class TransformersQuantizer(HfQuantizer):
             parameter = parameters.get(renamed[key])
             if parameter is not None and parameter.is_floating_point() and not info.dtype.is_floating_point:
                 raise ValueError(f"the checkpoint has {key} as {info}, which the model computes with")
-        # Of these modules only: the host would not end with a stranger's thousands of empty tensors.
+        # Only guards of quantized modules: an untrusted checkpoint may have thousands of empty tensors, and the host
+        # matches every key with every pattern.
         quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
         guards = [k for k, info in keys.items() if 0 in info.shape and renamed[k].rpartition(".")[0] in quantized]
         model._keys_to_ignore_on_load_unexpected = {
@@ -156,7 +157,7 @@ class TransformersQuantizer(HfQuantizer):
         }
 
     def _without_attention(self, model: nn.Module) -> QuantizerConfig:
-        """The config for a text encoder: that of a whole pipeline may ask for 8-bit attention, of its denoiser."""
+        """Return the config without `attention`: a pipeline's config may ask for 8-bit attention of its denoiser."""
         config = self.quantization_config
         if config.attention is None:
             return config
@@ -169,7 +170,7 @@ class TransformersQuantizer(HfQuantizer):
         return not self.pre_quantized and _placeholder(model, param_name) is not None
 
     def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
-        # The placeholder of a weight takes no memory: its codes are counted under their own names.
+        # The placeholder of a weight takes no memory: the codes are counted under their own names.
         return 0 if _placeholder(model, param_name) is not None else param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -185,7 +186,7 @@ class TransformersQuantizer(HfQuantizer):
         fuse_projections = self.quantization_config.fuse_projections
         for name, parameter in model.named_parameters():
             expected = self.shapes.pop(name, parameter.shape)
-            if parameter.shape != expected:  # older versions load, with any quantizer, what does not fit
+            if parameter.shape != expected:  # with any quantizer, older versions load tensors of a wrong shape
                 raise ValueError(f"{name} is {tuple(parameter.shape)}; the model's config needs {tuple(expected)}")
         for name, module in list(model.named_modules()):
             if not isinstance(module, QuantizedModule):
@@ -197,11 +198,11 @@ class TransformersQuantizer(HfQuantizer):
             elif self.pre_quantized and all(_is_here(p) for p in module._parameters.values() if p is not None):
                 check_packed(module, name)
         fuse_as_configured_(model, fuse_projections)
-        for name in ("quantization_device", *RUNTIME_FIELDS):  # of this load, not of the checkpoint
+        for name in ("quantization_device", *RUNTIME_FIELDS):  # settings of this load, not of the checkpoint
             setattr(self.quantization_config, name, None)
         model.config.quantization_config = self.quantization_config
         _attach(model)
-        if not self.pre_quantized or model.can_generate():  # a headless model of the checkpoint has no cache to make
+        if not self.pre_quantized or model.can_generate():  # a headless model makes no cache
             generation.attach(model)
         return model
 
@@ -211,12 +212,12 @@ class TransformersQuantizer(HfQuantizer):
         entry = guard_entry(model)
         if entry is None:
             return None, {}
-        # Without hf_quant a load fails at this key by its shape, where it would otherwise draw random weights.
+        # The guard: without hf_quant a load fails at this key by its shape, instead of drawing random weights.
         guard, empty = entry
         keep_layout(model, guard)
         guard_gathered_state(model)
         state = model.state_dict()
-        # The host would clone, where they are, the tensors that share memory: those of fused projections.
+        # The host would clone tensors that share memory, as in fused projections, on their device.
         rows = {
             k: t.cpu()
             for k, t in state.items()
@@ -250,7 +251,7 @@ class _Quantize(ConversionOps):
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """{parameter name: tensor} -> the same with quantized weights replaced by `qdata`, `scale`, ..."""
+        """Replace the quantized weights in {parameter name: tensor} by `qdata`, `scale`, ..."""
         converted: dict[str, Any] = {}
         for key, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
@@ -270,7 +271,7 @@ class _Quantize(ConversionOps):
         return converted
 
     def _quantize(self, module: QuantizedModule, name: str, weight: torch.Tensor, fqn: str) -> PackedWeight:
-        """The packed weight; if it cannot be quantized, zeros in its place, and an error when all is loaded."""
+        """Return the packed weight; on failure zeros, and the error is raised after everything is loaded."""
         errors = self.quantizer.errors
         try:
             if not errors:
@@ -286,7 +287,7 @@ class _Quantize(ConversionOps):
 
 
 def _placeholder(model: nn.Module, param_name: str) -> QuantizedModule | None:
-    """The quantized module in which a parameter is the placeholder of a 16-bit weight, None if it is not."""
+    """Return the quantized module in which a parameter is the placeholder of a 16-bit weight, or None."""
     name, _, leaf = param_name.rpartition(".")
     try:
         module = model.get_submodule(name)
@@ -296,15 +297,15 @@ def _placeholder(model: nn.Module, param_name: str) -> QuantizedModule | None:
 
 
 def _is_here(parameter: torch.Tensor) -> bool:
-    """Neither offloaded nor sharded: its values can be looked at."""
+    """Return True if a parameter is neither offloaded nor sharded: its values can be checked."""
     return parameter.device.type != "meta" and not is_dtensor(parameter)
 
 
 def _refuse_missing(model: nn.Module, stored: set[str]) -> None:
-    """Raise ValueError if the host has drawn random values for weights that the checkpoint of such a model lacks.
+    """Raise ValueError if the host has drawn random values for weights that the checkpoint lacks.
 
-    A class other than the one that was saved may have more, a new head. The host marks what it has loaded; spreading
-    a model over devices takes the marks away.
+    Only the class that was saved is checked: another class may have more weights, such as a new head. The host marks
+    the loaded parameters; spreading a model over devices removes the marks.
     """
     architectures = model.config.architectures
     if not isinstance(architectures, list) or type(model).__name__ not in architectures:
@@ -331,15 +332,14 @@ def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
 
 
 def _without(config: QuantizerConfig, name: str) -> QuantizerConfig:
-    """The resolved config less one module of its plan."""
+    """Return the resolved config without one module of its plan."""
     schemes = schemes_from_list(config.plan)
     schemes.pop(name, None)
     return resolved(config, schemes)
 
 
 def _attach(model: nn.Module) -> None:
-    """Give a model its tag, and methods that know of its codes: they write its card, count its weights, and refuse
-    what codes cannot follow."""
+    """Give a model its tag, and methods that write its card, count its weights, and refuse unsupported calls."""
     if hasattr(model, "add_model_tags"):
         model.add_model_tags([NAME])
     attach_methods(model, _WRAPPERS)
@@ -399,7 +399,7 @@ def _is_own(model: nn.Module) -> bool:
 
 
 def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
-    """Keep a transformers model's own records right after `quantize_` and `dequantize_`."""
+    """Update a transformers model's own records after `quantize_` and `dequantize_`."""
     if config is None:
         tie_weights(model)
         if getattr(model, "hf_quantizer", None) is not None:
@@ -419,7 +419,7 @@ _OBSERVER = quantize.Observer(_is_own, _observe)
 
 
 def register() -> None:
-    """Register with transformers; may be called again."""
+    """Register with transformers. Further calls do nothing."""
     if NAME not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
         auto.register_quantization_config(NAME)(QuantizerConfig)
     if NAME not in auto.AUTO_QUANTIZER_MAPPING:
