@@ -44,6 +44,10 @@ class TensorQuant:
                 'group_size is given with granularity "group" and only then'
             )
 
+    def columns_per_scale(self, K: int) -> int:
+        """The number of consecutive values of a row of K that share a scale."""
+        return BLOCK_SIZE if self.granularity == "block" else self.group_size or K
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

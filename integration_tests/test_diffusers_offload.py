@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_quant import QuantizerConfig, fuse_projections_, quantize_
 from hf_quant.modules import QuantizedModule
+from hf_quant.modules.inputs import rule
 from hf_quant.testing import assert_sqnr
 
 
@@ -255,14 +256,14 @@ def test_the_stand_in_catches_what_outlives_its_group(monkeypatch):
     layer, expected = model.transformer_blocks[0].attn.to_q, run(model, "flux")
     with Accelerator().installed(monkeypatch):
         enable_group_offload(model, "leaf_level", use_stream=True, record_stream=False)
-        forward, kept = type(layer).linear, []
+        product, kept = rule.layer_product, []
 
-        def stale(self: Any, x: Tensor, bias: Tensor | None, parameters: Any = None) -> Tensor:
-            if self is layer:
+        def stale(module: Any, x: Tensor, bias: Tensor | None, parameters: Any) -> Tensor:
+            if module is layer:
                 kept.append(dict(layer._parameters, qdata=layer.qdata.data))
                 parameters = kept[0]
-            return forward(self, x, bias, parameters)
+            return product(module, x, bias, parameters)
 
-        monkeypatch.setattr(type(layer), "linear", stale)
+        monkeypatch.setattr(rule, "layer_product", stale)
         assert torch.equal(run(model, "flux"), expected)
         assert not torch.equal(run(model, "flux"), expected)

@@ -27,9 +27,8 @@ _BLOCK_ELEMENTS = 2**23
 
 def geometry(quant: TensorQuant, N: int, K: int) -> tuple[int, int]:
     """(rows, columns) of a [N, K] weight that share one scale."""
-    if quant.granularity == "block":
-        return BLOCK_SIZE, BLOCK_SIZE
-    return (N if quant.granularity == "tensor" else 1), (quant.group_size or K)
+    rows = {"block": BLOCK_SIZE, "tensor": N}.get(quant.granularity, 1)
+    return rows, quant.columns_per_scale(K)
 
 
 def empty_packed(shape: torch.Size | tuple[int, ...], quant: TensorQuant, device) -> PackedWeight:

@@ -15,18 +15,19 @@ from hf_quant.modules._base import (
 from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from hf_quant.modules.embedding import QuantEmbedding
 from hf_quant.modules.experts import QuantExperts, expert_weight_names, register_experts
-from hf_quant.modules.fused import (
+from hf_quant.modules.inputs.fuse import (
     fuse_projections_,
     fuse_where_possible,
     planned_projections,
     share_inputs_,
     unfuse_projections_,
 )
-from hf_quant.modules.linear import QuantLinear
+from hf_quant.modules.linear import PackedLinear, QuantLinear
 
 
 __all__ = [
     "PACKED_NAMES",
+    "PackedLinear",
     "QuantConv1d",
     "QuantConv2d",
     "QuantConv3d",

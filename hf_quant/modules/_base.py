@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from hf_quant.algorithms import PackedWeight, empty_packed, geometry, quantize_matrix
+from hf_quant.algorithms import PackedWeight, empty_packed, quantize_matrix
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dequantize
 from hf_quant.kernels.dispatch import check_tracer
@@ -32,9 +32,6 @@ _OWN_ATTRIBUTES = (
     "_float_codes",
     "shares_codes",
     "_hf_quantized_needs_local_tp",
-    "fused",
-    "fused_index",
-    "shared",
 )
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -149,9 +146,10 @@ class QuantizedModule(nn.Module):
     def packed(self, name: str = "weight") -> PackedWeight:
         """The quantized weight with scales and fp8 codes in their true dtype (views, no copies)."""
         check_tracer()
-        return self._typed(name, self._parameters)
+        return self.typed(name, self._parameters)
 
-    def _typed(self, name: str, parameters: dict[str, Tensor | None]) -> PackedWeight:
+    def typed(self, name: str, parameters: dict[str, Tensor | None]) -> PackedWeight:
+        """`packed` of the stored tensors in `parameters`: the module's own, or others of the same scheme."""
         quant = self.scheme.weight
         scale = parameters[packed_key("scale", name)]
         zero_point = parameters.get(packed_key("zero_point", name))
@@ -210,14 +208,14 @@ class QuantizedModule(nn.Module):
     def dequantize_weight(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the host's shape, in `dtype` (default: compute_dtype)."""
         check_tracer()
-        *_, N, K = self.matrix_shape(name)
+        K = self.matrix_shape(name)[-1]
         parameters = self._parameters
         if self.is_sharded:  # a collective: every process must ask
             parameters = {k: p.full_tensor() if hasattr(p, "full_tensor") else p for k, p in parameters.items()}
         matrix = dequantize(
-            *self._typed(name, parameters),
+            *self.typed(name, parameters),
             format=self.scheme.weight.format,
-            group_size=geometry(self.scheme.weight, N, K)[1],
+            group_size=self.scheme.weight.columns_per_scale(K),
             K=K,
             dtype=dtype or self.compute_dtype,
         )
@@ -235,8 +233,11 @@ class QuantizedModule(nn.Module):
                 f"the input is {tuple(x.shape)}, so {x.shape[-1]} wide; this {type(self).__name__} needs [..., {K}]"
             )
 
+    def parameters_changed(self) -> None:
+        """Called when parameters may be new tensors or hold new values: copied, loaded, moved, quantized again."""
+
     def leave_siblings_(self) -> None:
-        """Have what it shares with other layers go on without it: it is about to become the host's again."""
+        """Leave the layers that this one shares work with: it is about to become the host's again."""
 
     @torch.no_grad()
     def requantize_weight_(self, name: str, weight: Tensor) -> None:
@@ -257,6 +258,7 @@ class QuantizedModule(nn.Module):
                 parameter.copy_(tensor.view(stored_dtype(tensor.dtype)))
                 # Under `__torch_dispatch__` an op in place is not counted, and caches of the weight would stay.
                 torch.autograd.graph.increment_version(parameter)
+        self.parameters_changed()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.weight_names:
@@ -301,10 +303,16 @@ class QuantizedModule(nn.Module):
             if key in unexpected_keys and state_dict[key].numel() == 0:  # see `checkpoint.guard_entry`
                 unexpected_keys.remove(key)
         clear_prepacked()  # what is loaded into shards is not counted as a change of the whole
+        self.parameters_changed()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.parameters_changed()
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        self.parameters_changed()
         return self
 
     def extra_repr(self) -> str:

@@ -9,7 +9,7 @@ from torch.fx import Proxy
 
 from hf_quant.kernels.dispatch import is_transformed
 from hf_quant.modules._base import QuantizedModule, register_module, weight_property
-from hf_quant.modules._functional import needs_grad
+from hf_quant.modules.products import needs_grad
 
 
 class _Convolution(torch.autograd.Function):

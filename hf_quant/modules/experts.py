@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from hf_quant.modules._base import QuantizedModule, derive_class, packed_key, weight_property
-from hf_quant.modules._functional import linear
+from hf_quant.modules.products import linear
 
 
 def expert_weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class QuantExperts(QuantizedModule):
             offsets,
             activation=scheme.activation_on(x.device.type),
             format=scheme.weight.format,
-            group_size=scheme.weight.group_size or (128 if scheme.weight.granularity == "block" else x.shape[-1]),
+            group_size=scheme.weight.columns_per_scale(x.shape[-1]),
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

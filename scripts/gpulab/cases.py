@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
     activation: str | None = None
 
     def group_size(self, K: int) -> int:
-        return self.weight.group_size or (128 if self.weight.granularity == "block" else K)
+        return self.weight.columns_per_scale(K)
 
 
 def _group(format: str, size: int, symmetric: bool = True, scale_dtype: str = "bfloat16") -> TensorQuant:

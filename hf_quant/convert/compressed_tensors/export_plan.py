@@ -321,7 +321,7 @@ def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor
         parameters[key] = files.read(full) if full in files.tensors else None
         if parameters[key] is not None:
             check_values(parameters[key], key, quant, full)
-    packed: PackedWeight = module._typed(weight.name, parameters)
+    packed: PackedWeight = module.typed(weight.name, parameters)
     if weight.prefix in plan.global_scales:
         packed = with_global_scale(packed, plan.global_scales[weight.prefix])
     K = module.matrix_shape(weight.name)[-1]

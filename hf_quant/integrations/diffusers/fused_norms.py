@@ -1,7 +1,7 @@
 """Norms and activation functions of diffusers' blocks that leave their computation to the layers that quantize them.
 
-See `hf_quant.modules.lazy`: a norm, its modulation and the quantization are one kernel then, as are an activation
-function and the quantization. Norms only in the blocks that are listed, where what follows them is linear layers.
+See `hf_quant.modules.inputs.lazy`: a norm, its modulation and the quantization are one kernel. An activation function
+and the quantization are one, too. Norms: only in the blocks that are listed, where linear layers alone read them.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.modules import QuantLinear
-from hf_quant.modules.lazy import LazyAct, LazyInput, LazyNorm
+from hf_quant.modules.inputs.lazy import LazyAct, LazyInput, LazyNorm
 
 
 _MODELS = "diffusers.models."  # where all of these classes are; Z-Image has a FeedForward of its own

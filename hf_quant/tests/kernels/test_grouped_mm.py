@@ -22,7 +22,7 @@ def experts_case(quant):
     for e in range(E):
         parts = [part if part is None else part[e] for part in stack]
         weights.append(decode_slowly(stack._make(parts), quant, K))
-    options = {"format": quant.format, "group_size": quant.group_size or (128 if quant.granularity == "block" else K)}
+    options = {"format": quant.format, "group_size": quant.columns_per_scale(K)}
     return stack, torch.stack(weights), options
 
 

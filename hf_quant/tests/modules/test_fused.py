@@ -16,8 +16,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_quant import QuantizerConfig, dequantize_, fuse_projections_, plan, quantize_, unfuse_projections_
 from hf_quant.modules import QuantLinear
-from hf_quant.modules._siblings import find_siblings
-from hf_quant.modules.fused import _waiting, why_not, why_rows_differ
+from hf_quant.modules.inputs import rule, shared_product
+from hf_quant.modules.inputs.shared_product import _waiting, unsupported_reason, why_rows_differ
+from hf_quant.modules.inputs.siblings import find_siblings
 from hf_quant.quantize import fuse_as_configured_
 from hf_quant.scheme import LinearScheme, TensorQuant
 
@@ -107,15 +108,15 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Ten
 
 @pytest.fixture
 def products(monkeypatch) -> list[str]:
-    """What is computed, product by product: "fused", or "alone"."""
+    """The products that are computed, one by one: "fused", or "alone"."""
     made: list[str] = []
-    linear = QuantLinear.linear
+    for module, kind in ((rule, "alone"), (shared_product, "fused")):
 
-    def counted(self, x, bias, parameters=None):
-        made.append("alone" if parameters is None else "fused")
-        return linear(self, x, bias, parameters)
+        def counted(*args, kind=kind, layer_product=module.layer_product):
+            made.append(kind)
+            return layer_product(*args)
 
-    monkeypatch.setattr(QuantLinear, "linear", counted)
+        monkeypatch.setattr(module, "layer_product", counted)
     return made
 
 
@@ -773,7 +774,7 @@ def test_modules_that_cannot_be_joined():
     assert "sharded" in reason(lambda m: setattr(m.q_proj.qdata, "full_tensor", None))
     with pytest.raises(ValueError, match="no two of its quantized linear layers read the same tensor"):
         fuse_projections_(nn.Linear(4, 4))
-    assert why_not([quantized(MLP()).gate_proj, quantized(MLP()).up_proj]) is None
+    assert unsupported_reason([quantized(MLP()).gate_proj, quantized(MLP()).up_proj]) is None
 
 
 # The plan and the configuration.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_quant import quantize_
 from hf_quant.kernels import act_quantize_rowwise, layer_norm_quantize_rowwise
-from hf_quant.modules.lazy import LazyAct, LazyNorm
+from hf_quant.modules.inputs.lazy import LazyAct, LazyNorm
 from hf_quant.testing import assert_sqnr
 
 

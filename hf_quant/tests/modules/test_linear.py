@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import QuantLinear, dequantize_, fuse_projections_, quantize_
-from hf_quant.modules.lazy import LazyAct
+from hf_quant.modules.inputs.lazy import LazyAct
 from hf_quant.testing import PRODUCT_RMS, all_scheme_fields, assert_close, assert_sqnr, rms_error
 
 

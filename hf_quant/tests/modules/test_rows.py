@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_quant import dequantize_, quantize_
-from hf_quant.modules import QuantLinear, _rows
+from hf_quant.modules import QuantLinear
+from hf_quant.modules.inputs import rows
+from hf_quant.modules.inputs.shared_rows import SharedInput, SharedRows
 from hf_quant.tests.recording import Calls
 
 
@@ -55,7 +57,7 @@ class ChangingProcessor:
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> Iterator[None]:
-    _rows._local.__dict__.clear()
+    rows._local.__dict__.clear()
     yield
 
 
@@ -64,10 +66,14 @@ def block(processor: Any = None, scheme: str = "W8A8_FP8", dtype: torch.dtype = 
     return quantize_(Block(processor or Processor()).to(dtype).eval(), scheme)
 
 
+def shared(module: QuantLinear) -> SharedInput | None:
+    return module.rule.group if isinstance(module.rule, SharedRows) else None
+
+
 def alone(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """The output with every layer quantizing its own input."""
     with monkeypatch.context() as patch:
-        patch.setattr(_rows, "MIN_ROWS", 10**9)
+        patch.setattr(rows, "MIN_ROWS", 10**9)
         return model(x)
 
 
@@ -129,10 +135,10 @@ def test_another_tensor_in_the_same_memory_is_another_input():
 def test_nothing_is_kept_of_a_tensor_that_is_gone():
     model, x = block(), torch.randn(16, 64)
     model.to_q(x)
-    assert _rows._local.last is not None
+    assert rows._local.last is not None
     del x
     gc.collect()
-    assert _rows._local.last is None
+    assert rows._local.last is None
 
 
 @torch.no_grad()
@@ -176,10 +182,10 @@ def test_compiled_siblings_share_what_the_source_proves():
     for M, y in expected.items():
         assert torch.equal(compiled(torch.ones(M, 64)), y)
     assert counter.frame_count == 1 and counter.quantizations == 1  # the last layer has no sibling: dynamic_mm
-    assert model.to_q.shared is model.to_v.shared and model.to_out.shared is None
-    assert model.to_q.shared._traced is None  # no tensor of the graph is kept
+    assert shared(model.to_q) is shared(model.to_v) is not None and shared(model.to_out) is None
+    assert shared(model.to_q).traced is None  # no tensor of the graph is kept
     unproven = block(ChangingProcessor())
-    assert unproven.to_q.shared is None
+    assert shared(unproven.to_q) is None
 
 
 @torch.no_grad()
@@ -188,11 +194,11 @@ def test_siblings_of_a_layer_that_is_dequantized(name):
     model, x = block(), torch.randn(16, 64)
     dequantize_(model.get_submodule(name))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    shared = next(m.shared for m in (model.to_q, model.to_v) if isinstance(m, QuantLinear))
-    assert not hasattr(model.get_submodule(name), "shared")
+    group = next(shared(m) for m in (model.to_q, model.to_v) if isinstance(m, QuantLinear))
+    assert not hasattr(model.get_submodule(name), "rule")
     for _ in range(2):
         assert torch.equal(compiled(x), model(x))
-        assert shared._traced is None
+        assert group.traced is None
         x.mul_(-3)
 
 
@@ -212,7 +218,7 @@ def test_compiled_siblings_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(compiled(x), model(x))
     assert counter.quantizations == 1
-    assert model.to_q.shared._traced is None
+    assert shared(model.to_q).traced is None
 
 
 @torch.no_grad()
@@ -231,6 +237,6 @@ def test_blocks_compile_once():
 def test_copies_share_among_themselves():
     model = block()
     twin = copy.deepcopy(model)
-    assert twin.to_q.shared is twin.to_k.shared is not model.to_q.shared
+    assert shared(twin.to_q) is shared(twin.to_k) is not shared(model.to_q)
     x = torch.randn(16, 64)
     assert torch.equal(twin(x), model(x))

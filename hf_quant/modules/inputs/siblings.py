@@ -6,7 +6,7 @@ the first projections of latent attention, those of linear attention. Where anot
 attention processors of diffusers), a short list of names stands in; the source of the processor, and of the functions
 to which it passes the module, may prove it.
 
-What is found is a proposal: `FusedProjections` looks at the tensor itself at every call.
+The finding is a proposal: `FusedProjections` looks at the tensor itself at every call.
 """
 
 import ast

@@ -1,37 +1,39 @@
-"""`fuse_projections_`: layers that read one tensor (query, key and value; gate and up) become one product.
+"""`SharedProduct`: layers that read one tensor (query, key and value; gate and up) compute one product.
 
 Storage: the codes of the siblings lie one behind the other in one tensor, and the parameters of each are rows of it.
 Names, bytes, `state_dict`, `weight` and assignments to it are what they were, and no memory is added.
 
 At run time the first sibling that is called multiplies its input with the rows of all and leaves the others their
 parts, for the same tensor only: the same object, unchanged since (its version counter), under the same autocast, on
-the same stream, with unchanged weights. Everything else computes alone, as before: training, inputs that need a
-gradient, tensors made in `torch.inference_mode` (they count no versions), replicas of nn.DataParallel, parameters that
-a host has replaced (offloading, FSDP). Each part is handed out once; what nobody fetches dies with the input.
+the same stream, with unchanged weights. Everything else computes alone: training, inputs that need a gradient, tensors
+made in `torch.inference_mode` (they count no versions), replicas of nn.DataParallel, parameters that a host has
+replaced (offloading, FSDP). Each part is handed out once; a part that nobody fetches dies with the input.
 
 Under torch.compile, where versions cannot be seen, the source of the parent's `forward` has to show that nothing
-changes the tensor between the calls (`_siblings`).
+changes the tensor between the calls (`siblings`).
 
 Parts of more than one token are strided: columns of the common product. `.view` can split their last dimension, as
-models do, and join the leading ones; it cannot join the last one with others, as it could before.
+models do, and join the leading ones; it cannot join the last one with others.
 """
 
 import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_quant.algorithms import empty_packed
 from hf_quant.kernels.dispatch import is_transformed
-from hf_quant.modules._base import PACKED_NAMES, quantized_class
-from hf_quant.modules._functional import needs_grad
-from hf_quant.modules._rows import SharedInput
-from hf_quant.modules._siblings import find_siblings
-from hf_quant.modules.linear import QuantLinear
+from hf_quant.modules._base import PACKED_NAMES
+from hf_quant.modules.inputs.rule import ALONE, InputRule
+from hf_quant.modules.products import layer_product, needs_grad
 from hf_quant.scheme import BLOCK_SIZE, LinearScheme
+
+
+if TYPE_CHECKING:
+    from hf_quant.modules.linear import QuantLinear
 
 
 _ALIGNMENT = 16  # bytes: where the rows of a sibling must start, as kernels load 16 bytes at once
@@ -71,10 +73,10 @@ class _Common(NamedTuple):
     sizes: list[int]
     rows: list[tuple[_Row, ...]]
 
-    def has(self, module: QuantLinear) -> bool:
-        """Whether the parameters of a sibling are still the rows that were made of them."""
+    def has(self, module: "QuantLinear", index: int) -> bool:
+        """True if the parameters of sibling `index` are still the rows that were made of them."""
         own = module._parameters
-        for key, parameter, address in self.rows[module.fused_index]:
+        for key, parameter, address in self.rows[index]:
             if own.get(key) is not parameter or parameter.data_ptr() != address:
                 return False
         return True
@@ -86,10 +88,10 @@ class _Common(NamedTuple):
 
 
 class FusedProjections:
-    """The common product of sibling layers. Each holds it as `fused`, and its own place in it as `fused_index`.
+    """The common product of sibling layers; each has a `SharedProduct` that names it and its own place in it.
 
     It holds no module: a cycle would keep the memory of a deleted model, and copies and replicas of the siblings are
-    told by their parameters, which are not its rows.
+    recognized by their parameters, which are not its rows.
 
     Attributes:
         names: of the siblings.
@@ -104,16 +106,16 @@ class FusedProjections:
         self._device_type = "cpu"  # of the last join
         self.traced: tuple[Tensor, list[Tensor | None]] | None = None  # while torch.compile traces
         self._joined = self._misses = 0
-        self._arrived: dict[int, weakref.ref] = {}
+        self._reported: dict[int, weakref.ref] = {}
 
     def __reduce__(self) -> tuple:
-        # The copy joins anew, once the copies of all siblings have arrived (`QuantLinear.__setstate__`).
+        # The copy joins anew, once the parameters of all siblings' copies are there.
         return FusedProjections, (self.names, self.is_proven)
 
     # Storage.
 
-    def join_(self, modules: Sequence[QuantLinear]) -> None:
-        """Make the parameters of the modules rows of common tensors; `why_not(modules)` has to be None."""
+    def join_(self, modules: "Sequence[QuantLinear]") -> None:
+        """Make the parameters of the modules rows of common tensors; `unsupported_reason(modules)` has to be None."""
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode count no versions
             parameters: dict[str, Tensor] = {}
             for key in PACKED_NAMES:
@@ -134,42 +136,43 @@ class FusedProjections:
         self.common, self.traced = _Common(parameters, bias, sizes, rows), None
         self._device_type = modules[0].packed_device().type
         self._joined, self._misses = self._joined + 1, 0
-        self._arrived.clear()
+        self._reported.clear()
         for index, module in enumerate(modules):
-            module.fused, module.fused_index = self, index
+            if module.fused is not self:
+                module.rule = SharedProduct(self, index, module.rule)
 
     def release(self) -> None:
-        """Have every sibling compute alone, and let go of the common tensors: the siblings keep their rows."""
+        """Let every sibling compute alone, and let go of the common tensors: the siblings keep their rows."""
         self.common = self.traced = None
 
-    def arrived(self, module: QuantLinear) -> None:
-        """Take note that a sibling's parameters may be new (copied, loaded, moved); with the last one, join again.
+    def parameters_changed(self, module: "QuantLinear", index: int) -> None:
+        """Called after a sibling's parameters changed (copied, loaded, moved); join again when all have reported.
 
         Not on a CPU if they come from an accelerator: offloaded, they are copied there and back for every use.
         """
-        if self.common is not None and self.common.has(module):
+        if self.common is not None and self.common.has(module, index):
             return
         self.release()
         if self.is_left_alone:
             return
-        self._arrived[module.fused_index] = weakref.ref(module)
-        modules = [self._arrived[i]() for i in range(len(self.names)) if i in self._arrived]
+        self._reported[index] = weakref.ref(module)
+        modules = [self._reported[i]() for i in range(len(self.names)) if i in self._reported]
         complete = len(modules) == len(self.names) and all(m is not None and m.fused is self for m in modules)
         if complete and module.packed_device().type == "cpu" != self._device_type:
-            self._arrived.clear()
-        elif complete and why_not(modules) is None:
+            self._reported.clear()
+        elif complete and unsupported_reason(modules) is None:
             self.join_(modules)
 
     # The product.
 
-    def product(self, module: QuantLinear, x: Tensor) -> Tensor | None:
-        """The sibling's output for x, None if it has to compute alone."""
+    def product(self, module: "QuantLinear", index: int, x: Tensor) -> Tensor | None:
+        """The output of sibling `index` for x, None if it has to compute alone."""
         common = self.common
         if common is None:
             return None
         if torch.compiler.is_compiling():
-            return self._traced_product(module, x, common)
-        if not common.has(module):
+            return self._traced_product(module, index, x, common)
+        if not common.has(module, index):
             if not getattr(module, "_is_replica", False):  # of nn.DataParallel, for one call
                 self.is_left_alone = True
                 self.release()
@@ -178,7 +181,7 @@ class FusedProjections:
             return None
         if is_transformed():  # no part may leave the transform
             return None
-        index, state = module.fused_index, self._state(x, common)
+        state = self._state(x, common)
         waiting = _waiting()
         pending = waiting.get(self)
         if pending is not None and pending.x() is x and pending.state == state:
@@ -189,7 +192,7 @@ class FusedProjections:
                     del waiting[self]
                     self._misses = 0
                 return part
-        y = module.linear(x, common.bias, common.parameters)
+        y = layer_product(module, x, common.bias, common.parameters)
         if pending is not None:
             self._miss()
         # Not views of y to autograd: models may change an output in place.
@@ -206,7 +209,7 @@ class FusedProjections:
         return part
 
     def _miss(self) -> None:
-        """Parts were computed for nobody. Names may have told wrong: such layers compute alone from then on."""
+        """Parts were computed for nobody. Siblings known by name only may be none: they compute alone from then on."""
         self._misses += 1
         if self._misses == _MAX_MISSES and not self.is_proven:
             self.release()
@@ -226,11 +229,11 @@ class FusedProjections:
             torch.accelerator.current_stream(device) if kind in ("cuda", "xpu") else None,
         )
 
-    def _traced_product(self, module: QuantLinear, x: Tensor, common: _Common) -> Tensor | None:
+    def _traced_product(self, module: "QuantLinear", index: int, x: Tensor, common: _Common) -> Tensor | None:
         """`product` as torch.compile can follow it; once all siblings have been called, `traced` is None again."""
         if not self.is_proven or module.training or torch.compiler.is_exporting() or common.needs_grad(x):
             return None
-        index, own = module.fused_index, module._parameters
+        own = module._parameters
         is_row = True
         for row in common.rows[index]:
             if row.key in ("qdata", "bias") and own[row.key] is not row.parameter:
@@ -249,10 +252,33 @@ class FusedProjections:
         if common.bias is not None:  # from the parameters themselves: `.data` of one may be another tensor by now
             biases = [rows[-1].parameter if rows[-1].key == "bias" else None for rows in common.rows]
             bias = torch.cat([common.bias.new_zeros(n) if b is None else b for b, n in zip(biases, common.sizes)])
-        parts: list[Tensor | None] = list(module.linear(x, bias, common.parameters).split(common.sizes, -1))
+        parts: list[Tensor | None] = list(layer_product(module, x, bias, common.parameters).split(common.sizes, -1))
         part, parts[index] = parts[index], None
         self.traced = (x, parts)
         return part
+
+
+class SharedProduct(InputRule):
+    """The rule of one of the layers that share a product.
+
+    Attributes:
+        group: the common product.
+        index: the place of the layer among its siblings.
+        otherwise: the rule where the layer computes alone.
+    """
+
+    def __init__(self, group: FusedProjections, index: int, otherwise: InputRule = ALONE) -> None:
+        self.group, self.index, self.otherwise = group, index, otherwise
+
+    def product(self, module: "QuantLinear", x: Tensor) -> Tensor:
+        y = self.group.product(module, self.index, x)
+        return self.otherwise.product(module, x) if y is None else y
+
+    def parameters_changed(self, module: "QuantLinear") -> None:
+        self.group.parameters_changed(module, self.index)
+
+    def leave(self) -> None:
+        self.otherwise.leave()
 
 
 def _common_bias(biases: Sequence[nn.Parameter | None], sizes: Sequence[int]) -> Tensor | None:
@@ -277,13 +303,8 @@ def _waiting() -> dict[FusedProjections, _Pending]:
         return _local.waiting
 
 
-def fusion_key(scheme: LinearScheme, K: int) -> Hashable:
-    """What siblings must have in common; `find_siblings` groups by it."""
-    return scheme, K
-
-
 def why_rows_differ(scheme: LinearScheme, shapes: Sequence[tuple[int, int]]) -> str | None:
-    """Why weights [N, K] of one scheme cannot be rows of one, None if they can."""
+    """The reason why weights [N, K] of one scheme cannot be rows of one, None if they can."""
     quant = scheme.weight
     if quant.granularity == "tensor":
         return "their scales are of whole tensors"
@@ -298,8 +319,8 @@ def why_rows_differ(scheme: LinearScheme, shapes: Sequence[tuple[int, int]]) -> 
     return None
 
 
-def why_not(modules: Sequence[QuantLinear]) -> str | None:
-    """Why these siblings, equal in scheme and in_features, cannot share a product; None if they can."""
+def unsupported_reason(modules: "Sequence[QuantLinear]") -> str | None:
+    """The reason why siblings, equal in scheme and in_features, cannot share a product; None if they can."""
     for module in modules:
         parameters = [p for p in module._parameters.values() if p is not None]
         if module.placeholders or any(p.device.type == "meta" for p in parameters):
@@ -320,111 +341,3 @@ def why_not(modules: Sequence[QuantLinear]) -> str | None:
     if len({m.compute_dtype for m in modules}) > 1 or len(biases) > 1:
         return "their dtypes differ"
     return why_rows_differ(first.scheme, [m.matrix_shape("weight") for m in modules])
-
-
-def planned_projections(
-    model: nn.Module, weights: Mapping[str, tuple[LinearScheme, tuple[int, int]]]
-) -> list[tuple[str, ...]]:
-    """Names of the layers that `fuse_projections_` will put together, once they are quantized.
-
-    `weights` is {module name: (scheme, shape [N, K])} of those that get quantized and are not tied.
-    """
-    linears = {
-        name: fusion_key(scheme, shape[1])
-        for name, (scheme, shape) in weights.items()
-        if getattr(quantized_class(type(model.get_submodule(name))), "forward", None) is QuantLinear.forward
-    }
-    found = (names for names, _ in find_siblings(model, linears))
-    return [n for n in found if why_rows_differ(weights[n[0]][0], [weights[name][1] for name in n]) is None]
-
-
-def fuse_projections_(model: nn.Module) -> nn.Module:
-    """Let quantized layers that read the same tensor share one product, in place, and return the model.
-
-    Query, key and value projections, gate and up projections and their like are then one launch instead of two or
-    three wherever no gradient is needed; training computes as before. No name, byte or amount of memory changes;
-    results may differ in the last bits. `unfuse_projections_` is the way back. A model that transformers loads onto a
-    GPU is fused already (`QuantizerConfig(fuse_projections=None)`).
-
-    Raises ValueError, with the reasons, if no layers can be fused.
-    """
-    num_groups, reasons = fuse_where_possible(model)
-    if not num_groups:
-        why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
-        raise ValueError(f"nothing to fuse in this {type(model).__name__}: {why}")
-    return model
-
-
-def fuse_where_possible(model: nn.Module, *, only_on: Sequence[str] | None = None) -> tuple[int, list[str]]:
-    """`fuse_projections_` without the error: (groups that share a product now, why others do not).
-
-    `only_on` are the types of the devices, e.g. "cuda", on which layers are fused; None: all.
-    """
-    linears = {
-        name: fusion_key(module.scheme, module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLinear)
-        and type(module).forward is QuantLinear.forward
-        and (only_on is None or module.packed_device().type in only_on)
-    }
-    num_groups, reasons = 0, set()
-    for names, is_proven in find_siblings(model, linears):
-        modules = [model.get_submodule(name) for name in names]
-        reason = None if _are_fused(modules) else why_not(modules)
-        if reason is not None:
-            reasons.add(reason)
-            continue
-        num_groups += 1
-        if not _are_fused(modules):
-            _separate(modules)
-            FusedProjections(tuple(_leaf(name) for name in names), is_proven).join_(modules)
-    return num_groups, sorted(reasons)
-
-
-def share_inputs_(model: nn.Module) -> None:
-    """Let layers with quantized activations that provably read one tensor quantize it once under torch.compile."""
-    linears = {
-        name: (module.scheme.activation, module.scheme.cpu_activation, module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLinear) and (module.scheme.activation or module.scheme.cpu_activation) is not None
-    }
-    for names, is_proven in find_siblings(model, linears):
-        if is_proven:
-            shared = SharedInput(len(names))
-            for index, name in enumerate(names):
-                module = model.get_submodule(name)
-                module.shared, module.shared_index = shared, index
-
-
-def _are_fused(modules: Sequence[QuantLinear]) -> bool:
-    fused = modules[0].fused
-    if fused is None or fused.common is None or len(fused.names) != len(modules):
-        return False
-    return all(m.fused is fused and fused.common.has(m) for m in modules)
-
-
-def _leaf(name: str) -> str:
-    """ "q_proj" of "layers.0.self_attn.q_proj.base_layer"."""
-    return name.replace(".base_layer", "").rpartition(".")[2]
-
-
-def unfuse_projections_(model: nn.Module) -> nn.Module:
-    """Inverse of `fuse_projections_`, in place: every layer has tensors of its own again and computes alone."""
-    _separate([module for module in model.modules() if isinstance(module, QuantLinear)])
-    return model
-
-
-@torch.no_grad()
-def _separate(modules: Sequence[QuantLinear]) -> None:
-    for module in modules:
-        fused = module.fused
-        if fused is None:
-            continue
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
-                if key == "bias":
-                    parameter.data = parameter.data.clone()
-                else:
-                    module._parameters[key] = nn.Parameter(parameter.clone(), requires_grad=False)
-        del module.fused, module.fused_index
-        fused.release()  # siblings that are not among the modules compute alone, too

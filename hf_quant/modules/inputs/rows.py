@@ -8,8 +8,7 @@ Each thread remembers the codes of its last input for as long as that tensor liv
 write that counts no version (NumPy, `.data`, the replay of a CUDA graph). Not inside of a CUDA graph that is being
 captured, whose memory is its own.
 
-Under torch.compile, where versions cannot be seen, the source has to show that nothing changes the tensor between the
-calls (`_siblings`): such layers have a `SharedInput` in common.
+This is for eager code; under torch.compile, where versions cannot be seen, see `shared_rows`.
 """
 
 import threading
@@ -65,34 +64,3 @@ def _forget(x: weakref.ref) -> None:
     last = getattr(_local, "last", None)
     if last is not None and last.x is x:
         _local.last = None
-
-
-class SharedInput:
-    """What siblings that provably read one tensor have in common while torch.compile traces them.
-
-    Attributes:
-        count: how many they are; 0: one of them is no quantized layer any more, and the others share nothing.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._traced: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
-        self._waiting: tuple[int, ...] = ()  # siblings that have not been called with it
-
-    def release(self) -> None:
-        """Have every sibling quantize alone."""
-        self.count, self._traced = 0, None
-
-    def traced_rows(self, source: Tensor, x: Tensor, format: str, index: int) -> tuple[Tensor, Tensor]:
-        """As `quantized_rows`, for sibling `index`; once all siblings have been called, nothing is kept.
-
-        `source` is what they are called with, x the same in the dtype of autocast.
-        """
-        traced = self._traced
-        if traced is None or traced[0] is not source or index not in self._waiting:
-            traced = self._traced = (source, kernels.quantize_rowwise(x, format=format))
-            self._waiting = tuple(range(self.count))
-        self._waiting = tuple(i for i in self._waiting if i != index)
-        if not self._waiting:
-            self._traced = None
-        return traced[1]
