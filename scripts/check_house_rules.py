@@ -1,4 +1,4 @@
-"""Checks the rules of CONTRIBUTING.md that neither ruff nor typos knows; prints one line per finding, exit status 1.
+"""Check the rules of CONTRIBUTING.md that neither ruff nor typos knows; print one line per finding, exit status 1.
 
     python scripts/check_house_rules.py
 
@@ -6,6 +6,10 @@
   which are one function by nature, are free)
 - no make_block_ptr, which Triton deprecates; no note of a task for later without a link or version beside it
 - no path of somebody's machine, no address of a package index, no tracked file above 64 MiB
+- a private module `a/_b.py`, and a private name `_x` of a module in `a`, are imported inside the directory `a` only
+- the first line of a docstring is a sentence with a verb, or "Noun: ...": it does not begin with What, How, Whether,
+  Which, Why, Where, Of, As, None or All
+- the picture of the architecture in CONTRIBUTING.md is the one that scripts/draw_architecture.py draws
 """
 
 import ast
@@ -14,9 +18,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+from draw_architecture import is_current
+
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FILE_BYTES = 500, 80, 64 << 20
 ROOT = Path(__file__).resolve().parents[1]
+FORBIDDEN_FIRST_WORDS = {"What", "How", "Whether", "Which", "Why", "Where", "Of", "As", "None", "All"}
+# Rooms whose docstrings, or imports of private names, are not yet swept: a room that is done leaves the set.
+UNSWEPT_DOCSTRINGS = {
+    "kernels",
+    "algorithms",
+    "formats",
+    "modules",
+    "cards",
+    "cli",
+    "convert",
+    "integrations",
+    "scripts",
+}
+UNSWEPT_IMPORTS = {"kernels", "scripts"}
 # The character classes keep this file from containing what it forbids.
 FORBIDDEN_TEXT = {
     "a path of one machine": re.compile(r"(?<![\w.])/(?:home|root|work|Users)[/]\w"),
@@ -27,7 +47,7 @@ FORBIDDEN_TEXT = {
 
 
 def tracked_files() -> list[Path]:
-    """What git tracks, relative to the root, as far as it is in the work tree."""
+    """Files that git tracks and that are in the work tree, relative to the root."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [Path(name) for name in names.split("\0") if name and (ROOT / name).is_file()]
 
@@ -53,6 +73,53 @@ def size_findings(path: Path, source: str) -> list[str]:
     return findings
 
 
+def room_of(path: Path) -> str:
+    """Name of the part of the package, or of the top-level directory, that a file belongs to."""
+    return path.parts[1].removesuffix(".py") if path.parts[0] == "hf_quant" else path.parts[0]
+
+
+def imported_names(source: str) -> list[tuple[int, str, str]]:
+    """Return (line, module, imported name or "") for every import in the source."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found += [(node.lineno, node.module, alias.name) for alias in node.names]
+    return found
+
+
+def import_findings(path: Path, source: str) -> list[str]:
+    """Imports of private modules and names from outside of the directory that they belong to."""
+    findings, here = [], path.parent.parts
+    for line, module, name in imported_names(source):
+        parts = (*module.split("."), *([name] if name else []))
+        if parts[0] != "hf_quant":
+            continue
+        for position, part in enumerate(parts):
+            if not part.startswith("_") or part.startswith("__"):
+                continue
+            owner = parts[:position]
+            if not (ROOT / Path(*owner)).is_dir():  # a name in a file belongs to the file's directory
+                owner = owner[:-1]
+            if here[: len(owner)] != owner:
+                findings.append(f"{path}:{line}: imports {'.'.join(parts)}, which is private to {'/'.join(owner)}/")
+                break
+    return findings
+
+
+def docstring_findings(path: Path, source: str) -> list[str]:
+    """Docstrings whose first line begins with a word that begins no sentence."""
+    findings = []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        first = re.match(r"[A-Za-z]*", (ast.get_docstring(node) or "") if isinstance(node, kinds) else "")[0]
+        if first in FORBIDDEN_FIRST_WORDS:
+            name = getattr(node, "name", "the module")
+            findings.append(f"{path}:{getattr(node, 'lineno', 1)}: the docstring of {name} begins with {first!r}")
+    return findings
+
+
 def text_findings(path: Path, source: str) -> list[str]:
     """Lines that contain what no file of the project may contain."""
     return [
@@ -74,8 +141,14 @@ def main() -> int:
             continue
         source = (ROOT / path).read_text()
         findings += text_findings(path, source)
-        if path.suffix == ".py" and path.parts[0] == "hf_quant" and path.parts[1] != "tests":
+        is_package = path.parts[0] == "hf_quant" and path.parts[1] != "tests"
+        if path.suffix == ".py" and is_package:
             findings += size_findings(path, source)
+        if path.suffix == ".py" and (is_package or path.parts[0] == "scripts"):
+            findings += [] if room_of(path) in UNSWEPT_IMPORTS else import_findings(path, source)
+            findings += [] if room_of(path) in UNSWEPT_DOCSTRINGS else docstring_findings(path, source)
+    if not is_current():
+        findings.append("CONTRIBUTING.md: the architecture has changed: run python scripts/draw_architecture.py")
     print("\n".join(findings) or "house rules: nothing found")
     return 1 if findings else 0
 

@@ -1,4 +1,4 @@
-"""A file imports only from lower layers or from its own directory; the hosts are known in few places."""
+"""Layers: a file imports only from lower layers or from its own directory; the hosts are known in few places."""
 
 import ast
 import sys
@@ -9,33 +9,38 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1]
 
-# The house plan's layers, lowest first; those that it numbers 2 stand in the order in which they build on each other.
+# The parts of the package, lowest layer first; scripts/draw_architecture.py draws them into CONTRIBUTING.md.
 LAYERS = (
-    ("_boot", "_lazy_ops", "_version", "_wording", "scheme", "kernels"),
+    ("_boot", "_lazy_ops", "_version", "_wording", "patterns", "scheme", "weight_proxy", "kernels"),
     ("formats",),
-    ("algorithms", "weight_proxy"),
-    ("modules", "kv_cache", "resolve", "patterns"),
-    ("config",),
+    ("algorithms", "kv_cache"),
+    ("modules", "resolve"),
+    ("config", "evaluate"),
     ("planning",),
     ("quantize",),
     ("checkpoint",),
     ("cards",),
     ("integrations",),
     ("convert",),
-    ("evaluate",),
     ("cli",),
-    ("__init__", "__main__"),
-    ("testing",),
+    ("__init__", "testing"),
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "tests")
 # What a part may import besides the standard library and, by its layer, the package itself.
 ALLOWED = {"scheme": set(), "_boot": set(), "_version": set(), "kernels": {"torch", "triton"}}
 HOSTS_OF_INTEGRATIONS = {"diffusers", "peft"}
+# Inside of a part: rooms that may not import each other.
+APART = {"integrations": ("diffusers", "transformers")}
+# Shared files of kernels/ that still import an op family, with the family. A file that is mended leaves the table.
+SHARED_FILES_WITH_FAMILIES = {"kernels/cpu/product.py": {"rowwise"}, "kernels/gpu/row_codes.py": {"rowwise"}}
 
 
-def imported_modules(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Every module that the source imports, anywhere in it, as name parts; `package` resolves relative imports."""
+def imported_modules(source: str, package: tuple[str, ...], *, depth: int = 1) -> list[tuple[str, ...]]:
+    """Every module that the source imports, anywhere in it, as name parts; `package` resolves relative imports.
+
+    What is imported from a module of up to `depth` parts is taken for a module, too.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -44,7 +49,7 @@ def imported_modules(source: str, package: tuple[str, ...]) -> list[tuple[str, .
             base = package[: len(package) + 1 - node.level] if node.level else ()
             module = base + tuple(node.module.split(".") if node.module else ())
             # `from hf_quant import planning` names a module; `from hf_quant.planning import QuantPlan` does not.
-            found += [module + (alias.name,) for alias in node.names] if len(module) == 1 else [module]
+            found += [module + (alias.name,) for alias in node.names] if len(module) <= depth else [module]
     return found
 
 
@@ -64,6 +69,52 @@ def violations(path: Path, source: str) -> list[str]:
         elif module[0] in HOSTS_OF_INTEGRATIONS and LAYER_OF[unit] < LAYER_OF["integrations"]:
             wrong.append(f"{path}: only integrations/ and what is above it imports {module[0]}")
     return wrong
+
+
+def families() -> set[str]:
+    """The op families of kernels/."""
+    return {path.parent.name for path in (PACKAGE / "kernels").glob("*/op.py")}
+
+
+def inner_violations(path: Path, source: str) -> list[str]:
+    """What the file imports against the rules inside of its part, one line each."""
+    part, room = path.parts[0], path.parts[1].removesuffix(".py") if len(path.parts) > 1 else "__init__"
+    forbidden = {name for name in APART.get(part, ()) if room in APART[part] and name != room}
+    if part == "kernels" and room not in families() | {"__init__"}:
+        forbidden = families() - SHARED_FILES_WITH_FAMILIES.get(str(path), set())
+    modules = imported_modules(source, ("hf_quant", *path.parts[:-1]), depth=2)
+    targets = {module[2] for module in modules if module[:2] == ("hf_quant", part) and len(module) > 2}
+    return [f"{path}: may not import {part}/{name}" for name in sorted(targets & forbidden)]
+
+
+def test_every_part_has_a_layer_and_every_layer_its_parts():
+    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES} == set(LAYER_OF)
+    assert len(LAYER_OF) == sum(map(len, LAYERS))
+
+
+def test_rooms_inside_of_a_part_stay_apart():
+    assert {"grouped_mm", "kv_attention", "rowwise", "weight_only"} <= families()
+    for part, rooms in APART.items():
+        assert all((PACKAGE / part / room).is_dir() for room in rooms)
+    assert all((PACKAGE / path).is_file() for path in SHARED_FILES_WITH_FAMILIES)
+    assert [line for path in FILES for line in inner_violations(path.relative_to(PACKAGE), path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "count"),
+    [
+        ("kernels/codes.py", "from hf_quant.kernels.rowwise.op import row_amax", 1),
+        ("kernels/cpu/product.py", "def f():\n    import hf_quant.kernels.weight_only.op", 1),
+        ("kernels/gpu/tile.py", "from hf_quant.kernels.codes import CODES", 0),
+        ("kernels/rowwise/cpu.py", "from hf_quant.kernels.rowwise.op import row_amax", 0),
+        ("integrations/diffusers/rules.py", "from hf_quant.integrations.transformers.names import NAMES", 1),
+        ("integrations/diffusers/rules.py", "from hf_quant.integrations import transformers", 1),
+        ("integrations/diffusers/rules.py", "from hf_quant.integrations.loading import read_keys", 0),
+        ("integrations/loading.py", "from hf_quant.integrations.transformers.names import NAMES", 0),
+    ],
+)
+def test_the_check_of_rooms_finds_what_it_forbids(path, source, count):
+    assert len(inner_violations(Path(path), source)) == count
 
 
 def test_files_import_only_from_lower_layers():
