@@ -1,7 +1,7 @@
-"""What a model is worth: perplexity and distance to the 16-bit model, speed of `generate`, memory.
+"""Evaluation: perplexity, distance to the 16-bit model, speed of `generate`, memory.
 
 Models are always measured together and in turns, batch by batch or generation by generation: a slow moment of the
-machine then falls on all of them.
+machine then affects all of them.
 """
 
 import math
@@ -25,17 +25,17 @@ from hf_quant.kernels import native
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 
 
-MAX_LOGITS = 2**26  # per batch; in fp32 256 MB
+MAX_LOGITS = 2**26  # of a batch; 256 MB in fp32
 
 
 class Quality(NamedTuple):
-    """How well a causal language model predicts a text.
+    """Quality of a causal language model's predictions on a text.
 
     Attributes:
         perplexity: exp of the mean negative log-likelihood of the next token.
-        num_tokens: how many predictions were judged.
-        kl: mean Kullback-Leibler divergence per token of the prediction from that of the reference, in nats.
-        agreement: share of predictions whose most likely token is that of the reference.
+        num_tokens: number of predictions.
+        kl: mean Kullback-Leibler divergence per token from the reference model to this one, in nats.
+        agreement: share of predictions whose most likely token is the one that the reference predicts.
     """
 
     perplexity: float
@@ -49,7 +49,7 @@ class Speed(NamedTuple):
 
     Attributes:
         prefill: seconds from the call to the first token (median).
-        decode: tokens per second after it (from the median interval).
+        decode: tokens per second after the first token (from the median interval).
     """
 
     prefill: float
@@ -57,7 +57,7 @@ class Speed(NamedTuple):
 
 
 def read_ids(path: Path | str, tokenizer: Callable[[str], Any] | None = None) -> Tensor:
-    """Token ids [num_tokens] int64 from a .npy file of integers, or from a text file by the tokenizer.
+    """Read token ids [num_tokens] int64 from a .npy file of integers, or from a text file with the tokenizer.
 
     Raises ValueError if the file is neither.
     """
@@ -89,14 +89,14 @@ def quality(
     reference: str | None = None,
     progress: bool = False,
 ) -> dict[str, Quality]:
-    """Judge causal language models on a text, in windows that do not overlap.
+    """Measure causal language models on a text, in windows that do not overlap.
 
     Args:
         models: {name: model}; each on any device.
         ids: token ids [num_tokens], int64.
         window: tokens per window; each gives window - 1 predictions. An incomplete last window is left out.
-        reference: the name of the model from which `kl` and `agreement` are measured.
-        progress: show a progress bar.
+        reference: name of the model that `kl` and `agreement` compare with.
+        progress: True shows a progress bar.
 
     Raises:
         ValueError: if a model is no causal language model, or the ids do not fit it or fill no window.
@@ -138,9 +138,9 @@ def check_causal(model: nn.Module, name: str = "the model") -> None:
 
 
 def _token_sums(logits: Tensor, targets: Tensor, expected: Tensor | None) -> Tensor:
-    """Sums over tokens of (negative log-likelihood, KL from `expected`, agreement with it), fp64 [3] on the CPU."""
+    """Sum (negative log-likelihood, KL from `expected`, agreement with it) over tokens; fp64 [3] on the CPU."""
     sums = []
-    # Temporaries of 8 MB stay in the cache and, on Linux, in the heap: larger ones are mapped and cleared each time.
+    # Temporaries of 8 MB stay in the cache and, on Linux, in the heap; larger ones are mapped and cleared each time.
     rows = max(1, 2**21 // logits.shape[-1])
     for start in range(0, logits.shape[0], rows):
         block = slice(start, start + rows)
@@ -156,7 +156,7 @@ def _token_sums(logits: Tensor, targets: Tensor, expected: Tensor | None) -> Ten
 
 
 def bits_per_weight(model: nn.Module) -> float | None:
-    """Average over the quantized weights, scales and zero points included; None if nothing is quantized."""
+    """Average bits of a quantized weight, scales and zero points included; None if nothing is quantized."""
     num_bytes, num_weights = {}, {}
     for module in model.modules():
         if not isinstance(module, QuantizedModule):
@@ -181,8 +181,8 @@ def generation_speed(
     """Time greedy `generate` at batch 1 on random prompts, the models in turns.
 
     `warm_up` generations of 2 tokens come first: CPU paths repack each weight when prefill and decode first use it.
-    `clock` gives seconds: `time.perf_counter`, or `time.thread_time` (with one torch thread), which leaves out the
-    moments at which another process had the core. Raises ValueError on fewer than 2 new tokens.
+    `clock` returns seconds: `time.perf_counter`, or `time.thread_time` (with one torch thread), which does not count
+    the time in which another process had the core. Raises ValueError on fewer than 2 new tokens.
     """
     if new_tokens < 2 or rounds < 1 or prompt_tokens < 1:
         raise ValueError(f"{prompt_tokens=}, {new_tokens=}, {rounds=}; needs at least 1, 2 and 1")
@@ -217,7 +217,7 @@ def generation_speed(
 
 
 class _Stamps(BaseStreamer):
-    """Notes when `generate` begins (it hands over the prompt first) and when each token is there."""
+    """Record the time at which `generate` begins (it passes the prompt first) and the time of each token."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock, self.times = clock, [clock()]
@@ -225,7 +225,7 @@ class _Stamps(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         if self.prompt_seen:
-            self.times.append(self.clock())  # the token is on the CPU: its computation has ended
+            self.times.append(self.clock())  # the token is on the CPU, so its computation has ended
         self.prompt_seen = True
 
     def end(self) -> None:
@@ -233,7 +233,7 @@ class _Stamps(BaseStreamer):
 
 
 def machine() -> str:
-    """One line on where a measurement was made: versions, CPU, its kernels, threads of torch, GPUs, load average."""
+    """Describe the machine of a measurement in one line: versions, CPU, kernels, threads, GPUs, load average."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():  # Linux leaves platform.processor() empty
@@ -253,7 +253,7 @@ class PeakMemory:
     """Context that measures by how much the memory of the process, or of a CUDA device, grows inside it.
 
     Attributes:
-        nbytes: highest resident size (pages of mapped files included) or CUDA allocation less that at the beginning.
+        nbytes: highest resident size (pages of mapped files included) or CUDA allocation, minus its first value.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -1,4 +1,4 @@
-"""`quantize_` and `dequantize_`: a plan carried out on a model, in place, one layer at a time."""
+"""`quantize_` and `dequantize_`: carry out a plan on a model, in place, one layer at a time."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class Observer(NamedTuple):
-    """How a host's own records (model.config, what save_pretrained does) follow a model of that host."""
+    """Callbacks of a host, which updates its own records (model.config, save_pretrained) after quantization."""
 
     recognizes: Callable[[nn.Module], bool]
-    # With the resolved config and the one that was given; None: dequantized.
+    # Called with the resolved config and the given one; both are None after dequantization.
     update: Callable[[nn.Module, QuantizerConfig | None, QuantizerConfig | None], None]
 
 
@@ -48,9 +48,10 @@ def quantize_(
 
     Args:
         model: any nn.Module with its weights loaded.
-        config: a QuantizerConfig, or what one is made of: a format or preset name, or a dict of fields.
-        device: where to compute, e.g. "cuda"; codes go where each weight was. Default: where the weight is.
-        progress: show a progress bar.
+        config: a QuantizerConfig, a format or preset name, or a dict of fields.
+        device: device that computes the codes, e.g. "cuda"; they are stored on the device of each weight. Default:
+            the device of each weight.
+        progress: True shows a progress bar.
 
     Raises:
         ValueError: if the model is quantized already, has weights on the meta device or with NaN or inf, a pattern
@@ -62,7 +63,7 @@ def quantize_(
             f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
         )
     known = stored_config(model)
-    if config.quantizes_no_weights and known is not None:  # weights stay as they are
+    if config.quantizes_no_weights and known is not None:  # the weights are left unchanged
         added = {name: value for name in NON_WEIGHT_FIELDS if (value := getattr(config, name)) is not None}
         known = QuantizerConfig.from_dict({**known.to_dict(), **added})
         known.fuse_activations = config.fuse_activations
@@ -87,7 +88,7 @@ def quantize_(
 
 
 def stored_config(model: nn.Module) -> QuantizerConfig | None:
-    """What a host's model was quantized by, if it was."""
+    """Return the config that a host's model was quantized with, or None if it is not quantized."""
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     return config if isinstance(config, QuantizerConfig) else None
 
@@ -95,9 +96,10 @@ def stored_config(model: nn.Module) -> QuantizerConfig | None:
 def notify_observers(
     model: nn.Module, config: QuantizerConfig | None, schemes: dict[str, LinearScheme] | None = None
 ) -> None:
-    """Let the hosts know of their models, `model` itself or such as it contains: quantized, or with None dequantized.
+    """Notify the host observers of `model`, and of host models inside it.
 
-    Parts of a host's model are not told: they are saved with it. `schemes`: of the modules in `model`.
+    config: the config of a quantization, None after dequantization. schemes: {module name in `model`: scheme}. Models
+    inside a host's model are skipped, because the outer model saves them.
     """
     for observer in OBSERVERS:
         if observer.recognizes(model):
@@ -117,7 +119,7 @@ def apply_plan(
     device: torch.device | str | None = None,
     keep_placeholder: bool = False,
 ) -> Iterator[str]:
-    """Convert the modules of the plan one by one; yields the name of each after it is done."""
+    """Convert the modules of the plan one by one; yield the name of each converted module."""
     modules = dict(model.named_modules())
     entries = sorted(quant_plan.quantized.values(), key=lambda entry: entry.shared_with is not None)
     for entry in entries:
@@ -138,7 +140,7 @@ def apply_plan(
 
 
 def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") -> None:
-    """Quantize a module whose weight is tied to an already quantized one: both hold the same parameters."""
+    """Quantize a module whose weight is tied to a quantized module: both then hold the same parameters."""
     weight = module._parameters["weight"]
     empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # empty_like would import sympy: 0.5 s
     module._parameters["weight"] = nn.Parameter(empty, requires_grad=weight.requires_grad)
@@ -151,10 +153,10 @@ def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") 
 
 
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Give every quantized module of the model its 16-bit weight back, in place, and return the model.
+    """Replace the codes of every quantized module by a 16-bit weight, in place, and return the model.
 
-    `dtype`: of the weights; default: what each was before. Raises ValueError if nothing in the model is quantized, or
-    if it is sharded: the host's hooks would meet whole weights.
+    dtype: dtype of the weights; default: the dtype that each weight had. Raises ValueError if nothing in the model is
+    quantized, or if the model is sharded, because the host's hooks expect sharded weights.
     """
     found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     config = stored_config(model)
@@ -175,9 +177,9 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None:
-    """Do what `QuantizerConfig.fuse_projections` says; None: fuse what is on a GPU, unless the model is to train.
+    """Fuse projections as `QuantizerConfig.fuse_projections` says; None: on a GPU, unless the model is in training.
 
-    Whatever it says, layers that read one tensor quantize it once.
+    In every case, layers that read the same tensor quantize it only once.
     """
     share_inputs_(model)
     if fuse_projections is False or (fuse_projections is None and model.training):
@@ -191,8 +193,8 @@ def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None
 def _check_weight(weight: torch.Tensor, name: str) -> None:
     if weight.device.type == "meta":
         raise ValueError(f"{name} is on the meta device: load the model's weights before quantizing it")
-    # aminmax carries NaN and inf through, in one pass without a temporary. Done for the whole model first: a failure
-    # half way would leave it half converted.
+    # aminmax propagates NaN and inf, in one pass without a temporary. All weights are checked before the first is
+    # converted: an error half way would leave the model half converted.
     low, high = torch.aminmax(weight.detach())
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise ValueError(f"{name} contains NaN or inf and cannot be quantized; repair the checkpoint or exclude it")

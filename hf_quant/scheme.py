@@ -1,6 +1,6 @@
-"""The vocabulary of quantization: what one tensor, and one layer, is quantized to.
+"""Records of a quantization scheme: the format of one tensor, and the scheme of one layer.
 
-These records are plain data (standard library only): the plan makes them, `config.json` stores them, modules and
+The records are plain data (standard library only): the plan creates them, `config.json` stores them, modules and
 kernels read them.
 """
 
@@ -15,14 +15,14 @@ BLOCK_SIZE = 128  # the only block of "block" granularity: 128 x 128, as DeepSee
 
 @dataclass(frozen=True)
 class TensorQuant:
-    """How one tensor is stored in low bits.
+    """Quantization of one tensor: number format, scales, zero points.
 
     Attributes:
         format: key of `hf_quant.FORMATS`, e.g. "int4", "fp8_e4m3", "nf4".
-        granularity: what shares a scale: "tensor", "row" (one output channel, or one token), "group"
+        granularity: the values that share a scale: "tensor", "row" (one output channel, or one token), "group"
             (`group_size` consecutive values of a row), "block" (128 x 128).
         group_size: values per scale along K; set if and only if `granularity` is "group".
-        symmetric: no zero point.
+        symmetric: True: there is no zero point.
         scale_dtype: dtype of the stored scale, e.g. "bfloat16", "float8_e4m3fn" (then with one fp32 `global_scale`,
             a power of two).
         dynamic: activations only; the scale is computed per token at run time.
@@ -64,7 +64,7 @@ class LinearScheme:
         weight: how the weight is stored.
         activation: how the input is quantized on the fly before the product; None keeps it in 16 bit.
         sparsity: None, or "2:4".
-        cpu_activation: the same for products on a CPU only, where `activation` is None.
+        cpu_activation: quantization of the input on CPUs only; needs `activation` None.
     """
 
     weight: TensorQuant
@@ -73,7 +73,7 @@ class LinearScheme:
     cpu_activation: TensorQuant | None = None
 
     def activation_on(self, device_type: str) -> str | None:
-        """Format in which the input is quantized on a device, None: it is not."""
+        """Return the format that the input is quantized to on a device, or None for 16 bit."""
         activation = self.cpu_activation if self.activation is None and device_type == "cpu" else self.activation
         return None if activation is None else activation.format
 
@@ -111,7 +111,7 @@ def _tensor_quant(fields: Any) -> TensorQuant:
     return TensorQuant(**fields)
 
 
-# Names that the field uses for whole schemes: what a user may write for `weights`. Values are QuantizerConfig fields.
+# Common names of whole schemes, which a user may write for `weights`. Values are QuantizerConfig fields.
 PRESETS: dict[str, dict[str, Any]] = {
     "W8A16": {"weights": "int8"},
     "W4A16": {"weights": "int4"},

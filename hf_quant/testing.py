@@ -1,4 +1,4 @@
-"""What tests and scripts share: measures of error, checks with both bounds, and every scheme there is.
+"""Helpers of tests and scripts: error measures, checks with a lower and an upper bound, and a list of all schemes.
 
 Not imported by the package itself; needs nothing but torch.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_quant.formats import FORMATS
 
 
-# RMS error that a product in a dtype may have against the same in fp64: its own rounding and that of the weight.
+# Allowed RMS error of a product in a dtype against fp64: the rounding of the product and of the weight.
 PRODUCT_RMS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -38,7 +38,7 @@ def rms_error(value: Tensor, reference: Tensor) -> float:
 
 
 def assert_close(value: Tensor, reference: Tensor, *, rms: float, name: str = "value") -> None:
-    """Raise AssertionError unless the error's RMS is at most `rms` of the reference's, and no element is far off.
+    """Raise AssertionError unless the relative RMS error is at most `rms` and no single element is far off.
 
     "Far off" is 10 * `rms` of the reference's largest magnitude: one wrong row in a thousand hides in an average.
     NaN anywhere fails.

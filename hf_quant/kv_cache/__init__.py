@@ -1,7 +1,7 @@
 """The quantized KV cache: `QuantizedCache`, its `KVCacheConfig`, and the attention that reads its codes.
 
-The names are resolved at first use, as those of `hf_quant` are: `KVCacheConfig`, which every `QuantizerConfig` needs,
-comes without the layers and without transformers.
+The names are resolved at first use, like the names of `hf_quant`: `KVCacheConfig`, which every `QuantizerConfig`
+needs, is imported without the layers and without transformers.
 """
 
 from importlib import import_module

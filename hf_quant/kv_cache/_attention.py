@@ -1,4 +1,4 @@
-"""Attention over quantized states: the codes by the kernel, the 16-bit tokens by torch's ops, put together."""
+"""Attention over quantized states: the kernel reads the codes, torch ops the 16-bit tokens; both are merged."""
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """softmax(q @ keys.T * scale + mask) @ values -> ([B, H, S, D] as q, log-sum-exp of the scores fp32 [B, H, S]).
 
-    mask: boolean or to be added, [B|1, H|1, S|1, T]. is_causal: the positions of q are the last ones that the states
-    hold; with a window they see only the last ones before them. Several positions see 16-bit tokens where all of them
-    were kept: `recents` of the states, if there are no more positions than that.
+    mask: boolean or additive, [B|1, H|1, S|1, T]. is_causal: the positions of q are the last ones of the states; with
+    a window they see only that many positions. The recent 16-bit tokens are read if q has at most `recents` positions.
     """
     options = {"format": keys.kind.format, "scale": scale, "rotates_keys": keys.kind.rotated}
     S, sinks = q.shape[2], keys.kind.sinks
@@ -44,7 +43,7 @@ def attend(
     tokens = slice(first, last)
     codes = [[part if part is None else part[:, :, tokens] for part in parts_of(states)] for states in (keys, values)]
     seen = None if mask is None else mask[..., tokens]
-    if is_causal and window and reads_recents:  # dynamic windows only: the codes end before the positions do
+    if is_causal and window and reads_recents:  # dynamic windows only: the codes end before the positions
         behind = torch.arange(end - S, end, device=q.device).unsqueeze(1) - torch.arange(first, last, device=q.device)
         seen = _and(seen, behind - start < window)
     causal = is_causal and not reads_recents
@@ -56,7 +55,7 @@ def attend(
 
 
 def _and(mask: Tensor | None, seen: Tensor) -> Tensor:
-    """A mask less what is not seen, bool [S, T]."""
+    """Restrict a mask to the pairs in `seen`, bool [S, T]."""
     if mask is None:
         return seen[None, None]
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
@@ -72,7 +71,7 @@ def _attend_window(
     scale: float | None,
     reads_recents: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens in 16 bit -> (y fp32 [B, H, S, D], lse fp32 [B, H, S])."""
+    """Compute the attention over the tokens in 16 bit -> (y fp32 [B, H, S, D], lse fp32 [B, H, S])."""
     (B, H, S, D), H_kv = q.shape, keys.shape[1]
     count = keys.kind.sinks + (keys.kind.recents if reads_recents else 0)
     positions = window_positions(keys)[:count]

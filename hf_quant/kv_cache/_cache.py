@@ -27,23 +27,23 @@ class QuantizedCache(DynamicCache):
 
         model.generate(**inputs, past_key_values=QuantizedCache(model.config, "int4"))
 
-    Each token is quantized once, when it comes. Attention reads the codes: with the attention implementations "sdpa"
-    (the default of transformers), "flash_attention_2", "flash_attention_3", "flex_attention" and "hf_quant"; any other
-    dequantizes the layer that it reads, and a warning says so. The first states that an empty cache gets, a prompt
-    that is read at once, meet each other in 16 bit.
+    Each token is quantized once, when it is added. Attention reads the codes if its implementation is "sdpa" (the
+    default of transformers), "flash_attention_2", "flash_attention_3", "flex_attention" or "hf_quant"; any other
+    implementation dequantizes the layer that it reads, with a warning. Inside a prompt that is read at once, which are
+    the first states of an empty cache, attention is computed in 16 bit.
 
-    Layers with full attention and, unless `max_cache_len` is given, sliding windows are quantized. What else a model
-    keeps (states of linear attention, indexers, windows of fixed size) stays as transformers has it.
+    Layers with full attention and, unless `max_cache_len` is given, sliding windows are quantized. All other states
+    (linear attention, indexers, windows of fixed size) stay as transformers stores them.
 
     Args:
-        config: of the model.
+        config: config of the model.
         kv_cache: a format ("int8", "fp8", "int4", "int2"), a `KVCacheConfig`, or a dict of its fields.
-        max_cache_len: None: the cache grows. A number of tokens: memory that stays where it is, for `torch.compile`
-            and CUDA graphs.
-        offloading: keep the layers that are not in use in the memory of the CPU.
+        max_cache_len: None: the cache grows. A number of tokens: memory of fixed size and address, for
+            `torch.compile` and CUDA graphs.
+        offloading: True keeps the layers that are not in use in CPU memory.
 
     Raises:
-        ValueError: on a format that does not exist, or a model of which no layer would be quantized.
+        ValueError: if the format does not exist, or no layer of the model would be quantized.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class QuantizedCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the quantized layers take: codes, scales, 16-bit tokens, and room to grow."""
+        """Bytes of the quantized layers: codes, scales, 16-bit tokens, and room to grow."""
         return sum(layer.nbytes for layer in self.layers if is_quantized(layer))
 
     def __repr__(self) -> str:
@@ -72,14 +72,14 @@ class QuantizedCache(DynamicCache):
 
 
 def register_attention() -> None:
-    """Have transformers know the attention implementation "hf_quant", and its own ones read quantized caches."""
-    from hf_quant.kv_cache import _interface  # imports the models' module of transformers
+    """Register the attention "hf_quant" with transformers, and let its own implementations read quantized caches."""
+    from hf_quant.kv_cache import _interface  # imports the modeling code of transformers
 
     _interface.register()
 
 
 def quantized_layers(config: Any, kv_cache: KVCacheConfig, max_cache_len: int | None) -> list[Any]:
-    """The layers that transformers makes for a model, with quantized ones in the place of those that can be."""
+    """Create the cache layers of a model as transformers does, quantized ones for all that can be quantized."""
     if max_cache_len is None:
         return [_quantized(layer, kv_cache) for layer in DynamicCache(config=config).layers]
     layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
@@ -105,5 +105,5 @@ def _quantized_static(layer: Any, config: KVCacheConfig, max_cache_len: int) -> 
 
 
 def is_quantized(layer: Any) -> bool:
-    """Whether a layer of a cache keeps codes."""
+    """True if a layer of a cache stores codes."""
     return isinstance(layer, QuantizedLayer | QuantizedSlidingWindowLayer | QuantizedStaticLayer)

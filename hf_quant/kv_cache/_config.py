@@ -1,4 +1,4 @@
-"""`KVCacheConfig`: the format of a quantized cache, and what it takes per token."""
+"""`KVCacheConfig`: the format of a quantized cache, and its memory per token."""
 
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -18,7 +18,7 @@ class Defaults(NamedTuple):
     recent_tokens: int
 
 
-# What keeps the perplexity of a trained model, and with int2 some room: `scripts/eval_quality.py --kv-cache`.
+# Settings that keep the perplexity of a trained model, int2 with a margin: `scripts/eval_quality.py --kv-cache`.
 DEFAULTS = {
     "int8": Defaults(None, True, 0, 0),
     "fp8_e4m3": Defaults(None, False, 0, 0),
@@ -26,7 +26,7 @@ DEFAULTS = {
     "int2": Defaults(32, True, 4, 32),
 }
 PREFILL_CHUNK = 4096  # tokens
-# A config may come from a stranger's checkpoint: what it makes a cache allocate beside its tokens is bounded.
+# A config may come from an untrusted checkpoint: the memory that a cache allocates beside its tokens is bounded.
 _RANGES = {
     "group_size": (16, 2**16),
     "sink_tokens": (0, 2**12),
@@ -36,7 +36,7 @@ _RANGES = {
 
 
 class Layout(NamedTuple):
-    """What the codes of the keys or values of one head take, for one token."""
+    """Sizes of the codes of one head's keys or values, for one token."""
 
     D: int
     width: int  # elements of the format's dtype
@@ -46,19 +46,19 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """How keys and values are kept: one number per group of channels says how large, the rest are codes.
+    """Configure a quantized KV cache: keys and values are stored as codes, with a scale per group of channels.
 
     Args:
         format: "int8" and "fp8": 8 bits and a scale; "int4", "int2": 4 and 2 bits, a scale and an offset.
-        group_size: channels of a head that share a scale. Default: int8 and fp8 all of a head, int4 64, int2 32. Where
-            it does not divide a head, the next larger multiple of 16 that does, or all of it.
-        rotate_keys: spread keys over their channels by a Hadamard rotation (queries are rotated, too, so the scores
-            stay): for the channels that are much larger than the others in many models. Default: True, but for fp8,
-            whose exponents serve such channels as they are.
-        sink_tokens: how many of the first tokens are kept in 16 bit, too, and read there. Default: int2 4, else 0.
-        recent_tokens: how many of the last tokens are kept in 16 bit, too, and read there. Default: int2 32, else 0.
-        prefill_chunk_size: `generate` reads longer prompts in parts of so many tokens: the memory that the layers need
-            does not grow with the prompt then. None: all at once.
+        group_size: channels of a head that share a scale. Default: int8 and fp8 the whole head, int4 64, int2 32. If
+            it does not divide the head, the next larger multiple of 16 that does, or the whole head.
+        rotate_keys: True rotates keys by a Hadamard matrix (queries, too, so the scores do not change), because in
+            many models some channels of the keys are much larger than the others. Default: True, except for fp8, whose
+            exponents represent such channels well.
+        sink_tokens: number of first tokens that are also stored in 16 bit, and read there. Default: int2 4, else 0.
+        recent_tokens: number of last tokens that are also stored in 16 bit, and read there. Default: int2 32, else 0.
+        prefill_chunk_size: `generate` reads longer prompts in parts of this many tokens, so that the memory of the
+            layers does not grow with the prompt. None: all at once.
 
     Raises:
         ValueError: on a format that is none of these, or a number that is out of range.
@@ -88,7 +88,7 @@ class KVCacheConfig:
 
     @classmethod
     def of(cls, value: "KVCacheConfig | str | dict") -> "KVCacheConfig":
-        """From what a user may write: a config, a format, or a dict of the fields above. Raises ValueError."""
+        """Return the config for a config, a format, or a dict of the fields above. Raises ValueError."""
         if isinstance(value, KVCacheConfig):
             return value
         if isinstance(value, str):
@@ -99,15 +99,15 @@ class KVCacheConfig:
         return cls(**value)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that are not at their default, `format` first."""
+        """Return the fields that do not have their default, `format` first."""
         return {n: v for n, v in asdict(self).items() if n == "format" or v != getattr(KVCacheConfig, n)}
 
     def resolved(self) -> "KVCacheConfig":
-        """With what None stands for; the same object for equal configs."""
+        """Replace None by the defaults of the format; equal configs give the same object."""
         return _resolved(self)
 
     def layout(self, D: int) -> Layout:
-        """Of heads of D channels. Raises ValueError if their codes do not fill words of 32 bits."""
+        """Return the sizes for heads of D channels. Raises ValueError if their codes do not fill words of 32 bits."""
         spec, size = CODES[self.format], self.resolved().group_size
         if spec.is_packed and D * spec.bits % 32:
             fitting = ", ".join(n for n in CACHE_FORMATS if not CODES[n].is_packed or D * CODES[n].bits % 32 == 0)
@@ -118,7 +118,7 @@ class KVCacheConfig:
         return Layout(D, code_width(spec, D), D // size, 2 if spec.is_packed else 1)
 
     def bytes_per_token(self, D: int) -> int:
-        """Of the keys, or the values, of one head; without what `sink_tokens` and `recent_tokens` keep."""
+        """Bytes per token for the keys (or values) of one head, without 16-bit tokens."""
         layout = self.layout(D)
         return layout.width * CODES[self.format].dtype.itemsize + 2 * layout.groups * layout.numbers
 
@@ -133,5 +133,5 @@ def _resolved(config: KVCacheConfig) -> KVCacheConfig:
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of scales and offsets in a cache for states of a dtype: 16 bits with the range of the states."""
+    """Return the 16-bit dtype of scales and offsets for states of a dtype; it has the range of the states."""
     return torch.float16 if dtype == torch.float16 else torch.bfloat16

@@ -1,9 +1,9 @@
 """Attention of transformers over a quantized cache, and masks that do not grow with it.
 
-A `QuantizedCache` returns `QuantizedStates`. The attention functions in the registry of transformers are wrapped: they
-go on serving plain tensors, and quantized states go to the kernel that reads their codes. "hf_quant" is one more name
-in that registry, for models whose config asks for a quantized cache: where "sdpa" makes a mask of all pairs,
-[B, 1, S, T], and that is large, it takes one of padding alone, [B, T].
+A `QuantizedCache` returns `QuantizedStates`. The attention functions in the registry of transformers are wrapped:
+plain tensors are computed as before, and quantized states go to the kernel that reads their codes. "hf_quant" is one
+more name in that registry, for models whose config asks for a quantized cache: instead of a large mask of all pairs,
+[B, 1, S, T], as "sdpa" creates it, "hf_quant" takes a mask of the padding only, [B, T].
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from hf_quant.kv_cache._states import QuantizedStates
 
 
 NAME = "hf_quant"
-LARGE_MASK = 2**24  # bytes; smaller ones are made as for "sdpa"
+LARGE_MASK = 2**24  # bytes; smaller masks are created as for "sdpa"
 _WRAPPED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -36,10 +36,10 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention implementation "hf_quant" for plain tensors: "sdpa", causal from the lower right corner on.
+    """Compute the attention "hf_quant" for plain tensors: "sdpa", causal from the lower right corner.
 
-    query [B, H, S, D] -> ([B, S, H, D], None). attention_mask: None, of padding [B, T], or of all pairs [B, 1, S, T].
-    Raises ValueError if the model caps its scores, which "eager" alone does.
+    query [B, H, S, D] -> ([B, S, H, D], None). attention_mask: None, the padding [B, T], or all pairs [B, 1, S, T].
+    Raises ValueError if the model caps its scores, because only "eager" attention does that.
     """
     if kwargs.get("softcap") is not None:
         raise ValueError(
@@ -60,7 +60,7 @@ def attention_forward(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and mask with one more token, of zeros, whose mask is the score `sinks` [H] of each head."""
+    """Append one token of zeros to keys and values; its mask is the score `sinks` [H] of each head."""
     scores = query.new_zeros(()) if mask is None else mask
     if scores.dtype == torch.bool:
         scores = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
@@ -80,10 +80,10 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of "hf_quant": None or padding, bool [B, T], for a part of a long prompt; else what "sdpa" takes."""
+    """Create the mask of "hf_quant": None or the padding, bool [B, T], for a long prompt; else the mask of "sdpa"."""
     is_large = q_length > 1 and batch_size * q_length * kv_length >= LARGE_MASK
     if is_large and mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True):
-        # The positions are the last ones: not so in a cache of fixed size, where q_offset is a tensor.
+        # Only if the positions are the last ones. In a cache of fixed size they are not, and q_offset is a tensor.
         if isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length:
             padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
             return None if padding is None or bool(padding.all()) else padding
@@ -97,7 +97,7 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def _reading_codes(host: Callable) -> Callable:
-    """An attention function that reads the codes of quantized states, and is `host` for everything else."""
+    """Wrap an attention function: the codes of quantized states are read, everything else goes to `host`."""
 
     @wraps(host)
     def forward(
@@ -111,7 +111,7 @@ def _reading_codes(host: Callable) -> Callable:
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         if isinstance(key, QuantizedStates) and key.exact is not None:
-            key = key.exact  # the model may have made new values of those of the cache
+            key = key.exact  # the model may have computed new values from those in the cache
             value = value.exact if isinstance(value, QuantizedStates) else value[:, :, : key.shape[2]]
             if isinstance(attention_mask, Tensor):
                 attention_mask = attention_mask[..., : key.shape[2]]
@@ -137,13 +137,13 @@ def _attend(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """[B, S, H, D] from the codes; None if they cannot serve this attention."""
+    """Compute the attention [B, S, H, D] from the codes; None if this attention is unsupported."""
     S, D, T = *query.shape[2:], key.shape[2]
     has_codes = isinstance(value, QuantizedStates) and key.shape[3] == value.shape[3] == D
     if not has_codes or dropout or kwargs.get("softcap") is not None or not isinstance(mask, Tensor | None):
         return None
     causal, window = False, 0
-    if mask is None or mask.dim() == 2:  # else the mask says both
+    if mask is None or mask.dim() == 2:  # else the mask contains both
         causal = _is_causal(module, kwargs)
         window = (kwargs.get("sliding_window") or 0) if causal else 0
     if mask is not None:
@@ -163,7 +163,7 @@ def _attend(
 
 @cache
 def register() -> None:
-    """Have transformers know all this; once."""
+    """Register the attention and its masks with transformers, once."""
     AttentionInterface.register(NAME, _reading_codes(attention_forward))
     AttentionMaskInterface.register(NAME, padding_mask)
     for name in _WRAPPED:

@@ -1,7 +1,7 @@
-"""Cache layers of transformers that keep codes: growing, growing within a sliding window, of fixed size.
+"""Cache layers of transformers that store codes: growing, growing within a sliding window, of fixed size.
 
-A token is quantized when it comes and never again. The first states that an empty layer gets are returned as they are
-(by a layer of fixed size: with the codes): a prompt that is read at once meets itself in 16 bit. From then on a layer
+A token is quantized once, when it is added. The first states of an empty layer are returned unchanged (by a layer of
+fixed size together with the codes), so that attention inside a prompt is computed in 16 bit. After that a layer
 returns `QuantizedStates`.
 """
 
@@ -28,16 +28,16 @@ from hf_quant.kv_cache._states import Kind, QuantizedStates, Span
 
 
 def _lasting() -> Any:
-    """Tensors that are made in this context may be written to in and outside of `torch.inference_mode`."""
+    """Context for tensors that are written to both inside and outside of `torch.inference_mode`."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
-BLOCK = 256  # tokens; a growing layer grows by at least so many, and by a sixteenth
+BLOCK = 256  # tokens; a growing layer grows by at least this many, and by a sixteenth
 _kv_append = direct(kv_append)
 
 
 class CodeStorage:
-    """What the three kinds of layers share: tensors of codes, how states get into them and out of them."""
+    """Base of the three kinds of layers: the tensors of codes, and the code that writes and reads them."""
 
     config: KVCacheConfig
     is_initialized: bool
@@ -53,7 +53,7 @@ class CodeStorage:
             setattr(self, name, None)
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
-        """Room for `capacity` tokens of heads like those of the states. Raises ValueError if they have no codes."""
+        """Allocate `capacity` tokens for the heads of the states. Raises ValueError if their dtype is unsupported."""
         for what, states in (("keys", key_states), ("values", value_states)):
             if states.dtype not in (torch.float16, torch.bfloat16, torch.float32):
                 raise ValueError(f"{what} are {states.dtype}; a quantized cache takes float16, bfloat16 and float32")
@@ -89,11 +89,11 @@ class CodeStorage:
                     setattr(self, name, function(tensor))
 
     def _own(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """In the dtypes of the first ones, as those of a model change where autocast begins or ends."""
+        """Convert states to the dtypes of the first ones: in a model they change where autocast begins or ends."""
         return key_states.detach().to(self.key_kind.dtype), value_states.detach().to(self.value_kind.dtype)
 
     def _append(self, keys: Tensor, values: Tensor, start: Tensor | None, tokens: slice) -> None:
-        """Write states into the columns `tokens`, from `start` in them on."""
+        """Write states into the columns `tokens`, beginning at their column `start`."""
         parts = []
         for which in ("k", "v"):
             codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
@@ -102,7 +102,7 @@ class CodeStorage:
         _kv_append(keys, values.to(keys.dtype), start, *parts, **options)
 
     def _keep(self, keys: Tensor, values: Tensor, start: int | Tensor) -> None:
-        """Keep the first and the last tokens in 16 bit; these states begin at position `start`."""
+        """Store the first and the last tokens in 16 bit; the states begin at position `start`."""
         sinks, recents, S = self.config.sink_tokens, self.config.recent_tokens, keys.shape[2]
         trash = sinks + recents
         for window, states in ((self.k_window, keys), (self.v_window, values)):
@@ -124,28 +124,28 @@ class CodeStorage:
 
     @property
     def keys(self) -> QuantizedStates | None:
-        """All keys; what the host's own code may look at."""
+        """Keys of the whole layer, which ops dequantize; for transformers code that reads `layer.keys`."""
         return self._states()[0] if self.is_initialized else None
 
     @keys.setter
     def keys(self, value: None) -> None:
-        """The host's constructor says that there are none."""
+        """Ignore the None that the constructor of the host assigns."""
 
     @property
     def values(self) -> QuantizedStates | None:
-        """All values."""
+        """Values of the whole layer; see `keys`."""
         return self._states()[1] if self.is_initialized else None
 
     @values.setter
     def values(self, value: None) -> None:
-        """See `keys`."""
+        """Ignore the None that the constructor of the host assigns."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that this layer takes."""
+        """Bytes of memory of this layer."""
         return sum(tensor.nbytes for _, tensor in self._tensors()) if self.is_initialized else 0
 
-    # The host's own methods, on all tensors.
+    # Methods of the host, applied to all tensors.
 
     def offload(self) -> None:
         self._apply(lambda tensor: tensor.to("cpu", non_blocking=True))
@@ -174,7 +174,7 @@ _TENSORS = ("k_codes", "k_pairs", "k_window", "v_codes", "v_pairs", "v_window")
 
 
 class GrowingStorage(CodeStorage):
-    """Layers without a fixed size. Columns [first, first + tokens) of the tensors are in use."""
+    """Base of the layers without a fixed size. Columns [first, first + tokens) of the tensors are in use."""
 
     def _clear(self) -> None:
         super()._clear()
@@ -188,7 +188,7 @@ class GrowingStorage(CodeStorage):
         self.is_initialized = True
 
     def _states(self, start: int | None = None) -> tuple[QuantizedStates, QuantizedStates]:
-        """From position `start` on; None: all."""
+        """Return the states from position `start` on; None: all."""
         start = self._start if start is None else start
         first = self._first + start - self._start
         tokens = slice(first, first + self._end - start)
@@ -196,7 +196,7 @@ class GrowingStorage(CodeStorage):
         return self._get("k", tokens, None, span), self._get("v", tokens, None, span)
 
     def _reserve(self, count: int) -> None:
-        """Room for `count` more tokens. What is in use is moved, or copied into larger tensors, layer by layer."""
+        """Make room for `count` more tokens: the used columns are moved, or copied into larger tensors."""
         used, capacity = self._end - self._start, self.k_codes.shape[2]
         if self._first + used + count <= capacity:
             return
@@ -249,14 +249,14 @@ def _differentiable(
 
 
 class QuantizedLayer(GrowingStorage, DynamicLayer):
-    """Keys and values of all tokens."""
+    """Layer with the keys and values of all tokens."""
 
     def __init__(self, config: KVCacheConfig) -> None:
         super().__init__()
         self._begin(config)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states [B, H_kv, S, D]; all that the layer holds now, or, if that is these, themselves."""
+        """Add states [B, H_kv, S, D]; return all states of the layer, or the given ones if the layer was empty."""
         before, new = self._end, (key_states, value_states)
         self._add(*new)
         return _differentiable(self._states(), new, before) if before else new
@@ -271,14 +271,14 @@ class QuantizedLayer(GrowingStorage, DynamicLayer):
 
 
 class QuantizedHybridLayer(QuantizedLayer, LinearAttentionAndFullAttentionLayer):
-    """Keys and values of all tokens, and beside them the states of linear attention as transformers keeps them."""
+    """Layer with the keys and values of all tokens, and the linear attention states of transformers."""
 
     def __init__(self, config: KVCacheConfig, number_of_states: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
         self._begin(config)
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
-        """Keys and values come as two arguments, other states by name."""
+        """Initialize keys and values, which come as two arguments, or other states, which come by name."""
         if args:
             QuantizedLayer.lazy_initialization(self, *args)
         else:
@@ -306,11 +306,11 @@ class QuantizedHybridLayer(QuantizedLayer, LinearAttentionAndFullAttentionLayer)
 
 
 class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
-    """Keys and values of the last `sliding_window - 1` tokens, and of more while the host may take tokens back."""
+    """Layer with the last `sliding_window - 1` tokens, and with more while the host may remove tokens again."""
 
     def __init__(self, config: KVCacheConfig, sliding_window: int) -> None:
         super().__init__(sliding_window)
-        # What was first leaves the window like everything else.
+        # The first tokens leave the window, too.
         self._begin(replace(config.resolved(), sink_tokens=0))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -318,7 +318,7 @@ class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
         self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states [B, H_kv, S, D]; what they see of the layer, or, if it was empty, themselves."""
+        """Add states [B, H_kv, S, D]; return the states that they attend to, or themselves if the layer was empty."""
         before, seen = self._end, (key_states, value_states)
         self._add(*seen)
         self.cumulative_length = self._end
@@ -330,7 +330,7 @@ class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
         return seen
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, and those that have left the window."""
+        """Remove the last `-tokens_to_remove` tokens, and the tokens that have left the window."""
         is_full = self._end >= self.sliding_window
         if is_full and not self.record_past:
             raise RuntimeError(
@@ -349,13 +349,15 @@ class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
 
 
 class QuantizedStaticLayer(CodeStorage, StaticLayer):
-    """Keys and values of up to `max_cache_len` tokens in memory that stays where it is, for compiled code."""
+    """Layer with up to `max_cache_len` tokens in memory of fixed address, for compiled code."""
 
     def __init__(self, config: KVCacheConfig, max_cache_len: int, is_sliding: bool = False) -> None:
         with _lasting():
             super().__init__(max_cache_len)
         self._begin(config)
-        self.is_sliding = is_sliding  # in a window that is no shorter than the cache: the model's masks say the rest
+        self.is_sliding = (
+            is_sliding  # with a window that is no shorter than the cache: the masks of the model apply it
+        )
         self.is_empty = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -374,7 +376,7 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
         return self._get("k", *parts, keys), self._get("v", *parts, values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states [B, H_kv, S, D]; all that the layer holds now, [B, H_kv, max_cache_len, D]."""
+        """Add states [B, H_kv, S, D]; return all states of the layer, [B, H_kv, max_cache_len, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check_room(key_states.shape[2])
@@ -389,10 +391,10 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
         return states if exact else _differentiable(states, new, self.cumulative_length - key_states.shape[2])
 
     def _check_room(self, count: int) -> None:
-        """Raise ValueError if so many tokens more do not fit, as far as that is known here.
+        """Raise ValueError if `count` more tokens do not fit, unless the length is unknown here.
 
-        A length on a GPU, or in code that is compiled or captured, is not read: there, as with transformers' own
-        static caches, the caller makes sure.
+        A length on a GPU, or in code that is compiled or captured, is not read: there the caller checks it, as with
+        the static caches of transformers.
         """
         length = self.cumulative_length
         is_known = self.is_empty or (

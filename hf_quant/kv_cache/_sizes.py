@@ -1,4 +1,4 @@
-"""Memory that the cache of a model takes per token, and the models that have one."""
+"""Memory per token of a model's cache, and the check that a model has a cache."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ _GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)  # layers that g
 
 
 def bytes_per_token(config: Any, kv_cache: KVCacheConfig | None) -> int:
-    """What one more token of a sequence adds to the cache of a model, over all layers; None: in 16 bit.
+    """Return the bytes that one more token of a sequence adds to the cache, over all layers.
 
-    Layers with a sliding window or linear attention, which stop growing, are not counted, nor those of an encoder.
-    Raises ValueError if the config of the model does not say how many heads there are, of which size.
+    kv_cache: None for a cache in 16 bit. Layers with a sliding window or linear attention stop growing and are not
+    counted, and neither is an encoder. Raises ValueError if the config has no number or size of heads.
     """
     layers = DynamicCache(config=config).layers
     text = config.get_text_config(decoder=True)
-    each = text.per_layer_config  # sizes that differ between layers cannot be asked of the whole
+    each = text.per_layer_config  # sizes may differ between layers
     return sum(_layer_bytes(each[i], kv_cache) for i, layer in enumerate(layers) if type(layer) in _GROWING)
 
 
@@ -33,7 +33,7 @@ def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:
 
 
 def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
-    """Raise ValueError if a model has no cache: it does not generate, or its config does not say of which layers."""
+    """Raise ValueError if a model has no cache: it does not generate, or its config has no number of layers."""
     config = getattr(model, "config", None)
     can_generate = getattr(model, "can_generate", lambda: False)
     if not can_generate() or not hasattr(config.get_text_config(decoder=True), "num_hidden_layers"):
@@ -44,9 +44,9 @@ def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
 
 
 def describe(model: Any, kv_cache: KVCacheConfig) -> str:
-    """One line on what the cache of a model, which may be on the meta device, takes.
+    """Describe the memory of a model's cache in one line; the model may be on the meta device.
 
-    Raises ValueError if it has none.
+    Raises ValueError if the model has no cache.
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):

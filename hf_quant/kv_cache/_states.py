@@ -1,4 +1,4 @@
-"""`QuantizedStates`: the keys or values of one layer, as the attention of a model gets them from the cache."""
+"""`QuantizedStates`: the keys or values of one layer, as the cache passes them to the attention of a model."""
 
 import logging
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ _BLOCK = 2**21  # values decoded at once: 8 MB in fp32
 
 
 class Kind(NamedTuple):
-    """What the codes of states mean.
+    """Interpretation of the codes of states.
 
     Attributes:
         rotated: the values were rotated before they were quantized.
-        sinks, recents: how many of the first and of the last tokens `window` holds.
-        dtype: of the states.
+        sinks, recents: number of first and of last tokens that `window` holds.
+        dtype: dtype of the states.
     """
 
     format: str
@@ -37,10 +37,10 @@ class Kind(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Which tokens states that grow hold.
+    """Positions of the tokens that growing states hold.
 
     Attributes:
-        start, end: from which to which position; one token for each column.
+        start, end: first position, and position behind the last; one token for each column.
         recent: the first position that `window` holds of the last tokens.
     """
 
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 class QuantizedStates(Tensor):
-    """Keys or values [B, H_kv, T, D] that are codes; in every op but those of hf_quant what they stand for.
+    """Keys or values [B, H_kv, T, D] stored as codes; every op outside of hf_quant dequantizes them.
 
     Attributes:
         codes, pairs: [B, H_kv, T, width] and scales with or without offsets [B, H_kv, T, groups, 1 or 2].
@@ -107,7 +107,7 @@ class QuantizedStates(Tensor):
         return f"QuantizedStates({tuple(self.shape)}, {self.kind.format}, dtype={self.dtype}, device={self.device})"
 
     def dequantize(self) -> Tensor:
-        """What the codes stand for, [B, H_kv, T, D]; the tokens of `window` as they were. Behind `length` anything."""
+        """Dequantize to [B, H_kv, T, D], with the tokens of `window` in 16 bit. Behind `length`: undefined."""
         B, H, T = self.shape[:3]
         spec, kind = CODES[self.kind.format], self.kind
         out = torch.empty(B, H, T, kind.D, dtype=kind.dtype, device=self.codes.device)
@@ -120,10 +120,10 @@ class QuantizedStates(Tensor):
             _put_window(out, self)
         if self.exact is not None:
             out[:, :, : self.exact.shape[2]] = self.exact
-        return out  # contiguous, as the wrapper says: ops are taken apart by its strides
+        return out  # contiguous like the wrapper: ops are decomposed by its strides
 
     def noted(self) -> "QuantizedStates":
-        """Itself; says once that somebody reads states as a whole."""
+        """Return self; warn once that an op dequantizes whole states."""
         if not _noted and not torch.compiler.is_compiling():
             _noted.append(True)
             logger.warning(
@@ -133,17 +133,17 @@ class QuantizedStates(Tensor):
         return self
 
 
-# Functions, not methods: what torch.compile traces may look at attributes of states only.
+# Functions, not methods: code that torch.compile traces may only read attributes of states.
 
 
 def parts_of(states: QuantizedStates) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, offset) as `kv_attention` wants them."""
+    """Return (codes, scale, offset), the arguments of `kv_attention`."""
     pairs = states.pairs
     return states.codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None
 
 
 def window_positions(states: QuantizedStates) -> Tensor:
-    """Of the tokens in `window`, -1 where it holds none: int64 [sinks + recents]."""
+    """Return the positions of the tokens in `window`, -1 for an empty slot: int64 [sinks + recents]."""
     sinks, recents, device, span = states.kind.sinks, states.kind.recents, states.codes.device, states.span
     end: int | Tensor = states.length if span is None else span.end
     first = torch.arange(sinks, device=device)
@@ -165,7 +165,7 @@ def _put_window(out: Tensor, states: QuantizedStates) -> None:
     some, last = columns[: max(sinks - first, 0)], columns[:recents]
     for own, slots in ((some, some + first), (last, sinks + (last + first) % max(recents, 1))):
         held = positions[slots]
-        # A slot that holds nothing writes what is there into a column that no other slot has.
+        # An empty slot rewrites the old values of a column that no other slot writes.
         column = torch.where(held >= first, held - first, own)
         values = states.window.index_select(2, slots)
         values = torch.where((held >= first)[:, None], values, out.index_select(2, column))

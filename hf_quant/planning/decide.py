@@ -26,12 +26,12 @@ DEFAULT_KINDS = ("linear", "experts")
 
 
 class Rules(NamedTuple):
-    """What a host knows of its model: {module name: reason}.
+    """Rules of a host for one model: {module name: reason}.
 
     Attributes:
-        keep: stay in 16 bit, unless `modules_to_not_convert` is given.
-        weight_only: are quantized without their input.
-        attention: what 8-bit attention means for the model, one line; None: it has none that could be.
+        keep: modules that stay in 16 bit, unless `modules_to_not_convert` is given.
+        weight_only: modules whose inputs are not quantized.
+        attention: one line on the effect of 8-bit attention; None: the model has no attention that can be quantized.
     """
 
     keep: Mapping[str, str]
@@ -43,9 +43,9 @@ HOST_RULES: list[Callable[[nn.Module], Rules | None]] = []  # filled by `integra
 
 
 def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch.dtype | None = None) -> QuantPlan:
-    """What `quantize_(model, config)` would do; nothing is changed, and the model may be on the meta device.
+    """Plan what `quantize_(model, config)` would do. The model is not changed, and may be on the meta device.
 
-    `dtype` is that of the 16-bit weights if the model's own is not yet final.
+    dtype: dtype of the 16-bit weights, if the model's own dtype is not final yet.
     Raises ValueError if the model is quantized already, a pattern matches nothing, or nothing would be quantized.
     """
     config = as_config(config)
@@ -96,7 +96,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]
                 continue
             kind = quantized.kind
         weights = [module._parameters.get(n) for n in quantized_class(type(module)).weight_names_of(module)]
-        # int8 codes of other libraries live in subclasses of nn.Linear, too.
+        # Other libraries store int8 codes in subclasses of nn.Linear, too.
         if weights and all(
             w is not None and w.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) for w in weights
         ):
@@ -106,7 +106,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]
 def _unsupported(
     model: nn.Module, candidates: dict[str, tuple[str, nn.Module]], dtype: torch.dtype | None
 ) -> Iterator[PlanEntry]:
-    """Entries of the modules whose matrices stay in 16 bit because nothing here can hold them: said, not hidden."""
+    """Yield entries of the modules whose matrices stay in 16 bit because they have no quantized counterpart."""
     seen = {id(p) for _, module in candidates.values() for p in module._parameters.values()}
     for name, module in model.named_modules():
         shapes, nbytes = {}, 0
@@ -123,7 +123,7 @@ def _unsupported(
 
 
 def _tied_modules(model: nn.Module, candidates: dict[str, tuple[str, nn.Module]]) -> dict[str, str]:
-    """{module: the module whose weight it shares}, by identity and by what transformers declares."""
+    """Return {module: the module whose weight it shares}, by identity and by the declarations of transformers."""
     tied, first = {}, {}
     for name, (_, module) in candidates.items():
         weight = module._parameters.get("weight")
@@ -137,7 +137,7 @@ def _tied_modules(model: nn.Module, candidates: dict[str, tuple[str, nn.Module]]
 
 
 class _Decider:
-    """Decides module by module."""
+    """Decide module by module which scheme it gets."""
 
     def __init__(self, model, config, candidates, tied, dtype) -> None:
         self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
@@ -146,7 +146,7 @@ class _Decider:
         self.modules = {name for name, _ in model.named_modules()}
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.output = next((n for n, (_, m) in candidates.items() if m is output), None)
-        # transformers' models with a head hold the rest under `base_model_prefix`.
+        # Models of transformers with a head hold everything else under `base_model_prefix`.
         prefix = getattr(model, "base_model_prefix", "")
         body = getattr(model, prefix, None) if prefix else None
         self.body = f"{prefix}." if isinstance(body, nn.Module) and body is not model else None
@@ -157,7 +157,7 @@ class _Decider:
             self.partners.setdefault(source, [source]).append(target)
 
     def attention(self) -> str | None:
-        """What of the model's attention is in 8 bit; raises ValueError if that is asked for in vain."""
+        """Return one line on 8-bit attention, or None. Raises ValueError if the model has no attention to quantize."""
         if self.config.attention is not None and self.rules.attention is None:
             raise ValueError(
                 f"attention is {self.config.attention!r}, but a {self.model_class} is no diffusion model whose "
@@ -170,14 +170,14 @@ class _Decider:
         return {n: module._parameters[n] for n in quantized_class(type(module)).weight_names_of(module)}
 
     def explicit(self, name: str) -> tuple[str, Any] | None:
-        """(pattern, value) of the entry of `modules` that names the module."""
+        """Return (pattern, value) of the entry of `modules` that names the module, or None."""
         modules = self.config.modules
         if name in modules:
             return name, modules[name]
         return next(((p, v) for p, v in modules.items() if matches(p, name)), None)
 
     def decide(self, name: str) -> tuple[dict[str, Any] | None, str | None]:
-        """(scheme fields or None, reason) of one module, or of a tied group: all of it shares one decision."""
+        """Return (scheme fields or None, reason) for one module. Modules with tied weights share one decision."""
         source = self.tied.get(name, name)
         group = self.partners.get(source, [name])
         entries = {n: e for n in group if (e := self.explicit(n)) is not None}
@@ -225,7 +225,7 @@ class _Decider:
         return fields, None
 
     def own_exclusion(self, name: str) -> str | None:
-        """The reason why the model's own list, which `modules_to_not_convert` replaces, keeps a module in 16 bit."""
+        """Return the reason of the default exclusions, which `modules_to_not_convert` replaces, or None."""
         if name == self.output:
             return "output embedding"
         if self.body is not None and not name.startswith(self.body):
@@ -233,15 +233,15 @@ class _Decider:
         return self.rules.keep.get(name)
 
     def is_adapter(self, name: str) -> bool:
-        """A layer beside a `base_layer` or inside of one's sibling: what PEFT adds, and trains in 16 bit."""
+        """True for a layer that PEFT adds beside a `base_layer`, and trains in 16 bit."""
         parts = name.split(".")
         wrappers = (".".join(parts[:i]) for i in range(len(parts)))
         return any(f"{w}.base_layer" in self.candidates and name != f"{w}.base_layer" for w in wrappers)
 
     def is_router(self, name: str) -> bool:
-        """A linear layer called gate or router, or inside of one, beside `experts`.
+        """True for a linear layer called gate or router, or inside such a module, beside `experts`.
 
-        A wrong expert costs more than its bytes save.
+        A wrong choice of experts costs more quality than the quantization of the router saves bytes.
         """
         parts = name.split(".")
         for i, part in enumerate(parts):
@@ -279,11 +279,11 @@ class _Decider:
 
 
 def _fp32_patterns(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
-    """Modules that the model keeps in fp32; transformers does so only for fp16 unless it calls them strict."""
+    """Return the patterns of modules that stay in fp32; transformers applies its loose ones to fp16 models only."""
     dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     strict = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     loose = list(getattr(model, "_keep_in_fp32_modules", None) or ())
-    # diffusers, which has no strict list, means any dtype.
+    # diffusers has no strict list: its list applies to every dtype.
     return strict + (loose if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict") else [])
 
 
@@ -294,7 +294,7 @@ def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None
             leaves = sorted({f"*.{name.rpartition('.')[2]}" for name in candidates})
             hint = f"close to it: {', '.join(close)}" if close else f"the model has {', '.join(leaves)}"
             raise ValueError(f"modules[{pattern!r}] matches no module that can be quantized; {hint}")
-    # A warning only: a pipeline applies one list to several models, each of which has some of the names.
+    # Only a warning, because a pipeline applies one list to several models, and each has some of the names.
     for pattern in config.modules_to_not_convert or ():
         if not any(excludes(pattern, name) for name in candidates):
             logger.warning("modules_to_not_convert has %r, which no module that can be quantized matches", pattern)

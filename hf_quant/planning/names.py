@@ -1,4 +1,4 @@
-"""Names with numbers: "layers.0.mlp" ... "layers.31.mlp" <-> "layers.{0-31}.mlp"."""
+"""Fold and unfold names with numbers: "layers.0.mlp" ... "layers.31.mlp" <-> "layers.{0-31}.mlp"."""
 
 import itertools
 import re
@@ -7,17 +7,17 @@ from math import prod
 from typing import Any
 
 
-# Of all names in a stored plan; more is no model but an attack on memory. Unfused experts of 2025 have 70 000.
+# Limits on all names of a stored plan: more would be an attack on memory. Unfused experts of 2025 have 70 000.
 MAX_MODULES = 250_000
 MAX_CHARACTERS = 20_000_000
 MAX_PARTS = 32  # between the dots of a name
 
 
 def fold_names(names: list[str]) -> list[str]:
-    """Fold names that differ in their numeric components only; `unfold_name` gives them back, in another order."""
+    """Fold names that differ in their numeric components only; `unfold_name` restores them, in another order."""
     groups: dict[tuple[str | None, ...], list[tuple[int, ...]]] = {}
     for name in names:
-        # "007" is not the number 7: only canonical numerals are folded, and none that `unfold_name` finds absurd.
+        # "007" is not the number 7: only canonical numerals are folded, up to the length that `unfold_name` accepts.
         numerals = [p.isdecimal() and str(int(p)) == p and len(p) <= 6 for p in name.split(".")]
         numbers = tuple(int(p) for p, is_numeral in zip(name.split("."), numerals) if is_numeral)
         template = tuple(None if is_numeral else p for p, is_numeral in zip(name.split("."), numerals))
@@ -45,8 +45,10 @@ def _fold_numbers(numbers: list[int]) -> str:
 
 
 def unfold_names(lists: Iterable[list[Any]]) -> Iterator[list[str]]:
-    """Inverse of `fold_names` for each list of a stored plan. Raises ValueError on what `unfold_name` refuses, and if
-    all of them together are more than a model can have."""
+    """Invert `fold_names` for each list of a stored plan.
+
+    Raises ValueError as `unfold_name` does, and if all lists together have more names than a model can have.
+    """
     modules = characters = 0
     for folded_names in lists:
         names: list[str] = []
@@ -55,13 +57,15 @@ def unfold_names(lists: Iterable[list[Any]]) -> Iterator[list[str]]:
             modules += len(found)
             characters += sum(map(len, found))
             if modules > MAX_MODULES or characters > MAX_CHARACTERS:
-                raise ValueError(f"the stored plan names more than {MAX_MODULES} modules, or in too many words")
+                raise ValueError(
+                    f"the stored plan names more than {MAX_MODULES} modules, or has over {MAX_CHARACTERS} characters"
+                )
             names += found
         yield names
 
 
 def unfold_name(folded: str) -> list[str]:
-    """Inverse of `fold_names` for one name. Raises ValueError on malformed or absurdly large ranges."""
+    """Invert `fold_names` for one name. Raises ValueError on malformed or too large ranges."""
     if not isinstance(folded, str):
         raise ValueError(f"the stored plan names a module {folded!r}; names are strings")
     if len(folded) > MAX_CHARACTERS or folded.count(".") >= MAX_PARTS or not folded.isprintable():

@@ -1,4 +1,4 @@
-"""The records of a plan: `PlanEntry` per module, `QuantPlan` for the model, and their form in config.json."""
+"""Records of a plan: `PlanEntry` for a module, `QuantPlan` for the model, and their form in config.json."""
 
 import logging
 from collections.abc import Iterable
@@ -27,13 +27,13 @@ class PlanEntry:
 
     Attributes:
         name: its name in the model; "" is the model itself.
-        kind: "linear", "experts", "embedding", "conv", or "other" for what has no quantized counterpart.
-        shapes: {weight name: shape [..., N, K] as a matrix; of "other", as the module has it}.
-        scheme: None if it stays in 16 bit.
-        algorithm: how its codes are chosen.
-        reason: why it stays in 16 bit, or why it is quantized although that is not the default.
-        bytes_before, bytes_after: of its weights.
-        shared_with: the module whose codes it shares (tied weights); its bytes count there.
+        kind: "linear", "experts", "embedding", "conv", or "other" for a module without a quantized counterpart.
+        shapes: {weight name: shape [..., N, K] as a matrix; for "other" the shape of the parameter}.
+        scheme: scheme of the module; None: it stays in 16 bit.
+        algorithm: algorithm that chooses the codes.
+        reason: reason for 16 bit, or for a quantization that is not the default.
+        bytes_before, bytes_after: bytes of the weights.
+        shared_with: module whose codes are shared (tied weights); the bytes are counted there.
     """
 
     name: str
@@ -52,7 +52,7 @@ class PlanEntry:
         return 0 if self.shared_with is not None else sum(prod(shape) for shape in self.shapes.values())
 
     def kernel(self, device_type: str) -> str:
-        """How its product is computed on a device, e.g. "int4pack (M <= 12), blocks (any other M)"."""
+        """Name the kernels that compute the product on a device, e.g. "int4pack (M <= 40), blocks (any other M)"."""
         if self.scheme is None:
             return "16-bit"
         shape = next(iter(self.shapes.values()))
@@ -83,13 +83,13 @@ class QuantPlan:
     """{module name: PlanEntry} of a model; `print(plan)` is a table.
 
     Attributes:
-        entries: every module that could be quantized, in model order, then those that hold other matrices.
-        bytes_other: of all other parameters and buffers.
+        entries: every module that could be quantized, in model order, then the modules with other matrices.
+        bytes_other: bytes of all other parameters and buffers.
         fused: names of linear layers that read the same tensor and share one product, see `fuse_projections_`.
-        fused_on: where they do: "every device", or "GPUs".
-        kv_cache: what `generate` keeps of keys and values, one line; None: 16 bit.
-        attention: what of attention is in 8 bit, one line; None: nothing.
-        lifted: {module that is quantized because `modules_to_not_convert` is given: why it would not be without}.
+        fused_on: devices on which they share it: "every device", or "GPUs".
+        kv_cache: one line on the quantized KV cache of `generate`; None: 16 bit.
+        attention: one line on 8-bit attention; None: 16 bit.
+        lifted: {module that is quantized only because `modules_to_not_convert` is given: reason of its exclusion}.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class QuantPlan:
 
     @property
     def quantized(self) -> dict[str, PlanEntry]:
-        """The entries that get quantized."""
+        """Entries that are quantized."""
         return {name: entry for name, entry in self.entries.items() if entry.scheme is not None}
 
     @property
@@ -118,12 +118,12 @@ class QuantPlan:
 
     @property
     def nbytes_before(self) -> int:
-        """Bytes of the whole model before."""
+        """Bytes of the whole model before quantization."""
         return self.bytes_other + sum(e.bytes_before for e in self.entries.values())
 
     @property
     def bits_per_weight(self) -> float:
-        """Average over the quantized weights, scales and zero points included."""
+        """Average bits of a quantized weight, scales and zero points included."""
         entries = self.quantized.values()
         return 8 * sum(e.bytes_after for e in entries) / max(sum(e.num_weights for e in entries), 1)
 
@@ -133,8 +133,7 @@ class QuantPlan:
         return {name: entry.scheme for name, entry in self.quantized.items()}
 
     def warn(self, model_class: str) -> None:
-        """Log what somebody who does not print the plan may not expect: most of the model stays in 16 bit, or less of
-        it than without `modules_to_not_convert`."""
+        """Log a warning if most of the model stays in 16 bit, or `modules_to_not_convert` lifts default exclusions."""
         if self.lifted:
             names = ", ".join(f"{name} ({reason})" for name, reason in list(self.lifted.items())[:3])
             more = f" and {len(self.lifted) - 3} more" if len(self.lifted) > 3 else ""
@@ -155,7 +154,7 @@ class QuantPlan:
             )
 
     def to_list(self) -> list[dict[str, Any]]:
-        """What config.json stores; see `schemes_to_list`."""
+        """Return the plan as config.json stores it; see `schemes_to_list`."""
         return schemes_to_list(self.schemes)
 
     def __str__(self) -> str:
@@ -165,7 +164,7 @@ class QuantPlan:
 
 
 def schemes_to_list(schemes: dict[str, LinearScheme]) -> list[dict[str, Any]]:
-    """{module name: scheme} -> JSON: the schemes, each with its modules, numbers folded ("layers.{0-31}.mlp")."""
+    """Convert {module name: scheme} to JSON: a list of schemes with the folded names of their modules."""
     groups: dict[LinearScheme, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(name)
@@ -173,7 +172,7 @@ def schemes_to_list(schemes: dict[str, LinearScheme]) -> list[dict[str, Any]]:
 
 
 def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
-    """Inverse of `schemes_to_list`: {module name: scheme}. Raises ValueError on anything else."""
+    """Invert `schemes_to_list`: return {module name: scheme}. Raises ValueError on anything else."""
     schemes = {}
     if not isinstance(stored, list):
         given = "has no plan" if stored is None else f"has a plan that is a {type(stored).__name__}, not a list"
@@ -183,15 +182,15 @@ def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
             raise ValueError(f"the stored plan has {group!r}; needs {{scheme, modules}}")
     for group, names in zip(stored, unfold_names(group["modules"] for group in stored)):
         scheme = LinearScheme.from_dict(group.get("scheme"))
-        fields_of(scheme)  # raises if it is none of this version's
+        fields_of(scheme)  # raises if this version does not support it
         schemes.update(dict.fromkeys(names, scheme))
     return schemes
 
 
 def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> QuantizerConfig:
-    """A copy of the config with the plan in it: what a checkpoint stores, so that loading decides nothing again.
+    """Return a copy of the config with the plan in it, which a checkpoint stores: loading then decides nothing again.
 
-    Names are those without PEFT's wrappers, as a model is saved.
+    Names are without the wrappers of PEFT, as a model is saved.
     """
     config = QuantizerConfig.from_dict(config.to_dict())
     config.fuse_projections = config.fuse_activations = None  # of this process

@@ -1,11 +1,11 @@
-"""A plan as a table."""
+"""Tables: the table of a plan, and aligned columns of text."""
 
 import re
 from typing import Any
 
 
 def table(plan: Any) -> str:
-    """A plan as text: a line for modules that are alike, then totals."""
+    """Format a plan as text: one line for each group of modules that are alike, then totals."""
     groups: dict[tuple, list] = {}
     for e in plan.entries.values():
         template = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", e.name) or "(model)"
@@ -48,7 +48,7 @@ def table(plan: Any) -> str:
 
 
 def format_table(rows: list[tuple[str, ...]]) -> str:
-    """Aligned columns under a line; the first row is the header."""
+    """Align the columns of rows, with a line under the first row, which is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
