@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 import check_house_rules
 import draw_architecture
-import pytest
 
 
 @pytest.mark.parametrize(
