@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from hf_quant.checkpoint import (
-    MAX_CONFIG_BYTES,
     CheckpointSummary,
     Directory,
     TensorInfo,
     inspect_checkpoint,
-    load_json,
     read_header,
     scan_files,
     summarize,
@@ -311,7 +309,7 @@ def _size(directory: Path) -> int:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} is not the directory of a model or pipeline: it has no {path.name}")
-    return load_json(Directory(path.parent), path.name, limit=MAX_CONFIG_BYTES)
+    return Directory(path.parent).load_json(path.name)
 
 
 # Fields of configs, which are untrusted.

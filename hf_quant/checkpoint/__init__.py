@@ -6,7 +6,7 @@ module. A `Folder` is a checkpoint's directory, local or remote; every other fun
 """
 
 from hf_quant.checkpoint.folder import Directory, Folder, HubRepository, local_path, open_folder, refuse_file
-from hf_quant.checkpoint.header import DTYPES, TensorInfo, load_json, read_header, scan_files
+from hf_quant.checkpoint.header import DTYPES, TensorInfo, read_header, scan_files
 from hf_quant.checkpoint.packed import (
     StoredWeight,
     check_info,
@@ -17,7 +17,7 @@ from hf_quant.checkpoint.packed import (
     stored_weights,
 )
 from hf_quant.checkpoint.staging import workspace
-from hf_quant.checkpoint.store import CONFIG_NAME, MAX_CONFIG_BYTES, config_of, load_quantized_, save_quantized
+from hf_quant.checkpoint.store import CONFIG_NAME, config_of, load_quantized_, save_quantized
 from hf_quant.checkpoint.summary import (
     CheckpointRow,
     CheckpointSummary,
@@ -27,13 +27,12 @@ from hf_quant.checkpoint.summary import (
     inspect_parts,
     summarize,
 )
-from hf_quant.checkpoint.untrusted import one_line, parse_json, shorten
+from hf_quant.checkpoint.untrusted import listed, one_line, parse_json, shorten
 
 
 __all__ = [
     "CONFIG_NAME",
     "DTYPES",
-    "MAX_CONFIG_BYTES",
     "CheckpointRow",
     "CheckpointSummary",
     "Directory",
@@ -51,7 +50,7 @@ __all__ = [
     "holds_quantized",
     "inspect_checkpoint",
     "inspect_parts",
-    "load_json",
+    "listed",
     "load_quantized_",
     "local_path",
     "one_line",

@@ -1,11 +1,11 @@
-"""Where the files of a checkpoint are: in a directory, or in a repository of the Hub. Their beginnings are read."""
+"""Folders: the files of a checkpoint in a directory or in a repository of the Hub, read from their beginning."""
 
 import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from urllib.parse import quote
 
 from huggingface_hub import constants, get_session, snapshot_download
@@ -15,39 +15,53 @@ from huggingface_hub.utils import HFValidationError, build_hf_headers, validate_
 from hf_quant.checkpoint.untrusted import one_line, parse_json, shorten
 
 
-MAX_REMOTE_BYTES = 200_000_000  # in all, of configs, index files and headers; 70B models have 2 MB of them
+MAX_CONFIG_BYTES = 20_000_000  # a plan of 100 000 names that do not fold has 5 MB
+FIRST_BYTES = 1 << 16  # read at first: most configs and headers fit
+MAX_REMOTE_BYTES = 200_000_000  # of all configs, index files and headers together; 70B models have 2 MB
 _MAX_LISTING_BYTES = 20_000_000
 _ATTEMPTS = 3
-_MAX_SECONDS = 600  # for one answer: a server that sends byte by byte is not waited for
-_MAX_NAME = 1000  # characters of a file's path, or a revision
+_MAX_SECONDS = 600  # for one response: a server may send byte by byte
+_MAX_NAME = 1000  # characters of the path of a file, or of a revision
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,100}")
 _CREDENTIALS = re.compile(r"Bearer [!-~]+")
 _SPAN = re.compile(r"bytes 0-[0-9]{1,18}/([0-9]{1,18})")
 
 
-class Folder(Protocol):
-    """The files of a checkpoint.
+class Folder:
+    """The files of a checkpoint: a `Directory` on this machine, or a `HubRepository`.
 
     Attributes:
-        name: what errors call it.
-        workers: how many files it is sensible to read at a time.
+        name: name in error messages.
+        workers: number of files that are read at the same time.
     """
 
     name: str
     workers: int
 
     def files(self) -> list[str]:
-        """Names of its files, and paths of the configs of its parts ("transformer/config.json")."""
+        """Return the names of the files, and the paths of the configs of parts ("transformer/config.json")."""
+        raise NotImplementedError
 
     def beginning(self, file: str, length: int) -> tuple[bytes, int]:
-        """(the first `length` bytes of a file, or all; how many it has). Raises ValueError if it cannot be read."""
+        """Return (the first `length` bytes of a file, its size). Raises ValueError if the file cannot be read."""
+        raise NotImplementedError
 
     def part(self, name: str) -> "Folder":
-        """A folder in it."""
+        """Return a folder inside this one."""
+        raise NotImplementedError
+
+    def load_json(self, file: str, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+        """Return the JSON object in a file. Raises ValueError if there is none, or the file exceeds `limit` bytes."""
+        data, size = self.beginning(file, FIRST_BYTES)
+        if size > limit:
+            raise ValueError(f"{self.name}/{file} has {size} bytes; at most {limit} can be right")
+        if size > len(data):
+            data, size = self.beginning(file, size)
+        return parse_json(data, f"{self.name}/{file}")
 
 
-class Directory:
-    """A `Folder` on this machine."""
+class Directory(Folder):
+    """A folder on this machine."""
 
     workers = 1
 
@@ -63,7 +77,7 @@ class Directory:
 
     def beginning(self, file: str, length: int) -> tuple[bytes, int]:
         path = self.path / file
-        if not path.is_file():  # to open a pipe would wait for its writer
+        if not path.is_file():  # opening a pipe would wait for its writer
             raise ValueError(f"{path} is not a file")
         try:
             with path.open("rb") as opened:
@@ -75,10 +89,10 @@ class Directory:
         return Directory(self.path / name)
 
 
-class HubRepository:
-    """A `Folder` of the Hub, at one commit: a push meanwhile changes nothing.
+class HubRepository(Folder):
+    """A folder of the Hub, at one commit: a later push changes nothing.
 
-    Raises ValueError if there is no such repository or revision, or it is not shown to the token's owner.
+    Raises ValueError if the repository or revision does not exist, or the token gives no access to it.
     """
 
     workers = 8
@@ -111,7 +125,7 @@ class HubRepository:
 
     def part(self, name: str) -> "HubRepository":
         found = object.__new__(HubRepository)
-        found.__dict__.update(self.__dict__)  # the budget and its lock are shared
+        found.__dict__.update(self.__dict__)  # shares the budget and its lock
         found._folder = f"{self._folder}/{name}" if self._folder else name
         found.name = f"{self.name}/{name}"
         return found
@@ -122,11 +136,11 @@ class HubRepository:
         return self._get(url, length, f"{self.name}/{file}")
 
     def _get(self, url: str, length: int, what: str | None = None) -> tuple[bytes, int]:
-        """`beginning` of a file that errors call `what`, or (None) of an answer of the Hub's API."""
+        """Read the beginning of a file that errors call `what`, or (None) of a response of the Hub's API; retry."""
         for attempt in range(_ATTEMPTS):
             try:
                 return self._read(url, length, what)
-            except (HTTPError, OSError, UnicodeError) as error:  # the last: a redirect to a name that is no host's
+            except (HTTPError, OSError, UnicodeError) as error:  # UnicodeError: a redirect to an invalid host name
                 if attempt == _ATTEMPTS - 1:
                     reason = " ".join(one_line(error).split()) or type(error).__name__
                     raise ValueError(f"{what or self.name}: the Hub cannot be reached: {reason[:200]}") from None
@@ -143,7 +157,9 @@ class HubRepository:
                 return b"", 0
             if response.status_code not in (200, 206):
                 raise ValueError(self._refusal(response.status_code, response.headers, what))
-            if response.headers.get("Content-Encoding", "identity") != "identity":  # it could stand for any size
+            if (
+                response.headers.get("Content-Encoding", "identity") != "identity"
+            ):  # a compressed body may expand to any size
                 raise ValueError(f"{what or self.name}: the Hub answers in an encoding that was not asked for")
             total = response.headers.get("Content-Length", "")
             if response.status_code == 206:
@@ -155,7 +171,7 @@ class HubRepository:
         return data, int(total) if total.isdecimal() else len(data)
 
     def _body(self, chunks: Iterator[bytes], length: int, what: str | None) -> bytes:
-        """The first `length` bytes of an answer, or all."""
+        """Return the first `length` bytes of a response."""
         data, end = bytearray(), time.monotonic() + _MAX_SECONDS
         for chunk in chunks:
             data += chunk
@@ -170,7 +186,7 @@ class HubRepository:
         return bytes(data[:length])
 
     def _refusal(self, status: int, headers: dict[str, str], what: str | None) -> str:
-        """One line for what the Hub does not give."""
+        """Return the error message for a response without content."""
         code, message = headers.get("X-Error-Code"), headers.get("X-Error-Message", "")
         if code == "RevisionNotFound":
             return f"{self.repo_id} has no revision {self.revision!r}; give a branch, tag or commit of it"
@@ -190,7 +206,7 @@ class HubRepository:
 
 
 def _headers(token: str | bool | None) -> dict[str, str]:
-    """Of every request. Raises ValueError, which does not repeat the token, on one that cannot be sent."""
+    """Return the headers of every request. Raises ValueError, which does not quote the token, if it cannot be sent."""
     try:
         headers = build_hf_headers(token=token, library_name="hf_quant")
     except LocalTokenNotFoundError:
@@ -203,7 +219,7 @@ def _headers(token: str | bool | None) -> dict[str, str]:
 def open_folder(
     source: Path | str, *, revision: str | None = None, token: str | bool | None = None
 ) -> Directory | HubRepository:
-    """The folder that a path, or the name of a repository, stands for. Raises ValueError if it is neither."""
+    """Open the folder at a path or in a repository of the Hub. Raises ValueError if `source` is neither."""
     path = local_path(source, revision)
     if path is not None:
         return Directory(path)
@@ -218,7 +234,7 @@ def open_folder(
 
 
 def local_path(source: Path | str, revision: str | None) -> Path | None:
-    """The path of a source on this machine, None if it may be a name.
+    """Return the path of a source on this machine, or None if it may be the name of a repository.
 
     Raises ValueError if it is a file, or has a revision.
     """
@@ -231,7 +247,7 @@ def local_path(source: Path | str, revision: str | None) -> Path | None:
 
 
 def _cached(repo_id: str, revision: str | None) -> Directory:
-    """What was downloaded of a repository. Raises ValueError if nothing was."""
+    """Return the downloaded snapshot of a repository. Raises ValueError if there is none."""
     try:
         found = Directory(Path(snapshot_download(repo_id, revision=revision, local_files_only=True)))
     except OSError:  # LocalEntryNotFoundError among them
@@ -245,7 +261,7 @@ def _cached(repo_id: str, revision: str | None) -> Directory:
 
 
 def refuse_file(source: Path | str) -> None:
-    """Raise ValueError for a file in the place of a model, which is a directory or a name on the Hub."""
+    """Raise ValueError if `source` is a file: a model is a directory, or a name on the Hub."""
     is_gguf = str(source).lower().endswith(".gguf")
     if not (is_gguf or _exists(source)) or (_exists(source) and not Path(source).is_file()):
         return
@@ -262,5 +278,5 @@ def refuse_file(source: Path | str) -> None:
 def _exists(path: Path | str) -> bool:
     try:
         return Path(path).exists()
-    except (OSError, ValueError):  # longer than a path may be, or with a zero byte
+    except (OSError, ValueError):  # too long for a path, or with a zero byte
         return False

@@ -1,7 +1,7 @@
-"""What safetensors files hold, read from their headers: names, dtypes, shapes; no weights are loaded.
+"""Headers of safetensors files: names, dtypes and shapes of the tensors, read without loading them.
 
 Layout of a file (https://github.com/huggingface/safetensors#format): the length of the header as 8 bytes, little
-endian; the header, JSON; the data. Everything in a header is checked against the size of its file.
+endian; the header, JSON; the data. All values of a header are checked against the size of its file.
 """
 
 import re
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_quant.checkpoint.folder import Directory, Folder
-from hf_quant.checkpoint.untrusted import parse_json, shorten
+from hf_quant.checkpoint.folder import FIRST_BYTES, Directory, Folder
+from hf_quant.checkpoint.untrusted import listed, parse_json, shorten
 
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself; also ours for an index file
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself, used for index files, too
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,11 +38,10 @@ DTYPES = {
 }
 MAX_NAME = 500  # characters of a tensor's name
 MAX_DIMS = 8  # of a stored tensor; fused convolutions have 5
-MAX_SHARDS = 5000  # each is a request where they are on the Hub
-_FIRST_BYTES = 1 << 16  # read at first: most headers fit
+MAX_SHARDS = 5000  # each is a request to the Hub if the checkpoint is there
 _SHARD = re.compile(r"[^/\\:\s]{1,240}\.safetensors")
 _INDEX_SUFFIX = ".safetensors.index.json"
-_STEMS = ("model", "diffusion_pytorch_model")  # what transformers and diffusers call their files
+_STEMS = ("model", "diffusion_pytorch_model")  # file names of transformers and diffusers
 
 
 class TensorInfo(NamedTuple):
@@ -60,7 +59,7 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: Path | str) -> dict[str, TensorInfo]:
-    """{tensor name: (dtype, shape)} of a safetensors file, or of a directory with one file or shards and an index.
+    """Read {tensor name: (dtype, shape)} from a safetensors file, or a directory with one file or an index and shards.
 
     Raises ValueError if a file is missing, truncated or corrupt; no data is read.
     """
@@ -68,7 +67,7 @@ def read_header(path: Path | str) -> dict[str, TensorInfo]:
 
 
 def scan_files(path: Path) -> dict[Path, dict[str, TensorInfo]]:
-    """{file: {tensor name: TensorInfo}}; `path` as for `read_header`. Raises ValueError like it."""
+    """Read {file: {tensor name: TensorInfo}}; `path` and errors as for `read_header`."""
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if not path.is_dir():
@@ -77,7 +76,7 @@ def scan_files(path: Path) -> dict[Path, dict[str, TensorInfo]]:
 
 
 def scan_folder(folder: Folder) -> dict[str, dict[str, TensorInfo]]:
-    """{file name: {tensor name: TensorInfo}} of a checkpoint. Raises ValueError as `read_header` does."""
+    """Read {file name: {tensor name: TensorInfo}} of a checkpoint. Raises ValueError as `read_header` does."""
     names = folder.files()
     index = _pick(folder, names, _INDEX_SUFFIX)
     if index is not None:
@@ -97,36 +96,24 @@ def scan_folder(folder: Folder) -> dict[str, dict[str, TensorInfo]]:
     return {file: _read_file(folder, file)}
 
 
-def load_json(folder: Folder, file: str, *, limit: int = MAX_HEADER_BYTES) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError if there is none, or it is absurdly large."""
-    where = f"{folder.name}/{file}"
-    data, size = folder.beginning(file, _FIRST_BYTES)
-    if size > limit:
-        raise ValueError(f"{where} has {size} bytes; at most {limit} can be right")
-    if size > len(data):
-        data, size = folder.beginning(file, size)
-    return parse_json(data, where)
-
-
 def _pick(folder: Folder, names: list[str], suffix: str) -> str | None:
-    """The one file with the suffix; of several, the one that the hosts would load."""
+    """Return the file with the suffix, or None; of several, the one that the hosts would load."""
     found = [n for n in names if n.endswith(suffix) and not n.startswith(".") and "/" not in n]
     if len(found) <= 1:
         return found[0] if found else None
     preferred = next((f"{stem}{suffix}" for stem in _STEMS if f"{stem}{suffix}" in found), None)
     if preferred is None:
-        some = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-        raise ValueError(f"{folder.name} holds {some}; name the one to read")
+        raise ValueError(f"{folder.name} holds {listed(found, 5)}; name the one to read")
     return preferred
 
 
 def _scan_shards(folder: Folder, index: str, names: set[str]) -> dict[str, dict[str, TensorInfo]]:
     where = f"{folder.name}/{index}"
-    weight_map = load_json(folder, index).get("weight_map")
+    weight_map = folder.load_json(index, limit=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{where} has no weight_map, the table of its shards")
     for name in weight_map.values():
-        # A name with a path in it would read files outside of the checkpoint.
+        # A name with a path would read files outside of the checkpoint.
         if not isinstance(name, str) or not _SHARD.fullmatch(name) or not name.isprintable():
             raise ValueError(
                 f"{where} names the shard {shorten(repr(name))}; a shard is a .safetensors file beside the index"
@@ -152,7 +139,7 @@ def _scan_shards(folder: Folder, index: str, names: set[str]) -> dict[str, dict[
 
 def _read_file(folder: Folder, file: str) -> dict[str, TensorInfo]:
     where = f"{folder.name}/{file}"
-    data, size = folder.beginning(file, _FIRST_BYTES)
+    data, size = folder.beginning(file, FIRST_BYTES)
     length = int.from_bytes(data[:8], "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(
@@ -164,9 +151,9 @@ def _read_file(folder: Folder, file: str) -> dict[str, TensorInfo]:
 
 
 def parse_header(data: bytes, available: int, where: str) -> dict[str, TensorInfo]:
-    """{tensor name: TensorInfo} of the JSON of a header, which `available` bytes of tensors follow.
+    """Parse the JSON of a header, which `available` bytes of tensors follow, into {tensor name: TensorInfo}.
 
-    Raises ValueError, which calls the file `where`, if they do not fit each other.
+    Raises ValueError, which calls the file `where`, if header and size contradict each other.
     """
     header = parse_json(data, f"the header of {where}")
     metadata = header.pop("__metadata__", {})
@@ -193,7 +180,7 @@ def parse_header(data: bytes, available: int, where: str) -> dict[str, TensorInf
 
 
 def _parse_entry(entry: Any, name: str, where: str) -> tuple[TensorInfo, int]:
-    """(TensorInfo, position of its first byte) of one entry of a header."""
+    """Parse one entry of a header into (TensorInfo, position of its first byte)."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not _are_sizes(shape) or len(shape) > MAX_DIMS or not _are_sizes(offsets) or len(offsets) != 2:

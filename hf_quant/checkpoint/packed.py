@@ -1,4 +1,4 @@
-"""What the packed tensors of a scheme must be, and whether loaded ones are: shapes, dtypes, values."""
+"""Checks of packed tensors: the shapes, dtypes and values that a scheme allows."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_d
 from hf_quant.scheme import LinearScheme, TensorQuant
 
 
-_CHUNK = 2**24  # elements checked at a time: bounds the temporaries
+_CHUNK = 2**24  # elements checked at a time, which bounds the temporaries
 
 
 class StoredWeight(NamedTuple):
-    """The codes of one weight as a checkpoint's headers describe them."""
+    """The packed tensors of one weight, as described by the headers of a checkpoint."""
 
     module: str  # name in the checkpoint
     weight: str  # name of the 16-bit weight in its module
@@ -26,7 +26,7 @@ class StoredWeight(NamedTuple):
 
 
 def stored_weights(tensors: dict[str, TensorInfo]) -> Iterator[StoredWeight]:
-    """Every quantized weight of a checkpoint, found by its `qdata`."""
+    """Yield every quantized weight of a checkpoint, found by its `qdata`."""
     for name in tensors:
         module, _, leaf = name.rpartition(".")
         weight = leaf.removeprefix("qdata_") if leaf != "qdata" else "weight"
@@ -38,7 +38,7 @@ def stored_weights(tensors: dict[str, TensorInfo]) -> Iterator[StoredWeight]:
 
 
 def expected_tensors(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
-    """{parameter name: TensorInfo} that a module with weights of these matrix shapes [..., N, K] stores."""
+    """Return {parameter name: TensorInfo} of a module whose weights have these matrix shapes [..., N, K]."""
     expected = {}
     for weight, shape in shapes.items():
         for part, tensor in zip(PACKED_NAMES, empty_packed(shape, scheme.weight, "meta")):
@@ -48,11 +48,12 @@ def expected_tensors(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]]) -
 
 
 def check_packed(module: QuantizedModule, name: str = "") -> None:
-    """Raise ValueError unless the codes and scales of a loaded module are what its scheme can have produced.
+    """Raise ValueError unless the scheme of a loaded module can have produced its codes and scales.
 
     Right shapes and dtypes; no NaN or inf among fp8 codes; zero points below 2**bits; scales finite and not 0,
-    negative ones for symmetric packed integers only. int8 codes may be -128: hf_quant makes none, other
-    libraries do, and every kernel computes with it. `name` is what the error calls the module. Reads every code once.
+    negative ones for symmetric packed integers only. int8 codes may be -128: hf_quant does not
+    produce it, but other libraries do, and every kernel supports it. `name` is the name of the module in errors. Every
+    code is read once.
     """
     expected = expected_tensors(module.scheme, {n: module.matrix_shape(n) for n in module.weight_names})
     for key, info in expected.items():
@@ -83,10 +84,10 @@ def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> No
     elif part == "scale" or part == "global_scale":
         dtype = torch.float32 if part == "global_scale" else getattr(torch, quant.scale_dtype)
         # The bits of positive floating-point numbers are ordered like the numbers: 0 (absent in e8m0, whose bits 0
-        # mean 2**-127) and negative ones lie below, inf and NaN above.
+        # mean 2**-127) and negative ones are below the range, inf and NaN above it.
         lowest = 0 if dtype == torch.float8_e8m0fnu else 1
         if part == "scale" and quant.symmetric and spec.is_packed and spec.is_integer:
-            # Its grid reaches further down than up: a negative scale turns it round (see `algorithms.mse`).
+            # The grid reaches further down than up; a negative scale reverses it (see `algorithms.mse`).
             stored = stored & torch.iinfo(stored.dtype).max if stored.is_signed() else stored & 0x7F
         _check_range(stored, lowest, _largest_finite(dtype), where, f"{quant.scale_dtype} scales, as bits,")
     elif spec.dtype.is_floating_point:
@@ -96,10 +97,10 @@ def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> No
 
 
 def guard_entry(model: nn.Module) -> tuple[str, Tensor] | None:
-    """(name, zero-size tensor) to store beside a quantized model's tensors; None if nothing in it is quantized.
+    """Return (name, tensor of size 0) to store beside the tensors of a quantized model; None if it is not quantized.
 
-    It takes the name of a quantized layer's 16-bit weight. A host without this package looks for that weight, finds a
-    shape that does not fit, and stops, instead of filling the layer with random values.
+    The name is the one of a quantized layer's 16-bit weight. A host without this package looks for that weight, finds
+    a wrong shape, and stops, instead of initializing the layer with random values.
     """
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule)]
     if not found:
@@ -116,7 +117,7 @@ def guard_entry(model: nn.Module) -> tuple[str, Tensor] | None:
 
 
 def _largest_finite(dtype: torch.dtype) -> int:
-    """Bits of the largest finite number of a floating-point dtype."""
+    """Return the bits, as an integer, of the largest finite number of a floating-point dtype."""
     return torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(stored_dtype(dtype)).item()
 
 

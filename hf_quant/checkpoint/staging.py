@@ -1,4 +1,4 @@
-"""Directories that are written beside their place, by one process at a time, and moved there when complete."""
+"""Workspaces: directories that one process at a time writes beside their destination, and moves when complete."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing there tells whether who has made a directory still writes into it
+except ImportError:  # Windows, which has no lock that the system releases with the process
     fcntl = None
 
 
 @contextlib.contextmanager
 def workspace(out: Path) -> Iterator[Path]:
-    """An empty directory beside `out`, `.NAME.writing`, for the time of the block; on the same file system.
+    """Create an empty directory beside `out`, `.NAME.writing`, on the same file system, and remove it afterwards.
 
-    What a process that was killed has left of it is removed by the next one that writes `out`.
+    If a process is killed, the next one that writes `out` removes what is left.
 
     Raises ValueError if another process, or another thread, is writing `out`.
     """
@@ -31,7 +31,7 @@ def workspace(out: Path) -> Iterator[Path]:
             yield directory
         finally:
             _clear(directory)
-            # Last: from here on it may be another's.
+            # Last: from here on another process may use the directory.
             (directory / _LOCK).unlink()
             with contextlib.suppress(OSError):
                 directory.rmdir()
@@ -42,13 +42,13 @@ _LOCK = "lock"
 
 @contextlib.contextmanager
 def _locked(directory: Path, out: Path) -> Iterator[None]:
-    """Hold the lock of a directory, which is made; the system releases it with the process."""
+    """Create a directory and hold its lock; the system releases the lock with the process."""
     while True:
         with contextlib.suppress(FileExistsError):
             directory.mkdir()
         try:
             file = open(directory / _LOCK, "w")
-        except FileNotFoundError:  # whoever had it has just removed all of it
+        except FileNotFoundError:  # its previous user has just removed the directory
             continue
         with file:
             if fcntl is not None and not _lock(file):
@@ -59,7 +59,7 @@ def _locked(directory: Path, out: Path) -> Iterator[None]:
 
 
 def _lock(file: Any) -> bool:
-    """Lock a file; False if another has. A file system without locks counts as locked."""
+    """Lock a file; return False if another process holds the lock. Without support for locks, return True."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -70,7 +70,7 @@ def _lock(file: Any) -> bool:
 
 
 def _is_there(path: Path, file: Any) -> bool:
-    """True if an open file is the one that a path names."""
+    """True if the path still names the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

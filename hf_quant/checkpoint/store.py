@@ -1,8 +1,8 @@
 """`save_quantized` and `load_quantized_`: checkpoints of modules that no host saves.
 
-A directory holds `model.safetensors` (or shards and their index) with the module's `state_dict` as it is, and
-`hf_quant_config.json`: the fields of the `QuantizerConfig` with the plan, and under "module" what a module's class
-does not say: the dtypes that the codes stand for, and which tensors are shared.
+A directory holds `model.safetensors` (or shards and their index) with the unchanged `state_dict` of the module, and
+`hf_quant_config.json`: the fields of the `QuantizerConfig` with the plan, and under "module" what the class of the
+module does not define: the dtypes of the dequantized weights, and the shared tensors.
 """
 
 import json
@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_quant.checkpoint.folder import Directory
-from hf_quant.checkpoint.header import TensorInfo, load_json, scan_files
+from hf_quant.checkpoint.header import TensorInfo, scan_files
 from hf_quant.checkpoint.packed import check_info, check_values, expected_tensors, guard_entry
 from hf_quant.checkpoint.staging import workspace
-from hf_quant.checkpoint.untrusted import one_line, shorten
+from hf_quant.checkpoint.untrusted import listed, one_line, shorten
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_names
@@ -32,14 +32,13 @@ from hf_quant.scheme import LinearScheme
 
 
 CONFIG_NAME = "hf_quant_config.json"
-MAX_CONFIG_BYTES = 20_000_000  # a plan of 100 000 names that do not fold has 5 MB
 _WEIGHTS_PATTERN = "model{suffix}.safetensors"
 _OWN_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def config_of(model: nn.Module) -> QuantizerConfig:
-    """The config of a quantized model, read off its modules: the most frequent scheme, and the plan of all of them.
+    """Return the config of a quantized model: the most frequent scheme of its modules, and the plan of all of them.
 
     Raises ValueError if nothing in the model is quantized.
     """
@@ -78,7 +77,7 @@ def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: 
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; needs a directory")
     directory.mkdir(parents=True, exist_ok=True)
-    # Written beside, then moved: the module may still read its tensors from the files that are replaced.
+    # Written to a second directory and then moved: the module may still read tensors from the files that are replaced.
     with workspace(directory / "checkpoint") as place:
         parts = place / "parts"
         parts.mkdir()
@@ -98,8 +97,8 @@ def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: 
 def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
     """Turn a 16-bit module into the quantized one that `save_quantized` stored, in place, and return it.
 
-    The module is of the class that was saved, with any weights, or on the meta device (its tensors then come to the
-    CPU). Every tensor, dtype and sharing is afterwards as it was saved, equal to the bit.
+    The module is of the class that was saved, with any weights, or on the meta device (its tensors are then loaded to
+    the CPU). Afterwards every tensor, dtype and sharing is as it was saved, bit for bit.
 
     Raises ValueError, with the module unchanged, if the directory is not such a checkpoint, a file is missing,
     truncated or corrupt, or its tensors do not fit the module or the stored schemes.
@@ -123,7 +122,7 @@ def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
         tensor = tensors[slot.source].to(slot.device)
         if slot.is_buffer:
             slot.module._buffers[slot.key] = tensor
-        else:  # one parameter per stored tensor: what was shared is shared again
+        else:  # one parameter per stored tensor restores the sharing
             parameter = nn.Parameter(tensor, requires_grad=slot.requires_grad and tensor.is_floating_point())
             slot.module._parameters[slot.key] = parameters.setdefault((slot.source, tensor.device), parameter)
             if slot.target is not None and uses[slot.source] > 1:
@@ -133,7 +132,7 @@ def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
 
 
 class _Target(NamedTuple):
-    """A module that becomes a quantized one."""
+    """A module that will be converted into a quantized one."""
 
     name: str
     module: nn.Module
@@ -144,20 +143,20 @@ class _Target(NamedTuple):
 
 
 class _Slot:
-    """A parameter or buffer of the module as it will be, and where it is stored."""
+    """A parameter or buffer of the converted module, and the stored tensor that it comes from."""
 
     def __init__(self, module: nn.Module, key: str, old: Tensor, target: _Target | None, is_buffer: bool) -> None:
         self.module, self.key, self.target, self.is_buffer = module, key, target, is_buffer
         self.names: list[str] = []  # a module that is used twice has two names
         self.device = torch.device("cpu") if old.is_meta else old.device
         self.requires_grad = target is None and old.requires_grad
-        # Unquantized tensors come in the dtype in which they were saved.
+        # Unquantized tensors are loaded in the dtype in which they were saved.
         self.expected = TensorInfo(old.dtype, tuple(old.shape)) if target is None else target.expected[key]
         self.source = ""
 
 
 def _unique_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """({name: contiguous tensor}, {name: the name under which its tensor is stored}) of a module's state."""
+    """Return ({name: contiguous tensor}, {name: name under which its tensor is stored}) for a module's state."""
     tensors, tied, names, storages = {}, {}, {}, set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -176,13 +175,13 @@ def _unique_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _read_config(directory: Path) -> tuple[QuantizerConfig, dict[str, torch.dtype], dict[str, str]]:
-    """(config, {module name: dtype that its codes stand for}, {tensor name: name of the tensor it shares})."""
+    """Read (config, {module name: dtype of its dequantized weight}, {tensor name: name of the tensor it shares})."""
     path = directory / CONFIG_NAME
     if not path.is_file():
         hosts = (directory / "config.json").is_file()
         hint = "it has a config.json: load it with from_pretrained" if hosts else "save_quantized writes one"
         raise ValueError(f"{directory} is not a directory with a {CONFIG_NAME}; {hint}")
-    fields = load_json(Directory(directory), CONFIG_NAME, limit=MAX_CONFIG_BYTES)
+    fields = Directory(directory).load_json(CONFIG_NAME)
     details = fields.pop("module", None)
     try:
         config = config_from_fields(fields)
@@ -193,7 +192,7 @@ def _read_config(directory: Path) -> tuple[QuantizerConfig, dict[str, torch.dtyp
 
 
 def config_from_fields(fields: dict[str, Any]) -> QuantizerConfig:
-    """The config that a checkpoint stores, its plan included. Raises ValueError if it is none of hf_quant."""
+    """Return the config that a checkpoint stores, with its plan. Raises ValueError if it is no config of hf_quant."""
     if "quant_method" not in fields:
         raise ValueError("no quant_method is named")
     config = QuantizerConfig(**fields)
@@ -219,7 +218,7 @@ def _read_details(details: Any) -> tuple[dict[str, torch.dtype], dict[str, str]]
 def _targets(
     model: nn.Module, schemes: dict[str, LinearScheme], dtypes: dict[str, torch.dtype], directory: Path
 ) -> dict[int, _Target]:
-    """{id(module): _Target} of the modules that the plan names."""
+    """Return {id(module): _Target} for the modules that the plan names."""
     modules = dict(model.named_modules(remove_duplicate=False))
     quantized = next((n for n, m in modules.items() if isinstance(m, QuantizedModule)), None)
     if quantized is not None:
@@ -244,7 +243,7 @@ def _targets(
 
 
 def _slots(model: nn.Module, targets: dict[int, _Target]) -> Iterator[_Slot]:
-    """The parameters and persistent buffers that the module will have, each with its names."""
+    """Yield the parameters and persistent buffers of the converted module, each with its names."""
     slots: dict[tuple[int, str], _Slot] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         target = targets.get(id(module))
@@ -274,7 +273,7 @@ def _match(
     targets: dict[int, _Target],
     directory: Path,
 ) -> None:
-    """Set each slot's source. Raises ValueError on tensors that are missing, unexpected, or of another shape."""
+    """Set the source of each slot. Raises ValueError on tensors that are missing, unexpected, or of another shape."""
     missing = []
     for slot in slots:
         sources = (name if name in stored else tied.get(name) for name in slot.names)
@@ -287,12 +286,12 @@ def _match(
             found = TensorInfo(slot.expected.dtype, found.shape)
         check_info(found, slot.expected, f"{directory}: {slot.source}")
     if missing:
-        raise ValueError(f"{directory} lacks {_some(missing)}")
+        raise ValueError(f"{directory} lacks {listed(missing)}")
     guards = {f"{t.name}.{weight}" if t.name else weight for t in targets.values() for weight in t.weights}
     used = {slot.source for slot in slots}
     unexpected = [name for name in stored if name not in used and not (name in guards and not stored[name].nbytes)]
     if unexpected:
-        raise ValueError(f"{directory} holds tensors that the module does not have: {_some(unexpected)}")
+        raise ValueError(f"{directory} holds tensors that the module does not have: {listed(unexpected)}")
 
 
 def _read_tensors(files: dict[Path, dict[str, TensorInfo]], names: set[str], directory: Path) -> dict[str, Tensor]:
@@ -307,7 +306,7 @@ def _read_tensors(files: dict[Path, dict[str, TensorInfo]], names: set[str], dir
 
 
 def _convert_empty(target: _Target, algorithm: str | None) -> None:
-    """Swap the class of a module and drop its weights; its packed parameters are set afterwards."""
+    """Convert a module without its weights; the packed parameters are set afterwards."""
     for name in target.weights:
         old = target.module._parameters[name]
         empty = torch.empty(old.shape, dtype=old.dtype, device="meta")  # empty_like would import sympy: 0.5 s
@@ -317,7 +316,3 @@ def _convert_empty(target: _Target, algorithm: str | None) -> None:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

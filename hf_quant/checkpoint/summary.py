@@ -1,4 +1,4 @@
-"""`inspect_checkpoint`: what a quantized checkpoint holds, from its config and the headers of its files."""
+"""`inspect_checkpoint`: summarize a quantized checkpoint from its config and the headers of its files."""
 
 import re
 from bisect import bisect_left
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_quant.checkpoint.folder import Folder, open_folder
-from hf_quant.checkpoint.header import TensorInfo, load_json, scan_folder
+from hf_quant.checkpoint.header import TensorInfo, scan_folder
 from hf_quant.checkpoint.packed import StoredWeight, check_info, expected_tensors, stored_weights
-from hf_quant.checkpoint.store import CONFIG_NAME, MAX_CONFIG_BYTES, config_from_fields
+from hf_quant.checkpoint.store import CONFIG_NAME, config_from_fields
 from hf_quant.checkpoint.untrusted import one_line
 from hf_quant.config import QuantizerConfig
 from hf_quant.formats import FORMATS
@@ -26,11 +26,11 @@ class CheckpointRow:
     """Modules of one kind in a checkpoint.
 
     Attributes:
-        modules: their names, numbers replaced by "*".
-        count: how many.
-        shape: of the weights [..., N, K] of each, " + " between several; K as packed, a multiple of 32 codes.
-        scheme: None for tensors that are not quantized.
-        num_weights, nbytes: in all of them together.
+        modules: names, with numbers replaced by "*".
+        count: number of modules.
+        shape: shapes [..., N, K] of the weights of each, joined by " + "; packed K is a multiple of 32 codes.
+        scheme: scheme of the modules; None for tensors that are not quantized.
+        num_weights, nbytes: totals over the modules.
     """
 
     modules: str
@@ -42,18 +42,18 @@ class CheckpointRow:
 
     @property
     def bits_per_weight(self) -> float:
-        """Scales and zero points included."""
+        """Average bits of a weight, scales and zero points included."""
         return 8 * self.nbytes / max(self.num_weights, 1)
 
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """What `inspect_checkpoint` found; `print` shows a table.
+    """Summary of a quantized checkpoint; `print` shows a table.
 
     Attributes:
         config: the QuantizerConfig of the checkpoint.
-        rows: quantized modules first.
-        num_files: safetensors files.
+        rows: groups of similar modules, quantized ones first.
+        num_files: number of safetensors files.
     """
 
     config: QuantizerConfig
@@ -67,7 +67,7 @@ class CheckpointSummary:
 
     @property
     def bits_per_weight(self) -> float:
-        """Average over the quantized weights, scales and zero points included."""
+        """Average bits of a quantized weight, scales and zero points included."""
         quantized = [row for row in self.rows if row.scheme is not None]
         return 8 * sum(row.nbytes for row in quantized) / max(sum(row.num_weights for row in quantized), 1)
 
@@ -93,12 +93,12 @@ def inspect_checkpoint(
     """Summarize a quantized checkpoint of transformers, diffusers or `save_quantized` without loading its weights.
 
     Args:
-        source: its directory, or the name "user/model" of a repository of the Hub, of which only the config, the
-            index and the headers of the files are read, by range requests.
+        source: a directory, or a repository "user/model" of the Hub, of which only the config, the index and the
+            headers of the files are read, by range requests.
         revision: branch, tag or commit of the repository; None: the newest.
-        token: for a private one; None: that of `hf auth login` or HF_TOKEN.
+        token: token for a private repository; None: the token of `hf auth login` or HF_TOKEN.
 
-    Raises ValueError if there is none, or its config and headers contradict each other.
+    Raises ValueError if there is no quantized checkpoint, or its config and headers contradict each other.
     """
     return _inspect(open_folder(source, revision=revision, token=token))
 
@@ -106,7 +106,7 @@ def inspect_checkpoint(
 def inspect_parts(
     source: Path | str, *, revision: str | None = None, token: str | bool | None = None
 ) -> dict[str, CheckpointSummary]:
-    """{name: summary} of the quantized components of a pipeline of diffusers; {"": summary} of a model.
+    """Summarize the quantized components of a diffusers pipeline, {name: summary}; for a model {"": summary}.
 
     Arguments and errors as for `inspect_checkpoint`.
     """
@@ -117,7 +117,7 @@ def inspect_parts(
     summaries = {}
     for name in names:
         part, _, file = name.rpartition("/")
-        if file == "config.json" and part and _is_ours(load_json(folder, name, limit=MAX_CONFIG_BYTES)):
+        if file == "config.json" and part and _is_ours(folder.load_json(name)):
             summaries[part] = _inspect(folder.part(part))
     if not summaries:
         raise ValueError(f"{folder.name} is a pipeline without a component that hf_quant has quantized")
@@ -125,9 +125,9 @@ def inspect_parts(
 
 
 def holds_quantized(folder: Folder) -> bool:
-    """Whether a config in it says that hf_quant has quantized the model, or a part of the pipeline."""
+    """True if a config in the folder says that hf_quant has quantized the model, or a part of the pipeline."""
     configs = (name for name in folder.files() if name.rpartition("/")[2] == "config.json")
-    return any(_is_ours(load_json(folder, name, limit=MAX_CONFIG_BYTES)) for name in configs)
+    return any(_is_ours(folder.load_json(name)) for name in configs)
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:
@@ -151,16 +151,16 @@ def summarize(
     by_host: bool = True,
     where: str = "the model",
 ) -> CheckpointSummary:
-    """Summarize tensors that a quantized model has, or a checkpoint of it.
+    """Summarize the tensors of a quantized model or of its checkpoint.
 
     Args:
-        config: with the plan in it.
+        config: config with the plan in it.
         tensors: {name: dtype and shape}, each stored tensor once.
-        num_files: that they are in.
-        by_host: they may have names of the host's own, of which the plan knows the endings only.
-        where: what an error calls them.
+        num_files: number of files that hold the tensors.
+        by_host: True if a host saved them, under names that may begin differently from the names in the plan.
+        where: name of the checkpoint in error messages.
 
-    Raises ValueError if they contradict the config.
+    Raises ValueError if the tensors contradict the config.
     """
     tensors = dict(tensors)
     schemes = _SchemeTable(schemes_from_list(config.plan), by_host=by_host)
@@ -181,7 +181,7 @@ def summarize(
     if not groups and not config.quantizes_no_weights:
         raise ValueError(f"{where} holds no codes of hf_quant")
     for name, info in tensors.items():
-        if info.nbytes:  # the guard has none
+        if info.nbytes:  # the guard entry has 0 bytes
             key = (_template(name), "x".join(map(str, info.shape)), None)
             groups.setdefault(key, []).append((prod(info.shape), info.nbytes))
     rows = [
@@ -192,19 +192,19 @@ def summarize(
 
 
 def find_config(source: Path | str) -> QuantizerConfig:
-    """The QuantizerConfig stored in a directory, or a repository of the Hub, whoever wrote it."""
+    """Read the QuantizerConfig of a directory or a repository of the Hub, saved by a host or by `save_quantized`."""
     folder = open_folder(source)
     return _find_config(folder, folder.files())
 
 
 def _find_config(folder: Folder, names: list[str]) -> QuantizerConfig:
-    """The QuantizerConfig stored in a folder, whoever wrote it."""
+    """Read the QuantizerConfig of a folder, saved by a host or by `save_quantized`."""
     found = next((name for name in (CONFIG_NAME, "config.json") if name in names), None)
     if found is None:
         parts = sorted(name.rpartition("/")[0] for name in names if name.endswith("/config.json"))
         hint = f"; it has the parts {', '.join(parts[:20])}: name one of them" if parts else ""
         raise ValueError(f"{folder.name} is not the directory of a quantized model: no config.json{hint}")
-    fields, where = load_json(folder, found, limit=MAX_CONFIG_BYTES), f"{folder.name}/{found}"
+    fields, where = folder.load_json(found), f"{folder.name}/{found}"
     if found == CONFIG_NAME:
         fields.pop("module", None)
     else:
@@ -221,24 +221,24 @@ def _find_config(folder: Folder, names: list[str]) -> QuantizerConfig:
 
 
 class _SchemeTable:
-    """Schemes by module name; a host may have saved the module under a name with another beginning."""
+    """Look up schemes by module name; a host may have saved the module under a name with another beginning."""
 
     def __init__(self, schemes: dict[str, LinearScheme], *, by_host: bool) -> None:
         self.schemes, self.by_host = schemes, by_host
-        # Read backwards, names with one ending stand beside each other: "c.b.a.", "c.b.x.".
+        # Reversed names with the same ending are neighbours in the sorted list: "c.b.a.", "c.b.x.".
         self.names = sorted(map(_backwards, schemes))
         self.sorted_schemes = [schemes[_backwards(name[:-1])[:-1]] for name in self.names]
-        self.change = list(range(1, len(self.names) + 1))  # for each, where the next one with another scheme is
+        self.change = list(range(1, len(self.names) + 1))  # for each name, the next index with another scheme
         for i in reversed(range(len(self.names) - 1)):
             if self.sorted_schemes[i] == self.sorted_schemes[i + 1]:
                 self.change[i] = self.change[i + 1]
 
     def find(self, name: str) -> LinearScheme:
-        """Raises ValueError if the plan does not say which scheme it is."""
+        """Return the scheme of a module. Raises ValueError if the plan does not define it."""
         if name in self.schemes:
             return self.schemes[name]
         parts = name.split(".")
-        for i in range(max(len(parts) - MAX_PARTS, 0), len(parts)):  # a plan has no longer names
+        for i in range(max(len(parts) - MAX_PARTS, 0), len(parts)):  # no plan has longer names
             ending = _backwards(".".join(parts[i:]))
             begin, end = bisect_left(self.names, ending), bisect_left(self.names, f"{ending}\U0010ffff")
             if begin < end and self.change[begin] >= end:
@@ -246,20 +246,20 @@ class _SchemeTable:
             if begin < end:
                 break
         else:
-            # transformers saves some models under older names altogether; of a plan with one scheme that does not
-            # matter.
+            # transformers saves some models under entirely different, older names. A plan with one scheme needs no
+            # names.
             if self.by_host and self.names and self.change[0] == len(self.names):
                 return self.sorted_schemes[0]
         raise ValueError(f"{name!r} is quantized, but the stored plan does not name it")
 
 
 def _backwards(name: str) -> str:
-    """ "a.b.c" -> "c.b.a."."""
+    """Reverse the parts of a name: "a.b.c" -> "c.b.a."."""
     return ".".join([*reversed(name.split(".")), ""])
 
 
 def _matrix_shape(scheme: LinearScheme, stored: StoredWeight) -> tuple[int, ...]:
-    """Shape [..., N, K] of a weight from its `qdata`; of packed codes only K rounded up to 32 is known."""
+    """Derive the shape [..., N, K] of a weight from `qdata`; for packed codes K is rounded up to a multiple of 32."""
     quant, key = scheme.weight, packed_key("qdata", stored.weight)
     qdata, scale = stored.parts[key], stored.parts.get(packed_key("scale", stored.weight))
     format, where = FORMATS[quant.format], f"{stored.module}.{key}"
@@ -271,7 +271,7 @@ def _matrix_shape(scheme: LinearScheme, stored: StoredWeight) -> tuple[int, ...]
     if width % format.bits:
         raise ValueError(f"{where} is {qdata}; rows of {format.name} codes are multiples of {format.bits} words")
     K = width // format.bits * PACK
-    # Groups of 16 (nvfp4): K rounded up to 32 may have a scale too many.
+    # With groups of 16 (nvfp4), K rounded up to 32 may need one scale more than there is.
     groups = scale.shape[-1] if scale.shape else 0
     return *lead, N, min(K, groups * quant.group_size) if quant.group_size else K
 

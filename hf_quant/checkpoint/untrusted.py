@@ -1,23 +1,23 @@
-"""JSON of strangers."""
+"""Untrusted text: bounded parsing of JSON, and error messages that quote it safely."""
 
 import json
 from collections import Counter
 from typing import Any
 
 
-MAX_VALUES = 2_000_000  # of one document; a header of 70 000 experts has 0.6 million
+MAX_VALUES = 2_000_000  # in one document; the header of 70 000 experts has 0.6 million
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys. Raises ValueError, which calls it `what`, on anything else.
+    """Parse a JSON object without duplicate keys. Raises ValueError, which calls the text `what`, on anything else.
 
-    A value of three bytes takes seventy in memory, so their number is bounded before they are made.
+    A value of three bytes takes seventy bytes in memory, so the number of values is bounded before they are created.
     """
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise ValueError(f"{what} has more than {MAX_VALUES} values; no model has so many")
     try:
         value = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:  # nesting thousands deep is no header either
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested brackets
         raise ValueError(f"{what} is not JSON: {shorten(str(error))}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{what} is a JSON {type(value).__name__}; needs an object")
@@ -25,7 +25,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Readers differ in which of two values they take: what was checked must be what is loaded."""
+    """Build a dict without duplicate keys: parsers differ in the value that they take, and only one is checked."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -34,11 +34,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error that may quote a stranger, at most 600 characters of it."""
+    """Return the message of an error that may contain untrusted text: printable, at most 600 characters."""
     text = "".join(c if c.isprintable() else " " for c in str(error))
     return text if len(text) <= 600 else f"{text[:400]} ... {text[-190:]}"
 
 
 def shorten(text: str) -> str:
-    """At most 80 characters of it."""
+    """Return at most 80 characters of a text."""
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def listed(names: list[str], count: int = 3) -> str:
+    """Return the first `count` names as a list in words, and the number of the others."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

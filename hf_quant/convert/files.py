@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_quant.checkpoint import (
-    MAX_CONFIG_BYTES,
     Directory,
     TensorInfo,
-    load_json,
     local_path,
     one_line,
     open_folder,
@@ -172,7 +170,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory} has no {CONFIG}: it is no checkpoint of transformers{hint}")
     if (directory / _ADAPTERS).is_file():
         raise ValueError(f"{directory} has adapters ({_ADAPTERS}), which would be lost: merge or remove them first")
-    fields = load_json(Directory(directory), path.name, limit=MAX_CONFIG_BYTES)
+    fields = Directory(directory).load_json(path.name)
     if "_class_name" in fields:
         name = shorten(repr(fields["_class_name"]).strip("'"))
         raise ValueError(f"{directory} holds a {name} of diffusers; needs a model of transformers")

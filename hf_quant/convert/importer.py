@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_quant.cards import CARD, converted_card, hub_id
-from hf_quant.checkpoint import MAX_CONFIG_BYTES, Directory, load_json, one_line, shorten
+from hf_quant.checkpoint import Directory, one_line, shorten
 from hf_quant.config import QuantMethod
 from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
 from hf_quant.convert.experts import merge_experts
@@ -79,7 +79,7 @@ def _detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict
     else:
         for file, known in OWN_CONFIGS.items():
             if (source / file).is_file():
-                method, own = known, load_json(Directory(source), file, limit=MAX_CONFIG_BYTES)
+                method, own = known, Directory(source).load_json(file)
     if method is None or not isinstance(own, dict):
         raise ValueError(f"{where} is not quantized: `hf-quant quantize` makes a checkpoint of it")
     if method == QuantMethod.HF_QUANT:
