@@ -157,9 +157,8 @@ class HubRepository(Folder):
                 return b"", 0
             if response.status_code not in (200, 206):
                 raise ValueError(self._refusal(response.status_code, response.headers, what))
-            if (
-                response.headers.get("Content-Encoding", "identity") != "identity"
-            ):  # a compressed body may expand to any size
+            # A compressed body may expand to any size.
+            if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise ValueError(f"{what or self.name}: the Hub answers in an encoding that was not asked for")
             total = response.headers.get("Content-Length", "")
             if response.status_code == 206:
