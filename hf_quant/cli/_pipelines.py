@@ -14,6 +14,7 @@ from hf_quant.cli._models import (
     meta_model,
     progress_wanted,
 )
+from hf_quant.cli._terminal import print_plan
 from hf_quant.config import QuantizerConfig
 from hf_quant.patterns import matches
 from hf_quant.planning import plan
@@ -56,11 +57,13 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
             fields["attention"] = None  # attention formats are for denoisers only
         try:
             own = QuantizerConfig(**{**fields, "modules": modules})
-            table = plan(model, own)
+            own_plan = plan(model, own)
         except ValueError as error:
             refusals.append(f"{name}: {error}")
             continue
-        print(f"{name}\n{table}\n")
+        print(name)
+        print_plan(own_plan)
+        print()
         configs[name] = own
     if unmatched:
         raise ValueError(f"no component has a module that matches {', '.join(map(repr, sorted(unmatched)))}")

@@ -20,6 +20,7 @@ from hf_quant.cli._models import (
 from hf_quant.cli._parser import config_from_args
 from hf_quant.cli._pipelines import load_pipeline, plan_pipeline
 from hf_quant.cli._push import WEIGHT_FILES, prepare, push
+from hf_quant.cli._terminal import print_plan
 from hf_quant.config import QuantizerConfig
 from hf_quant.evaluate import bits_per_weight
 from hf_quant.planning import plan as make_plan
@@ -37,7 +38,7 @@ def _print_plan(args: argparse.Namespace, source: Source, config: QuantizerConfi
         return plan_pipeline(source, config, dtype=args.dtype)
     check_not_quantized(source)
     model = meta_model(source, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-    print(make_plan(model, config))
+    print_plan(make_plan(model, config))
     return {"": config}
 
 

@@ -3,19 +3,22 @@
 from hf_quant.planning.decide import HOST_RULES, MIN_WEIGHTS, Rules, plan
 from hf_quant.planning.names import MAX_PARTS, fold_names, unfold_name, unfold_names
 from hf_quant.planning.records import PlanEntry, QuantPlan, resolved, schemes_from_list, schemes_to_list
-from hf_quant.planning.table import format_table
+from hf_quant.planning.table import PLAN_HEADER, format_table, plan_rows, plan_totals
 
 
 __all__ = [
     "HOST_RULES",
     "MAX_PARTS",
     "MIN_WEIGHTS",
+    "PLAN_HEADER",
     "PlanEntry",
     "QuantPlan",
     "Rules",
     "fold_names",
     "format_table",
     "plan",
+    "plan_rows",
+    "plan_totals",
     "resolved",
     "schemes_from_list",
     "schemes_to_list",

@@ -4,16 +4,21 @@ import re
 from typing import Any
 
 
+PLAN_HEADER = ("modules", "count", "shape", "scheme", "bits", "MB before", "MB after", "cpu", "cuda", "reason")
+
+
 def table(plan: Any) -> str:
     """Format a plan as text: one line for each group of modules that are alike, then totals."""
+    return f"{format_table([PLAN_HEADER, *plan_rows(plan)])}\n{plan_totals(plan)}"
+
+
+def plan_rows(plan: Any) -> list[tuple[str, ...]]:
+    """Return the cells under PLAN_HEADER, one row for each group of modules that are alike."""
     groups: dict[tuple, list] = {}
     for e in plan.entries.values():
-        template = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", e.name) or "(model)"
-        groups.setdefault((template, tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None), []).append(
-            e
-        )
-    header = ("modules", "count", "shape", "scheme", "bits", "MB before", "MB after", "cpu", "cuda", "reason")
-    rows = [header]
+        key = (_template(e.name) or "(model)", tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None)
+        groups.setdefault(key, []).append(e)
+    rows = []
     for (template, shapes, scheme, reason, _), entries in groups.items():
         after, count = sum(e.bytes_after for e in entries), sum(e.num_weights for e in entries)
         shared = entries[0].shared_with
@@ -31,20 +36,27 @@ def table(plan: Any) -> str:
                 "; ".join(filter(None, (reason, shared and f"shares the codes of {shared}" if scheme else None))),
             )
         )
+    return rows
+
+
+def plan_totals(plan: Any) -> str:
+    """Return the lines under the table of a plan: sizes, shared products, KV cache, attention."""
     total = (
         f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
         f"model {plan.nbytes_before / 1e6:.2f} -> {plan.nbytes / 1e6:.2f} MB"
     )
     fused: dict[str, int] = {}
     for names in plan.fused:
-        text = " + ".join([re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[0]), *(n.rpartition(".")[2] for n in names[1:])])
+        text = " + ".join([_template(names[0]), *(n.rpartition(".")[2] for n in names[1:])])
         fused[text] = fused.get(text, 0) + 1
     if fused:
         total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
-    for line in (plan.kv_cache, plan.attention):
-        if line is not None:
-            total += f"\n{line}"
-    return f"{format_table(rows)}\n{total}"
+    return "\n".join([total, *(line for line in (plan.kv_cache, plan.attention) if line is not None)])
+
+
+def _template(name: str) -> str:
+    """Replace the numbers between the dots of a name by "*", except at its beginning."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def format_table(rows: list[tuple[str, ...]]) -> str:
