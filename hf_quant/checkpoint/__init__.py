@@ -27,7 +27,7 @@ from hf_quant.checkpoint.summary import (
     inspect_parts,
     summarize,
 )
-from hf_quant.checkpoint.untrusted import listed, one_line, parse_json, shorten
+from hf_quant.checkpoint.untrusted import one_line, parse_json, shorten
 
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "holds_quantized",
     "inspect_checkpoint",
     "inspect_parts",
-    "listed",
     "load_quantized_",
     "local_path",
     "one_line",

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_quant._wording import first_few
 from hf_quant.checkpoint.folder import FIRST_BYTES, Directory, Folder
-from hf_quant.checkpoint.untrusted import listed, parse_json, shorten
+from hf_quant.checkpoint.untrusted import parse_json, shorten
 
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself, used for index files, too
@@ -103,7 +104,7 @@ def _pick(folder: Folder, names: list[str], suffix: str) -> str | None:
         return found[0] if found else None
     preferred = next((f"{stem}{suffix}" for stem in _STEMS if f"{stem}{suffix}" in found), None)
     if preferred is None:
-        raise ValueError(f"{folder.name} holds {listed(found, 5)}; name the one to read")
+        raise ValueError(f"{folder.name} holds {first_few(found, 5)}; name the one to read")
     return preferred
 
 

@@ -18,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hf_quant._wording import first_few
 from hf_quant.checkpoint.folder import Directory
 from hf_quant.checkpoint.header import TensorInfo, scan_files
 from hf_quant.checkpoint.packed import check_info, check_values, expected_tensors, guard_entry
 from hf_quant.checkpoint.staging import workspace
-from hf_quant.checkpoint.untrusted import listed, one_line, shorten
+from hf_quant.checkpoint.untrusted import one_line, shorten
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_names
@@ -286,12 +287,12 @@ def _match(
             found = TensorInfo(slot.expected.dtype, found.shape)
         check_info(found, slot.expected, f"{directory}: {slot.source}")
     if missing:
-        raise ValueError(f"{directory} lacks {listed(missing)}")
+        raise ValueError(f"{directory} lacks {first_few(missing)}")
     guards = {f"{t.name}.{weight}" if t.name else weight for t in targets.values() for weight in t.weights}
     used = {slot.source for slot in slots}
     unexpected = [name for name in stored if name not in used and not (name in guards and not stored[name].nbytes)]
     if unexpected:
-        raise ValueError(f"{directory} holds tensors that the module does not have: {listed(unexpected)}")
+        raise ValueError(f"{directory} holds tensors that the module does not have: {first_few(unexpected)}")
 
 
 def _read_tensors(files: dict[Path, dict[str, TensorInfo]], names: set[str], directory: Path) -> dict[str, Tensor]:

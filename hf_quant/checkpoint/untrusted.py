@@ -42,8 +42,3 @@ def one_line(error: Exception) -> str:
 def shorten(text: str) -> str:
     """Return at most 80 characters of a text."""
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def listed(names: list[str], count: int = 3) -> str:
-    """Return the first `count` names as a list in words, and the number of the others."""
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_quant._wording import first_few
 from hf_quant.algorithms import geometry
 from hf_quant.config import QuantizerConfig
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
@@ -135,12 +136,11 @@ class QuantPlan:
     def warn(self, model_class: str) -> None:
         """Log a warning if most of the model stays in 16 bit, or `modules_to_not_convert` lifts default exclusions."""
         if self.lifted:
-            names = ", ".join(f"{name} ({reason})" for name, reason in list(self.lifted.items())[:3])
-            more = f" and {len(self.lifted) - 3} more" if len(self.lifted) > 3 else ""
+            names = first_few([f"{name} ({reason})" for name, reason in self.lifted.items()])
             logger.warning(
-                "modules_to_not_convert replaces the model's own exclusions, so that %s%s of this %s are quantized, "
+                "modules_to_not_convert replaces the model's own exclusions, so that %s of this %s are quantized, "
                 "too: add them to the list to keep them in 16 bit",
-                *(names, more, model_class),
+                *(names, model_class),
             )
         kinds: dict[str, int] = {}
         for entry in self.entries.values():
