@@ -80,7 +80,7 @@ def test_pipeline(tmp_path, capsys):
 
 def test_demo(asset_model_dir, tmp_path, capsys):
     printed = run(capsys, "demo", "--out", tmp_path, "--tokens", 1024, "--rounds", 1)
-    assert "equal those of the model before it was saved, to the bit" in printed
+    assert "are equal to the bit to the logits of the model before it was saved" in printed
     results = json.loads((tmp_path / "results.json").read_text())
     rows = {row["name"]: row for row in results["rows"]}
     assert list(rows) == ["bf16", "int8", "fp8", "nf4", "int4", "int3", "int2"]

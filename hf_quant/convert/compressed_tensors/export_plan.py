@@ -1,4 +1,4 @@
-"""What is written for each module, why a module cannot be, and the checkpoint itself, tensor by tensor."""
+"""The plan of an export (layers, reasons for refusals, notes), and the writer that carries it out tensor by tensor."""
 
 import math
 from collections import Counter
@@ -43,7 +43,7 @@ READERS = ("engines", "transformers")
 
 
 class Layer(NamedTuple):
-    """One linear layer of the exported checkpoint: rows of a weight of ours.
+    """One linear layer of the exported checkpoint: rows of one of our weights.
 
     `split` is (expert, part, parts) where it is a part of fused experts.
     """
@@ -55,7 +55,7 @@ class Layer(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A quantized weight of our checkpoint, and the layers that it becomes."""
+    """A quantized weight of our checkpoint, and the layers that it is split into."""
 
     module: QuantizedModule
     prefix: str  # of its parts: name in the checkpoint
@@ -65,18 +65,18 @@ class Weight(NamedTuple):
 
 @dataclass
 class Plan:
-    """What becomes of a checkpoint.
+    """The plan of an export.
 
     Attributes:
         weights: {key of `qdata` in the checkpoint: Weight}.
-        dropped: keys that are written together with another, and guards.
-        ignore: names of what holds a matrix and is not quantized.
-        modules: {name of a layer: name of its module in transformers} where the checkpoint has another.
-        experts: names of the modules that hold experts in 16 bit, fused for all in the checkpoint.
+        dropped: keys that are written together with another key, and guards.
+        ignore: names of modules with a matrix that is not quantized.
+        modules: {name of a layer: name of its module in transformers} where the two differ.
+        experts: names of modules with 16-bit experts that the checkpoint stores in one tensor.
         head: name of the output head if it is quantized.
-        global_scales: {prefix of a weight: the global scale that it is brought to}, of nvfp4.
-        engines: those that serve it: "vLLM", "SGLang".
-        notes: what the exported checkpoint does not say of ours.
+        global_scales: {prefix of an nvfp4 weight: the global scale that it is converted to}.
+        engines: names of the engines that serve the export: "vLLM", "SGLang".
+        notes: properties of our checkpoint that the exported one does not have.
     """
 
     dtype: torch.dtype
@@ -97,12 +97,12 @@ class Plan:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Storage formats, sorted."""
+        """The storage formats, sorted."""
         return tuple(sorted({layer.group.format for layer in self.layers}))
 
 
 def write_export(plan: Plan, files: TensorFiles, target: Path, fields: dict[str, Any], where: str) -> None:
-    """Write the tensors and the config into a directory. `fields` are those of the source's config.json.
+    """Write the tensors and the config into a directory. `fields` are the fields of the source's config.json.
 
     Raises ValueError with every weight whose values cannot be written.
     """
@@ -125,7 +125,7 @@ def write_export(plan: Plan, files: TensorFiles, target: Path, fields: dict[str,
 
 
 def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Plan:
-    """What to write for a reader of READERS; errors call the source `where`.
+    """Plan an export for a reader of READERS; errors call the source `where`.
 
     Raises ValueError with every module that cannot be written, and why.
     """
@@ -173,7 +173,7 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
 
 
 def _layers(model: nn.Module, module: QuantizedModule, stored: str, weight: str) -> list[Layer]:
-    """The layers that one weight becomes. Raises Inexpressible."""
+    """Return the layers that one weight is split into. Raises Inexpressible."""
     *_, N, K = module.matrix_shape(weight)
     if module.kind == "experts":
         names = layer_names(model, module, stored, weight)
@@ -191,8 +191,7 @@ def _layers(model: nn.Module, module: QuantizedModule, stored: str, weight: str)
 def _ignored(
     modules: dict[str, nn.Module], tied: Iterable[str], files: TensorFiles, rename: Callable[[str], str]
 ) -> list[str]:
-    """Names, in the checkpoint and in transformers, of the modules whose matrix is not quantized, the output head
-    among them."""
+    """Return the names, in the checkpoint and in transformers, of modules with an unquantized matrix."""
     found = {}
     for key, info in files.tensors.items():
         name = rename(key).removesuffix(".weight")
@@ -205,7 +204,7 @@ def _ignored(
 
 
 def _experts_in_16_bit(modules: dict[str, nn.Module], files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
-    """Names, as engines have them, of the modules with experts in 16 bit that the checkpoint has in one tensor."""
+    """Return the names that engines have for modules whose 16-bit experts the checkpoint stores in one tensor."""
     found = set()
     for key, info in files.tensors.items():
         name, _, leaf = key.rpartition(".")
@@ -220,8 +219,7 @@ def _experts_in_16_bit(modules: dict[str, nn.Module], files: TensorFiles, rename
 
 
 def _refused_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
-    """{name: reason} of layers that engines cannot load: by their own scheme, or as a part of one that they compute as
-    one, be it quantized differently, or with one scale for all where theirs are different.
+    """Return {name: reason} of layers that engines cannot load, alone or as a part of a fused layer.
 
     Of the `weight_global_scale` of several layers vLLM takes the largest, without adapting the others' weights
     (schemes/compressed_tensors_w4a4_nvfp4.py): where they differ by powers of two, the plan notes the one to bring
@@ -255,7 +253,7 @@ def _refused_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
 
 
 def _scale_of_all(weight: Weight, files: TensorFiles) -> float | None:
-    """The number that scales a whole weight, and that siblings have to share; None if there is none."""
+    """Return the scale of a whole weight, which siblings have to share; None if it has no such scale."""
     quant, activation = weight.module.scheme.weight, weight.module.scheme.activation
     if quant.format == "nvfp4":
         key, dtype = "global_scale", torch.float32
@@ -280,7 +278,7 @@ def _notes(config: QuantizerConfig, plan: Plan) -> Iterator[str]:
 
 
 def _notes_on_engines(plan: Plan) -> Iterator[str]:
-    """Where engines compute otherwise than hf_quant, or not all releases and models do."""
+    """Yield differences between engines and hf_quant, and limits of some releases and models."""
     schemes = {weight.module.scheme for weight in plan.weights.values()}
     if plan.head is not None:
         yield f"{plan.head} is quantized: of the engines, vLLM from 0.20 on and SGLang from 0.5.19 on read such a head"
@@ -297,7 +295,7 @@ def _notes_on_engines(plan: Plan) -> Iterator[str]:
 
 
 def _unserved_by_sglang(plan: Plan) -> Iterator[str]:
-    """Why SGLang does not serve on GPUs what vLLM does."""
+    """Yield the reasons why SGLang does not serve on GPUs what vLLM serves."""
     weights = {weight.module.scheme.weight for weight in plan.weights.values()}
     experts = {layer.group.format for layer in plan.layers if layer.split is not None}
     if MXFP4 in plan.formats:
@@ -311,7 +309,7 @@ def _unserved_by_sglang(plan: Plan) -> Iterator[str]:
 
 
 def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor]:
-    """{name: tensor} of the layers that a weight becomes. Raises Inexpressible."""
+    """Return {name: tensor} of the layers that a weight is split into. Raises Inexpressible."""
     module, tensors = weight.module, {}
     quant = module.scheme.weight
     parameters: dict[str, Tensor | None] = {}
@@ -333,7 +331,7 @@ def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
-    """The `quantization_config` of an export: one group names the class, several name their layers.
+    """Return the `quantization_config` of an export: a single group names the class, several groups name their layers.
 
     For engines also under the names that they have for them.
     """
@@ -366,7 +364,7 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
 
 
 def _refuse(where: str, reasons: dict[str, str]) -> None:
-    """Raise ValueError if there are reasons, {module: why it cannot be written}; of equal ones a few are named."""
+    """Raise ValueError if there are reasons, {module: reason}; equal reasons are written once, with a few modules."""
     if not reasons:
         return
     modules: dict[str, list[str]] = {}

@@ -1,7 +1,8 @@
-"""Norms and activation functions of diffusers' blocks that leave their computation to the layers that quantize them.
+"""Fuse norms and activation functions of diffusers' blocks with the quantization of the layers that read them.
 
-See `hf_quant.modules.inputs.lazy`: a norm, its modulation and the quantization are one kernel. An activation function
-and the quantization are one, too. Norms: only in the blocks that are listed, where linear layers alone read them.
+A norm, its modulation and the quantization become one kernel (see `hf_quant.modules.inputs.lazy`), and so do an
+activation function and the quantization. Norms are fused only in the blocks that are listed, where linear layers alone
+read them.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ _ACTS = {
 
 @cache
 def _lazy_class(cls: type[nn.Module], make: Callable[..., LazyInput]) -> type[nn.Module]:
-    """The class of a norm or an activation function that returns a `LazyInput` where that gains something."""
+    """Return a subclass of a norm or an activation function that returns a `LazyInput` where that is faster."""
 
     def forward(self: nn.Module, x: Tensor | LazyInput) -> Tensor | LazyInput:
         return make(self, x, cls.forward) if _is_wanted(self, x) else cls.forward(self, x)
@@ -91,7 +92,7 @@ def _rebuild(cls: type[nn.Module], make: Callable[..., LazyInput]) -> nn.Module:
 
 
 def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
-    """Without gradients and autocast, on GPUs, or wherever the config says."""
+    """Return True without gradients and autocast, if the input is on a GPU or the config asks for every device."""
     if torch.is_grad_enabled() or torch.compiler.is_exporting() or torch.is_autocast_enabled(x.device.type):
         return False
     if not torch.compiler.is_compiling() and not isinstance(x, LazyInput) and x.is_inference():
@@ -104,7 +105,7 @@ def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
 
 
 def fuse_activations_(model: nn.Module) -> nn.Module:
-    """Let norms and activation functions of a diffusion model be computed together with the quantization after them.
+    """Compute norms and activation functions of a diffusion model together with the quantization after them.
 
     In place, on every device; returns the model. Without it that is so on GPUs only, or as
     `QuantizerConfig(fuse_activations=...)` says when a model is quantized; a checkpoint does not keep it. Results are
@@ -124,7 +125,7 @@ def fuse_activations_(model: nn.Module) -> nn.Module:
 
 
 def unfuse_activations_(model: nn.Module) -> nn.Module:
-    """Let norms and activation functions compute by themselves again, and return the model."""
+    """Compute norms and activation functions by themselves again, and return the model."""
     restore_activations_(model)
     _remember(model, False)
     return model
@@ -137,7 +138,7 @@ def _remember(model: nn.Module, fuses: bool) -> None:
 
 
 def set_fusion_(model: nn.Module, fuses: bool | None) -> int:
-    """Fuse on every device (True), on GPUs (None) or nowhere (False); returns how many modules.
+    """Fuse on every device (True), on GPUs (None) or nowhere (False), and return the number of modules.
 
     See `fuse_activations_`.
     """
@@ -150,7 +151,7 @@ def set_fusion_(model: nn.Module, fuses: bool | None) -> int:
 
 
 def restore_activations_(model: nn.Module) -> None:
-    """Inverse of `set_fusion_`."""
+    """Undo `set_fusion_`."""
     for module in model.modules():
         host = getattr(type(module), "_hf_quant_host", None)
         if host is not None and "_hf_quant_fuses" in module.__dict__:
@@ -159,7 +160,7 @@ def restore_activations_(model: nn.Module) -> None:
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., LazyInput]]]:
-    """(module, what makes its lazy result) of those whose result a layer with quantized activations reads."""
+    """Yield (module, maker of its lazy result) for modules whose result is read by layers that quantize inputs."""
     for block in model.modules():
         name = _name_of(block)
         act, reader = _FEED_FORWARDS.get(name, (None, None))
@@ -175,16 +176,16 @@ def _targets(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., LazyIn
 
 
 def _name_of(module: nn.Module) -> str:
-    """The class of a module of diffusers, as the tables above call it."""
+    """Return the name of a class of diffusers as the tables above have it."""
     return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(_MODELS)
 
 
 def quantizes_activations(model: nn.Module) -> bool:
-    """Whether any layer of a model quantizes its input."""
+    """Return True if any layer of a model quantizes its input."""
     return any(_quantizes(layer) for layer in model.modules())
 
 
 def _quantizes(module: nn.Module) -> bool:
-    """Whether a layer quantizes its input, on CPUs at least; inside of an adapter of PEFT, too."""
+    """Return True if a layer, or the layer inside of an adapter of PEFT, quantizes its input, at least on CPUs."""
     layer = getattr(module, "base_layer", module)
     return isinstance(layer, QuantLinear) and layer.scheme.activation_on("cpu") is not None
