@@ -1,4 +1,4 @@
-"""Registers hf_quant with a host library as soon as that library's list of quantizers is loaded.
+"""Register hf_quant with a host library as soon as that library's list of quantizers is loaded.
 
 A quantized checkpoint must load where hf_quant is installed but not imported. Neither transformers nor diffusers
 looks for plugins; torch does: `import torch` calls the entry points of the group `torch.backends`, here `boot`. That
@@ -13,15 +13,17 @@ What this asks of the package:
   nothing but the standard library, `_boot` and `_version`, resolves the public names by `__getattr__` (PEP 562) and
   ends with `boot()`. So `import hf_quant` needs no host either, and registers with every host, loaded or not yet.
 - Each adapter in `_ADAPTERS` has an idempotent `register() -> None` and ends by calling it: when somebody imports the
-  adapter first, the host is loaded in the middle of the adapter, where this module leaves it to that last line. Those
+  adapter first, the host is loaded in the middle of the adapter, and only that last line can register. The adapters
   for torch's readers import no host: `kernels`, which registers its ops when it is imported, needs no `register`.
-- Modules of diffusers and PEFT that are no lists of quantizers wait in the same way for what extends them. So do
-  torch's own readers of saved programs (torch.export, AOTInductor): their graphs call our ops.
+- Other modules of diffusers and PEFT that we extend, and torch's own readers of saved programs (torch.export,
+  AOTInductor), whose graphs call our ops, are in `_ADAPTERS` as well.
+- Modules that were renamed are importable under their old names, see `_MOVED`.
 - `hf_quant/integrations/__init__.py` imports `transformers.quantizers.auto` before anything else, so that no other
   module in there can be half imported at the moment of registration.
-- What the adapters need imports at its top no module of transformers that loads `transformers.quantizers.auto` or may
-  be loading it (`modeling_utils`, `from transformers import PreTrainedModel`, `from transformers.quantizers import`);
-  `quantizers.base`, `utils.quantization_config`, `cache_utils`, `core_model_loading`, `pytorch_utils` are fine.
+- The modules that adapters import must not import, at their top, a module of transformers that loads
+  `transformers.quantizers.auto` or may be loading it (`modeling_utils`, `from transformers import PreTrainedModel`,
+  `from transformers.quantizers import`); `quantizers.base`, `utils.quantization_config`, `cache_utils`,
+  `core_model_loading`, `pytorch_utils` are fine.
 """
 
 import sys
@@ -68,10 +70,10 @@ def boot() -> None:
 
 
 class _HostFinder:
-    """Finds nothing itself: has the loader of a host's quantizer list tell us when it is done."""
+    """A finder that registers an adapter after the other finders' loader has executed the host's module."""
 
     def find_spec(self, name: str, path=None, target=None):
-        """The spec that the other finders give for a host's quantizer list, None for any other module."""
+        """Return the other finders' spec of a module in `_ADAPTERS`, a spec for `_MOVED`, None for other modules."""
         if name in _MOVED:
             return ModuleSpec(name, _MovedLoader())
         if name not in _ADAPTERS:
@@ -85,18 +87,18 @@ class _HostFinder:
 
 
 class _MovedLoader:
-    """Loads a module of a name in `_MOVED`, whose attributes are those of the module of today."""
+    """Load a stand-in for a module in `_MOVED`: its attributes are looked up in the renamed module."""
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Have the import system make an ordinary module."""
+        """Let the import system make an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it the module-level `__getattr__` of PEP 562."""
+        """Set the module-level `__getattr__` of PEP 562."""
         module.__getattr__ = partial(getattr, import_module(_MOVED[module.__name__]))
 
 
 def _call_after_exec(loader, host: str) -> None:
-    """Make `loader.exec_module` register once, then be itself again (inspect and pickle see the host's own loader)."""
+    """Make `loader.exec_module` register once, and restore it (inspect and pickle need the host's own loader)."""
     exec_module = loader.exec_module
 
     def exec_and_register(module: ModuleType) -> None:
@@ -125,12 +127,12 @@ class _AwaitedModule(ModuleType):
 
 
 def _is_loading(name: str) -> bool:
-    """True while the module is being executed (the flag that the import system itself goes by)."""
+    """Return True while the module is being executed (the import system's own flag)."""
     return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
 
 
 def _register(host: str) -> None:
-    """Import the host's adapter and call its `register`; a failure is one warning, never the host's problem."""
+    """Import the host's adapter and call its `register`; a failure is one warning and never breaks the host."""
     try:
         adapter = import_module(_ADAPTERS[host])
         if not _is_loading(adapter.__name__) and hasattr(adapter, "register"):

@@ -93,7 +93,7 @@ def content(
         "versions": Markdown(
             ", ".join(f"{name} {version}" for name, version in source.versions.items()) or "hf_quant"
         ),
-        "dtype": Markdown(" and ".join(sorted({_dtype_name(part.dtype) for part in source.parts}))),
+        "dtype": Markdown(" and ".join(sorted({str(part.dtype).removeprefix("torch.") for part in source.parts}))),
         "before": size(source.nbytes_before),
         "after": size(source.nbytes),
         "ratio": Markdown(f"{source.nbytes / max(source.nbytes_before, 1):.1%}"),
@@ -107,10 +107,6 @@ def content(
         "legal": _legal(data, bases),
     }
     return values if export is None else values | serving.sections(source, export, repo_id, task)
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _link(name: str) -> str:
@@ -232,21 +228,19 @@ def _kept_rows(summary: CheckpointSummary, config: QuantizerConfig) -> list[dict
     rows = [(code(f"{row.modules} [{row.shape}]"), [row], _reason(row, config)) for row in matrices[:MAX_ROWS]]
     rows += [(f"{len(matrices) - MAX_ROWS} more", matrices[MAX_ROWS:], "")] if len(matrices) > MAX_ROWS else []
     rows += [("vectors (norms, biases)", vectors, "")] if vectors else []
-    return [
-        {
-            "modules": Markdown(name),
-            "dtype": Markdown(_bits_of(group)),
-            "count": sum(row.count for row in group),
-            "size": size(sum(row.nbytes for row in group)),
-            "reason": Markdown(reason),
-        }
-        for name, group, reason in rows
-    ]
-
-
-def _bits_of(rows: list[Any]) -> str:
-    bits = sorted({round(8 * row.nbytes / max(row.num_weights, 1)) for row in rows})
-    return " and ".join(map(str, bits)) + " bit"
+    found = []
+    for name, group, reason in rows:
+        bits = sorted({round(8 * row.nbytes / max(row.num_weights, 1)) for row in group})
+        found.append(
+            {
+                "modules": Markdown(name),
+                "dtype": Markdown(" and ".join(map(str, bits)) + " bit"),
+                "count": sum(row.count for row in group),
+                "size": size(sum(row.nbytes for row in group)),
+                "reason": Markdown(reason),
+            }
+        )
+    return found
 
 
 def _reason(row: CheckpointRow, config: QuantizerConfig) -> str:

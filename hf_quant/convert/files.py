@@ -121,7 +121,9 @@ def staged(source: Path, out: Path, place: Path | None = None) -> Iterator[Path]
         out = out.resolve()
         directory = place / "checkpoint"
         directory.mkdir()
-        _copy_side_files(source, directory)
+        for path in sorted(source.iterdir()):
+            if is_side_file(path, but=OWN_CONFIGS):
+                shutil.copyfile(path, directory / path.name)
         yield directory
         if out.is_dir():
             out.rmdir()
@@ -132,12 +134,6 @@ def is_side_file(path: Path, *, but: Iterable[str]) -> bool:
     """Return True for a tokenizer file, licence or the like that is copied along; not for names in `but`."""
     left_out = (*_NOT_SIDE_FILES, *but)
     return path.is_file() and any(map(path.match, SIDE_FILES)) and not any(map(path.match, left_out))
-
-
-def _copy_side_files(source: Path, target: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if is_side_file(path, but=OWN_CONFIGS):
-            shutil.copyfile(path, target / path.name)
 
 
 def local_checkpoint(source: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:

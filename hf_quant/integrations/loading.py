@@ -182,6 +182,16 @@ def _check_complete(
             )
 
 
+def waiting_module(model: nn.Module, param_name: str) -> QuantizedModule | None:
+    """Return the quantized module in which a parameter is the placeholder of a 16-bit weight, or None."""
+    name, _, leaf = param_name.rpartition(".")
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return module if isinstance(module, QuantizedModule) and leaf in module.placeholders else None
+
+
 def quantize_into(
     module: QuantizedModule, weight_name: str, weight: torch.Tensor, fqn: str, device: torch.device | str | None
 ) -> PackedWeight:

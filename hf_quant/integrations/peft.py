@@ -85,26 +85,20 @@ def _true(count: Callable[[Any], tuple[int, int]]) -> Callable[[Any], tuple[int,
     return count_weights
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[[Callable], Callable]) -> None:
-    method = getattr(owner, name)
-    if not hasattr(method, "_hf_quant"):
-        setattr(owner, name, wrapper(method))
-
-
 def register() -> None:
     """Wrap the tuners of PEFT to check their targets, and its models to count weights. Further calls do nothing.
 
-    Called as soon as each of the modules is loaded: only what is there is wrapped.
+    `hf_quant._boot` calls this after each of the modules is loaded; classes that do not exist yet are skipped.
     """
     owners = {
         ("peft.tuners.tuners_utils", "BaseTuner"): ("inject_adapter", _checked),
         ("peft.peft_model", "PeftModel"): ("get_nb_trainable_parameters", _true),
         ("peft.mixed_model", "PeftMixedModel"): ("get_nb_trainable_parameters", _true),
     }
-    for (module, name), method in owners.items():
+    for (module, name), (method, wrapper) in owners.items():
         owner = getattr(sys.modules.get(module), name, None)
-        if owner is not None:
-            _wrap(owner, *method)
+        if owner is not None and not hasattr(getattr(owner, method), "_hf_quant"):
+            setattr(owner, method, wrapper(getattr(owner, method)))
 
 
 register()

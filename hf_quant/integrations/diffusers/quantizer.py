@@ -29,6 +29,7 @@ from hf_quant.integrations.loading import (
     quantize_into,
     read_keys,
     trim_memory,
+    waiting_module,
 )
 from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods, refuse_training
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
@@ -212,7 +213,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
     ) -> bool:
         if self.pre_quantized:
             return False  # the host loads packed tensors; shapes and dtypes are checked already
-        return _waiting_module(model, param_name) is not None or _is_float8(param_value)
+        return waiting_module(model, param_name) is not None or _is_float8(param_value)
 
     def create_quantized_param(
         self,
@@ -224,7 +225,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        module = _waiting_module(model, param_name)
+        module = waiting_module(model, param_name)
         if module is None:  # fp8: with a quantizer, from_single_file would make it fp32, whatever dtype was asked for
             set_module_tensor_to_device(model, param_name, target_device, value=param_value, dtype=self._dtype)
             return
@@ -301,13 +302,6 @@ def _check_none_missing(names: list[str]) -> None:
         raise ValueError(
             f"the checkpoint has no fitting {first_few(names)}; is it of another model, or is a shard missing?"
         )
-
-
-def _waiting_module(model: nn.Module, param_name: str) -> QuantizedModule | None:
-    """Return the module that waits for this 16-bit weight, or None."""
-    path, _, leaf = param_name.rpartition(".")
-    module = model.get_submodule(path)
-    return module if isinstance(module, QuantizedModule) and leaf in module.placeholders else None
 
 
 def _is_float8(tensor: torch.Tensor) -> bool:

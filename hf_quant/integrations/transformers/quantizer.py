@@ -30,6 +30,7 @@ from hf_quant.integrations.loading import (
     read_keys,
     refuse_outside,
     trim_memory,
+    waiting_module,
 )
 from hf_quant.integrations.methods import Wrapper, attach_methods, count_weights, detach_methods, refuse_training
 from hf_quant.integrations.transformers import generation
@@ -167,11 +168,11 @@ class TransformersQuantizer(HfQuantizer):
         return QuantizerConfig.from_dict({**config.to_dict(), "attention": None})
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        return not self.pre_quantized and _placeholder(model, param_name) is not None
+        return not self.pre_quantized and waiting_module(model, param_name) is not None
 
     def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
         # The placeholder of a weight takes no memory: the codes are counted under their own names.
-        return 0 if _placeholder(model, param_name) is not None else param.element_size()
+        return 0 if waiting_module(model, param_name) is not None else param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -255,7 +256,7 @@ class _Quantize(ConversionOps):
         converted: dict[str, Any] = {}
         for key, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
-            module = _placeholder(model, key)
+            module = waiting_module(model, key)
             if module is None:
                 converted[key] = value
                 continue
@@ -284,16 +285,6 @@ class _Quantize(ConversionOps):
         return PackedWeight(
             *(t if t is None else torch.zeros(t.shape, dtype=t.dtype, device=weight.device) for t in local)
         )
-
-
-def _placeholder(model: nn.Module, param_name: str) -> QuantizedModule | None:
-    """Return the quantized module in which a parameter is the placeholder of a 16-bit weight, or None."""
-    name, _, leaf = param_name.rpartition(".")
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        return None
-    return module if isinstance(module, QuantizedModule) and leaf in module.placeholders else None
 
 
 def _is_here(parameter: torch.Tensor) -> bool:
