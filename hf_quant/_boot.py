@@ -52,6 +52,8 @@ _MOVED = {
     "hf_quant.integrations.diffusers_attention": "hf_quant.integrations.diffusers.attention",
     "hf_quant.integrations.diffusers_fused": "hf_quant.integrations.diffusers.fused_norms",
     "hf_quant.integrations.generation": "hf_quant.integrations.transformers.generation",
+    "hf_quant.modules._rows": "hf_quant.modules.inputs.shared_rows",
+    "hf_quant.modules.fused": "hf_quant.modules.inputs.shared_product",
 }
 
 

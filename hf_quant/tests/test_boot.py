@@ -221,6 +221,8 @@ assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["hf_quant"] is hf_quant.QuantizerCo
         ("hf_quant.integrations.generation", "CacheMethod"),
         ("hf_quant.integrations.transformers", "TransformersQuantizer"),
         ("hf_quant.integrations.transformers", "_refuse_cast"),
+        ("hf_quant.modules._rows", "SharedInput"),
+        ("hf_quant.modules.fused", "FusedProjections"),
     ],
 )
 def test_pickles_find_classes_under_the_names_that_modules_had(old, name):
