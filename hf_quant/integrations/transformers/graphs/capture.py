@@ -2,18 +2,19 @@
 
 One token of a small batch is dozens of launches per layer, each longer on the host than on the GPU: Llama-3.1-8B in
 16 bit decodes at 41 tokens/s in eager `generate` on an H100 (bitsandbytes, benchmarking/README.md), where its bytes
-allow 220. A replay is one launch. There is nothing to compile, unlike with the host's own way
+allow 220. A replay is one launch. Nothing is compiled, unlike with the way of transformers
 (`cache_implementation="static"` alone, which calls torch.compile).
 
-What makes a step replayable: its tensors stay where they are, and what Python decides depends on nothing that changes.
-So inputs are copied into buffers, and the static cache, which every `generate` makes anew, is given the memory of an
-earlier one, zeroed. All else that a step depends on is compared, and what differs is captured anew: shapes and values
-of the inputs, parameters, buffers and attributes of the modules (adapters, hooks), the attention implementation,
-autocast. The first step of a kind runs as it is (kernels are compiled in it), the second is captured. On the way the
-cache is watched: one that changes anything in Python, but for the length of a sliding window, is not captured.
+A step can be replayed if the addresses of its tensors are fixed and the decisions of its Python code do not change.
+Therefore inputs are copied into buffers, and the static cache, which every `generate` creates anew, gets the memory of
+an earlier one, zeroed. Everything else that a step depends on is compared, and a step that differs is captured anew:
+shapes and values of the inputs, parameters, buffers and attributes of the modules (adapters, hooks), the attention
+implementation, autocast. The first step of a kind runs without a graph (its kernels are compiled), the second is
+captured. Meanwhile the cache is observed: a cache that changes anything in Python except the length of a sliding
+window is not captured.
 
-Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models, models spread over devices, and
-caches of more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` says why.
+Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models, models on several devices, and caches
+with more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` records the reason.
 """
 
 import threading
@@ -37,11 +38,11 @@ _MIN_UNIT = 256  # tokens; cache lengths are rounded up to a multiple
 
 
 class DecodeGraphs:
-    """The captured decoding of one model; see `capture_generate`. As a context manager it releases at the end.
+    """The captured decoding of one model; see `capture_generate`. A context manager that releases it at the end.
 
     Attributes:
-        num_captures, num_replays: how often a step was captured, and replayed.
-        reasons: {why generations or steps ran without a graph: how many}.
+        num_captures, num_replays: number of steps that were captured, and replayed.
+        reasons: {reason for running without a graph: number of generations or steps}.
     """
 
     def __init__(self, model: nn.Module, backend: Backend, max_caches: int) -> None:
@@ -53,7 +54,7 @@ class DecodeGraphs:
         self._chosen = threading.local()
         self._lock = threading.Lock()
         for name in _METHODS:
-            # A class with masks of its own kind goes on making them.
+            # A class that creates its own masks keeps its method.
             if name != "create_masks_for_generate" or not hasattr(model, name):
                 setattr(model, name, _Method(model, name, self))
 
@@ -68,7 +69,7 @@ class DecodeGraphs:
         return "\n".join(lines + [f"without a graph, {count} x: {why}" for why, count in self.reasons.items()])
 
     def release(self) -> None:
-        """Free graphs and cache memory, and let `generate` run as before."""
+        """Free graphs and cache memory; `generate` then runs as before."""
         model = self.model()
         for name in _METHODS:
             method = None if model is None else model.__dict__.get(name)
@@ -83,7 +84,7 @@ class DecodeGraphs:
         """Count a generation or step that runs without a graph."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
-    # In the place of the model's methods; `host` is what was there.
+    # Replacements of the model's methods; `host` is the replaced method.
 
     def _prepare_cache_for_generation(
         self,
@@ -95,18 +96,18 @@ class DecodeGraphs:
         max_cache_length: int,
     ) -> Any:
         model = self.model()
-        reason = _why_not(model, self.backend, generation_config, model_kwargs, generation_mode)
+        reason = _unsupported_reason(model, self.backend, generation_config, model_kwargs, generation_mode)
         if reason is None:
             given, longest = generation_config.cache_implementation, getattr(model, "_previous_max_cache_length", -1)
             generation_config.cache_implementation = "static"
-            model._previous_max_cache_length = -1  # not the longest ever: what is not filled is read all the same
+            model._previous_max_cache_length = -1  # not the longest so far, because unfilled columns are read, too
             length = _rounded(max_cache_length)
             try:
                 result = host(generation_config, model_kwargs, generation_mode, batch_size, length)
             finally:
                 generation_config.cache_implementation = given
             cache = model_kwargs.get("past_key_values")
-            reason = _why_no_memory(cache)
+            reason = _memory_unsupported_reason(cache)
             if reason is None:
                 rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
                 with self._lock:
@@ -123,21 +124,21 @@ class DecodeGraphs:
         self, host: Callable[..., bool], model_kwargs: dict[str, Any], generation_config: Any
     ) -> bool:
         decoder = self._decoder_of(model_kwargs.get("past_key_values"))
-        self._chosen.decoder = decoder  # `get_compiled_call`, which comes next, is not told for which cache
+        self._chosen.decoder = decoder  # `get_compiled_call` is called next, without the cache
         return decoder is not None or host(model_kwargs, generation_config)
 
     def get_compiled_call(self, host: Callable[..., Any], compile_config: Any) -> Callable[..., Any]:
-        """The decoder that `_valid_auto_compile_criteria` has just found, or what the host compiles."""
+        """Return the decoder that `_valid_auto_compile_criteria` has just found, or the compiled call of the host."""
         decoder = self._chosen.__dict__.pop("decoder", None)
         return host(compile_config) if decoder is None else decoder
 
     def create_masks_for_generate(self, host: Callable[..., Any], **kwargs: Any) -> Any:
-        """Leave the mask of a step that is captured to the model, which makes it inside of the graph."""
+        """Leave the mask of a captured step to the model, which creates it inside the graph."""
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         decoder = self._decoder_of(cache)
         if decoder is None or decoder.windows or decoder.memory.reason or kwargs["inputs_embeds"].shape[1] != 1:
             return host(**kwargs)
-        # Its length must not grow; that of the prompt says who is padded, and all that follows is not.
+        # The length must not grow. Only the prompt has padding; all later tokens are real.
         length = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
         return mask if mask is None else F.pad(mask, (0, length - mask.shape[1]), value=1)
 
@@ -145,11 +146,11 @@ class DecodeGraphs:
         return self._decoders.get(cache) if hasattr(cache, "layers") else None
 
     def _memory_for(self, rows: int, cache: Any) -> Memory:
-        """Memory that nobody has, of this structure."""
+        """Return memory of this structure that no cache uses."""
         structure = tuple((type(layer), frozen(host_state(layer))) for layer in cache.layers)
         key = (rows, type(cache), structure)
         memory = self._memories.pop(key, None)
-        if memory is None or not memory.is_free:  # whoever holds that cache, as a result or in a thread, keeps it
+        if memory is None or not memory.is_free:  # the owner of that cache, a result or a thread, keeps the memory
             memory = Memory(len(cache.layers))
         self._memories[key] = memory
         while len(self._memories) > self.max_caches:
@@ -166,7 +167,7 @@ _METHODS = (
 
 
 class _Method(ModelMethod):
-    """A method of one model that asks a `DecodeGraphs`. In a copy of the model it is the host's own again."""
+    """A method of one model that calls a `DecodeGraphs`. A copy of the model has the method of the host again."""
 
     def __init__(self, model: nn.Module, name: str, graphs: DecodeGraphs | None = None) -> None:
         self.graphs = graphs
@@ -182,7 +183,7 @@ class _Method(ModelMethod):
         super().__setstate__(state)
 
     def call_host(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.host is None and self.name == "create_masks_for_generate":  # a function, where no class has its own
+        if self.host is None and self.name == "create_masks_for_generate":  # a function, unless the class has a method
             from transformers.masking_utils import create_masks_for_generate
 
             return create_masks_for_generate(*args, **kwargs)
@@ -194,26 +195,26 @@ class _Method(ModelMethod):
 
 
 def capture_generate(model: nn.Module, *, backend: Backend | None = None, max_caches: int = 4) -> DecodeGraphs:
-    """Have `model.generate` capture the decoding of one token into a CUDA graph, and replay it.
+    """Let `model.generate` capture the decoding of one token into a CUDA graph, and replay it.
 
-    From the third token of a generation on, greedy search and sampling make one launch per token; results are those of
-    eager `generate` with a static cache. A batch size, or a cache length (rounded up to a multiple of 256 tokens, or
-    of an eighth of the next power of two), that has not been met is captured once. Works for any decoder-only model of
-    transformers that is on one GPU, quantized or not; without a GPU nothing changes, and `print` of the result says
-    so. Not for several threads that change the model while it generates.
+    From the third token of a generation on, greedy search and sampling make one launch per token; the results equal
+    eager `generate` with a static cache. Each new batch size and cache length (rounded up to a multiple of 256 tokens,
+    or of an eighth of the next power of two) is captured once. Supports any decoder-only model of transformers on one
+    GPU, quantized or not. Without a GPU nothing changes, and `print` of the result says so. Other threads must not
+    change the model while it generates.
 
     Args:
-        model: a transformers model, or PEFT's around one.
-        backend: what captures; default: CUDA graphs.
-        max_caches: how many batch sizes and cache lengths are kept, each with its cache memory; the least recently
-            used are freed.
+        model: a transformers model, or a PEFT model around one.
+        backend: implementation of the capture; default: CUDA graphs.
+        max_caches: number of batch sizes and cache lengths that are kept, each with its cache memory; the least
+            recently used are freed.
 
     Returns:
-        what was captured; `release()`, or the end of `with capture_generate(model):`, frees it.
+        the captured decoding; `release()`, or the end of `with capture_generate(model):`, frees it.
 
     Raises:
         ValueError: if the model has no `generate` of transformers, or is captured already; later in `generate`, if a
-            step does what no graph can hold, such as waiting for the GPU.
+            step does something that no graph can contain, such as waiting for the GPU.
     """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = model.get_base_model()
@@ -226,8 +227,10 @@ def capture_generate(model: nn.Module, *, backend: Backend | None = None, max_ca
     return DecodeGraphs(model, backend or CudaGraphs(), max_caches)
 
 
-def _why_not(model: nn.Module, backend: Backend, config: Any, model_kwargs: dict[str, Any], mode: Any) -> str | None:
-    """Why a generation is not captured, as far as its arguments and its model say; None if it can be."""
+def _unsupported_reason(
+    model: nn.Module, backend: Backend, config: Any, model_kwargs: dict[str, Any], mode: Any
+) -> str | None:
+    """Return the reason why the arguments or the model of a generation prevent its capture, or None."""
     text = model.config.get_text_config(decoder=True)
     ropes = getattr(text, "rope_parameters", None) or {}
     rope_types = {r.get("rope_type") for r in (ropes, *ropes.values()) if isinstance(r, dict)}
@@ -250,8 +253,8 @@ def _why_not(model: nn.Module, backend: Backend, config: Any, model_kwargs: dict
     return next((reason for is_so, reason in reasons if is_so), None)
 
 
-def _why_no_memory(cache: Any) -> str | None:
-    """Why a cache cannot take the memory of an earlier one; None if it can."""
+def _memory_unsupported_reason(cache: Any) -> str | None:
+    """Return the reason why a cache cannot use the memory of an earlier one, or None."""
     kind = type(cache).__name__
     if not hasattr(cache, "layers") or not cache.is_compileable or getattr(cache, "offloading", False):
         return f"a {kind} has no static memory"
@@ -268,6 +271,6 @@ def _why_no_memory(cache: Any) -> str | None:
 
 
 def _rounded(length: int) -> int:
-    """A cache length: at most an eighth longer than half the next power of two, so that few lengths are captured."""
+    """Round a cache length up to an eighth of the next power of two, so that few lengths are captured."""
     unit = max(_MIN_UNIT, 1 << max((length - 1).bit_length() - 3, 0))
     return -(-length // unit) * unit

@@ -1,4 +1,4 @@
-"""The memory of caches, which generations take over from each other, and the steps that are captured on it."""
+"""Cache memory that generations take over from each other, and the steps that are captured on it."""
 
 import threading
 import weakref
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_GRAPHS = 16  # of one cache: more kinds of steps than that never repeat
+MAX_GRAPHS = 16  # of one cache; more kinds of steps do not repeat
 
 
 class Backend(Protocol):
-    """How a step is captured; `CudaGraphs`, or what a test puts in its place."""
+    """Implementation of the capture of a step: `CudaGraphs`, or a replacement in tests."""
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Why nothing can be captured on a device, None if it can."""
+        """Return the reason why nothing can be captured on a device, or None."""
 
     def warm_up(self, step: Callable[[], T], device: torch.device) -> T:
-        """Run a step for the first time, where it will be captured."""
+        """Run a step for the first time, on the stream that will capture it."""
 
     def capture(self, step: Callable[[], T], device: torch.device) -> tuple[T, Callable[[], None]]:
-        """Record a step without running it: (its outputs, which every replay writes anew; the replay)."""
+        """Record a step without running it; return (its outputs, which every replay overwrites; the replay)."""
 
 
 class CudaGraphs:
-    """torch.cuda.CUDAGraph, each with memory of its own: graphs may be replayed side by side."""
+    """Capture into torch.cuda.CUDAGraph objects with separate memory: graphs may be replayed concurrently."""
 
     def __init__(self) -> None:
-        self._local = threading.local()  # what others launch on a stream that captures would become part of the graph
-        self._lock = threading.Lock()  # a capture begins with waiting for the device, which no other capture survives
+        self._local = threading.local()  # launches of other threads on a capturing stream would join the graph
+        self._lock = threading.Lock()  # a capture begins with a synchronization, which breaks other captures
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         streams = self._local.__dict__.setdefault("streams", {})
@@ -73,7 +73,7 @@ class CudaGraphs:
             outputs = step()
         current.wait_stream(stream)
 
-        def used(value: Any) -> Any:  # here, so that its memory is not given to another step before that is done
+        def used(value: Any) -> Any:  # keeps the allocator from reusing the memory before the stream is done
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(current)
             return value
@@ -91,7 +91,7 @@ class CudaGraphs:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Cast weights anew: a graph would go on reading casts that are freed at the end of the caller's autocast."""
+    """Cast weights again: a graph would read cached casts after the end of autocast, when they are freed."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -101,19 +101,21 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 class Layer:
-    """The memory of one cache layer: the attributes that its lazy initialization made, and for which arguments."""
+    """The memory of one cache layer: attributes that its lazy initialization created, and the arguments."""
 
     def __init__(self, arguments: tuple, layer: Any, names: list[str]) -> None:
         self.arguments = arguments
         for name, value in tensors_of(layer).items():
-            if value.is_inference():  # made with the layer; it could not be changed outside of inference mode
+            if value.is_inference():  # created with the layer; cannot be written outside of inference mode
                 setattr(layer, name, value.clone())
         self.state = {name: layer.__dict__[name] for name in names}
         self.tensors = [(name, value) for name, value in self.state.items() if isinstance(value, Tensor)]
-        self.initial = {n: t.clone() for n, t in self.tensors if bool((t != 0).any())}  # mostly none: all is zero
+        self.initial = {
+            n: t.clone() for n, t in self.tensors if bool((t != 0).any())
+        }  # mostly empty: the tensors are zero
 
     def give(self, layer: Any) -> None:
-        """Make a layer that is not initialized an empty one with this memory."""
+        """Initialize a layer as an empty one with this memory."""
         layer.__dict__.update(self.state)
         for name, value in self.tensors:
             value.copy_(self.initial[name]) if name in self.initial else value.zero_()
@@ -132,11 +134,11 @@ class Memory:
     """The cache memory for one batch size and cache structure, and the graphs that read and write it.
 
     Attributes:
-        layers: of each cache layer; None where nothing has been initialized.
-        user: the cache that has this memory now. While it lives, nobody else gets it.
-        graphs: by what a step depends on.
-        fingerprint: of the model that the graphs were captured from.
-        reason: why steps with this cache are not captured.
+        layers: memory of each cache layer; None before its initialization.
+        user: the cache that uses this memory; no other cache gets it while that one exists.
+        graphs: {everything that a step depends on: graph}.
+        fingerprint: state of the model from which the graphs were captured.
+        reason: reason why steps with this cache are not captured, or None.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -151,14 +153,14 @@ class Memory:
         return self.user is None or self.user() is None
 
     def lend_to(self, cache: Any) -> None:
-        """Have the layers of a cache take this memory when they are initialized, by their first tokens."""
+        """Let the layers of a cache take this memory when their first tokens initialize them."""
         self.user = weakref.ref(cache)
         for index, layer in enumerate(cache.layers):
             if hasattr(type(layer), "lazy_initialization"):
                 layer.lazy_initialization = Initialize(self, index, layer)
 
     def initialize(self, index: int, layer: Any, lent: dict[str, Tensor], *args: Tensor) -> None:
-        """Give a layer its memory, or let it make some; `lent` are the tensors that it had when it came."""
+        """Give a layer its memory, or let it allocate; `lent` are the tensors that the layer had before."""
         arguments = tuple((t.shape[:-2], t.shape[-1], t.dtype, t.device) for t in args)
         with torch.inference_mode(False), torch.no_grad():
             known = self.layers[index]
@@ -173,7 +175,7 @@ class Memory:
                 self.graphs.clear()
 
     def is_in(self, cache: Any) -> bool:
-        """Whether the tensors of a cache are still those that were lent to it."""
+        """True if the cache still has the tensors that were lent to it."""
         for known, layer in zip(self.layers, cache.layers):
             if known is not None:
                 state = layer.__dict__
@@ -183,7 +185,7 @@ class Memory:
         return True
 
     def why_not_lent(self, cache: Any) -> str | None:
-        """Why a cache holds more tensors than were lent to it, which the next one would not share; None if not."""
+        """Return the reason why a cache has tensors that were not lent to it, or None."""
         for known, layer in zip(self.layers, cache.layers):
             hook = layer.__dict__.get("lazy_initialization")
             lent = hook.tensors if isinstance(hook, Initialize) else {} if known is None else known.state
@@ -196,10 +198,10 @@ class Memory:
 
 
 class Initialize:
-    """In the place of a layer's `lazy_initialization`, once; holds it weakly, as a cycle would keep the cache.
+    """Replacement of a layer's `lazy_initialization`, used once. The reference is weak: a cycle would keep the cache.
 
     Attributes:
-        tensors: that the layer has without it.
+        tensors: tensors that the layer has before its initialization.
     """
 
     def __init__(self, memory: Memory, index: int, layer: Any) -> None:
@@ -209,18 +211,18 @@ class Initialize:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         layer = self.layer()
         del layer.lazy_initialization
-        if kwargs or not all(isinstance(a, Tensor) for a in args):  # memory that is not known: `why_not_lent` says so
+        if kwargs or not all(isinstance(a, Tensor) for a in args):  # unknown memory: `why_not_lent` returns the reason
             layer.lazy_initialization(*args, **kwargs)
         else:
             self.memory.initialize(self.index, layer, self.tensors, *args)
 
 
 class Decoder:
-    """What one `generate` calls in the place of the model: it replays steps of one token."""
+    """Callable that one `generate` uses instead of the model: it replays steps of one token."""
 
     def __init__(self, graphs: "DecodeGraphs", memory: Memory, cache: Any) -> None:
         self.graphs, self.memory, self.cache = graphs, memory, weakref.ref(cache)
-        # Windows count their tokens in Python: whether they are full decides, and the host has to make their masks.
+        # Windows count their tokens in Python: a full window changes the step, and the host must create the masks.
         self.windows = [weakref.ref(layer) for layer in cache.layers if hasattr(layer, COUNTER)]
         self.state: tuple | None = None
 
@@ -242,18 +244,18 @@ class Decoder:
         if reason is not None:
             self.graphs.note(reason)
             return model(**inputs)
-        if self.state is None:  # once per generation, after its prompt, which may have changed what modules hold
+        if self.state is None:  # once per generation, after the prompt, which may have changed the modules
             self.state, found_now = globals_of(model), fingerprint(model)
             if found_now != memory.fingerprint:
                 memory.graphs.clear()
                 memory.fingerprint = found_now
         tensors, spec = found
         key = (self.state, spec, tuple([is_full(layer()) for layer in self.windows]))
-        with torch.inference_mode(False), torch.no_grad():  # nothing but tensors of inference mode could follow those
+        with torch.inference_mode(False), torch.no_grad():  # results of inference mode could not be used outside of it
             return self.step(model, key, inputs, tensors, cache)
 
     def step(self, model: nn.Module, key: tuple, inputs: dict[str, Any], tensors: list[Tensor], cache: Any) -> Any:
-        """One token: run, captured or replayed."""
+        """Run, capture or replay one token."""
         graphs, memory = self.graphs, self.memory
         graph = memory.graphs.get(key)
         is_new = graph is None
@@ -274,13 +276,13 @@ class Decoder:
             self.capture(graph, model, rebuild(inputs, iter(graph.buffers)), cache)
         else:
             for layer in self.windows:
-                layer().cumulative_length_int += 1  # as the captured step did
+                layer().cumulative_length_int += 1  # as in the captured step
         graph.replay()
         graphs.num_replays += 1
         return map_leaves(graph.outputs, lambda v: v.clone() if isinstance(v, Tensor) else cache if v is CACHE else v)
 
     def capture(self, graph: Graph, model: nn.Module, arguments: dict[str, Any], cache: Any) -> None:
-        """Capture a step. Raises ValueError, with the cache as it was, if it does what no graph can hold."""
+        """Capture a step. Raises ValueError, with an unchanged cache, if the step cannot be part of a graph."""
         before = [host_state(layer) for layer in cache.layers]
         try:
             outputs, replay = self.graphs.backend.capture(partial(model, **arguments), graph.buffers[0].device)
@@ -297,7 +299,7 @@ class Decoder:
         self.graphs.num_captures += 1
 
     def watch(self, cache: Any, before: list[dict[str, Any]]) -> None:
-        """After the first step of a kind: say why it cannot be replayed, if it has changed anything in Python."""
+        """Check, after the first step of a kind, that it changed nothing in Python; else record the reason."""
         memory = self.memory
         for layer, old in zip(cache.layers, before):
             new = _seen(layer)
@@ -310,5 +312,5 @@ class Decoder:
 
 
 def _seen(layer: Any) -> dict[str, Any]:
-    """What a layer holds in Python, as values that stay when it changes a dict or list in place."""
+    """Return the Python state of a layer as values that do not follow changes in place."""
     return {name: frozen(value) for name, value in host_state(layer).items()}

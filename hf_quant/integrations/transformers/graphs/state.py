@@ -1,4 +1,4 @@
-"""What a captured step depends on, as values that can be compared."""
+"""Comparable snapshots of everything that a captured step depends on."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 
 
-COUNTER = "cumulative_length_int"  # of transformers' sliding windows: whether they are full decides what a step does
-CACHE = object()  # in inputs and outputs that are kept, where the cache was
+COUNTER = "cumulative_length_int"  # of sliding windows in transformers: a full window changes the step
+CACHE = object()  # replaces the cache in inputs and outputs that are kept
 
 
 def is_full(layer: Any) -> bool:
-    """Return True if a sliding window is full: from then on a step does something else."""
+    """Return True if a sliding window is full: from then on a step differs."""
     return layer.cumulative_length_int >= layer.max_cache_len
 
 
 def is_made(mask: Any) -> bool:
-    """Whether a mask is one for the attention itself, not a padding mask."""
+    """True if a mask is an attention mask, not a padding mask."""
     return isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() == 4)
 
 
@@ -32,7 +32,7 @@ def host_state(layer: Any) -> dict[str, Any]:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a dict, list, tuple or set has tensors in it."""
+    """True if a dict, list, tuple or set contains tensors."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple | set):
@@ -41,7 +41,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def flatten(inputs: dict[str, Any], cache: Any) -> tuple[list[Tensor], tuple] | None:
-    """(tensors, what a graph of the inputs depends on besides their values); None if they hold anything else."""
+    """Split inputs into (tensors, everything else that a graph depends on); None if that is not comparable."""
     tensors: list[Tensor] = []
     spec: list[Any] = []
     return (tensors, tuple(spec)) if _add(inputs, cache, tensors, spec) else None
@@ -67,12 +67,12 @@ def _add(value: Any, cache: Any, tensors: list[Tensor], spec: list[Any]) -> bool
 
 
 def rebuild(value: Any, buffers: Iterator[Tensor]) -> Any:
-    """The inputs of `flatten` with buffers for tensors."""
+    """Rebuild the inputs of `flatten` with buffers in place of tensors."""
     return map_leaves(value, lambda v: next(buffers) if isinstance(v, Tensor) else v)
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` of every leaf of dicts (ModelOutput, too), lists and tuples."""
+    """Apply `function` to every leaf of dicts (ModelOutput, too), lists and tuples."""
     if isinstance(value, dict):
         return type(value)(**{k: map_leaves(v, function) for k, v in value.items()})
     if type(value) in (list, tuple):
@@ -81,7 +81,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def globals_of(model: nn.Module) -> tuple:
-    """What steps depend on outside of the model."""
+    """Return the settings outside of the model that a step depends on."""
     device = model.device.type
     cuda = torch.backends.cuda
     return (
@@ -92,11 +92,11 @@ def globals_of(model: nn.Module) -> tuple:
     )
 
 
-_PLAIN_STATE = frozenset(nn.Module().__dict__) - {"training"}  # what every module has
+_PLAIN_STATE = frozenset(nn.Module().__dict__) - {"training"}  # attributes of every module
 
 
 def fingerprint(model: nn.Module) -> tuple:
-    """All that the modules of a model hold: addresses of tensors, values of attributes, identities of the rest."""
+    """Return the state of a model's modules: addresses of tensors, values of attributes, identities of the rest."""
     found: list[Any] = []
     for module in model.modules():
         state = module.__dict__
@@ -110,7 +110,7 @@ def fingerprint(model: nn.Module) -> tuple:
 
 
 def frozen(value: Any) -> Any:
-    """Something hashable that is equal as long as a value, as far as it can be seen, is."""
+    """Return a hashable snapshot of a value; snapshots are equal while the value does not visibly change."""
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, value.dtype
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | type):
