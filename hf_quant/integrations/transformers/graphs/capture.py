@@ -13,8 +13,8 @@ implementation, autocast. The first step of a kind runs without a graph (its ker
 captured. Meanwhile the cache is observed: a cache that changes anything in Python except the length of a sliding
 window is not captured.
 
-Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models, models on several devices, and caches
-with more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` records the reason.
+Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models, models on several devices, and
+caches with more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` records the reason.
 """
 
 import threading
