@@ -14,7 +14,8 @@ captured. Meanwhile the cache is observed: a cache that changes anything in Pyth
 window is not captured.
 
 Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models, models on several devices, and
-caches with more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` records the reason.
+caches with more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` records the
+reason.
 """
 
 import threading
