@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._groups import Choice, Groups
+from hf_quant.algorithms.groups import Choice, Groups
 
 
 def absmax(groups: Groups, shrink: float | Tensor = 1.0) -> Choice:

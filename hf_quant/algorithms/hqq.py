@@ -15,8 +15,8 @@ from functools import partial
 
 from torch import Tensor
 
-from hf_quant.algorithms._fit import fit
-from hf_quant.algorithms._groups import Choice, Groups
+from hf_quant.algorithms.fit import fit
+from hf_quant.algorithms.groups import Choice, Groups
 from hf_quant.algorithms.mse import Best
 
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._fit import fit
-from hf_quant.algorithms._groups import Choice, Groups, power_error
 from hf_quant.algorithms.absmax import absmax
+from hf_quant.algorithms.fit import fit
+from hf_quant.algorithms.groups import Choice, Groups, power_error
 from hf_quant.formats import Format
 
 
 class Search(NamedTuple):
-    """What is tried for each group, in this order, besides `absmax`.
+    """The candidates that are tried for each group, in this order, besides `absmax`.
 
     Attributes:
         shrinks: clip factors.

@@ -6,8 +6,8 @@ same codes up by |w| / |w'| keeps the energy of the output for uncorrelated inpu
 error, next to nothing.
 """
 
-from hf_quant.algorithms._fit import squares, stored_scale
-from hf_quant.algorithms._groups import Choice, Groups
+from hf_quant.algorithms.fit import squares, stored_scale
+from hf_quant.algorithms.groups import Choice, Groups
 from hf_quant.algorithms.mse import clip_search
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from hf_quant.algorithms import (
     ALGORITHMS,
     PackedWeight,
-    _driver,
     default_algorithm,
+    driver,
     empty_packed,
     geometry,
     quantize_matrix,
@@ -163,7 +163,7 @@ def test_more_leading_dimensions_and_views(quant: TensorQuant) -> None:
 def test_blocks_change_nothing(quant: TensorQuant, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(3, 7, 139)
     expected = quantize_matrix(weight, quant, "absmax")
-    monkeypatch.setattr(_driver, "_BLOCK_ELEMENTS_CPU", elements)
+    monkeypatch.setattr(driver, "_BLOCK_ELEMENTS_CPU", elements)
     assert_equal(quantize_matrix(weight, quant, "absmax"), expected)
 
 
@@ -199,7 +199,7 @@ def test_extreme_magnitudes_stay_finite(quant: TensorQuant, algorithm: str, magn
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [(0, 0), (2, 138), (6, 70)])
 def test_not_finite(quant: TensorQuant, bad: float, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_driver, "_BLOCK_ELEMENTS_CPU", 300)
+    monkeypatch.setattr(driver, "_BLOCK_ELEMENTS_CPU", 300)
     weight = random_weight(7, 139, dtype=torch.bfloat16)
     weight[place] = bad
     for algorithm in ALGORITHMS:
@@ -234,5 +234,5 @@ def test_scratch_is_bounded() -> None:
     for quant in (scheme("int8", "tensor"), scheme("int4"), scheme("fp8_e4m3", "block")):
         weight = torch.empty(1, dtype=torch.bfloat16).expand(65536, 4096)
         packed = PackedWeight(*(t if t is None else t.to("meta") for t in empty_packed(weight.shape, quant, "meta")))
-        scratch = _driver.Quantization(weight, quant, packed).scratch
+        scratch = driver.Quantization(weight, quant, packed).scratch
         assert sum(t.numel() * t.element_size() for t in scratch) <= 7 * 2**20

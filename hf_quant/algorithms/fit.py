@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._groups import Choice, Groups, total
+from hf_quant.algorithms.groups import Choice, Groups, total
 
 
 def fit(
@@ -17,7 +17,7 @@ def fit(
     """The scale and zero point that fit the weights best by the codes that the given ones lead to.
 
     They are fitted together, then rounded: the zero point to an integer, after that the scale, to its dtype.
-    `outliers(residual)` is what of each residual, in steps of the grid, the fit is to leave out.
+    `outliers(residual)` gives the part of each residual, in steps of the grid, that the fit leaves out.
     """
     product, square, *sums = groups.total(_moments, scale, zero_point, outliers)
     if zero_point is None:
@@ -65,6 +65,6 @@ def squares(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[T
 
 
 def stored_scale(groups: Groups, scale: Tensor, *, otherwise: Tensor) -> Tensor:
-    """A fitted scale of either sign as it can be stored; `otherwise` where it is none (0, NaN or inf)."""
+    """A fitted scale of either sign as it can be stored; `otherwise` where the fit is no scale (0, NaN or inf)."""
     fits = scale.isfinite() & (scale != 0)
     return torch.where(fits, groups.round_scale(scale.abs()) * scale.sign(), otherwise)

@@ -1,4 +1,4 @@
-"""What an algorithm sees of a weight: groups of values that share a scale, and sums over them."""
+"""`Groups`, the view of a weight that an algorithm gets: values that share a scale, and sums over them."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -11,7 +11,7 @@ from hf_quant.formats import Format
 
 
 class Choice(NamedTuple):
-    """What an algorithm decides for groups [R, G, 1].
+    """The decision of an algorithm for groups [R, G, 1].
 
     scale: fp32, one that can be stored. zero_point: integers in [0, 2**bits - 1] as fp32, or None. divisor: the codes
     are those nearest to weight / divisor; None: to weight / scale.

@@ -1,4 +1,4 @@
-"""How a weight of any shape goes through an algorithm: in blocks of rows, on its device, with bounded temporaries."""
+"""Drive a weight of any shape through an algorithm: in blocks of rows, on its device, with bounded temporaries."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms._groups import Choice, Groups, TensorGroups
 from hf_quant.algorithms.absmax import absmax
+from hf_quant.algorithms.groups import Choice, Groups, TensorGroups
 from hf_quant.algorithms.mse import Search, mse, search_for
 from hf_quant.algorithms.norm import norm
+from hf_quant.algorithms.solver import Grid, PackedScales, Solver, Statistics
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import native
 from hf_quant.kernels.weight import PackedWeight
@@ -85,9 +86,15 @@ class Quantization:
 
     def run(self, choose: Algorithm) -> bool:
         """Fill the packed tensors; False if the weight has NaN or inf, which makes them worthless."""
+        self._set_global_scale()
+        return self._run(choose)
+
+    def _set_global_scale(self) -> None:
         if self.global_scale is not None:
             amax = torch.maximum(self.weight.amax((1, 2)), -self.weight.amin((1, 2))).float()
             self.global_scale.copy_(global_scale(amax / (self.format.max * torch.finfo(self.scale.dtype).max)))
+
+    def _run(self, choose: Algorithm) -> bool:
         if (
             choose in _NATIVE
             and self.quant.granularity in ("row", "group")
@@ -105,6 +112,45 @@ class Quantization:
                     groups = self._load(piece)
                     self._store(piece, groups, choose(groups))
         return bool(self.poison.isfinite())
+
+    def solve(self, solver: Solver, statistics: Statistics, choose: Algorithm) -> bool:
+        """`run` by a solver, for one matrix; `choose` makes the scales of each group that it asks for."""
+        self._set_global_scale()
+        weight, total = self.weight[0].float(), self.global_scale
+
+        def scales_of(group: Tensor) -> PackedScales:
+            packed = empty_packed(group.shape, self.quant, group.device)
+            part = Quantization(group, self.quant, packed)
+            if total is not None:
+                part.global_scale.copy_(total)
+            part._run(choose)
+            return packed.scale, packed.zero_point, total
+
+        if not bool(weight.isfinite().all()):
+            return False
+        K = weight.shape[1]
+        solution = solver(weight, statistics, Grid(self.quant, self.format, K, scales_of))
+        self.weight = solution.weight.unsqueeze(0)
+        self.scale.copy_(torch.cat([part.stored[0] for part in solution.scales], 1))
+        if self.zero_point is not None:
+            self.zero_point.copy_(torch.cat([part.stored[1] for part in solution.scales], 1))
+        for pieces in self._matrices():
+            for piece in pieces:
+                self._store(piece, self._load(piece), self._stored_choice(piece))
+        return bool(self.poison.isfinite())
+
+    def _stored_choice(self, piece: _Piece) -> Choice:
+        """The scales that are stored for a piece."""
+        at, unit = self._scales_at(piece), self._unit(piece, piece.rows.stop - piece.rows.start)
+        scale = self.scale[at].float().flatten(0, 1).unsqueeze(-1)
+        zero_point = None if self.zero_point is None else self.zero_point[at].float().view(scale.shape)
+        return Choice(scale if unit is None else scale * unit, zero_point)
+
+    def _scales_at(self, piece: _Piece) -> tuple[slice, slice]:
+        """The place of the scales of a piece."""
+        if self.quant.granularity == "tensor":
+            return piece.matrices, slice(0, 1)
+        return piece.matrices, slice(piece.rows.start // self.tile_rows, -(-piece.rows.stop // self.tile_rows))
 
     def _run_native(self, choose: Algorithm) -> bool:
         """`run` in C++, with the same result: all rows at once, or piece by piece where rows are strided."""
@@ -180,8 +226,7 @@ class Quantization:
             codes = codes.reshape(codes.shape[0] * tile_rows, -1)[:n]
         codes = codes.view(matrices, n, -1)[..., :K]
         self.qdata[piece] = self.format.pack(codes)
-        rows = slice(piece.rows.start // tile_rows, -(-piece.rows.stop // tile_rows))
-        at = (piece.matrices, rows if self.quant.granularity != "tensor" else slice(0, 1))
+        at = self._scales_at(piece)
         target, unit = self.scale[at], self._unit(piece, n)
         target.copy_((choice.scale if unit is None else choice.scale / unit).view(target.shape))
         if choice.zero_point is not None:

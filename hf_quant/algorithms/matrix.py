@@ -1,0 +1,95 @@
+"""`quantize_matrix` and `solve_matrix`: one weight through an algorithm by its name, or through a solver."""
+
+import torch
+from torch import Tensor
+
+from hf_quant.algorithms.absmax import absmax
+from hf_quant.algorithms.driver import Algorithm, Quantization, empty_packed
+from hf_quant.algorithms.hqq import hqq
+from hf_quant.algorithms.mse import mse
+from hf_quant.algorithms.norm import norm
+from hf_quant.algorithms.solver import Solver, Statistics
+from hf_quant.formats import FORMATS
+from hf_quant.kernels.weight import PackedWeight
+from hf_quant.scheme import TensorQuant
+
+
+ALGORITHMS: dict[str, Algorithm] = {"absmax": absmax, "mse": mse, "norm": norm, "hqq": hqq}
+
+
+def default_algorithm(quant: TensorQuant) -> str:
+    """The best data-free algorithm for a format, by the measurements of `scripts/eval_quality.py`.
+
+    8 bits: absmax, the others gain nothing. 2 and 3 bits: norm (at 2 bits a quarter less KL to the 16-bit model than
+    mse, at equal distance of an encoder's embeddings). Else mse.
+    """
+    bits = FORMATS[quant.format].bits
+    return "absmax" if bits == 8 else "norm" if bits < 4 else "mse"
+
+
+def quantize_matrix(
+    weight: Tensor, quant: TensorQuant, algorithm: str | None = None, *, name: str = "weight"
+) -> PackedWeight:
+    """Quantize weight [..., N, K] (fp16, bf16, fp32) on its device, in row blocks with bounded temporaries.
+
+    `algorithm` is a key of ALGORITHMS, None the default for the format; `name` is what errors call the weight.
+    Raises ValueError on NaN or inf, on an unknown algorithm, and on a weight without elements.
+    """
+    choose = _algorithm(quant, algorithm)
+    _check(weight, name)
+    packed = empty_packed(weight.shape, quant, weight.device)
+    with torch.no_grad():
+        finite = Quantization(weight, quant, packed).run(choose)
+    if not finite:
+        raise _not_finite(name)
+    return packed
+
+
+def solve_matrix(
+    weight: Tensor,
+    quant: TensorQuant,
+    solver: Solver,
+    statistics: Statistics,
+    algorithm: str | None = None,
+    *,
+    name: str = "weight",
+) -> PackedWeight:
+    """Quantize weight [N, K] by a solver, which sees the statistics of the layer's inputs; see `solver`.
+
+    `algorithm` chooses the scales of the groups that the solver asks for. None: absmax for 8 bits, else mse, as the
+    codes are the nearest by the stored scale, which those of norm are not.
+
+    Raises ValueError as `quantize_matrix` does, if the weight is not a matrix, and if the inputs had another width.
+    """
+    choose = _algorithm(quant, algorithm or ("absmax" if FORMATS[quant.format].bits == 8 else "mse"))
+    _check(weight, name)
+    if weight.dim() != 2:
+        raise ValueError(f"{name} is {tuple(weight.shape)}; a solver needs one matrix [N, K] at a time")
+    if statistics.num_features != weight.shape[1]:
+        raise ValueError(
+            f"{name} is {tuple(weight.shape)}; the statistics are of inputs {statistics.num_features} wide, and need "
+            f"{weight.shape[1]}: calibrate this layer itself"
+        )
+    packed = empty_packed(weight.shape, quant, weight.device)
+    with torch.no_grad():
+        finite = Quantization(weight, quant, packed).solve(solver, statistics, choose)
+    if not finite:
+        raise _not_finite(name)
+    return packed
+
+
+def _algorithm(quant: TensorQuant, algorithm: str | None) -> Algorithm:
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}; allowed: {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[algorithm or default_algorithm(quant)]
+
+
+def _check(weight: Tensor, name: str) -> None:
+    if not weight.is_floating_point() or weight.dim() < 2 or weight.numel() == 0:
+        raise ValueError(
+            f"{name} is {tuple(weight.shape)} {weight.dtype}; needs a floating-point matrix [N, K] with elements"
+        )
+
+
+def _not_finite(name: str) -> ValueError:
+    return ValueError(f"{name} contains NaN or inf and cannot be quantized; repair the checkpoint or exclude it")
