@@ -63,16 +63,10 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
         reasons = sorted({entry.reason for entry in entries}) or ["it has no linear layers"]
         raise ValueError(f"nothing to quantize in {type(model).__name__}: {'; '.join(reasons)}")
     entries += _unsupported(model, candidates, dtype)
-    counted = {id(p) for name in candidates for p in candidates[name][1]._parameters.values() if p is not None}
-    counted |= {id(model.get_submodule(e.name)._parameters[n]) for e in entries if e.kind == "other" for n in e.shapes}
+    planned = {id(p) for name in candidates for p in decider.weights(name).values()}
+    planned |= {id(model.get_submodule(e.name)._parameters[n]) for e in entries if e.kind == "other" for n in e.shapes}
     tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
-    biases = (
-        p.nbytes
-        for name in candidates
-        for key, p in candidates[name][1]._parameters.items()
-        if p is not None and key not in decider.weights(name)
-    )
-    other = sum(t.nbytes for key, t in tensors.items() if key not in counted) + sum(biases)
+    other = sum(t.nbytes for key, t in tensors.items() if key not in planned)
     shared = {e.shared_with for e in entries}
     weights = {
         e.name: (e.scheme, e.shapes["weight"])
@@ -86,7 +80,7 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
-    """(name, (kind, module)) of every module that has a quantized counterpart and a floating-point weight."""
+    """Yield (name, (kind, module)) for modules with a quantized counterpart and floating-point weights."""
     for name, module in model.named_modules():
         if register_experts(module):
             kind = "experts"
@@ -139,7 +133,14 @@ def _tied_modules(model: nn.Module, candidates: dict[str, tuple[str, nn.Module]]
 class _Decider:
     """Decide module by module which scheme it gets."""
 
-    def __init__(self, model, config, candidates, tied, dtype) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: QuantizerConfig,
+        candidates: dict[str, tuple[str, nn.Module]],
+        tied: dict[str, str],
+        dtype: torch.dtype | None,
+    ) -> None:
         self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
         self.model_class = type(model).__name__
         self.lifted: dict[str, str] = {}
