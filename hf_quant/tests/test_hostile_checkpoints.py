@@ -1,4 +1,4 @@
-"""Checkpoints of strangers: whatever is in the files, they load or end in a ValueError of one line, soon and small.
+"""Untrusted checkpoints: whatever is in the files, they load or end in a ValueError of one line, soon and small.
 
 Each case breaks a good checkpoint: its header, bytes, config or index. 2,800 cases, the same in every run.
 """
@@ -254,7 +254,7 @@ def test_indexes(data, good_shards, place):
     check(place, {**good_shards, INDEX: json.dumps(fields).encode()})
 
 
-# One by one, what a stranger would try first.
+# One by one, what an attacker would try first.
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 ONE = b'{"dtype":"I8","shape":[1],"data_offsets":[0,1]}'
