@@ -32,7 +32,9 @@ class Failures(list):
 
 def run_in_two_processes(work: Callable[[Path, Failures], None], directory: Path) -> list[str]:
     """Call `work(directory, failures)` in two new processes; returns what they noted as failed."""
-    context = mp.spawn(_run, args=(work, directory), nprocs=2, join=False)
+    # A server that has imported the hosts once makes the processes of every test: each import takes seconds.
+    mp.get_context("forkserver").set_forkserver_preload(["torch", "transformers.modeling_utils", "hf_quant"])
+    context = mp.start_processes(_run, (work, directory), nprocs=2, join=False, start_method="forkserver")
     end = time.monotonic() + TIMEOUT
     while not context.join(timeout=max(end - time.monotonic(), 0)):
         if time.monotonic() >= end:
