@@ -1,10 +1,10 @@
 """Round trips over a Hub on this machine: what is pushed comes back in a new process, equal to the bit.
 
-Sixteen: a model of transformers by LFS in one part, in several, and by Xet; in shards; on a branch; in a private
+A model of transformers by LFS in one part, in several, and by Xet; in shards; on a branch; in a private
 repository; over a connection that broke while sending, and one that broke while receiving; after an upload that failed
 half-way; a tokenizer; a model of diffusers with a variant; a pipeline of diffusers by LFS and by Xet, and a subfolder
-of it; a quantized model pushed again from where it was pulled; what `hf-quant quantize --push` makes. A process does
-several steps, because to import the hosts takes longer than a step.
+of it; a quantized model pushed again from where it was pulled. A process does several steps, because to import the
+hosts takes longer than a step. `hf-quant quantize --push` is in test_push_command.py.
 """
 
 import hashlib
@@ -215,40 +215,3 @@ def test_xet(tmp_path):
         # Weights came from the store; `inspect` read the header over HTTP.
         assert [request.path.rpartition("/")[2] for request in hub.asked("GET", "/cdn/")] == ["model.safetensors"]
         assert 4 < pulled["bits"] < 5
-
-
-@pytest.fixture
-def hub(asset_model_dir):
-    """A Hub with the trained model as me/model."""
-    with Hub() as server:
-        files = (path for path in asset_model_dir.iterdir() if path.name not in ("eval.txt", "val_ids.npy"))
-        server.add("me/model", {path.name: path.read_bytes() for path in files})
-        yield server
-
-
-def test_models_of_the_hub(hub, tmp_path):
-    def command(*arguments: str) -> subprocess.CompletedProcess:
-        code = "import sys; from hf_quant.cli import main; sys.exit(main())"
-        return subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=hub.environment(tmp_path / "home"),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-
-    done = command("quantize", "me/model", "out", "--weights", "int2", "--push", "me/model-int2", "--private")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"uploaded to {hub.url}/me/model-int2" in done.stdout
-    pushed = hub.files("me/model-int2")
-    assert hub.repositories["me/model-int2"].private
-    assert pushed == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
-
-    done = command("bench", "me/model-int2", "--rounds", "1", "--new-tokens", "2", "--device", "cpu")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "2.38" in done.stdout
-    failed = command("plan", "me/nothing")
-    assert failed.returncode == 2
-    assert failed.stderr.count("\n") == 1
-    assert "me/nothing is not a directory, and the Hub" in failed.stderr

@@ -1,5 +1,6 @@
 """`hf-quant quantize --push`: what is wrong is said before the work, and what was there before is not mixed in."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,45 +13,64 @@ from integration_tests.support.tiny_models import build
 from integration_tests.test_model_cards import files_of
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """A Hub with a small model as me/base."""
-    build("llama").save_pretrained(tmp_path / "base")
-    with Hub() as server:
-        server.add("me/base", files_of(tmp_path / "base"))
-        server.add("me/old", {"config.json": b"{}", "pytorch_model.bin": b"0", "README.md": b"# Mine\n"})
-        yield server
-
-
-# [(arguments after MODEL)] -> [(exit status, stdout, stderr)], in one process.
-COMMANDS = """
+# Runs the commands of each line, [directory, {variable: value}, [arguments]]; prints [(exit status, stdout, stderr)].
+SERVANT = """
 import contextlib, io, json, os, sys
 from hf_quant.cli import main
 
-found = []
-for arguments in json.loads(sys.argv[1]):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(arguments)
-    found.append((status, out.getvalue(), err.getvalue()))
-print(json.dumps(found))
+for line in sys.stdin:
+    directory, environment, commands = json.loads(line)
+    os.chdir(directory)
+    os.environ.update(environment)
+    found = []
+    for arguments in commands:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(arguments)
+        found.append((status, out.getvalue(), err.getvalue()))
+    print(json.dumps(found), flush=True)
 """
 
 
-def run(hub, directory, *commands, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps([command.split() for command in commands])],
-        env=hub.environment(directory / "home", **environment),
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A Hub with a small model as me/base; each test pushes to repositories of its own."""
+    directory = tmp_path_factory.mktemp("base")
+    build("llama").save_pretrained(directory)
+    with Hub() as server:
+        server.add("me/base", files_of(directory))
+        yield server
 
 
-def test_weights_that_were_there_before_are_not_mixed_in(hub, tmp_path):
+@contextlib.contextmanager
+def command_line(hub, home, **environment):
+    """Yields a function that runs commands, all in one process: to start one takes longer than most commands."""
+    options = {"env": hub.environment(home, **environment), "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", SERVANT], **options, **pipes) as process:
+
+        def run(directory, *commands, token="hf_test"):
+            request = [str(directory), {"HF_TOKEN": token}, [command.split() for command in commands]]
+            print(json.dumps(request), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield run
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def run(hub, tmp_path_factory):
+    with command_line(hub, tmp_path_factory.mktemp("home")) as function:
+        yield function
+
+
+def old_repository(hub, name):
+    """A repository that holds weights of somebody else."""
+    hub.add(name, {"config.json": b"{}", "pytorch_model.bin": b"0", "README.md": b"# Mine\n"})
+
+
+def test_weights_that_were_there_before_are_not_mixed_in(hub, run, tmp_path):
+    old_repository(hub, "me/old")
     pushes = (
         "quantize me/base one --weights int8 --push me/x",
         "quantize me/base two --weights int4 --max-shard-size 20KB --push me/x",
@@ -58,8 +78,10 @@ def test_weights_that_were_there_before_are_not_mixed_in(hub, tmp_path):
         "quantize me/base four --weights int2 --push me/old",
         "quantize me/base five --weights int2 --push me/old --force",
     )
-    results = run(hub, tmp_path, *pushes, "inspect me/x", "bench me/x --rounds 1 --new-tokens 2 --device cpu")
-    assert [status for status, _, _ in results] == [0, 0, 0, 2, 0, 0, 0]
+    used = ("inspect me/x", "bench me/x --rounds 1 --new-tokens 2 --device cpu")
+    results = run(tmp_path, *pushes, *used, "plan me/nothing")
+    assert [status for status, _, _ in results] == [0, 0, 0, 2, 0, 0, 0, 2]
+    assert "me/nothing is not a directory, and the Hub" in results[-1][2] and results[-1][2].count("\n") == 1
     assert {name for name in hub.files("me/x") if "safetensors" in name} == {
         path.name for path in (tmp_path / "two").glob("*.safetensors*")
     }
@@ -73,49 +95,58 @@ def test_weights_that_were_there_before_are_not_mixed_in(hub, tmp_path):
     assert "model.safetensors" in old and b"# Mine" in old["README.md"]
 
 
-def test_a_directory_with_the_name_of_the_repository_is_not_taken_for_it(hub, tmp_path):
+def test_a_directory_with_the_name_of_the_repository_is_not_taken_for_it(hub, run, tmp_path):
+    old_repository(hub, "me/old-2")
     theirs = {"README.md": b"# Mine\n", "adapters/lora.safetensors": b"0"}
-    hub.add("me/x", theirs)
-    first = "quantize me/base me/x --weights int4 --push me/x"
-    results = run(hub, tmp_path, first, f"{first} --force", "quantize me/base me/old --weights int4")
+    hub.add("me/theirs", theirs)
+    first = "quantize me/base me/theirs --weights int4 --push me/theirs"
+    results = run(tmp_path, first, f"{first} --force", "quantize me/base me/old-2 --weights int4")
     assert [status for status, _, _ in results] == [2, 0, 0]
-    assert b"# Mine" in hub.files("me/x")["README.md"] and b"# Mine" in (tmp_path / "me/x/README.md").read_bytes()
-    assert hub.files("me/x")["adapters/lora.safetensors"] == b"0"
-    ((status, _, error),) = run(hub, tmp_path, "quantize me/base out --weights int4 --push me/old")
-    assert status == 2 and "me/old holds weights that hf_quant has not quantized" in error
+    assert (
+        b"# Mine" in hub.files("me/theirs")["README.md"]
+        and b"# Mine" in (tmp_path / "me/theirs/README.md").read_bytes()
+    )
+    assert hub.files("me/theirs")["adapters/lora.safetensors"] == b"0"
+    ((status, _, error),) = run(tmp_path, "quantize me/base out --weights int4 --push me/old-2")
+    assert status == 2 and "me/old-2 holds weights that hf_quant has not quantized" in error
 
 
-def test_a_card_that_somebody_has_written_into_out_is_uploaded(hub, tmp_path):
-    command = "quantize me/base out --weights int4 --push me/x"
-    assert run(hub, tmp_path, command)[0][0] == 0
+def test_a_card_that_somebody_has_written_into_out_is_uploaded(hub, run, tmp_path):
+    command = "quantize me/base out --weights int4 --push me/carded"
+    assert run(tmp_path, command)[0][0] == 0
     card = (tmp_path / "out/README.md").read_text()
     (tmp_path / "out/README.md").write_text(card.replace("not evaluated", "I like it"))
-    assert run(hub, tmp_path, f"{command} --force")[0][0] == 0
-    assert b"I like it" in hub.files("me/x")["README.md"] and "I like it" in (tmp_path / "out/README.md").read_text()
+    assert run(tmp_path, f"{command} --force")[0][0] == 0
+    assert (
+        b"I like it" in hub.files("me/carded")["README.md"] and "I like it" in (tmp_path / "out/README.md").read_text()
+    )
 
 
-def test_what_is_wrong_is_said_before_the_work(hub, tmp_path):
+def test_what_is_wrong_is_said_before_the_work(hub, run, tmp_path):
+    old_repository(hub, "me/old-3")
     hub.add("other/theirs", {"README.md": b"# Theirs\n"})
-    pushes = ("other/x", "other/theirs", "a/b/c", "me/old --private")
-    results = run(hub, tmp_path, *(f"quantize me/base out --push {push}" for push in pushes))
+    pushes = ("other/x", "other/theirs", "a/b/c", "me/old-3 --private")
+    results = run(tmp_path, *(f"quantize me/base out --push {push}" for push in pushes))
     expected = (
         "--push other/x: the Hub answers with status 403: You don't have the rights to write to other/x",
         "--push other/theirs: the Hub answers with status 403: You don't have the rights to write to other/theirs",
         "--push is 'a/b/c'; needs the name of a repository of the Hub, USER/NAME",
-        "--private, but me/old is there already and public",
+        "--private, but me/old-3 is there already and public",
     )
-    (nobody,) = run(hub, tmp_path, "quantize me/base out --push me/x", HF_TOKEN="")
-    (offline,) = run(hub, tmp_path, "quantize base out --push me/x", HF_HUB_OFFLINE="1")
-    expected += ("--push me/x: log in with `hf auth login`, or set HF_TOKEN", "HF_HUB_OFFLINE is set; unset it")
+    (nobody,) = run(tmp_path, "quantize me/base out --push me/nobody", token="")
+    build("llama").save_pretrained(tmp_path / "base")
+    with command_line(hub, tmp_path / "home", HF_HUB_OFFLINE="1") as run_offline:
+        (offline,) = run_offline(tmp_path, "quantize base out --push me/nobody")
+    expected += ("--push me/nobody: log in with `hf auth login`, or set HF_TOKEN", "HF_HUB_OFFLINE is set; unset it")
     for (status, _, error), part in zip([*results, nobody, offline], expected, strict=True):
         assert status == 2 and error.count("\n") == 1 and part in error
-    assert not (tmp_path / "out").exists() and "me/x" not in hub.repositories
+    assert not (tmp_path / "out").exists() and "me/nobody" not in hub.repositories
 
 
-def test_an_upload_that_fails_leaves_a_complete_directory(hub, tmp_path):
+def test_an_upload_that_fails_leaves_a_complete_directory(hub, run, tmp_path):
     hub.faults.append(Fault("POST", r"/commit/", status=403))
-    ((status, _, error),) = run(hub, tmp_path, "quantize me/base out --push me/x")
+    ((status, _, error),) = run(tmp_path, "quantize me/base out --push me/failed")
     assert status == 2 and error.count("\n") == 1
     assert "out is complete, but was not uploaded: the Hub answers with status 403: made to fail" in error
-    assert "`hf upload me/x out` tries it again" in error
+    assert "`hf upload me/failed out` tries it again" in error
     assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "out").iterdir()}
