@@ -1,4 +1,4 @@
-"""What every integration test gets: one thread, no network, and the small trained model."""
+"""Environment of every integration test: one thread, no network, and the small trained model."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -14,7 +14,7 @@ from hf_quant.modules import QuantizedModule
 
 
 def run(capsys, *arguments: object) -> str:
-    """What a command prints; it must succeed and leave stderr empty."""
+    """Return the output of a command, which must succeed and leave stderr empty."""
     capsys.readouterr()
     assert main([str(a) for a in arguments]) == 0
     printed = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What serving engines find in an export under the names that they look for, and what they could not load."""
+"""Exports as serving engines read them: the names that they look for, and layers that they cannot load."""
 
 import re
 

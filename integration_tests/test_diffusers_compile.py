@@ -59,7 +59,7 @@ def graphs_of(model: nn.Module, name: str, outputs: list[Tensor] | None = None) 
 
 @cache
 def graphs_of_plain(name: str, how: str) -> Graphs:
-    """How often the host's own model is compiled."""
+    """Count the compilations of the host's own model."""
     model = model_of(name, how, None)
     compile_(model, how, "eager")
     return graphs_of(model, name)

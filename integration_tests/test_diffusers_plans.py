@@ -1,4 +1,4 @@
-"""What is planned for published diffusion models, by their true sizes, on the meta device."""
+"""Plans of published diffusion models at their true sizes, on the meta device."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Checkpoints of strangers through `from_pretrained`: they load, or end in a ValueError of one line.
+"""Untrusted checkpoints through `from_pretrained`: they load, or end in a ValueError of one line.
 
 Never another weight than the checkpoint holds, no file beside it, no pickle, and no hour of waiting. 300 cases break
-the config or the file of a good checkpoint, the same in every run; the rest is what a stranger would try first.
+the config or the file of a good checkpoint, the same in every run; the rest is what an attacker would try first.
 """
 
 import json
@@ -134,7 +134,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], Any]) 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
 def test_weights_are_not_made_up(name, broken):
-    """What is not quantized is missed as well: the host would draw random values for it."""
+    """A missing 16-bit tensor is an error, too: the host would draw random values for it."""
     change_tensors(broken, lambda tensors: tensors.pop(name))
     assert f"the checkpoint lacks {name}; is a shard missing?" in refusal(broken)
 

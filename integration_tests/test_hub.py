@@ -39,7 +39,7 @@ def run(hub: Hub, directory: Path, code: str, *arguments: object, **options: str
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and bytes."""
+    """Hash the names, dtypes, shapes and bytes of tensors."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -157,7 +157,7 @@ def test_lfs(asset_model_dir, tmp_path):
 
 
 def check_pushes(hub: Hub, pushed: dict[str, str]) -> None:
-    """What the requests of PUSH say."""
+    """Check the requests that PUSH made."""
     assert (pushed["failed"], pushed["refused"]) == (403, 403)
     # What was pushed twice was committed once: the model, and its tokenizer.
     assert len([branch for branch, _ in hub.repositories["me/model"].commits if branch == "main"]) == 2

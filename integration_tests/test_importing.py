@@ -442,7 +442,7 @@ def test_the_command(llama, tmp_path, capsys):
     assert line.startswith("hf-quant: error:") and "is not empty" in line
 
 
-# What a stranger's checkpoint may say.
+# Untrusted checkpoints.
 
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -477,7 +477,7 @@ def compressed(llama, tmp_path_factory):
 
 @pytest.mark.parametrize("part", ["qweight", "scales", "qzeros"])
 def test_a_layer_that_lacks_a_tensor(part, llama, tmp_path):
-    """It would be copied as what it is not, and its weight drawn at random when that is loaded."""
+    """Otherwise the layer would be copied as 16-bit, and its weight drawn at random on loading."""
     foreign_checkpoint(tmp_path / "in", llama, "gptq")
     edit_tensors(tmp_path / "in", **{f"{LAYER}.{part}": None})
     assert f"{LAYER}." in refused(tmp_path / "in", tmp_path / "out")
@@ -562,7 +562,7 @@ def test_matrices_without_rows(method, part, llama, tmp_path):
 
 
 def test_an_expert_of_an_absurd_number():
-    """It is not counted up to."""
+    """An expert's number is not used as a count."""
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(ARCHITECTURES["mixtral"].config())
     name = f"model.layers.0.block_sparse_moe.experts.{10**30}.w1"

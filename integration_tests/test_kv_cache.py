@@ -1,4 +1,4 @@
-"""The quantized KV cache as a user meets it: `generate` in every mode, kinds of models, save and reload, memory."""
+"""The quantized KV cache in use: `generate` in every mode, kinds of models, save and reload, memory."""
 
 import copy
 import functools
@@ -107,7 +107,7 @@ ALONE = {"prompt lookup": {"prompt_lookup_num_tokens": 3}, "assisted": {"assista
 @pytest.mark.parametrize("mode", [*MODES, *ALONE])
 @pytest.mark.parametrize("kv_cache", ["int8", {"format": "int4", "sink_tokens": 2, "recent_tokens": 4}], ids=str)
 def test_every_way_to_generate(llama, mode, kv_cache):
-    """As long as with transformers' cache, finite, and int8 near to it where nothing is drawn."""
+    """Outputs have the length that transformers' cache gives, are finite, and int8 is close where nothing is drawn."""
     model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache=kv_cache))
     alone = mode in ALONE
     options = {**GREEDY, **(ALONE if alone else MODES)[mode], "return_dict_in_generate": True, "output_logits": True}
@@ -326,7 +326,7 @@ def test_a_static_cache_that_cannot_be_quantized(caplog):
 
 
 def test_a_static_cache_is_used_again(llama):
-    """Its memory stays where it is, so that nothing compiled for it is compiled again."""
+    """The memory of the cache does not move, so that nothing compiled for it is compiled again."""
     model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int4"))
     options = {**GREEDY, "cache_implementation": "static"}
     first = model.generate(ids(), **options)
@@ -501,7 +501,7 @@ def peak_while(call):
 
 
 def test_a_long_prompt_is_read_in_parts():
-    """Its memory is that of the codes, and of a part: no mask and no 16-bit cache of all of it."""
+    """Only the codes and one part take memory: there is no mask and no 16-bit cache of the whole prompt."""
     fields = {
         **LM,
         "head_dim": 128,
@@ -646,7 +646,7 @@ def test_a_cache_is_added_to_a_quantized_model_and_taken_back(llama, tmp_path):
 
 
 def test_gradients_reach_what_reads_the_cache(llama):
-    """As with a cache in 16 bit: this pass has gradients, what was cached before has none."""
+    """Gradients flow through this pass and not into cached tokens, as with a cache in 16 bit."""
     model, grads = copy.deepcopy(llama), []
     static = functools.partial(QuantizedCache, max_cache_len=30)
     for make_cache in (DynamicCache, QuantizedCache, static):

@@ -231,7 +231,7 @@ def execute(code: str) -> dict:
 
 @pytest.fixture
 def working_dir(tmp_path, monkeypatch) -> Path:
-    """Where names of the Hub are directories: snippets and commands run as they stand in a card."""
+    """A directory in which names of the Hub are directories: snippets and commands run unchanged."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "me").mkdir()
     return tmp_path
@@ -355,8 +355,8 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] *
     ],
     ids=["deep", "bool", "digits", "object", "laughs", "types"],
 )
-def test_cards_of_strangers(metadata, is_read, tmp_path):
-    """Of the base model, or there already: what cannot be read is left alone, and no upload fails for it."""
+def test_unreadable_cards_are_left_alone(metadata, is_read, tmp_path):
+    """An unreadable card, of the base model or already there, is left alone, and no upload fails for it."""
     quantize_(build("llama"), "int4").save_pretrained(tmp_path / "model")
     text = f"---\n{metadata}\n---\n# Mine\n"
     (tmp_path / "README.md").write_text(text)

@@ -1,4 +1,4 @@
-"""What a user can get wrong, and what can be wrong with a checkpoint: each is one line that names the cause."""
+"""Errors of users, and defects of checkpoints: each is reported in one line that names the cause."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Where weights come from and where they go: shards, dtypes, device maps, tied weights, heads, other classes."""
+"""Loading weights: shards, dtypes, device maps, tied weights, heads, other classes."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_shards_in_and_out(llama, llama_int4, tmp_path):
     model.save_pretrained(tmp_path / "out", max_shard_size="20KB")
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
-    # The tensors of one layer lie in several files, and a converter that needs them together would fail.
+    # The tensors of one layer are in several files, and a converter that needs them together would fail.
     reloaded = load(tmp_path / "out")
     assert_same_weights(model, reloaded)
     reloaded.save_pretrained(tmp_path / "again", max_shard_size="20KB")

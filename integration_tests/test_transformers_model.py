@@ -1,4 +1,4 @@
-"""What a loaded quantized model can do: move, copy, count, resize, generate, compile, train adapters' inputs."""
+"""Uses of a loaded quantized model: move, copy, count, resize, generate, compile, train adapters' inputs."""
 
 import copy
 import gc

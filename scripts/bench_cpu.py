@@ -130,7 +130,7 @@ class Bench:
         self.buffer = torch.randint(256, (args.read_bytes,), dtype=torch.uint8) if self.reads(1) else None
 
     def reads(self, M: int) -> bool:
-        """Whether the bandwidth is measured beside products with M rows."""
+        """Return True if the bandwidth is measured beside products with M rows."""
         return M == 1 and M in self.args.m and self.args.direction == "forward"
 
     def measure(self, M: int) -> list[Record]:
@@ -227,7 +227,7 @@ def print_ratios(records: list[Record], tokens: list[int], *, several: bool) -> 
 
 
 def judge(records: list[Record]) -> list[dict[str, Any]]:
-    """What is aimed at, and what is reached, for each record with a target."""
+    """Compare each record that has a target with it."""
     goals = []
     for record in records:
         if record.kernels is None or record.direction != "forward":

@@ -1,4 +1,4 @@
-"""What `fuse_projections_` gains: query, key and value, or gate and up, as one product instead of three or two.
+"""Time `fuse_projections_`: query, key and value, or gate and up, as one product instead of three or two.
 
     python scripts/bench_fusion.py                     # one CPU thread
     python scripts/bench_fusion.py --device cuda       # inside a CUDA graph, where launches cost least

@@ -133,7 +133,7 @@ RIVALS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {
 
 
 def installed(package: str) -> bool:
-    """Whether a package, perhaps inside another, can be imported."""
+    """Return True if a package, perhaps inside another, can be imported."""
     parts = package.split(".")
     return all(importlib.util.find_spec(".".join(parts[: i + 1])) is not None for i in range(len(parts)))
 

@@ -85,7 +85,7 @@ class Job(NamedTuple):
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
-    """What the command line asks for. Raises ValueError on formats that the op does not have."""
+    """List the cases that the command line asks for. Raises ValueError on formats that the op does not have."""
     names = args.format or DEFAULTS.get(args.op, FORMATS[args.op])
     unknown = [name for name in names if name not in FORMATS[args.op]]
     if unknown:

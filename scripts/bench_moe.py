@@ -47,7 +47,7 @@ def make_model(format: str, config: Qwen2MoeConfig) -> Qwen2MoeForCausalLM:
 
 
 def nbytes(model: nn.Module) -> int:
-    """Of all parameters and buffers."""
+    """Count the bytes of all parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

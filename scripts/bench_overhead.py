@@ -1,4 +1,4 @@
-"""What hf_quant costs where it does nothing: one call of a small layer, and the import.
+"""Overhead of hf_quant: one call of a small layer against nn.Linear, and the time of the import.
 
     python scripts/bench_overhead.py            # both, the figures of docs/cpu.md
     python scripts/bench_overhead.py call       # 64 x 64, one token, against nn.Linear

@@ -84,7 +84,7 @@ def make_variants(base: torch.nn.Module, subject: Subject, args: argparse.Namesp
 
 
 def record(variant: Variant, subject: Subject) -> dict[str, Any]:
-    """What was measured of a variant, JSON-native."""
+    """Make the JSON record of one measured variant."""
     if variant.model is None:
         return {"name": variant.name, "failure": variant.failure}
     seconds, size = seconds_per_step(variant, subject), nbytes(variant, subject)

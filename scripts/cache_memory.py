@@ -1,4 +1,4 @@
-"""How much memory the KV cache of a model takes, by format and length: the table in docs/kv_cache.md.
+"""Memory of a model's KV cache, by format and length: the table in docs/kv_cache.md.
 
     python scripts/cache_memory.py                                     # the models of the table
     python scripts/cache_memory.py --config DIRECTORY_OR_NAME --batch 8 --context 8192 32768

@@ -67,7 +67,7 @@ def error_rows(name: str, blocks: int, weights: str) -> list[tuple[str, ...]]:
 def main() -> None:
     """Print a table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--error", choices=MODELS, metavar="MODEL", help="errors of this model in the place of sizes")
+    parser.add_argument("--error", choices=MODELS, metavar="MODEL", help="errors of this model instead of sizes")
     parser.add_argument("--blocks", type=int, default=1, help="of each kind, with --error (default: 1)")
     parser.add_argument("--weights", choices=WEIGHTS, default="trained-like", help="with --error")
     parser.add_argument("--readme", action="store_true", help="write the table of sizes into docs/diffusers.md")

@@ -5,7 +5,7 @@
 
 The model of the tests is quantized, saved, exported, and loaded by vLLM (16 bit, eager, on CPUs, offline). Both
 continue the same prompts greedily. Where the two largest logits are nearly equal, rounding to 16 bit decides between
-them, and all that follows is another text; so three things are told apart:
+them, and all that follows is another text; so three things are distinguished:
 
 - all prompts: tokens that are equal, position by position
 - steady prompts: those that hf_quant's kernels continue alike in 16 and in 32 bit. The targets are for these
@@ -214,7 +214,7 @@ def free_port() -> int:
 
 
 def http(url: str, body: dict[str, Any] | None = None, limit: float = 5.0) -> bytes:
-    """What a server on this machine answers, whatever proxy is set."""
+    """Return the answer of a server on this machine, whatever proxy is set."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=limit) as answer:

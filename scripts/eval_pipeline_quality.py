@@ -1,4 +1,4 @@
-"""What quantization changes in the images or videos of a pipeline: the same prompts and seeds, side by side.
+"""Compare the images or videos of a 16-bit and a quantized pipeline: the same prompts and seeds, side by side.
 
     python scripts/eval_pipeline_quality.py black-forest-labs/FLUX.1-dev --scheme fp8-dynamic int4 \
         --prompt "a lighthouse in a storm" --prompts prompts.txt --seeds 0 1 --steps 28 --size 1024x1024 --out grid.png
@@ -138,12 +138,12 @@ def generate(pipe: Any, prompts: list[str], args: argparse.Namespace) -> tuple[l
 
 
 def gigabytes(pipe: Any) -> float:
-    """Of the weights of all components, in memory."""
+    """Size of the weights of all components, in memory."""
     return sum(tensor_bytes(part) for part in pipe.components.values() if isinstance(part, nn.Module)) / 1e9
 
 
 def disk_gigabytes(path: Path) -> float | None:
-    """Of the weights in a directory; None if it is none, but a name on the Hub."""
+    """Size of the weights in a directory; None for a name on the Hub."""
     files = [file for file in path.rglob("*.safetensors")] if path.is_dir() else []
     return sum(file.stat().st_size for file in files) / 1e9 if files else None
 
@@ -195,7 +195,7 @@ def draw(columns: dict[str, list[list[Frames]]], captions: dict[str, list[str]],
 
 
 def _frames_shown(frames: Frames) -> Frames:
-    """All of an image; of a video the first, the middle and the last frame."""
+    """Choose the frames to show: the image itself, or the first, the middle and the last frame of a video."""
     return frames if len(frames) < 3 else frames[[0, len(frames) // 2, len(frames) - 1]]
 
 
@@ -219,7 +219,7 @@ def compared(found: dict[str, dict], by: dict[str, Callable[[Frames, Frames], fl
 
 
 def table(found: dict[str, dict], by: dict[str, Any]) -> str:
-    """What is printed: means over the images, the worst one in brackets."""
+    """Make the printed table: means over the images, the worst one in brackets."""
     header = ("pipeline", *(f"{name} (worst)" for name in by), "weights GB", "on disk GB", "peak GB", "s")
     rows = [header]
     for name, one in found.items():

@@ -1,4 +1,4 @@
-"""What each format costs a model: perplexity, KL to the 16-bit model, SQNR of the weights, true bits per weight.
+"""Quality of a model in each format: perplexity, KL to the 16-bit model, SQNR of the weights, true bits per weight.
 
     python scripts/eval_quality.py MODEL TEXT [--format int4 --format int4:group_size=64:algorithm=hqq ...]
     python scripts/eval_quality.py --embeddings ENCODER TEXT

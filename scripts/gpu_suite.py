@@ -51,7 +51,7 @@ MAX_FAILURES = 20  # a section with more ends: after a fault of the device every
 
 
 class Options(NamedTuple):
-    """What the command line says of a run."""
+    """Options of a run, from the command line."""
 
     quick: bool = False
     dry_run: bool = False
@@ -68,7 +68,7 @@ class Writer:
             file.write(json.dumps({"kind": kind, "value": value}) + "\n")
 
     def is_late(self) -> bool:
-        """Whether the section should end; says so in the file."""
+        """Return True if the section should end, and record that in the file."""
         late = time.monotonic() > self.deadline
         if late:
             self.write("status", "stopped: out of time")
@@ -151,7 +151,7 @@ def correctness(timer: Timer, options: Options, writer: Writer) -> None:
 
 
 def _reason(check: Callable[[], str | None]) -> str | None:
-    """What a check finds wrong, or how it fails."""
+    """Return the reason for which a check fails, or the error that it raises; None if it passes."""
     try:
         return check()
     except FAILURES as error:

@@ -39,7 +39,7 @@ COMMON = ("-std=c++17", "-O1", "-g1", "-w", "-pthread")
 
 
 class Build(NamedTuple):
-    """How the kernels are built, and who calls them.
+    """A build of the kernels: its flags and its callers.
 
     Attributes:
         kernels: flags for them.
@@ -84,7 +84,7 @@ def find_compiler() -> tuple[str, bool] | None:
 
 
 def launcher(compiler: str, build: Build) -> tuple[str, ...] | None:
-    """What a program of this build must be started by, () if by nothing; None if such programs do not run here.
+    """Return the command that starts a program of this build, () for none; None if such programs do not run here.
 
     Where addresses are random in more bits than ThreadSanitizer expects, it runs without that randomness only.
     """
@@ -148,7 +148,7 @@ def make(
 
 
 def run_driver(name: str, command: list[str]) -> bool:
-    """Whether a program finds nothing; prints what it says."""
+    """Run a program and print its output; return True if it finds nothing."""
     environment = {
         **os.environ,
         "ASAN_OPTIONS": "detect_leaks=0",  # needs ptrace, which containers forbid; buffers live as long as threads

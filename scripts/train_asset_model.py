@@ -34,7 +34,7 @@ CLIP_NORM = 1.0
 
 
 def text_files(folders: list[Path]) -> list[Path]:
-    """All text files below the folders and in the standard library, without installed packages, in a fixed order."""
+    """List the text files below the folders and in the standard library (no installed packages), in a fixed order."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = [path for path in library.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)]
     for folder in folders:
@@ -80,7 +80,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> numpy.ndarray:
-    """All texts one after the other: uint16 token ids."""
+    """Return the uint16 token ids of all texts, one after the other."""
     encodings = tokenizer.backend_tokenizer.encode_batch(texts)
     return numpy.concatenate([numpy.array(encoding.ids, dtype=numpy.uint16) for encoding in encodings])
 

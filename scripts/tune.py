@@ -56,7 +56,7 @@ BF16 = torch.bfloat16
 
 
 class Column(NamedTuple):
-    """What may be tried for one number of a row: powers of two from `least` to `most`, or steps of one."""
+    """Range of one number of a row: powers of two from `least` to `most`, or steps of one."""
 
     name: str
     least: int
@@ -299,7 +299,7 @@ def table_in_use(name: str, target: Target, rows: Sequence[Row]) -> Iterator[Non
 
 
 def fits(name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case]) -> str | None:
-    """Why the cases do not compile well with a table, None if they do."""
+    """Return the reason for which the cases do not compile well with a table; None if they do."""
     with table_in_use(name, target, rows):
         collected = collect(cases, [target])
     if collected.failures:
@@ -315,7 +315,7 @@ def fits(name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case]) 
 def wrong(
     name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case], check: Callable[[Case], str | None]
 ) -> str | None:
-    """Why the results with a table are wrong, None if no check says so."""
+    """Return the reason for which the results with a table are wrong; None if no check fails."""
     with table_in_use(name, target, rows):
         return next((reason for case in cases if (reason := check(case)) is not None), None)
 

@@ -1,4 +1,4 @@
-"""What the Hub of the tests holds and remembers: repositories, files, requests; and what it is to do wrong."""
+"""Records of the tests' Hub: repositories, files, requests; and the faults that it is asked for."""
 
 import hashlib
 import re
@@ -70,7 +70,7 @@ class Repository:
 
 
 class Request(NamedTuple):
-    """What the server was asked, and how many bytes it read of the body and sent of the answer's."""
+    """A request, with the number of bytes that the server read of its body and sent of the answer's."""
 
     method: str
     path: str
@@ -97,7 +97,7 @@ class Fault:
     times: int = 1
 
     def strikes(self, method: str, path: str) -> bool:
-        """Whether it makes this request fail."""
+        """Return True if this fault makes the request fail."""
         if method != self.method or self.times == 0 or not re.search(self.path, path):
             return False
         self.skip -= 1

@@ -85,7 +85,7 @@ class Hub:
         return [r for r in self.requests if r.method == method and re.search(pattern, r.path)]
 
     def environment(self, home: Path, token: str | None = "hf_test", **more: str) -> dict[str, str]:
-        """Of a process that takes this server for the Hub: huggingface_hub reads it when it is imported."""
+        """Make the environment of a process that uses this server as the Hub: huggingface_hub reads it on import."""
         kept = {
             key: value
             for key, value in os.environ.items()

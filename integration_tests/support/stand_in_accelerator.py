@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Stream:
-    """What group offloading asks of a stream."""
+    """Stream with the methods that group offloading uses."""
 
     def synchronize(self) -> None:
         """Everything is done at once."""

@@ -67,7 +67,7 @@ def quantized_names(model: nn.Module) -> set[str]:
 
 
 def file_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whatever its shards."""
+    """Read the tensors of a checkpoint, from all of its shards."""
     return {key: tensor for file in sorted(directory.glob("*.safetensors")) for key, tensor in load_file(file).items()}
 
 

@@ -16,7 +16,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def make_clip_tokenizer() -> transformers.CLIPTokenizer:
-    """Of single letters; special tokens 0 and 1, at most 16 tokens."""
+    """Make a tokenizer of single letters; special tokens 0 and 1, at most 16 tokens."""
     vocab = {"<|startoftext|>": 0, "<|endoftext|>": 1}
     for letter in LETTERS:
         vocab[letter], vocab[f"{letter}</w>"] = len(vocab), len(vocab) + 1
@@ -24,7 +24,7 @@ def make_clip_tokenizer() -> transformers.CLIPTokenizer:
 
 
 def make_t5_tokenizer(length: int = 32) -> transformers.T5Tokenizer:
-    """Of single letters, in a vocabulary of fewer than 96."""
+    """Make a tokenizer of single letters, in a vocabulary of fewer than 96."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
     return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
 

@@ -18,7 +18,7 @@ TIMEOUT = 240  # seconds for everything; one collective gets a quarter
 
 
 class Failures(list):
-    """What went wrong, one line each; a process notes it and goes on, so that the other does not wait in vain."""
+    """Failures, one line each; a process records one and continues, so that the other does not wait in vain."""
 
     @contextmanager
     def of(self, case: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a quantized KV cache costs a causal language model: `eval_quality.py --kv-cache`.
+"""Quality of a causal language model with a quantized KV cache: `eval_quality.py --kv-cache`.
 
 Every window of the text is read teacher-forced through the cache: `--prefill` tokens at once, then `--step` at a time,
 of which each prediction is judged. The caches are measured in turns, window by window, against transformers'
@@ -49,7 +49,7 @@ def parse_cache(spec: str) -> KVCacheConfig:
 
 
 def bits_per_element(config: KVCacheConfig, D: int) -> float:
-    """Of stored keys and values, without the tokens in 16 bit."""
+    """Bits per stored key or value, without the tokens in 16 bit."""
     return config.bytes_per_token(D) * 8 / D
 
 

@@ -430,7 +430,7 @@ class AttentionCase : RandomCall {
     p.S = random.one_in(3) ? 1 + random.below(12) : 1;
     p.T = random.one_in(10) ? random.of<int64_t>({0, 1, 64, 255, 256, 257, 1025, 2050}) : random.below(300);
     if (p.S > 3 && p.T > 300) p.T = 300;
-    if (random.one_in(10)) {  // more rows than meet a panel
+    if (random.one_in(10)) {  // more rows than a panel has
       p.S = 50 + random.below(60);
       p.T = random.of<int64_t>({0, 1, 63, 64, 65});
     }

@@ -1,4 +1,4 @@
-"""What benchmarks on a CPU share: candidates that take turns, which kernels they use, tables, the machine."""
+"""Shared parts of the CPU benchmarks: candidates that take turns, the kernels in use, tables, the machine."""
 
 import os
 import shlex
@@ -20,7 +20,7 @@ TORCH = "torch"  # the kernels that serve where no native ones are in use
 
 
 class Turn(NamedTuple):
-    """What is timed at once: `calls` calls that read `nbytes` each, by the native kernels, torch's, or any (None)."""
+    """One timed candidate: `calls` calls that read `nbytes` each, by the native kernels, torch's, or any (None)."""
 
     run: Callable[[], None]
     calls: int
@@ -41,7 +41,7 @@ def kernels_in_use() -> str:
 def select(wanted: str) -> None:
     """Compute by a native instruction set, or by torch's ops.
 
-    `native.use` drops what was made ready for a weight by the kernels before. Here they never meet that weight.
+    `native.use` drops what was made ready for a weight by the kernels before. Here they never use that weight.
     """
     if wanted != kernels_in_use():
         with patch.object(native, "clear_prepacked", lambda: None):
@@ -70,12 +70,12 @@ def print_table(header: list[str], rows: dict[str, list[str]]) -> None:
 
 
 def command() -> str:
-    """What was called."""
+    """Return the command line of this run."""
     return f"python {shlex.join(sys.argv)}"
 
 
 def environment() -> str:
-    """What a reader needs to know to repeat the numbers."""
+    """Describe the software and the machine, for readers who want to repeat the numbers."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     model, features = cpu()

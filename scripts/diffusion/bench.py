@@ -138,7 +138,7 @@ class Variant:
 
 
 class Subject(NamedTuple):
-    """What all variants of a run have in common.
+    """Settings that all variants of a run share.
 
     Attributes:
         spec: of the model that was built.
@@ -289,7 +289,7 @@ def nbytes(variant: Variant, subject: Subject) -> float:
 
 
 def tensor_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers, each storage once."""
+    """Count the bytes of all parameters and buffers, each storage once."""
     return sum({id(t): _size(t) for t in [*model.parameters(), *model.buffers()]}.values())
 
 

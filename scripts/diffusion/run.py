@@ -27,7 +27,7 @@ OUTLIERS = 512  # outputs for each outlier channel
 
 
 class Distribution(NamedTuple):
-    """Of random weights: deviations of the logarithms of values and of rows, and the size of outlier channels."""
+    """Random weights: deviations of the logarithms of values and of rows, and the size of outlier channels."""
 
     tail: float
     spread: float

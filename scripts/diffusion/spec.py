@@ -1,4 +1,4 @@
-"""What a diffusion model is described by, smaller versions of it, and the inputs of one of its denoising steps.
+"""Descriptions of diffusion models, smaller versions of them, and the inputs of one denoising step.
 
 The models are in diffusion/models.py. diffusers is imported where it is needed.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Size(NamedTuple):
-    """Of an image or video in latent pixels (before patches are made), and tokens of the prompt."""
+    """Size of an image or video in latent pixels (before patches are made), and of the prompt in tokens."""
 
     height: int
     width: int
@@ -74,12 +74,12 @@ class DiffusionModel:
 
     @property
     def batch(self) -> int:
-        """Of the model's inputs, for one image."""
+        """Batch size of the model's inputs for one image."""
         return 1 if self.guidance is None else 2
 
     @property
     def units(self) -> int:
-        """How often the smallest group of blocks with the model's proportions repeats: 19 times 1 + 2 in Flux.1."""
+        """Number of smallest groups of blocks with the model's proportions: 19 times 1 + 2 in Flux.1."""
         return gcd(*self.blocks.values()) if self.blocks else 1
 
 
@@ -128,7 +128,7 @@ def flux_inputs(config: dict[str, Any], size: Size, batch: int, normal: Normal) 
 
 
 def flux2_inputs(config: dict[str, Any], size: Size, batch: int, normal: Normal) -> Step:
-    """As for Flux.1, with four axes of positions and no pooled prompt."""
+    """Make the inputs of Flux.1 with four axes of positions and no pooled prompt."""
     rows, columns = size.height // 2, size.width // 2
     latents = normal(batch, rows * columns, config["in_channels"])
     text = torch.zeros(size.text, 4)
@@ -166,7 +166,7 @@ def wan_inputs(config: dict[str, Any], size: Size, batch: int, normal: Normal) -
 
 
 def hunyuan_inputs(config: dict[str, Any], size: Size, batch: int, normal: Normal) -> Step:
-    """As for Wan, with a mask, a pooled prompt and guidance as a number."""
+    """Make the inputs of Wan with a mask, a pooled prompt and guidance as a number."""
     latents = normal(batch, config["in_channels"], size.frames, size.height, size.width)
     conditions = {
         "encoder_hidden_states": normal(batch, size.text, config["text_embed_dim"]),
@@ -220,7 +220,7 @@ def pixart_inputs(config: dict[str, Any], size: Size, batch: int, normal: Normal
 
 
 def lumina2_inputs(config: dict[str, Any], size: Size, batch: int, normal: Normal) -> Step:
-    """As for PixArt, with a mask of booleans."""
+    """Make the inputs of PixArt with a mask of booleans."""
     latents, text = _image(config, size, batch, normal, "cap_feat_dim")
     mask = torch.ones(batch, size.text, dtype=torch.bool, device=latents.device)
     return Step(latents, {"encoder_hidden_states": text, "encoder_attention_mask": mask})

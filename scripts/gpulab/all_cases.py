@@ -32,7 +32,7 @@ from gpulab.cases import (
 
 
 def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
-    """What ahead-of-time compilation covers: every format, op and M in bf16; the other dtypes on fewer shapes."""
+    """List the cases for ahead-of-time compilation: every format, op and M in bf16; other dtypes on fewer shapes."""
     found = []
     for dtype in DTYPES.values():
         for candidate in CANDIDATES:

@@ -62,7 +62,7 @@ class Unit(NamedTuple):
 
 
 class Built(NamedTuple):
-    """What a unit was compiled to; `error` says why it was not, and the rest is then empty."""
+    """Result of compiling a unit; if that failed, `error` gives the reason and the rest is empty."""
 
     error: str | None
     shared: int = 0
@@ -73,7 +73,7 @@ class Built(NamedTuple):
 
 
 def check_environment() -> str | None:
-    """Why kernels cannot be compiled in this process, None if they can."""
+    """Return the reason for which kernels cannot be compiled in this process; None if they can."""
     if not HAS_TRITON:
         return "triton is not installed: pip install triton (Linux)"
     if interpreting():
@@ -147,7 +147,7 @@ class _NestedOps(TorchDispatchMode):
 def record(
     call: Callable[[], object], target: Target, binders: dict[Any, Callable]
 ) -> tuple[list[Recorded], list[VendorProduct]]:
-    """What `call`, on meta tensors, launches for a target, and the products that it leaves to torch."""
+    """Record the launches of `call`, on meta tensors, for a target, and the products that it leaves to torch."""
     nested = _NestedOps()
     with pretend(target), record_launches() as launches, nested:
         call()
@@ -200,10 +200,10 @@ def _cuobjdump(option: str, path: str) -> str:
 
 
 def build(units: Iterable[Unit], *, workers: int | None = None, cache: Path | None = CACHE) -> dict[str, Built]:
-    """{key: what came out} for units, each compiled in a process of its own: a compiler that crashes takes one along.
+    """Compile units, each in a process of its own, so that a crash of the compiler costs one; returns {key: result}.
 
-    Results lie in `cache` by Triton's version and key, so that a second run compiles nothing that succeeded; None:
-    nothing is kept.
+    Results are stored in `cache` by Triton's version and key, so that a second run compiles nothing that succeeded;
+    None: nothing is kept.
     """
     import triton
 

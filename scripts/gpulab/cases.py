@@ -271,7 +271,7 @@ def rows_per_expert(linear: Linear, M: int, device: Any) -> Tensor:
 
 
 def grouped_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype) -> Case:
-    """`grouped_mm` of M tokens, each of which meets `per_token` experts."""
+    """`grouped_mm` of M tokens, each of which uses `per_token` experts."""
     rows = M * linear.per_token
     options = {
         "activation": candidate.activation,

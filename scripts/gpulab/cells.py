@@ -1,4 +1,4 @@
-"""Which products each section of gpu_suite.py times."""
+"""Products that each section of gpu_suite.py times."""
 
 from collections.abc import Callable
 from functools import partial

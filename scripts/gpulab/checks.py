@@ -54,7 +54,7 @@ def shrunk(linear: Linear) -> Linear:
 
 
 def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
-    """What is compared: every format and op, some M of every path, sizes off the tile."""
+    """List the cases to compare: every format and op, some M of every path, sizes off the tile."""
     size = shrunk if tiny else (lambda linear: linear)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     tokens = (1, 17, 600) if quick or tiny else (1, 5, 17, 64, 100, 300, 2000)
@@ -98,7 +98,7 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
 
 
 def check_case(case: Case, device: torch.device) -> str | None:
-    """Why the op is wrong, None if it equals its reference, and itself in a second call, to the bit."""
+    """Return the reason for which the op is wrong; None if it equals its reference and, bit by bit, a second call."""
     op = getattr(torch.ops.hf_quant, case.op)
     arguments, options = case.make(device)
     expected = _results(reference(case.op), arguments, options)
@@ -117,7 +117,7 @@ def check_case(case: Case, device: torch.device) -> str | None:
 
 
 def _results(call: Callable, arguments: tuple, options: dict[str, Any]) -> list[Tensor]:
-    """What a call returns, or, of `kv_append`, what it has written into copies of its arguments."""
+    """Return the results of a call; for `kv_append`, the copies of its arguments that it wrote into."""
     copies = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
     result = call(*copies, **options)
     if result is None:
@@ -136,7 +136,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def compare(case: Case, found: list[Tensor], expected: list[Tensor]) -> str | None:
-    """Why `found` is not `expected`: shapes and dtypes, NaN, codes, RMS error."""
+    """Return the reason for which `found` is not `expected`: shapes and dtypes, NaN, codes, RMS error."""
     for value, wanted in zip(found, expected):
         if value.shape != wanted.shape or value.dtype != wanted.dtype:
             return f"{tuple(value.shape)} {value.dtype} instead of {tuple(wanted.shape)} {wanted.dtype}"

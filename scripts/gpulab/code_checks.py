@@ -52,13 +52,13 @@ EXCEPTIONS = (
     Accepted("width", "_kv_decode.*", ".*", ".*(fp32|fp16|masked).*", "32 tokens a step: 8 bytes of codes a lane"),
     Accepted("width", "_kv_decode.*", "gfx942", ".*", "scales and offsets, 4 bytes a token, go by registers"),
     Accepted("width", "_kv_.*", ".*", "int2.*", "a tile of codes is less than 16 bytes for each thread"),
-    Accepted("width", "_kv_append.*", ".*", ".*", "words and scales of a token lie apart; 3 bytes a value in all"),
+    Accepted("width", "_kv_append.*", ".*", ".*", "words and scales of a token are apart; 3 bytes a value in all"),
     Accepted("width", "_kv_merge.*", ".*", ".*", "a row of fp32 for each split: 4 bytes a lane, all in flight"),
 )
 
 
 class Finding(NamedTuple):
-    """What is wrong: which check failed, and the numbers."""
+    """A failed check: its name, and the numbers."""
 
     check: str
     text: str
@@ -125,7 +125,7 @@ def wide_share(mix: dict[str, int]) -> float | None:
 
 
 def is_excepted(finding: Finding, kernel: str, target: str, case: str) -> bool:
-    """Whether EXCEPTIONS accepts a finding."""
+    """Return True if EXCEPTIONS accepts a finding."""
     return any(
         e.check == finding.check
         and re.fullmatch(e.kernel, kernel)

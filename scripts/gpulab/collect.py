@@ -100,7 +100,7 @@ def uncovered(uses: Iterable[Use]) -> list[str]:
 
 
 def work_of(case: Case, launched: Recorded, built: Built) -> Work:
-    """What a launch has to do, from its tensors and its tiles."""
+    """Compute the bytes and operations of a launch from its tensors and its tiles."""
     unique = {id(tensor): tensor for tensor in tensors(launched.arguments)}
     num_bytes = sum(t.nbytes * (case.touched if t.dim() == 3 else 1) for t in unique.values())
     kinds = {dot_kind(*pair) for pair in built.dots}
@@ -118,7 +118,7 @@ def work_of(case: Case, launched: Recorded, built: Built) -> Work:
         steps = M * N * K
         num_ops = 2.0 * steps * values["BLOCK_M"] * values["BLOCK_N"] * values["BLOCK_K"]
     elif launched.unit.name in ("_kv_decode_kernel", "_kv_prefill_kernel"):
-        # Every tile of rows meets the tokens of its head, those of a causal chunk half of their own.
+        # Every tile of rows reads the tokens of its head; a causal chunk reads half of its own.
         steps = int(launched.grid[0]) * -(-(values["T"] - values["S"] // 2) // values["BLOCK_N"])
         rows = values["BLOCK_M"] if "BLOCK_M" in values else values["G"] * values["R"] * values["PARTS"]
         num_ops = 4.0 * steps * rows * values["BLOCK_N"] * values["D"]

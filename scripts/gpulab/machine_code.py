@@ -25,11 +25,11 @@ class Instruction(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What one thread, or one block, holds.
+    """Resources that one thread, or one block, holds.
 
     Attributes:
         registers: 32-bit registers a thread; on AMD vector registers, accumulators included.
-        local_memory: bytes of a thread's stack and spilled registers, which lie in device memory.
+        local_memory: bytes of a thread's stack and spilled registers, which are in device memory.
         spills: vector registers that the compiler says it spilled (AMD only; NVIDIA's are in `local_memory`).
         scalar_spills: scalar registers likewise; they go to lanes of vector registers, not to memory.
     """
@@ -184,7 +184,7 @@ def summarize(instructions: Sequence[Instruction]) -> Summary:
 
 
 def parse_resource_usage(text: str) -> Resources:
-    """Of `cuobjdump --dump-resource-usage`; of several functions the largest. Raises ValueError if it has none."""
+    """Parse `cuobjdump --dump-resource-usage`; the largest of several functions. Raises ValueError if it has none."""
     rows = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     if not rows:
         raise ValueError(f"no resource usage in {text[:200]!r}")
@@ -192,7 +192,7 @@ def parse_resource_usage(text: str) -> Resources:
 
 
 def parse_gcn_metadata(text: str) -> Resources:
-    """Of the metadata at the end of AMD assembly text. Raises ValueError if it is not there."""
+    """Parse the metadata at the end of AMD assembly text. Raises ValueError if it is missing."""
     fields = dict(re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE))
     names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
     if any(name not in fields for name in names):

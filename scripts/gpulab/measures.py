@@ -1,4 +1,4 @@
-"""How one case of an op is timed against bf16 and rivals; used by bench_kernels.py, gpu_suite.py and tune.py."""
+"""Time one case of an op against bf16 and rivals; used by bench_kernels.py, gpu_suite.py and tune.py."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -160,7 +160,7 @@ def measure_scaled(
 def grouped_bf16(linear: Linear, M: int, touched: float, device: torch.device) -> Calls:
     """torch's grouped product of 16-bit experts (a loop over the experts where it has none: CPU).
 
-    touched: the share of the experts that the tokens meet. Each copy is met by other ones.
+    touched: the share of the experts that the tokens use. Each copy is used by other tokens.
     """
     copies = num_copies(int(2 * linear.experts * linear.N * linear.K * touched), device)
     x = _randn((M * linear.per_token, linear.K), device)

@@ -71,7 +71,7 @@ def occupancy(target: str, num_warps: int, resources: Resources, shared: int) ->
 
 
 class Work(NamedTuple):
-    """What one launch has to do.
+    """Work of one launch: bytes, operations, blocks and steps.
 
     Attributes:
         num_bytes: read and written once.

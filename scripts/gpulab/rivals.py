@@ -1,4 +1,4 @@
-"""What other libraries, and torch itself, offer for a product, built for a comparison in one process.
+"""Products of other libraries, and of torch itself, built for a comparison in one process.
 
 Each rival gets a random 16-bit weight, quantizes it its own way, and is called with the same activations. Those that
 are not installed, or that do not do a product, say so; none is required.
@@ -30,7 +30,7 @@ FAILURES = (
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for a line of a report."""
+    """Return the type of an error and the first line of its message, for a line of a report."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
 
 

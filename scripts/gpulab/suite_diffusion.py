@@ -61,7 +61,7 @@ STEPS, ROUNDS = 2, 3
 
 
 def tokens_of(name: str) -> int:
-    """That one call of the published model sees of an image, latents and prompt together."""
+    """Count the tokens of one call of the published model: latents and prompt together."""
     size = MODELS[name].size
     return size.frames * (size.height // 2) * (size.width // 2) + size.text
 
@@ -85,7 +85,7 @@ def measure_part(part: Part, device: torch.device, *, tiny: bool) -> list[dict[s
 
 
 def records_of(part: Part, found: list[Variant], subject: Subject) -> list[dict[str, Any]]:
-    """What the targets are judged by: speed against 16 bit and a rival of the same part, seconds, weights."""
+    """Make the records for the targets: speed against 16 bit and a rival of the same part, seconds, weights."""
     seconds = {one.name: seconds_per_step(one, subject) for one in found if one.model is not None}
     eager, compiled = (seconds.get(f"{BASE}, {how}") for how in ("eager", "compiled"))
     theirs = next((value for name, value in seconds.items() if name.startswith(f"{part.rival}, ")), None)
@@ -112,7 +112,7 @@ def records_of(part: Part, found: list[Variant], subject: Subject) -> list[dict[
 
 
 def diffusion_runs(device: torch.device, *, tiny: bool) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """What the section measures, one part after the other."""
+    """Yield the measurements of the section, one part after the other."""
     if not tiny:
         torch._dynamo.config.recompile_limit = 64  # all variants share the code of the blocks
     for part in PARTS:

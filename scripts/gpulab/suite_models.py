@@ -186,7 +186,7 @@ def _record(candidate: str, seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def model_runs(device: torch.device, *, tiny: bool) -> Iterator[Callable[[Ceilings], dict[str, Any]]]:
-    """What the section measures, one after the other: the models are made between them."""
+    """Yield the measurements of the section, one after the other: the models are made between them."""
     plain = random_model(device, tiny=tiny)
     found: dict[str, float] = {}
 

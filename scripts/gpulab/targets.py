@@ -85,7 +85,7 @@ def _caches(format: str) -> tuple[str, ...]:
 
 
 def _diffusion() -> tuple[Target, ...]:
-    """Of whole models, extrapolated from few blocks; bench_pipeline.py measures all of them."""
+    """Make the targets of whole models, extrapolated from few blocks; bench_pipeline.py measures all blocks."""
     flux, video = (4608,), (17776,)
     both = ("flux eager fp8 attention", "flux eager int8 attention")
     fast, long = ("flux compiled fp8 attention",), ("cogvideox compiled fp8 attention",)

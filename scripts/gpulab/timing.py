@@ -135,7 +135,7 @@ class HostTimer:
 
 
 class Ceilings(NamedTuple):
-    """What the machine did in the same run: copy in GB/s, read and written; bf16 product in TFLOP/s, random data."""
+    """Ceilings measured in the same run: copy in GB/s, read and written; bf16 product in TFLOP/s, random data."""
 
     copy: float
     gemm: float
@@ -152,7 +152,7 @@ def measure_ceilings(timer: Timer, *, copy_bytes: int = 2**31, size: int = 8192)
 
 
 def num_copies(nbytes: int, device: torch.device, *, at_least: int = 4, at_most: int = 32) -> int:
-    """How many copies of a weight to rotate, so that none of them stays in the L2 cache."""
+    """Number of copies of a weight to rotate, so that none of them stays in the L2 cache."""
     if device.type != "cuda":
         return at_least
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -165,13 +165,13 @@ def gpu() -> torch.device | None:
 
 
 def installed(package: str) -> bool:
-    """Whether a package, perhaps inside another, can be imported."""
+    """Return True if a package, perhaps inside another, can be imported."""
     parts = package.split(".")
     return all(importlib.util.find_spec(".".join(parts[: i + 1])) is not None for i in range(len(parts)))
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to repeat the numbers."""
+    """Describe the software and the device, for readers who want to repeat the numbers."""
     versions = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
     versions |= {
         name: _version(name) for name in ("torchao", "gemlite", "bitsandbytes", "diffusers") if installed(name)

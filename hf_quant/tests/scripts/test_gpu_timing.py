@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class FakeCuda:
-    """What GraphTimer calls of torch.cuda: a replay takes a time that the test sets, and capture runs the calls.
+    """Stand-in for torch.cuda in GraphTimer: a replay takes a time that the test sets, and capture runs the calls.
 
     As the allocator has it, a pool can be shared while a graph of it lives, and not after a capture that broke.
     """
@@ -94,7 +94,7 @@ class FakeCuda:
             self.current.count += 1
 
     def wait(self) -> None:
-        """What no capture allows."""
+        """An operation that no capture allows."""
         if self.current is not None:
             self.current.is_valid = False
             raise ValueError("a stream that is captured cannot be waited for")

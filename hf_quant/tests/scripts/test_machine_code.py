@@ -1,4 +1,4 @@
-"""What is read off disassembly, and that the checks fail where they must."""
+"""Parsing of disassembly, and checks that fail where they must."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The sanitizers find what is wrong, and a machine without them is told from one where nothing was found."""
+"""The sanitizers find defects, and a machine without sanitizers is not reported as one without findings."""
 
 import shutil
 
