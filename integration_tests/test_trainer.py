@@ -43,8 +43,10 @@ def losses(of: Trainer) -> list[float]:
     return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("scheme", ["int4", "W8A8"])
-@pytest.mark.parametrize(("dtype", "autocast"), [("float32", False), ("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "autocast"),
+    [("int4", "float32", False), ("W8A8", "float32", True), ("W8A8", "bfloat16", False)],
+)
 def test_an_adapter_trains_saves_and_resumes(scheme, dtype, autocast, tmp_path):
     model = quantize_(build("llama", getattr(torch, dtype)), scheme)
     model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=4))
