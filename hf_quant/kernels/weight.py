@@ -1,6 +1,9 @@
 """`Weight`: the packed tensors of one quantized weight together with its format, group size and width."""
 
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
 
 from torch import Size, Tensor, float32, uint8
 
@@ -127,3 +130,60 @@ def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> 
         )
     if not (spec.is_packed and spec.is_integer):
         raise ValueError(f"{spec.name} has no zero point")
+
+
+def takes_weight(check: Callable[..., None] | None = None, *, K_is_option: bool = False) -> Callable[..., Any]:
+    """Decorate a function of a `Weight` for torch.library, whose ops take nothing but tensors and plain values.
+
+    `fn(x, w: Weight, bias, *, activation)` becomes `fn(x, qdata, scale, zero_point, global_scale, bias, *, format,
+    group_size, activation)`. It raises ValueError unless the tensors are a weight of x's width, and calls `check` with
+    the arguments of fn. With `K_is_option` the width is the option K, as no argument has it.
+    """
+
+    def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(fn)
+        parameters = list(signature.parameters.values())
+        at = next(i for i, parameter in enumerate(parameters) if parameter.annotation is Weight)
+
+        @wraps(fn)
+        def call(*args: Any, format: str, group_size: int, **options: Any) -> Any:
+            tensors = args[at : at + 4]
+            if K_is_option:
+                w = weight_of(*tensors, format, group_size, options.pop("K"))
+            else:
+                w = _weight_for(args[0], tensors, format, group_size)
+            arguments = (*args[:at], w, *args[at + 4 :])
+            if check is not None:
+                check(*arguments, **options)
+            return fn(*arguments, **options)
+
+        def option(name: str, kind: type) -> inspect.Parameter:
+            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+
+        plain = [p for p in parameters[at + 1 :] if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        own = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        call.__signature__ = signature.replace(
+            parameters=[
+                *parameters[:at],
+                *(inspect.Parameter(name, parameters[at].kind, annotation=kind) for name, kind in _TENSORS),
+                *(plain + [option("format", str), option("group_size", int)]),
+                *([option("K", int)] if K_is_option else []),
+                *own,
+            ]
+        )
+        return call
+
+    return wrap
+
+
+_TENSORS = tuple(PackedWeight.__annotations__.items())
+
+
+def _weight_for(x: Tensor, tensors: tuple[Tensor | None, ...], format: str, group_size: int) -> Weight:
+    """The weight whose rows are as long as those of x [..., K]."""
+    if x.dim() == 0:
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [..., K]")
+    try:
+        return weight_of(*tensors, format, group_size, x.shape[-1])
+    except ValueError as error:
+        raise ValueError(f"x is {tuple(x.shape)}, so K={x.shape[-1]}, but {error}") from None

@@ -12,33 +12,21 @@ from hf_quant.kernels.cpu.rows import as_rows
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.grouped_mm import op
 from hf_quant.kernels.scaled_mm.cpu import INT8_PATH, dynamic_product
-from hf_quant.kernels.weight import weight_of
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.cpu import product_backward
 
 
 @implements(op.grouped_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
-def grouped_mm_cpu(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    offsets: Tensor,
-    *,
-    activation: str | None,
-    format: str,
-    group_size: int,
-) -> Tensor:
+@takes_weight(op.check)
+def grouped_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """See `grouped_mm_reference`. M in the paths is the number of rows of one expert."""
-    w = op.check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
     x = as_rows(x)
     if bias is not None and bias.requires_grad:
         bias = bias.detach()
     integer = activation == "int8" and native.takes_int8(w.spec)
     if x.shape[0] > 0 and (activation is None or integer) and native.serves(w, x.dtype, int8=integer):
         return native.product(x, w, bias, integer=integer, ends=offsets.contiguous())
-    y = x.new_zeros(x.shape[0], qdata.shape[1])
+    y = x.new_zeros(x.shape[0], w.N)
     for e, rows in op.rows_of_experts(offsets):
         expert, expert_bias = w.expert(e), None if bias is None else bias[e]
         if activation is None:
@@ -49,22 +37,11 @@ def grouped_mm_cpu(
 
 
 @implements(op.grouped_mm_backward, "CPU")
-def grouped_mm_backward_cpu(
-    grad: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    offsets: Tensor,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def grouped_mm_backward_cpu(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
     """See `grouped_mm_backward_reference`."""
-    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
     grad = as_rows(grad)
-    grad_x = grad.new_zeros(grad.shape[0], K)
+    grad_x = grad.new_zeros(grad.shape[0], w.K)
     for e, rows in op.rows_of_experts(offsets):
         grad_x[rows] = product_backward(grad[rows], w.expert(e))
     return grad_x

@@ -39,7 +39,7 @@ from hf_quant.kernels.gpu.tile import tile_product
 from hf_quant.kernels.grouped_mm.op import check, grouped_mm, rows_of_experts
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
-from hf_quant.kernels.weight import Weight
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.gpu import choose_row, supports_fused, tiling
 from hf_quant.kernels.weight_only.op import weight_only_mm
 
@@ -316,21 +316,9 @@ def _fused(
 
 @implements(grouped_mm, "XPU", FUSED + LOOP)
 @implements(grouped_mm, "CUDA", FUSED + LOOP)
-def grouped_mm_gpu(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    offsets: Tensor,
-    *,
-    activation: str | None,
-    format: str,
-    group_size: int,
-) -> Tensor:
+@takes_weight(check)
+def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """See `grouped_mm_reference`; weights are rounded to x's dtype if their scale enters before the product."""
-    w = check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
     if unavailable(x.device) is None:
         target, w = target_of(x.device), w.contiguous()
         plan = grouped_plan(
@@ -339,7 +327,7 @@ def grouped_mm_gpu(
         )
         if plan is not None:
             return _fused(x, w, bias, offsets, activation, plan, target)
-    y, options = x.new_zeros(x.shape[0], w.N), {"format": format, "group_size": group_size}
+    y, options = x.new_zeros(x.shape[0], w.N), {"format": w.format, "group_size": w.group_size}
     for e, rows in rows_of_experts(offsets):
         parts = (*w.expert(e).packed, None if bias is None else bias[e])
         if activation is None:

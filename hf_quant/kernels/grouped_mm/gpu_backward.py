@@ -29,7 +29,7 @@ from hf_quant.kernels.gpu.decode import (
 from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable
 from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP, rows_of_tile
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward, rows_of_experts
-from hf_quant.kernels.weight import Weight, weight_of
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import weight_only_mm_backward
 
 
@@ -181,25 +181,14 @@ def _fused_backward(grad: Tensor, w: Weight, offsets: Tensor, target: Target) ->
 
 @implements(grouped_mm_backward, "XPU", FUSED + LOOP)
 @implements(grouped_mm_backward, "CUDA", FUSED + LOOP)
-def grouped_mm_backward_gpu(
-    grad: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    offsets: Tensor,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def grouped_mm_backward_gpu(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
     """See `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
-    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
-    if unavailable(grad.device) is None and grad.numel() * K > 0 and undecodable(w.spec) is None:
+    if unavailable(grad.device) is None and grad.numel() * w.K > 0 and undecodable(w.spec) is None:
         target = target_of(grad.device)
         if grad.dtype == torch.float16 or (grad.dtype == torch.bfloat16 and target.has_bf16_dot):
             return _fused_backward(grad, w.contiguous(), offsets, target)
-    grad_x, options = grad.new_zeros(grad.shape[0], K), {"format": format, "group_size": group_size, "K": K}
+    grad_x, options = grad.new_zeros(grad.shape[0], w.K), {"format": w.format, "group_size": w.group_size, "K": w.K}
     for e, rows in rows_of_experts(offsets):
         grad_x[rows] = weight_only_mm_backward(grad[rows], *w.expert(e).packed, **options)
     return grad_x

@@ -6,41 +6,26 @@ from torch import Tensor
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
-from hf_quant.kernels.weight import Weight, weight_of
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import weight_only_mm_backward_reference, weight_only_mm_reference
 
 
-def check(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    offsets: Tensor,
-    activation: str | None,
-    format: str,
-    group_size: int,
-) -> Weight:
-    """The experts.
-
-    Raises ValueError unless x is [M, K], qdata [E, N, words], bias None or [E, N], offsets [E] int32.
-    """
+def check(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> None:
+    """Raise ValueError unless x is [M, K], qdata [E, N, words], bias None or [E, N], offsets [E] int32."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [M, K] in fp16, bf16 or fp32")
-    if qdata.dim() != 3 or scale.dim() != 3:
-        raise ValueError(f"qdata is {qdata.dim()}-D and scale {scale.dim()}-D; both must be 3-D")
+    if w.qdata.dim() != 3:
+        raise ValueError(f"qdata is {w.qdata.dim()}-D and scale {w.scale.dim()}-D; both must be 3-D")
     if activation is not None:
         row_max(activation)
-    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, x.shape[1])
-    if offsets.shape != qdata.shape[:1] or offsets.dtype != torch.int32:
+    E, N, _ = w.qdata.shape
+    if offsets.shape != (E,) or offsets.dtype != torch.int32:
         raise ValueError(
-            f"offsets is {tuple(offsets.shape)} {offsets.dtype}; needs [{qdata.shape[0]}] torch.int32, "
-            "the end of each expert's rows"
+            f"offsets is {tuple(offsets.shape)} {offsets.dtype}; needs [{E}] torch.int32, the end of each expert's "
+            "rows"
         )
-    if bias is not None and bias.shape != qdata.shape[:2]:
-        raise ValueError(f"bias is {tuple(bias.shape)}; needs {tuple(qdata.shape[:2])}")
-    return w
+    if bias is not None and bias.shape != (E, N):
+        raise ValueError(f"bias is {tuple(bias.shape)}; needs {(E, N)}")
 
 
 def rows_of_experts(offsets: Tensor) -> list[tuple[int, slice]]:
@@ -49,27 +34,17 @@ def rows_of_experts(offsets: Tensor) -> list[tuple[int, slice]]:
     return [(e, slice(start, end)) for e, (start, end) in enumerate(zip([0, *ends], ends)) if end > start]
 
 
+@takes_weight(check)
 def grouped_mm_reference(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    offsets: Tensor,
-    *,
-    activation: str | None,
-    format: str,
-    group_size: int,
+    x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None
 ) -> Tensor:
-    """x [M, K], experts [E, N, K] -> [M, N] in x's dtype; rows offsets[e-1]..offsets[e] meet expert e.
+    """x [M, K], experts [E, N, K] -> [M, N] in x's dtype; rows offsets[e-1]..offsets[e] belong to expert e.
 
     `activation` quantizes each row of x first (None: not). Rows at or past offsets[-1] give zeros.
     Not differentiable: see `modules`.
     """
-    w = check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
-    y = x.new_zeros(x.shape[0], qdata.shape[1])
-    options = {"format": format, "group_size": group_size}
+    y = x.new_zeros(x.shape[0], w.N)
+    options = {"format": w.format, "group_size": w.group_size}
     for e, rows in rows_of_experts(offsets):
         weight = (*w.expert(e).packed, None if bias is None else bias[e])
         if activation is None:
@@ -79,38 +54,27 @@ def grouped_mm_reference(
     return y
 
 
-def _grouped_mm_fake(x, qdata, scale, zero_point, global_scale, bias, offsets, *, activation, format, group_size):
-    check(x, qdata, scale, zero_point, global_scale, bias, offsets, activation, format, group_size)
-    return x.new_empty((x.shape[0], qdata.shape[1]))
+@takes_weight(check)
+def _grouped_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None):
+    return x.new_empty((x.shape[0], w.N))
 
 
 grouped_mm = define_op("grouped_mm", grouped_mm_reference, _grouped_mm_fake)
 
 
-def grouped_mm_backward_reference(
-    grad: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    offsets: Tensor,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def grouped_mm_backward_reference(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
     """Gradient of `grouped_mm` with respect to x: grad [M, N] -> [M, K] in grad's dtype."""
-    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
-    grad_x = grad.new_zeros(grad.shape[0], K)
-    options = {"format": format, "group_size": group_size, "K": K}
+    grad_x = grad.new_zeros(grad.shape[0], w.K)
+    options = {"format": w.format, "group_size": w.group_size, "K": w.K}
     for e, rows in rows_of_experts(offsets):
         grad_x[rows] = weight_only_mm_backward_reference(grad[rows], *w.expert(e).packed, **options)
     return grad_x
 
 
-def _grouped_mm_backward_fake(grad, qdata, scale, zero_point, global_scale, offsets, *, format, group_size, K):
-    weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
-    return grad.new_empty((grad.shape[0], K))
+@takes_weight(K_is_option=True)
+def _grouped_mm_backward_fake(grad: Tensor, w: Weight, offsets: Tensor):
+    return grad.new_empty((grad.shape[0], w.K))
 
 
 grouped_mm_backward = define_op("grouped_mm_backward", grouped_mm_backward_reference, _grouped_mm_backward_fake)

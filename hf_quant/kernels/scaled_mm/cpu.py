@@ -21,8 +21,7 @@ from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
 from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm import op
-from hf_quant.kernels.weight import Weight
-from hf_quant.kernels.weight_only.op import check as check_weight_only
+from hf_quant.kernels.weight import Weight, takes_weight
 
 
 _CHUNK = 2**18  # values of x quantized at a time: temporaries stay in the cache
@@ -44,21 +43,9 @@ INT8_PATH = Path("int8 GEMM (oneDNN)", "any M", _supports_int8)
 
 
 @implements(op.dynamic_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
-def dynamic_mm_cpu(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    activation: str,
-    format: str,
-    group_size: int,
-) -> Tensor:
+@takes_weight(op.check_dynamic)
+def dynamic_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """See `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales if x is bf16."""
-    row_max(activation)  # raises for what is no activation
-    w = check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
     y = dynamic_product(as_rows(x), w, None if bias is None else bias.detach(), activation)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
@@ -97,27 +84,17 @@ def _product_of_codes(
 
 
 @implements(op.quantized_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
+@takes_weight(op.check_quantized)
 def quantized_mm_cpu(
-    codes: Tensor,
-    row_scale: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    out_dtype: torch.dtype,
+    codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
     """See `quantized_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
-    w = op.check_quantized(codes, row_scale, qdata, scale, zero_point, global_scale, bias, format, group_size)
     rows, row_scale = as_rows(codes), row_scale.reshape(-1, 1)
     bias = None if bias is None else bias.detach()
     shape = (*codes.shape[:-1], w.N)
     if rows.shape[0] == 0 or w.K == 0:
         row_scale = row_scale.view(*shape[:-1], 1)
-        options = {"format": format, "group_size": group_size, "out_dtype": out_dtype}
+        options = {"format": w.format, "group_size": w.group_size, "out_dtype": out_dtype}
         return op.quantized_mm_reference(codes, row_scale, *w.packed, bias, **options)
     integer = codes.dtype == torch.int8 and native.takes_int8(w.spec)
     is_native = native.serves(w, out_dtype, int8=integer)

@@ -56,9 +56,8 @@ from hf_quant.kernels.gpu.launch import (
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled_mm_split_kernel, _scaled_mm_tiles_kernel
-from hf_quant.kernels.weight import Weight
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.gpu import DENSE, FUSED, as_rows, dequantized, fused_mm
-from hf_quant.kernels.weight_only.op import check
 
 
 # Decode and crossover. (largest M, BLOCK_M, BLOCK_N, BLOCK_K, blocks per multiprocessor, num_warps, num_stages)
@@ -293,21 +292,11 @@ def fp8_scaled_mm_gpu(
 
 @implements(op.quantized_mm, "XPU", SCALED + FUSED + DENSE)
 @implements(op.quantized_mm, "CUDA", SCALED + FUSED + DENSE)
+@takes_weight(op.check_quantized)
 def quantized_mm_gpu(
-    codes: Tensor,
-    row_scale: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    out_dtype: torch.dtype,
+    codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
     """See `quantized_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
-    w = op.check_quantized(codes, row_scale, qdata, scale, zero_point, global_scale, bias, format, group_size)
     return _product_of_codes(codes, row_scale, w, bias, out_dtype)
 
 
@@ -334,18 +323,7 @@ _quantize = direct(quantize_rowwise)
 
 @implements(op.dynamic_mm, "XPU", SCALED + FUSED + DENSE)
 @implements(op.dynamic_mm, "CUDA", SCALED + FUSED + DENSE)
-def dynamic_mm_gpu(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    activation: str,
-    format: str,
-    group_size: int,
-) -> Tensor:
+@takes_weight(op.check_dynamic)
+def dynamic_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """See `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
-    w = check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
     return _product_of_codes(*_quantize(x, format=activation), w, bias, x.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import ROW_FORMATS, quantize_rowwise_reference, row_max
-from hf_quant.kernels.weight import Weight
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import check as check_weight_only
 from hf_quant.kernels.weight_only.op import check_operands, dequantized
 
@@ -72,48 +72,33 @@ fp8_scaled_mm = define_op("fp8_scaled_mm", fp8_scaled_mm_reference, _fp8_scaled_
 
 
 def check_quantized(
-    codes: Tensor,
-    row_scale: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    format: str,
-    group_size: int,
-) -> Weight:
-    """The weight [N, K].
-
-    Raises ValueError unless codes are [..., K] int8 or float8_e4m3fn, row_scale [..., 1] fp32, and the weight fits.
-    """
-    if codes.dtype not in ROW_FORMATS.values() or codes.dim() == 0:
+    codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless codes are [..., K] int8 or float8_e4m3fn and row_scale is [..., 1] fp32."""
+    if codes.dtype not in ROW_FORMATS.values():
         raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}; needs [..., K] in int8 or float8_e4m3fn")
     if row_scale.dtype != torch.float32 or row_scale.shape != (*codes.shape[:-1], 1):
         raise ValueError(
             f"row_scale is {tuple(row_scale.shape)} {row_scale.dtype}; needs {(*codes.shape[:-1], 1)} in fp32"
         )
-    return check_operands(codes, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    check_operands(w, bias)
 
 
+def check_dynamic(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> None:
+    """Raise ValueError unless `activation` is a format of activations and the operands are those of a product."""
+    row_max(activation)
+    check_weight_only(x, w, bias)
+
+
+@takes_weight(check_quantized)
 def quantized_mm_reference(
-    codes: Tensor,
-    row_scale: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    out_dtype: torch.dtype,
+    codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
     """(codes @ dequant(w).T) * row_scale + bias: what follows `quantize_rowwise` in `dynamic_mm`, bit for bit.
 
     codes [..., K] int8 or float8_e4m3fn, row_scale [..., 1] fp32, w [N, K] of any format -> [..., N] in out_dtype;
     accumulated in fp32. For several weights that meet the same codes.
     """
-    w = check_quantized(codes, row_scale, qdata, scale, zero_point, global_scale, bias, format, group_size)
     return _product_of_codes(codes, row_scale, w, bias, out_dtype)
 
 
@@ -124,40 +109,26 @@ def _product_of_codes(
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-def _quantized_mm_fake(
-    codes, row_scale, qdata, scale, zero_point, global_scale, bias, *, format, group_size, out_dtype
-):
-    check_quantized(codes, row_scale, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    return codes.new_empty((*codes.shape[:-1], qdata.shape[0]), dtype=out_dtype)
+@takes_weight(check_quantized)
+def _quantized_mm_fake(codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype):
+    return codes.new_empty((*codes.shape[:-1], w.N), dtype=out_dtype)
 
 
 quantized_mm = define_op("quantized_mm", quantized_mm_reference, _quantized_mm_fake)
 
 
-def dynamic_mm_reference(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    activation: str,
-    format: str,
-    group_size: int,
-) -> Tensor:
+@takes_weight(check_dynamic)
+def dynamic_mm_reference(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Quantize each row of x to `activation` ("int8", "fp8_e4m3"), then multiply with the weight of any format.
 
     x [..., K], w [N, K] -> (codes(x) @ dequant(w).T) * row_scale(x) + bias, in x's dtype; accumulated in fp32.
     """
-    w = check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
     return _product_of_codes(*quantize_rowwise_reference(x, format=activation), w, bias, x.dtype)
 
 
-def _dynamic_mm_fake(x, qdata, scale, zero_point, global_scale, bias, *, activation, format, group_size):
-    row_max(activation)
-    check_weight_only(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    return x.new_empty((*x.shape[:-1], qdata.shape[0]))
+@takes_weight(check_dynamic)
+def _dynamic_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str):
+    return x.new_empty((*x.shape[:-1], w.N))
 
 
 dynamic_mm = define_op("dynamic_mm", dynamic_mm_reference, _dynamic_mm_fake, is_row_by_row=True)

@@ -8,7 +8,7 @@ from hf_quant.kernels.cpu.decode import Block, expand_rows, level_block, scale_v
 from hf_quant.kernels.cpu.product import NATIVE_PATH, PATHS, product
 from hf_quant.kernels.cpu.rows import as_rows
 from hf_quant.kernels.dispatch import Path, implements
-from hf_quant.kernels.weight import Weight, weight_of
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only import op
 
 
@@ -17,19 +17,9 @@ _BLOCK_BACKWARD = 2**22  # larger for the gradient: fewer partial products to ad
 
 
 @implements(op.weight_only_mm, "CPU", paths=PATHS)
-def weight_only_mm_cpu(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-) -> Tensor:
+@takes_weight(op.check)
+def weight_only_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """See `weight_only_mm_reference`; accuracy: `cpu.product`."""
-    w = op.check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
     if bias is not None and bias.requires_grad:
         bias = bias.detach()
     y = product(as_rows(x), w, bias)
@@ -37,29 +27,20 @@ def weight_only_mm_cpu(
 
 
 @implements(op.dequantize, "CPU", paths=(NATIVE_PATH, Path("torch, block by block", "any M", lambda problem: None)))
-def dequantize_cpu(
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-    dtype: torch.dtype,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def dequantize_cpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
     """See `dequantize_reference`: the same bits, in blocks of rows that stay in the cache."""
-    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
+    qdata = w.qdata
     if qdata.dim() <= 3 and qdata.numel() and native.serves(w, dtype):
         return native.dequantize(w, dtype)
-    out = torch.empty(*qdata.shape[:-1], K, dtype=dtype)
+    out = torch.empty(*qdata.shape[:-1], w.K, dtype=dtype)
     if out.numel() == 0:
         return out
-    if scale.shape[-2] == w.N and global_scale is None:  # the rows of all matrices are those of one
+    if w.scale.shape[-2] == w.N and w.global_scale is None:  # the rows of all matrices are those of one
         parts = (part if part is None else part.reshape(-1, part.shape[-1]) for part in w.packed)
-        _dequantize_matrix(out.view(-1, K), Weight(*parts, *w[4:]))
+        _dequantize_matrix(out.view(-1, w.K), Weight(*parts, *w[4:]))
     else:
-        for matrix, part in zip(out.view(-1, w.N, K), _matrices(w)):
+        for matrix, part in zip(out.view(-1, w.N, w.K), _matrices(w)):
             _dequantize_matrix(matrix, part)
     return out
 
@@ -84,20 +65,10 @@ def _dequantize_matrix(out: Tensor, w: Weight) -> None:
 
 
 @implements(op.weight_only_mm_backward, "CPU")
-def weight_only_mm_backward_cpu(
-    grad: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def weight_only_mm_backward_cpu(grad: Tensor, w: Weight) -> Tensor:
     """See `weight_only_mm_backward_reference`; bf16 weights and products for a bf16 gradient, else fp32."""
-    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
-    return product_backward(as_rows(grad), w).view(*grad.shape[:-1], K)
+    return product_backward(as_rows(grad), w).view(*grad.shape[:-1], w.K)
 
 
 def product_backward(grad: Tensor, w: Weight) -> Tensor:

@@ -59,7 +59,7 @@ from hf_quant.kernels.gpu.launch import (
     unavailable,
 )
 from hf_quant.kernels.gpu.tile import tile_product
-from hf_quant.kernels.weight import Weight, weight_of
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, weight_only_mm_backward
 
 
@@ -431,19 +431,9 @@ def fused_mm(
 
 @implements(weight_only_mm, "XPU", FUSED + DENSE)
 @implements(weight_only_mm, "CUDA", FUSED + DENSE)
-def weight_only_mm_gpu(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-) -> Tensor:
+@takes_weight(check)
+def weight_only_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """See `weight_only_mm_reference`; weights are rounded to x's dtype if their scale enters before the product."""
-    w = check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
     y = fused_mm(x, w, bias, dtype=x.dtype)
     if y is not None:
         return y
@@ -457,16 +447,7 @@ def dequantized(w: Weight, dtype: torch.dtype) -> Tensor:
 
 @implements(weight_only_mm_backward, "XPU", DENSE)
 @implements(weight_only_mm_backward, "CUDA", DENSE)
-def weight_only_mm_backward_gpu(
-    grad: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def weight_only_mm_backward_gpu(grad: Tensor, w: Weight) -> Tensor:
     """See `weight_only_mm_backward_reference`; the weight is rounded to grad's dtype before the product."""
-    return grad @ dequantized(weight_of(qdata, scale, zero_point, global_scale, format, group_size, K), grad.dtype)
+    return grad @ dequantized(w, grad.dtype)

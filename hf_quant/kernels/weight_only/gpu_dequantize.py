@@ -28,7 +28,7 @@ from hf_quant.kernels.gpu.decode import (
     undecodable,
 )
 from hf_quant.kernels.gpu.launch import HAS_TRITON, launch, target_of, tl, triton, unavailable
-from hf_quant.kernels.weight import weight_of
+from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import dequantize, dequantized
 
 
@@ -113,19 +113,10 @@ PATHS = (Path("Triton", "any M", lambda problem: None if HAS_TRITON else "triton
 
 @implements(dequantize, "XPU", PATHS)
 @implements(dequantize, "CUDA", PATHS)
-def dequantize_gpu(
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-    dtype: torch.dtype,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def dequantize_gpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
     """See `dequantize_reference`: the same bits."""
-    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
+    (qdata, scale, zero_point, global_scale), K = w.packed, w.K
     *lead, N, width = qdata.shape
     is_served = unavailable(qdata.device) is None and undecodable(w.spec) is None
     if not is_served or prod(lead) * N * K == 0 or dtype == torch.float64:
@@ -145,7 +136,7 @@ def dequantize_gpu(
         bits_of(scale),
         None if zero_point is None else zero_point.contiguous(),
         None if global_scale is None else global_scale.contiguous(),
-        levels_tensor(format, dot, qdata.device),
+        levels_tensor(w.format, dot, qdata.device),
         y,
         rows,
         N,
@@ -162,7 +153,7 @@ def dequantize_gpu(
         HAS_ZERO=zero_point is not None,
         HAS_GLOBAL=global_scale is not None,
         DOT=tl.float32 if is_table else tl.bfloat16,
-        **decode_options(format, torch.bfloat16, codes, use_ptx=target_of(qdata.device).is_nvidia and not is_table),
+        **decode_options(w.format, torch.bfloat16, codes, use_ptx=target_of(qdata.device).is_nvidia and not is_table),
         num_warps=_NUM_WARPS,
     )
     return y

@@ -8,22 +8,13 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import decode_codes, expand_scale
 from hf_quant.kernels.dispatch import define_op
-from hf_quant.kernels.weight import Weight, weight_of
+from hf_quant.kernels.weight import Weight, takes_weight
 
 
-def dequantize_reference(
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-    dtype: torch.dtype,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def dequantize_reference(w: Weight, *, dtype: torch.dtype) -> Tensor:
     """The weight [..., N, K] in `dtype`: (level of code, or code - zero_point) * scale * global_scale, in fp32."""
-    return dequantized(weight_of(qdata, scale, zero_point, global_scale, format, group_size, K), dtype)
+    return dequantized(w, dtype)
 
 
 def dequantized(w: Weight, dtype: torch.dtype) -> Tensor:
@@ -37,96 +28,53 @@ def dequantized(w: Weight, dtype: torch.dtype) -> Tensor:
     return (values * expand_scale(factor, w.N, w.K, w.group_size)).to(dtype)
 
 
-def _dequantize_fake(qdata, scale, zero_point, global_scale, *, format, group_size, K, dtype):
-    weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
-    return qdata.new_empty((*qdata.shape[:-1], K), dtype=dtype)
+@takes_weight(K_is_option=True)
+def _dequantize_fake(w: Weight, *, dtype: torch.dtype):
+    return w.qdata.new_empty((*w.qdata.shape[:-1], w.K), dtype=dtype)
 
 
 dequantize = define_op("dequantize", dequantize_reference, _dequantize_fake)
 
 
-def check(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    format: str,
-    group_size: int,
-) -> Weight:
-    """The weight [N, K]; raises ValueError unless x is [..., K] floating, qdata is 2-D and bias is None or [N]."""
-    if not x.is_floating_point() or x.dim() == 0:
+def check(x: Tensor, w: Weight, bias: Tensor | None) -> None:
+    """Raise ValueError unless x is [..., K] floating, w one matrix and bias None or [N]."""
+    if not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [..., K] in fp16, bf16 or fp32")
-    return check_operands(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
+    check_operands(w, bias)
 
 
-def check_operands(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    format: str,
-    group_size: int,
-) -> Weight:
+def check_operands(w: Weight, bias: Tensor | None) -> None:
     """`check` for x of any dtype."""
-    if qdata.dim() != 2 or scale.dim() != 2:
-        raise ValueError(f"qdata is {qdata.dim()}-D and scale {scale.dim()}-D; both must be 2-D")
-    try:
-        weight = weight_of(qdata, scale, zero_point, global_scale, format, group_size, x.shape[-1])
-    except ValueError as error:
-        raise ValueError(f"x is {tuple(x.shape)}, so K={x.shape[-1]}, but {error}") from None
-    if bias is not None and bias.shape != qdata.shape[:1]:
-        raise ValueError(f"bias is {tuple(bias.shape)}; needs [{qdata.shape[0]}]")
-    return weight
+    if w.qdata.dim() != 2:
+        raise ValueError(f"qdata is {w.qdata.dim()}-D and scale {w.scale.dim()}-D; both must be 2-D")
+    if bias is not None and bias.shape != (w.N,):
+        raise ValueError(f"bias is {tuple(bias.shape)}; needs [{w.N}]")
 
 
-def weight_only_mm_reference(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-) -> Tensor:
+@takes_weight(check)
+def weight_only_mm_reference(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """x [..., K] @ dequant(w [N, K]).T + bias [N] -> [..., N] in x's dtype. Not differentiable: see `modules`."""
-    w = check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
     y = x.float() @ dequantized(w, torch.float32).t()
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-def _weight_only_mm_fake(x, qdata, scale, zero_point, global_scale, bias, *, format, group_size):
-    check(x, qdata, scale, zero_point, global_scale, bias, format, group_size)
-    return x.new_empty((*x.shape[:-1], qdata.shape[0]))
+@takes_weight(check)
+def _weight_only_mm_fake(x: Tensor, w: Weight, bias: Tensor | None):
+    return x.new_empty((*x.shape[:-1], w.N))
 
 
 weight_only_mm = define_op("weight_only_mm", weight_only_mm_reference, _weight_only_mm_fake, is_row_by_row=True)
 
 
-def weight_only_mm_backward_reference(
-    grad: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    K: int,
-) -> Tensor:
+@takes_weight(K_is_option=True)
+def weight_only_mm_backward_reference(grad: Tensor, w: Weight) -> Tensor:
     """Gradient of `weight_only_mm` with respect to x: grad [..., N] @ dequant(w [N, K]) -> [..., K], grad's dtype."""
-    w = weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
     return (grad.float() @ dequantized(w, torch.float32)).to(grad.dtype)
 
 
-def _weight_only_mm_backward_fake(grad, qdata, scale, zero_point, global_scale, *, format, group_size, K):
-    weight_of(qdata, scale, zero_point, global_scale, format, group_size, K)
-    return grad.new_empty((*grad.shape[:-1], K))
+@takes_weight(K_is_option=True)
+def _weight_only_mm_backward_fake(grad: Tensor, w: Weight):
+    return grad.new_empty((*grad.shape[:-1], w.K))
 
 
 weight_only_mm_backward = define_op(
