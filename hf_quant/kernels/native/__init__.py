@@ -285,11 +285,11 @@ def product(x: Tensor, w: Weight, bias: Tensor | None, **how) -> Tensor:
     return multiply(x, w.N, _weight_arguments(w), bias, **how)
 
 
-def prepared(w: Weight, *, integer: bool = False) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """`multiply` as a function of (x [M, K] contiguous, qdata, bias) for a contiguous weight, as long as its memory
-    lives: the function does not hold it."""
+def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
+    """`multiply` as a function of (x [M, K] contiguous, qdata, bias, **how) for a contiguous weight, as long as its
+    memory lives: the function does not hold it."""
     N, weight = w.N, _weight_arguments(w)
-    return lambda x, qdata, bias: multiply(x, N, weight, bias, integer=integer)
+    return lambda x, qdata, bias, **how: multiply(x, N, weight, bias, integer=integer, **how)
 
 
 def dequantize(w: Weight, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_quant.kernels.dispatch import define_op
 
 
+MIN_SHARED_ROWS = 16  # fewer are quantized by each product itself, where that is one launch or one loop less
 ROW_FORMATS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 ACTS = ("silu", "gelu", "gelu_tanh")
 # Rows whose scale would be smaller count as zeros, so that no step of a division has a subnormal result, which devices

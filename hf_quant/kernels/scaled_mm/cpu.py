@@ -7,6 +7,8 @@ VNNI, in `_int_mm`): sums of integers are exact. Anything else multiplies the co
 the paths of `cpu.product`, and puts the row scales on the product; a weight of at most 2**16 elements, too.
 """
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -15,11 +17,11 @@ from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.cpu.decode import level_block
 from hf_quant.kernels.cpu.layouts import pack_qlinear
 from hf_quant.kernels.cpu.prepack import prepacked
-from hf_quant.kernels.cpu.product import DENSE, NATIVE_PATH, PATHS, make_ready, no_qlinear, product, qlinear
+from hf_quant.kernels.cpu.product import DENSE, NATIVE_PATH, PATHS, Run, make_ready, no_qlinear, product, qlinear
 from hf_quant.kernels.cpu.rows import as_rows, row_vector, scaled
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
-from hf_quant.kernels.rowwise.op import row_max
+from hf_quant.kernels.rowwise.op import MIN_SHARED_ROWS, row_max
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.weight import Weight, takes_weight
 
@@ -55,29 +57,42 @@ def dynamic_product(x: Tensor, w: Weight, bias: Tensor | None, activation: str) 
     if x.shape[0] == 0:
         return x.new_empty(0, w.N)
     integer = activation == "int8" and native.takes_int8(w.spec)
-    is_native = native.serves(w, x.dtype, int8=integer)
-    if is_native and integer:
-        if w.contiguous() is w:
-            make_ready(w, x.dtype, activation, native.prepared(w, integer=True))
-        return native.product(x, w, bias, integer=True)
+    if native.serves(w, x.dtype, int8=integer):
+        whole = w.contiguous()
+        run = _native_product(whole, activation, integer)
+        if whole is w:
+            # Layers that read the same rows share their fp8 codes from so many on.
+            max_rows = MIN_SHARED_ROWS - 1 if activation == "fp8_e4m3" else sys.maxsize
+            make_ready(w, x.dtype, activation, run, max_rows=max_rows)
+        return run(x, whole.qdata, bias)
     limit = row_max(activation)
     row_scale = row_scales(x, limit)
-    int8 = not is_native and _is_int8_product(activation, w)
-    dtype = torch.int8 if int8 else torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    codes = _codes(x, row_scale, limit, activation, dtype)
-    return _product_of_codes(codes, row_scale, w, bias, x.dtype, is_native)
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    codes = _codes(x, row_scale, limit, activation, torch.int8 if _is_int8_product(activation, w) else dtype)
+    return _torch_product(codes, row_scale, w, bias, x.dtype)
+
+
+def _native_product(w: Weight, activation: str, integer: bool) -> Run:
+    """The native kernels quantize rows to int8 as they read them; for others the codes are numbers in bf16 or fp32."""
+    multiply, limit = native.prepared(w, integer=integer), row_max(activation)
+    if integer:
+        return multiply
+
+    def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
+        row_scale = row_scales(x, limit)
+        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        codes = _codes(x, row_scale, limit, activation, dtype)
+        return multiply(codes, qdata, bias, row_scale=row_scale, out_dtype=x.dtype)
+
+    return run
 
 
 def _is_int8_product(activation: str, w: Weight) -> bool:
     return activation == w.format == "int8" and w.is_row_scaled and w.qdata.numel() > DENSE
 
 
-def _product_of_codes(
-    codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, dtype: torch.dtype, is_native: bool
-) -> Tensor:
+def _torch_product(codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """codes [M, K]: int8 for oneDNN's product of int8, else numbers in bf16 or fp32."""
-    if is_native:
-        return native.product(codes, w, bias, row_scale=row_scale, out_dtype=dtype)
     if codes.dtype == torch.int8:
         return _int8(codes, w.qdata, row_scale, w.scale, bias, dtype)
     return scaled(product(codes, w, None), row_scale, None, bias, dtype)
@@ -103,7 +118,9 @@ def quantized_mm_cpu(
     if is_native or not _is_int8_product("int8" if codes.dtype == torch.int8 else "fp8_e4m3", w):
         dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         rows = rows.to(dtype) if codes.dtype == torch.int8 else _float8_values(rows, dtype)
-    return _product_of_codes(rows, row_scale, w, bias, out_dtype, is_native).view(shape)
+    if is_native:
+        return native.product(rows, w, bias, row_scale=row_scale, out_dtype=out_dtype).view(shape)
+    return _torch_product(rows, row_scale, w, bias, out_dtype).view(shape)
 
 
 def _codes(x: Tensor, row_scale: Tensor, limit: float, activation: str, dtype: torch.dtype) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hf_quant import kernels
 from hf_quant.kernels.dispatch import direct, is_transformed
+from hf_quant.kernels.rowwise.op import MIN_SHARED_ROWS
 
 
-MIN_ROWS = 16  # fewer are quantized by the product itself, where that is one launch or one loop less
 _local = threading.local()
 _quantize = direct(kernels.quantize_rowwise)
 
@@ -39,7 +39,7 @@ def quantized_rows(x: Tensor, format: str, qdata: Tensor) -> tuple[Tensor, Tenso
 
     `qdata` is what they are multiplied with: it tells one layer from another.
     """
-    if type(x) is not Tensor or x.shape[-1] == 0 or x.numel() // x.shape[-1] < MIN_ROWS or x.is_inference():
+    if type(x) is not Tensor or x.shape[-1] == 0 or x.numel() // x.shape[-1] < MIN_SHARED_ROWS or x.is_inference():
         return None
     if is_transformed():  # what is remembered must not leave the transform
         return None

@@ -73,7 +73,7 @@ def shared(module: QuantLinear) -> SharedInput | None:
 def alone(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """The output with every layer quantizing its own input."""
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "MIN_ROWS", 10**9)
+        patch.setattr(rows, "MIN_SHARED_ROWS", 10**9)
         return model(x)
 
 
