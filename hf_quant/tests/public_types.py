@@ -1,0 +1,57 @@
+"""Use of the public names as in a user's program: `make types` checks it, and nothing runs it.
+
+Lines with `pyrefly: ignore` are wrong on purpose. As `unused-ignore` is an error, the check fails if one of them is
+accepted, for instance because an annotation has become Any.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from typing_extensions import assert_type
+
+import hf_quant
+from hf_quant import (
+    LinearScheme,
+    QuantizerConfig,
+    QuantPlan,
+    TensorQuant,
+    dequantize_,
+    load_quantized_,
+    plan,
+    quantize_,
+    save_quantized,
+)
+
+
+def use(model: nn.Module, folder: Path) -> None:
+    config = QuantizerConfig("int4", modules={"lm_head": "int8", "re:.*gate": None}, kv_cache="int8")
+    planned = plan(model, config, dtype=torch.bfloat16)
+    assert_type(planned, QuantPlan)
+    assert_type(planned.schemes, dict[str, LinearScheme])
+    assert_type(quantize_(model, config, device="cuda", progress=True), nn.Module)
+    quantize_(model, "nf4")
+    quantize_(model, {"weights": "int4", "group_size": 64})
+    save_quantized(model, folder)
+    assert_type(load_quantized_(model, folder), nn.Module)
+    assert_type(dequantize_(model, torch.float16), nn.Module)
+    assert_type(hf_quant.__version__, str)
+    LinearScheme(TensorQuant("int4", "group", group_size=32))
+
+
+def misuse(model: nn.Module, folder: Path) -> None:
+    quantize_(model, 4)  # pyrefly: ignore[bad-argument-type]
+    quantize_(model, "int4", verbose=True)  # pyrefly: ignore[unexpected-keyword]
+    quantize_(model, "int4", "cuda")  # pyrefly: ignore[bad-argument-count]
+    quantize_("gpt2")  # pyrefly: ignore[bad-argument-type]
+    plan(model)  # pyrefly: ignore[missing-argument]
+    plan(model, "int4", dtype="bfloat16")  # pyrefly: ignore[bad-argument-type]
+    print(plan(model, "int4").scheme)  # pyrefly: ignore[missing-attribute]
+    save_quantized(folder, model)  # pyrefly: ignore[bad-argument-type]
+    QuantizerConfig("int4", modules=["lm_head"])  # pyrefly: ignore[bad-argument-type]
+    QuantizerConfig("int4", group_size="64")  # pyrefly: ignore[bad-argument-type]
+    TensorQuant("int4", "group", group_size=32.0)  # pyrefly: ignore[bad-argument-type]
+    LinearScheme("int4")  # pyrefly: ignore[bad-argument-type]
+    from hf_quant import quantise_  # noqa: F401  # pyrefly: ignore[missing-module-attribute]
+
+    hf_quant.quantise_(model)  # pyrefly: ignore[missing-attribute]
