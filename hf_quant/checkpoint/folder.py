@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -184,7 +184,7 @@ class HubRepository(Folder):
                 raise ValueError(f"{what or self.name}: the Hub has not answered in full after {_MAX_SECONDS} seconds")
         return bytes(data[:length])
 
-    def _refusal(self, status: int, headers: dict[str, str], what: str | None) -> str:
+    def _refusal(self, status: int, headers: Mapping[str, str], what: str | None) -> str:
         """Return the error message for a response without content."""
         code, message = headers.get("X-Error-Code"), headers.get("X-Error-Message", "")
         if code == "RevisionNotFound":
@@ -222,14 +222,15 @@ def open_folder(
     path = local_path(source, revision)
     if path is not None:
         return Directory(path)
+    repo_id = str(source)
     try:
-        validate_repo_id(source)
+        validate_repo_id(repo_id)
     except HFValidationError:
-        shown = source if source.isprintable() and len(source) <= 200 else shorten(repr(source))
+        shown = repo_id if repo_id.isprintable() and len(repo_id) <= 200 else shorten(repr(repo_id))
         raise ValueError(f"{shown} is not a directory, and not a name on the Hub either, which is USER/NAME") from None
     if constants.HF_HUB_OFFLINE:
-        return _cached(source, revision)
-    return HubRepository(source, revision=revision, token=token)
+        return _cached(repo_id, revision)
+    return HubRepository(repo_id, revision=revision, token=token)
 
 
 def local_path(source: Path | str, revision: str | None) -> Path | None:

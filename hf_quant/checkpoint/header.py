@@ -6,9 +6,10 @@ endian; the header, JSON; the data. All values of a header are checked against t
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -126,7 +127,7 @@ def _scan_shards(folder: Folder, index: str, names: set[str]) -> dict[str, dict[
     if missing:
         raise ValueError(f"{folder.name} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}")
     with ThreadPoolExecutor(folder.workers) as pool:
-        files = dict(zip(shards, pool.map(lambda shard: _read_file(folder, shard), shards)))
+        files = dict(zip(shards, pool.map(partial(_read_file, folder), shards)))
     for tensor, name in weight_map.items():
         if tensor not in files[name]:
             raise ValueError(f"{where} says that {name} holds {shorten(repr(tensor))}, but it does not")
@@ -160,7 +161,8 @@ def parse_header(data: bytes, available: int, where: str) -> dict[str, TensorInf
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{where} is corrupt: its metadata are {shorten(repr(metadata))}; needs strings by name")
-    tensors, spans = {}, []
+    tensors: dict[str, TensorInfo] = {}
+    spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         if not name.isprintable() or len(name) > MAX_NAME:
             raise ValueError(
@@ -197,5 +199,5 @@ def _parse_entry(entry: Any, name: str, where: str) -> tuple[TensorInfo, int]:
     return info, offsets[0]
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)

@@ -61,7 +61,7 @@ def check_packed(module: QuantizedModule, name: str = "") -> None:
         tensor = module._parameters.get(key)
         found = None if tensor is None else TensorInfo(tensor.dtype, tuple(tensor.shape))
         check_info(found, info, where)
-        check_values(tensor.detach(), key, module.scheme.weight, where)
+        check_values(module.get_parameter(key).detach(), key, module.scheme.weight, where)
 
 
 def check_info(found: TensorInfo | None, expected: TensorInfo, where: str) -> None:
@@ -118,7 +118,7 @@ def guard_entry(model: nn.Module) -> tuple[str, Tensor] | None:
 
 def _largest_finite(dtype: torch.dtype) -> int:
     """Return the bits, as an integer, of the largest finite number of a floating-point dtype."""
-    return torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(stored_dtype(dtype)).item()
+    return int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(stored_dtype(dtype)))
 
 
 def _check_range(tensor: Tensor, low: int, high: int, where: str, what: str) -> None:

@@ -51,7 +51,7 @@ def _locked(directory: Path, out: Path) -> Iterator[None]:
         except FileNotFoundError:  # its previous user has just removed the directory
             continue
         with file:
-            if fcntl is not None and not _lock(file):
+            if not _lock(file):
                 raise ValueError(f"{out} is being written by another process: wait for it, or give another directory")
             if _is_there(directory / _LOCK, file):
                 yield
@@ -60,6 +60,8 @@ def _locked(directory: Path, out: Path) -> Iterator[None]:
 
 def _lock(file: Any) -> bool:
     """Lock a file; return False if another process holds the lock. Without support for locks, return True."""
+    if fcntl is None:
+        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

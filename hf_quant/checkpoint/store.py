@@ -61,8 +61,9 @@ def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: 
     """
     config = config_of(module)
     tensors, tied = _unique_tensors(module)
-    name, guard = guard_entry(module)
-    tensors[name] = guard
+    guard = guard_entry(module)
+    assert guard is not None  # config_of has found a quantized module
+    tensors.update([guard])
     dtypes: dict[str, list[str]] = {}
     for key, part in module.named_modules():
         if isinstance(part, QuantizedModule):
@@ -127,6 +128,7 @@ def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
             parameter = nn.Parameter(tensor, requires_grad=slot.requires_grad and tensor.is_floating_point())
             slot.module._parameters[slot.key] = parameters.setdefault((slot.source, tensor.device), parameter)
             if slot.target is not None and uses[slot.source] > 1:
+                assert isinstance(slot.module, QuantizedModule)  # the module of a target, which is converted
                 slot.module.shares_codes = True
     notify_observers(module, config, schemes_from_list(config.plan))
     return module
@@ -158,7 +160,10 @@ class _Slot:
 
 def _unique_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return ({name: contiguous tensor}, {name: name under which its tensor is stored}) for a module's state."""
-    tensors, tied, names, storages = {}, {}, {}, set()
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    names: dict[int, str] = {}
+    storages: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}; only tensors can be stored")
@@ -230,17 +235,29 @@ def _targets(
             lacking = type(model).__name__ if name not in modules else f"{CONFIG_NAME}'s table of dtypes"
             raise ValueError(f"{directory} holds a quantized {shorten(repr(name))}, which {lacking} does not have")
         module = modules[name]
-        register_experts(module)
-        counterpart = quantized_class(type(module))
-        weights = () if counterpart is None else counterpart.weight_names_of(module)
-        if not weights or any(module._parameters.get(n) is None for n in weights):
+        shapes = _matrix_shapes(module)
+        if not shapes:
             raise ValueError(
                 f"{directory} holds a quantized {shorten(repr(name))}, but {type(module).__name__} has no weight"
             )
-        shapes = {n: counterpart.matrix_shape_of(module, tuple(module._parameters[n].shape)) for n in weights}
         expected = expected_tensors(scheme, shapes)
-        targets[id(module)] = _Target(name, module, scheme, dtypes[name], expected, weights)
+        targets[id(module)] = _Target(name, module, scheme, dtypes[name], expected, tuple(shapes))
     return targets
+
+
+def _matrix_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return {weight name: shape [..., N, K] as a matrix} of a module; empty unless it can be quantized."""
+    register_experts(module)
+    counterpart = quantized_class(type(module))
+    if counterpart is None:
+        return {}
+    shapes = {}
+    for name in counterpart.weight_names_of(module):
+        weight = module._parameters.get(name)
+        if weight is None:
+            return {}
+        shapes[name] = counterpart.matrix_shape_of(module, tuple(weight.shape))
+    return shapes
 
 
 def _slots(model: nn.Module, targets: dict[int, _Target]) -> Iterator[_Slot]:
@@ -251,7 +268,7 @@ def _slots(model: nn.Module, targets: dict[int, _Target]) -> Iterator[_Slot]:
         tensors = [(key, p, None, False) for key, p in module._parameters.items() if p is not None]
         if target is not None:
             tensors = [entry for entry in tensors if entry[0] not in target.weights]
-            weight = module._parameters[target.weights[0]]
+            weight = module.get_parameter(target.weights[0])
             tensors += [(key, weight, target, False) for key in target.expected]
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -309,7 +326,7 @@ def _read_tensors(files: dict[Path, dict[str, TensorInfo]], names: set[str], dir
 def _convert_empty(target: _Target, algorithm: str | None) -> None:
     """Convert a module without its weights; the packed parameters are set afterwards."""
     for name in target.weights:
-        old = target.module._parameters[name]
+        old = target.module.get_parameter(name)
         empty = torch.empty(old.shape, dtype=old.dtype, device="meta")  # empty_like would import sympy: 0.5 s
         target.module._parameters[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
     convert_module_(target.module, target.scheme, algorithm=algorithm, dtype=target.dtype, name=target.name)
