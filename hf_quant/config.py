@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -87,16 +88,17 @@ class QuantizerConfig(QuantizationConfigMixin):
         scale_dtype: str | None = None,
         algorithm: str | None = None,
         sparsity: str | None = None,
-        kv_cache: "str | dict | KVCacheConfig | None" = None,
+        kv_cache: str | dict[str, Any] | KVCacheConfig | None = None,
         attention: str | None = None,
-        modules: dict[str, str | dict | None] | None = None,
-        modules_to_not_convert: list[str] | None = None,
+        modules: Mapping[str, str | dict[str, Any] | None] | None = None,
+        modules_to_not_convert: list[str] | tuple[str, ...] | None = None,
         quantization_device: str | None = None,
         fuse_projections: bool | None = None,
         fuse_activations: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        self.quant_method = QuantMethod.HF_QUANT
+        # transformers declares an enum of its own methods, which has no member for a plugin's.
+        self.quant_method = QuantMethod.HF_QUANT  # pyrefly: ignore[bad-assignment]
         self._read_stored(kwargs)
         self.weights = weights
         self.activations = activations
@@ -110,14 +112,14 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.sparsity = sparsity
         self.kv_cache = None if kv_cache is None else _stored_cache(kv_cache)
         self.attention = attention
-        if not isinstance(modules, dict | None):
+        if modules is not None and not isinstance(modules, dict):
             raise ValueError(f"modules is {modules!r}; needs {{pattern: format, dict of fields, or None}}")
         self.modules = {
             pattern: {n: dtype_name(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
             for pattern, entry in (modules or {}).items()
         }
         # A str would be taken apart into letters that match no module.
-        if not isinstance(modules_to_not_convert, list | tuple | None):
+        if modules_to_not_convert is not None and not isinstance(modules_to_not_convert, (list, tuple)):
             raise ValueError(
                 f"modules_to_not_convert is {modules_to_not_convert!r}; needs a list of names or patterns"
             )
@@ -227,16 +229,16 @@ class QuantizerConfig(QuantizationConfigMixin):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QuantizerConfig) and self.to_dict() == other.to_dict()
 
-    __hash__ = None
+    __hash__: ClassVar[None] = None
 
     def __repr__(self) -> str:
         shown = {n: getattr(self, n) for n in self.user_fields()}
-        default = {"activation_scale": "dynamic", "modules": {}}
+        default: dict[str, Any] = {"activation_scale": "dynamic", "modules": {}}
         given = ", ".join(f"{n}={v!r}" for n, v in shown.items() if n == "weights" or v != default.get(n))
         return f"QuantizerConfig({given})"
 
 
-def as_config(config: "QuantizerConfig | str | dict") -> QuantizerConfig:
+def as_config(config: QuantizerConfig | str | dict[str, Any]) -> QuantizerConfig:
     """Return a QuantizerConfig for a config, a format or preset name, or a dict of fields."""
     if isinstance(config, QuantizerConfig):
         return config
@@ -260,7 +262,7 @@ def _check_origin(origin: Any) -> None:
         )
 
 
-def _stored_cache(value: "str | dict | KVCacheConfig") -> str | dict:
+def _stored_cache(value: str | dict[str, Any] | KVCacheConfig) -> str | dict[str, Any]:
     """JSON form of a `KVCacheConfig`: the format alone if every other field has its default."""
     fields = KVCacheConfig.of(value).to_dict()
     return fields["format"] if len(fields) == 1 else fields

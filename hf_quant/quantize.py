@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ OBSERVERS: list[Observer] = []  # filled by `integrations`
 
 def quantize_(
     model: nn.Module,
-    config: QuantizerConfig | str | dict = "int8",
+    config: QuantizerConfig | str | dict[str, Any] = "int8",
     *,
     device: torch.device | str | None = None,
     progress: bool = False,
@@ -65,7 +65,7 @@ def quantize_(
     known = stored_config(model)
     if config.quantizes_no_weights and known is not None:  # the weights are left unchanged
         added = {name: value for name in NON_WEIGHT_FIELDS if (value := getattr(config, name)) is not None}
-        known = QuantizerConfig.from_dict({**known.to_dict(), **added})
+        known = QuantizerConfig(**{**known.to_dict(), **added})
         known.fuse_activations = config.fuse_activations
         notify_observers(model, known, schemes_from_list(known.plan or []))
         return model
@@ -74,7 +74,7 @@ def quantize_(
     modules = dict(model.named_modules())
     for name, entry in quant_plan.quantized.items():
         for weight in entry.shapes:
-            _check_weight(modules[name]._parameters[weight], f"{name}.{weight}" if name else weight)
+            _check_weight(modules[name].get_parameter(weight), f"{name}.{weight}" if name else weight)
     names = apply_plan(
         model,
         quant_plan,
@@ -101,13 +101,14 @@ def notify_observers(
     config: the config of a quantization, None after dequantization. schemes: {module name in `model`: scheme}. Models
     inside a host's model are skipped, because the outer model saves them.
     """
+    schemes = schemes or {}
     for observer in OBSERVERS:
         if observer.recognizes(model):
             observer.update(model, None if config is None else resolved(config, schemes), config)
             return
     for name, child in model.named_children():
         prefix = f"{name}."
-        inner = {n.removeprefix(prefix): s for n, s in (schemes or {}).items() if n.startswith(prefix)}
+        inner = {n.removeprefix(prefix): s for n, s in schemes.items() if n.startswith(prefix)}
         if inner or config is None:
             notify_observers(child, config, inner)
 
@@ -120,14 +121,14 @@ def apply_plan(
     keep_placeholder: bool = False,
 ) -> Iterator[str]:
     """Convert the modules of the plan one by one; yield the name of each converted module."""
-    modules = dict(model.named_modules())
+    modules, schemes = dict(model.named_modules()), quant_plan.schemes
     entries = sorted(quant_plan.quantized.values(), key=lambda entry: entry.shared_with is not None)
     for entry in entries:
         module = modules[entry.name]
         if entry.shared_with is None:
             convert_module_(
                 module,
-                entry.scheme,
+                schemes[entry.name],
                 algorithm=entry.algorithm,
                 dtype=entry.dtype,
                 device=device,
@@ -135,21 +136,25 @@ def apply_plan(
                 keep_placeholder=keep_placeholder,
             )
         else:
-            share_codes_(module, modules[entry.shared_with], name=entry.name)
+            source = modules[entry.shared_with]
+            assert isinstance(source, QuantizedModule)  # sorted: the modules that others share come first
+            share_codes_(module, source, name=entry.name)
         yield entry.name
 
 
 def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") -> None:
     """Quantize a module whose weight is tied to a quantized module: both then hold the same parameters."""
-    weight = module._parameters["weight"]
+    weight = module.get_parameter("weight")
     empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # empty_like would import sympy: 0.5 s
     module._parameters["weight"] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-    convert_module_(module, source.scheme, algorithm=source.algorithm, dtype=source.compute_dtype, name=name)
+    quantized = convert_module_(
+        module, source.scheme, algorithm=source.algorithm, dtype=source.compute_dtype, name=name
+    )
     for part in PACKED_NAMES:
         shared = source._parameters.get(packed_key(part, "weight"))
         if shared is not None:
-            module._parameters[packed_key(part, "weight")] = shared
-    module.shares_codes = source.shares_codes = True
+            quantized._parameters[packed_key(part, "weight")] = shared
+    quantized.shares_codes = source.shares_codes = True
 
 
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -171,7 +176,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
         codes, name = id(module._parameters[first]), module.weight_names[0]
         restore_module_(module, dtype)
         if name == "weight":  # tied modules share the weight again
-            module._parameters[name] = restored.setdefault(codes, module._parameters[name])
+            module._parameters[name] = restored.setdefault(codes, module.get_parameter(name))
     notify_observers(model, None)
     return model
 

@@ -42,7 +42,17 @@ class Rules(NamedTuple):
 HOST_RULES: list[Callable[[nn.Module], Rules | None]] = []  # filled by `integrations`; None: not that host's model
 
 
-def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch.dtype | None = None) -> QuantPlan:
+class _Candidate(NamedTuple):
+    """A module with a quantized counterpart and floating-point weights."""
+
+    kind: str
+    module: nn.Module
+    quantized: type[QuantizedModule]
+
+
+def plan(
+    model: nn.Module, config: QuantizerConfig | str | dict[str, Any], *, dtype: torch.dtype | None = None
+) -> QuantPlan:
     """Plan what `quantize_(model, config)` would do. The model is not changed, and may be on the meta device.
 
     dtype: dtype of the 16-bit weights, if the model's own dtype is not final yet.
@@ -60,7 +70,7 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
     attention = decider.attention()
     is_enough = config.quantizes_no_weights and config.has_more_than_weights
     if all(entry.scheme is None for entry in entries) and not is_enough:
-        reasons = sorted({entry.reason for entry in entries}) or ["it has no linear layers"]
+        reasons = sorted({e.reason for e in entries if e.reason is not None}) or ["it has no linear layers"]
         raise ValueError(f"nothing to quantize in {type(model).__name__}: {'; '.join(reasons)}")
     entries += _unsupported(model, candidates, dtype)
     planned = {id(p) for name in candidates for p in decider.weights(name).values()}
@@ -79,31 +89,29 @@ def plan(model: nn.Module, config: QuantizerConfig | str | dict, *, dtype: torch
     return QuantPlan(entries, other, fused, fused_on, cache, attention, decider.lifted)
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Module]]]:
-    """Yield (name, (kind, module)) for modules with a quantized counterpart and floating-point weights."""
+def _candidates(model: nn.Module) -> Iterator[tuple[str, _Candidate]]:
+    """Yield (name, candidate) for the modules that can be quantized."""
     for name, module in model.named_modules():
-        if register_experts(module):
-            kind = "experts"
-        else:
-            quantized = quantized_class(type(module))
-            if quantized is None:
-                continue
-            kind = quantized.kind
-        weights = [module._parameters.get(n) for n in quantized_class(type(module)).weight_names_of(module)]
+        register_experts(module)
+        quantized = quantized_class(type(module))
+        if quantized is None:
+            continue
+        weights = [module._parameters.get(n) for n in quantized.weight_names_of(module)]
         # Other libraries store int8 codes in subclasses of nn.Linear, too.
         if weights and all(
             w is not None and w.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) for w in weights
         ):
-            yield name, (kind, module)
+            yield name, _Candidate(quantized.kind, module, quantized)
 
 
 def _unsupported(
-    model: nn.Module, candidates: dict[str, tuple[str, nn.Module]], dtype: torch.dtype | None
+    model: nn.Module, candidates: dict[str, _Candidate], dtype: torch.dtype | None
 ) -> Iterator[PlanEntry]:
     """Yield entries of the modules whose matrices stay in 16 bit because they have no quantized counterpart."""
-    seen = {id(p) for _, module in candidates.values() for p in module._parameters.values()}
+    seen = {id(p) for c in candidates.values() for p in c.module._parameters.values()}
     for name, module in model.named_modules():
-        shapes, nbytes = {}, 0
+        shapes: dict[str, tuple[int, ...]] = {}
+        nbytes = 0
         for key, p in module._parameters.items():
             if p is None or id(p) in seen or not p.is_floating_point() or p.dim() < 2 or p.numel() < MIN_WEIGHTS:
                 continue
@@ -112,15 +120,16 @@ def _unsupported(
             nbytes += p.numel() * (dtype or p.dtype).itemsize
         if shapes:
             reason = f"{type(module).__name__} has no quantized counterpart"
-            first = dtype or module._parameters[next(iter(shapes))].dtype
+            first = dtype or module.get_parameter(next(iter(shapes))).dtype
             yield PlanEntry(name, "other", shapes, first, None, None, reason, nbytes, nbytes)
 
 
-def _tied_modules(model: nn.Module, candidates: dict[str, tuple[str, nn.Module]]) -> dict[str, str]:
+def _tied_modules(model: nn.Module, candidates: dict[str, _Candidate]) -> dict[str, str]:
     """Return {module: the module whose weight it shares}, by identity and by the declarations of transformers."""
-    tied, first = {}, {}
-    for name, (_, module) in candidates.items():
-        weight = module._parameters.get("weight")
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, candidate in candidates.items():
+        weight = candidate.module._parameters.get("weight")
         if weight is not None and first.setdefault(id(weight), name) != name:
             tied[name] = first[id(weight)]
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
@@ -137,7 +146,7 @@ class _Decider:
         self,
         model: nn.Module,
         config: QuantizerConfig,
-        candidates: dict[str, tuple[str, nn.Module]],
+        candidates: dict[str, _Candidate],
         tied: dict[str, str],
         dtype: torch.dtype | None,
     ) -> None:
@@ -146,7 +155,7 @@ class _Decider:
         self.lifted: dict[str, str] = {}
         self.modules = {name for name, _ in model.named_modules()}
         output = getattr(model, "get_output_embeddings", lambda: None)()
-        self.output = next((n for n, (_, m) in candidates.items() if m is output), None)
+        self.output = next((n for n, c in candidates.items() if c.module is output), None)
         # Models of transformers with a head hold everything else under `base_model_prefix`.
         prefix = getattr(model, "base_model_prefix", "")
         body = getattr(model, prefix, None) if prefix else None
@@ -167,8 +176,8 @@ class _Decider:
         return None if self.config.attention is None else self.rules.attention
 
     def weights(self, name: str) -> dict[str, nn.Parameter]:
-        module = self.candidates[name][1]
-        return {n: module._parameters[n] for n in quantized_class(type(module)).weight_names_of(module)}
+        _, module, quantized = self.candidates[name]
+        return {n: module.get_parameter(n) for n in quantized.weight_names_of(module)}
 
     def explicit(self, name: str) -> tuple[str, Any] | None:
         """Return (pattern, value) of the entry of `modules` that names the module, or None."""
@@ -196,8 +205,7 @@ class _Decider:
         return self.default(name)
 
     def default(self, name: str) -> tuple[dict[str, Any] | None, str | None]:
-        kind, _ = self.candidates[name]
-        config = self.config
+        kind, config = self.candidates[name].kind, self.config
         if config.weights is None:
             return None, "weights is None"
         if kind not in DEFAULT_KINDS:
@@ -253,11 +261,10 @@ class _Decider:
         return False
 
     def entry(self, name: str) -> PlanEntry:
-        kind, module = self.candidates[name]
+        kind, module, quantized = self.candidates[name]
         fields, reason = self.decide(name)
         weights = self.weights(name)
         dtype = self.dtype or next(iter(weights.values())).dtype
-        quantized = quantized_class(type(module))
         shapes = {n: quantized.matrix_shape_of(module, tuple(w.shape)) for n, w in weights.items()}
         scheme = algorithm = None
         source = self.tied.get(name)
@@ -268,7 +275,7 @@ class _Decider:
             if (
                 weight_only
                 or kind in ("embedding", "conv")
-                or any(self.candidates[n][0] == "embedding" for n in group)
+                or any(self.candidates[n].kind == "embedding" for n in group)
             ):
                 scheme = LinearScheme(scheme.weight)
         before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize

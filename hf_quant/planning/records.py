@@ -131,7 +131,7 @@ class QuantPlan:
     @property
     def schemes(self) -> dict[str, LinearScheme]:
         """{module name: scheme} of the modules that are quantized."""
-        return {name: entry.scheme for name, entry in self.quantized.items()}
+        return {name: entry.scheme for name, entry in self.entries.items() if entry.scheme is not None}
 
     def warn(self, model_class: str) -> None:
         """Log a warning if most of the model stays in 16 bit, or `modules_to_not_convert` lifts default exclusions."""
@@ -144,7 +144,7 @@ class QuantPlan:
             )
         kinds: dict[str, int] = {}
         for entry in self.entries.values():
-            if entry.kind == "other":
+            if entry.kind == "other" and entry.reason is not None:
                 kinds[entry.reason] = kinds.get(entry.reason, 0) + entry.bytes_before
         left = sum(kinds.values())
         if 2 * left > self.nbytes_before:
@@ -173,7 +173,7 @@ def schemes_to_list(schemes: dict[str, LinearScheme]) -> list[dict[str, Any]]:
 
 def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
     """Invert `schemes_to_list`: return {module name: scheme}. Raises ValueError on anything else."""
-    schemes = {}
+    schemes: dict[str, LinearScheme] = {}
     if not isinstance(stored, list):
         given = "has no plan" if stored is None else f"has a plan that is a {type(stored).__name__}, not a list"
         raise ValueError(f"the checkpoint's quantization_config {given}: restore the config that was saved with it")
@@ -192,7 +192,7 @@ def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> Quant
 
     Names are without the wrappers of PEFT, as a model is saved.
     """
-    config = QuantizerConfig.from_dict(config.to_dict())
+    config = QuantizerConfig(**config.to_dict())
     config.fuse_projections = config.fuse_activations = None  # of this process
     config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})
     return config

@@ -1,24 +1,29 @@
 """Tables: the table of a plan, and aligned columns of text."""
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from hf_quant.planning.records import PlanEntry, QuantPlan
 
 
 PLAN_HEADER = ("modules", "count", "shape", "scheme", "bits", "MB before", "MB after", "cpu", "cuda", "reason")
 
 
-def table(plan: Any) -> str:
+def table(plan: "QuantPlan") -> str:
     """Format a plan as text: one line for each group of modules that are alike, then totals."""
     return f"{format_table([PLAN_HEADER, *plan_rows(plan)])}\n{plan_totals(plan)}"
 
 
-def plan_rows(plan: Any) -> list[tuple[str, ...]]:
+def plan_rows(plan: "QuantPlan") -> list[tuple[str, ...]]:
     """Return the cells under PLAN_HEADER, one row for each group of modules that are alike."""
-    groups: dict[tuple, list] = {}
+    groups: dict[tuple[Any, ...], list[PlanEntry]] = {}
     for e in plan.entries.values():
         key = (_template(e.name) or "(model)", tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None)
         groups.setdefault(key, []).append(e)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (template, shapes, scheme, reason, _), entries in groups.items():
         after, count = sum(e.bytes_after for e in entries), sum(e.num_weights for e in entries)
         shared = entries[0].shared_with
@@ -39,7 +44,7 @@ def plan_rows(plan: Any) -> list[tuple[str, ...]]:
     return rows
 
 
-def plan_totals(plan: Any) -> str:
+def plan_totals(plan: "QuantPlan") -> str:
     """Return the lines under the table of a plan: sizes, shared products, KV cache, attention."""
     total = (
         f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
@@ -59,7 +64,7 @@ def _template(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def format_table(rows: list[tuple[str, ...]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Align the columns of rows, with a line under the first row, which is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

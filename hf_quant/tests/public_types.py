@@ -26,6 +26,8 @@ from hf_quant import (
 
 def use(model: nn.Module, folder: Path) -> None:
     config = QuantizerConfig("int4", modules={"lm_head": "int8", "re:.*gate": None}, kv_cache="int8")
+    modules = {"lm_head": "int8"}
+    QuantizerConfig(modules=modules, modules_to_not_convert=("head",))
     planned = plan(model, config, dtype=torch.bfloat16)
     assert_type(planned, QuantPlan)
     assert_type(planned.schemes, dict[str, LinearScheme])

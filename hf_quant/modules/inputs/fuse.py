@@ -24,7 +24,7 @@ def fusion_key(scheme: LinearScheme, K: int) -> Hashable:
 
 
 def planned_projections(
-    model: nn.Module, weights: Mapping[str, tuple[LinearScheme, tuple[int, int]]]
+    model: nn.Module, weights: Mapping[str, tuple[LinearScheme, tuple[int, ...]]]
 ) -> list[tuple[str, ...]]:
     """Names of the layers that `fuse_projections_` will put together, once they are quantized.
 

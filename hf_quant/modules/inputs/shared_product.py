@@ -303,7 +303,7 @@ def _waiting() -> dict[FusedProjections, _Pending]:
         return _local.waiting
 
 
-def why_rows_differ(scheme: LinearScheme, shapes: Sequence[tuple[int, int]]) -> str | None:
+def why_rows_differ(scheme: LinearScheme, shapes: Sequence[tuple[int, ...]]) -> str | None:
     """The reason why weights [N, K] of one scheme cannot be rows of one, None if they can."""
     quant = scheme.weight
     if quant.granularity == "tensor":
