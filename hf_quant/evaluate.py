@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from hf_quant.kernels import native
+from hf_quant.machine import cpu
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
 
 
@@ -234,17 +235,13 @@ class _Stamps(BaseStreamer):
 
 def machine() -> str:
     """Describe the machine of a measurement in one line: versions, CPU, kernels, threads, GPUs, load average."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():  # Linux leaves platform.processor() empty
-        names = (line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line)
-        cpu = next(names, cpu)
+    model, _ = cpu()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     threads = torch.get_num_threads()
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""  # Windows has none
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}; "
-        f"{', '.join([cpu, *gpus])}; CPU kernels: {native.active() or 'torch'}; "
+        f"{', '.join([model, *gpus])}; CPU kernels: {native.active() or 'torch'}; "
         f"{threads} thread{'s' if threads > 1 else ''}{load}"
     )
 

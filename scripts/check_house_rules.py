@@ -24,9 +24,6 @@ from draw_architecture import is_current
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FILE_BYTES = 500, 80, 64 << 20
 ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN_FIRST_WORDS = {"What", "How", "Whether", "Which", "Why", "Where", "Of", "As", "None", "All"}
-# Rooms whose docstrings, or imports of private names, are not yet swept: a room that is done leaves the set.
-UNSWEPT_DOCSTRINGS = {"kernels", "algorithms", "formats", "modules"}
-UNSWEPT_IMPORTS = {"kernels", "scripts"}
 # The character classes keep this file from containing what it forbids.
 FORBIDDEN_TEXT = {
     "a path of one machine": re.compile(r"(?<![\w.])/(?:home|root|work|Users)[/]\w"),
@@ -61,11 +58,6 @@ def size_findings(path: Path, source: str) -> list[str]:
                     f"{path}:{node.lineno}: {node.name} has {length} lines, more than {MAX_FUNCTION_LINES}"
                 )
     return findings
-
-
-def room_of(path: Path) -> str:
-    """Name of the part of the package, or of the top-level directory, that a file belongs to."""
-    return path.parts[1].removesuffix(".py") if path.parts[0] == "hf_quant" else path.parts[0]
 
 
 def imported_names(source: str) -> list[tuple[int, str, str]]:
@@ -135,8 +127,7 @@ def main() -> int:
         if path.suffix == ".py" and is_package:
             findings += size_findings(path, source)
         if path.suffix == ".py" and (is_package or path.parts[0] == "scripts"):
-            findings += [] if room_of(path) in UNSWEPT_IMPORTS else import_findings(path, source)
-            findings += [] if room_of(path) in UNSWEPT_DOCSTRINGS else docstring_findings(path, source)
+            findings += import_findings(path, source) + docstring_findings(path, source)
     if not is_current():
         findings.append("CONTRIBUTING.md: the architecture has changed: run python scripts/draw_architecture.py")
     print("\n".join(findings) or "house rules: nothing found")

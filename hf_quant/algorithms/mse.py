@@ -96,7 +96,7 @@ def search_for(format: Format, symmetric: bool, power_of_two_scales: bool) -> Se
         # largest weight is. It costs nothing (the bytes and all arithmetic on them stay as they are) and takes a tenth
         # off the squared error of symmetric int4.
         turns=symmetric and format.spec.is_packed and format.spec.is_integer,
-        # Few codes: where zero lies among them matters as much as the scale (2 % of the error at 2 bits, 0.1 % at 4).
+        # Few codes: the place of zero among them matters as much as the scale (2 % of the error at 2 bits, .1 % at 4).
         moves=not symmetric and format.bits < 4,
         steps=(0.05, 0.025),
         fits=True,

@@ -16,25 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_quant._version import __version__
+from hf_quant.machine import cpu
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "triton", "diffusers", "peft")
-# Of /proc/cpuinfo; the first line is of x86, the second of Arm.
-FEATURES = (
-    *(
-        "avx2",
-        "fma",
-        "f16c",
-        "avx512f",
-        "avx512vbmi",
-        "avx512_vnni",
-        "avx512_bf16",
-        "avx_vnni",
-        "amx_int8",
-        "amx_bf16",
-    ),
-    *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
-)
 HOOK = "hf_quant._boot:boot"
 _VARIABLE, _AUTOLOAD = "HF_QUANT_NATIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _REQUIREMENT = re.compile(r"([\w-]+)>=([\d.]+)(?:; *(.*))?")
@@ -99,17 +84,6 @@ def _release(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
-
-
-def cpu() -> tuple[str, list[str]]:
-    """Return (model, its features that select kernels)."""
-    model, flags = platform.processor() or platform.machine(), []
-    info = Path("/proc/cpuinfo")
-    if info.is_file():  # elsewhere nothing is known but the architecture
-        lines = [line.partition(":") for line in info.read_text().splitlines()]
-        model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), model)
-        flags = next((value.split() for key, _, value in lines if key.strip() in ("flags", "Features")), [])
-    return model, [name for name in FEATURES if name in flags]
 
 
 def _machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the bytes are: number grids (encode, decode) and byte layouts (pack, unpack).
+"""Number formats: the value grid (encode, decode) and the byte layout (pack, unpack).
 
 A new format is one file here and one line in `FORMATS`; it then works everywhere by dequantizing, before any kernel
 knows it.

@@ -1,4 +1,4 @@
-"""What a number format is: its grid, its byte layout, and the defaults for weights stored in it."""
+"""`Format`: the grid of a number format, its byte layout, and the defaults for weights stored in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -16,7 +16,7 @@ def minifloat_snap(limit: float, mantissa_bits: int, bias: int) -> Callable[[Ten
 
     def snap(values: Tensor, out: Tensor) -> Tensor:
         torch.clamp(values, -limit, limit, out=out)
-        # 1.5 * 2**23 quanta, the quantum being that of the value's binade: adding it drops what lies below a quantum,
+        # 1.5 * 2**23 quanta, the quantum being that of the value's binade: adding it drops the digits below a quantum,
         # rounding to nearest even in fp32's own addition.
         magic = out.abs().clamp_(min=smallest_normal)
         magic.view(torch.int32).bitwise_and_(_EXPONENT_MASK)

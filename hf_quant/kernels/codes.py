@@ -19,8 +19,16 @@ BLOCK_SIZE = 128  # rows, and columns, of a block of weights that has one scale
 PACK = 32  # codes per packing unit: the least common multiple for every width
 
 
+# Of activations, which have one scale for each row.
+MIN_SHARED_ROWS = 16  # fewer are quantized by each product itself, where that is one launch or one loop less
+ROW_FORMATS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+# Rows whose scale would be smaller count as zeros, so that no step of a division has a subnormal result, which devices
+# treat differently: a remainder of x / scale is a multiple of 2**-23 times the last place of x.
+SMALLEST_SCALE = 2.0**-90
+
+
 class CodeSpec(NamedTuple):
-    """What kernels must know of a format.
+    """A format as kernels know it.
 
     Attributes:
         name: the format's name.
@@ -180,3 +188,11 @@ def expand_scale(scale: Tensor, N: int, K: int, group_size: int) -> Tensor:
     if scale.shape[-2] not in (1, N):
         scale = scale.repeat_interleave(BLOCK_SIZE, -2)[..., :N, :]
     return scale
+
+
+def row_max(format: str) -> float:
+    """Largest magnitude of a row format: 127 for int8 (symmetric), 448 for fp8_e4m3."""
+    if format not in ROW_FORMATS:
+        raise ValueError(f"activation format is {format!r}; allowed: {', '.join(ROW_FORMATS)}")
+    dtype = ROW_FORMATS[format]
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max

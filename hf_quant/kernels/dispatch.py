@@ -1,4 +1,4 @@
-"""How every op of the package is registered, dispatched and explained.
+"""Registration, dispatch and explanation of every op of the package.
 
 An op's definition is its fully typed reference: the schema is inferred from its annotations, and it serves every
 device that has no implementation of its own. `Library.define` + `impl` costs 4.6 us a call where
@@ -26,7 +26,7 @@ LIB = torch.library.Library("hf_quant", "DEF")
 
 
 class Problem(NamedTuple):
-    """What is known about a product at plan time; every `supports` judges it."""
+    """A product as it is known at plan time; every `supports` judges it."""
 
     format: str
     group_size: int  # values of K per scale
@@ -174,7 +174,7 @@ def direct(op) -> Callable[..., Tensor]:
 
 
 def explain(op, device_type: str, problem: Problem) -> list[tuple[str, str, str | None]]:
-    """How `op` would compute `problem` on a device: [(path, for which M, None or why it is not taken)].
+    """The paths of `op` for `problem` on a device: [(path, for which M, None or the reason against it)].
 
     An op without an implementation for the device is served by its reference, and the list says so.
     """

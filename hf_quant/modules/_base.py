@@ -1,4 +1,4 @@
-"""What every quantized module shares: packed parameters in place of the 16-bit weight, and the way back.
+"""`QuantizedModule`, the base of all quantized modules: packed parameters for the 16-bit weight, and the way back.
 
 A quantized module *is* an instance of a subclass of the class it replaces: conversion swaps `__class__` and the
 parameters of one object, so hooks, attributes, names and isinstance checks stay. Its packed tensors are frozen integer
@@ -182,7 +182,7 @@ class QuantizedModule(nn.Module):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the codes are DTensors: tensor parallelism or FSDP has distributed them, outside of forward."""
+        """True if the codes are DTensors: tensor parallelism or FSDP has distributed them, outside of forward."""
         return hasattr(self._parameters[packed_key("qdata", self.weight_names[0])], "full_tensor")
 
     def packed_device(self, name: str = "weight") -> torch.device:
@@ -282,7 +282,7 @@ class QuantizedModule(nn.Module):
             raise TypeError(f"cannot assign {type(value).__name__} as {name!r}; needs a tensor")
 
     def _fits(self, name: str, proxy: WeightProxy) -> bool:
-        """Whether the codes behind a proxy can serve as those of a weight of this module."""
+        """True if the codes behind a proxy can serve as codes of a weight of this module."""
         shape = proxy.module.matrix_shape(proxy.name_in_module)
         return proxy.module.scheme == self.scheme and shape == self.matrix_shape(name)
 

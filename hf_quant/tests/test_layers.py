@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1]
 
 # The parts of the package, lowest layer first; scripts/draw_architecture.py draws them into CONTRIBUTING.md.
 LAYERS = (
-    ("_boot", "_lazy_ops", "_version", "_wording", "patterns", "scheme", "weight_proxy", "kernels"),
+    ("_boot", "_lazy_ops", "_version", "_wording", "machine", "patterns", "scheme", "weight_proxy", "kernels"),
     ("formats",),
     ("algorithms", "kv_cache"),
     ("modules", "resolve"),
@@ -33,7 +33,7 @@ HOSTS_OF_INTEGRATIONS = {"diffusers", "peft"}
 # Inside of a part: rooms that may not import each other.
 APART = {"integrations": ("diffusers", "transformers")}
 # Shared files of kernels/ that still import an op family, with the family. A file that is mended leaves the table.
-SHARED_FILES_WITH_FAMILIES = {"kernels/cpu/product.py": {"rowwise"}, "kernels/gpu/row_codes.py": {"rowwise"}}
+SHARED_FILES_WITH_FAMILIES: dict[str, set[str]] = {}
 
 
 def imported_modules(source: str, package: tuple[str, ...], *, depth: int = 1) -> list[tuple[str, ...]]:

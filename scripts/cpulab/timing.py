@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 
-from hf_quant.cli._doctor import cpu
 from hf_quant.kernels import native
+from hf_quant.machine import cpu
 
 
 TORCH = "torch"  # the kernels that serve where no native ones are in use

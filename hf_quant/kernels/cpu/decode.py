@@ -204,7 +204,7 @@ def column_scaler(out: Tensor, factor: Tensor, group_size: int, op=Tensor.mul_) 
 
 
 def is_table_decoded(spec: CodeSpec) -> bool:
-    """Whether a single table leads to bf16."""
+    """True if a single table leads to bf16."""
     return spec.dtype != torch.int8 and (len(spec.planes) == 1 or not spec.is_integer)
 
 

@@ -84,6 +84,6 @@ def _term_codes(spec: CodeSpec) -> Tensor:
 
 
 def have_middle_exponents(scale: Tensor) -> bool:
-    """Whether e8m0 scales are so far from the ends of bf16's range that `exponent_block` can take them."""
+    """True if e8m0 scales are so far from the ends of bf16's range that `exponent_block` can take them."""
     low, high = scale.view(torch.uint8).aminmax()
     return 127 - 63 <= int(low) and int(high) <= 127 + 60

@@ -1,4 +1,4 @@
-"""What the CPU backends share: scratch buffers and the cache of prepacked weights.
+"""Scratch buffers, and the cache of prepacked weights, of the CPU backends.
 
 Scratch: a fresh 32 MB temporary costs 13 ms of page faults, the work done in it often less (torch 2.13, glibc). So the
 backends compute in buffers that each thread keeps.
@@ -89,7 +89,7 @@ if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
 
 
 def prepacked(kind: Hashable, sources: tuple[Tensor, ...], build: Callable[..., Any], *args: Any) -> Any:
-    """What `build(*args)` returned for these very tensors, building it now if need be; None if the limit forbids that.
+    """The result of `build(*args)` for these very tensors, built now if need be; None if the limit forbids that.
 
     `sources` are all the tensors that the result depends on, the codes first; `kind` tells apart what is built from
     the same codes. `build` returns a tensor or a tuple with tensors. A change in place of a source, or its
@@ -109,7 +109,7 @@ def prepacked(kind: Hashable, sources: tuple[Tensor, ...], build: Callable[..., 
 
 
 def known(kind: Hashable, sources: tuple[Tensor | None, ...]) -> Any:
-    """What `prepacked` or `remember` keeps for these tensors, None if nothing; None among `sources` is left out."""
+    """The value that `prepacked` or `remember` keeps for these tensors, else None; a source of None is left out."""
     entry = _entries.get((kind, sources[0].data_ptr()))
     if entry is None:
         return None
@@ -129,7 +129,7 @@ def remember(kind: Hashable, sources: tuple[Tensor, ...], value: Any) -> None:
 
 
 def fact(kind: Hashable, source: Tensor, find: Callable[..., Any], *args: Any) -> Any:
-    """What `find(*args)` returned for this very tensor: something without memory, so that the limit does not apply."""
+    """The result of `find(*args)` for this very tensor: a fact without memory, so that the limit does not apply."""
     key = (kind, source.data_ptr())
     entry = _entries.get(key)
     if entry is not None and entry.sources[0].is_same(source):
@@ -138,7 +138,7 @@ def fact(kind: Hashable, source: Tensor, find: Callable[..., Any], *args: Any) -
 
 
 def _remember(key: tuple[Hashable, int], sources: tuple[Tensor, ...], build: Callable[..., Any], args: tuple) -> Any:
-    with _lock:  # two threads that meet a new weight at once must not both pay its memory
+    with _lock:  # two threads that see a new weight at once must not both pay its memory
         entry = _entries.get(key)
         if entry is None or not all(known.is_same(tensor) for known, tensor in zip(entry.sources, sources)):
             with torch.inference_mode(False), torch.no_grad():

@@ -86,7 +86,7 @@ class CpuPath(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """What an earlier call has left for all calls with `min_rows` <= M <= `max_rows`."""
+    """A product that an earlier call has prepared for all calls with `min_rows` <= M <= `max_rows`."""
 
     format: str
     min_rows: int
@@ -246,7 +246,7 @@ def _int8_split(w: Weight, dtype: torch.dtype) -> Prepared | None:
 
 
 def no_qlinear(K: int) -> str | None:
-    """Why oneDNN's int8 GEMM cannot be used, None if it can."""
+    """The reason why oneDNN's int8 GEMM cannot be used, None if it can."""
     if not _VNNI:
         return "needs a CPU with VNNI: others saturate sums of pairs in 16 bits"
     return f"K={K} could overflow int32 sums; at most 65536" if K > 65536 else None

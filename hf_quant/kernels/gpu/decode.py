@@ -56,7 +56,7 @@ def _mantissa_bits(dtype: torch.dtype) -> int:
 
 
 def _pieces(spec: CodeSpec, dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
-    """Where the bits of a code go in a 16-bit float: (plane, first bit in it, width, bit of the float)."""
+    """The places of a code's bits in a 16-bit float: (plane, first bit in it, width, bit of the float)."""
     pieces, bit = [], 0
     for plane, width in enumerate(spec.planes or (8,)):
         if spec.is_integer:
@@ -188,7 +188,7 @@ def scale_rows(shape: tuple[int, ...], N: int) -> int:
 
 
 def group_in_block(group_size: int, K: int, block: int) -> int:
-    """The constexpr GROUP: such that a block of columns holds whole groups or lies in one; 0 for other sizes."""
+    """The constexpr GROUP: such that a block of columns holds whole groups or is inside of one; 0 for other sizes."""
     if group_size >= K:
         return ANY_GROUP
     return group_size if block % group_size == 0 or group_size % block == 0 else 0
@@ -213,7 +213,7 @@ def _load(pointers, mask, CHECK: tl.constexpr):
 
 
 @triton.jit
-def _load_planes(
+def load_planes(
     qdata,
     rows,
     element,
@@ -249,7 +249,7 @@ def _load_planes(
 
 
 @triton.jit
-def _decode_portable(
+def decode_portable(
     first,
     second,
     levels,
@@ -329,23 +329,23 @@ def _joined(
     MANTISSA: tl.constexpr,
 ):
     """The codes of all elements in their order, decoded by Triton."""
-    c0 = _decode_portable(first, second, levels, 0, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+    c0 = decode_portable(first, second, levels, 0, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
     if CODES == 1:
         return c0
     else:
-        c1 = _decode_portable(first, second, levels, 1, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+        c1 = decode_portable(first, second, levels, 1, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
         if CODES == 2:
             return _joined2(c0, c1)
         else:
-            c2 = _decode_portable(first, second, levels, 2, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
-            c3 = _decode_portable(first, second, levels, 3, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+            c2 = decode_portable(first, second, levels, 2, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+            c3 = decode_portable(first, second, levels, 3, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
             if CODES == 4:
                 return _joined4(c0, c1, c2, c3)
             else:
-                c4 = _decode_portable(first, second, levels, 4, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
-                c5 = _decode_portable(first, second, levels, 5, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
-                c6 = _decode_portable(first, second, levels, 6, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
-                c7 = _decode_portable(first, second, levels, 7, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                c4 = decode_portable(first, second, levels, 4, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                c5 = decode_portable(first, second, levels, 5, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                c6 = decode_portable(first, second, levels, 6, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                c7 = decode_portable(first, second, levels, 7, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
                 return _joined2(_joined4(c0, c2, c4, c6), _joined4(c1, c3, c5, c7))
 
 
@@ -388,7 +388,7 @@ def decode_in_order(
 
 
 @triton.jit
-def _scale_in(raw, SCALE: tl.constexpr, DTYPE: tl.constexpr):
+def scale_in(raw, SCALE: tl.constexpr, DTYPE: tl.constexpr):
     """A stored scale in DTYPE: floating-point, or the bits of e8m0 (a power of two) or e4m3 as uint8."""
     if SCALE == "e8m0":
         # 2**-127 is a subnormal; 255, NaN, becomes infinity.

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: the GPU they are configured for, launches, workspaces, tuned tables.
+"""Launches of the Triton kernels: the GPU they are configured for, workspaces, tuned tables.
 
 Importable without triton: the kernels then do not exist, `unavailable` says why, and the paths that need none of them
 serve. Importing triton takes .2 s, so the `gpu.py` files are imported at the first call on a GPU: `implements_lazily`.
@@ -60,7 +60,7 @@ class Target(NamedTuple):
 
     @property
     def table(self) -> str:
-        """Which of the shipped config tables serves: "sm80", "sm89", "sm90", "sm100" or "gfx942"."""
+        """The name of the shipped config table that serves: "sm80", "sm89", "sm90", "sm100" or "gfx942"."""
         if not self.is_nvidia:
             return "gfx942" if self.name.startswith("gfx") else "sm80"
         # By shared memory a block: 99 KB on sm86, sm89 and sm120, 163 on sm80, 227 on sm90 and sm100; sm75 has 64.
@@ -72,17 +72,17 @@ class Target(NamedTuple):
 
     @property
     def has_int8_dot(self) -> bool:
-        """Whether the matrix units multiply int8 by way of Triton, which has no such instruction for sm75."""
+        """True if the matrix units multiply int8 by way of Triton, which has no such instruction for sm75."""
         return not self.is_nvidia or self.capability >= 80
 
     @property
     def has_fp8_dot(self) -> bool:
-        """Whether the matrix units multiply float8_e4m3fn (gfx942 has another fp8, with a bias of 8)."""
+        """True if the matrix units multiply float8_e4m3fn (gfx942 has another fp8, with a bias of 8)."""
         return self.capability >= 89 or self.name == "gfx950"
 
     @property
     def has_tma(self) -> bool:
-        """Whether the tensor memory accelerator copies tiles; on sm120 Triton 3.6 calls a function for each copy."""
+        """True if the tensor memory accelerator copies tiles; on sm120 Triton 3.6 calls a function for each copy."""
         return self.table in ("sm90", "sm100")
 
 
@@ -142,12 +142,12 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before they were imported)."""
+    """True if kernels run in Triton's interpreter (TRITON_INTERPRET=1 before they were imported)."""
     return HAS_TRITON and bool(triton.knobs.runtime.interpret)
 
 
 def unavailable(device: torch.device | str) -> str | None:
-    """Why Triton kernels cannot run on tensors of a device, None if they can."""
+    """The reason why Triton kernels cannot run on tensors of a device, None if they can."""
     kind = device if isinstance(device, str) else device.type
     if not HAS_TRITON:
         return "triton is not installed"
@@ -189,7 +189,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def launch_with_scratch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`launch` for a kernel that makes tensor descriptors, which lie in memory that Triton asks of an allocator.
+    """`launch` for a kernel that makes tensor descriptors, which are in memory that Triton asks of an allocator.
 
     The allocator is set in a copy of the context: the caller's stays.
     """
@@ -286,7 +286,7 @@ TUNED_FILE = "HF_QUANT_TUNED"  # environment variable: path of a table that repl
 
 
 def tuned_path() -> Path:
-    """Where `scripts/tune.py` writes and launches read: $HF_QUANT_TUNED, or tuned.json in the user's cache.
+    """The file that `scripts/tune.py` writes and launches read: $HF_QUANT_TUNED, or tuned.json in the user's cache.
 
     Raises ValueError if the user has no home directory.
     """

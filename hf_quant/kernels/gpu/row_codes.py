@@ -3,8 +3,8 @@
 They are what every kernel that ends in row quantization shares. Codes are written as bytes: uint8 for fp8_e4m3.
 """
 
+from hf_quant.kernels.codes import SMALLEST_SCALE, row_max
 from hf_quant.kernels.gpu.launch import Target, tl, triton
-from hf_quant.kernels.rowwise.op import SMALLEST_SCALE, row_max
 
 
 def code_options(format: str, target: Target) -> dict[str, float | bool | int]:
@@ -72,7 +72,7 @@ def encode(q, IS_FLOAT: tl.constexpr, CONVERTS: tl.constexpr):
 
 @triton.jit
 def random_offsets(key, rows, first, C: tl.constexpr, ROUNDS: tl.constexpr):
-    """What `round_stochastically` adds to the values first to first + C of `rows` [R]: fp32 [R, C] in (-1/2, 1/2)."""
+    """Noise of `round_stochastically` for the values first to first + C of `rows` [R]: fp32 [R, C] in (-1/2, 1/2)."""
     group = (first // 8 + tl.arange(0, C // 8)[None, :]).to(tl.uint32) + tl.zeros([rows.shape[0], 1], tl.uint32)
     row = rows.to(tl.uint32)[:, None] + tl.zeros([1, C // 8], tl.uint32)
     w0, w1, w2, w3 = tl.philox(key, group, row, row * 0, row * 0, ROUNDS)

@@ -9,7 +9,7 @@ no shuffle. Compiled for sm90 (BLOCK_N 128, BLOCK_M 16, BLOCK_K 128, 4 warps), w
 step of int4 takes 6 % more instructions with int32 elements (8 dots of K = 16) than with int16 (4 dots of K = 32).
 """
 
-from hf_quant.kernels.gpu.decode import _decode_portable, _decode_ptx, _load_planes, _scale_in, spread
+from hf_quant.kernels.gpu.decode import _decode_ptx, decode_portable, load_planes, scale_in, spread
 from hf_quant.kernels.gpu.launch import tl, triton
 
 
@@ -70,8 +70,8 @@ def tile_product(
 ):
     """sum of weight[n, k] * x[m, k] over the given steps of BLOCK_K -> fp32 [BLOCK_N, BLOCK_M].
 
-    x_rows [BLOCK_M], q_rows (see `_load_planes`) and scale_rows [BLOCK_N] are the offsets of the rows. SCALE_MODE says
-    where the scales enter. "row": not at all, the caller multiplies the sum. "after": once per step, which lies in one
+    x_rows [BLOCK_M], q_rows (see `load_planes`) and scale_rows [BLOCK_N] are the offsets of the rows. SCALE_MODE says
+    where the scales enter. "row": not at all, the caller multiplies the sum. "after": once per step, inside of one
     group, on the partial sums. "before": on the weights in DOT, for groups smaller than a step, or where a second
     accumulator has no room.
     """
@@ -85,7 +85,7 @@ def tile_product(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(first_step, end_step):
         k = step * BLOCK_K  # a multiple of 16, as the compiler must see to load 16 bytes at a time
-        first, second = _load_planes(qdata, q_rows, k // CODES + element, limit, PLANE0, PLANE1, CODES, not EVEN_K)
+        first, second = load_planes(qdata, q_rows, k // CODES + element, limit, PLANE0, PLANE1, CODES, not EVEN_K)
         x_pointers = x + x_rows[:, None] + (k + column)[None, :]
         if EVEN_K:
             values = tl.load(x_pointers, mask=x_mask[:, None], other=0.0)
@@ -108,20 +108,20 @@ def tile_product(
             group = k // GROUP + tl.arange(0, GROUPS)
             in_range = (group * GROUP < K)[None, :]
             at = scale_rows[:, None] + group[None, :]
-            factor = _scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, DOT)
+            factor = scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, DOT)
             factor = spread(factor, BLOCK_N, GROUPS, ELEMENTS)
             if HAS_ZERO:
                 offset = (tl.load(zero_point + at, mask=in_range, other=0).to(tl.int16) + MAGIC).to(DOT)
                 offset = spread(offset, BLOCK_N, GROUPS, ELEMENTS)
         else:
             if SCALE_MODE == "after":
-                factor = _scale_in(tl.load(scale + scale_rows + k // GROUP), SCALE, tl.float32)
+                factor = scale_in(tl.load(scale + scale_rows + k // GROUP), SCALE, tl.float32)
             if HAS_ZERO:
                 offset = (tl.load(zero_point + scale_rows + k // GROUP).to(tl.int16) + MAGIC).to(DOT)[:, None]
         partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SCALE_MODE == "after" else total
         for i in tl.static_range(CODES):
             if PTX is None:
-                weight = _decode_portable(first, second, levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                weight = decode_portable(first, second, levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
             else:
                 weight = decoded[i].to(DOT, bitcast=True)
                 if INT8:

@@ -23,13 +23,13 @@ from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
-    _scale_in,
     bits_of,
     codes_per_element,
     decode_options,
     levels_tensor,
     row_alignment,
     row_elements,
+    scale_in,
     scale_kind,
     scale_rows,
     undecodable,
@@ -198,7 +198,7 @@ def _grouped_mm_kernel(
             PTX,
         )
         if SCALE_MODE == "row":
-            total *= _scale_in(tl.load(scale + scales), SCALE, tl.float32)[:, None]
+            total *= scale_in(tl.load(scale + scales), SCALE, tl.float32)[:, None]
         if HAS_GLOBAL:
             total *= tl.load(global_scale + expert)
         if HAS_ROW_SCALE:
@@ -209,7 +209,7 @@ def _grouped_mm_kernel(
 
 
 class GroupedPlan(NamedTuple):
-    """How the kernel takes a product: all that follows from sizes and types."""
+    """The launch of the kernel for a product: all that follows from sizes and types."""
 
     codes: int  # per element
     tiles_m: int

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.gpu.decode import (
-    _load_planes,
-    _scale_in,
     bits_of,
     codes_per_element,
     decode_in_order,
     decode_options,
     group_in_block,
     levels_tensor,
+    load_planes,
     row_alignment,
     row_elements,
+    scale_in,
     scale_kind,
     scale_rows,
     spread,
@@ -94,7 +94,7 @@ def _grouped_mm_backward_kernel(
             n = step * BLOCK_N + tl.arange(0, BLOCK_N)
             row = n if EVEN else tl.minimum(n, N - 1)
             rows = expert.to(tl.int64) * q_matrix + row.to(tl.int64) * q_stride
-            first, second = _load_planes(qdata, rows, element, limit, PLANE0, PLANE1, CODES, not EVEN)
+            first, second = load_planes(qdata, rows, element, limit, PLANE0, PLANE1, CODES, not EVEN)
             at = expert * scale_matrix + row * 0
             if SCALE_ROWS > 0:
                 at += row // SCALE_ROWS * scale_stride
@@ -106,7 +106,7 @@ def _grouped_mm_backward_kernel(
             else:
                 at = at[:, None] + (k // GROUP_RUNTIME)[None, :]
                 in_range = (k < K)[None, :] & (n < N)[:, None]
-            factor = _scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, DOT)
+            factor = scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, DOT)
             if GROUP > 0:
                 factor = spread(factor, BLOCK_N, GROUPS, BLOCK_K)
             weight = decode_in_order(

@@ -1,10 +1,10 @@
-"""`grouped_mm`: products of MoE experts. Rows of x are sorted by expert; each meets its own expert's weight."""
+"""`grouped_mm`: products of MoE experts. Rows of x are sorted by expert; each expert's rows go with its weight."""
 
 import torch
 from torch import Tensor
 
+from hf_quant.kernels.codes import row_max
 from hf_quant.kernels.dispatch import define_op
-from hf_quant.kernels.rowwise.op import row_max
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import weight_only_mm_backward_reference, weight_only_mm_reference

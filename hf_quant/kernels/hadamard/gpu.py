@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_quant.kernels.codes import ROW_FORMATS, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.launch import (
     Target,
@@ -41,7 +42,6 @@ from hf_quant.kernels.gpu.launch import (
 from hf_quant.kernels.gpu.row_codes import code_options, encode, larger_magnitude, scale_of_row
 from hf_quant.kernels.hadamard import op
 from hf_quant.kernels.rowwise.gpu import quantize_rowwise_gpu
-from hf_quant.kernels.rowwise.op import ROW_FORMATS, row_max
 
 
 _LARGEST = 16384  # values of a row that a program holds: 64 for each of 256 threads
@@ -61,7 +61,7 @@ CONFIGS = {
 
 
 class Tiling(NamedTuple):
-    """How rows of K values, transformed in blocks of n, are cut into tiles [T, B]: TILES for each, or ROWS in one.
+    """Tiles [T, B] of rows of K values that are transformed in blocks of n: TILES for each row, or ROWS in one tile.
 
     A tile row ("segment") is B neighbouring values. With right = I (x) H_INNER and left = I (x) H_A, padded to A_PAD,
     left @ tile @ right transforms blocks of A segments; butterflies between SPAN tiles do the rest.
@@ -258,7 +258,7 @@ PATHS = (
 
 
 def _serves(x: Tensor, target: Target) -> bool:
-    """Whether the kernel computes this; otherwise torch ops do, on the same device."""
+    """True if the kernel computes this; otherwise torch ops do, on the same device."""
     supported = x.dtype in (torch.bfloat16, torch.float16) and target.has_bf16_dot
     return supported and unavailable(x.device) is None and x.numel() > 0
 

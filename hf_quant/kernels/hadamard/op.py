@@ -11,8 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hf_quant.kernels.codes import ROW_FORMATS, row_max
 from hf_quant.kernels.dispatch import define_op
-from hf_quant.kernels.rowwise.op import ROW_FORMATS, quantize_rowwise_reference, row_max
+from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 
 
 LARGEST = 2**15

@@ -41,6 +41,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_quant.kernels.codes import SMALLEST_SCALE, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
@@ -63,7 +64,6 @@ from hf_quant.kernels.int8_attention.gpu_kernels import (
     _int8_attention_stats_kernel,
 )
 from hf_quant.kernels.int8_attention.op import KEY_BLOCK
-from hf_quant.kernels.rowwise.op import SMALLEST_SCALE, row_max
 
 
 BOUNDED, ONLINE, ONLINE_FP8 = range(3)
@@ -113,7 +113,7 @@ _LIMITS = {False: 160.0, True: 85.0}  # of bounds in units of log 2, by is_causa
 
 
 def supports_int8_attention(problem: Problem) -> str | None:
-    """Why heads are not served by the kernels, None if they are.
+    """The reason why the kernels do not serve heads, None if they do.
 
     `problem.K` is the size of a head, `problem.activation` the format of the values.
     """
@@ -128,7 +128,7 @@ FUSED = (Path("Triton, int8 scores", "any length; sm80, gfx9 and newer, fp8 valu
 
 
 class AttentionPlan(NamedTuple):
-    """How one attention is launched: all that follows from sizes and types."""
+    """The launch of one attention: all that follows from sizes and types."""
 
     blocks: int  # of keys
     query_blocks: int

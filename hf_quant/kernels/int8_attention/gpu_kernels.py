@@ -6,7 +6,7 @@ from hf_quant.kernels.gpu.row_codes import encode, larger_magnitude, quotient, s
 
 @triton.jit
 def _head(pointer, program, HEADS, batch_stride, head_stride):
-    """Where head `program` % HEADS of batch `program` // HEADS starts."""
+    """The offset of head `program` % HEADS of batch `program` // HEADS."""
     return pointer + (program // HEADS).to(tl.int64) * batch_stride + (program % HEADS).to(tl.int64) * head_stride
 
 
@@ -290,7 +290,7 @@ def _int8_attention_kernel(
     BOUNDED: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Program (block of queries, head): the last queries first if CAUSAL, as they meet the most keys.
+    """Program (block of queries, head): the last queries first if CAUSAL, as they see the most keys.
 
     LIMIT 0: every head; else only heads whose scores are bounded by LIMIT if BOUNDED, only the others if not.
     """

@@ -50,7 +50,7 @@ def quantize_keys(k: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_values(v: Tensor, value_format: str | None) -> Tensor:
-    """What v is in the product, in fp32: bf16 for fp32, else itself; "fp8_e4m3": one scale for a channel of a head."""
+    """The values of v in the product: bf16 for fp32, else v itself; "fp8_e4m3": one scale per channel of a head."""
     if value_format is None:
         return (v.bfloat16() if v.dtype == torch.float32 else v).float()
     codes, scale = quantize_rowwise_reference(v.transpose(2, 3), format=value_format)
@@ -62,10 +62,10 @@ def int8_attention_reference(
 ) -> Tensor:
     """softmax(q @ k.T * scale) @ v; q [B, H, S, D], k, v [B, H_kv, T, D] -> [B, H, S, D], in memory as q.
 
-    Heads h * H / H_kv to (h + 1) * H / H_kv of q meet head h of k and v. scale: by default 1 / sqrt(D). is_causal:
-    query i meets keys 0 to i, as in torch, also if S and T differ. Each row of q and KEY_BLOCK rows of k without their
-    mean over T are quantized to int8, v as `round_values` says. Faster code rounds the weights of softmax to 16 bits,
-    or to fp8_e4m3 if v is (in units of 1 / 448 of the row's largest so far), but not their sum.
+    Heads h * H / H_kv to (h + 1) * H / H_kv of q belong to head h of k and v. scale: by default 1 / sqrt(D).
+    is_causal: query i sees keys 0 to i, as in torch, also if S and T differ. Each row of q and KEY_BLOCK rows of k
+    without their mean over T are quantized to int8, v as `round_values` says. Faster code rounds the weights of
+    softmax to 16 bits, or to fp8_e4m3 if v is (in units of 1 / 448 of the row's largest so far), but not their sum.
     """
     check(q, k, v, scale, value_format)
     repeats = q.shape[1] // k.shape[1]

@@ -96,14 +96,14 @@ def attend_in_blocks(
 
 
 def rotated(q: Tensor) -> Tensor:
-    """Queries as they meet rotated keys, in memory as q: so is the result."""
+    """Queries, rotated as the keys are; in memory as q: so is the result."""
     return torch.empty_like(q).copy_(op.rotate(q.float()))
 
 
 def _attend(q, keys, values, mask, seen, spec, scale) -> tuple[Tensor, Tensor]:
     """Attention over a block of tokens, in fp32."""
     (B, H, S, D), H_kv = q.shape, keys[0].shape[1]
-    rows = H // H_kv * S  # that meet the same keys
+    rows = H // H_kv * S  # that see the same keys
     k, v = op.decode_heads(*keys, spec, D), op.decode_heads(*values, spec, D)
     scores = ((q.float() * scale).reshape(B, H_kv, rows, D) @ k.transpose(2, 3)).view(B, H, S, k.shape[2])
     if mask is not None:

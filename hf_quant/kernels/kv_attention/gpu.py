@@ -1,7 +1,7 @@
 """Attention over the codes of a quantized KV cache on a GPU.
 
 Few queries (decoding): the tokens are split over the grid, and a second, tiny launch adds the splits in their order.
-The rows of a tile are all positions and all heads of queries that meet one head of keys, so each code is read once.
+The rows of a tile are all positions and all query heads that belong to one head of keys, so each code is read once.
 - Words go to shared memory by asynchronous copies, 16 bytes a lane, and from there straight into the layout of the
   matrix units' operand (values transposed by ldmatrix), where they are decoded: no code ever moves between lanes.
   Element i of every word is an operand of its own ("place"), see `gpu_places`; queries are gathered accordingly.
@@ -18,7 +18,7 @@ Many queries: flash attention over tiles that are decoded, scaled and rounded to
 shared memory; one scale a token (8 bits, bf16) is folded into scores and weights instead. Blocks behind the diagonal
 are skipped. fp32 takes the other kernel, in tiles of a few rows.
 
-`length` is read by each program: what lies behind it costs a program's start. The number of splits follows from the
+`length` is read by each program: each token behind it costs a program's start. The number of splits follows from the
 heads and the GPU alone: a growing cache compiles nothing anew.
 
 Rotated queries: by a launch of `hadamard` before (2 us). In the kernel each of some 400 programs would make the sign
@@ -94,7 +94,7 @@ DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100"), _DECODE)
 _TALLER = {(4, 128, 2): (4, 128, 2, 64, 4, 3, 3)}  # in shorter tiles sm100 keeps 8 bytes in local memory
 DECODE_CONFIGS["sm100"] = tuple(_TALLER.get(row[:3], row) for row in _DECODE)
 DECODE_CONFIGS["gfx942"] = tuple((*row[:3], 32, row[4], 1, row[6]) for row in _DECODE)
-# (largest D, whether with a mask, BLOCK_M, BLOCK_N, num_warps, num_stages). A mask is read as it lies in memory, which
+# (largest D, whether with a mask, BLOCK_M, BLOCK_N, num_warps, num_stages). A mask is read as it is in memory, which
 # Triton then makes the layout of the scores, too: smaller tiles. Without wgmma, heads above 128 spill: tiles of a few
 # rows serve.
 _PREFILL = ((64, 0, 128, 64, 8, 2), (64, 1, 64, 32, 8, 2), (128, 0, 128, 64, 8, 2), (128, 1, 64, 32, 8, 2))
@@ -108,7 +108,7 @@ PREFILL_CONFIGS = {
 
 
 def attention_refusal(D: int, group_size: int, dtype: torch.dtype, format: str) -> str | None:
-    """Why the kernels do not serve heads of D channels, None if they do."""
+    """The reason why the kernels do not serve heads of D channels, None if they do."""
     if not HAS_TRITON:
         return "triton is not installed"
     if format not in op.CACHE_FORMATS:
@@ -143,7 +143,7 @@ PATHS = (
 
 
 class Shape(NamedTuple):
-    """What a plan follows from, besides the lengths."""
+    """The facts that a plan follows from, besides the lengths."""
 
     heads: int  # of keys, times the batch
     repeats: int  # heads of queries for each
@@ -157,7 +157,7 @@ class Shape(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """How one attention is launched."""
+    """The launch of one attention."""
 
     kernel: object
     tiles: int  # of rows, for each head of keys
@@ -242,7 +242,7 @@ class Operand(NamedTuple):
 
 
 def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | None:
-    """None if the kernels cannot read it where it lies."""
+    """Return None if its strides or its alignment are unsupported."""
     size = codes.element_size()
     spans = [n * size for n in codes.stride()[:3]]
     if codes.stride(3) != 1 or any(n % 2 for n in (codes.data_ptr(), *spans)) or scale.dtype not in _FLOATS:
@@ -276,7 +276,7 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
 def _rotated(q: Tensor) -> Tensor:
     """By a launch of its own: every split would make the same products, some 800 instructions a thread.
 
-    The transform takes rows where they lie together: [B, S, H, D] or [B, H, S, D].
+    The transform takes rows that follow each other in memory: [B, S, H, D] or [B, H, S, D].
     """
     D = q.shape[3]
     if q.dtype == torch.float32:

@@ -13,12 +13,11 @@ token: 4 KB; the launch is all there is.
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.codes import CODES, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.launch import HAS_TRITON, cached_plan, launch, target_of, tl, triton, unavailable
 from hf_quant.kernels.gpu.row_codes import encode
 from hf_quant.kernels.kv_attention import op
-from hf_quant.kernels.rowwise.op import row_max
 
 
 _TOKENS = 8  # of a program
@@ -240,7 +239,7 @@ def _kv_append_kernel(
 
 
 def append_refusal(D: int, group_size: int) -> str | None:
-    """Why heads of D channels are not quantized by the kernel, None if they are."""
+    """The reason why the kernel does not quantize heads of D channels, None if it does."""
     if not HAS_TRITON:
         return "triton is not installed"
     if D > _MAX_D:

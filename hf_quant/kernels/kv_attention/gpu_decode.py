@@ -1,6 +1,6 @@
 """Triton kernels of `kv_attention` for few queries, and the sum of splits; gpu.py says what they cost."""
 
-from hf_quant.kernels.gpu.decode import _decode_portable
+from hf_quant.kernels.gpu.decode import decode_portable
 from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
@@ -23,7 +23,7 @@ def _place(
         bits = tl.inline_asm_elementwise(PTX[i], "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
         return bits.to(tl.bfloat16, bitcast=True)
     else:
-        values = _decode_portable(words, words, words, i, tl.bfloat16, KIND, BITS, BITS, 0, 3)
+        values = decode_portable(words, words, words, i, tl.bfloat16, KIND, BITS, BITS, 0, 3)
         if KIND == "minifloat":
             values = values * tl.full((1, 1), MULTIPLIER, tl.bfloat16)
         elif BITS < 8:
@@ -246,7 +246,7 @@ def _kv_decode_kernel(
         end = tl.minimum(tl.maximum(tl.load(length), 0), T).to(tl.int32)
     n, e = tl.arange(0, BLOCK_N), tl.arange(0, E)
     m, g, r = tl.arange(0, G * R), tl.arange(0, G), tl.arange(0, R)
-    # A row is a position and one of the `repeats` heads that meet the same keys, in this order.
+    # A row is a position and one of the `repeats` heads that see the same keys, in this order.
     total_rows = S * repeats
     row = tile * R + m % R
     q_row = q + b.to(tl.int64) * q_batch + (h * repeats + row % repeats).to(tl.int64) * q_head

@@ -1,4 +1,4 @@
-"""What the kernels of `kv_attention` share: where things lie, scales, masks, the tokens of a split."""
+"""Parts of the kernels of `kv_attention`: addresses, scales, masks, the tokens of a split."""
 
 from hf_quant.kernels.gpu.launch import tl, triton
 
@@ -13,7 +13,7 @@ SIZES = (
 
 @triton.jit
 def head_start(pointer, b, h, batch_stride, head_stride, ALIGN: tl.constexpr):
-    """Where a head starts; strides are in units of ALIGN elements."""
+    """The offset of a head; strides are in units of ALIGN elements."""
     return pointer + (b.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride) * ALIGN
 
 
@@ -51,7 +51,7 @@ def load_scales(scale, offset, at, token_stride, offset_stride, inside, PAIRED: 
 
 @triton.jit
 def scales_of(raw, TYPE: tl.constexpr, PAIRED: tl.constexpr):
-    """What `_load_scales` gave -> (scale, offset) in fp32."""
+    """Result of `_load_scales` -> (scale, offset) in fp32."""
     if not PAIRED:
         return raw[0].to(tl.float32), raw[1].to(tl.float32)
     elif TYPE == tl.bfloat16:  # the lower half comes first in memory

@@ -1,4 +1,4 @@
-"""How the attention kernel turns codes into bf16: two elements of 16 bits, so 16 or more bits of codes, at a time.
+"""Conversion of codes to bf16 in the attention kernel: two elements of 16 bits, so 16 or more bits of codes, at once.
 
 The i-th codes of all elements are a tensor of their own (its *place*), as the order of channels inside a product is
 free. A code is or-ed into the mantissa of 128, where it may stand anywhere: 128 + 2**p * code. So three codes of int2

@@ -12,9 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import CODES, CodeSpec, decode_codes, pack_codes, unpack_codes
+from hf_quant.kernels.codes import CODES, CodeSpec, decode_codes, pack_codes, row_max, unpack_codes
 from hf_quant.kernels.dispatch import define_op
-from hf_quant.kernels.rowwise.op import row_max
 
 
 def code_width(spec: CodeSpec, D: int) -> int:
@@ -122,7 +121,7 @@ def decode_heads(codes: Tensor, scale: Tensor, offset: Tensor | None, spec: Code
 
 
 def visible(S: int, T: int, end: int | Tensor, window: int, device: torch.device) -> Tensor:
-    """Which of T tokens a position sees in causal attention, bool [S, T]: the positions are the last S before end."""
+    """The tokens of T that each position sees in causal attention, bool [S, T]; positions are the S before `end`."""
     positions = torch.arange(S, device=device).unsqueeze(1) + (end - S)
     tokens = torch.arange(T, device=device)
     seen = tokens <= positions  # compared as they are: nothing of S * T numbers is made
@@ -150,8 +149,8 @@ def kv_attention_reference(
 
     q [B, H, S, D] fp16, bf16, fp32. Keys and values: codes [B, H_kv, T, width] of a format without or with one bit
     plane (packed along D, without padding), scale and offset [B, H_kv, T, groups] of equal groups of D: a value is the
-    level of its code times scale plus offset. Heads h * H / H_kv to (h + 1) * H / H_kv of q meet head h. All may have
-    any strides, as a cache grows in place.
+    level of its code times scale plus offset. Heads h * H / H_kv to (h + 1) * H / H_kv of q belong to head h.
+    All may have any strides, as a cache grows in place.
 
     mask: boolean (True is seen) or to be added, [B|1, H|1, S|1, T]. length: one int64 on the device: how many of the T
     tokens there are, in a cache that is as long as it may become; a negative one counts as 0. is_causal: position i

@@ -10,9 +10,10 @@ other). HF_QUANT_NATIVE chooses one by name, or "off"; `use` does so at run time
 OpenMP pool, as many as `torch.set_num_threads` says.
 
 Accuracy: codes, less their zero points, times x are exact products, summed in fp32 and then scaled in fp32: nearer to
-the reference than a weight rounded to bf16. Where the CPU multiplies bf16, bf16 x meets levels in bf16, which only
-those of nf4 do not fit; everything else is fp32. int8 x meets int4 and int8 codes in exact sums of integers, of whole
-groups or, of groups above 1024 columns, of parts of them. Quantizing a weight gives the bits of the torch algorithms.
+the reference than a weight rounded to bf16. Where the CPU multiplies bf16, bf16 x is multiplied with levels in
+bf16, which holds all but nf4's; everything else is fp32. int8 x and int4 or int8 codes give exact sums of integers, of
+whole groups or, of groups above 1024 columns, of parts of them. Quantizing a weight gives the bits of the torch
+algorithms.
 """
 
 import ctypes
@@ -74,7 +75,7 @@ def active() -> str | None:
 
 
 def why_not() -> str | None:
-    """Why no native kernel is used, None if they are."""
+    """The reason why no native kernel is used, None if they are."""
     if _active is not None:
         return None
     return _missing or "the native kernels are turned off"
@@ -114,7 +115,7 @@ def _openmp() -> int | None:
     with open("/proc/self/maps") as file:
         paths = {line.split(maxsplit=5)[5].strip() for line in file if "/lib" in line and "omp" in line.lower()}
     runtimes = [p for p in paths if os.path.basename(p).startswith(("libgomp", "libiomp", "libomp"))]
-    # Another package may bring a runtime of its own: torch's lies beside torch.
+    # Another package may bring a runtime of its own: torch's is in torch's folder.
     runtimes.sort(key=lambda path: os.path.dirname(torch.__file__) not in path)
     for path in runtimes:
         try:
@@ -125,7 +126,7 @@ def _openmp() -> int | None:
 
 
 def features() -> dict[str, bool]:
-    """What the instruction set in use has beyond its name: bf16 dot products, and the threads of torch's own pool."""
+    """Features of the instruction set in use, beyond its name: bf16 dot products, and threads of torch's own pool."""
     return {
         "has_bf16_dot": _active is not None and _module.has_bf16_dot(),
         "shares_threads_of_torch": _active is not None and _openmp() is not None,
@@ -189,7 +190,7 @@ def _all_codes(bits: int, zero_point: Tensor) -> bool:
 
 
 def takes_int8(spec: CodeSpec) -> bool:
-    """Whether products with int8 x are sums of integers for this format, not of bf16 or fp32."""
+    """True if products with int8 x are sums of integers for this format, not of bf16 or fp32."""
     return spec.is_integer and spec.bits in (4, 8)
 
 
@@ -211,7 +212,7 @@ def _layout(spec: CodeSpec) -> int:
 
 
 def _weight_arguments(w: Weight) -> tuple[int, ...]:
-    """What the extension is told of a weight [N, K], or of experts [E, N, K]: addresses among it, all contiguous."""
+    """Arguments of the extension for a weight [N, K], or experts [E, N, K]: addresses and sizes; all contiguous."""
     qdata, scale, zero_point, global_scale = w.packed
     N, rows, groups = qdata.shape[-2], scale.shape[-2], scale.shape[-1]
     return (

@@ -10,7 +10,7 @@ from hf_quant.kernels.native import _DTYPES, _INPUTS, _UNIT, _layout, _levels, _
 
 
 def attention_refusal(dtype: torch.dtype, D: int, group_size: int, scale_dtype: torch.dtype | None) -> str | None:
-    """Why attention over codes of heads of D channels is not computed here, None if it is."""
+    """The reason why attention over codes of heads of D channels is not computed here, None if it is."""
     if active() is None:
         return why_not()
     if dtype not in _INPUTS:
@@ -78,7 +78,7 @@ def _cache_arguments(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tup
 
 
 def append_refusal(dtype: torch.dtype, D: int, scale_dtype: torch.dtype | None) -> str | None:
-    """Why new keys or values of D channels are not written into a cache here, None if they are."""
+    """The reason why new keys or values of D channels are not written into a cache here, None if they are."""
     if active() is None:
         return why_not()
     if dtype not in _INPUTS:

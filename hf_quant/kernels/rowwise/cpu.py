@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import native
+from hf_quant.kernels.codes import ROW_FORMATS, row_max
 from hf_quant.kernels.cpu.rows import row_amax
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.rowwise import op
-from hf_quant.kernels.rowwise.op import ROW_FORMATS, row_max, row_scale
+from hf_quant.kernels.rowwise.op import row_scale
 
 
 _CHUNK = 2**18  # values that pass through the chain of elementwise ops at once: 1 MB in fp32

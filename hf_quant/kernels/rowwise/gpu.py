@@ -23,6 +23,7 @@ in pairs as int32 12.2 instead of 12.5.
 import torch
 from torch import Tensor
 
+from hf_quant.kernels.codes import ROW_FORMATS, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.launch import Target, config_table, launch, target_of, tl, triton, unavailable
 from hf_quant.kernels.gpu.row_codes import (
@@ -35,7 +36,7 @@ from hf_quant.kernels.gpu.row_codes import (
     scale_of_row,
 )
 from hf_quant.kernels.rowwise import op
-from hf_quant.kernels.rowwise.op import PHILOX_ROUNDS, ROW_FORMATS, row_max
+from hf_quant.kernels.rowwise.op import PHILOX_ROUNDS
 
 
 _ANY = 2**31 - 1
@@ -115,7 +116,7 @@ def _normal_tail(a, PTX: tl.constexpr):
 
 @triton.jit
 def _value(x, up, x_rows, up_rows, columns, mask, PROLOGUE: tl.constexpr, PTX: tl.constexpr, POLICY: tl.constexpr):
-    """What is quantized, or normed before: x, or act(x) * up, in fp32."""
+    """The values to quantize, or to norm before: x, or act(x) * up, in fp32."""
     v = _load(x, x_rows, columns, mask, POLICY)
     if PROLOGUE == "silu":
         v *= _sigmoid(v, PTX)
@@ -302,7 +303,7 @@ PATHS = (Path("one pass over the rows", "any M", _supports),)
 
 
 def _serves(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernel computes these; otherwise the reference does, in torch ops on the same device."""
+    """True if the kernel computes these; otherwise the reference does, in torch ops on the same device."""
     floating = (torch.bfloat16, torch.float16, torch.float32)
     return (
         unavailable(x.device) is None

@@ -11,25 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_quant.kernels.codes import ROW_FORMATS, SMALLEST_SCALE, row_max
 from hf_quant.kernels.dispatch import define_op
 
 
-MIN_SHARED_ROWS = 16  # fewer are quantized by each product itself, where that is one launch or one loop less
-ROW_FORMATS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 ACTS = ("silu", "gelu", "gelu_tanh")
-# Rows whose scale would be smaller count as zeros, so that no step of a division has a subnormal result, which devices
-# treat differently: a remainder of x / scale is a multiple of 2**-23 times the last place of x.
-SMALLEST_SCALE = 2.0**-90
 # Philox4x32 with 7 rounds passes BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 PHILOX_ROUNDS = 7
-
-
-def row_max(format: str) -> float:
-    """Largest magnitude of a row format: 127 for int8 (symmetric), 448 for fp8_e4m3."""
-    if format not in ROW_FORMATS:
-        raise ValueError(f"activation format is {format!r}; allowed: {', '.join(ROW_FORMATS)}")
-    dtype = ROW_FORMATS[format]
-    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 
 def row_scale(amax: Tensor, limit: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Products with quantized activations on CPU.
 
 Where the native kernels serve (`kernels.native`) they quantize the rows of x on the way and multiply int4 and int8
-codes with them in integer sums; codes of other formats meet them in bf16 or fp32. The rest is stock torch:
+codes with them in integer sums; codes of other formats are multiplied in bf16 or fp32. The rest is stock torch:
 int8 x int8 with row scales runs in oneDNN's int8 GEMM on a prepacked weight (without one, and where the CPU lacks
 VNNI, in `_int_mm`): sums of integers are exact. Anything else multiplies the codes of x, which bf16 holds exactly, by
 the paths of `cpu.product`, and puts the row scales on the product; a weight of at most 2**16 elements, too.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.codes import CODES, MIN_SHARED_ROWS, row_max
 from hf_quant.kernels.cpu.decode import level_block
 from hf_quant.kernels.cpu.layouts import pack_qlinear
 from hf_quant.kernels.cpu.prepack import prepacked
@@ -21,7 +21,6 @@ from hf_quant.kernels.cpu.product import DENSE, NATIVE_PATH, PATHS, Run, make_re
 from hf_quant.kernels.cpu.rows import as_rows, row_vector, scaled
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
-from hf_quant.kernels.rowwise.op import MIN_SHARED_ROWS, row_max
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.weight import Weight, takes_weight
 

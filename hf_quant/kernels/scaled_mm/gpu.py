@@ -109,7 +109,7 @@ FORMATS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 def supports_scaled(problem: Problem) -> str | None:
-    """Why codes of activations are not multiplied with codes of the weight, None if they are."""
+    """The reason why codes of activations are not multiplied with codes of the weight, None if they are."""
     reason = _why_not_codes(problem)
     if reason is not None or not torch.cuda.is_available():
         return reason
@@ -133,12 +133,12 @@ def _why_not_codes(problem: Problem) -> str | None:
 
 
 def _has_units(fp8: bool, target: Target) -> bool:
-    """Whether the matrix units take the codes, by way of Triton."""
+    """True if the matrix units take the codes, by way of Triton."""
     return target.has_fp8_dot if fp8 else target.has_int8_dot
 
 
 class ScaledPlan(NamedTuple):
-    """How one product is launched: all that follows from sizes and types."""
+    """The launch of one product: all that follows from sizes and types."""
 
     kernel: object
     grid: tuple[int, ...]

@@ -9,8 +9,9 @@ None is differentiable; `modules` wraps them in an autograd.Function with the ex
 import torch
 from torch import Tensor
 
+from hf_quant.kernels.codes import ROW_FORMATS, row_max
 from hf_quant.kernels.dispatch import define_op
-from hf_quant.kernels.rowwise.op import ROW_FORMATS, quantize_rowwise_reference, row_max
+from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import check as check_weight_only
 from hf_quant.kernels.weight_only.op import check_operands, dequantized
@@ -97,7 +98,7 @@ def quantized_mm_reference(
     """(codes @ dequant(w).T) * row_scale + bias: what follows `quantize_rowwise` in `dynamic_mm`, bit for bit.
 
     codes [..., K] int8 or float8_e4m3fn, row_scale [..., 1] fp32, w [N, K] of any format -> [..., N] in out_dtype;
-    accumulated in fp32. For several weights that meet the same codes.
+    accumulated in fp32. For several weights that are multiplied with the same codes.
     """
     return _product_of_codes(codes, row_scale, w, bias, out_dtype)
 

@@ -7,7 +7,7 @@ Three branches, by M (tokens):
   968 cycles of issue beside 1964 of the matrix unit for 128 values of K, so some .65 to .75 of its peak.
 - prefill: one pass writes the weight in 16 bit (2.5 bytes a weight of traffic), then the vendor's GEMM: its cost does
   not grow with M, the decoding of every tile of tokens does. Modelled for 8192 x 8192: .69 of bf16 at M = 512, .82 at
-  1024, .90 at 2048, .95 at 4096; where that meets the crossover's .82, at 1024, the branches change.
+  1024, .90 at 2048, .95 at 4096; where that reaches the crossover's .82, at 1024, the branches change.
 
 Traffic of one decode call: N*K*bits/8 codes + N*K/group_size scales, x and y beside them nothing. Modelled on 132
 multiprocessors at 4.3 TB/s, 1.75 GHz (a machine whose times were not measured): a K step of int4 (BLOCK_N 128, BLOCK_M
@@ -35,13 +35,13 @@ from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
-    _scale_in,
     bits_of,
     codes_per_element,
     decode_options,
     levels_tensor,
     row_alignment,
     row_elements,
+    scale_in,
     scale_kind,
     scale_rows,
     undecodable,
@@ -110,7 +110,7 @@ _MIN_DOT_K = 16
 
 
 class Tiling(NamedTuple):
-    """How one product is cut: the config's row, with what depends on the format and the group."""
+    """Tile sizes of one product: the config's row, with the values that depend on the format and the group."""
 
     block_m: int
     block_n: int
@@ -128,7 +128,7 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int) -> Tiling 
     if block_k // codes < _MIN_DOT_K:  # 2 and 3 bits: a longer step, which leaves room for fewer tokens
         block_k, block_m, num_stages = _MIN_DOT_K * codes, min(block_m, 128), min(num_stages, 3)
     if group_size < K:
-        inside = block_k  # the largest step that lies in one group
+        inside = block_k  # the largest step inside of one group
         while group_size % inside:
             inside //= 2
         if inside // codes >= _MIN_DOT_K:
@@ -154,7 +154,7 @@ def choose_row(table: Sequence[tuple[int, ...]], M: int, N: int, K: int, target:
 
 
 def supports_fused(problem: Problem) -> str | None:
-    """Why the weight cannot be decoded inside of the product, None if it can."""
+    """The reason why the weight cannot be decoded inside of the product, None if it can."""
     if not HAS_TRITON:
         return "triton is not installed"
     if problem.dtype not in (torch.float16, torch.bfloat16):
@@ -278,7 +278,7 @@ def _weight_only_mm_kernel(
             tl.store(counters + tile, 0)
     if last:
         if SCALE_MODE == "row":
-            total *= _scale_in(tl.load(scale + scale_rows), SCALE, tl.float32)[:, None]
+            total *= scale_in(tl.load(scale + scale_rows), SCALE, tl.float32)[:, None]
         if HAS_GLOBAL:
             total *= tl.load(global_scale)
         if HAS_ROW_SCALE:
@@ -291,7 +291,7 @@ def _weight_only_mm_kernel(
 
 
 class FusedPlan(NamedTuple):
-    """How the fused kernel takes a product: all that follows from sizes and types."""
+    """The launch of the fused kernel for a product: all that follows from sizes and types."""
 
     tiling: Tiling
     codes: int  # per element

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from hf_quant.kernels.dispatch import Path, implements
 from hf_quant.kernels.gpu.decode import (
-    _load_planes,
-    _scale_in,
     bits_of,
     codes_per_element,
     decode_in_order,
     decode_options,
     group_in_block,
     levels_tensor,
+    load_planes,
     row_alignment,
     row_elements,
+    scale_in,
     scale_kind,
     scale_rows,
     spread,
@@ -67,12 +67,12 @@ def _dequantize_kernel(
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Program (rows, columns) of all matrices one below the other; `scale_matrix` scales lie between two matrices."""
+    """Program (rows, columns) of all matrices one below the other; two matrices are `scale_matrix` scales apart."""
     ELEMENTS: tl.constexpr = BLOCK_C // CODES
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     row = tl.minimum(r, rows - 1)
-    first, second = _load_planes(
+    first, second = load_planes(
         qdata, row.to(tl.int64) * q_stride, element, tl.cdiv(K, CODES), PLANE0, PLANE1, CODES, True
     )
     matrix = row // N
@@ -90,7 +90,7 @@ def _dequantize_kernel(
     else:
         at = at[:, None] + (k // GROUP_RUNTIME)[None, :]
         in_range = mask
-    factor = _scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, tl.float32)
+    factor = scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, tl.float32)
     if HAS_GLOBAL:
         factor *= tl.load(global_scale + matrix)[:, None]
     values = decode_in_order(first, second, levels, DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX)

@@ -44,7 +44,7 @@ class LazyInput:
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
 
     def tensor(self) -> Tensor:
-        """What it stands for, as the host computes it."""
+        """The tensor that it stands for, as the host computes it."""
         if self._tensor is None:
             self._check()
             self._tensor = self._compute()
@@ -192,7 +192,7 @@ class LazyNorm(LazyInput):
         return super().plus(other)
 
     def _fits(self, other: Any) -> bool:
-        """Whether `other` is one vector for each image: [B or 1, 1, ..., K] of the same dtype."""
+        """True if `other` is one vector for each image: [B or 1, 1, ..., K] of the same dtype."""
         x = self.like
         return (
             isinstance(other, Tensor)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hf_quant import kernels
+from hf_quant.kernels.codes import MIN_SHARED_ROWS
 from hf_quant.kernels.dispatch import direct, is_transformed
-from hf_quant.kernels.rowwise.op import MIN_SHARED_ROWS
 
 
 _local = threading.local()

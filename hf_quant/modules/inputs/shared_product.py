@@ -1,6 +1,6 @@
 """`SharedProduct`: layers that read one tensor (query, key and value; gate and up) compute one product.
 
-Storage: the codes of the siblings lie one behind the other in one tensor, and the parameters of each are rows of it.
+Storage: the codes of the siblings follow each other in one tensor, and the parameters of each are rows of it.
 Names, bytes, `state_dict`, `weight` and assignments to it are what they were, and no memory is added.
 
 At run time the first sibling that is called multiplies its input with the rows of all and leaves the others their
@@ -42,7 +42,7 @@ _local = threading.local()
 
 
 class _Pending:
-    """What one input has left for the siblings that have not been called yet."""
+    """The parts of one product for the siblings that have not been called yet."""
 
     __slots__ = ("left", "parts", "state", "x")
 
@@ -59,7 +59,7 @@ class _Row(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """What siblings share, read as one: another thread may release it.
+    """The tensors that siblings share, read as one record: another thread may release it.
 
     Attributes:
         parameters: {name: [sum of N, ...]} as one QuantLinear would have them.
@@ -215,7 +215,7 @@ class FusedProjections:
             self.release()
 
     def _state(self, x: Tensor, common: _Common) -> tuple:
-        """What must not have changed between the calls of two siblings with the same x."""
+        """The facts that must not have changed between the calls of two siblings with the same x."""
         device = x.device
         kind = device.type
         return (
@@ -295,7 +295,7 @@ def _common_bias(biases: Sequence[nn.Parameter | None], sizes: Sequence[int]) ->
 
 
 def _waiting() -> dict[FusedProjections, _Pending]:
-    """What the inputs of this thread have left, by group."""
+    """The parts that wait in this thread, by group."""
     try:
         return _local.waiting
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Which linear layers of a model read the same tensor: found in the source of their parents' `forward`.
+"""Search for linear layers of a model that read the same tensor, in the source of their parents' `forward`.
 
 `self.q_proj(hidden_states)`, `self.k_proj(hidden_states)`, `self.v_proj(hidden_states)` with no assignment to
 `hidden_states` in between, in the same branch, are siblings whatever they are called; so are gate and up projections,
@@ -121,7 +121,7 @@ def _innermost(model: nn.Module, name: str, linears: Mapping[str, Hashable]) -> 
 def _reads(
     forward: Callable, receiver: str
 ) -> tuple[frozenset[str], tuple[tuple[tuple[str, ...], bool], ...], frozenset[str]]:
-    """What a function does with the module that it knows as `receiver`.
+    """The use that a function makes of the module that it knows as `receiver`.
 
     (Attributes that it calls, its groups of them that read one tensor and whether that is proven, names of the
     functions to which it passes the module first.)
@@ -284,7 +284,7 @@ class _Reader(ast.NodeVisitor):
     visit_Raise = visit_Break = visit_Continue = visit_Return
 
     def skip(self, node: ast.AST) -> None:
-        """What is defined here runs elsewhere."""
+        """A definition inside of the function runs elsewhere."""
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = skip
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = skip

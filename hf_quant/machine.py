@@ -1,0 +1,33 @@
+"""The machine as its operating system describes it: the model of the CPU and the features that select kernels."""
+
+import platform
+from pathlib import Path
+
+
+# Of /proc/cpuinfo; the first line is of x86, the second of Arm.
+FEATURES = (
+    *(
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512vbmi",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx_vnni",
+        "amx_int8",
+        "amx_bf16",
+    ),
+    *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
+)
+
+
+def cpu() -> tuple[str, list[str]]:
+    """Return (model, its features that select kernels)."""
+    model, flags = platform.processor() or platform.machine(), []
+    info = Path("/proc/cpuinfo")
+    if info.is_file():  # Linux leaves platform.processor() empty; elsewhere nothing is known but the architecture
+        lines = [line.partition(":") for line in info.read_text().splitlines()]
+        model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), model)
+        flags = next((value.split() for key, _, value in lines if key.strip() in ("flags", "Features")), [])
+    return model, [name for name in FEATURES if name in flags]
