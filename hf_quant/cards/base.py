@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml  # comes with huggingface_hub
 from huggingface_hub import ModelCard, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -39,7 +39,7 @@ def hub_id(name: object) -> str | None:
     return name if name.count("/") == 1 and is_hub_id(name) and not Path(name).exists() else None
 
 
-def is_hub_id(name: object) -> bool:
+def is_hub_id(name: object) -> TypeGuard[str]:
     """Return True if a value has the form of a repository's name."""
     if not isinstance(name, str) or name.startswith((".", "~")) or len(name) > 200:
         return False

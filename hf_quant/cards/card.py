@@ -163,9 +163,10 @@ def make_card(
 ) -> ModelCard:
     """Make a card of the collected facts. Raises ValueError if the figures are of a model with other true bits."""
     bits = facts.bits_per_weight
-    if None not in (figures.bits_per_weight, bits) and abs(figures.bits_per_weight - bits) > 0.01 * bits:
+    measured = figures.bits_per_weight
+    if measured is not None and bits is not None and abs(measured - bits) > 0.01 * bits:
         raise ValueError(
-            f"the measurements are of a model with {figures.bits_per_weight:.3f} bits per weight, this one has "
+            f"the measurements are of a model with {measured:.3f} bits per weight, this one has "
             f"{bits:.3f}: measure this one"
         )
     known = dict(base.inherited)

@@ -116,7 +116,7 @@ def _link(name: str) -> str:
 def _what(source: CardSource, export: Export | None) -> str:
     """Return e.g. "int4", "int4 and int8", "16 bit with an int8 KV cache", "fp8_e4m3 with int8 attention"."""
     formats, caches = formats_of(source), caches_of(source, export)
-    attention = sorted({part.config.attention for part in source.parts} - {None})
+    attention = sorted({a for part in source.parts if (a := part.config.attention) is not None})
     weights = " and ".join(filter(None, (", ".join(formats[:-1]), *formats[-1:]))) or "16 bit"
     weights += f" with an {' or '.join(caches)} KV cache" if caches else ""
     return weights + (f" with {attention[0]} attention" if attention else "")

@@ -28,7 +28,7 @@ from hf_quant.checkpoint import parse_json, shorten
 
 
 MAX_BYTES = 10_000_000  # of a file of measurements
-_Record = TypeVar("_Record")
+_Record = TypeVar("_Record", "Quality", "SpeedRow", "Speed", "Memory")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def as_measurements(value: "Measurements | dict[str, Any] | Path | str | None") 
 
 
 def _entries(value: Any, where: str) -> list[dict[str, Any]]:
-    entries = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    entries = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
     for entry in entries:
         if not isinstance(entry, dict):
             raise ValueError(f"{where} has {str(entry)[:80]!r}; needs objects")

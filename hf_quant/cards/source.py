@@ -198,7 +198,7 @@ def _kind_of(model: nn.Module) -> str:
     return "transformers" if isinstance(model, PreTrainedModel) else "diffusers"
 
 
-def _fields(model: nn.Module) -> dict[str, Any]:
+def _fields(model: Any) -> dict[str, Any]:
     return {**model.config, **_live_versions()} if isinstance(model.config, dict) else model.config.to_dict()
 
 
@@ -262,7 +262,8 @@ def _read_directory(directory: Path) -> CardSource:
 
 def _read_pipeline_directory(directory: Path) -> CardSource:
     index = _read_json(directory / "model_index.json")
-    parts, others = [], {}
+    parts: list[Part] = []
+    others: dict[str, int] = {}
     for path in sorted(directory.glob("*/config.json")):
         name, fields = path.parent.name, _read_json(path)
         if _identifier(name) is None:

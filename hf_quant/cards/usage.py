@@ -148,7 +148,7 @@ def _transformers_usage(source: CardSource, name: str, base: str | None) -> str:
     helper = "AutoTokenizer" if cls in _READS_TEXT else "AutoProcessor" if cls in _READS_MORE else None
     origin = name if source.has_tokenizer else None if base is None else json.dumps(base)
     trust = ", trust_remote_code=True" if source.auto_class is not None else ""
-    imports = sorted({cls, helper} - {None}) if origin is not None else [cls]
+    imports = [cls] if helper is None or origin is None else sorted({cls, helper})
     lines = ["import hf_quant  # registers the format", f"from transformers import {', '.join(imports)}", ""]
     lines += [f'model = {cls}.from_pretrained({name}, device_map="auto"{trust})']
     if helper is None or origin is None:
@@ -272,7 +272,7 @@ def _python(source: CardSource, base: str) -> str:
 
 def _expression(config: QuantizerConfig) -> str:
     """Return Python that makes the config, without its plan."""
-    default = {"activation_scale": "dynamic", "modules": {}}
+    default: dict[str, Any] = {"activation_scale": "dynamic", "modules": {}}
     fields = {n: getattr(config, n) for n in config.user_fields() if n not in ("weights", "quantization_device")}
     given = [f"{name}={value!r}" for name, value in fields.items() if value != default.get(name)]
     return f"QuantizerConfig({', '.join([repr(config.weights), *given])})"
