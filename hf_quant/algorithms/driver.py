@@ -32,7 +32,7 @@ def geometry(quant: TensorQuant, N: int, K: int) -> tuple[int, int]:
     return rows, quant.columns_per_scale(K)
 
 
-def empty_packed(shape: torch.Size | tuple[int, ...], quant: TensorQuant, device) -> PackedWeight:
+def empty_packed(shape: torch.Size | tuple[int, ...], quant: TensorQuant, device: torch.device | str) -> PackedWeight:
     """Uninitialized `PackedWeight` tensors for a weight of `shape` [..., N, K] (use device "meta" for sizes)."""
     *lead, N, K = shape
     spec = FORMATS[quant.format].spec
@@ -121,7 +121,7 @@ class Quantization:
         def scales_of(group: Tensor) -> PackedScales:
             packed = empty_packed(group.shape, self.quant, group.device)
             part = Quantization(group, self.quant, packed)
-            if total is not None:
+            if total is not None and part.global_scale is not None:
                 part.global_scale.copy_(total)
             part._run(choose)
             return packed.scale, packed.zero_point, total
@@ -133,7 +133,8 @@ class Quantization:
         self.weight = solution.weight.unsqueeze(0)
         self.scale.copy_(torch.cat([part.stored[0] for part in solution.scales], 1))
         if self.zero_point is not None:
-            self.zero_point.copy_(torch.cat([part.stored[1] for part in solution.scales], 1))
+            zero_points = [stored for part in solution.scales if (stored := part.stored[1]) is not None]
+            self.zero_point.copy_(torch.cat(zero_points, 1))
         for pieces in self._matrices():
             for piece in pieces:
                 self._store(piece, self._load(piece), self._stored_choice(piece))
@@ -229,7 +230,7 @@ class Quantization:
         at = self._scales_at(piece)
         target, unit = self.scale[at], self._unit(piece, n)
         target.copy_((choice.scale if unit is None else choice.scale / unit).view(target.shape))
-        if choice.zero_point is not None:
+        if choice.zero_point is not None and self.zero_point is not None:
             self.zero_point[at] = choice.zero_point.view(target.shape).to(torch.uint8)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Groups:
         """Largest weight of each group, [R, G, 1]."""
         return self.values.amax(-1, keepdim=True)
 
-    def total(self, function: Callable[..., tuple[Tensor, ...]], *args) -> tuple[Tensor, ...]:
+    def total(self, function: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
         """`function(block, *args)`, sums over each group [R, G, 1], for groups that may be larger than a block."""
         return function(self, *args)
 
@@ -102,7 +102,7 @@ class TensorGroups(Groups):
             self.low, self.high = torch.minimum(self.low, block.low), torch.maximum(self.high, block.high)
             self.size += block.size
 
-    def total(self, function: Callable[..., tuple[Tensor, ...]], *args) -> tuple[Tensor, ...]:
+    def total(self, function: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
         parts = [function(block, *args) for block in self._blocks()]
         return tuple(torch.stack(terms).sum(0) for terms in zip(*parts))
 

@@ -59,7 +59,7 @@ class Best:
         better = error < self.error
         self.error = torch.where(better, error, self.error)
         self.scale = torch.where(better, scale, self.scale)
-        if zero_point is not None:
+        if zero_point is not None and self.zero_point is not None:
             self.zero_point = torch.where(better, zero_point, self.zero_point)
         if shrink is not None:
             self.shrink = torch.where(better, shrink, self.shrink)

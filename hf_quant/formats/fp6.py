@@ -7,6 +7,7 @@ from hf_quant.kernels.codes import CODES
 
 def _fp6(name: str) -> Format:
     spec = CODES[name]
+    assert spec.minifloat is not None
     _, mantissa_bits, bias = spec.minifloat
     return Format(
         spec=spec,

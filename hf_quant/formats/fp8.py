@@ -10,6 +10,7 @@ from hf_quant.kernels.codes import CODES
 
 def _fp8(name: str) -> Format:
     spec = CODES[name]
+    assert spec.minifloat is not None
     _, mantissa_bits, bias = spec.minifloat
     limit = torch.finfo(spec.dtype).max
 
