@@ -43,7 +43,9 @@ def attend(
     tokens = slice(first, last)
     codes = [[part if part is None else part[:, :, tokens] for part in parts_of(states)] for states in (keys, values)]
     seen = None if mask is None else mask[..., tokens]
-    if is_causal and window and reads_recents:  # dynamic windows only: the codes end before the positions
+    # The codes end before the positions, which the kernel does not know. The window of a cache of fixed size is no
+    # shorter than the cache: it holds every token.
+    if keys.span is not None and is_causal and window and reads_recents:
         behind = torch.arange(end - S, end, device=q.device).unsqueeze(1) - torch.arange(first, last, device=q.device)
         seen = _and(seen, behind - start < window)
     causal = is_causal and not reads_recents

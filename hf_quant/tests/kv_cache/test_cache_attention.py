@@ -256,6 +256,16 @@ def test_more_positions_than_recent_tokens_without_sinks(layer):
     assert_close(found, exact(q, *plain, seen), rms=1e-5)
 
 
+@pytest.mark.parametrize("S", (1, 3))
+def test_a_window_that_is_no_shorter_than_a_cache_of_fixed_size(S):
+    """Without a mask, as flash attention passes none; every token is inside the window."""
+    config = KVCacheConfig("int2", sink_tokens=2, recent_tokens=16)
+    states = filled(QuantizedStaticLayer(config, 90, is_sliding=True), 70, S)
+    q = randn(2, H, S, D, seed=2)
+    found = [attend(q, *states, None, is_causal=True, window=window, scale=None)[0] for window in (0, 90)]
+    assert torch.equal(*found)
+
+
 def test_several_positions_after_many_tokens_were_taken_back():
     """More than the ring holds: what comes next is seen by itself and by what follows only."""
     layer = QuantizedLayer(KVCacheConfig("int8", sink_tokens=2, recent_tokens=16))
