@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name for a public one
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts every name
 
     def __getattr__(name: str):
         if name not in _HOME:

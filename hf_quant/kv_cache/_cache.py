@@ -1,6 +1,6 @@
 """`QuantizedCache`: a cache of transformers whose layers keep codes."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers.cache_utils import (
     Cache,
@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 
 from hf_quant.kv_cache._config import KVCacheConfig
 from hf_quant.kv_cache._layers import (
+    CodeStorage,
     QuantizedHybridLayer,
     QuantizedLayer,
     QuantizedSlidingWindowLayer,
@@ -49,7 +50,7 @@ class QuantizedCache(DynamicCache):
     def __init__(
         self,
         config: Any,
-        kv_cache: KVCacheConfig | str | dict = "int8",
+        kv_cache: KVCacheConfig | str | dict[str, Any] = "int8",
         *,
         max_cache_len: int | None = None,
         offloading: bool = False,
@@ -104,6 +105,6 @@ def _quantized_static(layer: Any, config: KVCacheConfig, max_cache_len: int) -> 
     return layer
 
 
-def is_quantized(layer: Any) -> bool:
+def is_quantized(layer: Any) -> TypeGuard[CodeStorage]:
     """True if a layer of a cache stores codes."""
     return isinstance(layer, QuantizedLayer | QuantizedSlidingWindowLayer | QuantizedStaticLayer)

@@ -87,7 +87,7 @@ class KVCacheConfig:
             raise ValueError(f"rotate_keys is {self.rotate_keys!r}; needs True, False or None")
 
     @classmethod
-    def of(cls, value: "KVCacheConfig | str | dict") -> "KVCacheConfig":
+    def of(cls, value: "KVCacheConfig | str | dict[str, Any]") -> "KVCacheConfig":
         """Return the config for a config, a format, or a dict of the fields above. Raises ValueError."""
         if isinstance(value, KVCacheConfig):
             return value

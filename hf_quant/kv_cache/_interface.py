@@ -51,7 +51,7 @@ def attention_forward(
     lacks_mask = attention_mask is None and (T > S or sinks is not None) and _is_causal(module, kwargs)
     if S > 1 and (is_padding or lacks_mask):
         seen = visible(S, T, T, kwargs.get("sliding_window") or 0, query.device)
-        attention_mask = seen & attention_mask[:, None, None, -T:] if is_padding else seen[None, None]
+        attention_mask = seen[None, None] if attention_mask is None else seen & attention_mask[:, None, None, -T:]
     if sinks is not None:
         key, value, attention_mask = _with_sinks(query, key, value, attention_mask, sinks)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -63,7 +63,7 @@ def _with_sinks(
     """Append one token of zeros to keys and values; its mask is the score `sinks` [H] of each head."""
     scores = query.new_zeros(()) if mask is None else mask
     if scores.dtype == torch.bool:
-        scores = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+        scores = query.new_zeros(scores.shape).masked_fill_(~scores, float("-inf"))
     scores = scores.to(query.dtype).expand(*query.shape[:3], key.shape[2])
     more = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     key, value = (torch.cat([x, torch.zeros_like(x[:, :, :1])], 2) for x in (key, value))
@@ -76,7 +76,7 @@ def padding_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
@@ -96,7 +96,7 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return getattr(module, "is_causal", True) if given is None else given
 
 
-def _reading_codes(host: Callable) -> Callable:
+def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an attention function: the codes of quantized states are read, everything else goes to `host`."""
 
     @wraps(host)
@@ -112,7 +112,8 @@ def _reading_codes(host: Callable) -> Callable:
     ) -> tuple[Tensor, Any]:
         if isinstance(key, QuantizedStates) and key.exact is not None:
             key = key.exact  # the model may have computed new values from those in the cache
-            value = value.exact if isinstance(value, QuantizedStates) else value[:, :, : key.shape[2]]
+            exact = value.exact if isinstance(value, QuantizedStates) else None
+            value = value[:, :, : key.shape[2]] if exact is None else exact
             if isinstance(attention_mask, Tensor):
                 attention_mask = attention_mask[..., : key.shape[2]]
         if torch.is_grad_enabled() and query.requires_grad:  # the kernel has no gradient

@@ -34,7 +34,7 @@ def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:
 
 def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
     """Raise ValueError if a model has no cache: it does not generate, or its config has no number of layers."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     can_generate = getattr(model, "can_generate", lambda: False)
     if not can_generate() or not hasattr(config.get_text_config(decoder=True), "num_hidden_layers"):
         raise ValueError(

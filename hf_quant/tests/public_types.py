@@ -12,12 +12,22 @@ from typing_extensions import assert_type
 
 import hf_quant
 from hf_quant import (
+    FORMATS,
+    PRESETS,
+    KVCacheConfig,
     LinearScheme,
+    QuantizedCache,
     QuantizerConfig,
+    QuantLinear,
     QuantPlan,
     TensorQuant,
+    capture_generate,
     dequantize_,
+    export_compressed_tensors,
+    fuse_projections_,
+    import_checkpoint,
     load_quantized_,
+    model_card,
     plan,
     quantize_,
     save_quantized,
@@ -39,6 +49,18 @@ def use(model: nn.Module, folder: Path) -> None:
     assert_type(dequantize_(model, torch.float16), nn.Module)
     assert_type(hf_quant.__version__, str)
     LinearScheme(TensorQuant("int4", "group", group_size=32))
+    assert_type([FORMATS[name].bits for name in PRESETS], list[int])
+    QuantizedCache(None, KVCacheConfig("int4", group_size=32), max_cache_len=256)
+    QuantizedCache(None, {"format": "int8"})
+    linear = fuse_projections_(model).get_submodule("0")
+    if isinstance(linear, QuantLinear):
+        assert_type(linear.scheme, LinearScheme)
+        assert_type(linear.dequantize_weight(), torch.Tensor)
+    with capture_generate(model) as graphs:
+        graphs.release()
+    model_card(model, {"bits_per_weight": 4.1}, repo_id="user/name").save(folder / "README.md")
+    export_compressed_tensors(model, folder, reader="transformers")
+    assert_type(import_checkpoint("user/name", folder), tuple[str, ...])
 
 
 def misuse(model: nn.Module, folder: Path) -> None:
@@ -53,6 +75,10 @@ def misuse(model: nn.Module, folder: Path) -> None:
     QuantizerConfig("int4", modules=["lm_head"])  # pyrefly: ignore[bad-argument-type]
     QuantizerConfig("int4", group_size="64")  # pyrefly: ignore[bad-argument-type]
     TensorQuant("int4", "group", group_size=32.0)  # pyrefly: ignore[bad-argument-type]
+    KVCacheConfig(4)  # pyrefly: ignore[bad-argument-type]
+    QuantizedCache(None, 4)  # pyrefly: ignore[bad-argument-type]
+    export_compressed_tensors(model)  # pyrefly: ignore[missing-argument]
+    import_checkpoint(model, folder)  # pyrefly: ignore[bad-argument-type]
     LinearScheme("int4")  # pyrefly: ignore[bad-argument-type]
     from hf_quant import quantise_  # noqa: F401  # pyrefly: ignore[missing-module-attribute]
 

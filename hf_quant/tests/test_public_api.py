@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hf_quant
+from hf_quant import kv_cache
 
 
 NAMES = sorted(set(hf_quant.__all__) - {"__version__"})
@@ -40,14 +41,16 @@ def test_the_list_is_short_sorted_and_complete():
     } <= set(NAMES)
 
 
-def test_type_checkers_and_editors_see_the_same_names_from_the_same_modules():
+@pytest.mark.parametrize("package", (hf_quant, kv_cache), ids=lambda package: package.__name__)
+def test_type_checkers_and_editors_see_the_same_names_from_the_same_modules(package):
     (block,) = (
         node
-        for node in ast.parse(Path(hf_quant.__file__).read_text()).body
+        for node in ast.parse(Path(package.__file__).read_text()).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
     seen = {a.asname or a.name: node.module for node in block.body for a in node.names}
-    assert seen == {name: f"hf_quant.{home}" for name, home in hf_quant._HOME.items()}
+    assert seen == {name: f"{package.__name__}.{home}" for name, home in package._HOME.items()}
+    assert set(seen) == set(package.__all__) - {"__version__"}
 
 
 @pytest.mark.parametrize("name", NAMES)
