@@ -65,7 +65,8 @@ def integer_codes(bits: int, planes: tuple[int, ...]) -> CodeSpec:
 
 def minifloat_codes(name: str, exponent_bits: int, mantissa_bits: int, planes: tuple[int, ...]) -> CodeSpec:
     """Packed floats of a sign, an exponent and a mantissa, without inf and NaN (OCP MX v1.0, section 5.3)."""
-    bias, levels = 2 ** (exponent_bits - 1) - 1, []
+    bias = 2 ** (exponent_bits - 1) - 1
+    levels: list[float] = []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
         exponent, mantissa = divmod(code, 2**mantissa_bits)
         fraction = mantissa / 2**mantissa_bits
@@ -137,7 +138,8 @@ def pack_codes(codes: Tensor, planes: tuple[int, ...]) -> Tensor:
     *lead, K = codes.shape
     if K % PACK:
         codes = torch.nn.functional.pad(codes, (0, -K % PACK))
-    parts, shift = [], 0
+    parts: list[Tensor] = []
+    shift = 0
     for width in planes:
         plane = codes if len(planes) == 1 else (codes >> shift) & (2**width - 1)
         plane = plane.contiguous()
@@ -167,6 +169,7 @@ def unpack_codes(qdata: Tensor, planes: tuple[int, ...], K: int) -> Tensor:
         plane = plane.flatten(-2)
         codes = plane if codes is None else codes | (plane << shift)
         shift += width
+    assert codes is not None  # there is no format without a plane
     return codes[..., :K]
 
 

@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _has_transforms = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing
 LIB = torch.library.Library("hf_quant", "DEF")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Problem(NamedTuple):
@@ -50,14 +53,21 @@ class Path(NamedTuple):
 
 
 _PATHS: dict[tuple[str, str], tuple[Path, ...]] = {}
-_IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {}  # {op name: {device type: function}}
+_IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {}  # {op name: {device type: function}}
 _LAZY: dict[tuple[str, str], str] = {}  # {(op name, key): module that registers it when it is imported}
 
 
 def define_op(
-    name: str, reference: Callable, fake: Callable, mutates: tuple[str, ...] = (), *, is_row_by_row: bool = False
-):
+    name: str,
+    reference: Callable[_P, _R],
+    fake: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
+    *,
+    is_row_by_row: bool = False,
+) -> Callable[_P, _R]:
     """Register the fully typed `reference` as `hf_quant::<name>` on every device; return the op.
+
+    The op is an OpOverload of torch; to type checkers it is a function with the signature of its reference.
 
     `fake` gives the output's shape and dtype (and is what torch.compile traces); `mutates` names the arguments that
     the op writes to. `is_row_by_row`: the first argument is [..., K], and so are the results: torch.vmap over it is
@@ -77,7 +87,9 @@ def define_op(
     return op
 
 
-def _map_rows(op, info: Any, in_dims: tuple, x: Tensor, *args: Any, **kwargs: Any) -> tuple:
+def _map_rows(
+    op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
     """torch.vmap of a row-by-row op over its first argument."""
     first, *others = in_dims
     if first is None or any(dim is not None for dim in tree_leaves(others)):
@@ -89,14 +101,14 @@ def _map_rows(op, info: Any, in_dims: tuple, x: Tensor, *args: Any, **kwargs: An
     return y, (0 if isinstance(y, Tensor) else [0] * len(y))
 
 
-def implements(op, key: str, paths: tuple[Path, ...] = ()):
+def implements(op: Callable[..., Any], key: str, paths: tuple[Path, ...] = ()) -> Callable[[_Function], _Function]:
     """Register the decorated function as the `key` ("CPU", "CUDA", "XPU") implementation of `op`.
 
     `paths` name the ways it computes, best first; the plan and the support matrix print them.
     """
     name = _name(op)
 
-    def wrap(fn: Callable[..., Tensor]):
+    def wrap(fn: _Function) -> _Function:
         if (name, key) not in _LAZY:
             LIB.impl(name, fn, key)
         _PATHS[name, key] = paths
@@ -106,7 +118,7 @@ def implements(op, key: str, paths: tuple[Path, ...] = ()):
     return wrap
 
 
-def implements_lazily(module: str, *ops, keys: tuple[str, ...] = ("CUDA", "XPU")) -> None:
+def implements_lazily(module: str, *ops: Callable[..., Any], keys: tuple[str, ...] = ("CUDA", "XPU")) -> None:
     """Have `module`, once imported, register the `keys` implementations of `ops`: at the first call or question."""
     for op in ops:
         for key in keys:
@@ -117,12 +129,12 @@ def implements_lazily(module: str, *ops, keys: tuple[str, ...] = ("CUDA", "XPU")
             _IMPLEMENTATIONS.setdefault(name, {})[key.lower()] = call
 
 
-def _call_lazily(name: str, key: str, *args, **kwargs):
+def _call_lazily(name: str, key: str, *args: Any, **kwargs: Any) -> Any:
     importlib.import_module(_LAZY[name, key])
     return _IMPLEMENTATIONS[name][key.lower()](*args, **kwargs)
 
 
-def _name(op) -> str:
+def _name(op: Any) -> str:
     return op._schema.name.split("::")[1]
 
 
@@ -155,14 +167,14 @@ def check_tracer() -> None:
         )
 
 
-def direct(op) -> Callable[..., Tensor]:
+def direct(op: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
     """`op` for eager code: calls the implementation for the first argument's device without the dispatcher.
 
     Saves 4 of the 5 us that an op call costs. Subclasses, compilation, export and dispatch modes get the op itself.
     """
     implementations = _IMPLEMENTATIONS.setdefault(_name(op), {})
 
-    def call(x: Tensor, *args, **kwargs) -> Tensor:
+    def call(x: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch.compiler.is_compiling() and is_plain(x):
             implementation = implementations.get(x.device.type)
             if implementation is not None:
@@ -173,7 +185,7 @@ def direct(op) -> Callable[..., Tensor]:
     return call
 
 
-def explain(op, device_type: str, problem: Problem) -> list[tuple[str, str, str | None]]:
+def explain(op: Callable[..., Any], device_type: str, problem: Problem) -> list[tuple[str, str, str | None]]:
     """The paths of `op` for `problem` on a device: [(path, for which M, None or the reason against it)].
 
     An op without an implementation for the device is served by its reference, and the list says so.

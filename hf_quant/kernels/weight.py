@@ -3,11 +3,14 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Size, Tensor, float32, uint8
 
 from hf_quant.kernels.codes import BLOCK_SIZE, CODES, CodeSpec, packed_words
+
+
+_R = TypeVar("_R")
 
 
 class PackedWeight(NamedTuple):
@@ -132,7 +135,9 @@ def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> 
         raise ValueError(f"{spec.name} has no zero point")
 
 
-def takes_weight(check: Callable[..., None] | None = None, *, K_is_option: bool = False) -> Callable[..., Any]:
+def takes_weight(
+    check: Callable[..., None] | None = None, *, K_is_option: bool = False
+) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
     """Decorate a function of a `Weight` for torch.library, whose ops take nothing but tensors and plain values.
 
     `fn(x, w: Weight, bias, *, activation)` becomes `fn(x, qdata, scale, zero_point, global_scale, bias, *, format,
@@ -140,7 +145,7 @@ def takes_weight(check: Callable[..., None] | None = None, *, K_is_option: bool 
     the arguments of fn. With `K_is_option` the width is the option K, as no argument has it.
     """
 
-    def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(fn: Callable[..., _R]) -> Callable[..., _R]:
         signature = inspect.signature(fn)
         parameters = list(signature.parameters.values())
         at = next(i for i, parameter in enumerate(parameters) if parameter.annotation is Weight)

@@ -26,6 +26,7 @@ from hf_quant import (
     export_compressed_tensors,
     fuse_projections_,
     import_checkpoint,
+    kernels,
     load_quantized_,
     model_card,
     plan,
@@ -60,6 +61,10 @@ def use(model: nn.Module, folder: Path) -> None:
         graphs.release()
     model_card(model, {"bits_per_weight": 4.1}, repo_id="user/name").save(folder / "README.md")
     export_compressed_tensors(model, folder, reader="transformers")
+    x = torch.randn(4, 64)
+    assert_type(kernels.quantize_rowwise(x, format="int8"), tuple[torch.Tensor, torch.Tensor])
+    assert_type(kernels.hadamard(x, block_size=64), torch.Tensor)
+    assert_type(kernels.weight_only_mm(x, x, x, None, None, None, format="int8", group_size=64), torch.Tensor)
     assert_type(import_checkpoint("user/name", folder), tuple[str, ...])
 
 
@@ -75,6 +80,8 @@ def misuse(model: nn.Module, folder: Path) -> None:
     QuantizerConfig("int4", modules=["lm_head"])  # pyrefly: ignore[bad-argument-type]
     QuantizerConfig("int4", group_size="64")  # pyrefly: ignore[bad-argument-type]
     TensorQuant("int4", "group", group_size=32.0)  # pyrefly: ignore[bad-argument-type]
+    kernels.quantize_rowwise([1.0], format="int8")  # pyrefly: ignore[bad-argument-type]
+    kernels.quantize_rowwise(torch.ones(2, 64), fmt="int8")  # pyrefly: ignore[missing-argument, unexpected-keyword]
     KVCacheConfig(4)  # pyrefly: ignore[bad-argument-type]
     QuantizedCache(None, 4)  # pyrefly: ignore[bad-argument-type]
     export_compressed_tensors(model)  # pyrefly: ignore[missing-argument]
