@@ -54,7 +54,7 @@ def paths(scheme: LinearScheme, device: str, experts: int | None, kernels: str |
     op = grouped_mm if experts else weight_only_mm if scheme.activation is None else dynamic_mm
     found = []
     # The matrix is the same wherever it is made.
-    with patch.object(product, "_VNNI", True), patch.object(native, "_active", kernels):
+    with patch.object(product, "_VNNI", True), patch.object(native.extension, "_active", kernels):
         for path, when, reason in explain(op, device, problem):
             if reason is None:
                 found.append((path, when))

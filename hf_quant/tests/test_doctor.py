@@ -54,9 +54,9 @@ def test_native_kernels_are_on(capsys, monkeypatch):
     extension = types.SimpleNamespace(
         instruction_sets=lambda: ("avx512", "avx2", "portable"), has_bf16_dot=lambda: True
     )
-    monkeypatch.setattr(native, "_module", extension)
-    monkeypatch.setattr(native, "_active", "avx512")
-    monkeypatch.setattr(native, "_openmp", lambda: 1234)
+    monkeypatch.setattr(native.extension, "module", extension)
+    monkeypatch.setattr(native.extension, "_active", "avx512")
+    monkeypatch.setattr(native.extension, "_openmp", lambda: 1234)
     found = json.loads(doctor(capsys, "--json"))["native"]
     assert (found["active"], found["available"]) == ("avx512", ["avx512", "avx2", "portable"])
     assert found["has_bf16_dot"] and found["shares_threads_of_torch"]
@@ -69,8 +69,8 @@ def test_native_kernels_are_on(capsys, monkeypatch):
     }
     assert "that the native kernels do not take" in section(text, "settings")["prepack limit"]
     monkeypatch.setenv("HF_QUANT_NATIVE", "portable")
-    monkeypatch.setattr(native, "_active", "portable")
-    monkeypatch.setattr(native, "_openmp", lambda: None)
+    monkeypatch.setattr(native.extension, "_active", "portable")
+    monkeypatch.setattr(native.extension, "_openmp", lambda: None)
     extension.has_bf16_dot = lambda: False
     assert section(doctor(capsys), "native CPU kernels") == {
         "in use": "portable, chosen by HF_QUANT_NATIVE",
@@ -79,7 +79,7 @@ def test_native_kernels_are_on(capsys, monkeypatch):
     }
 
 
-@pytest.mark.skipif(native._module is None, reason="the extension is not built")
+@pytest.mark.skipif(native.extension.module is None, reason="the extension is not built")
 def test_native_kernels_are_off():
     lines = section(of_new_process(RUN + NO_HOST, HF_QUANT_NATIVE="off"), "native CPU kernels")
     assert lines == {

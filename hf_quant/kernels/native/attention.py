@@ -6,20 +6,21 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
-from hf_quant.kernels.native import _DTYPES, _INPUTS, _UNIT, _layout, _levels, _module, active, why_not
+from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, layout, levels
+from hf_quant.kernels.native.extension import active, module, why_not
 
 
 def attention_refusal(dtype: torch.dtype, D: int, group_size: int, scale_dtype: torch.dtype | None) -> str | None:
     """The reason why attention over codes of heads of D channels is not computed here, None if it is."""
     if active() is None:
         return why_not()
-    if dtype not in _INPUTS:
+    if dtype not in INPUTS:
         return f"only bf16, fp16 and fp32 queries, not {dtype}"
-    if group_size % _UNIT:
-        return f"groups of {group_size} are no multiple of {_UNIT}"
-    if scale_dtype is not None and scale_dtype not in _DTYPES:
+    if group_size % UNIT:
+        return f"groups of {group_size} are no multiple of {UNIT}"
+    if scale_dtype is not None and scale_dtype not in DTYPES:
         return f"scales of {scale_dtype}"
-    most = _module.max_head_dim()
+    most = module.max_head_dim()
     return f"heads of {D} channels; at most {most}" if D > most else None
 
 
@@ -46,12 +47,12 @@ def attention(
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.float()
         mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(B, H, S, T)
-        mask_arguments = (mask.data_ptr(), _DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype])
+        mask_arguments = (mask.data_ptr(), DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype])
         mask_arguments += mask.stride()[:3]
-    _module.attention(
-        *(B, H, H_kv, S, T, D, _layout(spec), _levels(spec.name, False).data_ptr(), spec.is_integer),
+    module.attention(
+        *(B, H, H_kv, S, T, D, layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer),
         *(groups, D // groups),
-        *(q.data_ptr(), _DTYPES[q.dtype], *q.stride()[:3], rotates),
+        *(q.data_ptr(), DTYPES[q.dtype], *q.stride()[:3], rotates),
         *(y.data_ptr(), *y.stride()[:3], lse.data_ptr()),
         *_cache_arguments(*keys),
         *_cache_arguments(*values),
@@ -73,7 +74,7 @@ def _cache_arguments(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tup
     size = codes.element_size()
     return (
         *(codes.data_ptr(), *(stride * size for stride in codes.stride()[:3])),
-        *(scale.data_ptr(), 0 if offset is None else offset.data_ptr(), _DTYPES[scale.dtype], *scale.stride()),
+        *(scale.data_ptr(), 0 if offset is None else offset.data_ptr(), DTYPES[scale.dtype], *scale.stride()),
     )
 
 
@@ -81,11 +82,11 @@ def append_refusal(dtype: torch.dtype, D: int, scale_dtype: torch.dtype | None) 
     """The reason why new keys or values of D channels are not written into a cache here, None if they are."""
     if active() is None:
         return why_not()
-    if dtype not in _INPUTS:
+    if dtype not in INPUTS:
         return f"only bf16, fp16 and fp32 input, not {dtype}"
-    if scale_dtype is not None and scale_dtype not in _INPUTS:
+    if scale_dtype is not None and scale_dtype not in INPUTS:
         return f"scales of {scale_dtype}"
-    most = _module.max_head_dim()
+    most = module.max_head_dim()
     return f"heads of {D} channels; at most {most}" if D > most else None
 
 
@@ -108,8 +109,8 @@ def append(
         k, v, start = k[:, :, skipped:], v[:, :, skipped:], 0
     k = k if k.stride(3) == 1 else k.contiguous()  # referred to until the end of the call
     v = v if v.stride(3) == 1 else v.contiguous()
-    _module.append(
-        *(B, H, end - skipped, start, _layout(spec), _DTYPES[k.dtype]),
+    module.append(
+        *(B, H, end - skipped, start, layout(spec), DTYPES[k.dtype]),
         *_appended(k, rotates_keys, *keys),
         *_appended(v, False, *values),
         torch.get_num_threads(),
@@ -126,7 +127,7 @@ def _appended(x: Tensor, rotates: bool, codes: Tensor, scale: Tensor, offset: Te
         codes.element_size(),
         codes.data_ptr(),
         *codes.stride(),
-        _DTYPES[scale.dtype],
+        DTYPES[scale.dtype],
         scale.data_ptr(),
         *scale.stride(),
         *((0, 0, 0, 0, 0) if offset is None else (offset.data_ptr(), *offset.stride())),

@@ -15,6 +15,7 @@ from hf_quant import quantize_
 from hf_quant.algorithms import PackedWeight, empty_packed, geometry
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dynamic_mm, grouped_mm, int8_scaled_mm, native, weight_only_mm
+from hf_quant.kernels.native import extension
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.weight import Weight
 from hf_quant.kernels.weight_only.op import dequantize_reference
@@ -44,7 +45,7 @@ def instructions(request):
 def calls(monkeypatch):
     """One entry per product that the extension has computed."""
     made, multiply = [], native.multiply
-    monkeypatch.setattr(native, "multiply", lambda *args, **more: made.append(0) or multiply(*args, **more))
+    monkeypatch.setattr(native.products, "multiply", lambda *args, **more: made.append(0) or multiply(*args, **more))
     clear_prepacked()
     yield made
     clear_prepacked()
@@ -341,11 +342,11 @@ def test_the_instruction_set_is_chosen(monkeypatch):
             native.use("nope")
         for wanted, active in (("off", None), ("portable", "portable"), ("", SETS[0])):
             monkeypatch.setenv("HF_QUANT_NATIVE", wanted)
-            native._start()
+            extension._start()
             assert native.active() == active and (native.why_not() is None) == (active is not None)
         monkeypatch.setenv("HF_QUANT_NATIVE", "nonsense")
         with pytest.raises(ValueError, match="HF_QUANT_NATIVE is 'nonsense'; allowed here: 'off', .*'portable'"):
-            native._start()
+            extension._start()
 
 
 def test_without_the_extension():
@@ -374,8 +375,8 @@ print("right")
 
 
 def test_an_extension_of_other_sources_is_not_called(monkeypatch):
-    monkeypatch.setattr(native, "_INTERFACE", -1)
-    module, reason = native._load()
+    monkeypatch.setattr(extension, "_INTERFACE", -1)
+    module, reason = extension._load()
     assert module is None and "other sources" in reason
 
 

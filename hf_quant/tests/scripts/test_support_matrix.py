@@ -26,7 +26,7 @@ def test_the_page_is_current():
 @pytest.mark.parametrize(("kernels", "vnni"), [(None, False), (None, True), ("portable", True)])
 def test_the_matrix_is_the_same_on_every_machine(monkeypatch, kernels, vnni):
     expected = support_matrix.matrix()
-    monkeypatch.setattr(native, "_active", kernels)
+    monkeypatch.setattr(native.extension, "_active", kernels)
     monkeypatch.setattr(product, "_VNNI", vnni)
     assert support_matrix.matrix() == expected
     assert native.active() == kernels and product._VNNI == vnni

@@ -1,0 +1,127 @@
+"""Products with a quantized weight, and the weight itself, computed by the extension.
+
+Accuracy: codes, less their zero points, times x are exact products, summed in fp32 and then scaled in fp32: nearer to
+the reference than a weight rounded to bf16. Where the CPU multiplies bf16, bf16 x is multiplied with levels in
+bf16, which holds all but nf4's; everything else is fp32. int8 x and int4 or int8 codes give exact sums of integers, of
+whole groups or, of groups above 1024 columns, of parts of them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels.codes import CodeSpec
+from hf_quant.kernels.cpu.prepack import fact
+from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, knows, weight_arguments
+from hf_quant.kernels.native.extension import active, module, why_not
+from hf_quant.kernels.weight import Weight
+
+
+_BY_F32, _BY_BF16, _BY_INT8 = 0, 1, 2
+_MAX_EXACT_K = 65536  # sums of int8 products stay within int32
+_FIT = {bits: f"zero points fit {bits} bits" for bits in range(1, 9)}
+
+
+def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False) -> str | None:
+    """The reason why a product is not computed here, None if it is; `int8`: both sides are integers (`takes_int8`)."""
+    if active() is None:
+        return why_not()
+    if not knows(spec.name):
+        return f"{spec.name}, whose levels or bit planes are of another kind"
+    if dtype not in INPUTS:
+        return f"only bf16, fp16 and fp32 input, not {dtype}"
+    if group_size < K and group_size % UNIT:
+        return f"groups of {group_size} are no multiple of {UNIT}"
+    if K == 0:
+        return "K=0"
+    if int8 and K > _MAX_EXACT_K:
+        return f"K={K} could overflow int32 sums; at most {_MAX_EXACT_K}"
+    return None
+
+
+def serves(w: Weight, dtype: torch.dtype, *, int8: bool = False) -> bool:
+    """True if products with x of `dtype` (`int8`: with its rows in int8) are computed here for this very weight.
+
+    `refusal` names no reason against it, the scales have a dtype that is known here, and every zero point is a code,
+    which is found once for a tensor.
+    """
+    if refusal(w.spec, dtype, w.K, w.group_size, int8=int8) is not None or w.scale.dtype not in DTYPES:
+        return False
+    bits = w.spec.bits
+    return w.zero_point is None or fact(_FIT[bits], w.zero_point, _all_codes, bits, w.zero_point)
+
+
+def _all_codes(bits: int, zero_point: Tensor) -> bool:
+    return zero_point.numel() == 0 or int(zero_point.max()) < 2**bits
+
+
+def takes_int8(spec: CodeSpec) -> bool:
+    """True if products with int8 x are sums of integers for this format, not of bf16 or fp32."""
+    return spec.is_integer and spec.bits in (4, 8)
+
+
+def multiply(
+    x: Tensor,
+    N: int,
+    weight: tuple[int, ...],
+    bias: Tensor | None,
+    *,
+    integer: bool = False,
+    row_scale: Tensor | None = None,
+    ends: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """(x [M, K] @ w.T) * row_scale [M, 1] + bias [N] or [E, N] -> [M, N]; `weight` as `weight_arguments` gives it.
+
+    `integer`: in integer sums; x is int8 codes with their row_scale, or its rows are quantized on the way. `ends` [E]
+    int32: the end of each expert's rows; rows past the last end give zeros. `out_dtype`: any, None for that of x; what
+    the extension does not know is rounded from fp32. The caller has checked everything, and asked `serves`.
+    """
+    M, K = x.shape
+    wanted = x.dtype if out_dtype is None else out_dtype
+    dtype = wanted if wanted in INPUTS else torch.float32
+    y = (torch.empty if ends is None else torch.zeros)(M, N, dtype=dtype, device="cpu")
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    if bias is not None and bias.dtype not in INPUTS:
+        bias = bias.float()
+    module.matmul(
+        M,
+        N,
+        K,
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        K,
+        0 if row_scale is None else row_scale.data_ptr(),
+        y.data_ptr(),
+        DTYPES[dtype],
+        0 if bias is None else bias.data_ptr(),
+        0 if bias is None else DTYPES[bias.dtype],
+        0 if ends is None else ends.data_ptr(),
+        torch.get_num_threads(),
+        _BY_INT8 if integer else _BY_BF16 if x.dtype == torch.bfloat16 else _BY_F32,
+        *weight,
+    )
+    return y if dtype == wanted else y.to(wanted)
+
+
+def product(x: Tensor, w: Weight, bias: Tensor | None, **how) -> Tensor:
+    """`multiply` for the tensors of a weight of any strides; x [M, K] contiguous."""
+    w = w.contiguous()
+    return multiply(x, w.N, weight_arguments(w), bias, **how)
+
+
+def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
+    """`multiply` as a function of (x [M, K] contiguous, qdata, bias, **how) for a contiguous weight, as long as its
+    memory lives: the function does not hold it."""
+    N, weight = w.N, weight_arguments(w)
+    return lambda x, qdata, bias, **how: multiply(x, N, weight, bias, integer=integer, **how)
+
+
+def dequantize(w: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K], or experts [E, N, K], in `dtype`: the bits of the reference. Ask `serves` first."""
+    w = w.contiguous()
+    y = torch.empty(*w.qdata.shape[:-1], w.K, dtype=dtype, device="cpu")
+    module.dequantize(w.N, w.K, y.data_ptr(), DTYPES[dtype], torch.get_num_threads(), *weight_arguments(w))
+    return y
