@@ -2,10 +2,10 @@
 
 import re
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.core_model_loading import WeightConverter
 
 from hf_quant.algorithms import PackedWeight
@@ -14,14 +14,18 @@ from hf_quant.convert.foreign import ForeignWeight
 from hf_quant.scheme import BLOCK_SIZE
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 class _Rule(NamedTuple):
     """Renaming rule: names of single layers -> the name of a fused weight."""
 
-    sources: list[re.Pattern]  # of the parts (gate and up), with the groups `prefix` and `expert`
+    sources: list[re.Pattern[str]]  # of the parts (gate and up), with the groups `prefix` and `expert`
     target: str
 
 
-def merge_experts(model: nn.Module, weights: list[ForeignWeight]) -> list[ForeignWeight]:
+def merge_experts(model: "PreTrainedModel", weights: list[ForeignWeight]) -> list[ForeignWeight]:
     """Return the weights with experts fused into [E, N, K], by transformers' own rules for the model.
 
     Raises ValueError if experts of one layer differ in scheme, or one is missing.
@@ -39,13 +43,14 @@ def merge_experts(model: nn.Module, weights: list[ForeignWeight]) -> list[Foreig
     return merged + [_fuse(name, found) for name, found in parts.items()]
 
 
-def _rules(model: nn.Module) -> list[_Rule]:
+def _rules(model: "PreTrainedModel") -> list[_Rule]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = []
     for conversion in get_model_conversion_mapping(model):
-        is_one = isinstance(conversion, WeightConverter) and len(conversion.target_patterns) == 1
-        if not is_one or not merges_rows(conversion.operations):
+        if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) != 1:
+            continue
+        if not merges_rows(conversion.operations):
             continue
         names = [re.escape(pattern.removesuffix(".weight")) for pattern in conversion.source_patterns]
         if all(name.count(r"\*") == 1 for name in names):
@@ -86,11 +91,15 @@ def _fuse(name: str, parts: dict[tuple[int, int], ForeignWeight]) -> ForeignWeig
 def _stack(ordered: list[list[ForeignWeight]]) -> PackedWeight:
     """Concatenate parts along rows, and stack experts along a new first dimension."""
     rows = [[weight.unpack() for weight in row] for row in ordered]
+    zero_points = [[part for packed in row if (part := packed.zero_point) is not None] for row in rows]
+    global_scales = [part for row in rows if (part := row[0].global_scale) is not None]
 
-    def stack(index: int) -> Tensor | None:
-        if rows[0][0][index] is None:
-            return None
-        return torch.stack([torch.cat([packed[index] for packed in row]) for row in rows])
+    def stack(parts: list[list[Tensor]]) -> Tensor:
+        return torch.stack([torch.cat(row) for row in parts])
 
-    global_scale = None if rows[0][0].global_scale is None else torch.cat([row[0].global_scale for row in rows])
-    return PackedWeight(stack(0), stack(1), stack(2), global_scale)
+    return PackedWeight(
+        stack([[packed.qdata for packed in row] for row in rows]),
+        stack([[packed.scale for packed in row] for row in rows]),
+        stack(zero_points) if zero_points[0] else None,
+        torch.cat(global_scales) if global_scales else None,
+    )

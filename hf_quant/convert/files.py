@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_quant.checkpoint import (
     Directory,
@@ -147,7 +147,7 @@ def local_checkpoint(source: str | Path, *, revision: str | None = None, token: 
     patterns = [*SIDE_FILES, "*.safetensors", "README.md"]
     try:
         found = snapshot_download(
-            source, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]
+            str(source), revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]
         )
     except (HFValidationError, HTTPError, OSError):  # the Hub's errors are long, with links and request ids
         open_folder(source, revision=revision, token=token)  # raises an error of one line
@@ -178,13 +178,13 @@ def write_config(target: Path, fields: dict[str, Any]) -> None:
     (target / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def empty_model(directory: Path) -> nn.Module:
+def empty_model(directory: Path) -> "transformers.PreTrainedModel":
     """Make the 16-bit model that a checkpoint's config describes, on the meta device: every module, no weights.
 
     Raises ValueError if transformers does not have its class, or cannot make it of this config.
     """
     try:
-        config = transformers.AutoConfig.from_pretrained(directory)
+        config: Any = transformers.AutoConfig.from_pretrained(directory)
         names = config.architectures
         name = names[0] if isinstance(names, list) and names else None
         cls = getattr(transformers, str(name), None)

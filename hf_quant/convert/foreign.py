@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_d
 from hf_quant.planning import schemes_to_list
 from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 # Names of tensors that belong to quantized layers.
@@ -67,7 +71,7 @@ def write_foreign(
     fields: dict[str, Any],
     files: TensorFiles,
     found: Foreign,
-    model: nn.Module,
+    model: "PreTrainedModel",
     *,
     where: str,
     origin: dict[str, str | None],
@@ -122,7 +126,7 @@ def _check_model(
     weights: list[ForeignWeight],
     config: QuantizerConfig,
     consumed: set[str],
-    model: nn.Module,
+    model: "PreTrainedModel",
     where: str,
 ) -> None:
     """Raise ValueError unless the model has a layer of the right shape for every weight."""
@@ -167,7 +171,8 @@ def _refuse_remains(
 
 def _stored(weight: ForeignWeight) -> dict[str, Tensor]:
     """Return {name: tensor} of a weight as our checkpoint stores it; the values are checked."""
-    tensors, expected = {}, weight.expected
+    tensors: dict[str, Tensor] = {}
+    expected = weight.expected
     for part, tensor in zip(PACKED_NAMES, weight.unpack()):
         if tensor is None:
             continue

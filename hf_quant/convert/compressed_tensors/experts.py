@@ -1,8 +1,8 @@
 """Split fused experts into the layers of the original checkpoint, one per expert: rows are split, codes stay."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from hf_quant.algorithms import PackedWeight
@@ -10,7 +10,11 @@ from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.modules import QuantExperts
 
 
-def layer_names(model: nn.Module, module: QuantExperts, stored: str, weight: str) -> list[list[str]]:
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def layer_names(model: "PreTrainedModel", module: QuantExperts, stored: str, weight: str) -> list[list[str]]:
     """Return [expert][part]: names, in the original checkpoint, of the layers that form a fused weight [E, N, K].
 
     `stored` is the name of the module in our checkpoint. Parts (gate and up) follow each other along N. The names are
@@ -43,12 +47,11 @@ def split_rows(packed: PackedWeight, expert: int, part: int, parts: int) -> Pack
     """Return the rows `part` of `parts` of one expert of a fused weight [E, N, ...]."""
     N = packed.qdata.shape[1]
 
-    def rows(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
+    def rows(tensor: Tensor) -> Tensor:
         matrix = tensor[expert]
         count = matrix.shape[0] // parts
         return matrix if matrix.shape[0] == 1 != N else matrix[part * count : (part + 1) * count]
 
+    zero_point = None if packed.zero_point is None else rows(packed.zero_point)
     scales = None if packed.global_scale is None else packed.global_scale[expert : expert + 1]
-    return PackedWeight(rows(packed.qdata), rows(packed.scale), rows(packed.zero_point), scales)
+    return PackedWeight(rows(packed.qdata), rows(packed.scale), zero_point, scales)

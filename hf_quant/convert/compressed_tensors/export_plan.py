@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,12 @@ from hf_quant.convert.files import TensorFiles, empty_model, rewrite, write_conf
 from hf_quant.integrations.loading import prepare_from_checkpoint, stored_weights
 from hf_quant.integrations.transformers.names import check_names, renamer, tied_modules
 from hf_quant.kv_cache import KVCacheConfig
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.modules import PACKED_NAMES, QuantExperts, QuantizedModule, packed_key
 from hf_quant.scheme import BLOCK_SIZE
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 _SHOWN = 20  # reasons in one error
@@ -136,7 +140,8 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
     rename = renamer(model)
     names = prepare_from_checkpoint(model, config, files.tensors, rename, tied_modules(model))
     check_names(model, files.tensors, names)
-    modules, plan, refused = dict(model.named_modules()), Plan(model.dtype, reader), {}
+    modules, plan = dict(model.named_modules()), Plan(model.dtype, reader)
+    refused: dict[str, str] = {}
     output = model.get_output_embeddings()
     for stored in stored_weights(files.tensors):
         name = rename(f"{stored.module}.{stored.weight}").removesuffix(f".{stored.weight}")
@@ -172,10 +177,10 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
     return plan
 
 
-def _layers(model: nn.Module, module: QuantizedModule, stored: str, weight: str) -> list[Layer]:
+def _layers(model: "PreTrainedModel", module: QuantizedModule, stored: str, weight: str) -> list[Layer]:
     """Return the layers that one weight is split into. Raises Inexpressible."""
     *_, N, K = module.matrix_shape(weight)
-    if module.kind == "experts":
+    if isinstance(module, QuantExperts):
         names = layer_names(model, module, stored, weight)
         parts = len(names[0])
         group = group_of(module.scheme, N // parts, K, module.compute_dtype)
@@ -192,7 +197,7 @@ def _ignored(
     modules: dict[str, nn.Module], tied: Iterable[str], files: TensorFiles, rename: Callable[[str], str]
 ) -> list[str]:
     """Return the names, in the checkpoint and in transformers, of modules with an unquantized matrix."""
-    found = {}
+    found: dict[str, None] = {}
     for key, info in files.tensors.items():
         name = rename(key).removesuffix(".weight")
         module = modules.get(name)
@@ -239,8 +244,10 @@ def _refused_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
         reason = reason_against_fusing(parts, groups, rows)
         scales = [shared.get(part) for part in parts]
         if reason is None and len(set(scales)) > 1:
-            if groups[parts[0]].format == NVFP4 and all(math.frexp(max(scales) / s)[0] == 0.5 for s in scales):
-                plan.global_scales.update(dict.fromkeys(parts, max(scales)))
+            group, known = groups[parts[0]], [scale for scale in scales if scale is not None]
+            largest = max(known)
+            if group is not None and group.format == NVFP4 and all(math.frexp(largest / s)[0] == 0.5 for s in known):
+                plan.global_scales.update(dict.fromkeys(parts, largest))
                 continue
             others = ", ".join(part.rpartition(".")[2] for part in parts)
             reason = (
@@ -310,15 +317,17 @@ def _unserved_by_sglang(plan: Plan) -> Iterator[str]:
 
 def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor]:
     """Return {name: tensor} of the layers that a weight is split into. Raises Inexpressible."""
-    module, tensors = weight.module, {}
+    tensors: dict[str, Tensor] = {}
+    module = weight.module
     quant = module.scheme.weight
     parameters: dict[str, Tensor | None] = {}
     for part in PACKED_NAMES:
         key = packed_key(part, weight.name)
         full = f"{weight.prefix}.{key}"
-        parameters[key] = files.read(full) if full in files.tensors else None
-        if parameters[key] is not None:
-            check_values(parameters[key], key, quant, full)
+        stored = files.read(full) if full in files.tensors else None
+        if stored is not None:
+            check_values(stored, key, quant, full)
+        parameters[key] = stored
     packed: PackedWeight = module.typed(weight.name, parameters)
     if weight.prefix in plan.global_scales:
         packed = with_global_scale(packed, plan.global_scales[weight.prefix])

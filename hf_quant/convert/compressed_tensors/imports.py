@@ -70,8 +70,8 @@ def _check_group(group: Any) -> None:
     for target in targets:
         compile_pattern(target)
     for name in ("weights", "input_activations"):
-        values = {} if group.get(name) is None else group[name]
-        if not isinstance(values, dict) or any(isinstance(values.get(field), dict | list) for field in _ONE_VALUE):
+        values: Any = {} if group.get(name) is None else group[name]
+        if not isinstance(values, dict) or any(isinstance(values.get(field), (dict, list)) for field in _ONE_VALUE):
             raise ValueError(f"its config_groups have {name} {values!r}; needs a table of single values")
 
 
@@ -130,14 +130,16 @@ def _columns(files: TensorFiles, module: str, found: dict[str, TensorInfo], sche
 
 def _check_parts(module: str, found: dict[str, TensorInfo], format: str, scheme: LinearScheme, N: int) -> None:
     """Raise ValueError unless the tensors of a weight have the dtypes and shapes of their meaning."""
-    scale, zeros, factor = (found.get(f"weight_{part}") for part in ("scale", "zero_point", "global_scale"))
+    scale, zeros, factor = found["weight_scale"], found.get("weight_zero_point"), found.get("weight_global_scale")
     if format in (NVFP4, MXFP4) and (found["weight_packed"].dtype != torch.uint8 or scale.dtype.itemsize != 1):
         raise ValueError(f"{module}: its codes are {found['weight_packed']}, its scales {scale}; needs bytes")
     if format == NVFP4 and (factor is None or prod(factor.shape) != 1 or not factor.dtype.is_floating_point):
         raise ValueError(f"{module}.weight_global_scale is {factor or 'missing'}; needs one number")
     if not scheme.weight.symmetric:
-        is_packed = zeros is not None and zeros.dtype == torch.int32 and len(zeros.shape) == 2
-        is_packed = is_packed and zeros.shape[0] == -(-N // 8)
+        rows = -(-N // 8)
+        is_packed = (
+            zeros is not None and zeros.dtype == torch.int32 and len(zeros.shape) == 2 and zeros.shape[0] == rows
+        )
         if not is_packed and (zeros is None or zeros.dtype != torch.int8 or prod(zeros.shape) != prod(scale.shape)):
             raise ValueError(f"{module}.weight_zero_point is {zeros or 'missing'} beside scales of {scale}")
 

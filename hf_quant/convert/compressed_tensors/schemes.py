@@ -15,6 +15,7 @@ from hf_quant.scheme import BLOCK_SIZE, LinearScheme, TensorQuant
 PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 _STRATEGIES = {"row": "channel", "group": "group", "tensor": "tensor", "block": "block"}
+_FORMAT_NAMES: dict[tuple[Any, Any], str] = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8_e4m3"}
 _GRANULARITIES = {strategy: granularity for granularity, strategy in _STRATEGIES.items()}
 
 
@@ -59,7 +60,7 @@ def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
             f"{_name(dtype)}: they would be rounded"
         )
     strategy = "tensor_group" if format == NVFP4 else _STRATEGIES[quant.granularity]
-    weights = {
+    weights: dict[str, Any] = {
         "num_bits": 8 if quant.format in ("int8", "fp8_e4m3") else 4,
         "type": "int" if quant.format.startswith("int") else "float",
         "symmetric": quant.symmetric,
@@ -128,7 +129,7 @@ def scheme_of(group: dict[str, Any], format: str, scale_dtype: torch.dtype) -> L
         name = "nvfp4" if format == NVFP4 else "mxfp4"
         granularity, scale = "group", "float8_e4m3fn" if format == NVFP4 else "float8_e8m0fnu"
     else:
-        name = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8_e4m3"}.get((kind, bits))
+        name = _FORMAT_NAMES.get((kind, bits))
         granularity, scale = _GRANULARITIES.get(strategy), _name(scale_dtype)
     if name is None or granularity is None or (format in (INT, FLOAT, NAIVE) and name == "int4"):
         raise Inexpressible(f"hf_quant has no {bits}-bit {kind} weights stored as {format} with strategy {strategy!r}")

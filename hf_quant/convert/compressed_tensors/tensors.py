@@ -22,7 +22,9 @@ _LARGEST_SCALE = 0x7E  # as bits of float8_e4m3fn
 _NEIGHBOURS = 8  # divisors around 1 / global_scale that are tried
 
 
-def to_compressed(packed: PackedWeight, format: str, quant: TensorQuant, K: int, dtype: torch.dtype) -> dict:
+def to_compressed(
+    packed: PackedWeight, format: str, quant: TensorQuant, K: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Return {name in the module: tensor} of a weight [N, K] of a model in `dtype`, stored as `format`.
 
     Raises Inexpressible if the readers' arithmetic would give another weight.
@@ -38,7 +40,7 @@ def to_compressed(packed: PackedWeight, format: str, quant: TensorQuant, K: int,
     elif format in (NVFP4, MXFP4):
         found = {"weight_packed": qdata.view(torch.uint8)[:, : K // 2]}
         found["weight_scale"] = scale if format == NVFP4 else scale.view(torch.uint8)
-        if format == NVFP4:
+        if global_scale is not None:
             found["weight_global_scale"] = divisor_of(global_scale, dtype)
     else:
         found = {"weight": qdata, "weight_scale": scale.reshape(1) if quant.granularity == "tensor" else scale}
@@ -74,12 +76,13 @@ def from_compressed(
         qdata = tensors["weight"]
     if scale.dim() < 2:
         scale = scale.reshape(-1, 1)
-    parts = (qdata, scale, zero_point, global_scale)
-    return PackedWeight(*(None if part is None else part.contiguous() for part in parts))
+    zero_point = None if zero_point is None else zero_point.contiguous()
+    return PackedWeight(qdata.contiguous(), scale.contiguous(), zero_point, global_scale)
 
 
 def with_global_scale(packed: PackedWeight, global_scale: float) -> PackedWeight:
     """Return the same nvfp4 weight with another global scale, a power of two times its own; raises Inexpressible."""
+    assert packed.global_scale is not None  # every nvfp4 weight has one
     ratio = packed.global_scale.double() / global_scale
     exact = packed.scale.double() * ratio
     scale = exact.to(packed.scale.dtype)
