@@ -108,7 +108,7 @@ def _hook() -> dict[str, bool]:
 def _native() -> dict[str, Any]:
     from hf_quant.kernels import native
 
-    active, why_not = native.active(), native.why_not()
+    active, reason = native.active(), native.unavailable_reason()
     todo = None
     if active is None:
         todo = f"unset {_VARIABLE}" if native.instruction_sets() else _how_to_build()
@@ -117,7 +117,7 @@ def _native() -> dict[str, Any]:
         "available": list(native.instruction_sets()),
         **native.features(),
         "environment": os.environ.get(_VARIABLE),
-        "why_not": why_not,
+        "why_not": reason,
         "to_do": todo,
     }
 
@@ -155,8 +155,8 @@ def _gpu() -> dict[str, Any]:
                     "memory": properties.total_memory,
                     "compute_capability": f"{properties.major}.{properties.minor}" if target.is_nvidia else None,
                     "target": target.name,
-                    "table": None if launch.unavailable(kind) else target.table,
-                    "why_not": launch.unavailable(kind),
+                    "table": None if launch.unavailable_reason(kind) else target.table,
+                    "why_not": launch.unavailable_reason(kind),
                 }
             )
     built = torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None)

@@ -163,12 +163,12 @@ def test_gpus_and_their_tables(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: (h200, mi300)[i])
     targets = (Target("sm90", 132, 232448), Target("gfx942", 304, 65536))
     monkeypatch.setattr(launch, "target_of", lambda device: targets[device.index])
-    monkeypatch.setattr(launch, "unavailable", lambda kind: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda kind: None)
     assert section(doctor(capsys), "GPUs") == {
         "cuda:0": "NVIDIA H200, 150.0 GB, compute capability 9.0; table sm90",
         "cuda:1": "AMD MI300X, 206.0 GB, gfx942; table gfx942",
     }
-    monkeypatch.setattr(launch, "unavailable", lambda kind: "triton is not installed")
+    monkeypatch.setattr(launch, "unavailable_reason", lambda kind: "triton is not installed")
     assert section(doctor(capsys), "GPUs")["cuda:0"].endswith("9.0; no Triton kernels: triton is not installed")
     assert json.loads(doctor(capsys, "--json"))["gpu"]["devices"][0]["table"] is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -153,7 +153,7 @@ def supports_native(problem: Problem) -> str | None:
     """The reason why the native kernels do not compute a product, None if they do."""
     spec = CODES[problem.format]
     int8 = problem.activation == "int8" and native.takes_int8(spec)
-    return native.refusal(spec, problem.dtype, problem.K, problem.group_size, int8=int8)
+    return native.unsupported_reason(spec, problem.dtype, problem.K, problem.group_size, int8=int8)
 
 
 def _native(w: Weight, dtype: torch.dtype) -> Prepared | None:
@@ -203,7 +203,7 @@ def _supports_int8pack(problem: Problem) -> str | None:
     if problem.K % 16:
         return f"K={problem.K} is not a multiple of 16"
     # Splitting x costs some 30 us of small ops: more than it saves on a small matrix at small M.
-    if problem.N * problem.K >= _SPLIT and no_qlinear(problem.K) is None:
+    if problem.N * problem.K >= _SPLIT and qlinear_unsupported_reason(problem.K) is None:
         return f"{problem.N} x {problem.K} are {_SPLIT} weights or more, for which oneDNN is faster"
     return _supports_int8(problem) or _needs_bf16(problem)
 
@@ -229,11 +229,11 @@ def _aligned(qdata: Tensor) -> Tensor:
 
 
 def _supports_two_bytes(problem: Problem) -> str | None:
-    return _supports_int8(problem) or no_qlinear(problem.K) or _needs_bf16(problem)
+    return _supports_int8(problem) or qlinear_unsupported_reason(problem.K) or _needs_bf16(problem)
 
 
 def _supports_three_bytes(problem: Problem) -> str | None:
-    reason = _supports_int8(problem) or no_qlinear(problem.K)
+    reason = _supports_int8(problem) or qlinear_unsupported_reason(problem.K)
     return "only fp32 and fp16 input" if reason is None and problem.dtype == torch.bfloat16 else reason
 
 
@@ -245,7 +245,7 @@ def _int8_split(w: Weight, dtype: torch.dtype) -> Prepared | None:
     return Prepared(lambda x, qdata, bias: _split(x, packed, factors, bias, pieces))
 
 
-def no_qlinear(K: int) -> str | None:
+def qlinear_unsupported_reason(K: int) -> str | None:
     """The reason why oneDNN's int8 GEMM cannot be used, None if it can."""
     if not _VNNI:
         return "needs a CPU with VNNI: others saturate sums of pairs in 16 bits"
@@ -292,16 +292,16 @@ def _split(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, pieces
 def _supports_int4pack(problem: Problem) -> str | None:
     if not CODES[problem.format].is_integer:
         return "only integers"
-    return _int4pack_refusal(problem)
+    return _int4pack_unsupported_reason(problem)
 
 
 def _supports_terms(problem: Problem) -> str | None:
     if problem.format not in TERMS:
         return f"only {', '.join(TERMS)}"
-    return _int4pack_refusal(problem)
+    return _int4pack_unsupported_reason(problem)
 
 
-def _int4pack_refusal(problem: Problem) -> str | None:
+def _int4pack_unsupported_reason(problem: Problem) -> str | None:
     spec = CODES[problem.format]
     if spec.bits > 4:
         return "only formats of at most 4 bits"

@@ -24,7 +24,7 @@ ANY_GROUP = 2**30  # the constexpr GROUP where one scale serves the whole row
 _AND_OR, _AND_XOR, _SELECT = 0xEA, 0x6A, 0xCA  # lop3: (a & b) | c, (a & b) ^ c, a ? b : c
 
 
-def undecodable(spec: CodeSpec) -> str | None:
+def undecodable_reason(spec: CodeSpec) -> str | None:
     """The reason why kernels cannot decode these codes in registers, None if they can."""
     if spec.is_packed and (len(spec.planes) > 2 or sum(spec.planes[1:]) * 2 not in (0, spec.planes[0])):
         return f"{spec.name}, whose codes are in planes of {spec.planes} bits"

@@ -1,6 +1,6 @@
 """Launches of the Triton kernels: the GPU they are configured for, workspaces, tuned tables.
 
-Importable without triton: the kernels then do not exist, `unavailable` says why, and the paths that need none of them
+Importable without triton: the kernels then do not exist, `unavailable_reason` says so, and the paths that need none
 serve. Importing triton takes .2 s, so the `gpu.py` files are imported at the first call on a GPU: `implements_lazily`.
 """
 
@@ -146,7 +146,7 @@ def interpreting() -> bool:
     return HAS_TRITON and bool(triton.knobs.runtime.interpret)
 
 
-def unavailable(device: torch.device | str) -> str | None:
+def unavailable_reason(device: torch.device | str) -> str | None:
     """The reason why Triton kernels cannot run on tensors of a device, None if they can."""
     kind = device if isinstance(device, str) else device.type
     if not HAS_TRITON:

@@ -32,9 +32,18 @@ from hf_quant.kernels.gpu.decode import (
     scale_in,
     scale_kind,
     scale_rows,
-    undecodable,
+    undecodable_reason,
 )
-from hf_quant.kernels.gpu.launch import Target, cached_plan, config_table, launch, target_of, tl, triton, unavailable
+from hf_quant.kernels.gpu.launch import (
+    Target,
+    cached_plan,
+    config_table,
+    launch,
+    target_of,
+    tl,
+    triton,
+    unavailable_reason,
+)
 from hf_quant.kernels.gpu.tile import tile_product
 from hf_quant.kernels.grouped_mm.op import check, grouped_mm, rows_of_experts
 from hf_quant.kernels.rowwise.op import quantize_rowwise
@@ -235,7 +244,7 @@ def grouped_plan(
     `alignment`: of the codes, see `row_alignment`.
     """
     E, N, _ = shape
-    if M * K * E * N == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable(CODES[format]) is not None:
+    if M * K * E * N == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable_reason(CODES[format]):
         return None
     if dtype == torch.bfloat16 and not target.has_bf16_dot:
         return None
@@ -319,7 +328,7 @@ def _fused(
 @takes_weight(check)
 def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """See `grouped_mm_reference`; weights are rounded to x's dtype if their scale enters before the product."""
-    if unavailable(x.device) is None:
+    if unavailable_reason(x.device) is None:
         target, w = target_of(x.device), w.contiguous()
         plan = grouped_plan(
             *(x.shape[0], tuple(w.qdata.shape), w.K, x.dtype, w.format, w.group_size),

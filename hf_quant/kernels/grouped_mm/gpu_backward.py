@@ -24,9 +24,9 @@ from hf_quant.kernels.gpu.decode import (
     scale_kind,
     scale_rows,
     spread,
-    undecodable,
+    undecodable_reason,
 )
-from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable
+from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP, rows_of_tile
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward, rows_of_experts
 from hf_quant.kernels.weight import Weight, takes_weight
@@ -184,7 +184,7 @@ def _fused_backward(grad: Tensor, w: Weight, offsets: Tensor, target: Target) ->
 @takes_weight(K_is_option=True)
 def grouped_mm_backward_gpu(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
     """See `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
-    if unavailable(grad.device) is None and grad.numel() * w.K > 0 and undecodable(w.spec) is None:
+    if unavailable_reason(grad.device) is None and grad.numel() * w.K > 0 and undecodable_reason(w.spec) is None:
         target = target_of(grad.device)
         if grad.dtype == torch.float16 or (grad.dtype == torch.bfloat16 and target.has_bf16_dot):
             return _fused_backward(grad, w.contiguous(), offsets, target)

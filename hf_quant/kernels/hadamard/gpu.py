@@ -37,7 +37,7 @@ from hf_quant.kernels.gpu.launch import (
     target_of,
     tl,
     triton,
-    unavailable,
+    unavailable_reason,
 )
 from hf_quant.kernels.gpu.row_codes import code_options, encode, larger_magnitude, scale_of_row
 from hf_quant.kernels.hadamard import op
@@ -245,7 +245,7 @@ def _hadamard_kernel(
 
 
 def _supports(problem: Problem) -> str | None:
-    reason = unavailable("cuda")
+    reason = unavailable_reason("cuda")
     if reason is None and problem.dtype not in (torch.bfloat16, torch.float16):
         reason = f"no kernel for {problem.dtype}"
     return reason
@@ -260,7 +260,7 @@ PATHS = (
 def _serves(x: Tensor, target: Target) -> bool:
     """True if the kernel computes this; otherwise torch ops do, on the same device."""
     supported = x.dtype in (torch.bfloat16, torch.float16) and target.has_bf16_dot
-    return supported and unavailable(x.device) is None and x.numel() > 0
+    return supported and unavailable_reason(x.device) is None and x.numel() > 0
 
 
 @cached_plan

@@ -54,7 +54,7 @@ from hf_quant.kernels.gpu.launch import (
     tile_counters,
     tl,
     triton,
-    unavailable,
+    unavailable_reason,
 )
 from hf_quant.kernels.int8_attention import op
 from hf_quant.kernels.int8_attention.cpu import DENSE, int8_attention_dense
@@ -183,7 +183,7 @@ def int8_attention_gpu(
     op.check(q, k, v, scale, value_format)
     (B, H, S, D), (kv_heads, T), fp8 = q.shape, k.shape[1:3], value_format is not None
     plan = None
-    if unavailable(q.device) is None and 0 < B * H <= _MAX_HEADS:
+    if unavailable_reason(q.device) is None and 0 < B * H <= _MAX_HEADS:
         out = torch.empty_like(q)
         y = out if out.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         q, k, v = (_rows(part.detach()) for part in (q, k, v))

@@ -13,7 +13,7 @@ _BLOCK = 2**21  # codes decoded at once: 8 MB in fp32
 
 
 def _supports_native(problem: Problem) -> str | None:
-    return native.attention_refusal(problem.dtype, problem.K, problem.group_size, None)
+    return native.attention_unsupported_reason(problem.dtype, problem.K, problem.group_size, None)
 
 
 PATHS = (
@@ -51,7 +51,7 @@ def kv_attention_cpu(
         keys, values = ([part if part is None else part[:, :, :end] for part in parts] for parts in (keys, values))
         mask = None if mask is None else mask[..., :end]
     how = {"is_causal": is_causal, "window": window, "scale": scale}
-    if native.attention_refusal(q.dtype, D, D // k_scale.shape[-1], k_scale.dtype) is None:
+    if native.attention_unsupported_reason(q.dtype, D, D // k_scale.shape[-1], k_scale.dtype) is None:
         return native.attention(q, keys, values, mask, spec, rotates=rotates_keys, **how)
     q = rotated(q) if rotates_keys else q
     return attend_in_blocks(q, keys, values, mask, None, spec, **how)
@@ -116,7 +116,7 @@ def _attend(q, keys, values, mask, seen, spec, scale) -> tuple[Tensor, Tensor]:
 
 
 def _supports_append(problem: Problem) -> str | None:
-    return native.append_refusal(problem.dtype, problem.K, None)
+    return native.append_unsupported_reason(problem.dtype, problem.K, None)
 
 
 @implements(op.kv_append, "CPU", (Path("native kernel (C++)", "any length", _supports_append),))
@@ -137,7 +137,7 @@ def kv_append_cpu(
     """See `kv_append_reference`, which serves where the native kernel does not."""
     keys, values = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
     for x, scale in ((k, k_scale), (v, v_scale)):
-        if native.append_refusal(x.dtype, x.shape[-1], scale.dtype) is not None:
+        if native.append_unsupported_reason(x.dtype, x.shape[-1], scale.dtype) is not None:
             op.kv_append_reference(k, v, start, *keys, *values, format=format, rotates_keys=rotates_keys)
             return
     op.check_append(k, v, start, *keys, *values, format)

@@ -61,7 +61,7 @@ from hf_quant.kernels.gpu.launch import (
     launch,
     target_of,
     tl,
-    unavailable,
+    unavailable_reason,
 )
 from hf_quant.kernels.hadamard.gpu import hadamard_gpu
 from hf_quant.kernels.kv_attention import op
@@ -107,7 +107,7 @@ PREFILL_CONFIGS = {
 }
 
 
-def attention_refusal(D: int, group_size: int, dtype: torch.dtype, format: str) -> str | None:
+def attention_unsupported_reason(D: int, group_size: int, dtype: torch.dtype, format: str) -> str | None:
     """The reason why the kernels do not serve heads of D channels, None if they do."""
     if not HAS_TRITON:
         return "triton is not installed"
@@ -123,7 +123,7 @@ def attention_refusal(D: int, group_size: int, dtype: torch.dtype, format: str) 
 
 
 def _supports(problem: Problem) -> str | None:
-    return attention_refusal(problem.K, problem.group_size, problem.dtype, problem.format)
+    return attention_unsupported_reason(problem.K, problem.group_size, problem.dtype, problem.format)
 
 
 def _supports_prefill(problem: Problem) -> str | None:
@@ -178,7 +178,8 @@ def _multiplier(spec: CodeSpec, dtype: torch.dtype) -> float:
 @cached_plan
 def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> AttentionPlan | None:
     """The plan for `rows` rows of queries of each head of keys, None where torch ops serve."""
-    if not target.has_bf16_dot or attention_refusal(shape.D, shape.D // shape.groups, shape.dtype, shape.format):
+    group_size = shape.D // shape.groups
+    if not target.has_bf16_dot or attention_unsupported_reason(shape.D, group_size, shape.dtype, shape.format):
         return None
     spec, G = CODES[shape.format], _power(shape.groups)
     most = _ROWS if shape.D <= 128 else _ROWS // 2  # registers
@@ -312,7 +313,7 @@ def kv_attention_gpu(
     out, q = torch.empty_like(q), q.detach()
     keys, values = _operand(k_codes, k_scale, k_offset), _operand(v_codes, v_scale, v_offset)
     plan = None
-    if unavailable(q.device) is None and None not in (keys, values) and q.numel() and T:
+    if unavailable_reason(q.device) is None and None not in (keys, values) and q.numel() and T:
         repeats, flags = H // kv_heads, (not (k_offset is None and v_offset is None), mask is not None)
         shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
         plan = attention_plan(shape, S * repeats, T, target_of(q.device))

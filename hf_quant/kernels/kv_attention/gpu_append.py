@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
-from hf_quant.kernels.gpu.launch import HAS_TRITON, cached_plan, launch, target_of, tl, triton, unavailable
+from hf_quant.kernels.gpu.launch import HAS_TRITON, cached_plan, launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.gpu.row_codes import encode
 from hf_quant.kernels.kv_attention import op
 
@@ -238,7 +238,7 @@ def _kv_append_kernel(
         )
 
 
-def append_refusal(D: int, group_size: int) -> str | None:
+def append_unsupported_reason(D: int, group_size: int) -> str | None:
     """The reason why the kernel does not quantize heads of D channels, None if it does."""
     if not HAS_TRITON:
         return "triton is not installed"
@@ -252,7 +252,7 @@ def append_refusal(D: int, group_size: int) -> str | None:
 def _supports(problem: Problem) -> str | None:
     if problem.format not in op.CACHE_FORMATS:
         return f"no kernel for {problem.format}"
-    return append_refusal(problem.K, problem.group_size)
+    return append_unsupported_reason(problem.K, problem.group_size)
 
 
 PATHS = (
@@ -293,8 +293,8 @@ def kv_append_gpu(
     op.check_append(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, format)
     (B, H, S, K_D), V_D, spec = k.shape, v.shape[3], CODES[format]
     heads = ((K_D, k_scale.shape[-1]), (V_D, v_scale.shape[-1]))
-    refused = unavailable(k.device) or next(
-        filter(None, (append_refusal(D, D // groups) for D, groups in heads)), None
+    refused = unavailable_reason(k.device) or next(
+        filter(None, (append_unsupported_reason(D, D // groups) for D, groups in heads)), None
     )
     if refused or (k_codes.stride(3), v_codes.stride(3)) != (1, 1):
         op.kv_append_reference(

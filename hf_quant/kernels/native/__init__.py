@@ -1,8 +1,8 @@
 """Quantized products, attention and quantizing in C++ for CPUs: codes are decoded in registers, from the stored bytes.
 
 `_native` is an extension that is built when the package is installed where there is a compiler, and shipped in wheels;
-it holds every instruction set below and chooses at run time. Without it, or where `refusal` names a reason, the
-stock-torch paths of `cpu.product`, `kv_attention` and `algorithms` serve. What concerns caches is in `attention`.
+it holds every instruction set below and chooses at run time. Without it, or where `unsupported_reason` returns a
+reason, the stock-torch paths of `cpu.product`, `kv_attention` and `algorithms` serve. `attention` is for caches.
 
 Instruction sets: "avx512" (with VNNI and VBMI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them),
 "avx2" (with FMA: Haswell, Zen and later), "neon" (Arm with dot products of int8: Armv8.2 DotProd), "portable" (any
@@ -10,8 +10,16 @@ other). HF_QUANT_NATIVE chooses one by name, or "off"; `use` does so at run time
 OpenMP pool, as many as `torch.set_num_threads` says.
 """
 
-from hf_quant.kernels.native.extension import active, features, instruction_sets, use, using, why_not
-from hf_quant.kernels.native.products import dequantize, multiply, prepared, product, refusal, serves, takes_int8
+from hf_quant.kernels.native.extension import active, features, instruction_sets, unavailable_reason, use, using
+from hf_quant.kernels.native.products import (
+    dequantize,
+    multiply,
+    prepared,
+    product,
+    serves,
+    takes_int8,
+    unsupported_reason,
+)
 from hf_quant.kernels.native.quantization import quantize, quantize_rows, quantizes
 
 
@@ -26,10 +34,10 @@ __all__ = [
     "quantize",
     "quantize_rows",
     "quantizes",
-    "refusal",
+    "unsupported_reason",
     "serves",
     "takes_int8",
     "use",
     "using",
-    "why_not",
+    "unavailable_reason",
 ]

@@ -7,13 +7,15 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
 from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, layout, levels
-from hf_quant.kernels.native.extension import active, module, why_not
+from hf_quant.kernels.native.extension import active, module, unavailable_reason
 
 
-def attention_refusal(dtype: torch.dtype, D: int, group_size: int, scale_dtype: torch.dtype | None) -> str | None:
+def attention_unsupported_reason(
+    dtype: torch.dtype, D: int, group_size: int, scale_dtype: torch.dtype | None
+) -> str | None:
     """The reason why attention over codes of heads of D channels is not computed here, None if it is."""
     if active() is None:
-        return why_not()
+        return unavailable_reason()
     if dtype not in INPUTS:
         return f"only bf16, fp16 and fp32 queries, not {dtype}"
     if group_size % UNIT:
@@ -36,7 +38,7 @@ def attention(
     scale: float,
     rotates: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked, and asked the refusal."""
+    """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked that they are supported."""
     B, H, S, D = q.shape
     H_kv, T, groups = *keys[0].shape[1:3], keys[1].shape[3]
     result, lse = torch.empty_like(q), torch.empty(B, H, S, device="cpu")
@@ -78,10 +80,10 @@ def _cache_arguments(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tup
     )
 
 
-def append_refusal(dtype: torch.dtype, D: int, scale_dtype: torch.dtype | None) -> str | None:
+def append_unsupported_reason(dtype: torch.dtype, D: int, scale_dtype: torch.dtype | None) -> str | None:
     """The reason why new keys or values of D channels are not written into a cache here, None if they are."""
     if active() is None:
-        return why_not()
+        return unavailable_reason()
     if dtype not in INPUTS:
         return f"only bf16, fp16 and fp32 input, not {dtype}"
     if scale_dtype is not None and scale_dtype not in INPUTS:
@@ -100,7 +102,7 @@ def append(
     *,
     rotates_keys: bool,
 ) -> None:
-    """`kv_append`; keys and values are (codes, scale, offset). The caller has checked, and asked the refusal."""
+    """`kv_append`; keys and values are (codes, scale, offset). The caller has checked that they are supported."""
     B, H, S, _ = k.shape
     skipped, end = max(-start, 0), min(S, keys[0].shape[2] - start)
     if end <= skipped:

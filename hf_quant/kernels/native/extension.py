@@ -40,7 +40,7 @@ def active() -> str | None:
     return _active
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """The reason why no native kernel is used, None if they are."""
     if _active is not None:
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_quant.kernels.codes import CodeSpec
 from hf_quant.kernels.cpu.prepack import fact
 from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, knows, weight_arguments
-from hf_quant.kernels.native.extension import active, module, why_not
+from hf_quant.kernels.native.extension import active, module, unavailable_reason
 from hf_quant.kernels.weight import Weight
 
 
@@ -23,10 +23,12 @@ _MAX_EXACT_K = 65536  # sums of int8 products stay within int32
 _FIT = {bits: f"zero points fit {bits} bits" for bits in range(1, 9)}
 
 
-def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False) -> str | None:
+def unsupported_reason(
+    spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8: bool = False
+) -> str | None:
     """The reason why a product is not computed here, None if it is; `int8`: both sides are integers (`takes_int8`)."""
     if active() is None:
-        return why_not()
+        return unavailable_reason()
     if not knows(spec.name):
         return f"{spec.name}, whose levels or bit planes are of another kind"
     if dtype not in INPUTS:
@@ -43,10 +45,10 @@ def refusal(spec: CodeSpec, dtype: torch.dtype, K: int, group_size: int, *, int8
 def serves(w: Weight, dtype: torch.dtype, *, int8: bool = False) -> bool:
     """True if products with x of `dtype` (`int8`: with its rows in int8) are computed here for this very weight.
 
-    `refusal` names no reason against it, the scales have a dtype that is known here, and every zero point is a code,
-    which is found once for a tensor.
+    `unsupported_reason` returns None, the extension knows the dtype of the scales, and every zero point is a code,
+    which is checked once for a tensor.
     """
-    if refusal(w.spec, dtype, w.K, w.group_size, int8=int8) is not None or w.scale.dtype not in DTYPES:
+    if unsupported_reason(w.spec, dtype, w.K, w.group_size, int8=int8) is not None or w.scale.dtype not in DTYPES:
         return False
     bits = w.spec.bits
     return w.zero_point is None or fact(_FIT[bits], w.zero_point, _all_codes, bits, w.zero_point)

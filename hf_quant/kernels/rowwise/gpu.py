@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import ROW_FORMATS, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
-from hf_quant.kernels.gpu.launch import Target, config_table, launch, target_of, tl, triton, unavailable
+from hf_quant.kernels.gpu.launch import Target, config_table, launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.gpu.row_codes import (
     code_options,
     encode,
@@ -293,7 +293,7 @@ def _quantize_rowwise_kernel(
 
 
 def _supports(problem: Problem) -> str | None:
-    reason = unavailable("cuda")
+    reason = unavailable_reason("cuda")
     if reason is None and problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reason = f"no kernel for {problem.dtype}"
     return reason
@@ -306,7 +306,7 @@ def _serves(x: Tensor, *others: Tensor | None) -> bool:
     """True if the kernel computes these; otherwise the reference does, in torch ops on the same device."""
     floating = (torch.bfloat16, torch.float16, torch.float32)
     return (
-        unavailable(x.device) is None
+        unavailable_reason(x.device) is None
         and x.numel() > 0
         and all(part is None or part.dtype in floating for part in (x, *others))
     )

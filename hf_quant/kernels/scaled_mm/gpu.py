@@ -51,7 +51,7 @@ from hf_quant.kernels.gpu.launch import (
     target_of,
     tile_counters,
     triton,
-    unavailable,
+    unavailable_reason,
 )
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm import op
@@ -110,7 +110,7 @@ FORMATS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 def supports_scaled(problem: Problem) -> str | None:
     """The reason why codes of activations are not multiplied with codes of the weight, None if they are."""
-    reason = _why_not_codes(problem)
+    reason = _codes_unsupported_reason(problem)
     if reason is not None or not torch.cuda.is_available():
         return reason
     if not _has_units(problem.format != "int8", target_of(torch.device("cuda", 0))):
@@ -121,7 +121,7 @@ def supports_scaled(problem: Problem) -> str | None:
 SCALED = (Path("Triton, codes x codes", "any M", supports_scaled),)
 
 
-def _why_not_codes(problem: Problem) -> str | None:
+def _codes_unsupported_reason(problem: Problem) -> str | None:
     """`supports_scaled` whatever the GPU."""
     if not HAS_TRITON:
         return "triton is not installed"
@@ -232,7 +232,7 @@ def scaled_product(
     """
     M, K, N = *a.shape, b.shape[0]
     plan = None
-    if unavailable(a.device) is None:
+    if unavailable_reason(a.device) is None:
         a, b = (codes if codes.stride(1) == 1 else codes.contiguous() for codes in (a, b))
         target = target_of(a.device)
         sizes = (M, N, K, a.dtype != torch.int8, out_dtype.itemsize, scale_rows(tuple(b_scale.shape), N))
@@ -306,7 +306,7 @@ def _product_of_codes(
     activation = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
     problem = Problem(w.format, w.group_size, w.N, w.K, out_dtype, w.zero_point is None, activation)
     has_units = _has_units(w.format != "int8", target_of(codes.device))
-    if _why_not_codes(problem) is None and w.global_scale is None and has_units:
+    if _codes_unsupported_reason(problem) is None and w.global_scale is None and has_units:
         y = scaled_product(as_rows(codes), w.qdata, row_scale.view(-1, 1), w.scale, bias, out_dtype)
         return y.view(*codes.shape[:-1], w.N)
     y = fused_mm(codes, w, bias, row_scale, dtype=out_dtype)

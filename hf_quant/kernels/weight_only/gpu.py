@@ -44,7 +44,7 @@ from hf_quant.kernels.gpu.decode import (
     scale_in,
     scale_kind,
     scale_rows,
-    undecodable,
+    undecodable_reason,
 )
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
@@ -56,7 +56,7 @@ from hf_quant.kernels.gpu.launch import (
     tile_counters,
     tl,
     triton,
-    unavailable,
+    unavailable_reason,
 )
 from hf_quant.kernels.gpu.tile import tile_product
 from hf_quant.kernels.weight import Weight, takes_weight
@@ -160,7 +160,7 @@ def supports_fused(problem: Problem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"{problem.dtype} activations: their products are the vendor's"
     spec = CODES[problem.format]
-    if (reason := undecodable(spec)) is not None:
+    if (reason := undecodable_reason(spec)) is not None:
         return reason
     found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, 2), problem.group_size, problem.K)
     return found if isinstance(found, str) else None
@@ -315,7 +315,7 @@ def fused_plan(
     target: Target,
 ) -> FusedPlan | None:
     """The plan for M tokens, None where the dense path takes them. `alignment`: of the codes, see `row_alignment`."""
-    if M * N * K == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable(CODES[format]) is not None:
+    if M * N * K == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable_reason(CODES[format]) is not None:
         return None
     if dtype == torch.bfloat16 and not target.has_bf16_dot:
         return None
@@ -413,7 +413,7 @@ def fused_mm(
 
     With a row_scale [..., 1], x are codes: int8 or float8_e4m3fn, which 16-bit floats hold exactly.
     """
-    if unavailable(x.device) is not None:
+    if unavailable_reason(x.device) is not None:
         return None
     rows, target = as_rows(x), target_of(x.device)
     w = with_plain_rows(w)

@@ -25,9 +25,9 @@ from hf_quant.kernels.gpu.decode import (
     scale_kind,
     scale_rows,
     spread,
-    undecodable,
+    undecodable_reason,
 )
-from hf_quant.kernels.gpu.launch import HAS_TRITON, launch, target_of, tl, triton, unavailable
+from hf_quant.kernels.gpu.launch import HAS_TRITON, launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import dequantize, dequantized
 
@@ -118,7 +118,7 @@ def dequantize_gpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
     """See `dequantize_reference`: the same bits."""
     (qdata, scale, zero_point, global_scale), K = w.packed, w.K
     *lead, N, width = qdata.shape
-    is_served = unavailable(qdata.device) is None and undecodable(w.spec) is None
+    is_served = unavailable_reason(qdata.device) is None and undecodable_reason(w.spec) is None
     if not is_served or prod(lead) * N * K == 0 or dtype == torch.float64:
         return dequantized(w, dtype)
     spec, rows = w.spec, prod(lead) * N

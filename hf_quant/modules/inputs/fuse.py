@@ -9,8 +9,8 @@ from hf_quant.modules._base import quantized_class
 from hf_quant.modules.inputs.shared_product import (
     FusedProjections,
     SharedProduct,
+    rows_unsupported_reason,
     unsupported_reason,
-    why_rows_differ,
 )
 from hf_quant.modules.inputs.shared_rows import SharedInput, SharedRows
 from hf_quant.modules.inputs.siblings import find_siblings
@@ -36,7 +36,7 @@ def planned_projections(
         if getattr(quantized_class(type(model.get_submodule(name))), "forward", None) is QuantLinear.forward
     }
     found = (names for names, _ in find_siblings(model, linears))
-    return [n for n in found if why_rows_differ(weights[n[0]][0], [weights[name][1] for name in n]) is None]
+    return [n for n in found if rows_unsupported_reason(weights[n[0]][0], [weights[name][1] for name in n]) is None]
 
 
 def fuse_projections_(model: nn.Module) -> nn.Module:

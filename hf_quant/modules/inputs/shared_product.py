@@ -303,7 +303,7 @@ def _waiting() -> dict[FusedProjections, _Pending]:
         return _local.waiting
 
 
-def why_rows_differ(scheme: LinearScheme, shapes: Sequence[tuple[int, ...]]) -> str | None:
+def rows_unsupported_reason(scheme: LinearScheme, shapes: Sequence[tuple[int, ...]]) -> str | None:
     """The reason why weights [N, K] of one scheme cannot be rows of one, None if they can."""
     quant = scheme.weight
     if quant.granularity == "tensor":
@@ -340,4 +340,4 @@ def unsupported_reason(modules: "Sequence[QuantLinear]") -> str | None:
     biases = {m._parameters["bias"].dtype for m in modules if m._parameters["bias"] is not None}
     if len({m.compute_dtype for m in modules}) > 1 or len(biases) > 1:
         return "their dtypes differ"
-    return why_rows_differ(first.scheme, [m.matrix_shape("weight") for m in modules])
+    return rows_unsupported_reason(first.scheme, [m.matrix_shape("weight") for m in modules])

@@ -254,8 +254,8 @@ def test_opcheck():
 def test_the_plan_can_explain_it(cpu_kernels):
     rows = explain(kv_attention, "cpu", Problem("int4", 64, 1, 128, torch.bfloat16))
     assert (rows[0][2] is None) == (cpu_kernels != "torch") and rows[1][2] is None
-    refusal = native.attention_refusal(torch.float32, 64, 8, torch.float16)
-    assert "multiple of 16" in refusal or cpu_kernels == "torch"
+    reason = native.attention_unsupported_reason(torch.float32, 64, 8, torch.float16)
+    assert "multiple of 16" in reason or cpu_kernels == "torch"
 
 
 def test_wrong_arguments_are_refused():

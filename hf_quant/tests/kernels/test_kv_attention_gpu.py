@@ -307,8 +307,10 @@ def test_append_paths():
     meta = [x.to("meta") for x in (k, k, *parts[0], *parts[1])]
     with record_launches() as launches:
         kv_append_gpu(*meta[:2], None, *meta[2:], format="int4", rotates_keys=True)
-    assert not launches and "groups of 48" in gpu_append.append_refusal(96, 48)
-    assert "272" in gpu_append.append_refusal(272, 272) and gpu_append.append_refusal(80, 80) is None
+    assert not launches
+    assert "groups of 48" in gpu_append.append_unsupported_reason(96, 48)
+    assert "272" in gpu_append.append_unsupported_reason(272, 272)
+    assert gpu_append.append_unsupported_reason(80, 80) is None
     op = torch.ops.hf_quant.kv_append.default
     assert explain(op, "cuda", Problem("nf4", 64, 1, 64, torch.bfloat16))[0][2] == "no kernel for nf4"
     assert explain(op, "cuda", Problem("int4", 64, 1, 128, torch.bfloat16))[0][2] is None

@@ -31,7 +31,7 @@ INT4 = TensorQuant("int4", "group", 64, symmetric=False, scale_dtype="bfloat16")
 
 pytestmark = [
     pytest.mark.usefixtures("poison_empty"),
-    pytest.mark.skipif(not SETS, reason=f"no native kernels: {native.why_not()}"),
+    pytest.mark.skipif(not SETS, reason=f"no native kernels: {native.unavailable_reason()}"),
 ]
 
 
@@ -175,7 +175,7 @@ def test_extreme_integers(instructions, calls):
                 y = int8_scaled_mm(x, weight, *one, None, out_dtype=dtype)
                 assert y.dtype == dtype and torch.equal(y.view(torch.uint8), exact.to(dtype).view(torch.uint8))
     assert len(calls) == 2 * 3 * 4  # fp64 is left to torch
-    assert "overflow" in native.refusal(FORMATS["int8"].spec, torch.float32, 65537, 65537, int8=True)
+    assert "overflow" in native.unsupported_reason(FORMATS["int8"].spec, torch.float32, 65537, 65537, int8=True)
 
 
 @pytest.mark.parametrize("group_size", [16, 48, 64, 1040, 2048, None])
@@ -343,7 +343,7 @@ def test_the_instruction_set_is_chosen(monkeypatch):
         for wanted, active in (("off", None), ("portable", "portable"), ("", SETS[0])):
             monkeypatch.setenv("HF_QUANT_NATIVE", wanted)
             extension._start()
-            assert native.active() == active and (native.why_not() is None) == (active is not None)
+            assert native.active() == active and (native.unavailable_reason() is None) == (active is not None)
         monkeypatch.setenv("HF_QUANT_NATIVE", "nonsense")
         with pytest.raises(ValueError, match="HF_QUANT_NATIVE is 'nonsense'; allowed here: 'off', .*'portable'"):
             extension._start()
@@ -358,7 +358,7 @@ import torch
 from hf_quant.kernels import native
 from hf_quant.tests.kernels import test_native as tests
 from hf_quant.tests.kernels.cases import assert_product, decode_slowly
-assert native.instruction_sets() == () and native.active() is None and "not built" in native.why_not()
+assert native.instruction_sets() == () and native.active() is None and "not built" in native.unavailable_reason()
 try:
     native.use("portable")
 except ValueError as error:

@@ -21,7 +21,7 @@ INT4 = TensorQuant("int4", "group", 32, symmetric=False, scale_dtype="bfloat16")
 
 pytestmark = [
     pytest.mark.usefixtures("poison_empty"),
-    pytest.mark.skipif(not SETS, reason=f"no native kernels: {native.why_not()}"),
+    pytest.mark.skipif(not SETS, reason=f"no native kernels: {native.unavailable_reason()}"),
 ]
 
 

@@ -35,7 +35,7 @@ import importlib
 from hf_quant.kernels.gpu import launch
 for name in sys.argv[1:]:
     importlib.import_module(name)
-assert not launch.HAS_TRITON and launch.unavailable("cuda") == "triton is not installed"
+assert not launch.HAS_TRITON and launch.unavailable_reason("cuda") == "triton is not installed"
 """
 
 

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from hf_quant import QuantizerConfig, dequantize_, fuse_projections_, plan, quantize_, unfuse_projections_
 from hf_quant.modules import QuantLinear
 from hf_quant.modules.inputs import rule, shared_product
-from hf_quant.modules.inputs.shared_product import _waiting, unsupported_reason, why_rows_differ
+from hf_quant.modules.inputs.shared_product import _waiting, rows_unsupported_reason, unsupported_reason
 from hf_quant.modules.inputs.siblings import find_siblings
 from hf_quant.quantize import fuse_as_configured_
 from hf_quant.scheme import LinearScheme, TensorQuant
@@ -747,14 +747,14 @@ def weight(format: str, granularity: str, **fields) -> LinearScheme:
 
 def test_rows_that_cannot_be_joined():
     shapes = [(256, 128), (128, 128)]
-    assert why_rows_differ(weight("int8", "row"), shapes) is None
-    assert why_rows_differ(weight("fp8_e4m3", "block"), [(256, 256), (128, 256)]) is None
-    assert "blocks of 128 rows" in why_rows_differ(weight("fp8_e4m3", "block"), [(192, 128), (128, 128)])
-    assert "whole tensors" in why_rows_differ(weight("int8", "tensor"), shapes)
+    assert rows_unsupported_reason(weight("int8", "row"), shapes) is None
+    assert rows_unsupported_reason(weight("fp8_e4m3", "block"), [(256, 256), (128, 256)]) is None
+    assert "blocks of 128 rows" in rows_unsupported_reason(weight("fp8_e4m3", "block"), [(192, 128), (128, 128)])
+    assert "whole tensors" in rows_unsupported_reason(weight("int8", "tensor"), shapes)
     nvfp4 = weight("nvfp4", "group", group_size=16, scale_dtype="float8_e4m3fn")
-    assert "global scale" in why_rows_differ(nvfp4, shapes)
-    assert "multiple of 16 bytes" in why_rows_differ(weight("int8", "row"), [(129, 128), (128, 128)])
-    assert why_rows_differ(weight("int8", "row"), [(256, 128), (129, 128)]) is None  # nothing follows the last
+    assert "global scale" in rows_unsupported_reason(nvfp4, shapes)
+    assert "multiple of 16 bytes" in rows_unsupported_reason(weight("int8", "row"), [(129, 128), (128, 128)])
+    assert rows_unsupported_reason(weight("int8", "row"), [(256, 128), (129, 128)]) is None  # nothing follows the last
 
 
 def test_modules_that_cannot_be_joined():
