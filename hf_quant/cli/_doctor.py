@@ -175,7 +175,7 @@ def _settings() -> dict[str, Any]:
     except ValueError as error:  # no home directory, or a damaged file
         problem = str(error)
     return {
-        "prepack_limit": prepack._limit,
+        "prepack_limit": prepack.limit(),
         "tuned_path": path,
         "tuned_tables": tables,
         "tuned_problem": problem,

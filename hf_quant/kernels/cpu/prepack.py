@@ -88,11 +88,11 @@ if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
     _limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
-def prepacked(kind: Hashable, sources: tuple[Tensor, ...], build: Callable[..., Any], *args: Any) -> Any:
-    """The result of `build(*args)` for these very tensors, built now if need be; None if the limit forbids that.
+def get_or_build(kind: Hashable, sources: tuple[Tensor, ...], make: Callable[..., Any], *args: Any) -> Any:
+    """The result of `make(*args)` for these very tensors, made now if need be; None if the limit forbids that.
 
     `sources` are all the tensors that the result depends on, the codes first; `kind` tells apart what is built from
-    the same codes. `build` returns a tensor or a tuple with tensors. A change in place of a source, or its
+    the same codes. `make` returns a tensor or a tuple with tensors. A change in place of a source, or its
     replacement, drops the entry; so does the end of a source's memory.
     """
     key = (kind, sources[0].data_ptr())
@@ -105,11 +105,11 @@ def prepacked(kind: Hashable, sources: tuple[Tensor, ...], build: Callable[..., 
             return entry.value
     if _limit is not None and _nbytes >= _limit:
         return None
-    return _remember(key, sources, build, args)
+    return _build(key, sources, make, args)
 
 
-def known(kind: Hashable, sources: tuple[Tensor | None, ...]) -> Any:
-    """The value that `prepacked` or `remember` keeps for these tensors, else None; a source of None is left out."""
+def get(kind: Hashable, sources: tuple[Tensor | None, ...]) -> Any:
+    """The value that `get_or_build` or `put` has stored for these very tensors, else None; sources may be None."""
     entry = _entries.get((kind, sources[0].data_ptr()))
     if entry is None:
         return None
@@ -122,27 +122,27 @@ def known(kind: Hashable, sources: tuple[Tensor | None, ...]) -> Any:
     return entry.value
 
 
-def remember(kind: Hashable, sources: tuple[Tensor, ...], value: Any) -> None:
-    """Let `known` return `value`, which holds none of the sources, for these very tensors; no memory is counted."""
+def put(kind: Hashable, sources: tuple[Tensor, ...], value: Any) -> None:
+    """Let `get` return `value`, which holds none of the sources, for these very tensors; no memory is counted."""
     key = (kind, sources[0].data_ptr())
     _replace(key, _Entry(sources, key, value, nbytes=0))
 
 
-def fact(kind: Hashable, source: Tensor, find: Callable[..., Any], *args: Any) -> Any:
-    """The result of `find(*args)` for this very tensor: a fact without memory, so that the limit does not apply."""
+def constant(kind: Hashable, source: Tensor, find: Callable[..., Any], *args: Any) -> Any:
+    """The result of `find(*args)` for this very tensor: it takes no memory, so that the limit does not apply."""
     key = (kind, source.data_ptr())
     entry = _entries.get(key)
     if entry is not None and entry.sources[0].is_same(source):
         return entry.value
-    return _remember(key, (source,), find, args)
+    return _build(key, (source,), find, args)
 
 
-def _remember(key: tuple[Hashable, int], sources: tuple[Tensor, ...], build: Callable[..., Any], args: tuple) -> Any:
+def _build(key: tuple[Hashable, int], sources: tuple[Tensor, ...], make: Callable[..., Any], args: tuple) -> Any:
     with _lock:  # two threads that see a new weight at once must not both pay its memory
         entry = _entries.get(key)
         if entry is None or not all(known.is_same(tensor) for known, tensor in zip(entry.sources, sources)):
             with torch.inference_mode(False), torch.no_grad():
-                value = build(*args)
+                value = make(*args)
             parts = value if isinstance(value, tuple) else (value,)
             nbytes = sum(part.numel() * part.dtype.itemsize for part in parts if isinstance(part, Tensor))
             entry = _Entry(sources, key, value, nbytes)
@@ -171,11 +171,16 @@ def clear_prepacked() -> None:
         _replace(key, None)
 
 
+def limit() -> int | None:
+    """The limit that `set_prepack_limit` has set, in bytes; None if there is none."""
+    return _limit
+
+
 def set_prepack_limit(nbytes: int | None) -> None:
     """Build no prepacked weight once `nbytes` are taken; 0 builds none, None sets no limit.
 
-    Those already built stay; `clear_prepacked` drops them. Weights without one take slower paths, whose results may
-    differ in the last bits.
+    Prepacked weights that exist stay; `clear_prepacked` drops them. Weights without one take slower paths, whose
+    results may differ in the last bits.
     """
     global _limit
     if nbytes is not None and nbytes < 0:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_quant.kernels import native
 from hf_quant.kernels.codes import CODES, PACK
+from hf_quant.kernels.cpu import prepack
 from hf_quant.kernels.cpu.decode import (
     Block,
     doubled_block,
@@ -41,7 +42,6 @@ from hf_quant.kernels.cpu.layouts import (
     pack_int4,
     pack_qlinear,
 )
-from hf_quant.kernels.cpu.prepack import fact, known, prepacked, remember
 from hf_quant.kernels.cpu.rows import as_rows, row_amax, row_vector, scaled
 from hf_quant.kernels.dispatch import Problem
 from hf_quant.kernels.weight import Weight
@@ -122,7 +122,7 @@ def make_ready(
     w: Weight, dtype: torch.dtype, activation: str | None, run: Run, min_rows: int = 1, max_rows: int = sys.maxsize
 ) -> None:
     """Let `ready_product` find `run` by the tensors of w, for as long as they live unchanged."""
-    remember((dtype, activation), w.tensors, _Ready(w.format, min_rows, max_rows, run))
+    prepack.put((dtype, activation), w.tensors, _Ready(w.format, min_rows, max_rows, run))
 
 
 def ready_product(
@@ -140,7 +140,7 @@ def ready_product(
 def _run_ready(
     rows: Tensor, bias: Tensor | None, weight: tuple[Tensor | None, ...], format: str, activation: str | None
 ) -> Tensor | None:
-    ready = known((rows.dtype, activation), weight)
+    ready = prepack.get((rows.dtype, activation), weight)
     if ready is None or ready.format != format or not ready.min_rows <= len(rows) <= ready.max_rows:
         return None
     return ready.run(rows, weight[0], bias)
@@ -174,7 +174,7 @@ def _supports_dense(problem: Problem) -> str | None:
 
 def _dense(w: Weight, x_dtype: torch.dtype) -> Prepared | None:
     dtype = torch.bfloat16 if x_dtype == torch.bfloat16 else torch.float32
-    dense = prepacked(f"dense {w.format} {dtype}", w.tensors, dequantized, _contiguous_codes(w), dtype)
+    dense = prepack.get_or_build(f"dense {w.format} {dtype}", w.tensors, dequantized, _contiguous_codes(w), dtype)
     if dense is None:
         return None
 
@@ -212,7 +212,7 @@ def _int8pack(w: Weight, dtype: torch.dtype) -> Prepared:
     # It loads 16 bytes by instructions that crash at other addresses than multiples of 16 (M=4, torch 2.13); a mapped
     # safetensors file has multiples of 8.
     is_aligned = w.qdata.is_contiguous() and w.qdata.data_ptr() % 16 == 0
-    copy = None if is_aligned else prepacked("aligned", (w.qdata,), _aligned, w.qdata)
+    copy = None if is_aligned else prepack.get_or_build("aligned", (w.qdata,), _aligned, w.qdata)
     factor = row_vector(w.scale, w.N, torch.bfloat16).clone()
 
     def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
@@ -238,7 +238,7 @@ def _supports_three_bytes(problem: Problem) -> str | None:
 
 
 def _int8_split(w: Weight, dtype: torch.dtype) -> Prepared | None:
-    packed = prepacked("qlinear", (w.qdata,), pack_qlinear, w.qdata)
+    packed = prepack.get_or_build("qlinear", (w.qdata,), pack_qlinear, w.qdata)
     if packed is None:
         return None
     factors, pieces = row_vector(w.scale, w.N, torch.float32).clone(), 2 if dtype == torch.bfloat16 else 3
@@ -319,7 +319,7 @@ def _needs_bf16(problem: Problem) -> str | None:
 
 def _int4pack(w: Weight, dtype: torch.dtype) -> Prepared | None:
     group = int4pack_group(w.spec, w.N, w.K, w.group_size)
-    packed = prepacked(f"int4pack {w.format}", w.tensors, pack_int4, _contiguous_codes(w), group)
+    packed = prepack.get_or_build(f"int4pack {w.format}", w.tensors, pack_int4, _contiguous_codes(w), group)
     if packed is None:
         return None
     words, pairs, terms = packed
@@ -349,7 +349,8 @@ def _by_decoded_blocks(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
         if spec.is_integer and K % PACK == K % w.group_size == 0 and w.group_size % PACK == 0:
             factor = expand_rows(scale_values(w.scale, None), w.N).float()
             return _finish(_by_blocks(split_columns(x), w.N, lambda n: half_block(w, factor, n)), None, bias, dtype)
-        if w.scale.dtype == torch.float8_e8m0fnu and fact("exponents", w.scale, have_middle_exponents, w.scale):
+        has_exponents = w.scale.dtype == torch.float8_e8m0fnu
+        if has_exponents and prepack.constant("exponents", w.scale, have_middle_exponents, w.scale):
             exponents = expand_rows(scale_exponents(w.scale), w.N)
             y = _by_blocks(x * 2.0**-32, w.N, lambda n: exponent_block(w, exponents, n))
             return _finish(y.mul_(2.0**-32), None, bias, dtype)

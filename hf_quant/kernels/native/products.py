@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
-from hf_quant.kernels.cpu.prepack import fact
+from hf_quant.kernels.cpu import prepack
 from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, knows, weight_arguments
 from hf_quant.kernels.native.extension import active, module, unavailable_reason
 from hf_quant.kernels.weight import Weight
@@ -51,7 +51,7 @@ def serves(w: Weight, dtype: torch.dtype, *, int8: bool = False) -> bool:
     if unsupported_reason(w.spec, dtype, w.K, w.group_size, int8=int8) is not None or w.scale.dtype not in DTYPES:
         return False
     bits = w.spec.bits
-    return w.zero_point is None or fact(_FIT[bits], w.zero_point, _all_codes, bits, w.zero_point)
+    return w.zero_point is None or prepack.constant(_FIT[bits], w.zero_point, _all_codes, bits, w.zero_point)
 
 
 def _all_codes(bits: int, zero_point: Tensor) -> bool:

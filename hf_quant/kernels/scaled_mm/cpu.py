@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hf_quant.kernels import native
 from hf_quant.kernels.codes import CODES, MIN_SHARED_ROWS, row_max
+from hf_quant.kernels.cpu import prepack
 from hf_quant.kernels.cpu.decode import level_block
 from hf_quant.kernels.cpu.layouts import pack_qlinear
-from hf_quant.kernels.cpu.prepack import prepacked
 from hf_quant.kernels.cpu.product import (
     DENSE,
     NATIVE_PATH,
@@ -160,7 +160,7 @@ def _float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
 def _int8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(a @ b.T) * a_scale * b_scale.T + bias; a [M, K] int8 contiguous, b_scale [N | 1, 1] of any floating dtype."""
     weight_scale = row_vector(b_scale, b.shape[0], torch.float32)
-    weight = None if qlinear_unsupported_reason(a.shape[1]) else prepacked("qlinear", (b,), pack_qlinear, b)
+    weight = None if qlinear_unsupported_reason(a.shape[1]) else prepack.get_or_build("qlinear", (b,), pack_qlinear, b)
     if weight is None:
         return scaled(torch._int_mm(a, b.t()), a_scale, weight_scale, bias, dtype)
     return scaled(qlinear(a.view(torch.uint8).bitwise_xor(128), weight, weight_scale), a_scale, None, bias, dtype)

@@ -11,7 +11,7 @@ import torch
 
 from hf_quant.kernels import clear_prepacked, prepacked_bytes, set_prepack_limit, weight_only_mm
 from hf_quant.kernels.cpu import prepack
-from hf_quant.kernels.cpu.prepack import fact, prepacked, scratch
+from hf_quant.kernels.cpu.prepack import scratch
 from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import assert_product, decode_slowly, packed_case
 
@@ -44,11 +44,12 @@ def count_builds():
 def test_builds_once_and_says_how_much():
     built, build = count_builds()
     codes = torch.zeros(4, 8, dtype=torch.int32)
-    first = prepacked("kind", (codes,), build, 10)
-    assert prepacked("kind", (codes,), build, 10) is first and built == [10]
-    assert prepacked("kind", (codes.view(torch.float32),), build, 10) is first  # the same memory by another object
+    first = prepack.get_or_build("kind", (codes,), build, 10)
+    assert prepack.get_or_build("kind", (codes,), build, 10) is first and built == [10]
+    view = codes.view(torch.float32)  # the same memory by another object
+    assert prepack.get_or_build("kind", (view,), build, 10) is first
     assert prepacked_bytes() == 40
-    prepacked("other", (codes,), build, 5)
+    prepack.get_or_build("other", (codes,), build, 5)
     assert built == [10, 5] and prepacked_bytes() == 60
     clear_prepacked()
     assert prepacked_bytes() == 0
@@ -64,19 +65,19 @@ def test_changes_in_place_and_replacements_build_anew():
         lambda: scale.view(torch.int32).add_(1),
     ):
         change()
-        prepacked("kind", (codes, scale), build, 10)
-        prepacked("kind", (codes, scale), build, 10)
+        prepack.get_or_build("kind", (codes, scale), build, 10)
+        prepack.get_or_build("kind", (codes, scale), build, 10)
     assert len(built) == 4
-    prepacked("kind", (codes, scale.clone()), build, 10)
+    prepack.get_or_build("kind", (codes, scale.clone()), build, 10)
     assert len(built) == 5 and prepacked_bytes() == 0  # the clone is gone, and with it what was made from it
-    prepacked("kind", (codes.view(8, 4), scale), build, 10)  # the same bytes as another matrix
+    prepack.get_or_build("kind", (codes.view(8, 4), scale), build, 10)  # the same bytes as another matrix
     assert len(built) == 6
 
 
 def test_an_entry_dies_with_its_weight():
     built, build = count_builds()
     weight = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.int32), requires_grad=False)
-    prepacked("kind", (weight,), build, 10)
+    prepack.get_or_build("kind", (weight,), build, 10)
     view = weight.data[1:]
     del weight
     gc.disable()  # reference counts alone must do
@@ -93,24 +94,24 @@ def test_inference_mode_and_no_grad_share_an_entry():
     stored = torch.zeros(4, 8, dtype=torch.int32)
     for mode in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad):
         with mode():
-            value = prepacked("kind", (stored.view(torch.float32), stored), build, 10)
+            value = prepack.get_or_build("kind", (stored.view(torch.float32), stored), build, 10)
             assert not value.is_inference()
     assert len(built) == 1
     with torch.inference_mode():
         fresh = torch.zeros(4, 8)
-        assert prepacked("kind", (fresh,), build, 10) is prepacked("kind", (fresh,), build, 10)
+        assert prepack.get_or_build("kind", (fresh,), build, 10) is prepack.get_or_build("kind", (fresh,), build, 10)
 
 
 def test_the_limit():
     built, build = count_builds()
     weights = [torch.zeros(2, 2) for _ in range(3)]
     set_prepack_limit(50)
-    values = [prepacked("kind", (weight,), build, 10) for weight in weights]
+    values = [prepack.get_or_build("kind", (weight,), build, 10) for weight in weights]
     assert [value is not None for value in values] == [True, True, False]
-    assert fact("fact", weights[2], lambda: "known") == "known"  # weighs nothing
+    assert prepack.constant("constant", weights[2], lambda: "known") == "known"  # weighs nothing
     set_prepack_limit(0)
     clear_prepacked()
-    assert prepacked("kind", (weights[0],), build, 10) is None
+    assert prepack.get_or_build("kind", (weights[0],), build, 10) is None
     with pytest.raises(ValueError, match="-1"):
         set_prepack_limit(-1)
 
@@ -170,9 +171,12 @@ def test_modules_do_not_see_it():
 
 def test_a_look_up_is_cheap():
     codes, scale = torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, 1)
-    value = prepacked("kind", (codes, scale), torch.zeros, 10)
-    assert value is not None
-    seconds = min(timeit.repeat(lambda: prepacked("kind", (codes, scale), torch.zeros, 10), number=1000, repeat=5))
+
+    def look_up():
+        return prepack.get_or_build("kind", (codes, scale), torch.zeros, 10)
+
+    assert look_up() is not None
+    seconds = min(timeit.repeat(look_up, number=1000, repeat=5))
     assert seconds / 1000 < 20e-6  # 1.6 us on an idle machine
 
 
