@@ -22,7 +22,8 @@ from hf_quant.modules.inputs.fuse import (
     share_inputs_,
     unfuse_projections_,
 )
-from hf_quant.modules.linear import PackedLinear, QuantLinear
+from hf_quant.modules.linear import QuantLinear
+from hf_quant.modules.packed_linear import PackedLinear
 
 
 __all__ = [

@@ -86,6 +86,7 @@ class QuantizedModule(nn.Module):
     algorithm: str | None
     compute_dtype: torch.dtype
     shares_codes: bool = False
+    _input_dim = -1  # of the host's weight: the one that is as long as the input is wide
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         # PEFT builds adapters by `type(base_layer)(in, out, ...)`: that is a plain layer. Without arguments, as

@@ -24,7 +24,7 @@ from hf_quant.modules.inputs.rows import quantized_rows
 
 
 if TYPE_CHECKING:
-    from hf_quant.modules.linear import PackedLinear
+    from hf_quant.modules._base import QuantizedModule
 
 
 weight_only_mm = direct(kernels.weight_only_mm)
@@ -81,7 +81,7 @@ def _product(
 
 
 def layer_product(
-    module: "PackedLinear", x: Tensor, bias: Tensor | None, parameters: dict[str, Tensor | None]
+    module: "QuantizedModule", x: Tensor, bias: Tensor | None, parameters: dict[str, Tensor | None]
 ) -> Tensor:
     """x [..., K] @ weight.T + bias, under autocast in its dtype; `parameters` hold the weight, its own or another.
 
@@ -105,7 +105,7 @@ def layer_product(
     return linear(x, packed, bias, activation=activation, format=format, group_size=group_size)
 
 
-def rows_product(module: "PackedLinear", codes: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def rows_product(module: "QuantizedModule", codes: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`layer_product` for an input [..., K] that is quantized, its result in `dtype`."""
     quant = module.scheme.weight
     options = {"format": quant.format, "group_size": quant.columns_per_scale(codes.shape[-1]), "out_dtype": dtype}

@@ -4,25 +4,20 @@ The other rules are `rows.SharedRows` (layers that read one tensor quantize it o
 (they compute one product). Each layer has one rule; a rule that does not apply to a call passes it on to another.
 """
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from hf_quant.modules._base import QuantizedModule
 from hf_quant.modules.products import layer_product
-
-
-if TYPE_CHECKING:
-    from hf_quant.modules.linear import PackedLinear
 
 
 class InputRule:
     """The rule of a layer that reads its input alone, and the base of the others."""
 
-    def product(self, module: "PackedLinear", x: Tensor) -> Tensor:
+    def product(self, module: QuantizedModule, x: Tensor) -> Tensor:
         """The layer's output for x [..., K]."""
         return layer_product(module, x, module._parameters["bias"], module._parameters)
 
-    def parameters_changed(self, module: "PackedLinear") -> None:
+    def parameters_changed(self, module: QuantizedModule) -> None:
         """The layer's parameters may be new: copied, loaded, moved or quantized again."""
 
     def leave(self) -> None:

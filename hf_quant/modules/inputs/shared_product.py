@@ -19,7 +19,7 @@ models do, and join the leading ones; it cannot join the last one with others.
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,9 @@ from hf_quant.algorithms import empty_packed
 from hf_quant.kernels.dispatch import is_transformed
 from hf_quant.modules._base import PACKED_NAMES
 from hf_quant.modules.inputs.rule import ALONE, InputRule
+from hf_quant.modules.packed_linear import PackedLinear
 from hf_quant.modules.products import layer_product, needs_grad
 from hf_quant.scheme import BLOCK_SIZE, LinearScheme
-
-
-if TYPE_CHECKING:
-    from hf_quant.modules.linear import QuantLinear
 
 
 _ALIGNMENT = 16  # bytes: where the rows of a sibling must start, as kernels load 16 bytes at once
@@ -73,7 +70,7 @@ class _Common(NamedTuple):
     sizes: list[int]
     rows: list[tuple[_Row, ...]]
 
-    def has(self, module: "QuantLinear", index: int) -> bool:
+    def has(self, module: PackedLinear, index: int) -> bool:
         """True if the parameters of sibling `index` are still the rows that were made of them."""
         own = module._parameters
         for key, parameter, address in self.rows[index]:
@@ -114,7 +111,7 @@ class FusedProjections:
 
     # Storage.
 
-    def join_(self, modules: "Sequence[QuantLinear]") -> None:
+    def join_(self, modules: Sequence[PackedLinear]) -> None:
         """Make the parameters of the modules rows of common tensors; `unsupported_reason(modules)` has to be None."""
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode count no versions
             parameters: dict[str, Tensor] = {}
@@ -138,14 +135,14 @@ class FusedProjections:
         self._joined, self._misses = self._joined + 1, 0
         self._reported.clear()
         for index, module in enumerate(modules):
-            if module.fused is not self:
+            if group_of(module) is not self:
                 module.rule = SharedProduct(self, index, module.rule)
 
     def release(self) -> None:
         """Let every sibling compute alone, and let go of the common tensors: the siblings keep their rows."""
         self.common = self.traced = None
 
-    def parameters_changed(self, module: "QuantLinear", index: int) -> None:
+    def parameters_changed(self, module: PackedLinear, index: int) -> None:
         """Called after a sibling's parameters changed (copied, loaded, moved); join again when all have reported.
 
         Not on a CPU if they come from an accelerator: offloaded, they are copied there and back for every use.
@@ -157,7 +154,7 @@ class FusedProjections:
             return
         self._reported[index] = weakref.ref(module)
         modules = [self._reported[i]() for i in range(len(self.names)) if i in self._reported]
-        complete = len(modules) == len(self.names) and all(m is not None and m.fused is self for m in modules)
+        complete = len(modules) == len(self.names) and all(m is not None and group_of(m) is self for m in modules)
         if complete and module.packed_device().type == "cpu" != self._device_type:
             self._reported.clear()
         elif complete and unsupported_reason(modules) is None:
@@ -165,7 +162,7 @@ class FusedProjections:
 
     # The product.
 
-    def product(self, module: "QuantLinear", index: int, x: Tensor) -> Tensor | None:
+    def product(self, module: PackedLinear, index: int, x: Tensor) -> Tensor | None:
         """The output of sibling `index` for x, None if it has to compute alone."""
         common = self.common
         if common is None:
@@ -229,7 +226,7 @@ class FusedProjections:
             torch.accelerator.current_stream(device) if kind in ("cuda", "xpu") else None,
         )
 
-    def _traced_product(self, module: "QuantLinear", index: int, x: Tensor, common: _Common) -> Tensor | None:
+    def _traced_product(self, module: PackedLinear, index: int, x: Tensor, common: _Common) -> Tensor | None:
         """`product` as torch.compile can follow it; once all siblings have been called, `traced` is None again."""
         if not self.is_proven or module.training or torch.compiler.is_exporting() or common.needs_grad(x):
             return None
@@ -270,15 +267,20 @@ class SharedProduct(InputRule):
     def __init__(self, group: FusedProjections, index: int, otherwise: InputRule = ALONE) -> None:
         self.group, self.index, self.otherwise = group, index, otherwise
 
-    def product(self, module: "QuantLinear", x: Tensor) -> Tensor:
+    def product(self, module: PackedLinear, x: Tensor) -> Tensor:
         y = self.group.product(module, self.index, x)
         return self.otherwise.product(module, x) if y is None else y
 
-    def parameters_changed(self, module: "QuantLinear") -> None:
+    def parameters_changed(self, module: PackedLinear) -> None:
         self.group.parameters_changed(module, self.index)
 
     def leave(self) -> None:
         self.otherwise.leave()
+
+
+def group_of(module: PackedLinear) -> FusedProjections | None:
+    """The product that a layer shares with its siblings, None if it computes alone."""
+    return module.rule.group if isinstance(module.rule, SharedProduct) else None
 
 
 def _common_bias(biases: Sequence[nn.Parameter | None], sizes: Sequence[int]) -> Tensor | None:
@@ -319,7 +321,7 @@ def rows_unsupported_reason(scheme: LinearScheme, shapes: Sequence[tuple[int, ..
     return None
 
 
-def unsupported_reason(modules: "Sequence[QuantLinear]") -> str | None:
+def unsupported_reason(modules: Sequence[PackedLinear]) -> str | None:
     """The reason why siblings, equal in scheme and in_features, cannot share a product; None if they can."""
     for module in modules:
         parameters = [p for p in module._parameters.values() if p is not None]

@@ -4,18 +4,13 @@ The compiler sees no versions of tensors: the source has to show that nothing ch
 `siblings`). Eager code needs no rule for it, see `rows`.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from hf_quant import kernels
 from hf_quant.modules.inputs.rule import InputRule
+from hf_quant.modules.packed_linear import PackedLinear
 from hf_quant.modules.products import autocast, needs_grad, rows_product
-
-
-if TYPE_CHECKING:
-    from hf_quant.modules.linear import PackedLinear
 
 
 class SharedInput:
@@ -56,7 +51,7 @@ class SharedRows(InputRule):
     def __init__(self, group: SharedInput, index: int) -> None:
         self.group, self.index = group, index
 
-    def product(self, module: "PackedLinear", x: Tensor) -> Tensor:
+    def product(self, module: PackedLinear, x: Tensor) -> Tensor:
         bias, activation = module._parameters["bias"], module.scheme.activation_on(x.device.type)
         is_traced = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         if not is_traced or not self.group.count or activation is None or needs_grad(x, bias):
