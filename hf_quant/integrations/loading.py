@@ -3,7 +3,7 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from torch import nn
@@ -92,6 +92,7 @@ def prepare_from_checkpoint(
     """
     schemes = _Schemes(config)
     modules = dict(model.named_modules())
+    converted: dict[str, QuantizedModule] = {}
     done: dict[str, set[str]] = {}  # the weights that the checkpoint has, by module
     for stored in stored_weights(keys):
         name = rename(f"{stored.module}.{stored.weight}".lstrip(".")).removesuffix(f".{stored.weight}")
@@ -103,19 +104,23 @@ def prepare_from_checkpoint(
             register_experts(module)
             if quantized_class(type(module)) is None:
                 raise ValueError(f"the checkpoint has codes for {name}, which is a {type(module).__name__} here")
-            convert_module_(module, scheme, algorithm=config.algorithm, name=name)
+            converted[name] = convert_module_(module, scheme, algorithm=config.algorithm, name=name)
             done[name] = set()
-        _check_header(module, name, stored)
+        _check_header(converted[name], name, stored)
         done[name].add(stored.weight)
     if not done and schemes.schemes and not any(stored_weights(keys)):
         raise ValueError(
             "config.json says that hf_quant has quantized this checkpoint, but its weights are in 16 bit, as where a "
             "model was made by from_config and saved: delete quantization_config in config.json, and quantize it anew"
         )
-    _check_complete(schemes, modules, done, tied)
+    for name, module in converted.items():
+        for weight in module.weight_names:
+            if weight not in done[name]:
+                raise ValueError(f"the checkpoint lacks {name}.{packed_key('qdata', weight)}; is a shard missing?")
+    _check_plan(schemes, modules, converted, tied)
     for target, source in tied.items():
         if source in done and target not in done:
-            share_codes_(modules[target], modules[source], name=target)
+            share_codes_(modules[target], converted[source], name=target)
     return list(done)
 
 
@@ -159,19 +164,12 @@ def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> N
         raise ValueError(f"the checkpoint lacks {name}.{part}; is a shard missing?")
 
 
-def _check_complete(
-    schemes: _Schemes,
-    modules: dict[str, nn.Module],
-    done: dict[str, set[str]],
-    tied: dict[str, str],
+def _check_plan(
+    schemes: _Schemes, modules: dict[str, nn.Module], converted: Container[str | None], tied: dict[str, str]
 ) -> None:
-    """Raise ValueError if a module that the stored plan names, and this model has, did not get all its codes."""
-    for name, found in done.items():
-        for weight in modules[name].weight_names:
-            if weight not in found:
-                raise ValueError(f"the checkpoint lacks {name}.{packed_key('qdata', weight)}; is a shard missing?")
+    """Raise ValueError if a module that the stored plan names, and this model has, did not get codes."""
     for name, module in modules.items():
-        if isinstance(module, QuantizedModule) or tied.get(name) in done:
+        if isinstance(module, QuantizedModule) or tied.get(name) in converted:
             continue
         if quantized_class(type(module)) is None and not expert_weight_names(module):
             continue
@@ -197,8 +195,7 @@ def quantize_into(
 ) -> PackedWeight:
     """Quantize a loaded weight, computed on `device` if given; the codes are on the device of the weight."""
     source = weight if device is None else weight.to(device)
-    packed = module.quantize(weight_name, source, fqn=fqn)
-    return PackedWeight(*(t if t is None else t.to(weight.device) for t in packed))
+    return module.quantize(weight_name, source, fqn=fqn).to(weight.device)
 
 
 def trim_memory() -> None:

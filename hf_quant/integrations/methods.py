@@ -38,10 +38,10 @@ class ModelMethod:
     def __name__(self) -> str:  # accelerate's dispatch_model asks for the name of a model's `to`
         return self.name
 
-    def __getstate__(self) -> tuple:
+    def __getstate__(self) -> tuple[Any, ...]:
         return self.model(), self.name, self.host
 
-    def __setstate__(self, state: tuple) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         model, self.name, self.host = state
         self.bind(model)
 
@@ -71,19 +71,19 @@ class WrappedMethod(ModelMethod):
         attributes, name, host = model.__dict__, self.name, self.host
         self.model_class, self.attributes = type(model), attributes
 
-        def forget(ref: weakref.ref) -> None:  # without `self`, which would keep itself
+        def forget(ref: weakref.ref[nn.Module]) -> None:  # without `self`, which would keep itself
             attributes.pop(name, None)
             if host is not None:
                 attributes[name] = host
 
         self.model = weakref.ref(model, forget)
 
-    def __getstate__(self) -> tuple:
+    def __getstate__(self) -> tuple[Any, ...]:
         return *super().__getstate__(), self.wrappers
 
-    def __setstate__(self, state: tuple) -> None:
-        *state, self.wrappers = state
-        super().__setstate__(tuple(state))
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        *rest, self.wrappers = state
+        super().__setstate__(tuple(rest))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model()
@@ -118,7 +118,8 @@ def detach_methods(model: nn.Module, wrappers: Mapping[str, Wrapper]) -> None:
 
 def count_weights(model: nn.Module, host: Callable[..., int], *args: Any, **kwargs: Any) -> int:
     """Wrap `num_parameters`: a quantized weight counts as many weights as its 16-bit original."""
-    arguments = inspect.signature(type(model).num_parameters).bind(model, *args, **kwargs).arguments
+    cls: Any = type(model)
+    arguments = inspect.signature(cls.num_parameters).bind(model, *args, **kwargs).arguments
     if arguments.get("only_trainable", False):
         return host(*args, **kwargs)
     return host(*args, **kwargs) + uncounted_weights(model, not arguments.get("exclude_embeddings", False))

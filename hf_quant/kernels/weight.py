@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Size, Tensor, float32, uint8
+from torch import Size, Tensor, device, float32, uint8
 
 from hf_quant.kernels.codes import BLOCK_SIZE, CODES, CodeSpec, packed_words
 
@@ -24,6 +24,12 @@ class PackedWeight(NamedTuple):
     scale: Tensor
     zero_point: Tensor | None
     global_scale: Tensor | None
+
+    def to(self, target: device | str) -> "PackedWeight":
+        """Return the weight with its tensors on a device."""
+        zero_point = None if self.zero_point is None else self.zero_point.to(target)
+        global_scale = None if self.global_scale is None else self.global_scale.to(target)
+        return PackedWeight(self.qdata.to(target), self.scale.to(target), zero_point, global_scale)
 
 
 class Weight(NamedTuple):

@@ -45,7 +45,8 @@ def rules(model: nn.Module) -> Rules:
     # Not at the top: this module is loaded before diffusers' attention, whose import takes seconds.
     from hf_quant.integrations.diffusers.attention import describe
 
-    keep, weight_only = {}, {}
+    keep: dict[str, str] = {}
+    weight_only: dict[str, str] = {}
     blocks = set(_blocks(model))
     first = next((names for cls in type(model).__mro__ if (names := _FIRST_BLOCKS.get(cls.__name__))), ())
     modules = dict(model.named_modules())

@@ -311,8 +311,7 @@ def quantize_shard(
         return PackedWeight(*(_slice(t, reference) for t, reference in zip(packed, references)))
     source = weight if device is None else weight.to(device)
     matrix = module.to_matrix(weight_name, source)
-    packed = quantize_matrix(matrix, module.scheme.weight, module.algorithm, name=fqn)
-    return PackedWeight(*(t if t is None else t.to(weight.device) for t in packed))
+    return quantize_matrix(matrix, module.scheme.weight, module.algorithm, name=fqn).to(weight.device)
 
 
 def _slice(tensor: torch.Tensor | None, reference: torch.Tensor | None) -> torch.Tensor | None:
