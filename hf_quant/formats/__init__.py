@@ -4,7 +4,7 @@ A new format is one file here and one line in `FORMATS`; it then works everywher
 knows it.
 """
 
-from hf_quant.formats._format import Format
+from hf_quant.formats.format import Format
 from hf_quant.formats.fp4 import MXFP4, NVFP4
 from hf_quant.formats.fp6 import FP6_E2M3, FP6_E3M2
 from hf_quant.formats.fp8 import FP8_E4M3, FP8_E5M2

@@ -4,8 +4,8 @@ mxfp4 (OCP Microscaling formats v1.0): one e8m0 power of two per 32. nvfp4: one 
 `global_scale` per tensor.
 """
 
-from hf_quant.formats._format import Format
-from hf_quant.formats._minifloat import minifloat_round, minifloat_snap
+from hf_quant.formats.format import Format
+from hf_quant.formats.minifloat import minifloat_round, minifloat_snap
 from hf_quant.kernels.codes import CODES
 
 

@@ -1,7 +1,7 @@
 """fp6_e3m2 and fp6_e2m3 (OCP Microscaling formats v1.0): no inf, no NaN; a 4-bit plane and a 2-bit plane."""
 
-from hf_quant.formats._format import Format
-from hf_quant.formats._minifloat import minifloat_round, minifloat_snap
+from hf_quant.formats.format import Format
+from hf_quant.formats.minifloat import minifloat_round, minifloat_snap
 from hf_quant.kernels.codes import CODES
 
 

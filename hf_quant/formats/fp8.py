@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from hf_quant.formats._format import Format
-from hf_quant.formats._minifloat import minifloat_snap
+from hf_quant.formats.format import Format
+from hf_quant.formats.minifloat import minifloat_snap
 from hf_quant.kernels.codes import CODES
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_quant.formats._format import Format
+from hf_quant.formats.format import Format
 from hf_quant.kernels.codes import CODES, integer_codes
 
 
@@ -21,7 +21,8 @@ def _integer_snap(low: int, high: int) -> Callable[[Tensor, Tensor], Tensor]:
     return snap
 
 
-def _packed_integer(bits: int, planes: tuple[int, ...], group_size: int, symmetric: bool) -> Format:
+def packed_integer(bits: int, planes: tuple[int, ...], group_size: int, symmetric: bool) -> Format:
+    """Make an integer format of `bits` bits in bit planes; group_size and symmetric are its defaults for weights."""
     low = -(2 ** (bits - 1))
 
     def encode(values: Tensor) -> Tensor:
@@ -46,6 +47,6 @@ INT8 = Format(
     round=lambda values: values.round_().clamp_(-127, 127).to(torch.int8),
     snap=_integer_snap(-127, 127),
 )
-INT4 = _packed_integer(4, CODES["int4"].planes, group_size=128, symmetric=True)
-INT3 = _packed_integer(3, CODES["int3"].planes, group_size=128, symmetric=False)
-INT2 = _packed_integer(2, CODES["int2"].planes, group_size=64, symmetric=False)
+INT4 = packed_integer(4, CODES["int4"].planes, group_size=128, symmetric=True)
+INT3 = packed_integer(3, CODES["int3"].planes, group_size=128, symmetric=False)
+INT2 = packed_integer(2, CODES["int2"].planes, group_size=64, symmetric=False)

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hf_quant.formats._format import Format
+from hf_quant.formats.format import Format
 from hf_quant.kernels.codes import CODES
 
 

@@ -145,7 +145,7 @@ def test_the_check_finds_what_it_forbids(path, source):
     [
         (
             "formats/int4.py",
-            "import math\nimport torch\nfrom hf_quant.formats._format import Format\nfrom . import _format",
+            "import math\nimport torch\nfrom hf_quant.formats.format import Format\nfrom . import format",
         ),
         ("formats/int4.py", "from hf_quant.kernels.codes import CodeSpec"),
         (

@@ -15,8 +15,8 @@ from hf_quant import FORMATS, QuantizerConfig, dequantize_, load_quantized_, pla
 from hf_quant.algorithms import ALGORITHMS, quantize_matrix
 from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.formats import Format
-from hf_quant.formats._minifloat import minifloat_round, minifloat_snap
-from hf_quant.formats.integer import _packed_integer
+from hf_quant.formats.integer import packed_integer
+from hf_quant.formats.minifloat import minifloat_round, minifloat_snap
 from hf_quant.kernels import native
 from hf_quant.kernels.codes import CODES, CodeSpec, minifloat_codes, register_codes
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
@@ -67,8 +67,8 @@ def float3() -> Format:
 
 
 MAKE = {
-    "int5": lambda: _packed_integer(5, (4, 1), group_size=64, symmetric=True),
-    "int6": lambda: _packed_integer(6, (4, 2), group_size=64, symmetric=False),
+    "int5": lambda: packed_integer(5, (4, 1), group_size=64, symmetric=True),
+    "int6": lambda: packed_integer(6, (4, 2), group_size=64, symmetric=False),
     "nf3": table,
     "fp3": float3,
 }
