@@ -406,9 +406,7 @@ def convert_module_(
             else:
                 source = weight.detach() if device is None else weight.detach().to(device)
                 fqn = f"{name}.{n}" if name else n
-                packed[n] = PackedWeight(
-                    *(t if t is None else t.to(weight.device) for t in module.quantize(n, source, fqn=fqn))
-                )
+                packed[n] = module.quantize(n, source, fqn=fqn).to(weight.device)
     except BaseException:  # out of memory and Ctrl-C, too, must leave a module that works
         module.__class__ = host_class
         module.__dict__.clear()
