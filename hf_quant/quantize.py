@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from hf_quant.scheme import LinearScheme
 
 
 logger = logging.getLogger(__name__)
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 class Observer(NamedTuple):
@@ -38,12 +39,12 @@ OBSERVERS: list[Observer] = []  # filled by `integrations`
 
 
 def quantize_(
-    model: nn.Module,
+    model: _Model,
     config: QuantizerConfig | str | dict[str, Any] = "int8",
     *,
     device: torch.device | str | None = None,
     progress: bool = False,
-) -> nn.Module:
+) -> _Model:
     """Quantize a model in place, layer by layer, and return it.
 
     Args:
@@ -157,7 +158,7 @@ def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") 
     quantized.shares_codes = source.shares_codes = True
 
 
-def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def dequantize_(model: _Model, dtype: torch.dtype | None = None) -> _Model:
     """Replace the codes of every quantized module by a 16-bit weight, in place, and return the model.
 
     dtype: dtype of the weights; default: the dtype that each weight had. Raises ValueError if nothing in the model is

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -32,6 +32,7 @@ from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
 
 
+_Model = TypeVar("_Model", bound=nn.Module)
 CONFIG_NAME = "hf_quant_config.json"
 _WEIGHTS_PATTERN = "model{suffix}.safetensors"
 _OWN_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -96,7 +97,7 @@ def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: 
             part.replace(directory / part.name)
 
 
-def load_quantized_(module: nn.Module, directory: Path | str) -> nn.Module:
+def load_quantized_(module: _Model, directory: Path | str) -> _Model:
     """Turn a 16-bit module into the quantized one that `save_quantized` stored, in place, and return it.
 
     The module is of the class that was saved, with any weights, or on the meta device (its tensors are then loaded to

@@ -16,6 +16,8 @@ from hf_quant import (
     PRESETS,
     KVCacheConfig,
     LinearScheme,
+    QuantEmbedding,
+    QuantExperts,
     QuantizedCache,
     QuantizerConfig,
     QuantLinear,
@@ -24,6 +26,7 @@ from hf_quant import (
     capture_generate,
     dequantize_,
     export_compressed_tensors,
+    fuse_activations_,
     fuse_projections_,
     import_checkpoint,
     kernels,
@@ -32,6 +35,8 @@ from hf_quant import (
     plan,
     quantize_,
     save_quantized,
+    unfuse_activations_,
+    unfuse_projections_,
 )
 
 
@@ -43,7 +48,7 @@ def use(model: nn.Module, folder: Path) -> None:
     assert_type(planned, QuantPlan)
     assert_type(planned.schemes, dict[str, LinearScheme])
     assert_type(quantize_(model, config, device="cuda", progress=True), nn.Module)
-    quantize_(model, "nf4")
+    assert_type(quantize_(nn.Linear(64, 64), "nf4"), nn.Linear)
     quantize_(model, {"weights": "int4", "group_size": 64})
     save_quantized(model, folder)
     assert_type(load_quantized_(model, folder), nn.Module)
@@ -53,7 +58,13 @@ def use(model: nn.Module, folder: Path) -> None:
     assert_type([FORMATS[name].bits for name in PRESETS], list[int])
     QuantizedCache(None, KVCacheConfig("int4", group_size=32), max_cache_len=256)
     QuantizedCache(None, {"format": "int8"})
-    linear = fuse_projections_(model).get_submodule("0")
+    assert_type(fuse_projections_(unfuse_projections_(model)), nn.Module)
+    assert_type(fuse_activations_(unfuse_activations_(model)), nn.Module)
+    embedding, experts = model.get_submodule("embedding"), model.get_submodule("experts")
+    assert isinstance(embedding, QuantEmbedding) and isinstance(experts, QuantExperts)
+    assert_type(embedding.compute_dtype, torch.dtype)
+    assert_type(experts.weight_names, tuple[str, ...])
+    linear = model.get_submodule("0")
     if isinstance(linear, QuantLinear):
         assert_type(linear.scheme, LinearScheme)
         assert_type(linear.dequantize_weight(), torch.Tensor)
@@ -72,7 +83,7 @@ def misuse(model: nn.Module, folder: Path) -> None:
     quantize_(model, 4)  # pyrefly: ignore[bad-argument-type]
     quantize_(model, "int4", verbose=True)  # pyrefly: ignore[unexpected-keyword]
     quantize_(model, "int4", "cuda")  # pyrefly: ignore[bad-argument-count]
-    quantize_("gpt2")  # pyrefly: ignore[bad-argument-type]
+    quantize_("gpt2")  # pyrefly: ignore[bad-specialization]
     plan(model)  # pyrefly: ignore[missing-argument]
     plan(model, "int4", dtype="bfloat16")  # pyrefly: ignore[bad-argument-type]
     print(plan(model, "int4").scheme)  # pyrefly: ignore[missing-attribute]

@@ -53,6 +53,11 @@ def test_type_checkers_and_editors_see_the_same_names_from_the_same_modules(pack
     assert set(seen) == set(package.__all__) - {"__version__"}
 
 
+def test_the_typed_program_of_a_user_has_every_name():
+    program = ast.parse(Path(__file__).with_name("public_types.py").read_text())
+    assert set(NAMES) <= {node.id for node in ast.walk(program) if isinstance(node, ast.Name)}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_resolves_and_is_documented(name):
     value = getattr(hf_quant, name)

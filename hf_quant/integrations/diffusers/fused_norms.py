@@ -7,6 +7,7 @@ read them.
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from hf_quant.modules import QuantLinear
 from hf_quant.modules.inputs.lazy import LazyAct, LazyInput, LazyNorm
 
 
+_Model = TypeVar("_Model", bound=nn.Module)
 _MODELS = "diffusers.models."  # where all of these classes are; Z-Image has a FeedForward of its own
 _NORMS_OF_STREAMS = ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context")
 # {class of a block: its norms}.
@@ -104,7 +106,7 @@ def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
     return x.device.type in ("cuda", "xpu") if fuses is None else fuses
 
 
-def fuse_activations_(model: nn.Module) -> nn.Module:
+def fuse_activations_(model: _Model) -> _Model:
     """Compute norms and activation functions of a diffusion model together with the quantization after them.
 
     In place, on every device; returns the model. Without it that is so on GPUs only, or as
@@ -124,7 +126,7 @@ def fuse_activations_(model: nn.Module) -> nn.Module:
     return model
 
 
-def unfuse_activations_(model: nn.Module) -> nn.Module:
+def unfuse_activations_(model: _Model) -> _Model:
     """Compute norms and activation functions by themselves again, and return the model."""
     restore_activations_(model)
     _remember(model, False)

@@ -1,6 +1,7 @@
 """Finds the layers of a model that read one tensor, and lets them share a product, or the codes of their input."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from hf_quant.modules.inputs.shared_rows import SharedInput, SharedRows
 from hf_quant.modules.inputs.siblings import find_siblings
 from hf_quant.modules.linear import QuantLinear
 from hf_quant.scheme import LinearScheme
+
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def fusion_key(scheme: LinearScheme, K: int) -> Hashable:
@@ -39,7 +43,7 @@ def planned_projections(
     return [n for n in found if rows_unsupported_reason(weights[n[0]][0], [weights[name][1] for name in n]) is None]
 
 
-def fuse_projections_(model: nn.Module) -> nn.Module:
+def fuse_projections_(model: _Model) -> _Model:
     """Let quantized layers that read the same tensor share one product, in place, and return the model.
 
     Query, key and value projections, gate and up projections and their like are then one launch instead of two or
@@ -112,7 +116,7 @@ def _leaf(name: str) -> str:
     return name.replace(".base_layer", "").rpartition(".")[2]
 
 
-def unfuse_projections_(model: nn.Module) -> nn.Module:
+def unfuse_projections_(model: _Model) -> _Model:
     """Inverse of `fuse_projections_`, in place: every layer has tensors of its own again and computes alone."""
     _separate([module for module in model.modules() if isinstance(module, QuantLinear)])
     return model
