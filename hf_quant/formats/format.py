@@ -21,7 +21,7 @@ class Format:
         snap: (fp32 values, out) -> out, the nearest values of the grid: `decode(encode(values))` without codes.
         granularity, group_size, symmetric: the defaults for weights.
         granularities: the allowed ones.
-        allows_asymmetric: whether a zero point is defined.
+        allows_asymmetric: True if a zero point is defined.
         scale_dtype: dtype of stored scales: "model" (that of the 16-bit weight), "float32", "float8_e8m0fnu", or
             "float8_e4m3fn" (then one fp32 `global_scale` per tensor completes it).
         fixed_group_size: True if `group_size` belongs to the format (mxfp4, nvfp4).

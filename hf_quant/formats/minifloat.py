@@ -16,7 +16,7 @@ def minifloat_snap(limit: float, mantissa_bits: int, bias: int) -> Callable[[Ten
 
     def snap(values: Tensor, out: Tensor) -> Tensor:
         torch.clamp(values, -limit, limit, out=out)
-        # 1.5 * 2**23 quanta, the quantum being that of the value's binade: adding it drops the digits below a quantum,
+        # 1.5 * 2**23 quanta of the value's binade: adding it drops the digits below a quantum,
         # rounding to nearest even in fp32's own addition.
         magic = out.abs().clamp_(min=smallest_normal)
         magic.view(torch.int32).bitwise_and_(_EXPONENT_MASK)
@@ -29,7 +29,7 @@ def minifloat_snap(limit: float, mantissa_bits: int, bias: int) -> Callable[[Ten
 def minifloat_round(limit: float, mantissa_bits: int, bias: int, sign: int) -> Callable[[Tensor], Tensor]:
     """fp32 -> uint8 codes of the format, rounded as by `minifloat_snap`; `sign` is the code's sign bit.
 
-    The sign is that of the value, also where that rounds to zero.
+    A value that rounds to zero keeps its sign.
     """
     smallest_normal = 2.0 ** (1 - bias)
     drop = _MANTISSA_BITS - mantissa_bits

@@ -1,7 +1,7 @@
 """Codes: how low-bit numbers sit in words, and what value each one has.
 
-The kernels know a format only by its `CodeSpec`. Those of the package are below; another format is made known by
-`register_codes`, and is then computed by what reads any layout.
+The kernels know a format only by its `CodeSpec`. Those of the package are below; `register_codes` adds another
+format, which the paths that read any layout then compute.
 
 Byte layout (the same on disk and on every device): codes of a row are packed along K into little-endian int32 words,
 low bits first. A format of 3 or 6 bits is split into planes whose widths are powers of two (3 = 2 + 1, 6 = 4 + 2), low
@@ -84,7 +84,7 @@ def _nf4_levels() -> tuple[float, ...]:
     """
 
     def quantiles(count: int) -> Tensor:
-        # The probabilities are those of fp32, as in the published table: bit for bit the same levels.
+        # Probabilities in fp32, as in the published table: the same levels, bit for bit.
         return torch.special.ndtri(torch.linspace(0.9677083, 0.5, count + 1, device="cpu")[:-1].double())
 
     # On the CPU also where this module is imported under `torch.device("meta")`.
@@ -112,7 +112,7 @@ CODES: dict[str, CodeSpec] = {
 
 
 def register_codes(spec: CodeSpec) -> None:
-    """Make a format known to the kernels; nothing happens if it is known already.
+    """Register a format with the kernels; nothing happens if it is registered already.
 
     Raises ValueError if other codes have its name, or if its planes are not `bits` wide in all, each 1, 2, 4 or 8.
     """

@@ -29,7 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Problem(NamedTuple):
-    """A product as it is known at plan time; every `supports` judges it."""
+    """The facts of a product (or an attention) that are known at plan time: the argument of every `supports`."""
 
     format: str
     group_size: int  # values of K per scale
@@ -119,7 +119,7 @@ def implements(op: Callable[..., Any], key: str, paths: tuple[Path, ...] = ()) -
 
 
 def implements_lazily(module: str, *ops: Callable[..., Any], keys: tuple[str, ...] = ("CUDA", "XPU")) -> None:
-    """Have `module`, once imported, register the `keys` implementations of `ops`: at the first call or question."""
+    """Import `module`, which registers implementations of `ops` for `keys`, at the first call or `explain`."""
     for op in ops:
         for key in keys:
             name = _name(op)

@@ -191,7 +191,7 @@ _TENSORS = tuple(PackedWeight.__annotations__.items())
 
 
 def _weight_for(x: Tensor, tensors: tuple[Tensor | None, ...], format: str, group_size: int) -> Weight:
-    """The weight whose rows are as long as those of x [..., K]."""
+    """The weight whose rows are as long as the rows of x [..., K]."""
     if x.dim() == 0:
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [..., K]")
     try:

@@ -1,4 +1,4 @@
-"""`QuantizedModule`, the base of all quantized modules: packed parameters for the 16-bit weight, and the way back.
+"""`QuantizedModule`: the base of all quantized modules, with packed parameters that replace the 16-bit weight.
 
 A quantized module *is* an instance of a subclass of the class it replaces: conversion swaps `__class__` and the
 parameters of one object, so hooks, attributes, names and isinstance checks stay. Its packed tensors are frozen integer
@@ -73,7 +73,7 @@ class QuantizedModule(nn.Module):
         scheme: the LinearScheme of its weights.
         kind: "linear", "experts", "embedding" or "conv", as the plan names it.
         algorithm: how the codes are chosen, also when a new weight is assigned.
-        compute_dtype: dtype of the 16-bit weight that it stands for.
+        compute_dtype: dtype of the 16-bit weight that the codes replace.
         weight_names: the host's names of the quantized weights.
         shares_codes: a tied module holds the same parameters.
     """
@@ -238,7 +238,7 @@ class QuantizedModule(nn.Module):
         """Called when parameters may be new tensors or hold new values: copied, loaded, moved, quantized again."""
 
     def leave_siblings_(self) -> None:
-        """Leave the layers that this one shares work with: it is about to become the host's again."""
+        """Stop sharing work with other layers, which continue without this one: it becomes the host's again."""
 
     @torch.no_grad()
     def requantize_weight_(self, name: str, weight: Tensor) -> None:
@@ -422,7 +422,7 @@ def convert_module_(
 @torch.inference_mode(False)
 @torch.no_grad()
 def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -> nn.Module:
-    """Inverse of `convert_module_`: the host's class with the dequantized weights, in place; trainable as they were.
+    """Undo `convert_module_`, in place: the host's class with dequantized weights, trainable if they were before.
 
     A weight that still has its placeholder (a loader has filled that instead of the codes) is taken as it is.
     """
@@ -449,10 +449,10 @@ def _float_codes(scheme: LinearScheme) -> torch.dtype | None:
 
 
 def uncounted_weights(model: nn.Module, with_embeddings: bool = True) -> int:
-    """The number of weights less that of the elements of the packed tensors that they are stored in.
+    """Subtract the number of elements of the packed tensors from the number of weights that are stored in them.
 
-    Added to a count of parameters it gives that of the 16-bit model. Codes that modules share are counted once, as
-    hosts count parameters. `with_embeddings=False`: those of embeddings, which the host leaves out, count as nothing.
+    A count of parameters plus this difference is the count of the 16-bit model. Codes that modules share are counted
+    once, as hosts count parameters. `with_embeddings=False` leaves out embeddings, as the host does then.
     """
     difference, seen = 0, set()
     for module in model.modules():

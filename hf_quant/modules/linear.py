@@ -18,7 +18,7 @@ class QuantLinear(PackedLinear, nn.Linear):
 
     @property
     def fused(self) -> FusedProjections | None:
-        """The product that it shares with the layers that read the same input, None if it computes alone."""
+        """The product that the layer shares with others that read the same input, None if it computes alone."""
         return group_of(self)
 
     def __reduce_ex__(self, protocol: int) -> Any:

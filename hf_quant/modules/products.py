@@ -69,7 +69,7 @@ def _product(
     format: str,
     group_size: int,
 ) -> Tensor:
-    """`linear` without a gradient."""
+    """Compute `linear` without a gradient."""
     if offsets is not None:
         return grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
     if activation is None:
@@ -113,7 +113,7 @@ def rows_product(module: "QuantizedModule", codes: Tensor, row_scale: Tensor, dt
 
 
 def autocast(x: Tensor, device_type: str) -> Tensor:
-    """x in the dtype of autocast, if that is on; float64 stays."""
+    """Cast x to the dtype of autocast, if that is on; float64 stays."""
     if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device_type))
     return x
@@ -132,7 +132,7 @@ def _transposed(
 def _transposed_product(
     grad: Tensor, packed: PackedWeight, offsets: Tensor | None, format: str, group_size: int, K: int
 ) -> Tensor:
-    """`_transposed` without a gradient."""
+    """Compute `_transposed` without a gradient."""
     options = {"format": format, "group_size": group_size, "K": K}
     if offsets is not None:
         return grouped_mm_backward(grad, *packed, offsets, **options)

@@ -29,7 +29,7 @@ def pack_qlinear(qdata: Tensor) -> Tensor:
 
 
 def int4pack_group(spec: CodeSpec, N: int, K: int, group_size: int) -> int | None:
-    """The group size to pack with, it divides the weight's own; None if int4pack cannot take the weight."""
+    """The group size to pack with, a divisor of the weight's own; None if int4pack cannot take the weight."""
     if spec.bits > 4 or N % 16 or K % group_size or not (spec.is_integer or spec.name in TERMS):
         return None
     group = next((g for g in (256, 128, 64, 32, 16) if group_size % g == 0), 1)

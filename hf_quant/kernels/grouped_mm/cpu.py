@@ -19,7 +19,7 @@ from hf_quant.kernels.weight_only.cpu import product_backward
 @implements(op.grouped_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
 @takes_weight(op.check)
 def grouped_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
-    """See `grouped_mm_reference`. M in the paths is the number of rows of one expert."""
+    """Compute `grouped_mm_reference`. M in the paths is the number of rows of one expert."""
     x = as_rows(x)
     if bias is not None and bias.requires_grad:
         bias = bias.detach()
@@ -39,7 +39,7 @@ def grouped_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *
 @implements(op.grouped_mm_backward, "CPU")
 @takes_weight(K_is_option=True)
 def grouped_mm_backward_cpu(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
-    """See `grouped_mm_backward_reference`."""
+    """Compute `grouped_mm_backward_reference`."""
     grad = as_rows(grad)
     grad_x = grad.new_zeros(grad.shape[0], w.K)
     for e, rows in op.rows_of_experts(offsets):

@@ -161,7 +161,7 @@ def _grouped_mm_kernel(
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Program tile_n * tiles_m + tile_m: tiles of rows, and so those of one expert, are neighbours."""
+    """Program tile_n * tiles_m + tile_m: tiles of rows, and so the tiles of one expert, are neighbours."""
     program = tl.program_id(0)
     expert, first_row, end_row = rows_of_tile(offsets, program % tiles_m, M, BLOCK_M, EXPERTS, EXPERTS_PADDED)
     n = program // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -327,7 +327,7 @@ def _fused(
 @implements(grouped_mm, "CUDA", FUSED + LOOP)
 @takes_weight(check)
 def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
-    """See `grouped_mm_reference`; weights are rounded to x's dtype if their scale enters before the product."""
+    """Compute `grouped_mm_reference`; weights are rounded to x's dtype if they are scaled before the product."""
     if unavailable_reason(x.device) is None:
         target, w = target_of(x.device), w.contiguous()
         plan = grouped_plan(

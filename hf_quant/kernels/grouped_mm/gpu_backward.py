@@ -183,7 +183,7 @@ def _fused_backward(grad: Tensor, w: Weight, offsets: Tensor, target: Target) ->
 @implements(grouped_mm_backward, "CUDA", FUSED + LOOP)
 @takes_weight(K_is_option=True)
 def grouped_mm_backward_gpu(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
-    """See `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
+    """Compute `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
     if unavailable_reason(grad.device) is None and grad.numel() * w.K > 0 and undecodable_reason(w.spec) is None:
         target = target_of(grad.device)
         if grad.dtype == torch.float16 or (grad.dtype == torch.bfloat16 and target.has_bf16_dot):

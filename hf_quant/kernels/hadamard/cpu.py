@@ -16,7 +16,7 @@ _CHUNK = 2**17  # values at once: 512 KB, and as much again for the product
 @implements(op.hadamard, "CPU")
 @torch.no_grad()
 def hadamard_cpu(x: Tensor, *, block_size: int | None = None) -> Tensor:
-    """See `hadamard_reference`; fp64 in fp64, anything else in fp32."""
+    """Compute `hadamard_reference`; fp64 in fp64, anything else in fp32."""
     n = op.check(x, block_size)
     if x.dtype == torch.float64:
         return op.hadamard_reference(x, block_size=block_size)
@@ -31,7 +31,7 @@ def hadamard_cpu(x: Tensor, *, block_size: int | None = None) -> Tensor:
 @implements(op.hadamard_quantize_rowwise, "CPU")
 @torch.no_grad()
 def hadamard_quantize_rowwise_cpu(x: Tensor, *, block_size: int | None = None, format: str) -> tuple[Tensor, Tensor]:
-    """See `hadamard_quantize_rowwise_reference`; the transform is computed in fp32."""
+    """Compute `hadamard_quantize_rowwise_reference`; the transform is computed in fp32."""
     n = op.check(x, block_size)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return quantize_blocks(x, format, lambda block: op.transform(rows[block].float(), n))

@@ -347,14 +347,14 @@ def _transform(x: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 @implements(op.hadamard, "XPU", PATHS)
 @implements(op.hadamard, "CUDA", PATHS)
 def hadamard_gpu(x: Tensor, *, block_size: int | None = None) -> Tensor:
-    """See `hadamard_reference`; sums in fp32, half-way with 16 bits of mantissa."""
+    """Compute `hadamard_reference`; sums in fp32, half-way with 16 bits of mantissa."""
     return _transform(x, op.check(x, block_size), x.dtype)
 
 
 @implements(op.hadamard_quantize_rowwise, "XPU", PATHS)
 @implements(op.hadamard_quantize_rowwise, "CUDA", PATHS)
 def hadamard_quantize_rowwise_gpu(x: Tensor, *, block_size: int | None = None, format: str) -> tuple[Tensor, Tensor]:
-    """See `hadamard_quantize_rowwise_reference`; sums as in `hadamard_gpu`.
+    """Compute `hadamard_quantize_rowwise_reference`; sums as in `hadamard_gpu`.
 
     Rows that do not fit into the registers of a program are transformed by one kernel and quantized by another, in
     fp32 between them.

@@ -86,7 +86,7 @@ def hadamard_matrix(n: int) -> Tensor:
 
 @cache
 def factors(n: int) -> tuple[int, ...]:
-    """n as a product of up to three sizes whose sign matrices, by the Kronecker product, make that of n."""
+    """Factor n into up to three sizes: the Kronecker product of their sign matrices is the sign matrix of n."""
     m = odd_factor(n)
     bits = (n // m).bit_length() - 1
     first = bits // 2 if bits > 7 else 0

@@ -20,7 +20,7 @@ DENSE = (Path("decoded codes in torch's attention", "any length", lambda problem
 def int8_attention_dense(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None, value_format: str | None
 ) -> Tensor:
-    """See `int8_attention_reference`; serves every device."""
+    """Compute `int8_attention_reference`; serves every device."""
     op.check(q, k, v, scale, value_format)
     q, k, v = (part.detach() for part in (q, k, v))
     y = torch.empty_like(q)

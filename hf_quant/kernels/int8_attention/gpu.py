@@ -179,7 +179,7 @@ def _is_aligned(x: Tensor) -> bool:
 def int8_attention_gpu(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None, value_format: str | None
 ) -> Tensor:
-    """See `int8_attention_reference`."""
+    """Compute `int8_attention_reference`."""
     op.check(q, k, v, scale, value_format)
     (B, H, S, D), (kv_heads, T), fp8 = q.shape, k.shape[1:3], value_format is not None
     plan = None

@@ -40,7 +40,7 @@ def kv_attention_cpu(
     scale: float | None,
     rotates_keys: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `kv_attention_reference`."""
+    """Compute `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
     spec, D = CODES[format], q.shape[3]
     q = q.detach()
@@ -134,7 +134,7 @@ def kv_append_cpu(
     format: str,
     rotates_keys: bool,
 ) -> None:
-    """See `kv_append_reference`, which serves where the native kernel does not."""
+    """Compute `kv_append_reference`: by the native kernel where that supports it, else by the reference."""
     keys, values = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
     for x, scale in ((k, k_scale), (v, v_scale)):
         if native.append_unsupported_reason(x.dtype, x.shape[-1], scale.dtype) is not None:

@@ -171,7 +171,7 @@ def _power(n: int) -> int:
 
 
 def _multiplier(spec: CodeSpec, dtype: torch.dtype) -> float:
-    """From the exponent bias of a minifloat to that of dtype."""
+    """The power of two between the exponent biases of a minifloat and of dtype."""
     return 2.0 ** ((127 if dtype == torch.bfloat16 else 15) - spec.minifloat[2]) if spec.minifloat else 1.0
 
 
@@ -243,7 +243,7 @@ class Operand(NamedTuple):
 
 
 def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | None:
-    """Return None if its strides or its alignment are unsupported."""
+    """Keys or values as a kernel reads them; None if their strides or their alignment are unsupported."""
     size = codes.element_size()
     spans = [n * size for n in codes.stride()[:3]]
     if codes.stride(3) != 1 or any(n % 2 for n in (codes.data_ptr(), *spans)) or scale.dtype not in _FLOATS:
@@ -275,7 +275,7 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
 
 
 def _rotated(q: Tensor) -> Tensor:
-    """By a launch of its own: every split would make the same products, some 800 instructions a thread.
+    """Rotate q in a launch of its own: every split would compute the same products, some 800 instructions a thread.
 
     The transform takes rows that follow each other in memory: [B, S, H, D] or [B, H, S, D].
     """
@@ -306,7 +306,7 @@ def kv_attention_gpu(
     scale: float | None,
     rotates_keys: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `kv_attention_reference`."""
+    """Compute `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
     (B, H, S, D), (kv_heads, T), spec = q.shape, k_codes.shape[1:3], CODES[format]
     scale = D**-0.5 if scale is None else scale

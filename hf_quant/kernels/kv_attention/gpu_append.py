@@ -221,7 +221,7 @@ def _kv_append_kernel(
     RANGE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Program (block of tokens, head of keys or of values): first all heads of keys, then those of values."""
+    """Program (block of tokens, head of keys or of values): first all heads of keys, then all heads of values."""
     head, both = tl.program_id(1), tl.num_programs(1) // 2
     b, h = head % both // heads, head % both % heads
     if head < both:
@@ -289,7 +289,7 @@ def kv_append_gpu(
     format: str,
     rotates_keys: bool,
 ) -> None:
-    """See `kv_append_reference`."""
+    """Compute `kv_append_reference`."""
     op.check_append(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, format)
     (B, H, S, K_D), V_D, spec = k.shape, v.shape[3], CODES[format]
     heads = ((K_D, k_scale.shape[-1]), (V_D, v_scale.shape[-1]))

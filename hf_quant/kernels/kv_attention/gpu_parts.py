@@ -29,7 +29,7 @@ def load_words(row, token_stride, at, e, WIDTH: tl.constexpr, ALIGN: tl.constexp
 
 @triton.jit
 def load_words_until(row, token_stride, at, e, inside, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """The same; 0 for tokens that are not `inside` [BLOCK_N]."""
+    """`load_words` with 0 for tokens that are not `inside` [BLOCK_N]."""
     pointers = row + (at.to(tl.int64) * token_stride) * ALIGN
     return tl.load(pointers + e[None, :], mask=inside[:, None] & (e < WIDTH)[None, :], other=0)
 
@@ -51,7 +51,7 @@ def load_scales(scale, offset, at, token_stride, offset_stride, inside, PAIRED: 
 
 @triton.jit
 def scales_of(raw, TYPE: tl.constexpr, PAIRED: tl.constexpr):
-    """Result of `_load_scales` -> (scale, offset) in fp32."""
+    """Result of `load_scales` -> (scale, offset) in fp32."""
     if not PAIRED:
         return raw[0].to(tl.float32), raw[1].to(tl.float32)
     elif TYPE == tl.bfloat16:  # the lower half comes first in memory

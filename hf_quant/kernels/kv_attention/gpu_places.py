@@ -1,7 +1,7 @@
 """Conversion of codes to bf16 in the attention kernel: two elements of 16 bits, so 16 or more bits of codes, at once.
 
-The i-th codes of all elements are a tensor of their own (its *place*), as the order of channels inside a product is
-free. A code is or-ed into the mantissa of 128, where it may stand anywhere: 128 + 2**p * code. So three codes of int2
+All i-th codes of the elements form one tensor, called place i, as the order of channels inside a product is free.
+A code is or-ed into the mantissa of 128, where it may stand anywhere: 128 + 2**p * code. So three codes of int2
 share a shift. Queries take the factor 2**-p, and the sum of what 128 adds is known before the loop; for values one
 fused multiply-add on a pair makes whole numbers around 0 again: sums of many weights times 128 would lose them.
 """

@@ -6,8 +6,8 @@ reason, the stock-torch paths of `cpu.product`, `kv_attention` and `algorithms` 
 
 Instruction sets: "avx512" (with VNNI and VBMI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them),
 "avx2" (with FMA: Haswell, Zen and later), "neon" (Arm with dot products of int8: Armv8.2 DotProd), "portable" (any
-other). HF_QUANT_NATIVE chooses one by name, or "off"; `use` does so at run time. Threads are those of torch's own
-OpenMP pool, as many as `torch.set_num_threads` says.
+other). HF_QUANT_NATIVE chooses one by name, or "off"; `use` does so at run time. Threads come from torch's own
+OpenMP pool, as many as `torch.set_num_threads` has set.
 """
 
 from hf_quant.kernels.native.extension import active, features, instruction_sets, unavailable_reason, use, using

@@ -1,4 +1,4 @@
-"""Caches of keys and values as codes, in C++: attention that reads one, and what writes new tokens into it."""
+"""Caches of keys and values as codes, in C++: attention over a cache, and the append of new tokens."""
 
 import struct
 

@@ -19,7 +19,7 @@ _CHUNK = 2**18  # values that pass through the chain of elementwise ops at once:
 
 @implements(op.quantize_rowwise, "CPU")
 def quantize_rowwise_cpu(x: Tensor, seed: Tensor | None = None, *, format: str) -> tuple[Tensor, Tensor]:
-    """See `quantize_rowwise_reference`, whose bits it has."""
+    """Compute `quantize_rowwise_reference`, bit for bit."""
     op.check_seed(x, seed)
     limit = row_max(format)
     if x.requires_grad:
@@ -81,7 +81,7 @@ def quantize_blocks(x: Tensor, format: str, values: Callable[[slice], Tensor]) -
 def rms_norm_quantize_rowwise_cpu(
     x: Tensor, weight: Tensor | None, *, eps: float, format: str
 ) -> tuple[Tensor, Tensor]:
-    """See `rms_norm_quantize_rowwise_reference`."""
+    """Compute `rms_norm_quantize_rowwise_reference`."""
     op.check_vector("weight", weight, x.shape[-1])
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return quantize_blocks(x, format, lambda block: op.rms_norm_values(rows[block], weight, eps))
@@ -99,7 +99,7 @@ def layer_norm_quantize_rowwise_cpu(
     eps: float,
     format: str,
 ) -> tuple[Tensor, Tensor]:
-    """See `layer_norm_quantize_rowwise_reference`."""
+    """Compute `layer_norm_quantize_rowwise_reference`."""
     op.check_layer_norm(x, weight, bias, mod_scale, mod_shift)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -115,7 +115,7 @@ def layer_norm_quantize_rowwise_cpu(
 @implements(op.act_quantize_rowwise, "CPU")
 @torch.no_grad()
 def act_quantize_rowwise_cpu(x: Tensor, up: Tensor | None, *, act: str, format: str) -> tuple[Tensor, Tensor]:
-    """See `act_quantize_rowwise_reference`."""
+    """Compute `act_quantize_rowwise_reference`."""
     op.check_act(x, up, act)
     M, K = math.prod(x.shape[:-1]), x.shape[-1]
     rows, factors = x.reshape(M, K), None if up is None else up.reshape(M, K)

@@ -12,7 +12,7 @@ them a value, 34 with `up`. Executed for each value, int8, machine code for sm90
     silu * up 17 | 14.5 (of 34), gelu_tanh 17 | 14.5, gelu 25 | 22.
 
 So all but `gelu` and random rounding are bound by memory. 8 to 64 values a thread, 40 to 128 registers, no spills,
-16-byte loads; the only shared memory is that of the reductions.
+16-byte loads; only the reductions use shared memory.
 
 What was tried and lost, in instructions a value at K = 4096: `div_rn` for the quotient 25 instead of 16 (a check and a
 branch each), `x / scale` 13 but other codes at ties; `tl.exp` and a division for the sigmoid 29 instead of 16;
@@ -116,7 +116,7 @@ def _normal_tail(a, PTX: tl.constexpr):
 
 @triton.jit
 def _value(x, up, x_rows, up_rows, columns, mask, PROLOGUE: tl.constexpr, PTX: tl.constexpr, POLICY: tl.constexpr):
-    """The values to quantize, or to norm before: x, or act(x) * up, in fp32."""
+    """The values to quantize, or to norm first: x, or act(x) * up, in fp32."""
     v = _load(x, x_rows, columns, mask, POLICY)
     if PROLOGUE == "silu":
         v *= _sigmoid(v, PTX)
@@ -388,7 +388,7 @@ def _launch(
 @implements(op.quantize_rowwise, "XPU", PATHS)
 @implements(op.quantize_rowwise, "CUDA", PATHS)
 def quantize_rowwise_gpu(x: Tensor, seed: Tensor | None = None, *, format: str) -> tuple[Tensor, Tensor]:
-    """See `quantize_rowwise_reference`, whose bits it has in rows without NaN or inf."""
+    """Compute `quantize_rowwise_reference`, bit for bit in rows without NaN or inf."""
     row_max(format)
     op.check_seed(x, seed)
     if not _serves(x):
@@ -401,7 +401,7 @@ def quantize_rowwise_gpu(x: Tensor, seed: Tensor | None = None, *, format: str) 
 def rms_norm_quantize_rowwise_gpu(
     x: Tensor, weight: Tensor | None, *, eps: float, format: str
 ) -> tuple[Tensor, Tensor]:
-    """See `rms_norm_quantize_rowwise_reference`; sums in another order."""
+    """Compute `rms_norm_quantize_rowwise_reference`; sums in another order."""
     row_max(format)
     op.check_vector("weight", weight, x.shape[-1])
     if not _serves(x, weight):
@@ -421,7 +421,7 @@ def layer_norm_quantize_rowwise_gpu(
     eps: float,
     format: str,
 ) -> tuple[Tensor, Tensor]:
-    """See `layer_norm_quantize_rowwise_reference`; sums in another order."""
+    """Compute `layer_norm_quantize_rowwise_reference`; sums in another order."""
     row_max(format)
     op.check_layer_norm(x, weight, bias, mod_scale, mod_shift)
     if not _serves(x, weight, bias, mod_scale, mod_shift):
@@ -441,7 +441,7 @@ def layer_norm_quantize_rowwise_gpu(
 @implements(op.act_quantize_rowwise, "XPU", PATHS)
 @implements(op.act_quantize_rowwise, "CUDA", PATHS)
 def act_quantize_rowwise_gpu(x: Tensor, up: Tensor | None, *, act: str, format: str) -> tuple[Tensor, Tensor]:
-    """See `act_quantize_rowwise_reference`; the activation to about 1e-6 of the row's largest value."""
+    """Compute `act_quantize_rowwise_reference`; the activation to about 1e-6 of the row's largest value."""
     row_max(format)
     op.check_act(x, up, act)
     if not _serves(x, up):

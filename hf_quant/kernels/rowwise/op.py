@@ -189,7 +189,7 @@ def layer_norm_values(
 def check_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mod_scale: Tensor | None, mod_shift: Tensor | None
 ) -> None:
-    """Raise ValueError unless the shapes are those of `layer_norm_quantize_rowwise_reference`."""
+    """Raise ValueError unless the shapes are as `layer_norm_quantize_rowwise_reference` describes."""
     check_vector("weight", weight, x.shape[-1])
     check_vector("bias", bias, x.shape[-1])
     check_modulation(x, mod_scale, mod_shift)

@@ -55,7 +55,7 @@ INT8_PATH = Path("int8 GEMM (oneDNN)", "any M", _supports_int8)
 @implements(op.dynamic_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
 @takes_weight(op.check_dynamic)
 def dynamic_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
-    """See `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales if x is bf16."""
+    """Compute `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
     y = dynamic_product(as_rows(x), w, None if bias is None else bias.detach(), activation)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
@@ -111,7 +111,7 @@ def _torch_product(codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | N
 def quantized_mm_cpu(
     codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """See `quantized_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
+    """Compute `quantized_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
     rows, row_scale = as_rows(codes), row_scale.reshape(-1, 1)
     bias = None if bias is None else bias.detach()
     shape = (*codes.shape[:-1], w.N)
@@ -170,7 +170,7 @@ def _int8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor |
 def int8_scaled_mm_cpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """See `int8_scaled_mm_reference`."""
+    """Compute `int8_scaled_mm_reference`."""
     op.check(a, b, a_scale, b_scale, bias, torch.int8)
     if a.shape[0] == 0 or a.shape[1] < 2:
         return op.int8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
@@ -185,7 +185,7 @@ def int8_scaled_mm_cpu(
 def fp8_scaled_mm_cpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """See `fp8_scaled_mm_reference`; for bf16 output the product is rounded to bf16 before the row scales."""
+    """Compute `fp8_scaled_mm_reference`; for bf16 output the product is rounded to bf16 before the row scales."""
     op.check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
     M, K = a.shape
     if M == 0 or K == 0:

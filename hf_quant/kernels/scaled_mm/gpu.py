@@ -275,7 +275,7 @@ def _dense_product(
 def int8_scaled_mm_gpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """See `int8_scaled_mm_reference`; the dense path rounds sums to bf16 before the scales if the output is bf16."""
+    """Compute `int8_scaled_mm_reference`; for bf16 output the dense path rounds sums to bf16 before the scales."""
     op.check(a, b, a_scale, b_scale, bias, torch.int8)
     return scaled_product(a, b, a_scale, b_scale, bias, out_dtype)
 
@@ -285,7 +285,7 @@ def int8_scaled_mm_gpu(
 def fp8_scaled_mm_gpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """See `fp8_scaled_mm_reference`; the dense path rounds sums to bf16 before the scales if the output is bf16."""
+    """Compute `fp8_scaled_mm_reference`; for bf16 output the dense path rounds sums to bf16 before the scales."""
     op.check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
     return scaled_product(a, b, a_scale, b_scale, bias, out_dtype)
 
@@ -296,7 +296,7 @@ def fp8_scaled_mm_gpu(
 def quantized_mm_gpu(
     codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """See `quantized_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
+    """Compute `quantized_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
     return _product_of_codes(codes, row_scale, w, bias, out_dtype)
 
 
@@ -325,5 +325,5 @@ _quantize = direct(quantize_rowwise)
 @implements(op.dynamic_mm, "CUDA", SCALED + FUSED + DENSE)
 @takes_weight(op.check_dynamic)
 def dynamic_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
-    """See `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
+    """Compute `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
     return _product_of_codes(*_quantize(x, format=activation), w, bias, x.dtype)

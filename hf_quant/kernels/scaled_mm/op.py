@@ -86,7 +86,7 @@ def check_quantized(
 
 
 def check_dynamic(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> None:
-    """Raise ValueError unless `activation` is a format of activations and the operands are those of a product."""
+    """Raise ValueError unless `activation` is a format of activations and the operands fit each other."""
     row_max(activation)
     check_weight_only(x, w, bias)
 

@@ -19,7 +19,7 @@ _BLOCK_BACKWARD = 2**22  # larger for the gradient: fewer partial products to ad
 @implements(op.weight_only_mm, "CPU", paths=PATHS)
 @takes_weight(op.check)
 def weight_only_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    """See `weight_only_mm_reference`; accuracy: `cpu.product`."""
+    """Compute `weight_only_mm_reference`; accuracy: `cpu.product`."""
     if bias is not None and bias.requires_grad:
         bias = bias.detach()
     y = product(as_rows(x), w, bias)
@@ -29,7 +29,7 @@ def weight_only_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
 @implements(op.dequantize, "CPU", paths=(NATIVE_PATH, Path("torch, block by block", "any M", lambda problem: None)))
 @takes_weight(K_is_option=True)
 def dequantize_cpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
-    """See `dequantize_reference`: the same bits, in blocks of rows that stay in the cache."""
+    """Compute `dequantize_reference`, bit for bit, in blocks of rows that stay in the cache."""
     qdata = w.qdata
     if qdata.dim() <= 3 and qdata.numel() and native.serves(w, dtype):
         return native.dequantize(w, dtype)
@@ -67,7 +67,7 @@ def _dequantize_matrix(out: Tensor, w: Weight) -> None:
 @implements(op.weight_only_mm_backward, "CPU")
 @takes_weight(K_is_option=True)
 def weight_only_mm_backward_cpu(grad: Tensor, w: Weight) -> Tensor:
-    """See `weight_only_mm_backward_reference`; bf16 weights and products for a bf16 gradient, else fp32."""
+    """Compute `weight_only_mm_backward_reference`; bf16 weights and products for a bf16 gradient, else fp32."""
     return product_backward(as_rows(grad), w).view(*grad.shape[:-1], w.K)
 
 

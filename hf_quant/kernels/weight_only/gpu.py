@@ -433,7 +433,7 @@ def fused_mm(
 @implements(weight_only_mm, "CUDA", FUSED + DENSE)
 @takes_weight(check)
 def weight_only_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    """See `weight_only_mm_reference`; weights are rounded to x's dtype if their scale enters before the product."""
+    """Compute `weight_only_mm_reference`; weights are rounded to x's dtype if they are scaled before the product."""
     y = fused_mm(x, w, bias, dtype=x.dtype)
     if y is not None:
         return y
@@ -449,5 +449,5 @@ def dequantized(w: Weight, dtype: torch.dtype) -> Tensor:
 @implements(weight_only_mm_backward, "CUDA", DENSE)
 @takes_weight(K_is_option=True)
 def weight_only_mm_backward_gpu(grad: Tensor, w: Weight) -> Tensor:
-    """See `weight_only_mm_backward_reference`; the weight is rounded to grad's dtype before the product."""
+    """Compute `weight_only_mm_backward_reference`; the weight is rounded to grad's dtype before the product."""
     return grad @ dequantized(w, grad.dtype)

@@ -115,7 +115,7 @@ PATHS = (Path("Triton", "any M", lambda problem: None if HAS_TRITON else "triton
 @implements(dequantize, "CUDA", PATHS)
 @takes_weight(K_is_option=True)
 def dequantize_gpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
-    """See `dequantize_reference`: the same bits."""
+    """Compute `dequantize_reference`, bit for bit."""
     (qdata, scale, zero_point, global_scale), K = w.packed, w.K
     *lead, N, width = qdata.shape
     is_served = unavailable_reason(qdata.device) is None and undecodable_reason(w.spec) is None

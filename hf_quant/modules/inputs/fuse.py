@@ -1,4 +1,4 @@
-"""Finds the layers of a model that read one tensor, and lets them share a product, or the codes of their input."""
+"""Find the layers of a model that read one tensor, and let them share a product, or the codes of their input."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
@@ -112,7 +112,7 @@ def _are_fused(modules: Sequence[QuantLinear]) -> bool:
 
 
 def _leaf(name: str) -> str:
-    """ "q_proj" of "layers.0.self_attn.q_proj.base_layer"."""
+    """Last part of a layer's name, without PEFT's: "q_proj" of "layers.0.self_attn.q_proj.base_layer"."""
     return name.replace(".base_layer", "").rpartition(".")[2]
 
 

@@ -1,11 +1,11 @@
 """Inputs that are computed together with their quantization: a norm and its modulation, an activation function.
 
-In place of its result a norm returns a `LazyNorm`. Multiplied with a vector for each image and added to one, as the
+A norm returns a `LazyNorm` instead of its result. Multiplied with a vector for each image and added to one, as the
 blocks of diffusion transformers do, it stays one; a quantized layer asks it for codes, which one kernel computes from
 the norm's input. Whatever else is done with it is done with the 16-bit tensor that the host would have had.
 
-All arithmetic between input and codes is in fp32, so the codes are nearer to exact ones than those of a tensor rounded
-to 16 bit after each step.
+All arithmetic between input and codes is in fp32, so the codes are more accurate than if every step rounded its
+result to 16 bit.
 """
 
 import operator
@@ -25,7 +25,7 @@ _SUMS = (Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add, operator.add)
 
 
 class LazyInput:
-    """Stands for a floating-point tensor of which only the codes may be needed.
+    """A substitute for a floating-point tensor of which only the codes may be needed.
 
     Not a Tensor, but torch's functions take it, and its attributes and methods are those of the tensor.
 
@@ -44,7 +44,7 @@ class LazyInput:
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
 
     def tensor(self) -> Tensor:
-        """The tensor that it stands for, as the host computes it."""
+        """The floating-point tensor, as the host computes it."""
         if self._tensor is None:
             self._check()
             self._tensor = self._compute()

@@ -1,7 +1,7 @@
 """The codes of an input that several layers read: computed once.
 
 Layers with quantized activations that are called with the same tensor (query, key and value projections; in the single
-blocks of Flux the MLP, too) share one `quantize_rowwise`. The bits are those of each computing alone.
+blocks of Flux the MLP, too) share one `quantize_rowwise`. The bits are the same as if each computed alone.
 
 Each thread remembers the codes of its last input for as long as that tensor lives: the same object, unchanged since
 (its version counter), on the same stream. Each layer gets them once: one that asks again is called anew, maybe after a
@@ -35,9 +35,9 @@ class _Last(NamedTuple):
 
 
 def quantized_rows(x: Tensor, format: str, qdata: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(codes [..., K], row_scale [..., 1]) of x as by `quantize_rowwise`; None where its product is to do that.
+    """(codes [..., K], row_scale [..., 1]) of x as by `quantize_rowwise`; None if the product quantizes x itself.
 
-    `qdata` is what they are multiplied with: it tells one layer from another.
+    `qdata`, the weight that they are multiplied with, identifies the layer.
     """
     if type(x) is not Tensor or x.shape[-1] == 0 or x.numel() // x.shape[-1] < MIN_SHARED_ROWS or x.is_inference():
         return None

@@ -18,10 +18,10 @@ class InputRule:
         return layer_product(module, x, module._parameters["bias"], module._parameters)
 
     def parameters_changed(self, module: QuantizedModule) -> None:
-        """The layer's parameters may be new: copied, loaded, moved or quantized again."""
+        """Called when the layer's parameters may be new: copied, loaded, moved or quantized again."""
 
     def leave(self) -> None:
-        """The layer is about to become the host's again: the others go on without it."""
+        """Called when the layer becomes the host's again: layers that share with it continue without it."""
 
 
 ALONE = InputRule()

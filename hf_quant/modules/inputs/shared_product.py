@@ -139,7 +139,7 @@ class FusedProjections:
                 module.rule = SharedProduct(self, index, module.rule)
 
     def release(self) -> None:
-        """Let every sibling compute alone, and let go of the common tensors: the siblings keep their rows."""
+        """Let every sibling compute alone, and drop the common tensors: the siblings keep their rows."""
         self.common = self.traced = None
 
     def parameters_changed(self, module: PackedLinear, index: int) -> None:
@@ -206,7 +206,7 @@ class FusedProjections:
         return part
 
     def _miss(self) -> None:
-        """Parts were computed for nobody. Siblings known by name only may be none: they compute alone from then on."""
+        """Count parts that nobody fetched. After some, layers that are siblings by their names only compute alone."""
         self._misses += 1
         if self._misses == _MAX_MISSES and not self.is_proven:
             self.release()

@@ -284,7 +284,7 @@ class _Reader(ast.NodeVisitor):
     visit_Raise = visit_Break = visit_Continue = visit_Return
 
     def skip(self, node: ast.AST) -> None:
-        """A definition inside of the function runs elsewhere."""
+        """Skip a definition inside of the function: it runs elsewhere."""
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = skip
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = skip
