@@ -1,7 +1,6 @@
 """The command line on real files: the trained model, a pipeline of diffusers, the demo."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,17 +38,6 @@ def test_quantize_inspect_eval(asset_model_dir, tmp_path, capsys):
     assert float(quantized[2]) == pytest.approx(float(reference[3]), rel=0.1)
     assert 1e-4 < float(quantized[4]) < 0.1  # KL
     assert 0.85 < float(quantized[5].rstrip("%")) / 100 < 1  # the same top token
-
-
-def test_the_installed_command(asset_model_dir, tmp_path):
-    command = [sys.executable, "-c", "import sys; from hf_quant.cli import main; sys.exit(main())"]
-    done = subprocess.run([*command, "plan", str(asset_model_dir)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "42 of 44 modules quantized" in done.stdout
-    failed = subprocess.run([*command, "quantize", str(tmp_path), "out"], capture_output=True, text=True, cwd=tmp_path)
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr.count("\n") == 1
-    assert "is not a model directory" in failed.stderr
 
 
 def test_pipeline(tmp_path, capsys):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -210,19 +209,3 @@ def test_fields_of_the_load_do_not_reach_the_checkpoint():
     assert fused(model) and config.fuse_projections is True
     assert isinstance(model.hf_quantizer, TransformersQuantizer)
     assert model.config.quantization_config.fuse_projections is None
-
-
-def test_a_static_cache_is_compiled_by_the_host_as_before(asset):
-    """Without `capture_generate` the host's own way stays open, fused or not."""
-    model, graphs = load(asset, QuantizerConfig("int4", fuse_projections=True)), []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph
-
-    compiled = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
-    compiled._compile_all_devices = True
-    torch._dynamo.reset()
-    expected = generate(model, cache_implementation="static", disable_compile=True)
-    assert torch.equal(generate(model, cache_implementation="static", compile_config=compiled), expected)
-    assert len(graphs) == 1

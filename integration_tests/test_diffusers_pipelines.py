@@ -1,8 +1,5 @@
 """Pipelines of diffusers with quantized parts: loading, saving, a new process, errors."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,29 +88,6 @@ def test_quantized_pipeline_saves_and_reloads(pipeline_dir, tmp_path, arguments,
     again = load_pipeline(tmp_path)
     assert quantized_parts(again) == parts
     assert torch.equal(run_pipeline(again), image)
-
-
-def test_reload_in_a_new_process(pipeline_dir, tmp_path):
-    configs = {"transformer": QuantizerConfig("W8A8"), "text_encoder_2": QuantizerConfig("int4")}
-    pipe = load_pipeline(pipeline_dir, quantization_config=PipelineQuantizationConfig(quant_mapping=configs))
-    pipe.save_pretrained(tmp_path)
-    torch.save(run_pipeline(pipe), tmp_path / "image.pt")
-    code = """
-import sys
-import hf_quant, torch
-from integration_tests.test_diffusers_pipelines import load_pipeline, quantized_parts, run_pipeline
-pipe = load_pipeline(sys.argv[1])
-assert quantized_parts(pipe) == {"transformer", "text_encoder_2"}
-assert torch.equal(run_pipeline(pipe), torch.load(sys.argv[1] + "/image.pt"))
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
 
 
 def test_errors_of_pipelines(pipeline_dir):

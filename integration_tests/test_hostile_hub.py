@@ -136,11 +136,6 @@ def test_sizes_that_are_not_true(file, size, server, files):
     refusal()
 
 
-def test_all_of_a_file_where_a_part_was_asked_for(server, files):
-    server.answers["model.safetensors"] = lambda handler: send(handler, 200, files["model.safetensors"])
-    assert inspect_checkpoint("me/model").num_files == 1
-
-
 @pytest.mark.parametrize("end", ["/api/models/me/model", "config.json", "model.safetensors"])
 def test_what_is_packed_is_not_unpacked(end, server):
     bomb = gzip.compress(bytes(50_000_000))

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -285,16 +284,6 @@ def test_architectures_there_and_back(name, tmp_path):
     before, after = model.state_dict(), cls.from_pretrained(tmp_path / "out").state_dict()
     assert before.keys() == after.keys()
     assert [key for key in before if not torch.equal(before[key], after[key])] == []
-
-
-def test_a_trained_model_computes_the_same_logits(tmp_path):
-    ids = torch.from_numpy(np.load(ASSET / "val_ids.npy")[:64].astype(np.int64))[None]
-    model = AutoModelForCausalLM.from_pretrained(ASSET, quantization_config=QuantizerConfig("int4", symmetric=False))
-    export_compressed_tensors(model, tmp_path / "exported")
-    import_checkpoint(tmp_path / "exported", tmp_path / "out")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=ids).logits, again(input_ids=ids).logits)
 
 
 def change_group(path, part: str, **changes) -> None:

@@ -261,15 +261,6 @@ def test_the_head_trains_in_full_beside_the_adapter(tmp_path):
     assert torch.equal(logits(PeftModel.from_pretrained(quantized("int4"), tmp_path)), logits(model))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_no_gradient(reentrant):
-    base = quantized("int4")
-    expected, model = with_adapter(copy.deepcopy(base)).train(), with_adapter(base).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert worst(gradients(model), gradients(expected)) == 0
-
-
 @pytest.mark.parametrize("scheme", ["int4", "fp8", "nvfp4"])
 def test_prepare_for_kbit_training_leaves_codes_alone(scheme):
     model = quantized(scheme, dtype=torch.bfloat16)

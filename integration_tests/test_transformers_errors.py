@@ -221,11 +221,6 @@ def test_a_plan_that_does_not_fit(damaged):
     assert "the stored plan names lm_head, but the checkpoint has no codes" in load_error(damaged)
 
 
-def test_unknown_fields_in_the_stored_config(damaged):
-    edit_config(damaged, wieghts="int4")
-    assert "did you mean 'weights'?" in load_error(damaged)
-
-
 # The arguments
 
 
@@ -249,21 +244,6 @@ def test_the_same_config_for_a_quantized_checkpoint(config, stored):
 def test_a_config_that_was_resolved_for_another_model(plain, stored):
     config = LLAMA.from_pretrained(stored, dtype="auto").config.quantization_config
     assert "holds the plan of another model" in load_error(plain, quantization_config=config)
-
-
-def test_quantizing_twice(stored):
-    model = LLAMA.from_pretrained(stored, dtype="auto")
-    with pytest.raises(ValueError, match="quantized already .*dequantize_ it first"):
-        quantize_(model, "int4")
-
-
-def test_no_quantizable_layer(tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    LLAMA(config).save_pretrained(tmp_path)
-    message = load_error(tmp_path, quantization_config=QuantizerConfig("int8"))
-    assert "nothing to quantize in LlamaForCausalLM" in message and "fewer than 4096 weights" in message
 
 
 def test_a_pattern_that_matches_nothing(plain):
@@ -365,18 +345,6 @@ def test_without_optional_packages(stored, plain):
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr and "could not register" not in result.stderr
-
-
-def test_pickles_of_quantized_models_are_refused(tmp_path):
-    model = quantize_(build("llama"), "int4")
-    model.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ValueError, match="pytorch_model.bin is no safetensors file but, by its name, a pickle"
-    ) as caught:
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_16_bit_model_of_a_quantized_config_is_told_from_a_missing_shard(stored, tmp_path):

@@ -5,7 +5,6 @@ import os
 import warnings
 from pathlib import Path
 
-import accelerate
 import pytest
 import torch
 import transformers
@@ -188,17 +187,6 @@ def test_automatic_device_map_counts_packed_bytes(llama):
     assert all(p.device.type == "cpu" for p in packed.parameters())
 
 
-@pytest.mark.parametrize("where", ["cpu_offload", "disk_offload"])
-def test_offload_after_loading(where, llama_int4, tmp_path):
-    model, expected = load(llama_int4), load(llama_int4)
-    if where == "cpu_offload":
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    else:
-        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
-    assert all(p.is_meta for p in model.model.layers[1].mlp.up_proj.parameters())
-    assert torch.equal(outputs(model, "llama"), outputs(expected, "llama"))
-
-
 def test_an_offloaded_model_is_not_dequantized(llama_int4, tmp_path):
     model = load(llama_int4, device_map=MAPS["whole layers on disk"], offload_folder=tmp_path)
     with pytest.raises(ValueError, match="offloaded and cannot be dequantized"):
@@ -366,16 +354,6 @@ def test_quantized_dequantized_and_quantized_again(llama, tmp_path):
     assert_same_weights(model, reloaded)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gemma3"])
-def test_tied_head_quantized_in_memory(name, tmp_path):
-    model = quantize_(build(name), QuantizerConfig("int8", modules={"lm_head": "int8"}))
-    model.save_pretrained(tmp_path)
-    reloaded, info = load(tmp_path, cls=type(model), output_loading_info=True)
-    assert not any(info.values())
-    assert_same_weights(model, reloaded)
-    assert torch.equal(outputs(model, name), outputs(reloaded, name))
-
-
 @pytest.mark.parametrize(
     ("name", "pattern", "kind"),
     [
@@ -479,11 +457,6 @@ def test_a_checkpoint_with_a_head_in_the_base_class_and_back(base_and_head, tmp_
     assert all(torch.equal(p, model.get_parameter(n)) for n, p in expected.named_parameters() if "lm_head" not in n)
     model.lm_head.weight.data.copy_(expected.lm_head.weight)
     assert torch.equal(outputs(model, "llama"), outputs(expected, "llama"))
-
-
-def test_auto_classes(llama_int4):
-    model = transformers.AutoModelForCausalLM.from_pretrained(llama_int4)
-    assert type(model) is transformers.LlamaForCausalLM and len(quantized_names(model)) == 14
 
 
 def test_the_checkpoint_itself(llama_int4):

@@ -374,6 +374,9 @@ def test_a_hostile_config_injects_nothing(int4_dir, tmp_path):
     rows = [line for line in outside.splitlines() if line.startswith("|")]
     widths = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
     assert set(widths) <= {4, 5, 6, 7, 3}, widths
+    for origin in ("x" * 5000, "a\0b", "../..", 5):
+        (path / "config.json").write_text(json.dumps({**fields, "_name_or_path": origin}))
+        assert model_card(path).data.base_model is None
 
 
 # Cards that are there already.
@@ -467,6 +470,7 @@ def test_measured_figures_are_shown(int4_dir, tmp_path):
         ({"quality": [{"dataset": "a", "metric": "m", "value": "7"}]}, "needs a number"),
         ({"quality": [{"dataset": "a", "metric": "m", "value": float("nan")}]}, "needs a number"),
         ({"quality": [{"dataset": "a", "metric": "m", "value": True}]}, "needs a number"),
+        ({"quality": [{"dataset": "a", "metric": "m", "value": 10**400}]}, r"quality\[0\].value is .*; needs a number"),
         ({"quality": [{"dataset": " ", "metric": "m", "value": 1}]}, "needs text"),
         ({"speed": {**SPEED, "rows": []}}, "has no rows"),
         ({"speed": {"device": "cpu", "versions": "t", "rows": [{}]}}, r"rows\[0\].name is missing"),
@@ -481,8 +485,9 @@ def test_measured_figures_are_shown(int4_dir, tmp_path):
     ],
 )
 def test_nonsense_is_refused(value, message, int4_dir):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         model_card(int4_dir, value)
+    assert len(str(caught.value)) < 200
 
 
 def test_files_of_measurements(tmp_path):
