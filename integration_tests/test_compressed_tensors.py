@@ -372,23 +372,6 @@ def test_experts_get_the_names_of_the_original_checkpoint(name, config, tmp_path
     assert [key for key in ignored if key.endswith(".gate")] and "lm_head" in ignored
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "reason"),
-    [
-        ("gpt_oss", {"weights": "int4", "group_size": 32}, "experts are transposed or have biases"),
-        ("qwen3_moe", {"weights": "FP8_BLOCK"}, "blocks of 128 rows do not divide the 32 rows of its parts"),
-        ("gpt2", {"weights": "int8"}, "it is a Conv1D; engines read quantized linear layers only"),
-    ],
-)
-def test_other_architectures_are_refused(name, config, reason, tmp_path):
-    architecture = ARCHITECTURES[name]
-    model = getattr(transformers, architecture.model)(architecture.config()).bfloat16()
-    quantize_(model, QuantizerConfig(**config))
-    with pytest.raises(ValueError, match=reason):
-        export_compressed_tensors(model, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_one_shard_at_a_time_and_no_model(llama, tmp_path, monkeypatch):
     model = quantized(llama, weights="int4")
     model.save_pretrained(tmp_path / "ours", max_shard_size="40KB")

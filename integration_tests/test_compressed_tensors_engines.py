@@ -126,6 +126,9 @@ def test_a_quantized_vision_tower_is_mentioned(tmp_path):
         ("qwen3_moe", {"weights": "W8A8", "granularity": "tensor"}, "experts.0.*: engines take 8-bit experts with"),
         ("mamba", {"weights": "W8A16"}, "mixer.in_proj.*: engines compute the mixers of Mamba 1 in 16 bit"),
         ("llama", {"weights": "W8A16", "modules": {"lm_head": "FP8_BLOCK"}}, "cannot split the output head in blocks"),
+        ("gpt_oss", {"weights": "int4", "group_size": 32}, "experts are transposed or have biases"),
+        ("qwen3_moe", {"weights": "FP8_BLOCK"}, "blocks of 128 rows do not divide the 32 rows of its parts"),
+        ("gpt2", {"weights": "int8"}, "it is a Conv1D; engines read quantized linear layers only"),
     ],
 )
 def test_what_engines_cannot_load_is_refused(name, config, reason, tmp_path):

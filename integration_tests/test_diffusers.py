@@ -3,10 +3,6 @@
 import copy
 import json
 import pickle
-import re
-import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -325,40 +321,24 @@ def test_loads_that_are_refused(checkpoints, tmp_path):
         load(source, quantization_config=QuantizerConfig("int4", modules_to_not_convert=["*"]))
 
 
-def damaged(source: Path, path: Path, change: Any) -> Path:
-    """A copy of a single-file checkpoint after `change(tensors)`."""
-    shutil.copytree(source, path)
-    tensors = load_file(path / WEIGHTS)
-    change(tensors)
-    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-    return path
-
-
-def test_damaged_checkpoints_are_named(checkpoints, tmp_path):
-    plain, packed, layer = tmp_path / "plain", tmp_path / "packed", "transformer_blocks.0.attn.to_q"
-    load(checkpoints("flux")).save_pretrained(plain)
-    load(plain, quantization_config=QuantizerConfig("int8")).save_pretrained(packed)
-    config = QuantizerConfig("int8")
-
-    path = damaged(plain, tmp_path / "1", lambda tensors: tensors[f"{layer}.weight"].view(-1)[7].fill_(float("nan")))
-    with pytest.raises(ValueError, match=f"{layer}.weight contains NaN"):
-        load(path, quantization_config=config)
-    path = damaged(plain, tmp_path / "2", lambda tensors: tensors.pop(f"{layer}.weight"))
-    with pytest.raises(ValueError, match=f"no fitting {layer}.weight"):
-        load(path, quantization_config=config)
-    path = damaged(packed, tmp_path / "3", lambda tensors: tensors[f"{layer}.scale"].view(-1)[7].fill_(-1))
-    with pytest.raises(ValueError, match=f"{layer}.scale is corrupt"):
-        load(path)
-    path = damaged(packed, tmp_path / "4", lambda tensors: tensors.pop(f"{layer}.scale"))
-    with pytest.raises(ValueError, match=f"lacks {layer}.scale"):
-        load(path)
-    path = damaged(packed, tmp_path / "5", lambda tensors: tensors.pop(f"{layer}.qdata"))
-    with pytest.raises(ValueError, match=f"names {layer}, but the checkpoint has no codes"):
-        load(path)
-    path = damaged(packed, tmp_path / "6", lambda tensors: None)
-    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-100])
-    with pytest.raises((ValueError, OSError), match=re.escape(str(path / WEIGHTS))):
-        load(path)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, layer: tensors[f"{layer}.scale"].view(-1)[7].fill_(-1), "{layer}.scale is corrupt"),
+        (lambda tensors, layer: tensors.pop(f"{layer}.scale"), "lacks {layer}.scale"),
+        (lambda tensors, layer: tensors.pop(f"{layer}.qdata"), "names {layer}, but the checkpoint has no codes"),
+    ],
+    ids=["scale", "no scale", "no codes"],
+)
+def test_damaged_codes_are_named(tmp_path, change, message):
+    """Damage of any checkpoint, quantized or not, is in test_diffusers_files.py."""
+    layer = "transformer_blocks.0.attn.to_q"
+    quantize_(make_model("flux", torch.bfloat16), "int8").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    change(tensors, layer)
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message.format(layer=layer)):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

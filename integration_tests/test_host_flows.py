@@ -260,8 +260,13 @@ def test_adapters_around_layers_and_norms_in_fp32(scheme):
 
 
 CONVOLUTIONS = QuantizerConfig(None, modules={"0": "int8", "2": "int8"})
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
 LINEAR, CONVOLUTION = ({"target_modules": names, "init_weights": False} for names in (["q_proj", "v_proj"], ["2"]))
 METHODS = {
+    "DoRA": ("LoraConfig", {**TARGETS, "use_dora": True, "init_lora_weights": False}),
+    "OFT": ("OFTConfig", {**LINEAR, "oft_block_size": 16}),
+    "IA3": ("IA3Config", {**TARGETS, "feedforward_modules": [], "init_ia3_weights": False}),
+    "LoKr": ("LoKrConfig", {**LINEAR, "r": 4}),
     "VeRA": ("VeraConfig", {**LINEAR, "r": 4}),
     "RandLoRA": ("RandLoraConfig", {**LINEAR, "r": 4}),
     "MiSS": ("MissConfig", {**LINEAR, "r": 4}),

@@ -391,14 +391,6 @@ def test_what_has_no_cache_is_refused():
         QuantizedCache(build("mamba").config, "int8")
 
 
-def test_capture_generate_with_a_quantized_cache(llama):
-    """Without a GPU nothing is captured, and nothing changes."""
-    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
-    expected = model.generate(ids(), **GREEDY)
-    with hf_quant.capture_generate(model):
-        assert torch.equal(model.generate(ids(), **GREEDY), expected)
-
-
 def test_calls_in_one_expression(tmp_path):
     """`.to` of a model that nothing else holds gives a model with all of its methods; its end frees the memory."""
     hf_quant.quantize_(build("llama"), QuantizerConfig("int8", kv_cache="int4")).save_pretrained(tmp_path)

@@ -267,17 +267,13 @@ def entry(shape: Any, offsets: Any) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is truncated or not a safetensors file: 0 bytes"),
         (b"1234567", "is truncated or not a safetensors file: 7 bytes"),
-        (put_together(b"{}", b"", 2**64 - 1), "a header that claims 18446744073709551615"),
         (put_together(b"{}", b"", 3), "10 bytes, with a header that claims 3"),
-        (put_together(b'{"a":' + ONE + b"}", b""), "is truncated: 0 bytes of tensors, its header promises 1"),
         (put_together(b'{"a":' + DEEP + b"}", b""), "is not JSON: "),
         (put_together(b'{"\xff":1}', b""), "is not JSON: 'utf-8' codec"),
         (put_together('{"a":1}'.encode("utf-16"), b""), "is not JSON"),
         (put_together(b'{"a":' + ONE + b',"a":' + ONE + b"}", b"\0"), "it has the key 'a' twice"),
         (put_together(b'{"a":' + entry([2**62, 4], [0, 1]) + b"}", b"\0"), "takes 18446744073709551616 bytes"),
-        (put_together(b'{"a":' + entry([-1, -1], [0, 1]) + b"}", b"\0"), "its header has {'dtype'"),
         (put_together(b'{"a":' + entry([1], [-1, 0]) + b"}", b"\0"), "its header has {'dtype'"),
         (put_together(b'{"a":' + entry([1], [5, 6]) + b"}", b"\0"), "'a' is said to begin at byte 5, not 0"),
         (put_together(b'{"a":' + ONE + b',"b":' + ONE + b"}", b"\0"), "'b' is said to begin at byte 0, not 1"),

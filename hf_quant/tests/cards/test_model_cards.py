@@ -470,7 +470,7 @@ def test_measured_figures_are_shown(int4_dir, tmp_path):
         ({"quality": [{"dataset": "a", "metric": "m", "value": "7"}]}, "needs a number"),
         ({"quality": [{"dataset": "a", "metric": "m", "value": float("nan")}]}, "needs a number"),
         ({"quality": [{"dataset": "a", "metric": "m", "value": True}]}, "needs a number"),
-        ({"quality": [{"dataset": "a", "metric": "m", "value": 10**400}]}, r"quality\[0\].value is .*; needs a number"),
+        ({"quality": [{"dataset": "a", "metric": "m", "value": 10**400}]}, r"quality\[0\].value is .* needs a number"),
         ({"quality": [{"dataset": " ", "metric": "m", "value": 1}]}, "needs text"),
         ({"speed": {**SPEED, "rows": []}}, "has no rows"),
         ({"speed": {"device": "cpu", "versions": "t", "rows": [{}]}}, r"rows\[0\].name is missing"),

@@ -8,7 +8,7 @@ from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.weight_only.gpu_dequantize import dequantize_gpu
 from hf_quant.kernels.weight_only.op import dequantize_reference
 from hf_quant.scheme import TensorQuant
-from hf_quant.tests.kernels.cases import QUANTS, swap_neighbours
+from hf_quant.tests.kernels.cases import QUANTS, swap_neighbours, with_lowest_codes
 from hf_quant.tests.kernels.interpreter import install
 
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poison_empty")
 def _case(quant, shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight[..., 1, :] = 0
-    packed = quantize_matrix(weight, quant, "absmax")
+    packed = with_lowest_codes(quantize_matrix(weight, quant, "absmax"))
     return packed, {"format": quant.format, "group_size": geometry(quant, *shape[-2:])[1], "K": shape[-1]}
 
 

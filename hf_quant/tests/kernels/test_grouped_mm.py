@@ -7,7 +7,7 @@ from hf_quant.algorithms import quantize_matrix
 from hf_quant.kernels import clear_prepacked, grouped_mm, grouped_mm_backward, prepacked_bytes, quantize_rowwise
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward_reference, grouped_mm_reference
 from hf_quant.scheme import TensorQuant
-from hf_quant.tests.kernels.cases import QUANTS, assert_product, decode_slowly, rejects
+from hf_quant.tests.kernels.cases import QUANTS, assert_product, decode_slowly, rejects, with_lowest_codes
 
 
 pytestmark = pytest.mark.usefixtures("poison_empty", "cpu_kernels")
@@ -18,6 +18,7 @@ M = 90
 
 def experts_case(quant):
     stack = quantize_matrix(torch.randn(E, N, K, generator=torch.Generator().manual_seed(0)), quant, "absmax")
+    with_lowest_codes(stack)
     weights = []
     for e in range(E):
         parts = [part if part is None else part[e] for part in stack]

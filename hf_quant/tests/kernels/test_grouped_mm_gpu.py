@@ -10,7 +10,7 @@ from hf_quant.kernels.grouped_mm.gpu_backward import grouped_mm_backward_gpu
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward_reference, grouped_mm_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.testing import PRODUCT_RMS, assert_close
-from hf_quant.tests.kernels.cases import QUANTS
+from hf_quant.tests.kernels.cases import QUANTS, with_lowest_codes
 from hf_quant.tests.kernels.interpreter import install
 
 
@@ -25,7 +25,7 @@ def _case(quant, counts, *, N=40, K=128, dtype=torch.bfloat16, tail=0):
     x = torch.randn(sum(counts) + tail, K, generator=generator).to(dtype)
     bias = torch.randn(len(counts), N, generator=generator).to(dtype)
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
-    return (x, *quantize_matrix(weight, quant, "absmax"), bias, offsets), {
+    return (x, *with_lowest_codes(quantize_matrix(weight, quant, "absmax")), bias, offsets), {
         "format": quant.format,
         "group_size": geometry(quant, N, K)[1],
     }
