@@ -24,10 +24,11 @@ FEATURES = (
 
 def cpu() -> tuple[str, list[str]]:
     """Return (model, its features that select kernels)."""
-    model, flags = platform.processor() or platform.machine(), []
+    model = platform.processor() or platform.machine()
+    flags: list[str] = []
     info = Path("/proc/cpuinfo")
     if info.is_file():  # Linux leaves platform.processor() empty; elsewhere nothing is known but the architecture
         lines = [line.partition(":") for line in info.read_text().splitlines()]
         model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), model)
-        flags = next((value.split() for key, _, value in lines if key.strip() in ("flags", "Features")), [])
+        flags = next((value.split() for key, _, value in lines if key.strip() in ("flags", "Features")), flags)
     return model, [name for name in FEATURES if name in flags]

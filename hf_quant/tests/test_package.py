@@ -1,6 +1,10 @@
-"""The wheel holds the package without its tests, and the entry points that make it a command and a plugin."""
+"""The wheel holds the package without its tests, and the entry points that make it a command and a plugin.
+
+The list of what `make types` checks names files that exist.
+"""
 
 import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -46,3 +50,10 @@ def test_name_version_and_entry_points(wheel):
     assert dict(entry_points["torch.backends"]) == {"hf_quant": "hf_quant._boot:boot"}
     assert f"\nVersion: {__version__}\n" in wheel.read(f"{info}/METADATA").decode()
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
+
+
+def test_what_make_types_checks_exists():
+    listed = (CHECKOUT / "pyproject.toml").read_text().partition("project-includes = [")[2].partition("]")[0]
+    patterns = re.findall(r'"(.+)"', listed)
+    assert patterns == sorted(patterns) and "hf_quant/__init__.py" in patterns
+    assert [pattern for pattern in patterns if not any(CHECKOUT.glob(pattern))] == []
