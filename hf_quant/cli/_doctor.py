@@ -165,7 +165,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    from hf_quant.kernels.cpu import prepack
+    from hf_quant.kernels import prepack
     from hf_quant.kernels.gpu import launch
 
     path, tables, problem = None, {}, None

@@ -5,7 +5,6 @@ reference = the specification), `cpu.py`, `gpu.py`. The formats of the package a
 adds others.
 """
 
-from hf_quant.kernels.cpu.prepack import clear_prepacked, prepacked_bytes, set_prepack_limit
 from hf_quant.kernels.dispatch import implements_lazily
 from hf_quant.kernels.grouped_mm import cpu as _grouped_mm_cpu  # noqa: F401 - the backends register themselves
 from hf_quant.kernels.grouped_mm.op import grouped_mm, grouped_mm_backward
@@ -15,6 +14,7 @@ from hf_quant.kernels.int8_attention import cpu as _int8_attention_cpu  # noqa: 
 from hf_quant.kernels.int8_attention.op import int8_attention
 from hf_quant.kernels.kv_attention import cpu as _kv_attention_cpu  # noqa: F401
 from hf_quant.kernels.kv_attention.op import kv_append, kv_attention
+from hf_quant.kernels.prepack import clear_prepacked, prepacked_bytes, set_prepack_limit
 from hf_quant.kernels.rowwise import cpu as _rowwise_cpu  # noqa: F401
 from hf_quant.kernels.rowwise.op import (
     act_quantize_rowwise,

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from hf_quant.cli import _doctor, main
-from hf_quant.kernels import native
-from hf_quant.kernels.cpu import prepack
+from hf_quant.kernels import native, prepack
 from hf_quant.kernels.gpu import launch
 from hf_quant.kernels.gpu.launch import Target
 

@@ -1,4 +1,4 @@
-"""Shared by the CPU backends of all ops: decoders, prepacked weights, and the product with a quantized weight."""
+"""Shared by the CPU backends of all ops: decoders, layouts, scratch, and the product with a quantized weight."""
 
 from hf_quant.kernels.cpu.product import ready_product
 

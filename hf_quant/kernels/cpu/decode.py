@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import BLOCK_SIZE, PACK, CodeSpec
-from hf_quant.kernels.cpu.prepack import scratch
+from hf_quant.kernels.cpu.scratch import scratch
 from hf_quant.kernels.weight import Weight
 
 

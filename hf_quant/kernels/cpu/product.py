@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_quant.kernels import native
+from hf_quant.kernels import native, prepack
 from hf_quant.kernels.codes import CODES, PACK
-from hf_quant.kernels.cpu import prepack
 from hf_quant.kernels.cpu.decode import (
     Block,
     doubled_block,

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import torch
 
-from hf_quant.kernels.cpu.prepack import clear_prepacked
+from hf_quant.kernels.prepack import clear_prepacked
 
 
 _INTERFACE = 6  # of the functions' arguments; an extension built from other sources must not be called

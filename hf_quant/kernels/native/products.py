@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hf_quant.kernels import prepack
 from hf_quant.kernels.codes import CodeSpec
-from hf_quant.kernels.cpu import prepack
 from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, knows, weight_arguments
 from hf_quant.kernels.native.extension import active, module, unavailable_reason
 from hf_quant.kernels.weight import Weight

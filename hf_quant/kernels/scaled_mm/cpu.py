@@ -12,9 +12,8 @@ import sys
 import torch
 from torch import Tensor
 
-from hf_quant.kernels import native
+from hf_quant.kernels import native, prepack
 from hf_quant.kernels.codes import CODES, MIN_SHARED_ROWS, row_max
-from hf_quant.kernels.cpu import prepack
 from hf_quant.kernels.cpu.decode import level_block
 from hf_quant.kernels.cpu.layouts import pack_qlinear
 from hf_quant.kernels.cpu.product import (

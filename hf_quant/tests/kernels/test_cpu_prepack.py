@@ -9,9 +9,8 @@ import timeit
 import pytest
 import torch
 
-from hf_quant.kernels import clear_prepacked, prepacked_bytes, set_prepack_limit, weight_only_mm
-from hf_quant.kernels.cpu import prepack
-from hf_quant.kernels.cpu.prepack import scratch
+from hf_quant.kernels import clear_prepacked, prepack, prepacked_bytes, set_prepack_limit, weight_only_mm
+from hf_quant.kernels.cpu.scratch import scratch
 from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import assert_product, decode_slowly, packed_case
 

@@ -1,15 +1,11 @@
-"""Scratch buffers, and the cache of prepacked weights, of the CPU backends.
+"""The cache of prepacked weights of the CPU backends, and of what is found out once about a tensor.
 
-Scratch: a fresh 32 MB temporary costs 13 ms of page faults, the work done in it often less (torch 2.13, glibc). So the
-backends compute in buffers that each thread keeps.
-
-Prepacked weights: some fast kernels want a weight in a layout of their own. That copy belongs to no module: it sits
-in this process-wide cache, keyed by the identity of the weight's memory, and `state_dict`, deepcopy, pickle and
-`.to()` never see it. It costs memory on top of the weight (per weight: 4 bits for int4, int3 and int2; 8 bits for
-int8, fp6, nf4, mxfp4 and nvfp4) and is made at the first use at an M where it pays. Not at the second, which would
-spare one-off calls: then the same model would give other bits at its first call than later, and than when reloaded.
-`set_prepack_limit` bounds the memory, by default to a quarter of the machine's; 0 suits a model whose weights are
-streamed in anew for each forward.
+Some fast kernels want a weight in a layout of their own. That copy belongs to no module: it is in this process-wide
+cache, keyed by the identity of the weight's memory, and `state_dict`, deepcopy, pickle and `.to()` never see it. It
+costs memory on top of the weight (per weight: 4 bits for int4, int3 and int2; 8 bits for int8, fp6, nf4, mxfp4 and
+nvfp4) and is made at the first use at an M where it pays. Not at the second, which would spare one-off calls: then the
+same model would give other bits at its first call than later, and than when reloaded. `set_prepack_limit` bounds the
+memory, by default to a quarter of the machine's; 0 suits a model whose weights are streamed in anew for each forward.
 """
 
 import os
@@ -20,22 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-
-_local = threading.local()
-
-
-def scratch(slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialized contiguous tensor in this thread's buffer `slot`; valid until the slot is asked for again."""
-    buffers = _local.__dict__
-    nbytes = dtype.itemsize
-    for size in shape:
-        nbytes *= size
-    buffer = buffers.get(slot)
-    if buffer is None or buffer.numel() < nbytes:
-        with torch.inference_mode(False):  # or it could never be written outside of inference mode
-            buffer = buffers[slot] = torch.empty(max(nbytes, 1), dtype=torch.uint8)
-    return buffer[:nbytes].view(dtype).view(shape)
 
 
 class _Source:
