@@ -32,8 +32,6 @@ ALLOWED = {"scheme": set(), "_boot": set(), "_version": set(), "kernels": {"torc
 HOSTS_OF_INTEGRATIONS = {"diffusers", "peft"}
 # Inside of a part: rooms that may not import each other.
 APART = {"integrations": ("diffusers", "transformers")}
-# Shared files of kernels/ that still import an op family, with the family. A file that is mended leaves the table.
-SHARED_FILES_WITH_FAMILIES: dict[str, set[str]] = {}
 
 
 def imported_modules(source: str, package: tuple[str, ...], *, depth: int = 1) -> list[tuple[str, ...]]:
@@ -81,10 +79,62 @@ def inner_violations(path: Path, source: str) -> list[str]:
     part, room = path.parts[0], path.parts[1].removesuffix(".py") if len(path.parts) > 1 else "__init__"
     forbidden = {name for name in APART.get(part, ()) if room in APART[part] and name != room}
     if part == "kernels" and room not in families() | {"__init__"}:
-        forbidden = families() - SHARED_FILES_WITH_FAMILIES.get(str(path), set())
+        forbidden = families()
     modules = imported_modules(source, ("hf_quant", *path.parts[:-1]), depth=2)
     targets = {module[2] for module in modules if module[:2] == ("hf_quant", part) and len(module) > 2}
     return [f"{path}: may not import {part}/{name}" for name in sorted(targets & forbidden)]
+
+
+def imports_on_loading(tree: ast.AST) -> list[tuple[str, ...]]:
+    """Every module, or name in a module, that is imported outside of functions and of `if TYPE_CHECKING`."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom):
+            found += [(*(node.module or "").split("."), alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [tuple(alias.name.split(".")) for alias in node.names]
+        elif not isinstance(node, ast.FunctionDef) and not (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        ):
+            found += imports_on_loading(node)
+    return found
+
+
+def circles(sources: dict[tuple[str, ...], str]) -> list[str]:
+    """Modules that import themselves by way of others; `sources` is {module: source}.
+
+    Loading `a.b.c` from outside of `a.b` loads `a.b` first.
+    """
+    reached = {}
+    for module, source in sources.items():
+        targets = set()
+        for name in imports_on_loading(ast.parse(source)):
+            target = name if name in sources else name[:-1]
+            packages = (target[:length] for length in range(2, len(target)))
+            targets |= {target, *(package for package in packages if module[: len(package)] != package)}
+        reached[module] = targets & sources.keys()
+    for step in reached:  # Warshall's transitive closure
+        for targets in reached.values():
+            if step in targets:
+                targets |= reached[step]
+    return sorted(".".join(module) for module, targets in reached.items() if module in targets)
+
+
+def test_no_file_imports_one_that_imports_it():
+    names = [("hf_quant", *path.relative_to(PACKAGE).with_suffix("").parts) for path in FILES]
+    modules = [name[:-1] if name[-1] == "__init__" else name for name in names]
+    assert circles({module: path.read_text() for module, path in zip(modules, FILES)}) == []
+
+
+def test_the_check_of_circles_finds_them():
+    sources = {
+        ("p", "a"): "from p.b.c import f",
+        ("p", "b"): "from p.b.d import g",
+        ("p", "b", "c"): "def f():\n    import p.a",
+        ("p", "b", "d"): "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.a",
+    }
+    assert circles(sources) == []
+    assert circles({**sources, ("p", "b", "d"): "from p import a"}) == ["p.a", "p.b", "p.b.d"]
 
 
 def test_every_part_has_a_layer_and_every_layer_its_parts():
@@ -96,7 +146,6 @@ def test_rooms_inside_of_a_part_stay_apart():
     assert {"grouped_mm", "kv_attention", "rowwise", "weight_only"} <= families()
     for part, rooms in APART.items():
         assert all((PACKAGE / part / room).is_dir() for room in rooms)
-    assert all((PACKAGE / path).is_file() for path in SHARED_FILES_WITH_FAMILIES)
     assert [line for path in FILES for line in inner_violations(path.relative_to(PACKAGE), path.read_text())] == []
 
 
