@@ -92,7 +92,8 @@ def layer_product(
     # Packed codes cannot tell: rows of 161 to 192 take as many words.
     if K != module._weight_shapes["weight"][module._input_dim]:
         module.refuse_width(x)
-    x = autocast(x, device)
+    if torch.is_autocast_enabled(device):
+        x = autocast(x, device)
     scheme = module.scheme
     format, activation = scheme.weight.format, scheme.activation_on(device)
     if not torch.compiler.is_compiling() and is_plain(x) and not needs_grad(x, bias):
@@ -113,10 +114,8 @@ def rows_product(module: "QuantizedModule", codes: Tensor, row_scale: Tensor, dt
 
 
 def autocast(x: Tensor, device_type: str) -> Tensor:
-    """Cast x to the dtype of autocast, if that is on; float64 stays."""
-    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device_type))
-    return x
+    """Cast x to the dtype of autocast; float64 stays."""
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device_type))
 
 
 def _transposed(

@@ -58,7 +58,7 @@ class SharedRows(InputRule):
             return super().product(module, x)
         if x.shape[-1] != module.in_features:
             module.refuse_width(x)
-        values = autocast(x, x.device.type)
+        values = autocast(x, x.device.type) if torch.is_autocast_enabled(x.device.type) else x
         return rows_product(module, *self.group.rows(x, values, activation, self.index), values.dtype)
 
     def leave(self) -> None:
