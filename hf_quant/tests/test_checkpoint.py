@@ -340,16 +340,14 @@ TENSORS = {
     "another format": (edit_plan(format="int3"), r"need \[136, 9\] int32"),
     "another group": (edit_plan(group_size=32), r"0.scale is \[136, 1\] int16; .* need \[136, 3\] int16"),
 }
-NAMES = {
-    "a module of another model": edit_config(
-        plan=[{"scheme": plan(mlp(), "int4").to_list()[0]["scheme"], "modules": ["5"]}],
-        module={"dtypes": {"bfloat16": ["5"]}, "tied": {}},
-    ),
-    "a module without weights": edit_config(
-        plan=[{"scheme": plan(mlp(), "int4").to_list()[0]["scheme"], "modules": ["1"]}],
-        module={"dtypes": {"bfloat16": ["1"]}, "tied": {}},
-    ),
-}
+
+
+def plan_of(name: str):
+    plans = [{"scheme": plan(mlp(), "int4").to_list()[0]["scheme"], "modules": [name]}]
+    return edit_config(plan=plans, module={"dtypes": {"bfloat16": [name]}, "tied": {}})
+
+
+NAMES = {"a module of another model": plan_of("5"), "a module without weights": plan_of("1")}
 
 
 def assert_refused(directory: Path, message: str) -> None:

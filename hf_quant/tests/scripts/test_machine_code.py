@@ -110,32 +110,20 @@ def test_nothing_found_is_an_error():
         parse_gcn_metadata("    .sgpr_count: 3")
 
 
-@pytest.mark.parametrize(
-    "name, bits",
-    [
-        ("LDG.E.128.CONSTANT", 128),
-        ("LDG.E.64", 64),
-        ("LDG.E", 32),
-        ("LDG.E.U8", 8),
-        ("LDG.16", 16),
-        ("LDGSTS.E.BYPASS.128", 128),
-        ("LDG.E.ENL2.256", 256),
-        ("UTMALDG.2D", 128),
-        ("STG.E.128", 128),
-        ("STG.E.U16", 16),
-        ("LDS.128", 0),
-        ("STS.128", 0),
-        ("global_load_dwordx4", 128),
-        ("buffer_load_dwordx2", 64),
-        ("buffer_store_dword", 32),
-        ("global_load_ushort", 16),
-        ("buffer_load_ubyte", 8),
-        ("ds_read_b128", 0),
-        ("s_load_dwordx4", 0),
-    ],
-)
-def test_widths_of_accesses(name, bits):
-    assert access_bits(name) == bits
+WIDTHS = {
+    128: "LDG.E.128.CONSTANT LDGSTS.E.BYPASS.128 UTMALDG.2D STG.E.128 global_load_dwordx4",
+    64: "LDG.E.64 buffer_load_dwordx2",
+    32: "LDG.E buffer_store_dword",
+    16: "LDG.16 STG.E.U16 global_load_ushort",
+    8: "LDG.E.U8 buffer_load_ubyte",
+    256: "LDG.E.ENL2.256",
+    0: "LDS.128 STS.128 ds_read_b128 s_load_dwordx4",
+}
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_widths_of_accesses(bits):
+    assert {name: access_bits(name) for name in WIDTHS[bits].split()} == dict.fromkeys(WIDTHS[bits].split(), bits)
 
 
 def test_resource_usage():

@@ -67,62 +67,44 @@ def probe(name, index):
     return call
 
 
+def tuned(name, index, best, fits=lambda *_: None, check=lambda case, device: None):
+    """(rows, what was said) of tuning with a clock for which `best` is the fastest."""
+    said = []
+    calls = {"make_calls": lambda case, copies, device: [probe(name, index)], "say": said.append}
+    return tune_table(name, Clock(name, index, best), TARGET, fits=fits, check=check, **calls), said
+
+
 @pytest.mark.parametrize("name, index", [("weight_only_mm", 0), ("quantize_rowwise", 3)])
 def test_the_fastest_config_is_found(tuned_file, name, index):
     shipped = SPACES[name].table(TARGET)
     best = list(shipped[index])
     best[2] *= 2
     best[-1 if name == "quantize_rowwise" else 4] *= 2
-    clock, said = Clock(name, index, tuple(best)), []
-    found = tune_table(
-        name,
-        clock,
-        TARGET,
-        fits=lambda *_: None,
-        check=lambda case, device: None,
-        make_calls=lambda case, copies, device: [probe(name, index)],
-        say=said.append,
-    )
+    found, said = tuned(name, index, tuple(best))
     assert found[index] == tuple(best)
     assert [row for i, row in enumerate(found) if i != index] == [r for i, r in enumerate(shipped) if i != index]
     assert any("less time" in line for line in said)
 
 
 def test_a_config_that_does_not_fit_is_not_timed(tuned_file):
-    shipped, said = SPACES["weight_only_mm"].table(TARGET), []
+    shipped = SPACES["weight_only_mm"].table(TARGET)
     best = (*shipped[0][:4], shipped[0][4] * 2, *shipped[0][5:])
 
     def fits(name, target, rows, cases):
         return "spills" if rows[0][4] != shipped[0][4] else None
 
-    clock = Clock("weight_only_mm", 0, best)
-    found = tune_table(
-        "weight_only_mm",
-        clock,
-        TARGET,
-        fits=fits,
-        make_calls=lambda case, copies, device: [probe("weight_only_mm", 0)],
-        say=said.append,
-    )
+    found, said = tuned("weight_only_mm", 0, best, fits=fits)
     assert found == shipped and any("left out: spills" in line for line in said)
 
 
 def test_a_config_with_wrong_results_is_not_kept(tuned_file):
-    shipped, said = SPACES["weight_only_mm"].table(TARGET), []
+    shipped = SPACES["weight_only_mm"].table(TARGET)
     best = (*shipped[0][:2], shipped[0][2] * 2, *shipped[0][3:])
 
     def check(case, device):
         return "RMS error" if config_table("weight_only_mm", {}, TARGET)[0] == best else None
 
-    found = tune_table(
-        "weight_only_mm",
-        Clock("weight_only_mm", 0, best),
-        TARGET,
-        fits=lambda *_: None,
-        check=check,
-        make_calls=lambda case, copies, device: [probe("weight_only_mm", 0)],
-        say=said.append,
-    )
+    found, said = tuned("weight_only_mm", 0, best, check=check)
     assert found == shipped and f"weight_only_mm {best}: left out: RMS error" in said
 
 
