@@ -311,8 +311,9 @@ def test_compiled_blocks(name, sizes):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     blocks = [m for m in model.modules() if type(m).__name__.endswith(("TransformerBlock", "CogVideoXBlock"))]
+    backend = "eager" if len(sizes) > 1 else "aot_eager"  # which takes 40 s more for sizes that are symbols
     for block in blocks:
-        block.compile(fullgraph=True, backend="aot_eager", dynamic=len(sizes) > 1)
+        block.compile(fullgraph=True, backend=backend, dynamic=len(sizes) > 1)
     for size, y in zip(sizes, expected):
         assert torch.equal(run(model, name, size), y)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len({type(block) for block in blocks})

@@ -1,4 +1,4 @@
-"""Every scheme on every architecture of diffusers: quantized on load, saved in shards, reloaded with the same bits."""
+"""Every scheme and architecture of diffusers: quantized on load, saved in shards, reloaded with the same bits."""
 
 import json
 from typing import Any
@@ -54,17 +54,20 @@ def _scheme(fields: dict[str, Any]) -> LinearScheme:
 
 
 def _cases() -> list[Any]:
-    """(architecture, dtype, scheme fields): named schemes everywhere, other granularities on one architecture each."""
+    """(architecture, dtype, scheme fields): four schemes everywhere, the other named ones on three architectures each.
+
+    Other granularities are on one each.
+    """
     named: dict[LinearScheme, tuple[str, dict[str, Any]]] = {}
     for name in (*PRESETS, *FORMATS):
         named.setdefault(_scheme({"weights": name}), (name, {"weights": name}))
     others = [item for item in all_scheme_fields().items() if _scheme(item[1]) not in named]
     names = list(ARCHITECTURES)
-    cases = [(arch, torch.bfloat16, *item) for arch in names for item in named.values()]
-    cases += [(names[i % len(names)], torch.bfloat16, *item) for i, item in enumerate(others)]
     few = [item for item in named.values() if item[0] in ("W8A16", "W8A8", "W8A8_FP8", "W4A16")]
     assert len(few) == 4
-    cases += [(arch, torch.float32, *item) for arch in names for item in few]
+    cases = [(arch, dtype, *item) for arch in names for dtype in (torch.bfloat16, torch.float32) for item in few]
+    others = [item for item in named.values() if item not in few for _ in range(3)] + others
+    cases += [(names[i % len(names)], torch.bfloat16, *item) for i, item in enumerate(others)]
     return [
         pytest.param(arch, dtype, fields, id=f"{arch}-{str(dtype).removeprefix('torch.')}-{label}")
         for arch, dtype, label, fields in cases

@@ -329,7 +329,7 @@ def test_prompts_are_learned(method):
 
 
 def test_adapters_are_combined_mixed_and_swapped(tmp_path):
-    model, reference = models = [adapted(m, **LORA) for m in pair("int4")]
+    model, reference = models = [adapted(m, **LORA) for m in pair("int8")]
     names = ["default", "b"]
     for m in models:
         torch.manual_seed(2)
@@ -342,6 +342,14 @@ def test_adapters_are_combined_mixed_and_swapped(tmp_path):
         expected.append(logits(model))
     mixed = generate(model, IDS[:1].repeat(2, 1), adapter_names=names, num_beams=2)
     assert torch.equal(mixed, torch.stack(tokens)) and not torch.equal(*tokens)
+    with torch.no_grad(), model.disable_adapter():
+        plain = model(IDS).logits
+    with torch.no_grad():
+        beside = model(IDS, adapter_names=["b", "__base__"]).logits
+    assert change(beside[0], expected[1][0]) < 1e-5 and torch.equal(beside[1], plain[1])
+    model.base_model.set_adapter(names)
+    both = logits(model)
+    assert 0 < change(logits(copy.deepcopy(model).merge_and_unload(adapter_names=names)), both) < 0.04
     for how in ("cat", "svd", "ties_svd"):
         for m in models:
             m.add_weighted_adapter(names, [0.7, 0.3], how, combination_type=how, svd_rank=8, density=0.5)
@@ -349,7 +357,7 @@ def test_adapters_are_combined_mixed_and_swapped(tmp_path):
         assert change(logits(model), logits(reference)) < 1e-4 < change(logits(model), expected[0])
     assert peft.get_model_status(model) == peft.get_model_status(reference)
 
-    swapped = peft.PeftModel.from_pretrained(quantized("int4"), tmp_path, low_cpu_mem_usage=True)
+    swapped = peft.PeftModel.from_pretrained(quantized("int8"), tmp_path, low_cpu_mem_usage=True)
     hotswap.prepare_model_for_compiled_hotswap(swapped, target_rank=8)
     torch._dynamo.reset()
     graphs = []

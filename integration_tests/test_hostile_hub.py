@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
 from hf_quant import quantize_
 from hf_quant.cards import find_card
 from hf_quant.checkpoint import inspect_checkpoint, inspect_parts
+from integration_tests.support.hub_server import asked_by_this_process
 from integration_tests.support.tiny_models import build
 
 
@@ -88,19 +88,10 @@ def files(tmp_path_factory) -> dict[str, bytes]:
 @pytest.fixture
 def server(files, monkeypatch) -> Iterator[Server]:
     """A server with the repository me/model, which this process takes for the Hub."""
-    with Server() as server:
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-        monkeypatch.setattr("hf_quant.checkpoint.folder.time.sleep", lambda seconds: None)
-        huggingface_hub.close_session()
+    with Server() as server, asked_by_this_process(f"http://127.0.0.1:{server.server_port}", monkeypatch):
         names = ("config.json", "model.safetensors")
         server.answers = {"/api/models/me/model": listing(*names), **{name: part_of(files[name]) for name in names}}
         yield server
-        huggingface_hub.close_session()
         server.shutdown()
 
 

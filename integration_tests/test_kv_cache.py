@@ -342,29 +342,31 @@ def test_a_static_cache_is_used_again(llama):
     assert int(kept.get_seq_length()) == 31 and model._prepare_cache_for_generation.static is not kept
 
 
-@pytest.mark.parametrize("weights", [None, "int4"])
-def test_the_choice_is_saved_and_comes_back(asset_model_dir, tmp_path, weights):
+def test_the_choice_is_saved_and_comes_back(asset_model_dir, tmp_path):
     """In a new process, the same tokens."""
-    config = QuantizerConfig(weights, kv_cache={"format": "int4", "recent_tokens": 8})
-    model = AutoModelForCausalLM.from_pretrained(asset_model_dir, dtype=torch.float32, quantization_config=config)
     prompt = torch.arange(20, 60)[None]
     options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
-    expected = model.generate(prompt, **options)
-    model.save_pretrained(tmp_path)
+    lines = []
+    for weights in (None, "int4"):
+        config = QuantizerConfig(weights, kv_cache={"format": "int4", "recent_tokens": 8})
+        model = AutoModelForCausalLM.from_pretrained(asset_model_dir, dtype=torch.float32, quantization_config=config)
+        expected = model.generate(prompt, **options)
+        lines.append(f"8 {expected[0].tolist()}")
+        model.save_pretrained(tmp_path / str(weights))
     code = (
         "import torch, sys\n"
         "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)\n"
-        f"out = model.generate(torch.arange(20, 60)[None], return_dict_in_generate=True, **{options})\n"
-        "print(out.past_key_values.kv_cache.recent_tokens, out.sequences[0].tolist())\n"
+        "for path in sys.argv[1:]:\n"
+        "    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)\n"
+        f"    out = model.generate(torch.arange(20, 60)[None], return_dict_in_generate=True, **{options})\n"
+        "    print(out.past_key_values.kv_cache.recent_tokens, out.sequences[0].tolist())\n"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True, env=os.environ
-    ).stdout
-    assert printed.strip() == f"8 {expected[0].tolist()}"
+    command = [sys.executable, "-c", code, str(tmp_path / "None"), str(tmp_path / "int4")]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout
+    assert printed.splitlines() == lines
     # Another format at load time; what the checkpoint holds of weights is as it was.
     other = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, quantization_config=QuantizerConfig(None, kv_cache="int8")
+        tmp_path / "int4", dtype=torch.float32, quantization_config=QuantizerConfig(None, kv_cache="int8")
     )
     cache = other.generate(prompt, return_dict_in_generate=True, **options).past_key_values
     assert cache.kv_cache == KVCacheConfig("int8")
@@ -372,7 +374,7 @@ def test_the_choice_is_saved_and_comes_back(asset_model_dir, tmp_path, weights):
     assert all(torch.equal(m.generate(prompt, **options), expected) for m in copies)
     model.dequantize()
     assert type(model.generate(prompt, return_dict_in_generate=True, **options).past_key_values) is DynamicCache
-    headless = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    headless = transformers.AutoModel.from_pretrained(tmp_path / "int4", dtype=torch.float32)
     assert headless(prompt).last_hidden_state.isfinite().all()
 
 

@@ -126,23 +126,6 @@ def test_pushed_models_of_transformers(hub, tmp_path):
     assert own.data.tags[0] == "mine" and {"hf_quant", "int4"} <= set(own.data.tags)
 
 
-def test_pushes_of_the_command_line(hub, tmp_path):
-    build("llama").save_pretrained(tmp_path / "model")
-    hub.add("me/model", {**files_of(tmp_path / "model"), "README.md": BASE_CARD.encode()})
-    hub.add("me/own", {"README.md": USER_CARD.encode()})
-    broken = b"---\na: [\n---\n# Broken\n"
-    hub.add("me/broken", {"README.md": broken})
-    code = "from hf_quant.cli import main\nfor name in ('new', 'own', 'broken'):\n    assert main(['quantize', "
-    run(code + "'me/model', name, '--weights', 'int4', '--push', f'me/{name}']) == 0\n", hub, tmp_path)
-    new, own = card_of(hub, "me/new"), card_of(hub, "me/own")
-    assert (new.data.base_model, new.data.license_name) == (["me/model"], "tiny-license")
-    assert "hf-quant quantize me/model OUT --weights int4" in new.text
-    assert own.text == ModelCard(USER_CARD).text
-    assert (own.data.license, own.data.base_model) == ("mit", ["me/model"])
-    assert hub.files("me/broken")["README.md"] == broken
-    assert all("model.safetensors" in hub.files(f"me/{name}") for name in ("new", "own", "broken"))
-
-
 PUSH_PIPELINES = """
 import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel, PipelineQuantizationConfig

@@ -256,24 +256,6 @@ def test_prepare_for_kbit_training_leaves_codes_alone(scheme):
     assert all(torch.isfinite(p).all() for p in model.parameters() if p.requires_grad)
 
 
-def test_several_adapters():
-    model = with_adapter(quantized("int8"), target_modules=["q_proj", "up_proj"])
-    first = logits(model)
-    torch.manual_seed(2)
-    model.add_adapter("second", LoraConfig(target_modules=["v_proj", "up_proj"], r=2, init_lora_weights=False))
-    model.set_adapter("second")
-    second = logits(model)
-    model.set_adapter("default")
-    assert torch.equal(logits(model), first) and change(second, first) > 0.05
-    with torch.no_grad():
-        mixed = model.eval()(IDS, adapter_names=["default", "__base__"]).logits
-    assert change(mixed[:1], first[:1]) < 1e-5
-    model.base_model.set_adapter(["default", "second"])
-    both = logits(model)
-    merged = model.merge_and_unload(adapter_names=["default", "second"])
-    assert 0 < change(logits(merged), both) < 0.04
-
-
 def test_adapters_of_the_model_itself(tmp_path):
     model = quantized("int4")
     base = logits(model)

@@ -1,16 +1,17 @@
 """`hf-quant quantize --push`: what is wrong is said before the work, and what was there before is not mixed in."""
 
-import contextlib
 import json
 import subprocess
 import sys
 
 import pytest
+from huggingface_hub import ModelCard, constants
 
+from hf_quant.cli import main
 from integration_tests.support.hub_records import Fault
 from integration_tests.support.hub_server import Hub
 from integration_tests.support.tiny_models import build
-from integration_tests.test_model_cards import files_of
+from integration_tests.test_model_cards import BASE_CARD, USER_CARD, card_of, files_of
 
 
 # Runs the commands of each line, [directory, {variable: value}, [arguments]]; prints [(exit status, stdout, stderr)].
@@ -38,14 +39,14 @@ def hub(tmp_path_factory):
     directory = tmp_path_factory.mktemp("base")
     build("llama").save_pretrained(directory)
     with Hub() as server:
-        server.add("me/base", files_of(directory))
+        server.add("me/base", {**files_of(directory), "README.md": BASE_CARD.encode()})
         yield server
 
 
-@contextlib.contextmanager
-def command_line(hub, home, **environment):
-    """Yields a function that runs commands, all in one process: to start one takes longer than most commands."""
-    options = {"env": hub.environment(home, **environment), "text": True}
+@pytest.fixture(scope="module")
+def run(hub, tmp_path_factory):
+    """A function that runs commands, all in one process: to start one takes longer than most commands."""
+    options = {"env": hub.environment(tmp_path_factory.mktemp("home")), "text": True}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", SERVANT], **options, **pipes) as process:
 
@@ -56,12 +57,6 @@ def command_line(hub, home, **environment):
 
         yield run
         process.stdin.close()
-
-
-@pytest.fixture(scope="module")
-def run(hub, tmp_path_factory):
-    with command_line(hub, tmp_path_factory.mktemp("home")) as function:
-        yield function
 
 
 def old_repository(hub, name):
@@ -122,7 +117,22 @@ def test_a_card_that_somebody_has_written_into_out_is_uploaded(hub, run, tmp_pat
     )
 
 
-def test_what_is_wrong_is_said_before_the_work(hub, run, tmp_path):
+def test_cards_of_the_repository_and_of_the_base(hub, run, tmp_path):
+    broken = b"---\na: [\n---\n# Broken\n"
+    hub.add("me/own", {"README.md": USER_CARD.encode()})
+    hub.add("me/broken", {"README.md": broken})
+    commands = (f"quantize me/base {name} --weights int4 --push me/{name}" for name in ("new", "own", "broken"))
+    assert [status for status, _, _ in run(tmp_path, *commands)] == [0, 0, 0]
+    new, own = card_of(hub, "me/new"), card_of(hub, "me/own")
+    assert (new.data.base_model, new.data.license_name) == (["me/base"], "tiny-license")
+    assert "hf-quant quantize me/base OUT --weights int4" in new.text
+    assert own.text == ModelCard(USER_CARD).text
+    assert (own.data.license, own.data.base_model) == ("mit", ["me/base"])
+    assert hub.files("me/broken")["README.md"] == broken
+    assert all("model.safetensors" in hub.files(f"me/{name}") for name in ("new", "own", "broken"))
+
+
+def test_what_is_wrong_is_said_before_the_work(hub, run, tmp_path, monkeypatch, capsys):
     old_repository(hub, "me/old-3")
     hub.add("other/theirs", {"README.md": b"# Theirs\n"})
     pushes = ("other/x", "other/theirs", "a/b/c", "me/old-3 --private")
@@ -135,8 +145,9 @@ def test_what_is_wrong_is_said_before_the_work(hub, run, tmp_path):
     )
     (nobody,) = run(tmp_path, "quantize me/base out --push me/nobody", token="")
     build("llama").save_pretrained(tmp_path / "base")
-    with command_line(hub, tmp_path / "home", HF_HUB_OFFLINE="1") as run_offline:
-        (offline,) = run_offline(tmp_path, "quantize base out --push me/nobody")
+    capsys.readouterr()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # in this process
+    offline = main(["quantize", f"{tmp_path}/base", f"{tmp_path}/out", "--push", "me/nobody"]), *capsys.readouterr()
     expected += ("--push me/nobody: log in with `hf auth login`, or set HF_TOKEN", "HF_HUB_OFFLINE is set; unset it")
     for (status, _, error), part in zip([*results, nobody, offline], expected, strict=True):
         assert status == 2 and error.count("\n") == 1 and part in error

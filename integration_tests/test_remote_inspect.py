@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -16,7 +15,7 @@ from hf_quant.config import QuantizerConfig
 from hf_quant.planning import schemes_to_list
 from hf_quant.resolve import resolve_scheme
 from integration_tests.support.hub_records import Content, Fault, Sparse
-from integration_tests.support.hub_server import Hub
+from integration_tests.support.hub_server import Hub, asked_by_this_process
 from integration_tests.support.tiny_models import build
 
 
@@ -25,15 +24,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub that this process asks: `inspect` reads the endpoint at each call."""
-    with Hub() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-        monkeypatch.setattr("hf_quant.checkpoint.folder.time.sleep", lambda seconds: None)
-        huggingface_hub.close_session()
+    with Hub() as server, asked_by_this_process(server.url, monkeypatch):
         yield server
-        huggingface_hub.close_session()
 
 
 def files_of(directory: Path) -> dict[str, Content]:

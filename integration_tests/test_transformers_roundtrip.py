@@ -35,12 +35,12 @@ BOUNDS = {
     "int2": (-4, 20),
 }
 FEW = ("int8", "int4", "W4A8")
-# Every format on eight architectures, three on the others; each list shares two processes.
+# Every format with each kind of layer (linear, Conv1D, experts), three on the other architectures; each list shares
+# two processes.
 GROUPS = [
-    {"llama": BOUNDS, "llama_tied": FEW, "llama_classifier": FEW, "gemma3": FEW, "phi3": FEW, "gpt2": BOUNDS},
-    {"qwen3_moe": BOUNDS, "mixtral": FEW, "gpt_oss": BOUNDS, "mamba": FEW},
-    {"bert": BOUNDS, "t5": BOUNDS, "nomic_bert": FEW},
-    {"whisper": BOUNDS, "vit": FEW, "llava": BOUNDS, "qwen2_vl": FEW},
+    dict.fromkeys(("llama_tied", "llama_classifier", "gemma3", "phi3", "bert", "nomic_bert", "vit", "mamba"), FEW),
+    {"llama": BOUNDS, "gpt2": BOUNDS, "t5": FEW, "whisper": FEW},
+    {"qwen3_moe": BOUNDS, "mixtral": FEW, "gpt_oss": FEW, "llava": FEW, "qwen2_vl": FEW},
 ]
 RELOAD = """
 import json, os, sys

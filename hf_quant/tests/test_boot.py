@@ -1,7 +1,7 @@
 """The start-up hook, in fresh processes: hosts get the adapter in every order of imports, and are never harmed by it.
 
-The last tests run against the real adapters; the others against a copy of the package that consists of the real
-`__init__`, `_boot` and `_version` and of adapters that only note their call.
+The last tests run against the real adapters and hosts; the others against a copy of the package that consists of the
+real `__init__`, `_boot` and `_version` and of adapters that only note their call, and against a host of three files.
 """
 
 import os
@@ -40,6 +40,10 @@ def stub_install(tmp_path: Path) -> Path:
         (package / "integrations" / host).mkdir()
         (package / "integrations" / host / "__init__.py").touch()
         (package / "integrations" / host / "quantizer.py").write_text(ADAPTER.format(host=host))
+    (tmp_path / "transformers" / "quantizers").mkdir(parents=True)
+    (tmp_path / "transformers" / "__init__.py").write_text("import torch\n")
+    (tmp_path / "transformers" / "quantizers" / "__init__.py").touch()
+    (tmp_path / "transformers" / "quantizers" / "auto.py").write_text("AUTO_QUANTIZER_MAPPING = {}\n")
     write_entry_point(tmp_path)
     return tmp_path
 
@@ -179,9 +183,19 @@ print(min(seconds[1:]))
 @pytest.mark.parametrize(
     "imports",
     [
-        "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained",
         "import transformers.quantizers.auto, hf_quant",  # the host itself imports torch, half way
-        "from hf_quant import QuantizerConfig; import transformers.quantizers.auto",
+        "import hf_quant, transformers.quantizers.auto",
+        "import torch, transformers.quantizers.auto",
+    ],
+)
+def test_the_adapter_is_registered_in_every_order_of_imports(stub_install, imports):
+    assert_clean(run(f"{imports}\nassert {TRANSFORMERS_KNOWS}", stub_install))
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained",
         "import hf_quant.integrations.transformers",  # the adapter imports the host
         'import torch; torch.set_default_device("meta"); import transformers.quantizers.auto',
     ],

@@ -214,9 +214,9 @@ def test_what_cannot_be_written_is_said_before_the_work(llama_dir, tmp_path, cap
 
 def test_of_commands_that_write_the_same_out_one_succeeds(llama_dir, tmp_path):
     command = [sys.executable, "-m", "hf_quant.cli", "quantize", str(llama_dir), "out"]
-    runs = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [run.communicate(timeout=200)[1] for run in runs]
-    assert sorted(run.returncode for run in runs) == [0, 2, 2]
+    assert sorted(run.returncode for run in runs) == [0, 2]
     for run, error in zip(runs, errors):
         found = "is being written by another process" in error or "is not empty; --force" in error
         assert found == bool(run.returncode) and error.count("\n") == found, error

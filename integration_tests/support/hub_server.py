@@ -11,11 +11,16 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
 
 from integration_tests.support.hub_records import (
     EMPTY_COMMIT,
@@ -434,3 +439,17 @@ _ROUTES: list[tuple[tuple[str, ...], str, Callable]] = [
     (("GET", "HEAD"), rf"/cdn/{_NAME}/(?P<revision>[^/]+)/(?P<path>.+)", _Handler._cdn),
     (("GET", "HEAD"), rf"/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler._resolve),
 ]
+
+
+@contextmanager
+def asked_by_this_process(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Point `inspect` and downloads of this process at a server: both read the endpoint at each call."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    monkeypatch.setattr("hf_quant.checkpoint.folder.time.sleep", lambda seconds: None)
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()
