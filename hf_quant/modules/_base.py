@@ -248,8 +248,8 @@ class QuantizedModule(nn.Module):
         """
         if self.shares_codes:
             raise ValueError(
-                f"the codes of this {type(self).__name__} are those of a tied module, too: a new weight would change "
-                "both. Keep the adapter unmerged, or dequantize_ the model first"
+                f"this {type(self).__name__} shares its codes with a tied module: a new weight would change both. "
+                "Keep the adapter unmerged, or dequantize_ the model first"
             )
         if self.is_sharded:
             raise ValueError(f"this {type(self).__name__} is sharded: replace its weight (or merge) in one process")

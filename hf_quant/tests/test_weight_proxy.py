@@ -260,7 +260,7 @@ def test_assigning_the_proxy_ties():
     head.weight = embed.weight
     assert head.qdata is embed.qdata and head.scale is embed.scale
     assert_close(head(torch.eye(64)) - head.bias, embed(torch.arange(96)).t(), rms=1e-4)
-    with pytest.raises(ValueError, match="those of a tied module, too"):
+    with pytest.raises(ValueError, match="shares its codes with a tied module"):
         embed.weight = noise(96, 64)
     head.weight = head.weight  # its own: nothing happens
     assert head.qdata is embed.qdata

@@ -28,8 +28,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, value_format: st
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] or k.shape[2] == 0:
         raise ValueError(
-            f"q has {q.shape[1]} heads, k has {k.shape[1]} heads of {k.shape[2]} keys; the heads of k must divide "
-            "those of q, and there must be a key"
+            f"q has {q.shape[1]} heads, k has {k.shape[1]} heads of {k.shape[2]} keys; q needs a multiple of the "
+            "heads of k, and k at least one key"
         )
     if scale is not None and not scale > 0:
         raise ValueError(f"scale is {scale}; must be above 0, or None for 1 / sqrt(D)")

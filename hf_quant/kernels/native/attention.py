@@ -21,7 +21,7 @@ def attention_unsupported_reason(
     if group_size % UNIT:
         return f"groups of {group_size} are no multiple of {UNIT}"
     if scale_dtype is not None and scale_dtype not in DTYPES:
-        return f"scales of {scale_dtype}"
+        return f"scales of {scale_dtype}, which the extension does not know"
     most = module.max_head_dim()
     return f"heads of {D} channels; at most {most}" if D > most else None
 
@@ -87,7 +87,7 @@ def append_unsupported_reason(dtype: torch.dtype, D: int, scale_dtype: torch.dty
     if dtype not in INPUTS:
         return f"only bf16, fp16 and fp32 input, not {dtype}"
     if scale_dtype is not None and scale_dtype not in INPUTS:
-        return f"scales of {scale_dtype}"
+        return f"scales of {scale_dtype}, which the extension does not know"
     most = module.max_head_dim()
     return f"heads of {D} channels; at most {most}" if D > most else None
 

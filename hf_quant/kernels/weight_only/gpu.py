@@ -158,7 +158,7 @@ def supports_fused(problem: Problem) -> str | None:
     if not HAS_TRITON:
         return "triton is not installed"
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"{problem.dtype} activations: their products are the vendor's"
+        return f"{problem.dtype} activations: the vendor's GEMM computes their products"
     spec = CODES[problem.format]
     if (reason := undecodable_reason(spec)) is not None:
         return reason

@@ -311,7 +311,7 @@ def rows_unsupported_reason(scheme: LinearScheme, shapes: Sequence[tuple[int, ..
     if quant.granularity == "tensor":
         return "their scales are of whole tensors"
     if quant.granularity == "block" and any(N % BLOCK_SIZE for N, _ in shapes[:-1]):
-        return f"their scales are of blocks of {BLOCK_SIZE} rows, which their out_features are no multiples of"
+        return f"their scales are of blocks of {BLOCK_SIZE} rows, and out_features is not a multiple of {BLOCK_SIZE}"
     for shape in shapes[:-1]:
         packed = empty_packed(shape, quant, "meta")
         if packed.global_scale is not None:
@@ -330,7 +330,7 @@ def unsupported_reason(modules: Sequence[PackedLinear]) -> str | None:
         if any(hasattr(p, "full_tensor") for p in parameters):
             return "they are sharded (tensor parallelism or FSDP)"
         if module.shares_codes:
-            return "their codes are tied to those of other layers"
+            return "their codes are tied to other layers"
         if "forward" in module.__dict__:
             return "a host has hooked their forward (offloading)"
         if any(p.device.type == "cpu" and p.is_shared() for p in parameters):

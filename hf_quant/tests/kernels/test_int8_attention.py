@@ -109,7 +109,7 @@ def test_wrong_arguments_are_refused():
         ((q[0], k, v), {}, "needs"),
         ((q, k, v[..., :8]), {}, "1, 2, 8, 8"),
         ((q[:, :3], k, v), {}, "q has 3 heads, k has 2"),
-        ((q, k[:, :, :0], v[:, :, :0]), {}, "there must be a key"),
+        ((q, k[:, :, :0], v[:, :, :0]), {}, "at least one key"),
         ((q, k, v), {"scale": 0.0}, "above 0"),
         ((q, k, v), {"value_format": "int8"}, "allowed: None"),
     ):
