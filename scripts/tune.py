@@ -290,8 +290,7 @@ SPACES = {
 @contextmanager
 def table_in_use(name: str, target: Target, rows: Sequence[Row]) -> Iterator[None]:
     """Launches take `rows` for the table `name`."""
-    launch.reload_tables()
-    launch._tables[name, target] = rows
+    launch.use_table(name, target, rows)
     try:
         yield
     finally:

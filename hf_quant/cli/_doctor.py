@@ -171,7 +171,7 @@ def _settings() -> dict[str, Any]:
     path, tables, problem = None, {}, None
     try:
         path = str(launch.tuned_path())
-        tables = {target: list(found) for target, found in launch._tuned().items()}
+        tables = {target: list(found) for target, found in launch.tuned_tables().items()}
     except ValueError as error:  # no home directory, or a damaged file
         problem = str(error)
     return {

@@ -57,7 +57,7 @@ class GraphTimer:
 
     def __call__(self, variants: dict[str, Calls], *, rounds: int = 9) -> dict[str, float]:
         # Counters of captured launches are never given back; when they are used up, each launch clears fresh ones.
-        launch._pools.clear()
+        launch.forget_counters()
         replays, counts = {}, {}
         for name, calls in variants.items():
             replays[name], counts[name] = self._capture(calls)

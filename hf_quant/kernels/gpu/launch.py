@@ -242,7 +242,7 @@ class _CounterPool:
         self.by_stream: dict[int, Tensor] = {}
 
     def take(self, count: int) -> Tensor | None:
-        """Counters that nobody has; None if too few are left. Under `_pools_lock`."""
+        """Return unused counters, None if too few are left. The caller holds `_pools_lock`."""
         if self.taken + count > _COUNTERS:
             return None
         self.taken += count
@@ -281,6 +281,11 @@ def _take(count: int, device: torch.device, stream: int | None) -> Tensor | None
     return pool.by_stream[stream]
 
 
+def forget_counters() -> None:
+    """Drop all pools of counters, also the slices of captured graphs: no such graph may be replayed afterwards."""
+    _pools.clear()
+
+
 # Tuned tables: `scripts/tune.py` writes them, nothing tunes at call time.
 TUNED_FILE = "HF_QUANT_TUNED"  # environment variable: path of a table that replaces shipped ones
 
@@ -307,7 +312,7 @@ _tables: dict[tuple[str, Target], Sequence[tuple[int, ...]]] = {}
 _CATCH_ALL = 2**30  # a size that serves every larger one, too
 
 
-def _tuned() -> dict[str, dict[str, list[list[int]]]]:
+def tuned_tables() -> dict[str, dict[str, list[list[int]]]]:
     """{target: {table: rows}} of the user's file, {} if none can be read. Raises ValueError if it is damaged."""
     path = _tuned_path()
     if path is None or not os.path.isfile(path) or not os.access(path, os.R_OK):
@@ -344,12 +349,18 @@ def config_table(
     """
     table = _tables.get((name, target))
     if table is None:
-        table, found = shipped[target.table], _tuned().get(target.name, {}).get(name)
+        table, found = shipped[target.table], tuned_tables().get(target.name, {}).get(name)
         if found is not None:
             _check_rows(name, found, table)
             table = [tuple(row) for row in found]
         _tables[name, target] = table
     return table
+
+
+def use_table(name: str, target: Target, rows: Sequence[tuple[int, ...]]) -> None:
+    """Use `rows` as the config table `name` of a target until `reload_tables`, whatever the user's file has."""
+    reload_tables()
+    _tables[name, target] = rows
 
 
 def reload_tables() -> None:
