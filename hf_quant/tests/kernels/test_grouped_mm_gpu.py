@@ -65,8 +65,9 @@ def test_strides_of_offsets_and_codes_at_odd_addresses():
 
 @pytest.mark.parametrize("activation", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
-def test_quantized_activations(activation, target):
-    args, kwargs = _case(INT4, [2, 0, 3])
+@pytest.mark.parametrize("quant", [INT4, *(QUANTS[i] for i in (0, 6, 14, 21))], ids=str)
+def test_quantized_activations(quant, activation, target):
+    args, kwargs = _case(quant, [2, 0, 3])
     with pretend(TARGETS[target]):
         _check(args, kwargs, activation)
 
