@@ -41,9 +41,9 @@ def stub_install(tmp_path: Path) -> Path:
         (package / "integrations" / host / "__init__.py").touch()
         (package / "integrations" / host / "quantizer.py").write_text(ADAPTER.format(host=host))
     (tmp_path / "transformers" / "quantizers").mkdir(parents=True)
-    (tmp_path / "transformers" / "__init__.py").write_text("import torch\n")
+    (tmp_path / "transformers" / "__init__.py").touch()
     (tmp_path / "transformers" / "quantizers" / "__init__.py").touch()
-    (tmp_path / "transformers" / "quantizers" / "auto.py").write_text("AUTO_QUANTIZER_MAPPING = {}\n")
+    (tmp_path / "transformers" / "quantizers" / "auto.py").write_text("import torch\nAUTO_QUANTIZER_MAPPING = {}\n")
     write_entry_point(tmp_path)
     return tmp_path
 
