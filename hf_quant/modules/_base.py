@@ -354,6 +354,7 @@ def derive_class(
     return _CLASSES[host_class]
 
 
+# Pickles of whole models hold the names of this function and of this file: both stay as they are.
 def _rebuild(host_class: type[nn.Module], base: type[QuantizedModule]) -> QuantizedModule:
     """Unpickle: an instance of the quantized counterpart, which another process may not have derived yet."""
     module = host_class.__new__(host_class)
