@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_quant import QuantizerConfig, fuse_projections_, quantize_
 from hf_quant.modules import QuantizedModule, QuantLinear
-from hf_quant.testing import assert_sqnr, sqnr
+from hf_quant.testing import assert_sqnr
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
@@ -163,7 +163,7 @@ def test_lora_of_other_widths(tmp_path, caplog):
 
 # {weights: SQNR in dB of the quantized model with an adapter, to the same in fp32; of fused to not fused}: fusing
 # rounds the sum of weight and adapter to the grid of the weight.
-LORA_BOUNDS = {"int8": ((26, 65), (30, 70)), "W8A8": ((26, 52), (26, 65)), "int4": ((10, 32), (12, 40))}
+LORA_BOUNDS = {"int8": ((26, 65), (30, 70)), "W8A8": ((26, 52), (26, 65)), "int4": ((10, 32), (20, 40))}
 
 
 @pytest.mark.parametrize(("name", "weights"), [*((n, "int8") for n in PIPELINES), ("flux", "W8A8"), ("flux", "int4")])
@@ -204,9 +204,7 @@ def test_every_loader(tmp_path, name, weights):
     pipe.load_lora_weights(adapter_for(name))
     pipe.fuse_lora(components=[PIPELINES[name][1]], safe_fusing=True)
     pipe.unload_lora_weights()
-    fused = run(model, name)
-    assert_sqnr(fused, outputs["loaded"], at_least=to_unfused[0], at_most=to_unfused[1])
-    assert sqnr(fused, outputs["loaded"]) > sqnr(base, outputs["loaded"]) + 3
+    assert_sqnr(run(model, name), outputs["loaded"], at_least=to_unfused[0], at_most=to_unfused[1])
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert_same_bytes(again.state_dict(), model.state_dict())
