@@ -66,15 +66,9 @@ def find_card(name: str | Path, *, token: str | bool | None = None) -> ModelCard
 
     Raises NotOnHub if the Hub says that it has no such repository.
     """
-    path = _find_card_file(name, token=token)
-    return None if path is None else read_card(path)
-
-
-def _find_card_file(name: str | Path, *, token: str | bool | None = None) -> Path | None:
-    """Return the file of `find_card`."""
     if is_directory(name):
         path = Path(name) / CARD
-        return path if path.is_file() else None
+        return read_card(path) if path.is_file() else None
     if not is_hub_id(str(name)):
         return None
     try:
@@ -82,13 +76,14 @@ def _find_card_file(name: str | Path, *, token: str | bool | None = None) -> Pat
             size = get_hf_file_metadata(hf_hub_url(str(name), CARD), token=token).size
             if size is not None and size > MAX_CARD_BYTES:  # before any of it is fetched
                 return None
-        return Path(hf_hub_download(str(name), CARD, token=token))
+        path = Path(hf_hub_download(str(name), CARD, token=token))
     except GatedRepoError:
         return None
     except RepositoryNotFoundError as error:
         raise NotOnHub(str(error)) from None
     except (EntryNotFoundError, HTTPError, OSError, UnicodeError):  # no card, offline, or forbidden
         return None
+    return read_card(path)
 
 
 def read_card(path: Path) -> ModelCard | None:

@@ -77,22 +77,20 @@ def content(
     made, unknown = reproduce(source, base), not_recorded(source, base)
     language, again = made if export is None else serving.reproduce(made, export)
     commands = dict.fromkeys(row.command for row in measurements.quality if row.command is not None)
+    package = "'hf-quant[diffusers]'" if source.library == "diffusers" else "hf-quant"
+    versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     values = {
         "title": plain(title) if title is not None else _title(source, repo_id, base, export),
         "summary": _summary(source, bases, export),
         "serve": None,
         "served": None,
         "container": Markdown(f"checkpoint format {source.parts[0].config.format_version}"),
-        "install": Markdown(
-            "pip install 'hf-quant[diffusers]'" if source.library == "diffusers" else "pip install hf-quant"
-        ),
+        "install": Markdown(f"pip install {package}"),
         "usage": Markdown(usage(source, repo_id, base, task)),
         "trust": source.auto_class is not None,
         "parts": [_part(part, export) for part in source.parts],
         "others": Markdown(", ".join(f"{code(name)} ({size(n)})" for name, n in source.others.items())),
-        "versions": Markdown(
-            ", ".join(f"{name} {version}" for name, version in source.versions.items()) or "hf_quant"
-        ),
+        "versions": Markdown(versions or "hf_quant"),
         "dtype": Markdown(" and ".join(sorted({str(part.dtype).removeprefix("torch.") for part in source.parts}))),
         "before": size(source.nbytes_before),
         "after": size(source.nbytes),

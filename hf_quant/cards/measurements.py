@@ -75,16 +75,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The measured figures of one checkpoint.
-
-    Attributes:
-        bits_per_weight: true bits of the measured model; a card of another checkpoint refuses the figures.
-    """
+    """The measured figures of one checkpoint."""
 
     quality: tuple[Quality, ...] = ()
     speed: tuple[Speed, ...] = ()
     memory: tuple[Memory, ...] = ()
-    bits_per_weight: float | None = None
+    bits_per_weight: float | None = None  # true bits; a card of another checkpoint refuses the figures
 
     @classmethod
     def from_dict(cls, value: Any, where: str = "measurements") -> "Measurements":
@@ -97,13 +93,10 @@ class Measurements:
         speed = []
         for number, entry in enumerate(_entries(value.get("speed"), f"{where}.speed")):
             at = f"{where}.speed[{number}]"
-            rows = [
-                _record(SpeedRow, row, f"{at}.rows[{i}]")
-                for i, row in enumerate(_entries(entry.get("rows"), f"{at}.rows"))
-            ]
+            rows = _records(SpeedRow, entry.get("rows"), f"{at}.rows")
             if not rows:
                 raise ValueError(f"{at} has no rows")
-            speed.append(_record(Speed, {**entry, "rows": tuple(rows)}, at))
+            speed.append(_record(Speed, {**entry, "rows": rows}, at))
         bits = value.get("bits_per_weight")
         return cls(
             _records(Quality, value.get("quality"), f"{where}.quality"),
@@ -114,7 +107,8 @@ class Measurements:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-native fields, without those that are None."""
-        return _without_none(json.loads(json.dumps(asdict(self))))
+        given = asdict(self, dict_factory=lambda items: {name: value for name, value in items if value is not None})
+        return json.loads(json.dumps(given))
 
     def __bool__(self) -> bool:
         return bool(self.quality or self.speed or self.memory)
@@ -186,9 +180,3 @@ def _number(value: Any, where: str, *, positive: bool) -> float:
     if positive and value <= 0:
         raise ValueError(f"{where} is {value!r}; needs a number above 0")
     return value
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value

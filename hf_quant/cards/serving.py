@@ -26,17 +26,11 @@ _SERVED = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForS
 
 
 class Export(NamedTuple):
-    """The format and the readers of an exported checkpoint.
+    """The format and the readers of an exported checkpoint."""
 
-    Attributes:
-        formats: storage formats of compressed-tensors.
-        reader: argument of `export_compressed_tensors`.
-        engines: keys of _ENGINES that serve it.
-    """
-
-    formats: tuple[str, ...]
-    reader: str
-    engines: tuple[str, ...]
+    formats: tuple[str, ...]  # storage formats of compressed-tensors
+    reader: str  # argument of `export_compressed_tensors`
+    engines: tuple[str, ...]  # keys of _ENGINES that serve it
 
 
 def tags(source: CardSource, export: Export, tags: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,12 @@ _VERSION = re.compile(r"[0-9][\w.+-]{0,39}")
 
 @dataclass(frozen=True)
 class Part:
-    """A quantized model: all of the source, or one component of a pipeline.
+    """A quantized model: all of the source, or one component of a pipeline."""
 
-    Attributes:
-        name: name of the component; "" is the source itself.
-        class_name: an identifier, None if the source has none.
-        dtype: dtype of the unquantized tensors.
-    """
-
-    name: str
-    class_name: str | None
+    name: str  # of the component; "" is the source itself
+    class_name: str | None  # an identifier
     summary: CheckpointSummary
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the unquantized tensors
 
     @property
     def config(self) -> QuantizerConfig:
@@ -55,31 +49,18 @@ class Part:
 
 @dataclass(frozen=True)
 class CardSource:
-    """A quantized model or pipeline.
+    """A quantized model or pipeline."""
 
-    Attributes:
-        kind: "transformers", "diffusers" (one model) or "pipeline" (of diffusers).
-        class_name: class of the model or pipeline: an identifier, or None.
-        parts: the quantized models.
-        others: {component of a pipeline that is not quantized: its bytes}.
-        absent: components that the pipeline does not have.
-        origin: directory or Hub name that it was loaded from; None if unknown.
-        origin_is_quantized: True if the origin is quantized itself; None if unknown.
-        auto_class: auto class of transformers for a model with its own code.
-        has_tokenizer: True if a tokenizer is beside the weights.
-        versions: {package: version} that wrote the checkpoint.
-    """
-
-    kind: str
-    class_name: str | None
-    parts: tuple[Part, ...]
-    others: dict[str, int]
-    absent: tuple[str, ...]
-    origin: str | None
-    origin_is_quantized: bool | None
-    auto_class: str | None
-    has_tokenizer: bool
-    versions: dict[str, str]
+    kind: str  # "transformers", "diffusers" (one model) or "pipeline" (of diffusers)
+    class_name: str | None  # of the model or pipeline: an identifier
+    parts: tuple[Part, ...]  # the quantized models
+    versions: dict[str, str]  # {package: version} that wrote the checkpoint
+    origin: str | None  # directory or Hub name that it was loaded from
+    origin_is_quantized: bool | None = None  # None: unknown
+    others: dict[str, int] = field(default_factory=dict)  # {component that is not quantized: its bytes}
+    absent: tuple[str, ...] = ()  # components that the pipeline does not have
+    auto_class: str | None = None  # auto class of transformers for a model with its own code
+    has_tokenizer: bool = False  # beside the weights
 
     @property
     def library(self) -> str:
@@ -133,18 +114,17 @@ def is_pipeline(value: Any) -> bool:
 
 
 def _read_model(model: nn.Module) -> CardSource:
+    from transformers import PreTrainedModel
+
     part, fields = _live_part("", model), _fields(model)
     origin, is_quantized = origin_of(model)
     return CardSource(
-        kind=_kind_of(model),
+        kind="transformers" if isinstance(model, PreTrainedModel) else "diffusers",
         class_name=part.class_name,
         parts=(part,),
-        others={},
-        absent=(),
         origin=origin,
         origin_is_quantized=is_quantized,
         auto_class=_auto_class(fields, part.class_name),
-        has_tokenizer=False,
         versions=_versions(part.config, fields),
     )
 
@@ -165,7 +145,6 @@ def _read_pipeline(pipe: Any) -> CardSource:
         absent=tuple(name for name, value in sorted(pipe.components.items()) if value is None),
         origin=origin,
         origin_is_quantized=is_quantized,
-        auto_class=None,
         has_tokenizer=True,
         versions=_versions(parts[0].config, _live_versions()),
     )
@@ -190,12 +169,6 @@ def stored_config(model: nn.Module) -> QuantizerConfig | None:
     if isinstance(config, dict):  # what saving leaves in the config of a model of diffusers
         config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return config if isinstance(config, QuantizerConfig) and config.plan is not None else None
-
-
-def _kind_of(model: nn.Module) -> str:
-    from transformers import PreTrainedModel
-
-    return "transformers" if isinstance(model, PreTrainedModel) else "diffusers"
 
 
 def _fields(model: Any) -> dict[str, Any]:
@@ -245,15 +218,11 @@ def _read_directory(directory: Path) -> CardSource:
         raise ValueError(f"{directory} holds a plain module; cards are of models of transformers and diffusers")
     fields = _read_json(directory / "config.json")
     part = _stored_part("", directory, fields)
-    is_diffusers = "_class_name" in fields
     return CardSource(
-        kind="diffusers" if is_diffusers else "transformers",
+        kind="diffusers" if "_class_name" in fields else "transformers",
         class_name=part.class_name,
         parts=(part,),
-        others={},
-        absent=(),
         origin=_text(fields.get("_name_or_path")),
-        origin_is_quantized=None,
         auto_class=_auto_class(fields, part.class_name),
         has_tokenizer=any((directory / name).is_file() for name in _TOKENIZER_FILES),
         versions=_versions(part.config, fields),
@@ -282,8 +251,6 @@ def _read_pipeline_directory(directory: Path) -> CardSource:
         others=others,
         absent=tuple(name for name in absent if _identifier(name) is not None),
         origin=_text(index.get("_name_or_path")),
-        origin_is_quantized=None,
-        auto_class=None,
         has_tokenizer=True,
         versions=_versions(parts[0].config, index),
     )
@@ -355,9 +322,7 @@ def _dtype(fields: dict[str, Any], tensors: dict[str, TensorInfo]) -> torch.dtyp
         if info.dtype in _DTYPES and not name.rpartition(".")[2].startswith(("scale", "global_scale")):
             sizes[info.dtype] += info.nbytes
     stated = fields.get("dtype") or fields.get("torch_dtype")
-    found = next(
-        (dtype for dtype in _DTYPES if str(dtype).removeprefix("torch.") == str(stated).removeprefix("torch.")), None
-    )
-    if found is not None:
-        return found
+    for dtype in _DTYPES:
+        if str(dtype).removeprefix("torch.") == str(stated).removeprefix("torch."):
+            return dtype
     return sizes.most_common(1)[0][0] if sizes else torch.bfloat16

@@ -124,12 +124,16 @@ def _absent(source: CardSource) -> str:
 # Loading.
 
 
+def _diffusers_class(source: CardSource) -> str:
+    return source.class_name or ("DiffusionPipeline" if source.kind == "pipeline" else "AutoModel")
+
+
 def usage(source: CardSource, repo_id: str | None, base: str | None, task: str | None) -> str:
     """Return Python that loads the model; `import hf_quant` comes first."""
     name = json.dumps(repo_id or PLACEHOLDER)
     if source.kind == "transformers":
         return _transformers_usage(source, name, base)
-    cls = source.class_name or ("DiffusionPipeline" if source.kind == "pipeline" else "AutoModel")
+    cls = _diffusers_class(source)
     dtype = f"torch_dtype={_shared_dtype(source)}"
     lines = ["import hf_quant  # registers the format", "import torch", f"from diffusers import {cls}", ""]
     if source.kind == "diffusers":
@@ -234,40 +238,26 @@ def _module_value(entry: Any) -> str | None:
 
 
 def _python(source: CardSource, base: str) -> str:
-    dtype = _shared_dtype(source)
     if source.kind == "transformers":
-        cls, trust = auto_class(source), ", trust_remote_code=True" if source.auto_class is not None else ""
-        return "\n".join(
-            [
-                "import torch",
-                f"from transformers import {cls}",
-                "",
-                "from hf_quant import QuantizerConfig",
-                "",
-                f"config = {_expression(source.parts[0].config)}",
-                f"model = {cls}.from_pretrained({base}, dtype={dtype}, quantization_config=config{trust})",
-                'model.save_pretrained("OUT")',
-            ]
-        )
-    cls = source.class_name or ("DiffusionPipeline" if source.kind == "pipeline" else "AutoModel")
-    names = [cls] if source.kind == "diffusers" else sorted([cls, "PipelineQuantizationConfig"])
-    lines = [
+        library, cls, dtype = "transformers", auto_class(source), "dtype"
+    else:
+        library, cls, dtype = "diffusers", _diffusers_class(source), "torch_dtype"
+    names, variable, rest = [cls], "model", ", trust_remote_code=True" if source.auto_class is not None else ""
+    config = [f"config = {_expression(source.parts[0].config)}"]
+    if source.kind == "pipeline":
+        names, variable, rest = sorted([cls, "PipelineQuantizationConfig"]), "pipe", _absent(source)
+        parts = (f'    "{part.name}": {_expression(part.config)},' for part in source.parts)
+        config = ["configs = {", *parts, "}", "config = PipelineQuantizationConfig(quant_mapping=configs)"]
+    options = f"{dtype}={_shared_dtype(source)}, quantization_config=config{rest}"
+    imports = [
         "import torch",
-        f"from diffusers import {', '.join(names)}",
+        f"from {library} import {', '.join(names)}",
         "",
         "from hf_quant import QuantizerConfig",
         "",
     ]
-    absent = _absent(source)
-    if source.kind == "diffusers":
-        lines += [f"config = {_expression(source.parts[0].config)}"]
-    else:
-        parts: list[tuple[str, QuantizerConfig]] = [(part.name, part.config) for part in source.parts]
-        lines += ["configs = {", *(f'    "{name}": {_expression(config)},' for name, config in parts), "}"]
-        lines += ["config = PipelineQuantizationConfig(quant_mapping=configs)"]
-    name = "model" if source.kind == "diffusers" else "pipe"
-    options = f"torch_dtype={dtype}, quantization_config=config{absent}"
-    return "\n".join([*lines, f"{name} = {cls}.from_pretrained({base}, {options})", f'{name}.save_pretrained("OUT")'])
+    load = f"{variable} = {cls}.from_pretrained({base}, {options})"
+    return "\n".join([*imports, *config, load, f'{variable}.save_pretrained("OUT")'])
 
 
 def _expression(config: QuantizerConfig) -> str:
