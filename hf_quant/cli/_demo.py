@@ -202,8 +202,7 @@ def _plot(rows: list[Row], model: str, path: Path) -> None:
         print("no plot: matplotlib is not installed (pip install 'hf-quant[demo]')")
         return
     matplotlib.use("Agg")
-    from hf_quant.cli._plot import Point, draw
+    from hf_quant.cli._plot import draw
 
-    points = [Point(row.name, row.bits, row.size / 1e6, row.perplexity, row.kl) for row in rows]
-    draw(points, f"{model}: quality versus size", path)
+    draw(rows, f"{model}: quality versus size", path)
     print(f"plot: {path}")

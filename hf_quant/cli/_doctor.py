@@ -35,11 +35,20 @@ def doctor(args: argparse.Namespace) -> None:
 def examine() -> dict[str, Any]:
     """Find the installed and active parts; without a usable torch, those that need it are None."""
     packages = _packages()
+    model, features = cpu()
+    hooked = any(point.value == HOOK for point in importlib.metadata.entry_points(group="torch.backends"))
     found: dict[str, Any] = {
         "hf_quant": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "packages": packages,
-        "machine": _machine(),
-        "hook": _hook(),
+        "machine": {
+            "python": platform.python_version(),
+            "os": platform.platform(),
+            "cpu": model,
+            "features": features,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": None,
+        },
+        "hook": {"installed": hooked, "active": hooked and os.environ.get(_AUTOLOAD, "1") == "1"},
         **dict.fromkeys(("native", "gpu", "settings")),
     }
     if packages["torch"]["problem"] is None:
@@ -84,25 +93,6 @@ def _release(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
-
-
-def _machine() -> dict[str, Any]:
-    model, features = cpu()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "python": platform.python_version(),
-        "os": platform.platform(),
-        "cpu": model,
-        "features": features,
-        "cores": cores,
-        "threads": None,
-    }
-
-
-def _hook() -> dict[str, bool]:
-    """Report if the start-up hook is installed in torch's entry points, and if torch calls it."""
-    installed = any(point.value == HOOK for point in importlib.metadata.entry_points(group="torch.backends"))
-    return {"installed": installed, "active": installed and os.environ.get(_AUTOLOAD, "1") == "1"}
 
 
 def _native() -> dict[str, Any]:
@@ -174,12 +164,7 @@ def _settings() -> dict[str, Any]:
         tables = {target: list(found) for target, found in launch.tuned_tables().items()}
     except ValueError as error:  # no home directory, or a damaged file
         problem = str(error)
-    return {
-        "prepack_limit": prepack.limit(),
-        "tuned_path": path,
-        "tuned_tables": tables,
-        "tuned_problem": problem,
-    }
+    return {"prepack_limit": prepack.limit(), "tuned_path": path, "tuned_tables": tables, "tuned_problem": problem}
 
 
 # Text.
@@ -193,7 +178,7 @@ def as_text(found: dict[str, Any]) -> str:
         "packages": {"hf_quant": f"{own['version']}, in {own['path']}", "Python": machine["python"], **packages},
         "machine": {
             "OS": machine["os"],
-            "CPU": f"{machine['cpu']}, {_count(machine['cores'], 'core')}",
+            "CPU": f"{machine['cpu']}, {machine['cores']} core{'' if machine['cores'] == 1 else 's'}",
             "features": " ".join(machine["features"]) or "unknown",
             "threads of torch": _threads_line(machine),
         },
@@ -212,10 +197,6 @@ def _package_line(package: dict[str, Any]) -> str:
     if package["problem"] is not None:
         return f"{package['version']}: {package['problem']}" if package["version"] else package["problem"]
     return package["version"] or "not installed (optional)"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _threads_line(machine: dict[str, Any]) -> str:

@@ -51,7 +51,9 @@ def eval(args: argparse.Namespace) -> None:
     """Print perplexity and, with a reference, the distance to it."""
     loaded = _Loaded(args)
     ids = _read_text(args, loaded)[: args.max_tokens]
-    window = args.window or min(_MAX_WINDOW, *(_longest(model) for model in loaded.models.values()))
+    texts = (model.config.get_text_config() for model in loaded.models.values())
+    longest = (getattr(text, "max_position_embeddings", None) or _MAX_WINDOW for text in texts)
+    window = args.window or min(_MAX_WINDOW, *longest)
     reference = loaded.reference
     found = quality(loaded.models, ids, window=window, reference=reference, progress=progress_wanted())
     rows = [("model", "bits/weight", "perplexity")]
@@ -124,11 +126,8 @@ def _quality_figures(
     *_, measured = found.values()
     base = None if reference is None else found[reference]
     about = {"dataset": args.text.name, "details": details, "command": _command(args)}
-    figures = [
-        measurements.Quality(
-            metric="perplexity", value=measured.perplexity, reference=base and base.perplexity, **about
-        )
-    ]
+    perplexity = base and base.perplexity
+    figures = [measurements.Quality(metric="perplexity", value=measured.perplexity, reference=perplexity, **about)]
     if base is not None:
         figures.append(measurements.Quality(metric="KL per token to 16 bit (nats)", value=measured.kl, **about))
         figures.append(measurements.Quality(metric="same top token as 16 bit", value=measured.agreement, **about))
@@ -139,29 +138,23 @@ def _speed_figures(
     args: argparse.Namespace, loaded: "_Loaded", speeds: dict[str, Speed], details: str
 ) -> dict[str, tuple]:
     """Return speed and memory of the last model, beside those of the reference."""
-    names = list(speeds)
-    base = None if loaded.reference is None else names[0]
-    measured, reference = speeds[names[-1]], None if base is None else speeds[base]
+    *_, name = speeds
+    measured, reference = speeds[name], loaded.reference
+    prefill, decode, peak = None, None, None
+    if reference is not None:
+        prefill, decode = 1e3 * speeds[reference].prefill, speeds[reference].decode
+        peak = loaded.peaks[reference]
     rows = (
-        measurements.SpeedRow(
-            "prefill", 1e3 * measured.prefill, "ms", None if reference is None else 1e3 * reference.prefill
-        ),
-        measurements.SpeedRow("decode", measured.decode, "tokens/s", None if reference is None else reference.decode),
+        measurements.SpeedRow("prefill", 1e3 * measured.prefill, "ms", prefill),
+        measurements.SpeedRow("decode", measured.decode, "tokens/s", decode),
     )
     versions, _, device = machine().partition("; ")
-    return {
-        "speed": (measurements.Speed(device, versions, _command(args), rows, details),),
-        "memory": _memory_figures(loaded, names[-1], base),
-    }
-
-
-def _memory_figures(loaded: "_Loaded", name: str, reference: str | None) -> tuple[measurements.Memory, ...]:
-    """Return the peaks; none if a peak is below the bytes of its model, because memory in use before was reused."""
-    wanted = (name,) if reference is None else (name, reference)
-    if any(loaded.peaks[n] < loaded.models[n].get_memory_footprint() for n in wanted):
-        return ()
-    label = "peak while loading and in a first generation"
-    return (measurements.Memory(label, loaded.peaks[name], None if reference is None else loaded.peaks[reference]),)
+    figures = {"speed": (measurements.Speed(device, versions, _command(args), rows, details),)}
+    # A peak below the bytes of its model shows that memory in use before was reused: then no peak says anything.
+    if all(loaded.peaks[n] >= model.get_memory_footprint() for n, model in loaded.models.items()):
+        label = "peak while loading and in a first generation"
+        figures["memory"] = (measurements.Memory(label, loaded.peaks[name], peak),)
+    return figures
 
 
 def _command(args: argparse.Namespace) -> str:
@@ -237,10 +230,6 @@ def _read_text(args: argparse.Namespace, loaded: _Loaded) -> torch.Tensor:
         found = (load_tokenizer(source, trust_remote_code=args.trust_remote_code) for source in sources)
         tokenizer = next((t for t in found if t is not None), None)
     return read_ids(args.text, tokenizer)
-
-
-def _longest(model: nn.Module) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_WINDOW
 
 
 def bits_label(model: nn.Module) -> str:

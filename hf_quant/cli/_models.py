@@ -13,15 +13,10 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
-from hf_quant.checkpoint import open_folder, read_header, refuse_file
+from hf_quant.checkpoint import open_folder, parse_json, read_header, refuse_file
 from hf_quant.config import QuantizerConfig
 from hf_quant.convert.files import SIDE_FILES, is_side_file
 
@@ -31,17 +26,11 @@ DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32":
 
 @dataclass(frozen=True)
 class Source:
-    """A model to read.
+    """A model to read."""
 
-    Attributes:
-        name: directory, or USER/NAME on the Hub.
-        kind: "transformers", "diffusers" (one model) or "pipeline" (of diffusers).
-        fields: its config.json, or model_index.json.
-    """
-
-    name: str
-    kind: str
-    fields: dict[str, Any]
+    name: str  # directory, or USER/NAME on the Hub
+    kind: str  # "transformers", "diffusers" (one model) or "pipeline" (of diffusers)
+    fields: dict[str, Any]  # of its config.json, or model_index.json
 
     @property
     def quant_method(self) -> str | None:
@@ -55,7 +44,7 @@ def find_source(name: str) -> Source:
     refuse_file(name)
     for file in ("config.json", "model_index.json"):
         path = find_file(name, file)
-        fields = {} if path is None else _read_json(path)
+        fields = {} if path is None else parse_json(path.read_bytes(), str(path))
         if file == "model_index.json" and fields:
             return Source(name, "pipeline", fields)
         if "_class_name" in fields:
@@ -96,16 +85,6 @@ def find_file(name: str, file: str) -> Path | None:
     except (HfHubHTTPError, HFValidationError):
         open_folder(name)
         raise ValueError(f"{name}: {file} could not be downloaded from the Hub: try again") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds a JSON {type(fields).__name__}; needs an object")
-    return fields
 
 
 def model_class(source: Source, *, trust_remote_code: bool = False) -> type[nn.Module]:

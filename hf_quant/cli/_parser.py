@@ -32,6 +32,11 @@ _EPILOG = """examples:
   hf-quant demo
   hf-quant doctor
 """
+# Options of `_add_scheme` that are fields of QuantizerConfig under the same name, besides --weights.
+_FIELDS = (
+    *("activations", "cpu_activations", "kv_cache", "attention"),
+    *("granularity", "group_size", "symmetric", "algorithm"),
+)
 _MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
 
 
@@ -44,19 +49,14 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of `hf-quant`; `args.command` is (module of hf_quant.cli, function)."""
-    parser = _Parser(
-        prog="hf-quant",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="hf-quant", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=style)
     parser.add_argument("--version", action="version", version=f"hf-quant {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of errors, and the hosts' warnings")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench, _add_card, _add_export, _add_import):
-        add(commands, common)
-    for add in (_add_demo, _add_doctor):
+    add_first = (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench)
+    for add in (*add_first, _add_card, _add_export, _add_import, _add_demo, _add_doctor):
         add(commands, common)
     return parser
 
@@ -246,9 +246,7 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
     )
     group.add_argument("--activations", metavar="FORMAT", help="int8 or fp8, quantized on the fly (default: 16 bit)")
     group.add_argument(
-        "--cpu-activations",
-        metavar="FORMAT",
-        help="int8: on CPUs, inputs of int4 and int8 layers (faster there)",
+        "--cpu-activations", metavar="FORMAT", help="int8: on CPUs, inputs of int4 and int8 layers (faster there)"
     )
     group.add_argument("--kv-cache", metavar="FORMAT", help="format of the cached keys and values (default: 16 bit)")
     group.add_argument("--attention", metavar="FORMAT", help="int8: scores of a diffusion model (default: 16 bit)")
@@ -317,23 +315,10 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
         if pattern in modules:
             raise ValueError(f"{pattern!r} is given twice by --module and --skip")
         modules[pattern] = value
-    weights = args.weights
-    return QuantizerConfig(
-        None if weights is not None and weights.lower() == "none" else weights,
-        args.activations,
-        cpu_activations=args.cpu_activations,
-        kv_cache=args.kv_cache,
-        attention=args.attention,
-        granularity=args.granularity,
-        group_size=args.group_size,
-        symmetric=args.symmetric,
-        algorithm=args.algorithm,
-        modules=modules or None,
-    )
+    weights = None if args.weights is not None and args.weights.lower() == "none" else args.weights
+    return QuantizerConfig(weights, **{name: getattr(args, name) for name in _FIELDS}, modules=modules or None)
 
 
 def gives_scheme(args: argparse.Namespace) -> bool:
     """Return True if any option of `_add_scheme` is given (for commands without a default for --weights)."""
-    given = (args.weights, args.activations, args.cpu_activations, args.kv_cache, args.attention)
-    given += (args.granularity, args.group_size, args.symmetric, args.algorithm)
-    return bool(args.module or args.skip) or any(field is not None for field in given)
+    return bool(args.module or args.skip) or any(getattr(args, name) is not None for name in ("weights", *_FIELDS))

@@ -1,30 +1,21 @@
 """The demo's plot: distance to the 16-bit model versus size on disk."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 
-
-class Point(NamedTuple):
-    """One model: bits per weight, MB on disk, perplexity, mean KL per token to the 16-bit model in nats."""
-
-    name: str
-    bits: float
-    size: float
-    perplexity: float
-    kl: float
+from hf_quant.cli._demo import Row
 
 
-def draw(points: list[Point], title: str, path: Path) -> None:
+def draw(points: list[Row], title: str, path: Path) -> None:
     """Write a PNG; the first point is the 16-bit model that the others are compared with."""
     base, *others = points
     figure, axes = plt.subplots(figsize=(8, 5), dpi=150, layout="constrained")
     axes.set_yscale("log")
-    axes.axvline(base.size, color="0.6", linewidth=1, linestyle="--")
+    axes.axvline(base.size / 1e6, color="0.6", linewidth=1, linestyle="--")
     axes.annotate(
         f"{base.name}: {base.bits:.0f} bits\nperplexity {base.perplexity:.3f}",
-        (base.size, 1),
+        (base.size / 1e6, 1),
         xycoords=("data", "axes fraction"),
         xytext=(-6, 0),
         textcoords="offset points",
@@ -34,18 +25,18 @@ def draw(points: list[Point], title: str, path: Path) -> None:
         color="0.3",
     )
     for index, point in enumerate(others):
-        axes.scatter(point.size, point.kl, s=70, color=f"C{index}", edgecolors="white", zorder=3)
+        axes.scatter(point.size / 1e6, point.kl, s=70, color=f"C{index}", edgecolors="white", zorder=3)
     for line, point in _label_lines(others, nearest=1.22):
         axes.annotate(
             f"{point.name}: {point.bits:.2f} bits, perplexity {point.perplexity / base.perplexity - 1:+.2%}",
-            (point.size, line),
+            (point.size / 1e6, line),
             xytext=(9, 0),
             textcoords="offset points",
             va="center",
             fontsize=9,
             color=f"C{others.index(point)}",
         )
-    axes.set_xlim(0, 1.08 * base.size)
+    axes.set_xlim(0, 1.08 * base.size / 1e6)
     axes.set_xlabel("MB on disk (what stays in 16 bit included)")
     axes.set_ylabel("KL to the 16-bit model, nats per token (lower is better)")
     axes.set_title(title, loc="left")
@@ -55,9 +46,9 @@ def draw(points: list[Point], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _label_lines(points: list[Point], nearest: float) -> list[tuple[float, Point]]:
+def _label_lines(points: list[Row], nearest: float) -> list[tuple[float, Row]]:
     """Return (height of its label, point): labels stay `nearest` times apart, so that they do not overlap."""
-    placed: list[tuple[float, Point]] = []
+    placed: list[tuple[float, Row]] = []
     for point in sorted(points, key=lambda p: p.kl):
         placed.append((max(point.kl, placed[-1][0] * nearest) if placed else point.kl, point))
     return placed

@@ -18,17 +18,11 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
 class Target(NamedTuple):
-    """A repository of the Hub that may be written.
+    """A repository of the Hub that may be written."""
 
-    Attributes:
-        repo_id: USER/NAME.
-        url: its page.
-        weights: its files of weights.
-    """
-
-    repo_id: str
-    url: str
-    weights: tuple[str, ...]
+    repo_id: str  # USER/NAME
+    url: str  # of its page
+    weights: tuple[str, ...]  # files
 
 
 def prepare(repository: str, *, private: bool, force: bool) -> Target:

@@ -39,9 +39,7 @@ def _table(plan: QuantPlan) -> tuple[Table, dict[str, str]]:
         cells = dict(zip(PLAN_HEADER, row))
         marks = []
         if cells["cpu"] or cells["cuda"]:
-            marks.append(
-                _mark(kernels, f"cpu: {cells['cpu']}\n   cuda: {cells['cuda']}", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-            )
+            marks.append(_mark(kernels, f"cpu: {cells['cpu']}\n   cuda: {cells['cuda']}", _LETTERS))
         if cells["reason"]:
             marks.append(_mark(reasons, cells["reason"], _DIGITS))
         before, after = cells["MB before"], cells["MB after"]
