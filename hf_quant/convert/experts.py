@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import WeightConverter
 
 from hf_quant.algorithms import PackedWeight
-from hf_quant.convert.compressed_tensors.experts import merges_rows
+from hf_quant.convert.compressed_tensors.experts import merging_rules
 from hf_quant.convert.foreign import ForeignWeight
 from hf_quant.scheme import BLOCK_SIZE
 
@@ -44,18 +43,10 @@ def merge_experts(model: "PreTrainedModel", weights: list[ForeignWeight]) -> lis
 
 
 def _rules(model: "PreTrainedModel") -> list[_Rule]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     rules = []
-    for conversion in get_model_conversion_mapping(model):
-        if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) != 1:
-            continue
-        if not merges_rows(conversion.operations):
-            continue
-        names = [re.escape(pattern.removesuffix(".weight")) for pattern in conversion.source_patterns]
-        if all(name.count(r"\*") == 1 for name in names):
-            sources = [re.compile(rf"(?P<prefix>.*){n.replace(chr(92) + '*', r'(?P<expert>[0-9]+)')}") for n in names]
-            rules.append(_Rule(sources, conversion.target_patterns[0]))
+    for names, target in merging_rules(model):
+        escaped = (re.escape(name).replace(r"\*", r"(?P<expert>[0-9]+)") for name in names)
+        rules.append(_Rule([re.compile(rf"(?P<prefix>.*){name}") for name in escaped], target))
     return rules
 
 

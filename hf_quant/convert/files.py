@@ -42,16 +42,12 @@ _NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json")  # a new checkpoint
 class TensorFiles:
     """The tensors of a checkpoint directory; each is read when it is asked for.
 
-    Attributes:
-        files: {safetensors file: {tensor name: TensorInfo}}, from the headers.
-        tensors: {tensor name: TensorInfo} of all of them.
-
     Raises ValueError if a file is missing, truncated or corrupt.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.files = scan_files(directory)
-        self.tensors: dict[str, TensorInfo] = {}
+        self.files = scan_files(directory)  # {safetensors file: {tensor name: TensorInfo}}, from the headers
+        self.tensors: dict[str, TensorInfo] = {}  # of all files
         self._file_of: dict[str, Path] = {}
         for file, tensors in self.files.items():
             for name, info in tensors.items():

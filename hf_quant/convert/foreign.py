@@ -33,23 +33,14 @@ _PARTS = {
 
 
 class ForeignWeight(NamedTuple):
-    """A quantized weight of another library's checkpoint.
+    """A quantized weight of another library's checkpoint."""
 
-    Attributes:
-        module: name of its layer.
-        scheme: the scheme in hf_quant.
-        shape: (N, K); (E, N, K) for fused experts.
-        keys: names of its tensors; our tensors are written into the file of the first one.
-        unpack: function that reads the tensors and returns our bytes, scales in their true dtype.
-        name: name of the 16-bit weight in its module.
-    """
-
-    module: str
+    module: str  # name of its layer
     scheme: LinearScheme
-    shape: tuple[int, ...]
-    keys: tuple[str, ...]
-    unpack: Callable[[], PackedWeight]
-    name: str = "weight"
+    shape: tuple[int, ...]  # (N, K); (E, N, K) for fused experts
+    keys: tuple[str, ...]  # names of its tensors; our tensors are written into the file of the first one
+    unpack: Callable[[], PackedWeight]  # reads the tensors and returns our bytes, scales in their true dtype
+    name: str = "weight"  # of the 16-bit weight in its module
 
     @property
     def expected(self) -> dict[str, TensorInfo]:
@@ -137,11 +128,8 @@ def _check_model(
     _refuse_remains(files, consumed, dict(model.named_parameters()), rename, where)
     names = prepare_from_checkpoint(model, config, keys, rename, tied_modules(model))
     modules = dict(model.named_modules())
-    lost = [
-        weight.module
-        for weight in weights
-        if not isinstance(modules.get(rename(f"{weight.module}.{weight.name}").rpartition(".")[0]), QuantizedModule)
-    ]
+    owners = {w.module: rename(f"{w.module}.{w.name}").rpartition(".")[0] for w in weights}
+    lost = [module for module, owner in owners.items() if not isinstance(modules.get(owner), QuantizedModule)]
     if lost:
         raise ValueError(
             f"{where} has {len(lost)} quantized layers, {lost[0]} among them, that {type(model).__name__} of "

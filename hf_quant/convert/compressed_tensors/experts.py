@@ -1,6 +1,7 @@
 """Split fused experts into the layers of the original checkpoint, one per expert: rows are split, codes stay."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
@@ -20,27 +21,30 @@ def layer_names(model: "PreTrainedModel", module: QuantExperts, stored: str, wei
     `stored` is the name of the module in our checkpoint. Parts (gate and up) follow each other along N. The names are
     those that transformers' own conversion reads. Raises Inexpressible if it is of another kind.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     if module.is_transposed or getattr(module, "has_bias", False):
         raise Inexpressible("its experts are transposed or have biases in the original checkpoint, fused for all")
     full = f"{stored}.{weight}"
-    for conversion in get_model_conversion_mapping(model):
-        if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) != 1:
-            continue
-        target = conversion.target_patterns[0]
-        if full.endswith(target) and merges_rows(conversion.operations):
+    for sources, target in merging_rules(model):
+        if full.endswith(target):
             prefix, count = full.removesuffix(target), module.matrix_shape(weight)[0]
-            sources = [pattern.removesuffix(".weight") for pattern in conversion.source_patterns]
-            if all(source.count("*") == 1 for source in sources):
-                return [[prefix + source.replace("*", str(e)) for source in sources] for e in range(count)]
+            return [[prefix + source.replace("*", str(e)) for source in sources] for e in range(count)]
     raise Inexpressible("transformers has no rule that says what its experts are called in the original checkpoint")
 
 
-def merges_rows(operations: list[Any]) -> bool:
-    """Return True if a conversion stacks experts along dimension 0, and the parts of each expert along its rows."""
-    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
-    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+def merging_rules(model: "PreTrainedModel") -> Iterator[tuple[list[str], str]]:
+    """Yield (names of single layers, "*" for the expert; name of the fused weight) of the host's conversions.
+
+    Only of conversions that stack experts along dimension 0, and the parts of each expert along its rows.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    for conversion in get_model_conversion_mapping(model):
+        if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) == 1:
+            kinds = [(type(operation), getattr(operation, "dim", None)) for operation in conversion.operations]
+            sources = [pattern.removesuffix(".weight") for pattern in conversion.source_patterns]
+            merges = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+            if merges and all(source.count("*") == 1 for source in sources):
+                yield sources, conversion.target_patterns[0]
 
 
 def split_rows(packed: PackedWeight, expert: int, part: int, parts: int) -> PackedWeight:

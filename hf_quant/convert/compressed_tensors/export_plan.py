@@ -69,31 +69,21 @@ class Weight(NamedTuple):
 
 @dataclass
 class Plan:
-    """The plan of an export.
-
-    Attributes:
-        weights: {key of `qdata` in the checkpoint: Weight}.
-        dropped: keys that are written together with another key, and guards.
-        ignore: names of modules with a matrix that is not quantized.
-        modules: {name of a layer: name of its module in transformers} where the two differ.
-        experts: names of modules with 16-bit experts that the checkpoint stores in one tensor.
-        head: name of the output head if it is quantized.
-        global_scales: {prefix of an nvfp4 weight: the global scale that it is converted to}.
-        engines: names of the engines that serve the export: "vLLM", "SGLang".
-        notes: properties of our checkpoint that the exported one does not have.
-    """
+    """The plan of an export."""
 
     dtype: torch.dtype
     reader: str
-    weights: dict[str, Weight] = field(default_factory=dict)
-    dropped: set[str] = field(default_factory=set)
-    ignore: list[str] = field(default_factory=list)
+    weights: dict[str, Weight] = field(default_factory=dict)  # by the key of `qdata` in the checkpoint
+    dropped: set[str] = field(default_factory=set)  # keys that are written together with another key, and guards
+    ignore: list[str] = field(default_factory=list)  # modules with a matrix that is not quantized
+    # {name of a layer: name of its module in transformers} where the two differ.
     modules: dict[str, str] = field(default_factory=dict)
-    experts: list[str] = field(default_factory=list)
-    head: str | None = None
+    experts: list[str] = field(default_factory=list)  # modules with 16-bit experts that are stored in one tensor
+    head: str | None = None  # the output head if it is quantized
+    # {prefix of an nvfp4 weight: the global scale that it is converted to}.
     global_scales: dict[str, float] = field(default_factory=dict)
-    engines: tuple[str, ...] = ()
-    notes: list[str] = field(default_factory=list)
+    engines: tuple[str, ...] = ()  # that serve the export: "vLLM", "SGLang"
+    notes: list[str] = field(default_factory=list)  # properties of our checkpoint that the exported one lacks
 
     @property
     def layers(self) -> Iterator[Layer]:

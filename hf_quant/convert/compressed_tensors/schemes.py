@@ -70,7 +70,11 @@ def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
     }
     if strategy == "block":
         weights["block_structure"] = (BLOCK_SIZE, BLOCK_SIZE)
-    inputs = None if activation is None else tuple(_per_token("int" if activation == "int8" else "float").items())
+    inputs: tuple[tuple[str, Any], ...] | None = None
+    if activation is not None:
+        kind = ("type", "int" if activation == "int8" else "float")
+        inputs = (("num_bits", 8), kind, ("symmetric", True), ("strategy", "token"), ("group_size", None))
+        inputs = (*inputs, ("dynamic", True))
     return Group(format, tuple(weights.items()), inputs)
 
 
@@ -94,17 +98,6 @@ def _storage(quant: TensorQuant, activation: str | None) -> str:
         return FLOAT
     inputs = "16-bit" if activation is None else activation
     raise Inexpressible(f"no reader takes {name} weights with one scale per {granularity} and {inputs} inputs")
-
-
-def _per_token(type: str) -> dict[str, Any]:
-    return {
-        "num_bits": 8,
-        "type": type,
-        "symmetric": True,
-        "strategy": "token",
-        "group_size": None,
-        "dynamic": True,
-    }
 
 
 def scheme_of(group: dict[str, Any], format: str, scale_dtype: torch.dtype) -> LinearScheme:

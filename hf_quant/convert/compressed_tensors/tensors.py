@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_quant.algorithms import PackedWeight
 from hf_quant.convert.compressed_tensors.schemes import MXFP4, NVFP4, PACKED, Inexpressible
@@ -33,7 +34,10 @@ def to_compressed(
     N = qdata.shape[0]
     if format == PACKED:
         bits = FORMATS[quant.format].bits
-        words = qdata[:, : math.ceil(K * bits / 32)] if bits == 4 else _bytes_to_words(qdata.view(torch.uint8) ^ _SIGN)
+        if bits == 4:
+            words = qdata[:, : math.ceil(K * bits / 32)]
+        else:
+            words = _words(pad(qdata.view(torch.uint8) ^ _SIGN, (0, -K % 4)))
         found = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([N, K])}
         if zero_point is not None:
             found["weight_zero_point"] = pack_nibbles(zero_point.T).T
@@ -56,7 +60,7 @@ def from_compressed(
     if format == PACKED:
         words = tensors["weight_packed"]
         if quant.format == "int4":
-            qdata = _pad_words(words, packed_words(K, 4))
+            qdata = pad(words, (0, packed_words(K, 4) - words.shape[1]))
         else:
             qdata = (words.contiguous().view(torch.uint8)[:, :K] ^ _SIGN).view(torch.int8)
         if not quant.symmetric:
@@ -66,8 +70,7 @@ def from_compressed(
             else:
                 zero_point = unpack_nibbles(stored.T, N).T
     elif format in (NVFP4, MXFP4):
-        codes = torch.nn.functional.pad(tensors["weight_packed"], (0, packed_words(K, 4) * 4 - K // 2))
-        qdata = _words(codes)
+        qdata = _words(pad(tensors["weight_packed"], (0, packed_words(K, 4) * 4 - K // 2)))
         if format == NVFP4:
             global_scale = divisor_of(tensors["weight_global_scale"].float().reshape(1), dtype, back=True)
         else:
@@ -95,7 +98,7 @@ def with_global_scale(packed: PackedWeight, global_scale: float) -> PackedWeight
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Pack uint8 codes [R, C] below 16 into int32 words [R, ceil(C / 8)], low bits first, padded with 0."""
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
+    codes = pad(codes, (0, -codes.shape[1] % 8))
     return _words(codes[:, 0::2] | (codes[:, 1::2] << 4))
 
 
@@ -105,17 +108,9 @@ def unpack_nibbles(words: Tensor, count: int) -> Tensor:
     return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)[:, :count].contiguous()
 
 
-def _bytes_to_words(codes: Tensor) -> Tensor:
-    return _words(torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)))
-
-
 def _words(codes: Tensor) -> Tensor:
     """Copy bytes [R, C] to int32 words [R, C / 4]; a view fails on the strides that a tensor of one row may have."""
     return codes.clone(memory_format=torch.contiguous_format).view(torch.int32)
-
-
-def _pad_words(words: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(words, (0, width - words.shape[1]))
 
 
 def divisor_of(factor: Tensor, dtype: torch.dtype, *, back: bool = False) -> Tensor:
