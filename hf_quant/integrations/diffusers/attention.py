@@ -40,9 +40,8 @@ def int8_sdpa(
     query [B, H, S, D], key and value [B, H, T, D]. In 16 bit, by torch itself: attention with a mask, dropout or a
     gradient, heads of more than 128 values, fewer than 256 keys.
     """
-    if (
-        torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
-    ):  # as torch does: norms return fp32
+    # As torch does: norms return fp32.
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         query, key, value = (part.to(torch.get_autocast_dtype(query.device.type)) for part in (query, key, value))
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if (

@@ -30,10 +30,7 @@ _NORMS = {
     "transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": ("norm.norm",),
     "transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock": _NORMS_OF_STREAMS,
     "transformers.transformer_qwenimage.QwenImageTransformerBlock": (
-        "img_norm1",
-        "img_norm2",
-        "txt_norm1",
-        "txt_norm2",
+        *("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
     ),
 }
 

@@ -59,10 +59,7 @@ def _widen(host: Callable) -> Callable:
     return with_plain_layers
 
 
-_WRAPPERS = {
-    "_maybe_expand_lora_state_dict": _look_up,
-    "_maybe_expand_transformer_param_shape_or_error_": _widen,
-}
+_WRAPPERS = {"_maybe_expand_lora_state_dict": _look_up, "_maybe_expand_transformer_param_shape_or_error_": _widen}
 
 
 @contextmanager

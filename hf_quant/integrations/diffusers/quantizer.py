@@ -204,12 +204,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         return missing
 
     def check_if_quantized_param(
-        self,
-        model: nn.Module,
-        param_value: torch.Tensor,
-        param_name: str,
-        state_dict: dict[str, Any],
-        **kwargs: Any,
+        self, model: nn.Module, param_value: torch.Tensor, param_name: str, state_dict: dict[str, Any], **kwargs: Any
     ) -> bool:
         if self.pre_quantized:
             return False  # the host loads packed tensors; shapes and dtypes are checked already
@@ -381,11 +376,7 @@ def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str
 
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
-_WRAPPERS = {
-    "_upload_folder": _write_card,
-    "num_parameters": count_weights,
-    "requires_grad_": refuse_training,
-}
+_WRAPPERS = {"_upload_folder": _write_card, "num_parameters": count_weights, "requires_grad_": refuse_training}
 
 
 def _is_own(model: nn.Module) -> bool:

@@ -53,7 +53,11 @@ def attach(model: nn.Module) -> None:
         return
     check_generates(model, config)
     QuantizedCache(model.config, config)  # raises if there is nothing to quantize
-    if _reads_any_mask(model):
+    text = model.config.get_text_config(decoder=True)
+    # "hf_quant" attention passes masks on: it caps no scores, and models that select tokens by an indexer add the
+    # selection to masks made for "sdpa".
+    caps_scores = getattr(text, "attn_logit_softcapping", None) is not None
+    if not caps_scores and not any(hasattr(m, "update_indexer") for m in DynamicCache(config=model.config).layers):
         _set_attention(model, "sdpa", "hf_quant")
     if not isinstance(model.__dict__.get(_METHOD), CacheMethod):
         setattr(model, _METHOD, CacheMethod(model, _METHOD))
@@ -64,14 +68,6 @@ def detach(model: nn.Module) -> None:
     if isinstance(model.__dict__.get(_METHOD), CacheMethod):
         del model.__dict__[_METHOD]
         _set_attention(model, "hf_quant", "sdpa")
-
-
-def _reads_any_mask(model: nn.Module) -> bool:
-    """Return True if the attention of a model only passes masks on, as far as its config shows."""
-    text = model.config.get_text_config(decoder=True)
-    caps_scores = getattr(text, "attn_logit_softcapping", None) is not None
-    # Models that select tokens by an indexer add the selection to masks made for "sdpa".
-    return not caps_scores and not any(hasattr(m, "update_indexer") for m in DynamicCache(config=model.config).layers)
 
 
 def _set_attention(model: nn.Module, before: str, after: str) -> None:
@@ -126,7 +122,10 @@ class CacheMethod(ModelMethod):
         prompt = max_cache_length + 1 - (generation_config.max_new_tokens or 0)  # at most
         if in_parts and prompt > (config.prefill_chunk_size or prompt):
             is_asked = generation_config.prefill_chunk_size is not None
-            if not is_asked and _is_text(model_kwargs) and not _is_traced(generation_config):
+            # Reading in parts would return the layers' outputs of the last part alone, and tokens alone have parts.
+            is_traced = generation_config.output_hidden_states or generation_config.output_attentions
+            is_text = not any(isinstance(v, Tensor) and name not in _TEXT for name, v in model_kwargs.items())
+            if is_text and not (is_asked or is_traced):
                 generation_config.prefill_chunk_size = config.prefill_chunk_size
         model_kwargs["past_key_values"] = cache
         # Under autocast the dtype of keys is not known yet. For "get_compiled_call" see `_static`.
@@ -183,7 +182,8 @@ def _is_ours(
     if not model._supports_default_dynamic_cache():
         return False
     why = None
-    if not _has_hosts_way(model):
+    made_by = getattr(type(model), _METHOD).__module__  # transformers' general method, T5Gemma's, or another
+    if made_by != "transformers.generation.utils" and "t5gemma" not in made_by:
         why = f"a {type(model).__name__} makes its own: give generate a QuantizedCache as past_key_values"
     elif place not in _PLACES:
         why = f"cache_implementation={place!r} is used: leave it out to get that"
@@ -196,19 +196,3 @@ def _is_ours(
     if why is not None:
         logger.warning("In place of the %s cache of the model's QuantizerConfig, %s", config.format, why)
     return why is None
-
-
-def _has_hosts_way(model: nn.Module) -> bool:
-    """Return True if transformers makes the cache of a model by its general method, or by T5Gemma's."""
-    method = getattr(type(model), _METHOD)
-    return method.__module__ == "transformers.generation.utils" or "t5gemma" in method.__module__
-
-
-def _is_traced(generation_config: Any) -> bool:
-    """Return True if the caller wants outputs of layers: reading in parts would return the last part's alone."""
-    return bool(generation_config.output_hidden_states or generation_config.output_attentions)
-
-
-def _is_text(model_kwargs: dict[str, Any]) -> bool:
-    """Return True if the inputs are tokens alone: they can be read in parts."""
-    return not any(isinstance(value, Tensor) and name not in _TEXT for name, value in model_kwargs.items())

@@ -177,7 +177,7 @@ class PackedParallel(TensorParallelLayer):
             return
         dim = _part_dim(module.scheme.weight.granularity, part, axis)
         if dim is not None:
-            _distribute(module, param, mesh, _moved(placement, module._parameters[param].dim() + dim))
+            _distribute(module, param, mesh, placement, dim)
 
     def _weight_placement(
         self, module: QuantizedModule, weight: str, mesh: Any, validate_as: str | None = None
@@ -243,7 +243,10 @@ def _check_fits(module: QuantizedModule, weight: str, owner: str, axis: int, pie
     quant = module.scheme.weight
     N, K = module.matrix_shape(weight)[-2:]
     if axis == -1:
-        size, unit, what = K, _k_unit(quant), f"input features, {K}"
+        # A group, a block or a word stays together. Group sizes are multiples of 32 or, in nvfp4, divide it.
+        packing = PACK if FORMATS[quant.format].spec.is_packed else 1
+        columns = BLOCK_SIZE if quant.granularity == "block" else quant.group_size or 1
+        size, unit, what = K, max(packing, columns), f"input features, {K}"
     elif axis == -2:
         size, unit, what = N, BLOCK_SIZE if quant.granularity == "block" else 1, f"output features, {N}"
     else:
@@ -254,13 +257,6 @@ def _check_fits(module: QuantizedModule, weight: str, owner: str, axis: int, pie
             f"{pieces}. Take fewer processes, another group_size or format, or keep this module in 16 bit by "
             "`modules={...: None}`"
         )
-
-
-def _k_unit(quant: Any) -> int:
-    """Return the number of columns of a weight that must stay together: a group, a block, a word of packed codes."""
-    packing = PACK if FORMATS[quant.format].spec.is_packed else 1
-    columns = BLOCK_SIZE if quant.granularity == "block" else quant.group_size or 1
-    return max(packing, columns)  # group sizes are multiples of 32 or, in nvfp4, divide it
 
 
 def _part_dim(granularity: str, part: str, axis: int) -> int | None:
@@ -283,16 +279,14 @@ def _needs_whole_weight(module: QuantizedModule, axis: int) -> bool:
     return axis != -3 and (whole_matrix or (axis == -1 and quant.granularity == "row"))
 
 
-def _moved(placement: Any, dim: int) -> Any:
-    """Return the same placement along another dimension."""
-    split = getattr(placement, "split_factor", None)
-    return type(placement)(dim) if split is None else type(placement)(dim, split_factor=split)
-
-
-def _distribute(module: nn.Module, param: str, mesh: Any, placement: Any) -> None:
+def _distribute(module: nn.Module, param: str, mesh: Any, placement: Any, dim: int) -> None:
+    """Shard a parameter by a placement moved to the dimension `dim`, which is counted from the end."""
     from torch.distributed.tensor import distribute_tensor
 
-    sharded = distribute_tensor(module._parameters[param].data, mesh, [placement], src_data_rank=None)
+    whole, split = module._parameters[param].data, getattr(placement, "split_factor", None)
+    options = {} if split is None else {"split_factor": split}
+    moved = type(placement)(whole.dim() + dim, **options)
+    sharded = distribute_tensor(whole, mesh, [moved], src_data_rank=None)
     module._parameters[param] = nn.Parameter(sharded, requires_grad=False)
 
 

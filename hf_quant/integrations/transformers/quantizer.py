@@ -195,9 +195,13 @@ class TransformersQuantizer(HfQuantizer):
             if module.placeholders:
                 # The checkpoint lacks this weight, so the host has initialized it: an untrained head must train.
                 restore_module_(module)
-                self.quantization_config = _without(self.quantization_config, name)
-            elif self.pre_quantized and all(_is_here(p) for p in module._parameters.values() if p is not None):
-                check_packed(module, name)
+                schemes = schemes_from_list(self.quantization_config.plan)
+                schemes.pop(name, None)
+                self.quantization_config = resolved(self.quantization_config, schemes)
+            elif self.pre_quantized:
+                stored = [p for p in module._parameters.values() if p is not None]
+                if not any(p.is_meta or is_dtensor(p) for p in stored):  # neither offloaded nor sharded
+                    check_packed(module, name)
         fuse_as_configured_(model, fuse_projections)
         for name in ("quantization_device", *RUNTIME_FIELDS):  # settings of this load, not of the checkpoint
             setattr(self.quantization_config, name, None)
@@ -287,11 +291,6 @@ class _Quantize(ConversionOps):
         )
 
 
-def _is_here(parameter: torch.Tensor) -> bool:
-    """Return True if a parameter is neither offloaded nor sharded: its values can be checked."""
-    return parameter.device.type != "meta" and not is_dtensor(parameter)
-
-
 def _refuse_missing(model: nn.Module, stored: set[str]) -> None:
     """Raise ValueError if the host has drawn random values for weights that the checkpoint lacks.
 
@@ -320,13 +319,6 @@ def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
             f"the checkpoint is quantized already, by {config}; the given {requested} cannot be applied to it. Leave "
             "quantization_config out, or quantize the 16-bit model"
         )
-
-
-def _without(config: QuantizerConfig, name: str) -> QuantizerConfig:
-    """Return the resolved config without one module of its plan."""
-    schemes = schemes_from_list(config.plan)
-    schemes.pop(name, None)
-    return resolved(config, schemes)
 
 
 def _attach(model: nn.Module) -> None:

@@ -11,11 +11,7 @@ an earlier one, zeroed. Everything else that a step depends on is compared, and 
 shapes and values of the inputs, parameters, buffers and attributes of the modules (adapters, hooks), the attention
 implementation, autocast. The first step of a kind runs without a graph (its kernels are compiled), the second is
 captured. Meanwhile the cache is observed: a cache that changes anything in Python except the length of a sliding
-window is not captured.
-
-Prompts, several tokens at once, beams, assisted decoding, encoder-decoder models, models on several devices, and
-caches with more than keys and values (linear attention, indexers) run as before; `DecodeGraphs.reasons` records the
-reason.
+window is not captured. What cannot be captured runs as before; `DecodeGraphs.reasons` records the reason.
 """
 
 import threading
@@ -241,7 +237,7 @@ def _unsupported_reason(
         (model.training, "the model is in training mode"),
         (model.config.is_encoder_decoder, "it is an encoder-decoder model"),
         (not model._can_compile_fullgraph, f"transformers knows no static cache for {type(model).__name__}"),
-        (mode.value not in _MODES, f"{mode.value.replace('_', ' ')}"),
+        (mode.value not in _MODES, mode.value.replace("_", " ")),
         (config.use_cache is False, "use_cache is False"),
         (model_kwargs.get("past_key_values") is not None, "the cache is the caller's"),
         (config.cache_implementation not in (None, "static"), f"the cache is {config.cache_implementation!r}"),

@@ -110,9 +110,8 @@ class Layer:
                 setattr(layer, name, value.clone())
         self.state = {name: layer.__dict__[name] for name in names}
         self.tensors = [(name, value) for name, value in self.state.items() if isinstance(value, Tensor)]
-        self.initial = {
-            n: t.clone() for n, t in self.tensors if bool((t != 0).any())
-        }  # mostly empty: the tensors are zero
+        # Mostly empty: the tensors are zero.
+        self.initial = {name: value.clone() for name, value in self.tensors if bool((value != 0).any())}
 
     def give(self, layer: Any) -> None:
         """Initialize a layer as an empty one with this memory."""
@@ -131,22 +130,14 @@ class Graph:
 
 
 class Memory:
-    """The cache memory for one batch size and cache structure, and the graphs that read and write it.
-
-    Attributes:
-        layers: memory of each cache layer; None before its initialization.
-        user: the cache that uses this memory; no other cache gets it while that one exists.
-        graphs: {everything that a step depends on: graph}.
-        fingerprint: state of the model from which the graphs were captured.
-        reason: reason why steps with this cache are not captured, or None.
-    """
+    """The cache memory for one batch size and cache structure, and the graphs that read and write it."""
 
     def __init__(self, num_layers: int) -> None:
-        self.layers: list[Layer | None] = [None] * num_layers
-        self.user: weakref.ref | None = None
-        self.graphs: dict[tuple, Graph] = {}
-        self.fingerprint: tuple | None = None
-        self.reason: str | None = None
+        self.layers: list[Layer | None] = [None] * num_layers  # None before the layer's initialization
+        self.user: weakref.ref | None = None  # the cache; no other cache gets this memory while that one exists
+        self.graphs: dict[tuple, Graph] = {}  # by everything that a step depends on
+        self.fingerprint: tuple | None = None  # state of the model from which the graphs were captured
+        self.reason: str | None = None  # why steps with this cache are not captured
 
     @property
     def is_free(self) -> bool:
