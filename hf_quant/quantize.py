@@ -1,7 +1,7 @@
 """`quantize_` and `dequantize_`: carry out a plan on a model, in place, one layer at a time."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -76,11 +76,7 @@ def quantize_(
     for name, entry in quant_plan.quantized.items():
         for weight in entry.shapes:
             _check_weight(modules[name].get_parameter(weight), f"{name}.{weight}" if name else weight)
-    names = apply_plan(
-        model,
-        quant_plan,
-        device=device if device is not None else config.quantization_device,
-    )
+    names = apply_plan(model, quant_plan, device=device if device is not None else config.quantization_device)
     for _ in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
         pass
     fuse_as_configured_(model, config.fuse_projections)
@@ -143,14 +139,27 @@ def apply_plan(
         yield entry.name
 
 
+def convert_empty_(
+    module: nn.Module,
+    weights: Iterable[str],
+    scheme: LinearScheme,
+    *,
+    algorithm: str | None,
+    dtype: torch.dtype,
+    name: str,
+) -> QuantizedModule:
+    """Convert a module without the values of its weights; the packed parameters are set afterwards."""
+    for weight in weights:
+        old = module.get_parameter(weight)
+        empty = torch.empty(old.shape, dtype=old.dtype, device="meta")  # empty_like would import sympy: 0.5 s
+        module._parameters[weight] = nn.Parameter(empty, requires_grad=old.requires_grad)
+    return convert_module_(module, scheme, algorithm=algorithm, dtype=dtype, name=name)
+
+
 def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") -> None:
     """Quantize a module whose weight is tied to a quantized module: both then hold the same parameters."""
-    weight = module.get_parameter("weight")
-    empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # empty_like would import sympy: 0.5 s
-    module._parameters["weight"] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-    quantized = convert_module_(
-        module, source.scheme, algorithm=source.algorithm, dtype=source.compute_dtype, name=name
-    )
+    own = {"algorithm": source.algorithm, "dtype": source.compute_dtype, "name": name}
+    quantized = convert_empty_(module, ["weight"], source.scheme, **own)
     for part in PACKED_NAMES:
         shared = source._parameters.get(packed_key(part, "weight"))
         if shared is not None:

@@ -28,15 +28,10 @@ _SPAN = re.compile(r"bytes 0-[0-9]{1,18}/([0-9]{1,18})")
 
 
 class Folder:
-    """The files of a checkpoint: a `Directory` on this machine, or a `HubRepository`.
+    """The files of a checkpoint: a `Directory` on this machine, or a `HubRepository`."""
 
-    Attributes:
-        name: name in error messages.
-        workers: number of files that are read at the same time.
-    """
-
-    name: str
-    workers: int
+    name: str  # in error messages
+    workers: int  # number of files that are read at the same time
 
     def files(self) -> list[str]:
         """Return the names of the files, and the paths of the configs of parts ("transformer/config.json")."""

@@ -25,9 +25,9 @@ from hf_quant.checkpoint.packed import check_info, check_values, expected_tensor
 from hf_quant.checkpoint.staging import workspace
 from hf_quant.checkpoint.untrusted import one_line, shorten
 from hf_quant.config import QuantizerConfig
-from hf_quant.modules import QuantizedModule, convert_module_, quantized_class, register_experts
+from hf_quant.modules import QuantizedModule, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_names
-from hf_quant.quantize import notify_observers
+from hf_quant.quantize import convert_empty_, notify_observers
 from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
 
@@ -70,12 +70,8 @@ def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: 
         if isinstance(part, QuantizedModule):
             dtypes.setdefault(str(part.compute_dtype).removeprefix("torch."), []).append(key)
     details = {"dtypes": {dtype: fold_names(names) for dtype, names in dtypes.items()}, "tied": tied}
-    split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern=_WEIGHTS_PATTERN,
-        max_shard_size=max_shard_size,
-    )
+    options = {"filename_pattern": _WEIGHTS_PATTERN, "max_shard_size": max_shard_size}
+    split = split_state_dict_into_shards_factory(tensors, get_storage_size=lambda tensor: tensor.nbytes, **options)
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; needs a directory")
@@ -117,8 +113,8 @@ def load_quantized_(module: _Model, directory: Path | str) -> _Model:
     for slot in slots:
         if slot.target is not None:
             check_values(tensors[slot.source], slot.key, slot.target.scheme.weight, f"{directory}: {slot.source}")
-    for target in targets.values():
-        _convert_empty(target, config.algorithm)
+    for name, part, scheme, dtype, _, weights in targets.values():
+        convert_empty_(part, weights, scheme, algorithm=config.algorithm, dtype=dtype, name=name)
     parameters: dict[tuple[str, torch.device], nn.Parameter] = {}
     uses = Counter(slot.source for slot in slots)
     for slot in slots:
@@ -322,15 +318,6 @@ def _read_tensors(files: dict[Path, dict[str, TensorInfo]], names: set[str], dir
         except SafetensorError as error:
             raise ValueError(f"{directory}: {path.name} cannot be read: {one_line(error)}") from None
     return tensors
-
-
-def _convert_empty(target: _Target, algorithm: str | None) -> None:
-    """Convert a module without its weights; the packed parameters are set afterwards."""
-    for name in target.weights:
-        old = target.module.get_parameter(name)
-        empty = torch.empty(old.shape, dtype=old.dtype, device="meta")  # empty_like would import sympy: 0.5 s
-        target.module._parameters[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
-    convert_module_(target.module, target.scheme, algorithm=algorithm, dtype=target.dtype, name=target.name)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
