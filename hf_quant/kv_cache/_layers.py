@@ -355,9 +355,7 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
         with _lasting():
             super().__init__(max_cache_len)
         self._begin(config)
-        self.is_sliding = (
-            is_sliding  # with a window that is no shorter than the cache: the masks of the model apply it
-        )
+        self.is_sliding = is_sliding  # its window is no shorter than the cache: the masks of the model apply it
         self.is_empty = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -397,11 +395,11 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
         the static caches of transformers.
         """
         length = self.cumulative_length
-        is_known = self.is_empty or (
-            length.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(length)
-        )
-        used = 0 if self.is_empty or not is_known else int(length)
-        if is_known and used + count > self.max_cache_len:
+        is_read = length.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(length)
+        if not (self.is_empty or is_read):
+            return
+        used = 0 if self.is_empty else int(length)
+        if used + count > self.max_cache_len:
             raise ValueError(
                 f"{count} tokens more than the {used} in it do not fit into a cache of max_cache_len="
                 f"{self.max_cache_len}: make it longer, or leave max_cache_len out"

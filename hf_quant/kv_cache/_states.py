@@ -20,54 +20,36 @@ _BLOCK = 2**21  # values decoded at once: 8 MB in fp32
 
 
 class Kind(NamedTuple):
-    """Interpretation of the codes of states.
-
-    Attributes:
-        rotated: the values were rotated before they were quantized.
-        sinks, recents: number of first and of last tokens that `window` holds.
-        dtype: dtype of the states.
-    """
+    """Interpretation of the codes of states."""
 
     format: str
     D: int
-    rotated: bool
-    sinks: int
-    recents: int
-    dtype: torch.dtype
+    rotated: bool  # the values were rotated before they were quantized
+    sinks: int  # number of first tokens that `window` holds
+    recents: int  # number of last tokens that `window` holds
+    dtype: torch.dtype  # of the states
 
 
 class Span(NamedTuple):
-    """Positions of the tokens that growing states hold.
-
-    Attributes:
-        start, end: first position, and position behind the last; one token for each column.
-        recent: the first position that `window` holds of the last tokens.
-    """
+    """Positions of the tokens that growing states hold, one token for each column."""
 
     start: int
-    end: int
-    recent: int
+    end: int  # behind the last
+    recent: int  # the first position that `window` holds of the last tokens
 
 
 class QuantizedStates(Tensor):
-    """Keys or values [B, H_kv, T, D] stored as codes; every op outside of hf_quant dequantizes them.
+    """Keys or values [B, H_kv, T, D] stored as codes; every op outside of hf_quant dequantizes them."""
 
-    Attributes:
-        codes, pairs: [B, H_kv, T, width] and scales with or without offsets [B, H_kv, T, groups, 1 or 2].
-        window: None, or [B, H_kv, sinks + recents + 1, D] in 16 bit: the first tokens, then a ring of the last ones
-            (position p at sinks + p % recents), then one that means nothing.
-        length: None, or one int64 on the device: how many of the T tokens there are, in a cache of fixed size.
-        exact: None, or the first tokens of a cache of fixed size as they came, [B, H_kv, length, D].
-        kind, span: see there; span is None where length is not.
-    """
-
-    codes: Tensor
-    pairs: Tensor
+    codes: Tensor  # [B, H_kv, T, width]
+    pairs: Tensor  # scales with or without offsets [B, H_kv, T, groups, 1 or 2]
+    # [B, H_kv, sinks + recents + 1, D] in 16 bit: the first tokens, then a ring of the last ones (position p at
+    # sinks + p % recents), then one that means nothing.
     window: Tensor | None
-    length: Tensor | None
-    exact: Tensor | None
+    length: Tensor | None  # one int64 on the device: how many of the T tokens there are, in a cache of fixed size
+    exact: Tensor | None  # the first tokens of a cache of fixed size as they came, [B, H_kv, length, D]
     kind: Kind
-    span: Span | None
+    span: Span | None  # None where length is not
 
     @staticmethod
     def __new__(
