@@ -30,31 +30,19 @@ MAX_LOGITS = 2**26  # of a batch; 256 MB in fp32
 
 
 class Quality(NamedTuple):
-    """Quality of a causal language model's predictions on a text.
+    """Quality of a causal language model's predictions on a text."""
 
-    Attributes:
-        perplexity: exp of the mean negative log-likelihood of the next token.
-        num_tokens: number of predictions.
-        kl: mean Kullback-Leibler divergence per token from the reference model to this one, in nats.
-        agreement: share of predictions whose most likely token is the one that the reference predicts.
-    """
-
-    perplexity: float
-    num_tokens: int
-    kl: float | None = None
-    agreement: float | None = None
+    perplexity: float  # exp of the mean negative log-likelihood of the next token
+    num_tokens: int  # number of predictions
+    kl: float | None = None  # mean Kullback-Leibler divergence per token from the reference model to this one, in nats
+    agreement: float | None = None  # share of predictions whose most likely token the reference predicts, too
 
 
 class Speed(NamedTuple):
-    """Speed of `generate` at batch 1.
+    """Speed of `generate` at batch 1."""
 
-    Attributes:
-        prefill: seconds from the call to the first token (median).
-        decode: tokens per second after the first token (from the median interval).
-    """
-
-    prefill: float
-    decode: float
+    prefill: float  # seconds from the call to the first token (median)
+    decode: float  # tokens per second after the first token (from the median interval)
 
 
 def read_ids(path: Path | str, tokenizer: Callable[[str], Any] | None = None) -> Tensor:
@@ -83,12 +71,7 @@ def read_ids(path: Path | str, tokenizer: Callable[[str], Any] | None = None) ->
 
 @torch.no_grad()
 def quality(
-    models: dict[str, nn.Module],
-    ids: Tensor,
-    *,
-    window: int,
-    reference: str | None = None,
-    progress: bool = False,
+    models: dict[str, nn.Module], ids: Tensor, *, window: int, reference: str | None = None, progress: bool = False
 ) -> dict[str, Quality]:
     """Measure causal language models on a text, in windows that do not overlap.
 
@@ -247,14 +230,11 @@ def machine() -> str:
 
 
 class PeakMemory:
-    """Context that measures by how much the memory of the process, or of a CUDA device, grows inside it.
-
-    Attributes:
-        nbytes: highest resident size (pages of mapped files included) or CUDA allocation, minus its first value.
-    """
+    """Context that measures by how much the memory of the process, or of a CUDA device, grows inside it."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+        # The highest resident size (pages of mapped files included) or CUDA allocation, minus its first value.
         self.nbytes = 0
         self._process = psutil.Process()
         self._done = threading.Event()

@@ -17,21 +17,13 @@ from hf_quant.formats import Format
 
 
 class Search(NamedTuple):
-    """The candidates that are tried for each group, in this order, besides `absmax`.
+    """The candidates that are tried for each group, in this order, besides `absmax`."""
 
-    Attributes:
-        shrinks: clip factors.
-        turns: with a negative scale where that turns the longer side of the grid to the longer side of the weights.
-        moves: each also with the zero point moved by -1 and by 1.
-        steps: then clip factors less and more by this than the best so far.
-        fits: last, the least-squares fit to the codes of the best so far.
-    """
-
-    shrinks: tuple[float, ...] = ()
-    turns: bool = False
-    moves: bool = False
-    steps: tuple[float, ...] = ()
-    fits: bool = False
+    shrinks: tuple[float, ...] = ()  # clip factors
+    turns: bool = False  # a negative scale turns the longer side of the grid to the longer side of the weights
+    moves: bool = False  # each also with the zero point moved by -1 and by 1
+    steps: tuple[float, ...] = ()  # then clip factors less and more by this than the best so far
+    fits: bool = False  # last, the least-squares fit to the codes of the best so far
 
 
 def mse(groups: Groups) -> Choice:
@@ -68,7 +60,8 @@ class Best:
 def clip_search(groups: Groups, power: float = 2.0) -> Best:
     """The best of: absmax, absmax with clipping, and the least-squares fit to the codes of the best of those."""
     best, search = Best(groups, power), search_for(groups.format, groups.symmetric, groups.power_of_two_scales)
-    sign, top = _longer_side(groups) if search.turns else 1.0, 2**groups.format.bits - 1
+    top = 2**groups.format.bits - 1
+    sign = torch.where(groups.high > -groups.low, -1.0, 1.0) if search.turns else 1.0
     for factor in search.shrinks:
         shrink = torch.full_like(best.shrink, factor)
         scale, zero_point, _ = absmax(groups, shrink)
@@ -110,8 +103,3 @@ def _range(format: Format) -> tuple[float, float]:
     # Levels thin out towards the ends: e2m1 gains from putting the largest weight on 4 instead of 6, nf4 on its last
     # but one (factors 1.5 and 1.38), and wider formats from the best phase within a power of two.
     return (0.8, 1.5) if format.bits == 4 else (0.9, 1.2)
-
-
-def _longer_side(groups: Groups) -> Tensor:
-    """-1 where the largest weight of a group is positive, else 1."""
-    return torch.where(groups.high > -groups.low, -1.0, 1.0)

@@ -66,15 +66,10 @@ class Scales(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """The result of a solver.
+    """The result of a solver."""
 
-    Attributes:
-        weight: fp32 [N, K]; each weight as it was when it was rounded.
-        scales: of each group of columns, in their order.
-    """
-
-    weight: Tensor
-    scales: list[Scales]
+    weight: Tensor  # fp32 [N, K]; each weight as it was when it was rounded
+    scales: list[Scales]  # of each group of columns, in their order
 
 
 class Grid:

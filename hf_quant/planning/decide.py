@@ -26,17 +26,11 @@ DEFAULT_KINDS = ("linear", "experts")
 
 
 class Rules(NamedTuple):
-    """Rules of a host for one model: {module name: reason}.
+    """Rules of a host for one model: {module name: reason}."""
 
-    Attributes:
-        keep: modules that stay in 16 bit, unless `modules_to_not_convert` is given.
-        weight_only: modules whose inputs are not quantized.
-        attention: one line on the effect of 8-bit attention; None: the model has no attention that can be quantized.
-    """
-
-    keep: Mapping[str, str]
-    weight_only: Mapping[str, str]
-    attention: str | None = None
+    keep: Mapping[str, str]  # modules that stay in 16 bit, unless `modules_to_not_convert` is given
+    weight_only: Mapping[str, str]  # modules whose inputs are not quantized
+    attention: str | None = None  # one line on 8-bit attention; None: no attention of the model can be quantized
 
 
 HOST_RULES: list[Callable[[nn.Module], Rules | None]] = []  # filled by `integrations`; None: not that host's model
@@ -64,8 +58,7 @@ def plan(
         raise ValueError(f"the model is quantized already ({quantized or 'it'} is); dequantize_ it first")
     candidates = dict(_candidates(model))
     _check_patterns(config, candidates)
-    tied = _tied_modules(model, candidates)
-    decider = _Decider(model, config, candidates, tied, dtype)
+    decider = _Decider(model, config, candidates, dtype)
     entries = [decider.entry(name) for name in candidates]
     attention = decider.attention()
     is_enough = config.quantizes_no_weights and config.has_more_than_weights
@@ -143,14 +136,10 @@ class _Decider:
     """Decide module by module which scheme it gets."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: QuantizerConfig,
-        candidates: dict[str, _Candidate],
-        tied: dict[str, str],
-        dtype: torch.dtype | None,
+        self, model: nn.Module, config: QuantizerConfig, candidates: dict[str, _Candidate], dtype: torch.dtype | None
     ) -> None:
-        self.config, self.candidates, self.tied, self.dtype = config, candidates, tied, dtype
+        self.config, self.candidates, self.dtype = config, candidates, dtype
+        self.tied = _tied_modules(model, candidates)
         self.model_class = type(model).__name__
         self.lifted: dict[str, str] = {}
         self.modules = {name for name, _ in model.named_modules()}
@@ -163,7 +152,7 @@ class _Decider:
         self.keep_fp32 = _fp32_patterns(model, dtype)
         self.rules = next((found for rules in HOST_RULES if (found := rules(model)) is not None), Rules({}, {}))
         self.partners: dict[str, list[str]] = {}
-        for target, source in tied.items():
+        for target, source in self.tied.items():
             self.partners.setdefault(source, [source]).append(target)
 
     def attention(self) -> str | None:
@@ -272,11 +261,8 @@ class _Decider:
             scheme, algorithm = resolve_scheme(fields, dtype)
             group = self.partners.get(source or name, [name])
             weight_only = self.explicit(name) is None and name in self.rules.weight_only
-            if (
-                weight_only
-                or kind in ("embedding", "conv")
-                or any(self.candidates[n].kind == "embedding" for n in group)
-            ):
+            looked_up = any(self.candidates[n].kind == "embedding" for n in (name, *group))
+            if weight_only or kind == "conv" or looked_up:
                 scheme = LinearScheme(scheme.weight)
         before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
         after = before
