@@ -11,13 +11,10 @@ What this asks of the package:
 
 - `hf_quant/__init__.py` runs inside `import torch`, too (Python imports a package before its submodules). It imports
   nothing but the standard library, `_boot` and `_version`, resolves the public names by `__getattr__` (PEP 562) and
-  ends with `boot()`. So `import hf_quant` needs no host either, and registers with every host, loaded or not yet.
+  ends with `boot()`.
 - Each adapter in `_ADAPTERS` has an idempotent `register() -> None` and ends by calling it: when somebody imports the
-  adapter first, the host is loaded in the middle of the adapter, and only that last line can register. The adapters
-  for torch's readers import no host: `kernels`, which registers its ops when it is imported, needs no `register`.
-- Other modules of diffusers and PEFT that we extend, and torch's own readers of saved programs (torch.export,
-  AOTInductor), whose graphs call our ops, are in `_ADAPTERS` as well.
-- Modules that were renamed are importable under their old names, see `_MOVED`.
+  adapter first, the host is loaded in the middle of the adapter, and only that last line can register. `kernels`,
+  which registers its ops when it is imported, needs none.
 - `hf_quant/integrations/__init__.py` imports `transformers.quantizers.auto` before anything else, so that no other
   module in there can be half imported at the moment of registration.
 - The modules that adapters import must not import, at their top, a module of transformers that loads
@@ -42,6 +39,7 @@ _ADAPTERS = {
     "peft.tuners.tuners_utils": "hf_quant.integrations.peft",
     "peft.peft_model": "hf_quant.integrations.peft",
     "peft.mixed_model": "hf_quant.integrations.peft",
+    # torch's readers of saved programs (torch.export, AOTInductor), whose graphs call our ops.
     "torch._export.serde.serialize": "hf_quant._lazy_ops",
     "torch._inductor.package.package": "hf_quant.kernels",
 }

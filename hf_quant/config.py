@@ -110,7 +110,9 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.scale_dtype = dtype_name(scale_dtype)
         self.algorithm = algorithm
         self.sparsity = sparsity
-        self.kv_cache = None if kv_cache is None else _stored_cache(kv_cache)
+        # The format alone if every other field of the cache has its default.
+        cache: dict[str, Any] = {} if kv_cache is None else KVCacheConfig.of(kv_cache).to_dict()
+        self.kv_cache: str | dict[str, Any] | None = cache if len(cache) > 1 else cache.get("format")
         self.attention = attention
         if modules is not None and not isinstance(modules, dict):
             raise ValueError(f"modules is {modules!r}; needs {{pattern: format, dict of fields, or None}}")
@@ -260,9 +262,3 @@ def _check_origin(origin: Any) -> None:
         raise ValueError(
             f"imported_from is {str(origin)[:200]!r}; needs the method that quantized it, and a name or None"
         )
-
-
-def _stored_cache(value: str | dict[str, Any] | KVCacheConfig) -> str | dict[str, Any]:
-    """JSON form of a `KVCacheConfig`: the format alone if every other field has its default."""
-    fields = KVCacheConfig.of(value).to_dict()
-    return fields["format"] if len(fields) == 1 else fields

@@ -14,16 +14,8 @@ GROUP_SIZES = (32, 64, 96, 128, 192, 256)
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 SCHEME_FIELDS = (
-    "weights",
-    "activations",
-    "activation_scale",
-    "cpu_activations",
-    "granularity",
-    "group_size",
-    "symmetric",
-    "scale_dtype",
-    "algorithm",
-    "sparsity",
+    *("weights", "activations", "activation_scale", "cpu_activations"),
+    *("granularity", "group_size", "symmetric", "scale_dtype", "algorithm", "sparsity"),
 )
 
 

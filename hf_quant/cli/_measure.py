@@ -50,7 +50,12 @@ def inspect(args: argparse.Namespace) -> None:
 def eval(args: argparse.Namespace) -> None:
     """Print perplexity and, with a reference, the distance to it."""
     loaded = _Loaded(args)
-    ids = _read_text(args, loaded)[: args.max_tokens]
+    tokenizer = None
+    if args.text.suffix != ".npy":
+        names = (args.model, args.reference) if args.reference is not None else (args.model,)
+        tokenizers = (load_tokenizer(find_source(n), trust_remote_code=args.trust_remote_code) for n in names)
+        tokenizer = next((t for t in tokenizers if t is not None), None)
+    ids = read_ids(args.text, tokenizer)[: args.max_tokens]
     texts = (model.config.get_text_config() for model in loaded.models.values())
     longest = (getattr(text, "max_position_embeddings", None) or _MAX_WINDOW for text in texts)
     window = args.window or min(_MAX_WINDOW, *longest)
@@ -175,61 +180,39 @@ def _write_json(path: Path, loaded: "_Loaded", **figures: tuple) -> None:
 
 
 class _Loaded:
-    """The models of a measurement, with the time and memory that loading them took.
-
-    Attributes:
-        models: {name: model}, the reference first.
-        reference: its name, None if there is none.
-        seconds: {name: of loading}.
-        peaks: {name: bytes by which the memory grows while loading and in `warm_up`}.
-    """
+    """The models of a measurement, with the time and memory that loading them took."""
 
     def __init__(self, args: argparse.Namespace, warm_up: Callable[[dict[str, nn.Module]], object] | None = None):
         if args.json is not None:
             check_writable(args.json)
-        self.device = parse_device(args.device)
+        device = parse_device(args.device)
         config = config_from_args(args) if gives_scheme(args) else None
-        self.source = find_source(args.model)
+        source = find_source(args.model)
         wanted: dict[str, tuple[Source, object]] = {}
-        self.reference: str | None = None
+        self.reference: str | None = None  # name of the model to compare with
         if args.reference is not None:
             reference = find_source(args.reference)
             check_not_quantized(reference)
             self.reference = f"{args.reference} (reference)"
             wanted[self.reference] = (reference, None)
-        wanted[args.model if config is None else f"{args.model} {args.weights or 'quantized'}"] = (self.source, config)
-        self.models: dict[str, nn.Module] = {}
-        self.seconds: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}
+        wanted[args.model if config is None else f"{args.model} {args.weights or 'quantized'}"] = (source, config)
+        self.models: dict[str, nn.Module] = {}  # the reference first
+        self.seconds: dict[str, float] = {}  # of loading
+        self.peaks: dict[str, int] = {}  # bytes by which the memory grows while loading and in `warm_up`
         for name, (source, scheme) in wanted.items():
             if source.kind != "transformers":
                 raise ValueError(f"{source.name} is of diffusers; needs a causal language model")
             # Imports the model's code, which is not what `load s` and `peak MB` are about.
-            meta_model(source, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-            with PeakMemory(self.device) as memory:
+            options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+            meta_model(source, **options)
+            with PeakMemory(device) as memory:
                 start = time.perf_counter()
-                model = load_model(
-                    source,
-                    dtype=args.dtype,
-                    config=scheme,
-                    device=str(self.device),
-                    trust_remote_code=args.trust_remote_code,
-                )
+                model = load_model(source, config=scheme, device=str(device), **options)
                 self.seconds[name] = time.perf_counter() - start
                 check_causal(model, name)
                 if warm_up is not None:
                     warm_up({name: model})
             self.models[name], self.peaks[name] = model, memory.nbytes
-
-
-def _read_text(args: argparse.Namespace, loaded: _Loaded) -> torch.Tensor:
-    tokenizer = None
-    if args.text.suffix != ".npy":
-        names = (args.model, args.reference) if args.reference is not None else (args.model,)
-        sources = (find_source(name) for name in names)
-        found = (load_tokenizer(source, trust_remote_code=args.trust_remote_code) for source in sources)
-        tokenizer = next((t for t in found if t is not None), None)
-    return read_ids(args.text, tokenizer)
 
 
 def bits_label(model: nn.Module) -> str:

@@ -16,15 +16,10 @@ from hf_quant.modules import QuantizedModule, uncounted_weights
 
 
 class ModelMethod:
-    """A callable in the attributes of one model, under the name of the method that it replaces.
-
-    Attributes:
-        model: weak reference to the model.
-        name: of the method.
-        host: the earlier attribute of that name, such as accelerate's method; None: the class's method.
-    """
+    """A callable in the attributes of one model, under the name of the method that it replaces."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
+        # host: the earlier attribute of that name, such as accelerate's method; None: the class's method.
         self.name, self.host = name, model.__dict__.get(name)
         self.bind(model)
 

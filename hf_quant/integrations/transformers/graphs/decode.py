@@ -189,15 +189,11 @@ class Memory:
 
 
 class Initialize:
-    """Replacement of a layer's `lazy_initialization`, used once. The reference is weak: a cycle would keep the cache.
-
-    Attributes:
-        tensors: tensors that the layer has before its initialization.
-    """
+    """Replacement of a layer's `lazy_initialization`, used once; the reference is weak, as a cycle keeps the cache."""
 
     def __init__(self, memory: Memory, index: int, layer: Any) -> None:
         self.memory, self.index, self.layer = memory, index, weakref.ref(layer)
-        self.tensors = tensors_of(layer)
+        self.tensors = tensors_of(layer)  # before its initialization
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         layer = self.layer()
