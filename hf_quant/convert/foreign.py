@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D known)
 from hf_quant.algorithms import PackedWeight
@@ -120,12 +120,20 @@ def _check_model(
     model: "PreTrainedModel",
     where: str,
 ) -> None:
-    """Raise ValueError unless the model has a layer of the right shape for every weight."""
+    """Raise ValueError unless the model has a layer of the right shape for every weight, and no part is left over."""
     keys = {key: info for key, info in files.tensors.items() if key not in consumed}
     for weight in weights:
         keys.update(weight.expected)
-    rename = renamer(model)
-    _refuse_remains(files, consumed, dict(model.named_parameters()), rename, where)
+    rename, parameters = renamer(model), dict(model.named_parameters())
+    for key, info in files.tensors.items():  # what is left over of a quantized layer would be copied as a weight
+        if key in consumed:
+            continue
+        parameter = parameters.get(rename(key))
+        if parameter is None and key.rpartition(".")[2] in _PARTS:
+            raise ValueError(f"{where} has {key}, but not all that belongs to it; is a shard missing?")
+        is_code = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
+        if parameter is not None and parameter.is_floating_point() and is_code:
+            raise ValueError(f"{where} has {key} as {info}, but no scale for it; is a shard missing?")
     names = prepare_from_checkpoint(model, config, keys, rename, tied_modules(model))
     modules = dict(model.named_modules())
     owners = {w.module: rename(f"{w.module}.{w.name}").rpartition(".")[0] for w in weights}
@@ -136,25 +144,6 @@ def _check_model(
             "transformers does not have: they cannot be imported"
         )
     check_names(model, keys, names)
-
-
-def _refuse_remains(
-    files: TensorFiles,
-    consumed: set[str],
-    parameters: dict[str, nn.Parameter],
-    rename: Callable[[str], str],
-    where: str,
-) -> None:
-    """Raise ValueError if a part of a quantized layer is left over: it would be copied as a weight."""
-    for key, info in files.tensors.items():
-        if key in consumed:
-            continue
-        parameter = parameters.get(rename(key))
-        if parameter is None and key.rpartition(".")[2] in _PARTS:
-            raise ValueError(f"{where} has {key}, but not all that belongs to it; is a shard missing?")
-        is_code = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
-        if parameter is not None and parameter.is_floating_point() and is_code:
-            raise ValueError(f"{where} has {key} as {info}, but no scale for it; is a shard missing?")
 
 
 def _stored(weight: ForeignWeight) -> dict[str, Tensor]:

@@ -99,7 +99,16 @@ def _gptq_weight(files: TensorFiles, module: str, fields: dict[str, Any], minus_
             "have no form in hf_quant. Take a checkpoint that was made with desc_act=False"
         )
     keys = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-    unpack = partial(_unpack_gptq, files, module, bits, K, None if symmetric else zeros)
+    zero_point = None if symmetric else zeros
+
+    def unpack() -> PackedWeight:
+        words = files.read(f"{module}.qweight").T.contiguous()
+        if bits == 4:
+            qdata = torch.nn.functional.pad(words, (0, packed_words(K, bits) - words.shape[1]))
+        else:
+            qdata = (words.view(torch.uint8) ^ _SIGN).view(torch.int8)
+        return PackedWeight(qdata, files.read(f"{module}.scales").T, zero_point, None)
+
     return ForeignWeight(module, scheme, (N, K), keys, unpack)
 
 
@@ -118,15 +127,6 @@ def _gptq_zeros(files: TensorFiles, module: str, bits: int, N: int, minus_one: b
             )
         zeros = zeros + 1
     return zeros.T.contiguous()
-
-
-def _unpack_gptq(files: TensorFiles, module: str, bits: int, K: int, zeros: Tensor | None) -> PackedWeight:
-    words = files.read(f"{module}.qweight").T.contiguous()
-    if bits == 4:
-        qdata = torch.nn.functional.pad(words, (0, packed_words(K, bits) - words.shape[1]))
-    else:
-        qdata = (words.view(torch.uint8) ^ _SIGN).view(torch.int8)
-    return PackedWeight(qdata, files.read(f"{module}.scales").T, zeros, None)
 
 
 def _awq_weight(files: TensorFiles, module: str) -> ForeignWeight:

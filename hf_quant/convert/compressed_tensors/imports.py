@@ -4,7 +4,6 @@ Layout and fields: see `hf_quant.convert.compressed_tensors.export`.
 """
 
 import re
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -112,7 +111,16 @@ def _weight(
         K = _columns(files, module, found, scheme)
     _check_parts(module, found, format, scheme, N)
     keys = (f"{module}.{main}", *(f"{module}.{part}" for part in found if part != main))
-    unpack = partial(_unpack, files, module, found, format, scheme, (N, K), dtype or torch.bfloat16)
+
+    def unpack() -> PackedWeight:
+        tensors = {part: files.read(f"{module}.{part}") for part in found}
+        if scheme.weight.symmetric and "weight_zero_point" in tensors and tensors["weight_zero_point"].any():
+            raise ValueError(f"{module}.weight_zero_point is not 0, but its group is symmetric")
+        try:
+            return from_compressed(tensors, format, scheme.weight, (N, K), dtype or torch.bfloat16)
+        except Inexpressible as reason:
+            raise ValueError(f"{module}: {reason}") from None
+
     return ForeignWeight(module, scheme, (N, K), keys, unpack)
 
 
@@ -142,21 +150,3 @@ def _check_parts(module: str, found: dict[str, TensorInfo], format: str, scheme:
         )
         if not is_packed and (zeros is None or zeros.dtype != torch.int8 or prod(zeros.shape) != prod(scale.shape)):
             raise ValueError(f"{module}.weight_zero_point is {zeros or 'missing'} beside scales of {scale}")
-
-
-def _unpack(
-    files: TensorFiles,
-    module: str,
-    parts: dict[str, Any],
-    format: str,
-    scheme: LinearScheme,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> PackedWeight:
-    tensors = {part: files.read(f"{module}.{part}") for part in parts}
-    if scheme.weight.symmetric and "weight_zero_point" in tensors and tensors["weight_zero_point"].any():
-        raise ValueError(f"{module}.weight_zero_point is not 0, but its group is symmetric")
-    try:
-        return from_compressed(tensors, format, scheme.weight, shape, dtype)
-    except Inexpressible as reason:
-        raise ValueError(f"{module}: {reason}") from None
