@@ -155,20 +155,9 @@ def table(rows: list[Row]) -> str:
         + (f"x {base.name}", f"greedy text after {' '.join(PROMPT.split())!r}")
     ]
     for row in rows:
-        cells.append(
-            (
-                row.name,
-                f"{row.bits:.2f}",
-                f"{row.size / 1e6:.2f}",
-                f"{row.load:.2f}",
-                f"{row.perplexity:.4f}",
-                "" if row is base else f"{row.perplexity / base.perplexity - 1:+.2%}",
-                "" if row is base else f"{row.kl:.5f}",
-                f"{row.decode:.1f}",
-                f"{row.decode / base.decode:.2f}",
-                row.text,
-            )
-        )
+        sizes = (f"{row.bits:.2f}", f"{row.size / 1e6:.2f}", f"{row.load:.2f}", f"{row.perplexity:.4f}")
+        change = ("", "") if row is base else (f"{row.perplexity / base.perplexity - 1:+.2%}", f"{row.kl:.5f}")
+        cells.append((row.name, *sizes, *change, f"{row.decode:.1f}", f"{row.decode / base.decode:.2f}", row.text))
     return format_table(cells)
 
 

@@ -24,6 +24,7 @@ HOOK = "hf_quant._boot:boot"
 _VARIABLE, _AUTOLOAD = "HF_QUANT_NATIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _REQUIREMENT = re.compile(r"([\w-]+)>=([\d.]+)(?:; *(.*))?")
 _UNUSABLE = "not examined without a supported torch"
+_TOO_MANY = ", more than there are cores: set OMP_NUM_THREADS"
 
 
 def doctor(args: argparse.Namespace) -> None:
@@ -172,7 +173,8 @@ def _settings() -> dict[str, Any]:
 
 def as_text(found: dict[str, Any]) -> str:
     """Format the result of `examine` as aligned lines, with the remedies last."""
-    own, machine = found["hf_quant"], found["machine"]
+    own, machine, threads = found["hf_quant"], found["machine"], found["machine"]["threads"]
+    too_many = threads is not None and threads > (machine["cores"] or threads)
     packages = {name: _package_line(package) for name, package in found["packages"].items()}
     sections = {
         "packages": {"hf_quant": f"{own['version']}, in {own['path']}", "Python": machine["python"], **packages},
@@ -180,7 +182,7 @@ def as_text(found: dict[str, Any]) -> str:
             "OS": machine["os"],
             "CPU": f"{machine['cpu']}, {machine['cores']} core{'' if machine['cores'] == 1 else 's'}",
             "features": " ".join(machine["features"]) or "unknown",
-            "threads of torch": _threads_line(machine),
+            "threads of torch": _UNUSABLE if threads is None else f"{threads}{_TOO_MANY if too_many else ''}",
         },
         "native CPU kernels": _native_lines(found["native"]),
         "GPUs": _gpu_lines(found["gpu"]),
@@ -197,13 +199,6 @@ def _package_line(package: dict[str, Any]) -> str:
     if package["problem"] is not None:
         return f"{package['version']}: {package['problem']}" if package["version"] else package["problem"]
     return package["version"] or "not installed (optional)"
-
-
-def _threads_line(machine: dict[str, Any]) -> str:
-    if machine["threads"] is None:
-        return _UNUSABLE
-    few = machine["threads"] <= (machine["cores"] or machine["threads"])
-    return f"{machine['threads']}{'' if few else ', more than there are cores: set OMP_NUM_THREADS'}"
 
 
 def _native_lines(native: dict[str, Any] | None) -> dict[str, str]:

@@ -99,18 +99,12 @@ def bench(args: argparse.Namespace) -> None:
     ratio = () if base is None else ("x ref",)
     rows = [("model", "bits/weight", "load s", "peak MB", "prefill ms", *ratio, "decode tok/s", *ratio)]
     for name, speed in speeds.items():
-        rows.append(
-            (
-                name,
-                bits_label(loaded.models[name]),
-                f"{loaded.seconds[name]:.2f}",
-                f"{loaded.peaks[name] / 1e6:.0f}",
-                f"{speed.prefill * 1e3:.1f}",
-                *(() if base is None else (f"{base.prefill / speed.prefill:.2f}",)),
-                f"{speed.decode:.1f}",
-                *(() if base is None else (f"{speed.decode / base.decode:.2f}",)),
-            )
-        )
+        loading = (f"{loaded.seconds[name]:.2f}", f"{loaded.peaks[name] / 1e6:.0f}")
+        prefill, decode = [f"{speed.prefill * 1e3:.1f}"], [f"{speed.decode:.1f}"]
+        if base is not None:
+            prefill.append(f"{base.prefill / speed.prefill:.2f}")
+            decode.append(f"{speed.decode / base.decode:.2f}")
+        rows.append((name, bits_label(loaded.models[name]), *loading, *prefill, *decode))
     print(format_table(rows))
     device = next(iter(loaded.models.values())).device
     count = torch.get_num_threads()

@@ -13,29 +13,16 @@ def draw(points: list[Row], title: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), dpi=150, layout="constrained")
     axes.set_yscale("log")
     axes.axvline(base.size / 1e6, color="0.6", linewidth=1, linestyle="--")
-    axes.annotate(
-        f"{base.name}: {base.bits:.0f} bits\nperplexity {base.perplexity:.3f}",
-        (base.size / 1e6, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(-6, 0),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=9,
-        color="0.3",
-    )
+    style = {"textcoords": "offset points", "fontsize": 9}
+    label = f"{base.name}: {base.bits:.0f} bits\nperplexity {base.perplexity:.3f}"
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (-6, 0), "ha": "right", "va": "top"}
+    axes.annotate(label, (base.size / 1e6, 1), **place, **style, color="0.3")
     for index, point in enumerate(others):
         axes.scatter(point.size / 1e6, point.kl, s=70, color=f"C{index}", edgecolors="white", zorder=3)
     for line, point in _label_lines(others, nearest=1.22):
-        axes.annotate(
-            f"{point.name}: {point.bits:.2f} bits, perplexity {point.perplexity / base.perplexity - 1:+.2%}",
-            (point.size / 1e6, line),
-            xytext=(9, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=f"C{others.index(point)}",
-        )
+        label = f"{point.name}: {point.bits:.2f} bits, perplexity {point.perplexity / base.perplexity - 1:+.2%}"
+        color = f"C{others.index(point)}"
+        axes.annotate(label, (point.size / 1e6, line), xytext=(9, 0), va="center", **style, color=color)
     axes.set_xlim(0, 1.08 * base.size / 1e6)
     axes.set_xlabel("MB on disk (what stays in 16 bit included)")
     axes.set_ylabel("KL to the 16-bit model, nats per token (lower is better)")
