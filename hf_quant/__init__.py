@@ -21,13 +21,7 @@ if TYPE_CHECKING:
     from hf_quant.integrations.diffusers.fused_norms import fuse_activations_, unfuse_activations_
     from hf_quant.integrations.transformers.graphs import capture_generate
     from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
-    from hf_quant.modules import (
-        QuantEmbedding,
-        QuantExperts,
-        QuantLinear,
-        fuse_projections_,
-        unfuse_projections_,
-    )
+    from hf_quant.modules import QuantEmbedding, QuantExperts, QuantLinear, fuse_projections_, unfuse_projections_
     from hf_quant.planning import QuantPlan, plan
     from hf_quant.quantize import dequantize_, quantize_
     from hf_quant.scheme import PRESETS, LinearScheme, TensorQuant

@@ -83,17 +83,13 @@ class WrappedMethod(ModelMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model()
         if model is None:
-            model = self._made_again()
+            model = object.__new__(self.model_class)
+            object.__setattr__(model, "__dict__", self.attributes)
+            attach_methods(model, self.wrappers)
+            for method in list(self.attributes.values()):
+                if isinstance(method, ModelMethod) and method.model() is None:
+                    method.bind(model)
         return self.wrappers[self.name](model, partial(self.call_host, model), *args, **kwargs)
-
-    def _made_again(self) -> nn.Module:
-        model = object.__new__(self.model_class)
-        object.__setattr__(model, "__dict__", self.attributes)
-        attach_methods(model, self.wrappers)
-        for method in list(self.attributes.values()):
-            if isinstance(method, ModelMethod) and method.model() is None:
-                method.bind(model)
-        return model
 
 
 def attach_methods(model: nn.Module, wrappers: Mapping[str, Wrapper]) -> None:

@@ -5,9 +5,8 @@ train over `QuantLinear`, `QuantConv1D`, `QuantConv2d` and `QuantEmbedding`. A w
 trained nor be wrapped as a parameter; where PEFT would leave such a layer out, or fail far from the cause, this module
 raises an error that names the cause.
 
-Merging reads and assigns `weight`, which quantizes the sum again with the layer's own scheme: changes below half a
-step of the grid are lost. int8 and fp8 merge well, 4 bits lose a part, 3 and 2 bits lose nearly all; keep such
-adapters unmerged. `unmerge` rounds once more, so it does not restore the old codes; `unload` before a merge does.
+Merging reads and assigns `weight`, which quantizes the sum again with the layer's own scheme (docs/training.md).
+`unmerge` rounds once more, so it does not restore the old codes; `unload` before a merge does.
 """
 
 import functools

@@ -118,8 +118,8 @@ def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
                 attention_mask = attention_mask[..., : key.shape[2]]
         if torch.is_grad_enabled() and query.requires_grad:  # the kernel has no gradient
             key, value = (x.dequantize() if isinstance(x, QuantizedStates) else x for x in (key, value))
-        if isinstance(key, QuantizedStates):
-            found = _attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        if isinstance(key, QuantizedStates) and not dropout:
+            found = _attend(module, query, key, value, attention_mask, scaling, kwargs)
             if found is not None:
                 return found, None
         key, value = (x.noted().dequantize() if isinstance(x, QuantizedStates) else x for x in (key, value))
@@ -129,19 +129,12 @@ def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: QuantizedStates,
-    value: Tensor,
-    mask: Any,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
+    module: nn.Module, query: Tensor, key: QuantizedStates, value: Tensor, mask: Any, scale: float | None, kwargs: Any
 ) -> Tensor | None:
     """Compute the attention [B, S, H, D] from the codes; None if this attention is unsupported."""
     S, D, T = *query.shape[2:], key.shape[2]
     has_codes = isinstance(value, QuantizedStates) and key.shape[3] == value.shape[3] == D
-    if not has_codes or dropout or kwargs.get("softcap") is not None or not isinstance(mask, Tensor | None):
+    if not has_codes or kwargs.get("softcap") is not None or not isinstance(mask, Tensor | None):
         return None
     causal, window = False, 0
     if mask is None or mask.dim() == 2:  # else the mask contains both
@@ -155,7 +148,7 @@ def _attend(
         if mask is not None:
             bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
         mask = bias
-    y, lse = attend(query, key, value, mask, is_causal=causal and (S > 1 or window > 0), window=window, scale=scaling)
+    y, lse = attend(query, key, value, mask, is_causal=causal and (S > 1 or window > 0), window=window, scale=scale)
     sinks = kwargs.get("s_aux")
     if sinks is not None:  # one more score for each head, with no value
         y = (y * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)).to(y.dtype)

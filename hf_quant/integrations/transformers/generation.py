@@ -106,7 +106,7 @@ class CacheMethod(ModelMethod):
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             length = _static_length(generation_config, max_cache_length)
             with self.lock:
-                cache = self._static(model, config, rows, length, place == "offloaded_static", generation_config)
+                cache = self._static(model, config, rows, length, generation_config)
         else:
             cache = QuantizedCache(model.config, config, offloading=place == "offloaded")
         if model.config.is_encoder_decoder:
@@ -140,18 +140,13 @@ class CacheMethod(ModelMethod):
         return None
 
     def _static(
-        self,
-        model: nn.Module,
-        config: KVCacheConfig,
-        rows: int,
-        length: int,
-        offloading: bool,
-        generation_config: Any,
+        self, model: nn.Module, config: KVCacheConfig, rows: int, length: int, generation_config: Any
     ) -> QuantizedCache:
         """Return the last static cache, emptied, if it fits and nobody else can hold it, else a new one.
 
         Code that has replaced the compiled call (`capture_generate`) provides memory of its own for each cache.
         """
+        offloading = generation_config.cache_implementation == "offloaded_static"
         last, is_free = self.static, self.lent is None or self.lent() is None
         self.static = self.lent = None
         fits = is_free and last is not None and last.kv_cache == config and last.offloading == offloading

@@ -12,8 +12,7 @@ and place `qdata`, `scale`, `zero_point` and `global_scale` accordingly.
 - Quantized embeddings and tied heads are not sharded.
 
 In a row-parallel layer with quantized activations (W8A8 and similar), a rank quantizes its slice of each row with the
-slice's own scale, while a single process has one scale for the row. The rounding error is not larger, but the logits
-are only close to a single process's logits, instead of equal up to the order of summation.
+slice's own scale: the logits are close to a single process's logits, not equal up to the order of summation.
 """
 
 import types
