@@ -44,7 +44,7 @@ def select(wanted: str) -> None:
     `native.use` drops what was made ready for a weight by the kernels before. Here they never use that weight.
     """
     if wanted != kernels_in_use():
-        with patch.object(native, "clear_prepacked", lambda: None):
+        with patch.object(native.extension, "clear_prepacked", lambda: None):
             native.use(None if wanted == TORCH else wanted)
 
 
