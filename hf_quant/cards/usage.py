@@ -92,22 +92,13 @@ def pipeline_tag(source: CardSource) -> str | None:
         return "image-to-video"
     if "VideoToVideo" in name:
         return "video-to-video"
-    tasks = _table_tasks(name)
-    if tasks:
-        return tasks.pop() if len(tasks) == 1 else None
+    if _has_diffusers():
+        tables = import_module("diffusers.pipelines.auto_pipeline")
+        classes = {table: getattr(tables, table, {}).values() for table in _PIPELINE_TABLES}
+        tasks = {_PIPELINE_TABLES[table] for table, found in classes.items() if any(c.__name__ == name for c in found)}
+        if tasks:
+            return tasks.pop() if len(tasks) == 1 else None
     return "text-to-video" if any(name == f"{family}Pipeline" for family in _VIDEO_FAMILIES) else None
-
-
-def _table_tasks(name: str) -> set[str]:
-    """Return the tasks under which diffusers lists a pipeline; none if it is not installed."""
-    if not _has_diffusers():
-        return set()
-    tables = import_module("diffusers.pipelines.auto_pipeline")
-    return {
-        task
-        for table, task in _PIPELINE_TABLES.items()
-        if any(cls.__name__ == name for cls in getattr(tables, table, {}).values())
-    }
 
 
 def _has_diffusers() -> bool:

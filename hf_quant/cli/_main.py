@@ -38,7 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     except _expected_errors() as error:
         if args.debug:
             traceback.print_exc()
-        print(f"hf-quant: error: {_one_line(error)}", file=sys.stderr)
+        message = " ".join(str(error).split())
+        if not message or not isinstance(error, ValueError | OSError):  # the message alone says little
+            message = f"{type(error).__name__}: {message}"
+        print(f"hf-quant: error: {message}", file=sys.stderr)
         return 2
 
 
@@ -65,12 +68,6 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
     # RuntimeError: what torch and the hosts raise on a full device, or on tensors that do not fit a model.
     return ValueError, OSError, ImportError, RuntimeError, SafetensorError
-
-
-def _one_line(error: BaseException) -> str:
-    """Return the message of an error without line breaks, with the error's type if the message alone says little."""
-    message = " ".join(str(error).split())
-    return message if isinstance(error, ValueError | OSError) and message else f"{type(error).__name__}: {message}"
 
 
 @contextlib.contextmanager

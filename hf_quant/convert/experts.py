@@ -29,7 +29,11 @@ def merge_experts(model: "PreTrainedModel", weights: list[ForeignWeight]) -> lis
 
     Raises ValueError if experts of one layer differ in scheme, or one is missing.
     """
-    rules, known = _rules(model), dict(model.named_modules())
+    rules: list[_Rule] = []
+    known = dict(model.named_modules())
+    for names, target in merging_rules(model):
+        escaped = (re.escape(name).replace(r"\*", r"(?P<expert>[0-9]+)") for name in names)
+        rules.append(_Rule([re.compile(rf"(?P<prefix>.*){name}") for name in escaped], target))
     merged: list[ForeignWeight] = []
     parts: dict[str, dict[tuple[int, int], ForeignWeight]] = {}
     for weight in weights:
@@ -40,14 +44,6 @@ def merge_experts(model: "PreTrainedModel", weights: list[ForeignWeight]) -> lis
             name, expert, part = found
             parts.setdefault(name, {})[expert, part] = weight
     return merged + [_fuse(name, found) for name, found in parts.items()]
-
-
-def _rules(model: "PreTrainedModel") -> list[_Rule]:
-    rules = []
-    for names, target in merging_rules(model):
-        escaped = (re.escape(name).replace(r"\*", r"(?P<expert>[0-9]+)") for name in names)
-        rules.append(_Rule([re.compile(rf"(?P<prefix>.*){name}") for name in escaped], target))
-    return rules
 
 
 def _match(rules: list[_Rule], module: str) -> tuple[str, int, int] | None:

@@ -84,7 +84,11 @@ def quantized_layers(config: Any, kv_cache: KVCacheConfig, max_cache_len: int | 
     if max_cache_len is None:
         return [_quantized(layer, kv_cache) for layer in DynamicCache(config=config).layers]
     layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
-    return [_quantized_static(layer, kv_cache, max_cache_len) for layer in layers]
+    for i, layer in enumerate(layers):
+        is_sliding = type(layer) is StaticSlidingWindowLayer and layer.max_cache_len == max_cache_len
+        if type(layer) is StaticLayer or is_sliding:
+            layers[i] = QuantizedStaticLayer(kv_cache, max_cache_len, is_sliding)
+    return layers
 
 
 def _quantized(layer: Any, config: KVCacheConfig) -> Any:
@@ -95,13 +99,6 @@ def _quantized(layer: Any, config: KVCacheConfig) -> Any:
         return QuantizedSlidingWindowLayer(config, layer.sliding_window)
     if kind is LinearAttentionAndFullAttentionLayer:
         return QuantizedHybridLayer(config, layer.number_of_states)
-    return layer
-
-
-def _quantized_static(layer: Any, config: KVCacheConfig, max_cache_len: int) -> Any:
-    is_sliding = type(layer) is StaticSlidingWindowLayer and layer.max_cache_len == max_cache_len
-    if type(layer) is StaticLayer or is_sliding:
-        return QuantizedStaticLayer(config, max_cache_len, is_sliding)
     return layer
 
 
