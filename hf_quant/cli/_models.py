@@ -16,7 +16,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
-from hf_quant.checkpoint import open_folder, parse_json, read_header, refuse_file
+from hf_quant.checkpoint import open_folder, read_header, refuse_file
 from hf_quant.config import QuantizerConfig
 from hf_quant.convert.files import SIDE_FILES, is_side_file
 
@@ -44,7 +44,7 @@ def find_source(name: str) -> Source:
     refuse_file(name)
     for file in ("config.json", "model_index.json"):
         path = find_file(name, file)
-        fields = {} if path is None else parse_json(path.read_bytes(), str(path))
+        fields = {} if path is None else _read_json(path)
         if file == "model_index.json" and fields:
             return Source(name, "pipeline", fields)
         if "_class_name" in fields:
@@ -85,6 +85,17 @@ def find_file(name: str, file: str) -> Path | None:
     except (HfHubHTTPError, HFValidationError):
         open_folder(name)
         raise ValueError(f"{name}: {file} could not be downloaded from the Hub: try again") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read JSON as the hosts do: of duplicate keys, which `checkpoint.parse_json` refuses, the last is read."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a JSON {type(fields).__name__}; needs an object")
+    return fields
 
 
 def model_class(source: Source, *, trust_remote_code: bool = False) -> type[nn.Module]:
