@@ -231,9 +231,10 @@ def _module_value(entry: Any) -> str | None:
 def _python(source: CardSource, base: str) -> str:
     if source.kind == "transformers":
         library, cls, dtype = "transformers", auto_class(source), "dtype"
+        rest = ", trust_remote_code=True" if source.auto_class is not None else ""
     else:
-        library, cls, dtype = "diffusers", _diffusers_class(source), "torch_dtype"
-    names, variable, rest = [cls], "model", ", trust_remote_code=True" if source.auto_class is not None else ""
+        library, cls, dtype, rest = "diffusers", _diffusers_class(source), "torch_dtype", ""
+    names, variable = [cls], "model"
     config = [f"config = {_expression(source.parts[0].config)}"]
     if source.kind == "pipeline":
         names, variable, rest = sorted([cls, "PipelineQuantizationConfig"]), "pipe", _absent(source)
