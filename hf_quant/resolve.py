@@ -49,7 +49,8 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
     if not isinstance(symmetric, bool | None):
         raise ValueError(f"symmetric is {symmetric!r}; needs True, False or None")
     if symmetric is False and not format.allows_asymmetric:
-        raise ValueError(f"symmetric is False, but {format.name} has no zero point; int4, int3 and int2 have one")
+        names = ", ".join(other.name for other in FORMATS.values() if other.allows_asymmetric)
+        raise ValueError(f"symmetric is False, but {format.name} has no zero point; {names} have one")
     weight = TensorQuant(
         format=format.name,
         granularity=granularity,

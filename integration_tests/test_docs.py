@@ -87,7 +87,7 @@ def test_commands_in_order(small_models, capsys):
 
 
 def test_the_error_of_a_snippet_is_the_one_in_its_comment(capsys):
-    (snippet,) = (s for s in SNIPPETS.values() if "int5" in s)
+    (snippet,) = (s for s in SNIPPETS.values() if "int9" in s)
     exec(compile(snippet, "python.md", "exec"), {})
     promised = re.search(r"# (unknown .*) \.\.\.$", snippet, re.MULTILINE)[1]
     assert capsys.readouterr().out.startswith(promised)

@@ -282,7 +282,7 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
     [
         (["plan", "{dir}/missing"], "is not a directory"),
         (["plan", "{empty}"], "is not a model directory: it has no config.json"),
-        (["plan", "{llama}", "--weights", "int5"], "unknown format or preset 'int5'"),
+        (["plan", "{llama}", "--weights", "int9"], "unknown format or preset 'int9'"),
         (["plan", "{llama}", "--weights", "int2", "--activations", "int2"], "activations is 'int2'"),
         (["plan", "{llama}", "--group-size", "48"], "group_size is 48"),
         (["plan", "{llama}", "--module", "*.dwn_proj=int4"], "matches no module"),

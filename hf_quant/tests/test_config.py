@@ -171,7 +171,7 @@ def test_a_preset_may_be_completed_and_confirmed():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"weights": "int5"}, r"unknown format or preset 'int5'; did you mean 'int"),
+        ({"weights": "int9"}, r"unknown format or preset 'int9'; did you mean 'int"),
         ({"weights": "w4a17"}, r"unknown format or preset 'w4a17'"),
         ({"weights": 4}, r"weights is 4; needs a format or preset name"),
         ({"weights": "int4", "activations": "int2"}, r"activations is 'int2'; allowed: None, 'int8', 'fp8'"),
@@ -333,7 +333,7 @@ def test_fields_of_a_scheme_give_it_back_for_any_dtype(fields, activations):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": "int5"}, "unknown format or preset 'int5'"),
+        ({"format": "int9"}, "unknown format or preset 'int9'"),
         ({"format": ["int4"]}, "needs a format or preset name"),
         ({"group_size": -4}, "group_size is -4; allowed"),
         ({"group_size": [64]}, r"group_size is \[64\]; allowed"),

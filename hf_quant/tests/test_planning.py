@@ -347,7 +347,7 @@ INT4 = resolve_scheme({"weights": "int4"}, torch.bfloat16)[0].to_dict()
         ([{"scheme": INT4, "modules": "a"}], "needs {scheme, modules}"),
         ([{"modules": ["a"]}], "a scheme is {weight, activation, sparsity, cpu_activation}, got None"),
         ([{"scheme": INT4, "modules": [None]}], "names a module None"),
-        ([{"scheme": {"weight": {**INT4["weight"], "format": "int5"}}, "modules": ["a"]}], "'int5'"),
+        ([{"scheme": {"weight": {**INT4["weight"], "format": "int9"}}, "modules": ["a"]}], "'int9'"),
         ([{"scheme": {"weight": {**INT4["weight"], "group_size": 7}}, "modules": ["a"]}], "group_size is 7"),
     ],
 )
