@@ -611,7 +611,7 @@ def test_a_prompt_in_parts_that_is_compiled(llama, caplog):
     first = model.generate(ids(), **options)
     memory, compiled = model._prepare_cache_for_generation.static.layers[0].k_codes.data_ptr(), dict(counters["stats"])
     assert compiled["unique_graphs"] > 0
-    caplog.clear()  # records of torch's trace, and cycles of its frames, may hold the cache: it would not be used again
+    caplog.clear()  # records of torch's trace, or cycles of its frames, may hold the cache, which then is not used again
     gc.collect()
     assert torch.equal(model.generate(ids(), **options), first)
     assert counters["stats"]["unique_graphs"] == compiled["unique_graphs"]
