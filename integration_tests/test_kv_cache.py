@@ -260,7 +260,8 @@ def test_every_kind_of_model(name, caplog, monkeypatch):
     options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
     for cache_implementation in (None, "static") if kind.static else (None,):
         monkeypatch.setattr("hf_quant.kv_cache._states._noted", [])
-        caplog.clear()
+    # Records of torch's trace, and cycles of its frames, may hold the cache: it would not be used again.
+    caplog.clear()
         options["cache_implementation"] = cache_implementation
         with caplog.at_level(logging.WARNING, logger="hf_quant"):
             found, expected = (m.generate(**padded(), **options) for m in (model, plain))
@@ -611,7 +612,8 @@ def test_a_prompt_in_parts_that_is_compiled(llama, caplog):
     first = model.generate(ids(), **options)
     memory, compiled = model._prepare_cache_for_generation.static.layers[0].k_codes.data_ptr(), dict(counters["stats"])
     assert compiled["unique_graphs"] > 0
-    caplog.clear()  # records of torch's trace, or cycles of its frames, may hold the cache, which then is not used again
+    # Records of torch's trace, and cycles of its frames, may hold the cache: it would not be used again.
+    caplog.clear()
     gc.collect()
     assert torch.equal(model.generate(ids(), **options), first)
     assert counters["stats"]["unique_graphs"] == compiled["unique_graphs"]
