@@ -260,8 +260,7 @@ def test_every_kind_of_model(name, caplog, monkeypatch):
     options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
     for cache_implementation in (None, "static") if kind.static else (None,):
         monkeypatch.setattr("hf_quant.kv_cache._states._noted", [])
-    # Records of torch's trace, and cycles of its frames, may hold the cache: it would not be used again.
-    caplog.clear()
+        caplog.clear()
         options["cache_implementation"] = cache_implementation
         with caplog.at_level(logging.WARNING, logger="hf_quant"):
             found, expected = (m.generate(**padded(), **options) for m in (model, plain))
