@@ -59,7 +59,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 @cache
 def sources(folder: Path, pattern: str = "**/*.py") -> str:
-    """All Python code of a folder, without the tests."""
+    """Return the Python code of a folder, without the tests."""
     paths = (path for path in sorted(folder.glob(pattern)) if "tests" not in path.relative_to(ROOT).parts)
     return "\n".join(path.read_text() for path in paths)
 

@@ -75,7 +75,7 @@ def families() -> set[str]:
 
 
 def inner_violations(path: Path, source: str) -> list[str]:
-    """What the file imports against the rules inside of its part, one line each."""
+    """Return the imports of a file that break the rules inside of its part, one line each."""
     part, room = path.parts[0], path.parts[1].removesuffix(".py") if len(path.parts) > 1 else "__init__"
     forbidden = {name for name in APART.get(part, ()) if room in APART[part] and name != room}
     if part == "kernels" and room not in families() | {"__init__"}:
