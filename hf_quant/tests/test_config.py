@@ -191,7 +191,7 @@ def test_a_preset_may_be_completed_and_confirmed():
         ({"weights": "int4", "group_size": "128"}, r"group_size is '128'; allowed"),
         ({"weights": "int4", "group_size": 64, "granularity": "row"}, r"group_size is 64 with granularity 'row'"),
         ({"weights": "mxfp4", "group_size": 64}, r"group_size is 64, but mxfp4 is defined with 32"),
-        ({"weights": "int8", "symmetric": False}, r"int8 has no zero point; int4, int3 and int2"),
+        ({"weights": "int8", "symmetric": False}, r"int8 has no zero point; int4, int3, int2 have one"),
         ({"weights": "nf4", "symmetric": False}, r"nf4 has no zero point"),
         ({"weights": "int4", "symmetric": 0}, r"symmetric is 0; needs True, False or None"),
         ({"weights": "int4", "scale_dtype": "bf16"}, r"unknown scale_dtype 'bf16'; did you mean 'bfloat16'"),
