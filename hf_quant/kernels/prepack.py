@@ -99,7 +99,7 @@ def get(kind: Hashable, sources: tuple[Tensor | None, ...]) -> Any:
             if i == len(known_sources) or not known_sources[i].is_same(tensor):
                 return None
             i += 1
-    return entry.value
+    return entry.value if i == len(known_sources) else None
 
 
 def put(kind: Hashable, sources: tuple[Tensor, ...], value: Any) -> None:

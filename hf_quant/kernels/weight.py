@@ -11,6 +11,7 @@ from hf_quant.kernels.codes import BLOCK_SIZE, CODES, CodeSpec, packed_words
 
 
 _R = TypeVar("_R")
+LARGEST_BLOCK = 1024  # of columns that a transform of the input mixes
 
 
 class PackedWeight(NamedTuple):
@@ -37,6 +38,9 @@ class Weight(NamedTuple):
 
     Made by `weight_of`, which checks it; whoever gets a Weight checks nothing. With one scale for a whole row
     `group_size` is K.
+
+    With `input_diagonal` [K / b, b] fp32 the codes are of a weight for transformed input: products first multiply each
+    row of x with the K values, then each b columns of it with the orthonormal Hadamard matrix of b, a power of two.
     """
 
     qdata: Tensor
@@ -46,6 +50,7 @@ class Weight(NamedTuple):
     format: str
     group_size: int
     K: int
+    input_diagonal: Tensor | None = None
 
     @property
     def spec(self) -> CodeSpec:
@@ -93,11 +98,13 @@ def weight_of(
     format: str,
     group_size: int,
     K: int,
+    input_diagonal: Tensor | None = None,
 ) -> Weight:
     """The tensors of a weight [..., N, K] as one `Weight`.
 
     qdata [..., N, K] or, packed, [..., N, words] int32; scale floating [..., N | 1 | ceil(N/128), ceil(K/group_size)];
-    zero_point uint8 of the scale's shape, integer formats only; global_scale fp32, one element per leading index.
+    zero_point uint8 of the scale's shape, integer formats only; global_scale fp32, one element per leading index;
+    input_diagonal fp32 [K / b, b].
 
     Raises:
         ValueError: the tensors are no weight of this format, group size and width.
@@ -129,7 +136,20 @@ def weight_of(
                 f"global_scale is {tuple(global_scale.shape)} {global_scale.dtype}; qdata is {tuple(shape)}, which "
                 f"needs {weights} of torch.float32"
             )
-    return Weight(qdata, scale, zero_point, global_scale, format, K if groups == 1 else group_size, K)
+    if input_diagonal is not None:
+        check_diagonal(input_diagonal, K)
+    return Weight(qdata, scale, zero_point, global_scale, format, K if groups == 1 else group_size, K, input_diagonal)
+
+
+def check_diagonal(input_diagonal: Tensor, K: int) -> None:
+    """Raise ValueError unless input_diagonal is fp32 [K / b, b], contiguous, b a power of two from 2 to 1024."""
+    shape, b = tuple(input_diagonal.shape), input_diagonal.shape[-1]
+    if len(shape) != 2 or shape[0] * b != K or b & (b - 1) or not 2 <= b <= LARGEST_BLOCK:
+        raise ValueError(
+            f"input_diagonal is {shape}; K={K} needs [{K} / b, b], where b is a power of two from 2 to {LARGEST_BLOCK}"
+        )
+    if input_diagonal.dtype != float32 or not input_diagonal.is_contiguous():
+        raise ValueError(f"input_diagonal is {input_diagonal.dtype}; needs contiguous torch.float32")
 
 
 def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> None:
@@ -142,13 +162,14 @@ def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> 
 
 
 def takes_weight(
-    check: Callable[..., None] | None = None, *, K_is_option: bool = False
+    check: Callable[..., None] | None = None, *, K_is_option: bool = False, transforms: bool = False
 ) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
     """Decorate a function of a `Weight` for torch.library, whose ops take nothing but tensors and plain values.
 
     `fn(x, w: Weight, bias, *, activation)` becomes `fn(x, qdata, scale, zero_point, global_scale, bias, *, format,
     group_size, activation)`. It raises ValueError unless the tensors are a weight of x's width, and calls `check` with
-    the arguments of fn. With `K_is_option` the width is the option K, as no argument has it.
+    the arguments of fn. With `K_is_option` the width is the option K, as no argument has it; with `transforms` the
+    last argument is `input_diagonal=None`.
     """
 
     def wrap(fn: Callable[..., _R]) -> Callable[..., _R]:
@@ -156,13 +177,21 @@ def takes_weight(
         parameters = list(signature.parameters.values())
         at = next(i for i, parameter in enumerate(parameters) if parameter.annotation is Weight)
 
+        plain = [p for p in parameters[at + 1 :] if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        own = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        count = at + 4 + len(plain)
+
         @wraps(fn)
         def call(*args: Any, format: str, group_size: int, **options: Any) -> Any:
+            diagonal = None
+            if transforms:
+                diagonal = args[count] if len(args) > count else options.pop("input_diagonal", None)
+                args = args[:count]
             tensors = args[at : at + 4]
             if K_is_option:
                 w = weight_of(*tensors, format, group_size, options.pop("K"))
             else:
-                w = _weight_for(args[0], tensors, format, group_size)
+                w = _weight_for(args[0], tensors, format, group_size, diagonal)
             arguments = (*args[:at], w, *args[at + 4 :])
             if check is not None:
                 check(*arguments, **options)
@@ -171,13 +200,13 @@ def takes_weight(
         def option(name: str, kind: type) -> inspect.Parameter:
             return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
 
-        plain = [p for p in parameters[at + 1 :] if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-        own = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        last = inspect.Parameter("input_diagonal", parameters[at].kind, annotation=Tensor | None, default=None)
         call.__signature__ = signature.replace(
             parameters=[
                 *parameters[:at],
                 *(inspect.Parameter(name, parameters[at].kind, annotation=kind) for name, kind in _TENSORS),
-                *(plain + [option("format", str), option("group_size", int)]),
+                *(plain + ([last] if transforms else [])),
+                *(option("format", str), option("group_size", int)),
                 *([option("K", int)] if K_is_option else []),
                 *own,
             ]
@@ -190,11 +219,13 @@ def takes_weight(
 _TENSORS = tuple(PackedWeight.__annotations__.items())
 
 
-def _weight_for(x: Tensor, tensors: tuple[Tensor | None, ...], format: str, group_size: int) -> Weight:
+def _weight_for(
+    x: Tensor, tensors: tuple[Tensor | None, ...], format: str, group_size: int, diagonal: Tensor | None
+) -> Weight:
     """The weight whose rows are as long as the rows of x [..., K]."""
     if x.dim() == 0:
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [..., K]")
     try:
-        return weight_of(*tensors, format, group_size, x.shape[-1])
+        return weight_of(*tensors, format, group_size, x.shape[-1], diagonal)
     except ValueError as error:
         raise ValueError(f"x is {tuple(x.shape)}, so K={x.shape[-1]}, but {error}") from None

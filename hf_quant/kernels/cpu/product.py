@@ -41,7 +41,7 @@ from hf_quant.kernels.cpu.layouts import (
     pack_int4,
     pack_qlinear,
 )
-from hf_quant.kernels.cpu.rows import as_rows, row_amax, row_vector, scaled
+from hf_quant.kernels.cpu.rows import as_rows, row_amax, row_vector, scaled, transform_rows
 from hf_quant.kernels.dispatch import Problem
 from hf_quant.kernels.weight import Weight
 
@@ -98,7 +98,7 @@ def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     M = x.shape[0]
     if M == 0:
         return x.new_empty(0, w.N)
-    y = _run_ready(x, bias, w.packed, w.format, None)
+    y = _run_ready(x, bias, (*w.packed, w.input_diagonal), w.format, None)
     if y is not None:
         return y
     min_rows = 1
@@ -111,17 +111,26 @@ def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
             continue
         found = path.prepare(w, x.dtype)
         if found is not None:
+            run = found.run if path is NATIVE_PATH else _of_transformed(found.run, w.input_diagonal)
             if found.lasts:
-                make_ready(w, x.dtype, None, found.run, min_rows, path.max_rows)
-            return found.run(x, w.qdata, bias)
+                make_ready(w, x.dtype, None, run, min_rows, path.max_rows)
+            return run(x, w.qdata, bias)
     raise AssertionError("the last path takes everything")
+
+
+def _of_transformed(run: Run, diagonal: Tensor | None) -> Run:
+    """`run` for x in the host's basis; the native kernels transform x themselves."""
+    if diagonal is None:
+        return run
+    return lambda x, qdata, bias: run(transform_rows(x, diagonal.shape[1], diagonal, x.dtype), qdata, bias)
 
 
 def make_ready(
     w: Weight, dtype: torch.dtype, activation: str | None, run: Run, min_rows: int = 1, max_rows: int = sys.maxsize
 ) -> None:
     """Let `ready_product` find `run` by the tensors of w, for as long as they live unchanged."""
-    prepack.put((dtype, activation), w.tensors, _Ready(w.format, min_rows, max_rows, run))
+    tensors = w.tensors if w.input_diagonal is None else (*w.tensors, w.input_diagonal)
+    prepack.put((dtype, activation), tensors, _Ready(w.format, min_rows, max_rows, run))
 
 
 def ready_product(
@@ -129,7 +138,7 @@ def ready_product(
 ) -> Tensor | None:
     """x [..., K] @ w.T + bias as an earlier call has made it ready, without checks; None if none has.
 
-    `weight` is (qdata, scale, zero_point, global_scale); views of the same bytes in another dtype do.
+    `weight` is (qdata, scale, zero_point, global_scale, input_diagonal); views of the same bytes in another dtype do.
     """
     shape = x.shape
     y = _run_ready(as_rows(x), bias, weight, format, activation)

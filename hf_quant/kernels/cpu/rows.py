@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from hf_quant.kernels import native
+from hf_quant.kernels.sign_matrices import transform
+
 
 _BLOCK = 2**20  # values that pass through a chain of elementwise ops at once: temporaries stay in the cache
 
@@ -53,3 +56,15 @@ def scaled(
     if bias is not None:
         total.add_(bias)
     return total.to(dtype)
+
+
+def transform_rows(x: Tensor, block_size: int, diagonal: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [M, K], not fp64, times the diagonal and the Hadamard matrix of each block, in fp32 -> [M, K] in `dtype`."""
+    y = native.transform_rows(x, block_size, diagonal, dtype)
+    if y is not None:
+        return y
+    y = torch.empty(x.shape, dtype=dtype)
+    step = max(_BLOCK // 8 // max(x.shape[1], 1), 1)
+    for start in range(0, x.shape[0], step):
+        y[start : start + step] = transform(x[start : start + step].float(), block_size, diagonal)
+    return y

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import CODES
-from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.dispatch import Path, Problem, direct, implements
 from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
     bits_of,
@@ -46,6 +46,7 @@ from hf_quant.kernels.gpu.launch import (
 )
 from hf_quant.kernels.gpu.tile import tile_product
 from hf_quant.kernels.grouped_mm.op import check, grouped_mm, rows_of_experts
+from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.rowwise.op import quantize_rowwise
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
 from hf_quant.kernels.weight import Weight, takes_weight
@@ -323,11 +324,20 @@ def _fused(
     return y
 
 
+_hadamard = direct(hadamard)
+
+
 @implements(grouped_mm, "XPU", FUSED + LOOP)
 @implements(grouped_mm, "CUDA", FUSED + LOOP)
-@takes_weight(check)
+@takes_weight(check, transforms=True)
 def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
-    """Compute `grouped_mm_reference`; weights are rounded to x's dtype if they are scaled before the product."""
+    """Compute `grouped_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
+
+    So is a transformed x, before it is quantized.
+    """
+    if w.input_diagonal is not None:
+        x = _hadamard(x, w.input_diagonal, block_size=w.input_diagonal.shape[1])
+        w = w._replace(input_diagonal=None)
     if unavailable_reason(x.device) is None:
         target, w = target_of(x.device), w.contiguous()
         plan = grouped_plan(

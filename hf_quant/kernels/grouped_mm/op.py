@@ -34,17 +34,17 @@ def rows_of_experts(offsets: Tensor) -> list[tuple[int, slice]]:
     return [(e, slice(start, end)) for e, (start, end) in enumerate(zip([0, *ends], ends)) if end > start]
 
 
-@takes_weight(check)
+@takes_weight(check, transforms=True)
 def grouped_mm_reference(
     x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None
 ) -> Tensor:
     """x [M, K], experts [E, N, K] -> [M, N] in x's dtype; rows offsets[e-1]..offsets[e] belong to expert e.
 
     `activation` quantizes each row of x first (None: not). Rows at or past offsets[-1] give zeros.
-    Not differentiable: see `modules`.
+    `input_diagonal` transforms x as in `weight_only_mm`. Not differentiable: see `modules`.
     """
     y = x.new_zeros(x.shape[0], w.N)
-    options = {"format": w.format, "group_size": w.group_size}
+    options = {"format": w.format, "group_size": w.group_size, "input_diagonal": w.input_diagonal}
     for e, rows in rows_of_experts(offsets):
         weight = (*w.expert(e).packed, None if bias is None else bias[e])
         if activation is None:
@@ -54,7 +54,7 @@ def grouped_mm_reference(
     return y
 
 
-@takes_weight(check)
+@takes_weight(check, transforms=True)
 def _grouped_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None):
     return x.new_empty((x.shape[0], w.N))
 

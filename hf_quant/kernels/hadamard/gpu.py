@@ -42,6 +42,7 @@ from hf_quant.kernels.gpu.launch import (
 from hf_quant.kernels.gpu.row_codes import code_options, encode, larger_magnitude, scale_of_row
 from hf_quant.kernels.hadamard import op
 from hf_quant.kernels.rowwise.gpu import quantize_rowwise_gpu
+from hf_quant.kernels.sign_matrices import PALEY_FIELDS, mix, odd_factor, squares, transform
 
 
 _LARGEST = 16384  # values of a row that a program holds: 64 for each of 256 threads
@@ -83,7 +84,7 @@ def _next_power(n: int) -> int:
 
 def tiling(K: int, n: int, tile_rows: int, columns: int) -> Tiling:
     """The tiling of rows of K values that are transformed in blocks of n <= 16384."""
-    m = op.odd_factor(n)
+    m = odd_factor(n)
     if n <= 128:
         # A small block is not alone in its segment, which would be mostly padding.
         B, A, span = n, 1, 1
@@ -169,6 +170,7 @@ def _segment(
 @triton.jit(do_not_specialize=["M"])
 def _hadamard_kernel(
     x,
+    diagonal,
     out,
     scales,
     M,
@@ -217,6 +219,9 @@ def _hadamard_kernel(
             offset = segment * B + column
             mask = in_m if EVEN_K else in_m & inside & (column < B) & (offset < K)
             v = tl.load(x_row + offset, mask=mask, other=0.0)
+            if diagonal is not None:  # rounded to 16 bits, which signs do not need
+                entries = offset if EVEN_K else tl.where(mask, offset, 0)
+                v = (v * tl.load(diagonal + entries)).to(X_TYPE)
             if A == 1:
                 z = tl.dot(v, right)
             else:
@@ -281,8 +286,8 @@ def _options(op_name: str, K: int, n: int, target: Target) -> tuple[dict[str, in
     while stages > 2 and programs * (shared + stages * tile) > target.shared_memory:
         stages -= 1
     programs = max(min(programs, target.shared_memory // (shared + stages * tile)), 1)
-    m = op.odd_factor(n)
-    field, mask = op.squares(op.PALEY_FIELDS[m]) if m > 1 else (1, 0)
+    m = odd_factor(n)
+    field, mask = squares(PALEY_FIELDS[m]) if m > 1 else (1, 0)
     options = cut._asdict() | {
         "NORM": 1 / math.sqrt(n),
         "B_PAD": B_PAD,
@@ -302,7 +307,9 @@ def _options(op_name: str, K: int, n: int, target: Target) -> tuple[dict[str, in
     return options, programs * target.multiprocessors
 
 
-def _launch(x: Tensor, K: int, n: int, out: Tensor, scale: Tensor | None, format: str) -> bool:
+def _launch(
+    x: Tensor, diagonal: Tensor | None, K: int, n: int, out: Tensor, scale: Tensor | None, format: str
+) -> bool:
     """Run the kernel on x, taken as rows of K values; False if they are too long for it."""
     target = target_of(x.device)
     plan = _options("hadamard" if scale is None else "hadamard_quantize_rowwise", K, n, target)
@@ -316,6 +323,7 @@ def _launch(x: Tensor, K: int, n: int, out: Tensor, scale: Tensor | None, format
         _hadamard_kernel,
         (min(-(-M // options["ROWS"]), programs),),
         rows,
+        diagonal,
         out,
         scale,
         M,
@@ -327,43 +335,49 @@ def _launch(x: Tensor, K: int, n: int, out: Tensor, scale: Tensor | None, format
     return True
 
 
-def _transform(x: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+def _transform(x: Tensor, diagonal: Tensor | None, n: int, dtype: torch.dtype) -> Tensor:
     """The transform of x [..., K] in `dtype`, contiguous."""
     if not _serves(x, target_of(x.device)):
-        return op.transform(x if x.dtype == torch.float64 else x.float(), n).to(dtype).contiguous()
+        return transform(x if x.dtype == torch.float64 else x.float(), n, diagonal).to(dtype).contiguous()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if diagonal is not None:
+        if _launch(x, diagonal, x.shape[-1], n, out, None, "int8"):
+            return out
+        x = (x * diagonal.view(-1)).to(x.dtype)
     if n > _LARGEST:  # the last factors by the kernel, the first one between their results
-        inner = min(n // op.odd_factor(n), _LARGEST)
-        y = op.mix(_transform(x, inner, torch.float32), n // inner, inner)
+        inner = min(n // odd_factor(n), _LARGEST)
+        y = mix(_transform(x, None, inner, torch.float32), n // inner, inner)
         return y.mul_(math.sqrt(inner / n)).to(dtype)
     width = n
     while width < 64 and x.shape[-1] % (2 * width) == 0:  # small blocks share a segment
         width *= 2
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    served = _launch(x, width, n, out, None, "int8")
+    served = _launch(x, None, width, n, out, None, "int8")
     assert served
     return out
 
 
 @implements(op.hadamard, "XPU", PATHS)
 @implements(op.hadamard, "CUDA", PATHS)
-def hadamard_gpu(x: Tensor, *, block_size: int | None = None) -> Tensor:
+def hadamard_gpu(x: Tensor, diagonal: Tensor | None = None, *, block_size: int | None = None) -> Tensor:
     """Compute `hadamard_reference`; sums in fp32, half-way with 16 bits of mantissa."""
-    return _transform(x, op.check(x, block_size), x.dtype)
+    return _transform(x, diagonal, op.check(x, block_size, diagonal), x.dtype)
 
 
 @implements(op.hadamard_quantize_rowwise, "XPU", PATHS)
 @implements(op.hadamard_quantize_rowwise, "CUDA", PATHS)
-def hadamard_quantize_rowwise_gpu(x: Tensor, *, block_size: int | None = None, format: str) -> tuple[Tensor, Tensor]:
+def hadamard_quantize_rowwise_gpu(
+    x: Tensor, diagonal: Tensor | None = None, *, block_size: int | None = None, format: str
+) -> tuple[Tensor, Tensor]:
     """Compute `hadamard_quantize_rowwise_reference`; sums as in `hadamard_gpu`.
 
     Rows that do not fit into the registers of a program are transformed by one kernel and quantized by another, in
     fp32 between them.
     """
-    n = op.check(x, block_size)
+    n = op.check(x, block_size, diagonal)
     row_max(format)
     if n <= _LARGEST and _serves(x, target_of(x.device)):
         codes = torch.empty(x.shape, dtype=torch.int8 if format == "int8" else torch.uint8, device=x.device)
         scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-        if _launch(x, x.shape[-1], n, codes, scale, format):
+        if _launch(x, diagonal, x.shape[-1], n, codes, scale, format):
             return codes.view(ROW_FORMATS[format]), scale
-    return quantize_rowwise_gpu(_transform(x, n, torch.float32), format=format)
+    return quantize_rowwise_gpu(_transform(x, diagonal, n, torch.float32), format=format)

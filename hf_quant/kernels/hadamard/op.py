@@ -1,12 +1,7 @@
 """`hadamard`: the orthonormal Walsh-Hadamard transform along the last dimension, alone and with row quantization.
 
-The matrix of n = m * 2**k is H_m (x) H_2 (x) ... (x) H_2 / sqrt(n), where (x) is the Kronecker product, m one of 1,
-12, 20, 28, H_2 = [[1, 1], [1, -1]] and H_m the matrix of `paley_matrix`. Every factor is symmetric, so every transform
-is: it is its own inverse, and its own gradient.
+The matrices are those of `kernels.sign_matrices`: symmetric, so that a transform is its own inverse.
 """
-
-import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,87 +9,14 @@ from torch import Tensor
 from hf_quant.kernels.codes import ROW_FORMATS, row_max
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
+from hf_quant.kernels.sign_matrices import odd_factor, transform
 
 
-LARGEST = 2**15
-# Order m = 2 * (q + 1) of a factor that is no power of two: the size q of the field that `paley_matrix` makes it from.
-PALEY_FIELDS = {12: 5, 20: 9, 28: 13}
+def check(x: Tensor, block_size: int | None, diagonal: Tensor | None = None) -> int:
+    """The size of the transforms: block_size, or K of x [..., K].
 
-
-def odd_factor(n: int) -> int:
-    """The m of n = m * 2**k: 1, 12, 20 or 28.
-
-    Raises ValueError for a size that has none, or above 2**15.
+    Raises ValueError if it is none or does not fit, or if diagonal is neither None nor K values in fp32.
     """
-    if 0 < n <= LARGEST:
-        odd = n // (n & -n)
-        m = 1 if odd == 1 else 4 * odd
-        if n % m == 0 and (m == 1 or m in PALEY_FIELDS):
-            return m
-    raise ValueError(
-        f"no Hadamard transform of size {n}; allowed: 2**k, 12 * 2**k, 20 * 2**k and 28 * 2**k up to {LARGEST}; "
-        "another size can be transformed in blocks of `block_size`"
-    )
-
-
-def squares(q: int) -> tuple[int, int]:
-    """The field of q = p or p**2 elements -> (p, bit mask of the elements that are squares of others but 0).
-
-    Element number p * a + b is a * i + b with i * i = -1; q is a prime, or 9.
-    """
-    p = 3 if q == 9 else q
-    found = {(2 * a * b % p) * p + (b * b - a * a) % p for a in range(q // p) for b in range(p)} - {0}
-    return p, sum(1 << element for element in found)
-
-
-@cache
-def paley_matrix(m: int) -> Tensor:
-    """The symmetric Hadamard matrix of order m = 2 * (q + 1), entries 1 and -1 -> fp64 [m, m].
-
-    R. Paley, "On orthogonal matrices" (1933), second construction: with C the symmetric matrix whose entry (u, v), for
-    elements u - 1 and v - 1 of the field of q, is 1 if their difference is a square and else -1, 0 on the diagonal and
-    1 in the other entries of its first row and column, it is C (x) [[1, 1], [1, -1]] + I (x) [[1, -1], [-1, -1]].
-    """
-    q = PALEY_FIELDS[m]
-    p, mask = squares(q)
-    character = torch.ones(q + 1, q + 1, dtype=torch.float64)
-    for u in range(q):
-        for v in range(q):
-            difference = (u // p - v // p) % p * p + (u - v) % p
-            character[u + 1, v + 1] = 1 if mask >> difference & 1 else -1
-    character.fill_diagonal_(0)
-    outer = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
-    inner = torch.tensor([[1, -1], [-1, -1]], dtype=torch.float64)
-    return torch.kron(character, outer) + torch.kron(torch.eye(q + 1, dtype=torch.float64), inner)
-
-
-@cache
-def sign_matrix(n: int) -> Tensor:
-    """The Hadamard matrix of size n, entries 1 and -1 -> fp64 [n, n]; n * n * 8 bytes, and kept."""
-    m = odd_factor(n)
-    matrix = torch.ones(1, 1, dtype=torch.float64) if m == 1 else paley_matrix(m)
-    butterfly = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
-    for _ in range((n // m).bit_length() - 1):
-        matrix = torch.kron(matrix, butterfly)
-    return matrix
-
-
-def hadamard_matrix(n: int) -> Tensor:
-    """The orthonormal symmetric matrix of `hadamard` for size n -> fp64 [n, n]."""
-    return sign_matrix(n) / math.sqrt(n)
-
-
-@cache
-def factors(n: int) -> tuple[int, ...]:
-    """Factor n into up to three sizes: the Kronecker product of their sign matrices is the sign matrix of n."""
-    m = odd_factor(n)
-    bits = (n // m).bit_length() - 1
-    first = bits // 2 if bits > 7 else 0
-    return tuple(size for size in (m, 2**first, 2 ** (bits - first)) if size > 1) or (1,)
-
-
-def check(x: Tensor, block_size: int | None) -> int:
-    """The size of the transforms: block_size, or K of x [..., K]. Raises ValueError if it is none or does not fit."""
     K = x.shape[-1]
     n = K if block_size is None else block_size
     odd_factor(n)
@@ -102,40 +24,22 @@ def check(x: Tensor, block_size: int | None) -> int:
         raise ValueError(f"block_size is {n}; it must divide the last dimension of x, {K}")
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}; needs a floating dtype")
+    if diagonal is not None and (diagonal.numel() != K or diagonal.dtype != torch.float32):
+        raise ValueError(f"diagonal is {tuple(diagonal.shape)} {diagonal.dtype}; needs {K} values in torch.float32")
     return n
 
 
-@cache
-def _matrix(n: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return sign_matrix(n).to(device, dtype)
+def hadamard_reference(x: Tensor, diagonal: Tensor | None = None, *, block_size: int | None = None) -> Tensor:
+    """x [..., K] -> (x * diagonal) @ H in x's dtype, in fp64 from dense factors; H of K, or of blocks of `block_size`.
 
-
-def mix(x: Tensor, size: int, inner: int) -> Tensor:
-    """The unscaled transform of each `size * inner` values across their `size` parts; x's dtype and shape."""
-    parts = x.reshape(-1, size, inner)
-    matrix = _matrix(size, x.device, x.dtype)
-    return (parts.squeeze(-1) @ matrix if inner == 1 else matrix @ parts).reshape(x.shape)
-
-
-def transform(x: Tensor, n: int) -> Tensor:
-    """x [..., K] floating, K a multiple of n -> x times the matrix of n in each block of n, in x's dtype."""
-    inner = 1
-    for size in reversed(factors(n)):
-        x = mix(x, size, inner)
-        inner *= size
-    return x * (1 / math.sqrt(n))
-
-
-def hadamard_reference(x: Tensor, *, block_size: int | None = None) -> Tensor:
-    """x [..., K] -> x @ H in x's dtype, computed in fp64 from dense factors; H of K, or of each block of `block_size`.
-
-    Its own inverse. Not differentiable; `differentiable_hadamard` is.
+    diagonal: K values in fp32, of any shape; None: ones, and then the transform is its own inverse. Not
+    differentiable; `differentiable_hadamard` is.
     """
-    return transform(x.double(), check(x, block_size)).to(x.dtype).contiguous()
+    return transform(x.double(), check(x, block_size, diagonal), diagonal).to(x.dtype).contiguous()
 
 
-def _hadamard_fake(x, *, block_size=None):
-    check(x, block_size)
+def _hadamard_fake(x, diagonal=None, *, block_size=None):
+    check(x, block_size, diagonal)
     return x.new_empty(x.shape)
 
 
@@ -143,15 +47,15 @@ hadamard = define_op("hadamard", hadamard_reference, _hadamard_fake, is_row_by_r
 
 
 def hadamard_quantize_rowwise_reference(
-    x: Tensor, *, block_size: int | None = None, format: str
+    x: Tensor, diagonal: Tensor | None = None, *, block_size: int | None = None, format: str
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_rowwise` of the transform of x [..., K] in fp32, without rounding it to x's dtype."""
-    n = check(x, block_size)
-    return quantize_rowwise_reference(transform(x.double(), n).float(), format=format)
+    """`quantize_rowwise` of the transform of x [..., K] in fp32, without rounding it to x's dtype; see `hadamard`."""
+    n = check(x, block_size, diagonal)
+    return quantize_rowwise_reference(transform(x.double(), n, diagonal).float(), format=format)
 
 
-def _hadamard_quantize_rowwise_fake(x, *, block_size=None, format):
-    check(x, block_size)
+def _hadamard_quantize_rowwise_fake(x, diagonal=None, *, block_size=None, format):
+    check(x, block_size, diagonal)
     row_max(format)
     return x.new_empty(x.shape, dtype=ROW_FORMATS[format]), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 

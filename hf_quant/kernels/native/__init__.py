@@ -20,7 +20,7 @@ from hf_quant.kernels.native.products import (
     takes_int8,
     unsupported_reason,
 )
-from hf_quant.kernels.native.quantization import quantize, quantize_rows, quantizes
+from hf_quant.kernels.native.quantization import quantize, quantize_rows, quantizes, transform_rows
 
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "unsupported_reason",
     "serves",
     "takes_int8",
+    "transform_rows",
     "use",
     "using",
     "unavailable_reason",

@@ -73,12 +73,14 @@ def multiply(
     row_scale: Tensor | None = None,
     ends: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    input_diagonal: Tensor | None = None,
 ) -> Tensor:
     """(x [M, K] @ w.T) * row_scale [M, 1] + bias [N] or [E, N] -> [M, N]; `weight` as `weight_arguments` gives it.
 
     `integer`: in integer sums; x is int8 codes with their row_scale, or its rows are quantized on the way. `ends` [E]
     int32: the end of each expert's rows; rows past the last end give zeros. `out_dtype`: any, None for that of x; what
-    the extension does not know is rounded from fp32. The caller has checked everything, and asked `serves`.
+    the extension does not know is rounded from fp32. `input_diagonal`: x is transformed first, in fp32, see `Weight`.
+    The caller has checked everything, and asked `serves`.
     """
     M, K = x.shape
     wanted = x.dtype if out_dtype is None else out_dtype
@@ -96,6 +98,7 @@ def multiply(
         DTYPES[x.dtype],
         K,
         0 if row_scale is None else row_scale.data_ptr(),
+        *((0, 0) if input_diagonal is None else (input_diagonal.data_ptr(), input_diagonal.shape[1])),
         y.data_ptr(),
         DTYPES[dtype],
         0 if bias is None else bias.data_ptr(),
@@ -111,14 +114,15 @@ def multiply(
 def product(x: Tensor, w: Weight, bias: Tensor | None, **how) -> Tensor:
     """`multiply` for the tensors of a weight of any strides; x [M, K] contiguous."""
     w = w.contiguous()
-    return multiply(x, w.N, weight_arguments(w), bias, **how)
+    return multiply(x, w.N, weight_arguments(w), bias, input_diagonal=w.input_diagonal, **how)
 
 
 def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
     """`multiply` as a function of (x [M, K] contiguous, qdata, bias, **how) for a contiguous weight, as long as its
-    memory lives: the function does not hold it."""
+    memory lives: the function holds none of it but `input_diagonal`."""
+    fixed = {"integer": integer, "input_diagonal": w.input_diagonal}
     N, weight = w.N, weight_arguments(w)
-    return lambda x, qdata, bias, **how: multiply(x, N, weight, bias, integer=integer, **how)
+    return lambda x, qdata, bias, **how: multiply(x, N, weight, bias, **fixed, **how)
 
 
 def dequantize(w: Weight, dtype: torch.dtype) -> Tensor:

@@ -9,19 +9,50 @@ from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.arguments import DTYPES, INPUTS, knows, layout
 from hf_quant.kernels.native.extension import active, module
+from hf_quant.kernels.weight import LARGEST_BLOCK
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """x [M, K] contiguous -> (int8 codes [M, K], fp32 scales [M, 1]) as `quantize_rowwise`; None: not here."""
-    if active() is None or x.dtype not in INPUTS:
+def quantize_rows(x: Tensor, block_size: int = 0, diagonal: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """x [M, K] -> (int8 codes [M, K], fp32 scales [M, 1]) as `quantize_rowwise`; None: not here.
+
+    With a block size, of the transform: as `hadamard_quantize_rowwise`.
+    """
+    if not _reads_rows(x, block_size):
         return None
     codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     scales = torch.empty(x.shape[0], 1, device="cpu")
-    module.quantize_rows(
-        *(*x.shape, x.data_ptr(), DTYPES[x.dtype], x.shape[1]),
-        *(codes.data_ptr(), scales.data_ptr(), torch.get_num_threads()),
-    )
+    _rows(x, block_size, diagonal, codes.data_ptr(), scales.data_ptr(), 0, 0)
     return codes, scales
+
+
+def transform_rows(x: Tensor, block_size: int, diagonal: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """x [M, K] -> its transform as by `hadamard` in `dtype` [M, K], computed in fp32; None: not here."""
+    if not _reads_rows(x, block_size) or dtype not in INPUTS:
+        return None
+    y = torch.empty(x.shape, dtype=dtype, device="cpu")
+    _rows(x, block_size, diagonal, 0, 0, y.data_ptr(), DTYPES[dtype])
+    return y
+
+
+def _reads_rows(x: Tensor, block_size: int) -> bool:
+    is_block = block_size & (block_size - 1) == 0 and block_size <= LARGEST_BLOCK
+    return is_block and active() is not None and x.dtype in INPUTS
+
+
+def _rows(x: Tensor, block_size: int, diagonal: Tensor | None, *results: int) -> None:
+    M, K = x.shape
+    x = x.contiguous()
+    if block_size and diagonal is None:
+        diagonal = _ones(K)
+    address = 0 if diagonal is None else diagonal.data_ptr()
+    arguments = (M, K, x.data_ptr(), DTYPES[x.dtype], K, address, block_size)
+    module.quantize_rows(*arguments, *results, torch.get_num_threads())
+
+
+@cache
+def _ones(K: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(K, device="cpu")
 
 
 def quantizes(weight: Tensor, spec: CodeSpec) -> bool:

@@ -26,7 +26,7 @@ from hf_quant.kernels.cpu.product import (
     qlinear,
     qlinear_unsupported_reason,
 )
-from hf_quant.kernels.cpu.rows import as_rows, row_vector, scaled
+from hf_quant.kernels.cpu.rows import as_rows, row_vector, scaled, transform_rows
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
 from hf_quant.kernels.scaled_mm import op
@@ -52,7 +52,7 @@ INT8_PATH = Path("int8 GEMM (oneDNN)", "any M", _supports_int8)
 
 
 @implements(op.dynamic_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
-@takes_weight(op.check_dynamic)
+@takes_weight(op.check_dynamic, transforms=True)
 def dynamic_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Compute `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
     y = dynamic_product(as_rows(x), w, None if bias is None else bias.detach(), activation)
@@ -72,24 +72,34 @@ def dynamic_product(x: Tensor, w: Weight, bias: Tensor | None, activation: str) 
             max_rows = MIN_SHARED_ROWS - 1 if activation == "fp8_e4m3" else sys.maxsize
             make_ready(w, x.dtype, activation, run, max_rows=max_rows)
         return run(x, whole.qdata, bias)
-    limit = row_max(activation)
+    wanted, limit = x.dtype, row_max(activation)
+    dtype = torch.bfloat16 if wanted == torch.bfloat16 else torch.float32
+    if w.input_diagonal is not None:
+        x, w = _transformed(x, w.input_diagonal), w._replace(input_diagonal=None)
     row_scale = row_scales(x, limit)
-    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     codes = _codes(x, row_scale, limit, activation, torch.int8 if _is_int8_product(activation, w) else dtype)
-    return _torch_product(codes, row_scale, w, bias, x.dtype)
+    return _torch_product(codes, row_scale, w, bias, wanted)
+
+
+def _transformed(x: Tensor, diagonal: Tensor) -> Tensor:
+    """x [M, K] in fp32, in the basis of the weight's columns."""
+    return transform_rows(x, diagonal.shape[1], diagonal, torch.float32)
 
 
 def _native_product(w: Weight, activation: str, integer: bool) -> Run:
     """The native kernels quantize rows to int8 as they read them; for others the codes are numbers in bf16 or fp32."""
-    multiply, limit = native.prepared(w, integer=integer), row_max(activation)
     if integer:
-        return multiply
+        return native.prepared(w, integer=True)
+    diagonal, limit = w.input_diagonal, row_max(activation)
+    multiply = native.prepared(w._replace(input_diagonal=None))
 
     def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
+        wanted = x.dtype
+        if diagonal is not None:
+            x = _transformed(x, diagonal)
         row_scale = row_scales(x, limit)
-        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        codes = _codes(x, row_scale, limit, activation, dtype)
-        return multiply(codes, qdata, bias, row_scale=row_scale, out_dtype=x.dtype)
+        codes = _codes(x, row_scale, limit, activation, torch.bfloat16 if wanted == torch.bfloat16 else torch.float32)
+        return multiply(codes, qdata, bias, row_scale=row_scale, out_dtype=wanted)
 
     return run
 

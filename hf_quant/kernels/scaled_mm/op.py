@@ -14,7 +14,7 @@ from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import check as check_weight_only
-from hf_quant.kernels.weight_only.op import check_operands, dequantized
+from hf_quant.kernels.weight_only.op import check_operands, dequantized, transformed
 
 
 def check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -118,16 +118,18 @@ def _quantized_mm_fake(codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor
 quantized_mm = define_op("quantized_mm", quantized_mm_reference, _quantized_mm_fake)
 
 
-@takes_weight(check_dynamic)
+@takes_weight(check_dynamic, transforms=True)
 def dynamic_mm_reference(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Quantize each row of x to `activation` ("int8", "fp8_e4m3"), then multiply with the weight of any format.
 
-    x [..., K], w [N, K] -> (codes(x) @ dequant(w).T) * row_scale(x) + bias, in x's dtype; accumulated in fp32.
+    x [..., K], w [N, K] -> (codes(x) @ dequant(w).T) * row_scale(x) + bias, in x's dtype; accumulated in fp32. With
+    `input_diagonal` the rows are transformed first, see `weight_only_mm`, and not rounded in between.
     """
-    return _product_of_codes(*quantize_rowwise_reference(x, format=activation), w, bias, x.dtype)
+    rows = x if w.input_diagonal is None else transformed(x, w)
+    return _product_of_codes(*quantize_rowwise_reference(rows, format=activation), w, bias, x.dtype)
 
 
-@takes_weight(check_dynamic)
+@takes_weight(check_dynamic, transforms=True)
 def _dynamic_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str):
     return x.new_empty((*x.shape[:-1], w.N))
 

@@ -17,7 +17,7 @@ _BLOCK_BACKWARD = 2**22  # larger for the gradient: fewer partial products to ad
 
 
 @implements(op.weight_only_mm, "CPU", paths=PATHS)
-@takes_weight(op.check)
+@takes_weight(op.check, transforms=True)
 def weight_only_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """Compute `weight_only_mm_reference`; accuracy: `cpu.product`."""
     if bias is not None and bias.requires_grad:

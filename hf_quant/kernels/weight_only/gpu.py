@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_quant.kernels.codes import CODES
-from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.dispatch import Path, Problem, direct, implements
 from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
     bits_of,
@@ -59,6 +59,7 @@ from hf_quant.kernels.gpu.launch import (
     unavailable_reason,
 )
 from hf_quant.kernels.gpu.tile import tile_product
+from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, weight_only_mm_backward
 
@@ -429,11 +430,19 @@ def fused_mm(
     return y.view(*x.shape[:-1], y.shape[1])
 
 
+_hadamard = direct(hadamard)
+
+
 @implements(weight_only_mm, "XPU", FUSED + DENSE)
 @implements(weight_only_mm, "CUDA", FUSED + DENSE)
-@takes_weight(check)
+@takes_weight(check, transforms=True)
 def weight_only_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    """Compute `weight_only_mm_reference`; weights are rounded to x's dtype if they are scaled before the product."""
+    """Compute `weight_only_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
+
+    So is a transformed x.
+    """
+    if w.input_diagonal is not None:
+        x = _hadamard(x, w.input_diagonal, block_size=w.input_diagonal.shape[1])
     y = fused_mm(x, w, bias, dtype=x.dtype)
     if y is not None:
         return y

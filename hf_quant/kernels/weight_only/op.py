@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import decode_codes, expand_scale
 from hf_quant.kernels.dispatch import define_op
+from hf_quant.kernels.sign_matrices import transform
 from hf_quant.kernels.weight import Weight, takes_weight
 
 
@@ -51,14 +52,24 @@ def check_operands(w: Weight, bias: Tensor | None) -> None:
         raise ValueError(f"bias is {tuple(bias.shape)}; needs [{w.N}]")
 
 
-@takes_weight(check)
+@takes_weight(check, transforms=True)
 def weight_only_mm_reference(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    """x [..., K] @ dequant(w [N, K]).T + bias [N] -> [..., N] in x's dtype. Not differentiable: see `modules`."""
-    y = x.float() @ dequantized(w, torch.float32).t()
+    """x [..., K] @ dequant(w [N, K]).T + bias [N] -> [..., N] in x's dtype. Not differentiable: see `modules`.
+
+    With `input_diagonal` [K / b, b] x is transformed first: x * diagonal times the Hadamard matrix of each b columns.
+    """
+    y = transformed(x, w) @ dequantized(w, torch.float32).t()
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-@takes_weight(check)
+def transformed(x: Tensor, w: Weight) -> Tensor:
+    """x [..., K] in fp32, in the basis of the columns of w."""
+    if w.input_diagonal is None:
+        return x.float()
+    return transform(x.double(), w.input_diagonal.shape[1], w.input_diagonal).float()
+
+
+@takes_weight(check, transforms=True)
 def _weight_only_mm_fake(x: Tensor, w: Weight, bias: Tensor | None):
     return x.new_empty((*x.shape[:-1], w.N))
 

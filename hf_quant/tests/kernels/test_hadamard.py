@@ -10,12 +10,10 @@ from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.hadamard import gpu
 from hf_quant.kernels.hadamard.op import (
     differentiable_hadamard,
-    hadamard_matrix,
     hadamard_quantize_rowwise_reference,
     hadamard_reference,
-    odd_factor,
-    sign_matrix,
 )
+from hf_quant.kernels.sign_matrices import hadamard_matrix, odd_factor, sign_matrix
 from hf_quant.testing import assert_close, rms_error
 from hf_quant.tests.kernels.interpreter import install
 from hf_quant.tests.kernels.test_rowwise import FORMATS, half_steps

@@ -8,9 +8,9 @@ import tune
 from gpulab.all_cases import all_cases
 from gpulab.timing import HostTimer
 from hf_quant.kernels.gpu.launch import TARGETS, config_table, pretend, record_launches, reload_tables
-from hf_quant.kernels.hadamard.op import PALEY_FIELDS
 from hf_quant.kernels.int8_attention.gpu import BOUNDED, ONLINE_FP8
 from hf_quant.kernels.int8_attention.op import KEY_BLOCK
+from hf_quant.kernels.sign_matrices import PALEY_FIELDS
 from tune import SPACES, as_python, neighbours, table_in_use, tune_table, write_tuned
 
 

@@ -69,28 +69,35 @@ class Matmul {
   bool pack(int64_t first, int64_t count) const {
     std::atomic<bool> ok{true};
     parallel_for(count, count * p_.K < (1 << 16) ? 1 : p_.threads, [&](int64_t i) {
-      void* natural = thread_scratch(1, static_cast<size_t>(units_ * kUnit * 4));
+      char* natural = static_cast<char*>(thread_scratch(1, static_cast<size_t>(units_ * kUnit * 8)));
       if (natural == nullptr) {
         ok = false;
         return;
       }
-      const char* x = static_cast<const char*>(p_.x) + (first + i) * p_.x_stride * element_size(p_.x_dtype);
+      const void* x = static_cast<const char*>(p_.x) + (first + i) * p_.x_stride * element_size(p_.x_dtype);
+      int dtype = p_.x_dtype;
+      if (p_.block != 0) {
+        float* values = reinterpret_cast<float*>(natural + units_ * kUnit * 4);
+        avx2_portable::transform_row(x, dtype, p_.K, p_.diagonal, p_.block, values);
+        x = values;
+        dtype = F32;
+      }
       x_.scales[i] = p_.row_scale == nullptr ? 1.0f : p_.row_scale[first + i];
       if constexpr (C::INTEGER) {
-        int8_t* codes = static_cast<int8_t*>(natural);
-        if (p_.x_dtype == INT8) {
+        int8_t* codes = reinterpret_cast<int8_t*>(natural);
+        if (dtype == INT8) {
           memcpy(codes, x, static_cast<size_t>(p_.K));
         } else {
-          x_.scales[i] = avx2_portable::quantize_row(x, p_.x_dtype, p_.K, codes);
+          x_.scales[i] = avx2_portable::quantize_row(x, dtype, p_.K, codes);
         }
         memset(codes + p_.K, 0, static_cast<size_t>(units_ * kUnit - p_.K));
         add_sums(codes, i);
         using Element = typename std::conditional<C::X_BYTES == 1, int8_t, int16_t>::type;
         reorder(codes, reinterpret_cast<Element*>(x_.rows + i * x_.stride));
       } else {
-        float* values = static_cast<float*>(natural);
+        float* values = reinterpret_cast<float*>(natural);
         memset(values + (units_ - 1) * kUnit, 0, kUnit * 4);
-        load_floats(x, p_.x_dtype, 0, p_.K, values);
+        load_floats(x, dtype, 0, p_.K, values);
         reorder(values, reinterpret_cast<float*>(x_.rows + i * x_.stride));
       }
     });

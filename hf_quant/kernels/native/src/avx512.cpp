@@ -83,24 +83,32 @@ class Matmul {
   bool pack(int64_t first, int64_t count, float* scales) {
     const Order<C> order;
     const int64_t natural_bytes = ceil_div(p_.K, D::BLOCK) * D::BLOCK * C::X_BYTES + 64;
+    const int64_t values_bytes = p_.block == 0 ? 0 : p_.K * 4;
     std::atomic<bool> ok{true};
     const int64_t element = element_size(p_.x_dtype);
     const int threads = count * p_.K < (1 << 16) ? 1 : p_.threads;
     parallel_for(count, threads, [&](int64_t i) {
-      char* natural = static_cast<char*>(thread_scratch(1, static_cast<size_t>(natural_bytes)));
+      char* natural = static_cast<char*>(thread_scratch(1, static_cast<size_t>(natural_bytes + values_bytes)));
       if (natural == nullptr) {
         ok = false;
         return;
       }
       const void* x = static_cast<const char*>(p_.x) + (first + i) * p_.x_stride * element;
+      int dtype = p_.x_dtype;
+      if (p_.block != 0) {
+        float* values = reinterpret_cast<float*>(natural + natural_bytes);
+        avx512_portable::transform_row(x, dtype, p_.K, p_.diagonal, p_.block, values);
+        x = values;
+        dtype = F32;
+      }
       float scale = 1.0f;
-      if (C::INTEGER && p_.x_dtype != INT8) {
-        scale = scales[i] = int8_row_scale(row_amax(x, p_.x_dtype, p_.K));
+      if (C::INTEGER && dtype != INT8) {
+        scale = scales[i] = int8_row_scale(row_amax(x, dtype, p_.K));
       } else if (p_.row_scale != nullptr) {
         scales[i] = p_.row_scale[first + i];
       }
       char* packed = const_cast<char*>(x_.rows) + i * x_.stride;
-      pack_row<C>(p_, order, x, scale, natural, packed);
+      pack_row<C>(p_, order, x, dtype, scale, natural, packed);
       if constexpr (C::INTEGER)
         sum_lanes<C>(p_, grouping(), packed, const_cast<int32_t*>(x_.lane_sums) + i * x_.units * 16,
                      const_cast<int32_t*>(x_.group_sums) + i * p_.groups);
@@ -193,7 +201,8 @@ static bool matmul(const Product& p) {
   }
 }
 
-static void quantize_rows(const RowQuantization& q) {
+static bool quantize_rows(const RowQuantization& q) {
+  if (q.block != 0) return avx512_portable::quantize_rows(q);
   parallel_for(q.M, q.M * q.K < (1 << 16) ? 1 : q.threads, [&](int64_t i) {
     const char* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
     int8_t* codes = q.codes + i * q.K;
@@ -205,6 +214,7 @@ static void quantize_rows(const RowQuantization& q) {
       _mm_mask_storeu_epi8(codes + k, mask, int8_codes(load_x(x, q.x_dtype, k, left), scales));
     }
   });
+  return true;
 }
 
 }  // namespace avx512

@@ -51,17 +51,18 @@ HFQ_INLINE __m128i int8_codes(__m512 value, __m512 scale) {
   return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(q));
 }
 
-// One row. `natural` has room for a padded row of X_BYTES elements.
+// One row, in `dtype`. `natural` has room for a padded row of X_BYTES elements.
 template <class C>
-static void pack_row(const Product& p, const Order<C>& order, const void* x, float scale, char* natural, char* out) {
+static void pack_row(const Product& p, const Order<C>& order, const void* x, int dtype, float scale, char* natural,
+                     char* out) {
   using D = typename C::Decoder;
   const int64_t blocks = ceil_div(p.K, D::BLOCK);
   const __m512 scales = _mm512_set1_ps(scale);
   for (int64_t k = 0; k < blocks * D::BLOCK; k += 16) {
-    const __m512 value = load_x(x, p.x_dtype, k, p.K - k);
+    const __m512 value = load_x(x, dtype, k, p.K - k);
     if (C::INTEGER) {
-      const __m128i codes = p.x_dtype == INT8 ? _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(value))
-                                              : int8_codes(value, scales);
+      const __m128i codes = dtype == INT8 ? _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(value))
+                                          : int8_codes(value, scales);
       const __mmask16 inside = p.K - k >= 16 ? 0xffff : p.K > k ? static_cast<__mmask16>((1u << (p.K - k)) - 1) : 0;
       _mm_storeu_si128(reinterpret_cast<__m128i*>(natural + k), _mm_maskz_mov_epi8(inside, codes));
     } else if (C::X_BYTES == 2) {

@@ -5,12 +5,16 @@
 
 namespace hfq {
 
-// Rows of x [M, K] to int8 codes [M, K] and scales [M].
+// Rows of x [M, K], transformed as those of a Product, to int8 codes [M, K] and scales [M]; or without codes to y [M, K].
 struct RowQuantization {
   int64_t M, K;
   const void* x;
   int x_dtype;
   int64_t x_stride;  // elements from row to row
+  const float* diagonal;
+  int64_t block;
+  void* y;
+  int y_dtype;
   int8_t* codes;
   float* scales;
   int threads;
@@ -34,6 +38,7 @@ struct Cache {
 };
 
 constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxBlock = 1024;  // of a Hadamard transform
 
 // y = softmax(q @ k.T * scale + mask) @ v, and the logarithm of the sum of its exponentials.
 struct Attention {
@@ -117,7 +122,7 @@ struct Kernels {
   bool (*matmul)(const Product&);
   // y [experts, N, K] = the weights, rounded once; of the Product only they, y and threads count.
   bool (*dequantize)(const Product&);
-  void (*quantize_rows)(const RowQuantization&);
+  bool (*quantize_rows)(const RowQuantization&);
   bool (*attention)(const Attention&);
   bool (*quantize)(const WeightQuantization&, bool* finite);  // finite: whether every weight is
   void (*append)(const Append&);

@@ -102,6 +102,8 @@ PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.x_dtype = a.integer();
   p.x_stride = a.number();
   p.row_scale = a.pointer<const float>();
+  p.diagonal = a.pointer<const float>();
+  p.block = a.number();
   p.y = a.pointer<void>();
   p.y_dtype = a.integer();
   p.bias = a.pointer<const void>();
@@ -140,12 +142,17 @@ PyObject* quantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   q.x = a.pointer<const void>();
   q.x_dtype = a.integer();
   q.x_stride = a.number();
+  q.diagonal = a.pointer<const float>();
+  q.block = a.number();
   q.codes = a.pointer<int8_t>();
   q.scales = a.pointer<float>();
+  q.y = a.pointer<void>();
+  q.y_dtype = a.integer();
   q.threads = a.integer();
   if (!a.finish()) return nullptr;
-  Py_BEGIN_ALLOW_THREADS active->quantize_rows(q);
-  Py_END_ALLOW_THREADS return done(true);
+  bool ok;
+  Py_BEGIN_ALLOW_THREADS ok = active->quantize_rows(q);
+  Py_END_ALLOW_THREADS return done(ok);
 }
 
 void read_cache(Arguments& a, Cache& c) {
@@ -293,7 +300,7 @@ PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(6); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(7); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 

@@ -6,6 +6,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "rotation.h"
 
 namespace hfq {
 namespace HFQ_SET {
@@ -154,6 +155,14 @@ static inline void to_float(const void* x, int dtype, int64_t first, int64_t cou
   }
 }
 
+// A row of x, multiplied with a diagonal [K], then with the Hadamard matrix in each block of columns.
+static void transform_row(const void* x, int dtype, int64_t K, const float* __restrict diagonal, int64_t block,
+                          float* __restrict values) {
+  to_float(x, dtype, 0, K, values);
+  for (int64_t k = 0; k < K; ++k) values[k] *= diagonal[k];
+  rotate_blocks(values, K, block);
+}
+
 // Codes of one row, and its scale.
 static inline float quantize_row(const void* x, int dtype, int64_t K, int8_t* __restrict codes) {
   float values[kColumns];
@@ -180,11 +189,28 @@ static inline float quantize_row(const void* x, int dtype, int64_t K, int8_t* __
   return scale;
 }
 
-static void quantize_rows(const RowQuantization& q) {
+static bool quantize_rows(const RowQuantization& q) {
+  std::atomic<bool> ok{true};
   parallel_for(q.M, q.M * q.K < (1 << 16) ? 1 : q.threads, [&](int64_t i) {
-    const char* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
-    q.scales[i] = quantize_row(x, q.x_dtype, q.K, q.codes + i * q.K);
+    const void* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
+    int dtype = q.x_dtype;
+    if (q.block != 0) {
+      float* values = static_cast<float*>(thread_scratch(0, static_cast<size_t>(q.K) * 4));
+      if (values == nullptr) {
+        ok = false;
+        return;
+      }
+      transform_row(x, dtype, q.K, q.diagonal, q.block, values);
+      x = values;
+      dtype = F32;
+    }
+    if (q.codes != nullptr) {
+      q.scales[i] = quantize_row(x, dtype, q.K, q.codes + i * q.K);
+    } else {
+      store_row(static_cast<const float*>(x), q.K, q.y, q.y_dtype, i * q.K);
+    }
   });
+  return ok;
 }
 
 class Matmul {
@@ -204,8 +230,11 @@ class Matmul {
     segments_ = reinterpret_cast<Segment*>(memory + x_bytes + scale_bytes + sum_bytes);
     for (int64_t first = 0; first < p_.M; first += kChunk) {
       const int64_t count = min64(kChunk, p_.M - first);
-      parallel_for(count, count * p_.K < (1 << 16) ? 1 : p_.threads, [&](int64_t i) { load_row(first + i, i); });
-      if (!multiply(first, count)) return false;
+      std::atomic<bool> ok{true};
+      parallel_for(count, count * p_.K < (1 << 16) ? 1 : p_.threads, [&](int64_t i) {
+        if (!load_row(first + i, i)) ok = false;
+      });
+      if (!ok || !multiply(first, count)) return false;
     }
     return true;
   }
@@ -213,25 +242,35 @@ class Matmul {
  private:
   static constexpr int64_t kChunk = 256;
 
-  void load_row(int64_t row, int64_t i) {
-    const char* x = static_cast<const char*>(p_.x) + row * p_.x_stride * element_size(p_.x_dtype);
+  bool load_row(int64_t row, int64_t i) {
+    const void* x = static_cast<const char*>(p_.x) + row * p_.x_stride * element_size(p_.x_dtype);
+    int dtype = p_.x_dtype;
     scales_[i] = p_.row_scale == nullptr ? 1.0f : p_.row_scale[row];
+    if (p_.block != 0) {
+      float* values = integer_ ? static_cast<float*>(thread_scratch(1, static_cast<size_t>(p_.K) * 4))
+                               : reinterpret_cast<float*>(x_) + i * p_.K;
+      if (values == nullptr) return false;
+      transform_row(x, dtype, p_.K, p_.diagonal, p_.block, values);
+      if (!integer_) return true;
+      x = values;
+      dtype = F32;
+    }
     if (!integer_) {
-      float* target = reinterpret_cast<float*>(x_) + i * p_.K;
-      to_float(x, p_.x_dtype, 0, p_.K, target);
-      return;
+      to_float(x, dtype, 0, p_.K, reinterpret_cast<float*>(x_) + i * p_.K);
+      return true;
     }
     int8_t* target = reinterpret_cast<int8_t*>(x_) + i * p_.K;
-    if (p_.x_dtype == INT8) {
+    if (dtype == INT8) {
       memcpy(target, x, static_cast<size_t>(p_.K));
     } else {
-      scales_[i] = quantize_row(x, p_.x_dtype, p_.K, target);
+      scales_[i] = quantize_row(x, dtype, p_.K, target);
     }
     for (int64_t g = 0; g < p_.groups; ++g) {
       int32_t sum = 0;
       for (int64_t k = g * group(); k < min64(p_.K, (g + 1) * group()); ++k) sum += target[k];
       sums_[i * p_.groups + g] = sum;
     }
+    return true;
   }
 
   int64_t group() const { return p_.groups == 1 ? p_.K : p_.group_size; }

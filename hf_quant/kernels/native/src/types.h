@@ -29,6 +29,9 @@ struct Product {
   const void* x;  // [M, K]; INT8: codes with row_scale
   int x_dtype;
   int64_t x_stride;        // elements from row to row
+  // If block is not 0: x becomes x * diagonal [K], times the orthonormal Hadamard matrix in each block of columns.
+  const float* diagonal;
+  int64_t block;
   const float* row_scale;  // [M] or null; with BY_INT8 and x not INT8 the rows are quantized here
   void* y;                 // [M, N], contiguous
   int y_dtype;
