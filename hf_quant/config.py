@@ -15,7 +15,7 @@ from hf_quant.patterns import check_expressions, compile_pattern
 from hf_quant.resolve import SCHEME_FIELDS, dtype_name, entry_fields, resolve_scheme, unknown
 
 
-FORMAT_VERSION = 1  # of the checkpoint: bytes, tensor names, config fields
+FORMAT_VERSION = 2  # of the checkpoint (bytes, tensor names, config fields): the newest that this version reads
 ATTENTIONS = (None, "int8")
 RUNTIME_FIELDS = ("fuse_projections", "fuse_activations")  # how products are computed; not stored in checkpoints
 NON_WEIGHT_FIELDS = ("kv_cache", "attention")  # quantization that needs no quantized weight
@@ -52,6 +52,10 @@ class QuantizerConfig(QuantizationConfigMixin):
         algorithm: method that chooses scales and codes ("absmax", "mse", "norm", "hqq"); None: the best data-free one
             for the format.
         sparsity: None.
+        input_transform: "hadamard" rotates the input of each layer by a Hadamard matrix with fixed signs, in blocks of
+            up to 128 columns, and stores the weight in that basis: outliers are spread before anything is rounded.
+            None: where activations are quantized to int8. "none": nowhere. {"block_size": n}: in blocks of n columns, a power
+            of two from 32 to 1024. Layers whose input features no such block divides have none.
         kv_cache: format of the KV cache that `generate` uses: "int8", "fp8", "int4", "int2", or a `KVCacheConfig` or
             dict of its fields; None: 16 bit. With weights=None nothing else is quantized.
         attention: "int8": the attention scores of a diffusion model are computed from int8 codes; None: 16 bit. With
@@ -88,6 +92,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         scale_dtype: str | None = None,
         algorithm: str | None = None,
         sparsity: str | None = None,
+        input_transform: str | dict[str, int] | None = None,
         kv_cache: str | dict[str, Any] | KVCacheConfig | None = None,
         attention: str | None = None,
         modules: Mapping[str, str | dict[str, Any] | None] | None = None,
@@ -110,6 +115,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.scale_dtype = dtype_name(scale_dtype)
         self.algorithm = algorithm
         self.sparsity = sparsity
+        self.input_transform = input_transform
         # The format alone if every other field of the cache has its default.
         cache: dict[str, Any] = {} if kv_cache is None else KVCacheConfig.of(kv_cache).to_dict()
         self.kv_cache: str | dict[str, Any] | None = cache if len(cache) > 1 else cache.get("format")
@@ -136,7 +142,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         method = kwargs.pop("quant_method", "hf_quant")
         if str(method) != "hf_quant":
             raise ValueError(f"quant_method is {method!r}; this configuration class reads 'hf_quant' only")
-        version = kwargs.pop("format_version", FORMAT_VERSION)
+        version = kwargs.pop("format_version", 1)
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise ValueError(f"format_version is {version!r}; needs an integer from 1 to {FORMAT_VERSION}")
         if version > FORMAT_VERSION:
@@ -203,6 +209,13 @@ class QuantizerConfig(QuantizationConfigMixin):
         """True if the KV cache or attention is quantized."""
         return any(getattr(self, name) is not None for name in NON_WEIGHT_FIELDS)
 
+    @property
+    def _has_transforms(self) -> bool:
+        """True if the config says more of input transforms than readers of format version 1 know."""
+        planned = (group.get("scheme") for group in self.plan or () if isinstance(group, dict))
+        found = (self.scheme_fields(), *self.modules.values(), *planned)
+        return any(isinstance(fields, dict) and fields.get("input_transform") is not None for fields in found)
+
     def scheme_fields(self) -> dict[str, Any]:
         """The fields that make up the default scheme."""
         return {name: getattr(self, name) for name in SCHEME_FIELDS}
@@ -211,13 +224,15 @@ class QuantizerConfig(QuantizationConfigMixin):
         """Return JSON-native fields; `QuantizerConfig.from_dict(config.to_dict())` equals the config."""
         fields = {
             "quant_method": self.quant_method.value,
-            "format_version": self.format_version,
+            "format_version": max(self.format_version, 2 if self._has_transforms else 1),
             "hf_quant_version": self.hf_quant_version,
             **{name: getattr(self, name) for name in self.user_fields()},
             "plan": self.plan,
         }
         if self.imported_from is not None:
             fields["imported_from"] = self.imported_from
+        if self.input_transform is None:  # a field that readers of format version 1 do not know
+            del fields["input_transform"]
         return json.loads(json.dumps(fields))
 
     def get_loading_attributes(self) -> dict[str, Any]:

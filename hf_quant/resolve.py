@@ -2,12 +2,14 @@
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import torch
 
 from hf_quant.formats import ALIASES, FORMATS
-from hf_quant.scheme import GRANULARITIES, PRESETS, LinearScheme, TensorQuant
+from hf_quant.scheme import GRANULARITIES, PRESETS, TRANSFORM_BLOCKS, InputTransform, LinearScheme, TensorQuant
 
 
 GROUP_SIZES = (32, 64, 96, 128, 192, 256)
@@ -15,8 +17,10 @@ ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 SCHEME_FIELDS = (
     *("weights", "activations", "activation_scale", "cpu_activations"),
-    *("granularity", "group_size", "symmetric", "scale_dtype", "algorithm", "sparsity"),
+    *("granularity", "group_size", "symmetric", "scale_dtype", "algorithm", "sparsity", "input_transform"),
 )
+# Larger blocks spread outliers no better on any model that was measured, and cost more; 128 divides more widths.
+DEFAULT_TRANSFORM = InputTransform(128)
 
 
 def entry_fields(entry: str | dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +36,10 @@ def entry_fields(entry: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearScheme, str | None]:
-    """Return (scheme, algorithm) for scheme fields and a weight of `dtype`. Raises ValueError if unsupported."""
+    """Return (scheme, algorithm) for scheme fields and a weight of `dtype`. Raises ValueError if unsupported.
+
+    An input transform without a block size has the largest one; `fitted` adapts it to a layer.
+    """
     fields = _expand_preset(fields)
     format = FORMATS[fields["weights"]]
     activation = _activation(fields)
@@ -58,7 +65,48 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
         symmetric=format.symmetric if symmetric is None else symmetric,
         scale_dtype=_scale_dtype(fields, granularity, activation, dtype),
     )
-    return LinearScheme(weight, activation, cpu_activation=_cpu_activation(fields, weight, activation)), algorithm
+    on_cpu = _cpu_activation(fields, weight, activation)
+    # fp8 has the same relative error at every magnitude: outliers cost it nothing that a rotation could save.
+    has_steps = "int8" in (q.format for q in (activation, on_cpu) if q is not None)
+    transform = _input_transform(fields, is_default=has_steps)
+    return LinearScheme(weight, activation, cpu_activation=on_cpu, input_transform=transform), algorithm
+
+
+def fitted(scheme: LinearScheme, fields: dict[str, Any], widths: Iterable[int]) -> tuple[LinearScheme, str | None]:
+    """Adapt the input transform of a resolved scheme to a layer with weights of these input features.
+
+    Returns the scheme, and the reason if there is no transform: no block size is a divisor of the widths. Raises
+    ValueError if the fields ask for a block size that is none.
+    """
+    given, transform = fields.get("input_transform"), scheme.input_transform
+    if transform is None:
+        return scheme, None
+    common = gcd(*widths)
+    if isinstance(given, dict):
+        if common % transform.block_size:
+            raise ValueError(
+                f"input_transform has blocks of {transform.block_size}, which do not divide {common} input features; "
+                "leave the block size out, or give the layer another scheme in `modules`"
+            )
+        return scheme, None
+    block = min(common & -common, transform.block_size)
+    if block not in TRANSFORM_BLOCKS:
+        return replace(scheme, input_transform=None), f"input not rotated: {common} has no power of two from 32 on"
+    return replace(scheme, input_transform=InputTransform(block)), None
+
+
+def _input_transform(fields: dict[str, Any], is_default: bool) -> InputTransform | None:
+    given = fields.get("input_transform")
+    if given is None:
+        return DEFAULT_TRANSFORM if is_default else None
+    if isinstance(given, dict) and set(given) == {"block_size"}:
+        return InputTransform(given["block_size"])
+    if given not in ("hadamard", "none"):
+        raise ValueError(
+            f"input_transform is {given!r}; allowed: None (the default of the scheme), 'hadamard', 'none', or "
+            f"{{'block_size': n}} with n one of {', '.join(map(str, TRANSFORM_BLOCKS))}"
+        )
+    return DEFAULT_TRANSFORM if given == "hadamard" else None
 
 
 def fields_of(scheme: LinearScheme) -> dict[str, Any]:
@@ -67,6 +115,7 @@ def fields_of(scheme: LinearScheme) -> dict[str, Any]:
     Raises ValueError if there are none, because this version has no such scheme.
     """
     weight, activation, on_cpu = scheme.weight, scheme.activation, scheme.cpu_activation
+    transform = scheme.input_transform
     fixed = any(f.name == weight.format and f.fixed_group_size for f in FORMATS.values())
     fields = {
         "weights": weight.format,
@@ -77,6 +126,7 @@ def fields_of(scheme: LinearScheme) -> dict[str, Any]:
         "symmetric": weight.symmetric,
         "scale_dtype": None if fixed else weight.scale_dtype,
         "sparsity": scheme.sparsity,
+        "input_transform": "none" if transform is None else {"block_size": transform.block_size},
     }
     if resolve_scheme(fields, torch.bfloat16)[0] != scheme:
         raise ValueError(f"this version has no scheme {scheme.to_dict()}")

@@ -10,6 +10,7 @@ from typing import Any
 
 
 GRANULARITIES = ("tensor", "row", "group", "block")
+TRANSFORM_BLOCKS = (32, 64, 128, 256, 512, 1024)
 BLOCK_SIZE = 128  # the only block of "block" granularity: 128 x 128, as DeepSeek-V3 and vLLM store fp8
 
 
@@ -57,6 +58,33 @@ class TensorQuant:
 
 
 @dataclass(frozen=True)
+class InputTransform:
+    """A rotation of a layer's input, which spreads outliers over the columns, before it is quantized or multiplied.
+
+    The columns change their signs by a fixed pattern (`modules.rotation`), then each block of them is multiplied with
+    the orthonormal Hadamard matrix. The weight is stored in the rotated basis, so that the product is the same.
+    Ashkboos et al., "QuaRot", https://arxiv.org/abs/2404.00456.
+
+    Attributes:
+        kind: "hadamard".
+        block_size: columns of a block, a power of two from 32 to 1024 that divides the input features.
+    """
+
+    block_size: int
+    kind: str = "hadamard"
+
+    def __post_init__(self) -> None:
+        if self.kind != "hadamard" or self.block_size not in TRANSFORM_BLOCKS:
+            raise ValueError(
+                f"the input transform is {self.kind!r} in blocks of {self.block_size!r}; allowed: 'hadamard', "
+                f"{', '.join(map(str, TRANSFORM_BLOCKS))}"
+            )
+
+    def __str__(self) -> str:
+        return f"rotated by {self.block_size}"
+
+
+@dataclass(frozen=True)
 class LinearScheme:
     """The scheme of one layer: its weight, and its input if that is quantized too.
 
@@ -65,12 +93,14 @@ class LinearScheme:
         activation: how the input is quantized on the fly before the product; None keeps it in 16 bit.
         sparsity: None, or "2:4".
         cpu_activation: quantization of the input on CPUs only; needs `activation` None.
+        input_transform: rotation of the input, in which basis the weight is stored; None: there is none.
     """
 
     weight: TensorQuant
     activation: TensorQuant | None = None
     sparsity: str | None = None
     cpu_activation: TensorQuant | None = None
+    input_transform: InputTransform | None = None
 
     def activation_on(self, device_type: str) -> str | None:
         """Return the format that the input is quantized to on a device, or None for 16 bit."""
@@ -79,29 +109,35 @@ class LinearScheme:
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self)
-        if self.cpu_activation is None:  # unknown to checkpoints without it
-            del fields["cpu_activation"]
+        for name in ("cpu_activation", "input_transform"):  # unknown to versions that wrote checkpoints without it
+            if fields[name] is None:
+                del fields[name]
         return fields
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "LinearScheme":
         """Inverse of `to_dict`. Raises ValueError on fields that this version does not know."""
-        known = {"weight", "activation", "sparsity", "cpu_activation"}
-        if not isinstance(fields, dict) or set(fields) - known or "weight" not in fields:
-            raise ValueError(f"a scheme is {{weight, activation, sparsity, cpu_activation}}, got {fields!r}")
+        known = ("weight", "activation", "sparsity", "cpu_activation", "input_transform")
+        if not isinstance(fields, dict) or set(fields) - set(known) or "weight" not in fields:
+            raise ValueError(f"a scheme is {{{', '.join(known)}}}, got {fields!r}")
         activation, on_cpu = fields.get("activation"), fields.get("cpu_activation")
+        transform = fields.get("input_transform")
+        if transform is not None and (not isinstance(transform, dict) or set(transform) != {"kind", "block_size"}):
+            raise ValueError(f"not an input transform: {transform!r}; needs {{kind, block_size}}")
         return cls(
             weight=_tensor_quant(fields["weight"]),
             activation=None if activation is None else _tensor_quant(activation),
             sparsity=fields.get("sparsity"),
             cpu_activation=None if on_cpu is None else _tensor_quant(on_cpu),
+            input_transform=None if transform is None else InputTransform(**transform),
         )
 
     def __str__(self) -> str:
         activation = "" if self.activation is None else f", {self.activation.format} activations"
         if self.cpu_activation is not None:
             activation = f", {self.cpu_activation.format} activations on CPUs"
-        return f"{self.weight}{activation}" + (f", {self.sparsity}" if self.sparsity else "")
+        more = "".join(f", {part}" for part in (self.sparsity, self.input_transform) if part is not None)
+        return f"{self.weight}{activation}{more}"
 
 
 def _tensor_quant(fields: Any) -> TensorQuant:

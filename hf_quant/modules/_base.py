@@ -17,6 +17,7 @@ from hf_quant.algorithms import PackedWeight, empty_packed, quantize_matrix
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dequantize
 from hf_quant.kernels.dispatch import check_tracer
+from hf_quant.modules.rotation import rotated, rotated_back, signs
 from hf_quant.scheme import LinearScheme
 from hf_quant.weight_proxy import WeightProxy
 
@@ -149,6 +150,11 @@ class QuantizedModule(nn.Module):
         check_tracer()
         return self.typed(name, self._parameters)
 
+    def input_diagonal(self, x: Tensor) -> Tensor | None:
+        """The diagonal of the rotation of an input [..., K], None if the layer has none; see `modules.rotation`."""
+        transform = self.scheme.input_transform
+        return None if transform is None else signs(transform, x.shape[-1], x.device)
+
     def typed(self, name: str, parameters: dict[str, Tensor | None]) -> PackedWeight:
         """`packed` of the stored tensors in `parameters`: the module's own, or others of the same scheme."""
         quant = self.scheme.weight
@@ -197,19 +203,26 @@ class QuantizedModule(nn.Module):
                 self.register_parameter(packed_key(part, name), nn.Parameter(stored, requires_grad=False))
 
     def quantize(self, name: str, weight: Tensor, *, fqn: str | None = None) -> PackedWeight:
-        """Quantize a weight of the host's shape with the module's scheme; nothing is assigned.
+        """Quantize a weight of the host's shape and basis with the module's scheme; nothing is assigned.
 
         Raises ValueError if its shape is not `weight_shape(name)` or it contains NaN or inf.
         """
         fqn = fqn or name
         if tuple(weight.shape) != tuple(self.weight_shape(name)):
             raise ValueError(f"{fqn} is {tuple(weight.shape)}; needs {tuple(self.weight_shape(name))}")
-        return quantize_matrix(self.to_matrix(name, weight), self.scheme.weight, self.algorithm, name=fqn)
+        return self.quantize_rows(self.to_matrix(name, weight), fqn=fqn)
+
+    def quantize_rows(self, matrix: Tensor, *, fqn: str) -> PackedWeight:
+        """Quantize a matrix [..., N, K] in the host's basis: a weight, or a shard of one."""
+        transform = self.scheme.input_transform
+        if transform is not None and matrix.itemsize == 2 and matrix.dim() == 2:
+            matrix = matrix.float()  # rounded once, not twice; of experts it would be a copy of twice their size
+        return quantize_matrix(rotated(matrix, transform), self.scheme.weight, self.algorithm, name=fqn)
 
     def dequantize_weight(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
-        """The weight in the host's shape, in `dtype` (default: compute_dtype)."""
+        """The weight in the host's shape and basis, in `dtype` (default: compute_dtype)."""
         check_tracer()
-        K = self.matrix_shape(name)[-1]
+        K, transform, dtype = self.matrix_shape(name)[-1], self.scheme.input_transform, dtype or self.compute_dtype
         parameters = self._parameters
         if self.is_sharded:  # a collective: every process must ask
             parameters = {k: p.full_tensor() if hasattr(p, "full_tensor") else p for k, p in parameters.items()}
@@ -218,9 +231,9 @@ class QuantizedModule(nn.Module):
             format=self.scheme.weight.format,
             group_size=self.scheme.weight.columns_per_scale(K),
             K=K,
-            dtype=dtype or self.compute_dtype,
+            dtype=dtype if transform is None else torch.float32,
         )
-        return self.from_matrix(name, matrix)
+        return self.from_matrix(name, rotated_back(matrix, transform).to(dtype))
 
     def refuse_width(self, x: Tensor, name: str = "weight") -> None:
         """Raise ValueError for an input [..., K] of another width than the weight's K.

@@ -61,6 +61,7 @@ class QuantExperts(QuantizedModule):
             self.packed(name),
             self._parameters[f"{name}_bias"] if getattr(self, "has_bias", False) else None,
             offsets,
+            self.input_diagonal(x),
             activation=scheme.activation_on(x.device.type),
             format=scheme.weight.format,
             group_size=scheme.weight.columns_per_scale(x.shape[-1]),

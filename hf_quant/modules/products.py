@@ -20,7 +20,7 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.kernels import grouped_mm, grouped_mm_backward, weight_only_mm_backward
 from hf_quant.kernels.cpu import ready_product
 from hf_quant.kernels.dispatch import direct, is_plain
-from hf_quant.modules.inputs.rows import quantized_rows
+from hf_quant.modules.inputs.rows import quantized_rows, shared_rotation
 
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def linear(
     packed: PackedWeight,
     bias: Tensor | None,
     offsets: Tensor | None = None,
+    diagonal: Tensor | None = None,
     *,
     activation: str | None,
     format: str,
@@ -51,13 +52,14 @@ def linear(
 ) -> Tensor:
     """x [..., K] @ dequant(packed [N, K]).T + bias [N] -> [..., N] in x's dtype; differentiable in x and bias.
 
-    With `offsets`: x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N], see `grouped_mm`. Without a
-    gradient x is quantized once for all layers that read it, see `inputs.rows`.
+    With `offsets`: x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N], see `grouped_mm`. With
+    `diagonal` [K / b, b] x is rotated first, see `rotation`. Without a gradient x is rotated and quantized once for
+    all layers that read it, see `inputs.rows`.
     """
     if needs_grad(x, bias):
         function = _Linear if torch.compiler.is_compiling() else _ForwardLinear
-        return function.apply(x, bias, offsets, *packed, activation, format, group_size)
-    return _product(x, packed, bias, offsets, activation, format, group_size)
+        return function.apply(x, bias, offsets, diagonal, *packed, activation, format, group_size)
+    return _product(x, packed, bias, offsets, diagonal, activation, format, group_size)
 
 
 def _product(
@@ -65,19 +67,25 @@ def _product(
     packed: PackedWeight,
     bias: Tensor | None,
     offsets: Tensor | None,
+    diagonal: Tensor | None,
     activation: str | None,
     format: str,
     group_size: int,
 ) -> Tensor:
     """Compute `linear` without a gradient."""
+    options = {"format": format, "group_size": group_size}
     if offsets is not None:
-        return grouped_mm(x, *packed, bias, offsets, activation=activation, format=format, group_size=group_size)
+        return grouped_mm(x, *packed, bias, offsets, diagonal, activation=activation, **options)
+    shares = not torch.compiler.is_compiling()
     if activation is None:
-        return weight_only_mm(x, *packed, bias, format=format, group_size=group_size)
-    rows = None if torch.compiler.is_compiling() else quantized_rows(x, activation, packed.qdata)
+        found = shared_rotation(x, diagonal, packed.qdata) if shares and diagonal is not None else None
+        if found is not None:
+            return weight_only_mm(found, *packed, bias, **options)
+        return weight_only_mm(x, *packed, bias, diagonal, **options)
+    rows = quantized_rows(x, activation, diagonal, packed.qdata) if shares else None
     if rows is not None:
-        return quantized_mm(*rows, *packed, bias, format=format, group_size=group_size, out_dtype=x.dtype)
-    return dynamic_mm(x, *packed, bias, activation=activation, format=format, group_size=group_size)
+        return quantized_mm(*rows, *packed, bias, out_dtype=x.dtype, **options)
+    return dynamic_mm(x, *packed, bias, diagonal, activation=activation, **options)
 
 
 def layer_product(
@@ -95,19 +103,19 @@ def layer_product(
     if torch.is_autocast_enabled(device):
         x = autocast(x, device)
     scheme = module.scheme
-    format, activation = scheme.weight.format, scheme.activation_on(device)
+    format, activation, diagonal = scheme.weight.format, scheme.activation_on(device), module.input_diagonal(x)
     if not torch.compiler.is_compiling() and is_plain(x) and not needs_grad(x, bias):
         get = parameters.get
-        weight = (parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"))
+        weight = (parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"), diagonal)
         y = ready_product(x, bias, *weight, format=format, activation=activation)
         if y is not None:
             return y
     packed, group_size = module.typed("weight", parameters), scheme.weight.columns_per_scale(K)
-    return linear(x, packed, bias, activation=activation, format=format, group_size=group_size)
+    return linear(x, packed, bias, None, diagonal, activation=activation, format=format, group_size=group_size)
 
 
 def rows_product(module: "QuantizedModule", codes: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`layer_product` for an input [..., K] that is quantized, its result in `dtype`."""
+    """`layer_product` for an input [..., K] that is rotated and quantized, its result in `dtype`."""
     quant = module.scheme.weight
     options = {"format": quant.format, "group_size": quant.columns_per_scale(codes.shape[-1]), "out_dtype": dtype}
     return quantized_mm(codes, row_scale, *module.packed(), module._parameters["bias"], **options)
@@ -119,23 +127,39 @@ def autocast(x: Tensor, device_type: str) -> Tensor:
 
 
 def _transposed(
-    grad: Tensor, packed: PackedWeight, offsets: Tensor | None, format: str, group_size: int, K: int
+    grad: Tensor,
+    packed: PackedWeight,
+    offsets: Tensor | None,
+    diagonal: Tensor | None,
+    format: str,
+    group_size: int,
+    K: int,
 ) -> Tensor:
-    """grad [..., N] @ dequant(packed [N, K]) -> [..., K] in grad's dtype; differentiable in grad."""
+    """grad [..., N] @ dequant(packed [N, K]) -> [..., K] in grad's dtype, rotated back; differentiable in grad."""
     if needs_grad(grad, None):
         function = _Transposed if torch.compiler.is_compiling() else _ForwardTransposed
-        return function.apply(grad, offsets, *packed, format, group_size, K)
-    return _transposed_product(grad, packed, offsets, format, group_size, K)
+        return function.apply(grad, offsets, diagonal, *packed, format, group_size, K)
+    return _transposed_product(grad, packed, offsets, diagonal, format, group_size, K)
 
 
 def _transposed_product(
-    grad: Tensor, packed: PackedWeight, offsets: Tensor | None, format: str, group_size: int, K: int
+    grad: Tensor,
+    packed: PackedWeight,
+    offsets: Tensor | None,
+    diagonal: Tensor | None,
+    format: str,
+    group_size: int,
+    K: int,
 ) -> Tensor:
     """Compute `_transposed` without a gradient."""
     options = {"format": format, "group_size": group_size, "K": K}
     if offsets is not None:
-        return grouped_mm_backward(grad, *packed, offsets, **options)
-    return weight_only_mm_backward(grad, *packed, **options)
+        y = grouped_mm_backward(grad, *packed, offsets, **options)
+    else:
+        y = weight_only_mm_backward(grad, *packed, **options)
+    if diagonal is None:
+        return y
+    return kernels.hadamard(y, block_size=diagonal.shape[1]) * diagonal.view(-1).to(y.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -144,9 +168,9 @@ class _Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, bias, offsets, qdata, scale, zero_point, global_scale, activation, format, group_size):
+    def forward(x, bias, offsets, diagonal, qdata, scale, zero_point, global_scale, activation, format, group_size):
         packed = PackedWeight(qdata, scale, zero_point, global_scale)
-        y = _product(x, packed, bias, offsets, activation, format, group_size)
+        y = _product(x, packed, bias, offsets, diagonal, activation, format, group_size)
         # A view that leaves a Function cannot be changed in place, as AdaLoRA does (`result += ...`).
         return torch.ops.aten._unsafe_view(y, y.shape)
 
@@ -158,13 +182,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        offsets, *packed = ctx.saved_tensors
+        offsets, diagonal, *packed = ctx.saved_tensors
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _transposed(grad, PackedWeight(*packed), offsets, ctx.format, ctx.group_size, ctx.x_shape[-1])
+            options = (ctx.format, ctx.group_size, ctx.x_shape[-1])
+            grad_x = _transposed(grad, PackedWeight(*packed), offsets, diagonal, *options)
         if ctx.needs_input_grad[1]:
             grad_bias = _sum_rows(grad, offsets).to(ctx.bias_dtype)
-        return grad_x, grad_bias, None, None, None, None, None, None, None, None
+        return grad_x, grad_bias, *[None] * 9
 
 
 class _ForwardLinear(_Linear):
@@ -177,11 +202,11 @@ class _ForwardLinear(_Linear):
 
     @staticmethod
     def jvp(ctx, tangent, bias_tangent, *_):
-        offsets, *packed = ctx.saved_tensors
+        offsets, diagonal, *packed = ctx.saved_tensors
         if tangent is None:  # the bias alone has one
             tangent = bias_tangent.new_zeros(ctx.x_shape)
         options = {"activation": None, "format": ctx.format, "group_size": ctx.group_size}
-        return linear(tangent, PackedWeight(*packed), bias_tangent, offsets, **options)
+        return linear(tangent, PackedWeight(*packed), bias_tangent, offsets, diagonal, **options)
 
 
 class _Transposed(torch.autograd.Function):
@@ -190,9 +215,9 @@ class _Transposed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad, offsets, qdata, scale, zero_point, global_scale, format, group_size, K):
+    def forward(grad, offsets, diagonal, qdata, scale, zero_point, global_scale, format, group_size, K):
         packed = PackedWeight(qdata, scale, zero_point, global_scale)
-        return _transposed_product(grad, packed, offsets, format, group_size, K)
+        return _transposed_product(grad, packed, offsets, diagonal, format, group_size, K)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -201,10 +226,10 @@ class _Transposed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        offsets, *packed = ctx.saved_tensors
+        offsets, diagonal, *packed = ctx.saved_tensors
         options = {"activation": None, "format": ctx.format, "group_size": ctx.group_size}
-        y = linear(grad, PackedWeight(*packed), None, offsets, **options)
-        return y, None, None, None, None, None, None, None, None
+        y = linear(grad, PackedWeight(*packed), None, offsets, diagonal, **options)
+        return y, *[None] * 9
 
 
 class _ForwardTransposed(_Transposed):
@@ -217,8 +242,8 @@ class _ForwardTransposed(_Transposed):
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        offsets, *packed = ctx.saved_tensors
-        return _transposed(tangent, PackedWeight(*packed), offsets, ctx.format, ctx.group_size, ctx.K)
+        offsets, diagonal, *packed = ctx.saved_tensors
+        return _transposed(tangent, PackedWeight(*packed), offsets, diagonal, ctx.format, ctx.group_size, ctx.K)
 
 
 def _sum_rows(grad: Tensor, offsets: Tensor | None) -> Tensor:

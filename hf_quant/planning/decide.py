@@ -15,7 +15,7 @@ from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
 from hf_quant.patterns import excludes, matches
 from hf_quant.planning.records import PlanEntry, QuantPlan
-from hf_quant.resolve import entry_fields, resolve_scheme
+from hf_quant.resolve import entry_fields, fitted, resolve_scheme
 from hf_quant.scheme import LinearScheme
 
 
@@ -263,7 +263,13 @@ class _Decider:
             weight_only = self.explicit(name) is None and name in self.rules.weight_only
             looked_up = any(self.candidates[n].kind == "embedding" for n in (name, *group))
             if weight_only or kind == "conv" or looked_up:
-                scheme = LinearScheme(scheme.weight)
+                asked = weight_only and fields.get("input_transform") is not None
+                scheme = LinearScheme(scheme.weight, input_transform=scheme.input_transform if asked else None)
+            try:
+                scheme, unfit = fitted(scheme, fields, [shape[-1] for shape in shapes.values()])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            reason = reason or unfit
         before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
         after = before
         if scheme is not None and source is None:

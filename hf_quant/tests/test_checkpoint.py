@@ -294,7 +294,7 @@ FILES = {
     "config nested": (lambda d: (d / CONFIG_NAME).write_text("[" * 10**5), "is not JSON"),
     "no weights": (lambda d: (d / WEIGHTS).unlink(), "holds no safetensors file"),
     "foreign method": (edit_config(quant_method="awq"), "quant_method is 'awq'; .* reads 'hf_quant' only"),
-    "newer version": (edit_config(format_version=2), "format_version 2, .*reads up to 1: install a newer hf_quant"),
+    "newer version": (edit_config(format_version=3), "format_version 3, .*reads up to 2: install a newer hf_quant"),
     "unknown field": (edit_config(rotation=True), "unknown field 'rotation'"),
     "no plan": (edit_config(plan=None), "quantization_config has no plan: restore"),
     "unknown format": (edit_plan(format="int9"), "unknown format or preset 'int9'"),

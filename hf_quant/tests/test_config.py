@@ -150,7 +150,7 @@ def test_cpu_activations():
     found = scheme(weights="int4", cpu_activations="int8")
     assert found.activation is None and found.cpu_activation == TensorQuant("int8", "row")
     assert found.activation_on("cpu") == "int8" and found.activation_on("cuda") is None
-    assert str(found).endswith("int8 activations on CPUs")
+    assert str(found).endswith("int8 activations on CPUs, rotated by 128")
     assert LinearScheme.from_dict(found.to_dict()) == found
     assert "cpu_activation" not in scheme(weights="int4").to_dict()  # older versions read what does not use it
     assert scheme(weights="W8A8").activation_on("cpu") == "int8"
@@ -246,7 +246,7 @@ def test_errors_of_a_scheme_alone_and_in_modules(fields, message):
         ({"modules_to_not_convert": [None]}, r"modules_to_not_convert has None"),
         ({"modules_to_not_convert": ["re:["]}, r"pattern 're:\[' is not a regular expression"),
         ({"quant_method": "awq"}, r"quant_method is 'awq'; .*reads 'hf_quant' only"),
-        ({"format_version": FORMAT_VERSION + 1}, r"format_version 2, hf_quant .* reads up to 1: install a newer"),
+        ({"format_version": FORMAT_VERSION + 1}, r"format_version 3, hf_quant .* reads up to 2: install a newer"),
         ({"format_version": 0}, r"format_version is 0"),
         ({"format_version": "1"}, r"format_version is '1'; needs an integer"),
         ({"format_version": True}, r"format_version is True; needs an integer"),
@@ -311,7 +311,7 @@ def test_a_stored_scheme_is_checked(fields, message):
 def test_what_is_no_scheme_is_refused(stored):
     with pytest.raises(
         ValueError,
-        match=r"a scheme is \{weight, .*, cpu_activation\}|not a tensor quantization record",
+        match=r"a scheme is \{weight, .*, input_transform\}|not a tensor quantization record",
     ):
         LinearScheme.from_dict(stored)
 

@@ -345,7 +345,10 @@ INT4 = resolve_scheme({"weights": "int4"}, torch.bfloat16)[0].to_dict()
         ({}, "a plan that is a dict, not a list"),
         (["a"], "the stored plan has 'a'; needs"),
         ([{"scheme": INT4, "modules": "a"}], "needs {scheme, modules}"),
-        ([{"modules": ["a"]}], "a scheme is {weight, activation, sparsity, cpu_activation}, got None"),
+        (
+            [{"modules": ["a"]}],
+            "a scheme is {weight, activation, sparsity, cpu_activation, input_transform}, got None",
+        ),
         ([{"scheme": INT4, "modules": [None]}], "names a module None"),
         ([{"scheme": {"weight": {**INT4["weight"], "format": "int9"}}, "modules": ["a"]}], "'int9'"),
         ([{"scheme": {"weight": {**INT4["weight"], "group_size": 7}}, "modules": ["a"]}], "group_size is 7"),

@@ -180,10 +180,10 @@ std::string text_of(const Product& p) {
   char line[512];
   auto number = [](int64_t value) { return static_cast<long long>(value); };
   snprintf(line, sizeof line,
-           "M=%lld N=%lld K=%lld group_size=%lld layout=%d compute=%d x_dtype=%d x_stride=%lld y_dtype=%d "
+           "M=%lld N=%lld K=%lld group_size=%lld layout=%d compute=%d x_dtype=%d x_stride=%lld block=%lld y_dtype=%d "
            "scale_dtype=%d scale_rows=%lld scale_stride=%lld zero=%d bias=%d experts=%lld threads=%d",
            number(p.M), number(p.N), number(p.K), number(p.group_size), p.layout, p.compute, p.x_dtype,
-           number(p.x_stride), p.y_dtype, p.scale_dtype, number(p.scale_rows), number(p.scale_stride),
+           number(p.x_stride), number(p.block), p.y_dtype, p.scale_dtype, number(p.scale_rows), number(p.scale_stride),
            p.zero != nullptr, p.bias != nullptr, number(p.experts), p.threads);
   return line;
 }
@@ -266,6 +266,12 @@ class Case : RandomCall {
     }
     if (p.compute == BY_INT8 ? p.x_dtype == INT8 : random.one_in(4))
       p.row_scale = static_cast<float*>(fill(row_scale, p.M, F32, false, [&] { return random_.between(0.01, 0.1); }));
+    if (p.x_dtype != INT8 && p.row_scale == nullptr && p.K % 2 == 0 && random.one_in(3)) {
+      p.block = 2;
+      while (p.K % (2 * p.block) == 0 && p.block < 1024 && !random.one_in(6)) p.block *= 2;
+      auto sign = [&] { return random_.one_in(2) ? 1.0 : -1.0; };
+      p.diagonal = static_cast<float*>(fill(diagonal, p.K, F32, false, sign));
+    }
     int code = 0;  // levels are exact in bf16, and those of 8-bit floats symmetric
     p.levels = static_cast<float*>(fill(levels, codes, F32, false, [&] {
       const int i = code++;
@@ -293,6 +299,21 @@ class Case : RandomCall {
  private:
   void row_of_x(int64_t m, double* row) const {
     for (int64_t k = 0; k < p.K; ++k) row[k] = x->at(m * p.x_stride + k, p.x_dtype);
+    if (p.block == 0) return;
+    // The sums that are rounded to fp32 are those of the kernels.
+    const float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.block)));
+    std::vector<float> from(static_cast<size_t>(p.block)), to(from);
+    for (int64_t first = 0; first < p.K; first += p.block) {
+      for (int64_t k = 0; k < p.block; ++k) from[k] = static_cast<float>(row[first + k]) * p.diagonal[first + k];
+      for (int64_t size = 1; size < p.block; size *= 2) {
+        for (int64_t k = 0; k < p.block / 2; ++k) {
+          to[k] = from[2 * k] + from[2 * k + 1];
+          to[p.block / 2 + k] = from[2 * k] - from[2 * k + 1];
+        }
+        from.swap(to);
+      }
+      for (int64_t k = 0; k < p.block; ++k) row[first + k] = from[k] * factor;
+    }
   }
 
   // A row as int8 codes, and its scale.
@@ -355,7 +376,8 @@ class Case : RandomCall {
             magnitude += std::fabs(rows[m * p.K + k] * weight[k]);
           }
           const double exact = sum * factors[m] + added;
-          const double allowed = tolerance * (magnitude * factors[m] + std::fabs(added)) + rounding(exact, p.y_dtype);
+          const double unit = p.block != 0 && p.compute == BY_BF16 ? std::ldexp(1.0, -8) : tolerance;
+          const double allowed = unit * magnitude * factors[m] + tolerance * std::fabs(added) + rounding(exact, p.y_dtype);
           if (differs(kernels, "y", m, n, y->at(m * p.N + n, p.y_dtype), exact, allowed)) return false;
         }
       }
@@ -386,13 +408,31 @@ class Case : RandomCall {
   }
 
   bool quantizes(const Kernels& kernels) {
-    const Memory codes = make(p.M * p.K, true), scales = make(p.M * 4, false);
-    RowQuantization call{p.M, p.K, p.x, p.x_dtype, p.x_stride, codes->as<int8_t>(), scales->as<float>(), p.threads};
+    const Memory codes = make(p.M * p.K, true), scales = make(p.M * 4, false), y = make(p.M * p.K * 4, false);
+    RowQuantization call{};
+    call.M = p.M;
+    call.K = p.K;
+    call.x = p.x;
+    call.x_dtype = p.x_dtype;
+    call.x_stride = p.x_stride;
+    call.diagonal = p.diagonal;
+    call.block = p.block;
+    call.codes = codes->as<int8_t>();
+    call.scales = scales->as<float>();
+    call.threads = p.threads;
     current = std::string(kernels.name) + " quantize_rows: " + text_of(p);
-    kernels.quantize_rows(call);
+    if (!kernels.quantize_rows(call)) return false;
+    if (p.block != 0) {
+      call.codes = nullptr;
+      call.y = y->data;
+      call.y_dtype = F32;
+      if (!kernels.quantize_rows(call)) return false;
+    }
     std::vector<double> row(static_cast<size_t>(p.K));
     for (int64_t m = 0; m < p.M; ++m) {
       row_of_x(m, row.data());
+      for (int64_t k = 0; k < p.K && p.block != 0; ++k)
+        if (differs(kernels, "transformed x", m, k, y->at(m * p.K + k, F32), row[k], 0)) return false;
       if (differs(kernels, "scale", m, 0, scales->at(m, F32), quantize(row.data()), 0)) return false;
       for (int64_t k = 0; k < p.K; ++k)
         if (differs(kernels, "code", m, k, codes->at(m * p.K + k, INT8), row[k], 0)) return false;
@@ -401,7 +441,7 @@ class Case : RandomCall {
   }
 
   Product p;
-  Memory x, qdata, scale, zero, bias, global, row_scale, levels, ends;
+  Memory x, qdata, scale, zero, bias, global, row_scale, levels, ends, diagonal;
   std::vector<int64_t> starts;  // rows of x of each expert, and the end of the last
 };
 

@@ -16,6 +16,7 @@ slice's own scale: the logits are close to a single process's logits, not equal 
 """
 
 import types
+from math import lcm
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from transformers.distributed.tensor_parallel import (
 )
 from transformers.distributed.utils import is_dtensor
 
-from hf_quant.algorithms import PackedWeight, quantize_matrix
+from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import guard_entry
 from hf_quant.formats import FORMATS
 from hf_quant.integrations.loading import quantize_into
@@ -245,6 +246,8 @@ def _check_fits(module: QuantizedModule, weight: str, owner: str, axis: int, pie
         # A group, a block or a word stays together. Group sizes are multiples of 32 or, in nvfp4, divide it.
         packing = PACK if FORMATS[quant.format].spec.is_packed else 1
         columns = BLOCK_SIZE if quant.granularity == "block" else quant.group_size or 1
+        transform = module.scheme.input_transform
+        columns = columns if transform is None else lcm(columns, transform.block_size)
         size, unit, what = K, max(packing, columns), f"input features, {K}"
     elif axis == -2:
         size, unit, what = N, BLOCK_SIZE if quant.granularity == "block" else 1, f"output features, {N}"
@@ -304,7 +307,7 @@ def quantize_shard(
         return PackedWeight(*(_slice(t, reference) for t, reference in zip(packed, references)))
     source = weight if device is None else weight.to(device)
     matrix = module.to_matrix(weight_name, source)
-    return quantize_matrix(matrix, module.scheme.weight, module.algorithm, name=fqn).to(weight.device)
+    return module.quantize_rows(matrix, fqn=fqn).to(weight.device)
 
 
 def _slice(tensor: torch.Tensor | None, reference: torch.Tensor | None) -> torch.Tensor | None:

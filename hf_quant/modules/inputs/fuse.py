@@ -1,6 +1,7 @@
 """Find the layers of a model that read one tensor, and let them share a product, or the codes of their input."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -89,7 +90,7 @@ def fuse_where_possible(model: nn.Module, *, only_on: Sequence[str] | None = Non
 def share_inputs_(model: nn.Module) -> None:
     """Let layers with quantized activations that provably read one tensor quantize it once under torch.compile."""
     linears = {
-        name: (module.scheme.activation, module.scheme.cpu_activation, module.in_features)
+        name: (replace(module.scheme, weight=None), module.in_features)
         for name, module in model.named_modules()
         if isinstance(module, QuantLinear) and (module.scheme.activation or module.scheme.cpu_activation) is not None
     }

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hf_quant.kernels import act_quantize_rowwise, layer_norm_quantize_rowwise
+from hf_quant.kernels import act_quantize_rowwise, hadamard_quantize_rowwise, layer_norm_quantize_rowwise
 
 
 _PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, operator.mul)
@@ -56,6 +56,14 @@ class LazyInput:
             self._check()
             self._rows[format] = self._quantize(format)
         return self._rows[format]
+
+    def rotated_rows(self, format: str, diagonal: Tensor) -> tuple[Tensor, Tensor]:
+        """`rows` of the input rotated by a diagonal [K / b, b]; computed once."""
+        key = f"{format} rotated by {diagonal.shape[1]}"
+        if key not in self._rows:
+            block = diagonal.shape[1]
+            self._rows[key] = hadamard_quantize_rowwise(self.tensor(), diagonal, block_size=block, format=format)
+        return self._rows[key]
 
     def _check(self) -> None:
         if self._version is not None and self.like._version != self._version:

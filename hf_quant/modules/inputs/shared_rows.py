@@ -13,6 +13,13 @@ from hf_quant.modules.packed_linear import PackedLinear
 from hf_quant.modules.products import autocast, needs_grad, rows_product
 
 
+def quantized(x: Tensor, format: str, diagonal: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(codes [..., K], row_scale [..., 1]) of x, which a diagonal [K / b, b] rotates first."""
+    if diagonal is None:
+        return kernels.quantize_rowwise(x, format=format)
+    return kernels.hadamard_quantize_rowwise(x, diagonal, block_size=diagonal.shape[1], format=format)
+
+
 class SharedInput:
     """The state that the layers of one group share while torch.compile traces them.
 
@@ -25,14 +32,16 @@ class SharedInput:
         self.traced: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
         self._waiting: tuple[int, ...] = ()  # siblings that have not been called with it
 
-    def rows(self, source: Tensor, x: Tensor, format: str, index: int) -> tuple[Tensor, Tensor]:
+    def rows(
+        self, source: Tensor, x: Tensor, format: str, diagonal: Tensor | None, index: int
+    ) -> tuple[Tensor, Tensor]:
         """(codes, row_scale) of x for sibling `index`; once all siblings have been called, nothing is kept.
 
         `source` is the tensor that they are called with, x the same in the dtype of autocast.
         """
         traced = self.traced
         if traced is None or traced[0] is not source or index not in self._waiting:
-            traced = self.traced = (source, kernels.quantize_rowwise(x, format=format))
+            traced = self.traced = (source, quantized(x, format, diagonal))
             self._waiting = tuple(range(self.count))
         self._waiting = tuple(i for i in self._waiting if i != index)
         if not self._waiting:
@@ -59,7 +68,8 @@ class SharedRows(InputRule):
         if x.shape[-1] != module.in_features:
             module.refuse_width(x)
         values = autocast(x, x.device.type) if torch.is_autocast_enabled(x.device.type) else x
-        return rows_product(module, *self.group.rows(x, values, activation, self.index), values.dtype)
+        rows = self.group.rows(x, values, activation, module.input_diagonal(values), self.index)
+        return rows_product(module, *rows, values.dtype)
 
     def leave(self) -> None:
         self.group.count, self.group.traced = 0, None

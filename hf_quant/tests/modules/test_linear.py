@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import QuantLinear, dequantize_, fuse_projections_, quantize_
 from hf_quant.modules.inputs.lazy import LazyAct
+from hf_quant.modules.rotation import rotated, rotated_back
+from hf_quant.scheme import InputTransform
 from hf_quant.testing import PRODUCT_RMS, all_scheme_fields, assert_close, assert_sqnr, rms_error
 
 
@@ -56,7 +58,12 @@ def exact(layer: QuantLinear, x: Tensor) -> Tensor:
 
 
 def quantized_rows(x: Tensor, activations: str) -> Tensor:
-    """x [..., K] rounded to int8 or fp8_e4m3 with one scale per row, in fp64."""
+    """x [..., K] rounded to int8 or fp8_e4m3 with one scale per row, in fp64; int8 in the rotated basis."""
+    transform = InputTransform(32) if activations == "int8" and x.shape[-1] % 32 == 0 else None
+    return rotated_back(rounded_rows(rotated(x.double(), transform), activations), transform)
+
+
+def rounded_rows(x: Tensor, activations: str) -> Tensor:
     limit = 127.0 if activations == "int8" else 448.0
     scale = x.float().abs().amax(-1, keepdim=True) / limit
     values = x.float() / scale
@@ -476,7 +483,7 @@ def test_compiles_to_one_graph_for_every_length(fields, training):
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_cpu_activations_compute_what_activations_do(weights):
-    plain = linear({"weights": weights}, torch.bfloat16)
+    plain = linear({"weights": weights, "input_transform": "hadamard"}, torch.bfloat16)
     on_cpu = linear({"weights": weights, "cpu_activations": "int8"}, torch.bfloat16)
     always = linear({"weights": weights, "activations": "int8", "scale_dtype": "bfloat16"}, torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), on_cpu.parameters()))
