@@ -54,8 +54,8 @@ class QuantizerConfig(QuantizationConfigMixin):
         sparsity: None.
         input_transform: "hadamard" rotates the input of each layer by a Hadamard matrix with fixed signs, in blocks of
             up to 128 columns, and stores the weight in that basis: outliers are spread before anything is rounded.
-            None: where activations are quantized to int8. "none": nowhere. {"block_size": n}: in blocks of n columns, a power
-            of two from 32 to 1024. Layers whose input features no such block divides have none.
+            None: where activations are quantized to int8. "none": nowhere. {"block_size": n}: in blocks of n columns,
+            a power of two from 32 to 1024. Layers whose input features no such block divides have none.
         kv_cache: format of the KV cache that `generate` uses: "int8", "fp8", "int4", "int2", or a `KVCacheConfig` or
             dict of its fields; None: 16 bit. With weights=None nothing else is quantized.
         attention: "int8": the attention scores of a diffusion model are computed from int8 codes; None: 16 bit. With

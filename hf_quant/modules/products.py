@@ -21,6 +21,7 @@ from hf_quant.kernels import grouped_mm, grouped_mm_backward, weight_only_mm_bac
 from hf_quant.kernels.cpu import ready_product
 from hf_quant.kernels.dispatch import direct, is_plain
 from hf_quant.modules.inputs.rows import quantized_rows, shared_rotation
+from hf_quant.modules.rotation import signs
 
 
 if TYPE_CHECKING:
@@ -103,11 +104,12 @@ def layer_product(
     if torch.is_autocast_enabled(device):
         x = autocast(x, device)
     scheme = module.scheme
-    format, activation, diagonal = scheme.weight.format, scheme.activation_on(device), module.input_diagonal(x)
+    format, activation, transform = scheme.weight.format, scheme.activation_on(device), scheme.input_transform
+    diagonal = None if transform is None else signs(transform, K, x.device)
     if not torch.compiler.is_compiling() and is_plain(x) and not needs_grad(x, bias):
         get = parameters.get
-        weight = (parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"), diagonal)
-        y = ready_product(x, bias, *weight, format=format, activation=activation)
+        weight = (parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"))
+        y = ready_product(x, bias, *weight, format=format, activation=activation, input_diagonal=diagonal)
         if y is not None:
             return y
     packed, group_size = module.typed("weight", parameters), scheme.weight.columns_per_scale(K)

@@ -14,7 +14,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -302,18 +301,17 @@ class Case : RandomCall {
     if (p.block == 0) return;
     // The sums that are rounded to fp32 are those of the kernels.
     const float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.block)));
-    std::vector<float> from(static_cast<size_t>(p.block)), to(from);
-    for (int64_t first = 0; first < p.K; first += p.block) {
-      for (int64_t k = 0; k < p.block; ++k) from[k] = static_cast<float>(row[first + k]) * p.diagonal[first + k];
-      for (int64_t size = 1; size < p.block; size *= 2) {
-        for (int64_t k = 0; k < p.block / 2; ++k) {
-          to[k] = from[2 * k] + from[2 * k + 1];
-          to[p.block / 2 + k] = from[2 * k] - from[2 * k + 1];
-        }
-        from.swap(to);
+    std::vector<float> x(row, row + p.K);
+    for (int64_t k = 0; k < p.K; ++k) x[k] *= p.diagonal[k];
+    for (int64_t size = 1; size < p.block; size *= 2) {
+      for (int64_t k = 0; k < p.K; ++k) {
+        if (k / size % 2 != 0) continue;
+        const float a = x[k], b = x[k + size];
+        x[k] = a + b;
+        x[k + size] = a - b;
       }
-      for (int64_t k = 0; k < p.block; ++k) row[first + k] = from[k] * factor;
     }
+    for (int64_t k = 0; k < p.K; ++k) row[k] = x[k] * factor;
   }
 
   // A row as int8 codes, and its scale.

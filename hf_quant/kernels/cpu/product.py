@@ -98,7 +98,7 @@ def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     M = x.shape[0]
     if M == 0:
         return x.new_empty(0, w.N)
-    y = _run_ready(x, bias, (*w.packed, w.input_diagonal), w.format, None)
+    y = _run_ready(x, bias, w.packed, w.format, None, w.input_diagonal)
     if y is not None:
         return y
     min_rows = 1
@@ -129,26 +129,40 @@ def make_ready(
     w: Weight, dtype: torch.dtype, activation: str | None, run: Run, min_rows: int = 1, max_rows: int = sys.maxsize
 ) -> None:
     """Let `ready_product` find `run` by the tensors of w, for as long as they live unchanged."""
-    tensors = w.tensors if w.input_diagonal is None else (*w.tensors, w.input_diagonal)
-    prepack.put((dtype, activation), tensors, _Ready(w.format, min_rows, max_rows, run))
+    prepack.put(_key(dtype, activation, w.input_diagonal), w.tensors, _Ready(w.format, min_rows, max_rows, run))
+
+
+def _key(dtype: torch.dtype, activation: str | None, diagonal: Tensor | None) -> tuple:
+    """The key of a ready product; it holds the diagonal, so that no other can have its address."""
+    return dtype, activation, None if diagonal is None else diagonal.data_ptr()
 
 
 def ready_product(
-    x: Tensor, bias: Tensor | None, *weight: Tensor | None, format: str, activation: str | None = None
+    x: Tensor,
+    bias: Tensor | None,
+    *weight: Tensor | None,
+    format: str,
+    activation: str | None = None,
+    input_diagonal: Tensor | None = None,
 ) -> Tensor | None:
     """x [..., K] @ w.T + bias as an earlier call has made it ready, without checks; None if none has.
 
-    `weight` is (qdata, scale, zero_point, global_scale, input_diagonal); views of the same bytes in another dtype do.
+    `weight` is (qdata, scale, zero_point, global_scale); views of the same bytes in another dtype do.
     """
     shape = x.shape
-    y = _run_ready(as_rows(x), bias, weight, format, activation)
+    y = _run_ready(as_rows(x), bias, weight, format, activation, input_diagonal)
     return y if y is None or len(shape) == 2 else y.view(*shape[:-1], -1)
 
 
 def _run_ready(
-    rows: Tensor, bias: Tensor | None, weight: tuple[Tensor | None, ...], format: str, activation: str | None
+    rows: Tensor,
+    bias: Tensor | None,
+    weight: tuple[Tensor | None, ...],
+    format: str,
+    activation: str | None,
+    diagonal: Tensor | None,
 ) -> Tensor | None:
-    ready = prepack.get((rows.dtype, activation), weight)
+    ready = prepack.get(_key(rows.dtype, activation, diagonal), weight)
     if ready is None or ready.format != format or not ready.min_rows <= len(rows) <= ready.max_rows:
         return None
     return ready.run(rows, weight[0], bias)

@@ -98,8 +98,10 @@ def test_a_product_is_ready_for_its_own_diagonal_only(activation):
     assert not torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
     assert torch.equal(results[0], results[3])
     if native.active() is not None:
-        ready = [ready_product(x, None, *packed, f, format="int8", activation=activation) for f in (first, second)]
-        assert torch.equal(ready[0], results[0]) and ready[1] is None
+        for factors, y in zip((first, second, None), results):
+            given = {"format": "int8", "activation": activation, "input_diagonal": factors}
+            assert torch.equal(ready_product(x, None, *packed, **given), y)
+        assert ready_product(x, None, *packed, **given | {"input_diagonal": first.clone()}) is None
 
 
 @pytest.mark.usefixtures("poison_empty", "cpu_kernels")

@@ -159,8 +159,7 @@ static inline void to_float(const void* x, int dtype, int64_t first, int64_t cou
 static void transform_row(const void* x, int dtype, int64_t K, const float* __restrict diagonal, int64_t block,
                           float* __restrict values) {
   to_float(x, dtype, 0, K, values);
-  for (int64_t k = 0; k < K; ++k) values[k] *= diagonal[k];
-  rotate_blocks(values, K, block);
+  rotate_blocks(values, diagonal, K, block);
 }
 
 // Codes of one row, and its scale.
