@@ -82,8 +82,9 @@ def random_quant(draw: random.Random) -> TensorQuant:
         scale_dtype, group_size = ("float8_e8m0fnu", 32) if format == "mxfp4" else ("float8_e4m3fn", 16)
         return TensorQuant(format, "group", group_size, scale_dtype=scale_dtype)
     symmetric = not FORMATS[format].allows_asymmetric or draw.random() < 0.5
-    scale_dtype = draw.choice(("float32", "bfloat16", "float16"))
     granularity = draw.choice(("row", "group", "group", "group", FORMATS[format].granularities[-1]))
+    scale_dtypes = ("float32", "bfloat16", "float16", *["float8_e4m3fn"] * (granularity == "group"))
+    scale_dtype = draw.choice(scale_dtypes)
     group_size = draw.choice((32, 64, 96, 128, 256, 48)) if granularity == "group" else None
     return TensorQuant(format, granularity, group_size, symmetric, scale_dtype)
 
@@ -157,6 +158,33 @@ def test_products_of_integers(format, instructions, calls):
         y = dynamic_mm(x, *packed._replace(qdata=changed), None, activation="int8", **options)
         assert ((y.double() - exact).abs() / allowed).max() > 1
     assert len(calls) == 80
+
+
+@pytest.mark.parametrize("activation", [None, "int8"])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_every_fp8_scale(group_size, activation, instructions, calls):
+    """A row of x with one column picks the scales of a group: every finite value of float8_e4m3fn comes out itself."""
+    N, groups = 70, 150  # more than are converted at once
+    quant = TensorQuant("int4", "group", group_size, scale_dtype="float8_e4m3fn")
+    packed, options = random_packed(quant, N, groups * group_size, 0), options_of(quant, N, groups * group_size)
+    packed.qdata.fill_(-1 - (6 * 0x11111111))  # every code is 9: the level 1
+    packed.global_scale.fill_(1)
+    values = [code for code in range(256) if code & 127 != 127]
+    codes = torch.tensor([values[i % len(values)] for i in range(N * groups)], dtype=torch.uint8).view(N, groups)
+    packed.scale.copy_(codes.view(torch.float8_e4m3fn))
+    for M in (1, 4, 40):
+        picked = torch.arange(M) * 37 % groups
+        x = torch.zeros(M, groups * group_size)
+        x[torch.arange(M), picked * group_size + group_size - 1] = 127 if activation else 1
+        if activation is None:
+            y = weight_only_mm(x, *packed, None, **options)
+        else:
+            y = dynamic_mm(x, *packed, None, activation=activation, **options) / 127
+        torch.testing.assert_close(y, packed.scale.float()[:, picked].t(), rtol=2**-22, atol=0)
+    packed.scale.view(torch.uint8)[3, 149] = 0xFF
+    y = weight_only_mm(x, *packed, None, **options)
+    assert y[:, 3].isnan().all() and y.isnan().sum() == len(y)
+    assert len(calls) == 4
 
 
 def test_extreme_integers(instructions, calls):

@@ -110,7 +110,7 @@ class Matmul {
       char* packed = const_cast<char*>(x_.rows) + i * x_.stride;
       pack_row<C>(p_, order, x, dtype, scale, natural, packed);
       if constexpr (C::INTEGER)
-        sum_lanes<C>(p_, grouping(), packed, const_cast<int32_t*>(x_.lane_sums) + i * x_.units * 16,
+        sum_lanes<C>(p_, grouping(), lanes_, packed, const_cast<int32_t*>(x_.lane_sums) + i * x_.units * 16,
                      const_cast<int32_t*>(x_.group_sums) + i * p_.groups);
     });
     return ok;

@@ -19,19 +19,13 @@ struct Weight {
   int64_t bias_first;
 };
 
-// For groups smaller than a block or that straddle them.
-struct LaneGroups {
-  const int32_t* relative;  // [blocks, 16]: group of each lane, relative to the block's first
-  const int32_t* first;     // [blocks]
-};
+constexpr int64_t kAhead = 8192;   // bytes that are prefetched, into the L2 cache: into L1, half of the speed is lost
+constexpr int64_t kRowsAhead = 8;  // rows of the weight whose scales are prefetched
 
-constexpr int64_t kAhead = 8192;    // bytes that are prefetched, into the L2 cache: into L1, half of the speed is lost
-constexpr int64_t kNearRow = 8192;  // bytes of a row of x up to which the CPU's own prefetcher follows the codes
-
-// R rows of the weight, `gap` bytes apart, with MB rows of x. Where x and the codes are the only streams, the CPU's own
-// prefetcher does best (12.6 cycles a block of int4 with K = 4096, 15.1 by hand); a longer row of x, groups within
-// blocks or a second row of the weight confuse it (30 cycles with K = 14336, 17 by hand; Zen 4, one core). With several
-// rows of x, which then come from the L2 cache, a pair of rows far apart halves that traffic.
+// R rows of the weight, `gap` bytes apart, with MB rows of x. Codes are prefetched: the CPU's own prefetcher follows them
+// on Zen 4 (12.6 cycles a block of int4 with K = 4096, 15.1 by hand), but not on Zen 5 (26 cycles, 11 by hand), and nowhere
+// with long rows of x or small groups. One row of x meets two neighbours, which share its loads; with several rows of x,
+// which then come from the L2 cache, a pair of rows far apart halves that traffic.
 // Rows of x are told by a stride: with a register for each GCC 12 runs out of them and keeps vectors in memory.
 template <class C, int R, int MB, Grouping GROUPING>
 struct DotRows {
@@ -63,8 +57,7 @@ struct DotRows {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const uint8_t* from = w + r * gap;
-      if (R > 1 || GROUPING >= WITHIN_BLOCK || stride > kNearRow + 64)
-        _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T1);
       __m512i part[D::PARTS];
       decoder.load(from, m, part);
       if constexpr (GROUPING == WITHIN_BLOCK_ZEROS) {
@@ -189,7 +182,8 @@ struct DotRows {
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-          scale[r] = _mm512_permutexvar_ps(relative, _mm512_loadu_ps(scales + r * room + g));
+          scale[r] = _mm512_permutexvar_ps(  // a block has up to 8 groups, of 16 codes
+              relative, _mm512_castps256_ps512(_mm256_loadu_ps(scales + r * room + g)));
         fold(sums, scale, y);
       }
     }
@@ -201,7 +195,7 @@ struct DotRows {
 };
 
 // Floats that the scales of a row take, with a vector to spare, and those that `dot_panel` needs for two rows.
-HFQ_INLINE int64_t scale_room(const Product& p) { return ceil_div(p.groups, 16) * 16 + 16; }
+HFQ_INLINE int64_t scale_room(const Product& p) { return ceil_div(p.groups, kScalesAtOnce) * kScalesAtOnce + 16; }
 HFQ_INLINE int64_t dot_scratch(const Product& p) { return 2 * scale_room(p); }
 
 // What the rows of a panel share.
@@ -254,9 +248,10 @@ static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t 
 template <class C>
 static void load_scales_of(const DotPanel<C>& a, int64_t n, int r) {
   const int64_t first = scale_of_row(a.p, n);
-  float* target = a.memory + r * scale_room(a.p);
-  for (int64_t g = 0; g < a.p.groups; g += 16)
-    _mm512_storeu_ps(target + g, load_scales(a.weight.scale, a.p.scale_dtype, first + g, a.p.groups - g));
+  load_scales(a.weight.scale, a.p.scale_dtype, first, a.p.groups, a.memory + r * scale_room(a.p));
+  const int64_t element = element_size(a.p.scale_dtype);  // those of a later row come in good time, too
+  const char* ahead = static_cast<const char*>(a.weight.scale) + (first + kRowsAhead * a.p.scale_stride) * element;
+  for (int64_t at = 0; at < a.p.groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
 }
 
 // Rows n and n + distance of the weight with all rows of x, two at least.
@@ -279,7 +274,12 @@ static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance) {
 template <class C, Grouping GROUPING>
 static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
   if (a.count == 1) {
-    for (; n < end; ++n) {
+    for (; n + 1 < end; n += 2) {
+      load_scales_of<C>(a, n, 0);
+      load_scales_of<C>(a, n + 1, 1);
+      dot_rows<C, 2, 1, GROUPING>(a, n, 1, 0);
+    }
+    if (n < end) {
       load_scales_of<C>(a, n, 0);
       dot_rows<C, 1, 1, GROUPING>(a, n, 0, 0);
     }

@@ -168,6 +168,52 @@ HFQ_INLINE __m512 load_scales(const void* base, int dtype, int64_t first, int64_
   }
 }
 
+// The bytes of the bf16 value of each magnitude of E4M3.
+struct MagnitudesE4M3 {
+  alignas(64) uint8_t upper[128], lower[128];
+
+  constexpr MagnitudesE4M3() : upper(), lower() {
+    for (int i = 0; i < 128; ++i) {
+      int exponent = i >> 3, mantissa = i & 7;
+      if (exponent == 0 && mantissa > 0) {  // subnormal
+        for (exponent = 1; mantissa < 8; mantissa *= 2) --exponent;
+        mantissa -= 8;
+      }
+      const int bits = i == 127 ? 0x7fc0 : i == 0 ? 0 : (exponent + 120) << 7 | mantissa << 4;
+      upper[i] = static_cast<uint8_t>(bits >> 8);
+      lower[i] = static_cast<uint8_t>(bits);
+    }
+  }
+};
+constexpr MagnitudesE4M3 kMagnitudesE4M3;
+constexpr int64_t kScalesAtOnce = 64;
+
+// `count` scales from `first` on, as fp32, and zeros up to the next multiple of `kScalesAtOnce`. 64 of E4M3 take as many
+// instructions as 16 would by arithmetic.
+HFQ_INLINE void load_scales(const void* base, int dtype, int64_t first, int64_t count, float* to) {
+  if (dtype != E4M3) {
+    for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(to + i, load_scales(base, dtype, first + i, count - i));
+    return;
+  }
+  // Words of 32 bits so that unpacking, which works within 128 bits, leaves the scales in order.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i upper0 = _mm512_load_si512(kMagnitudesE4M3.upper), upper1 = _mm512_load_si512(kMagnitudesE4M3.upper + 64);
+  const __m512i lower0 = _mm512_load_si512(kMagnitudesE4M3.lower), lower1 = _mm512_load_si512(kMagnitudesE4M3.lower + 64);
+  const __m512i zero = _mm512_setzero_si512();
+  const uint8_t* from = static_cast<const uint8_t*>(base) + first;
+  for (int64_t i = 0; i < count; i += kScalesAtOnce, to += kScalesAtOnce) {
+    const __m512i codes = _mm512_permutexvar_epi32(order, load_bytes(from + i, first_bytes(count - i)));
+    __m512i upper = _mm512_permutex2var_epi8(upper0, codes, upper1);  // by the low seven bits
+    upper = _mm512_ternarylogic_epi32(_mm512_set1_epi8(-128), codes, upper, 0xEA);  // (sign & codes) | upper
+    const __m512i lower = _mm512_permutex2var_epi8(lower0, codes, lower1);
+    const __m512i words[2] = {_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper)};
+    for (int half = 0; half < 2; ++half) {
+      _mm512_storeu_si512(to + 32 * half, _mm512_unpacklo_epi16(zero, words[half]));
+      _mm512_storeu_si512(to + 32 * half + 16, _mm512_unpackhi_epi16(zero, words[half]));
+    }
+  }
+}
+
 // 16 zero points from `first` on.
 HFQ_INLINE __m512i load_zeros(const uint8_t* base, int64_t first, int64_t count) {
   const __mmask16 mask = count >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count > 0 ? count : 0)) - 1);

@@ -9,6 +9,12 @@ namespace avx512 {
 // How the groups of a row, which share a scale, lie in the blocks of a decoder.
 enum Grouping { ONE_GROUP, WHOLE_BLOCKS, WITHIN_BLOCK, WITHIN_BLOCK_ZEROS };  // the last: lanes have zero points
 
+// For groups smaller than a block or that straddle them.
+struct LaneGroups {
+  const int32_t* relative;  // [blocks, 16]: group of each lane, relative to the block's first
+  const int32_t* first;     // [blocks]
+};
+
 // Rows of x ready to multiply. Rows are 64 bytes longer than they need be: at a power of two apart they would meet in
 // the same set of the cache. For products of integers, also sums of x, times -OFFSET or with zero points times -1.
 struct PackedX {
@@ -111,8 +117,8 @@ static void pack_row(const Product& p, const Order<C>& order, const void* x, int
 
 // The sums of one row of packed codes.
 template <class C>
-static void sum_lanes(const Product& p, Grouping grouping, const char* packed, int32_t* lane_sums,
-                      int32_t* group_sums) {
+static void sum_lanes(const Product& p, Grouping grouping, const LaneGroups& lanes, const char* packed,
+                      int32_t* lane_sums, int32_t* group_sums) {
   using D = typename C::Decoder;
   const int64_t blocks = ceil_div(p.K, D::BLOCK);
   const int64_t per_unit = grouping == ONE_GROUP ? blocks : grouping == WHOLE_BLOCKS ? p.group_size / D::BLOCK : 1;
@@ -129,7 +135,7 @@ static void sum_lanes(const Product& p, Grouping grouping, const char* packed, i
       group_sums[unit] = _mm512_reduce_add_epi32(sum);
     } else {
       for (int lane = 0; lane < 16; ++lane)
-        group_sums[min64((unit * D::BLOCK + D::lane_code(lane)) / p.group_size, p.groups - 1)] += target[lane];
+        group_sums[min64(lanes.first[unit] + lanes.relative[16 * unit + lane], p.groups - 1)] += target[lane];
     }
   }
 }
