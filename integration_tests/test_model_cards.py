@@ -374,7 +374,7 @@ def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir
     pattern = {"modules": {"*.attn.to_q": "int8"}}
     mapping = {
         "transformer": QuantizerConfig(weights, attention="int8", **pattern),
-        "text_encoder_2": QuantizerConfig("int8", scale_dtype="float32"),
+        "text_encoder_2": QuantizerConfig("int8", input_transform={"block_size": 32}),
     }
     pipe = diffusers.FluxPipeline.from_pretrained(
         "me/base",

@@ -191,12 +191,16 @@ def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) 
     """Return the `hf-quant quantize` command that gives the config of a part, or None if no command can."""
     config = part.config
     # These have no option; `fuse_projections` and `quantization_device` are of one process.
-    if config.scale_dtype is not None or config.modules_to_not_convert is not None or config.sparsity is not None:
+    if config.modules_to_not_convert is not None or config.sparsity is not None:
         return None
-    if isinstance(config.kv_cache, dict) or config.activation_scale != "dynamic":
+    if (
+        any(isinstance(v, dict) for v in (config.kv_cache, config.input_transform))
+        or config.activation_scale != "dynamic"
+    ):
         return None
     options = ["--weights", config.weights or "none"]
-    for field in ("activations", "cpu_activations", "kv_cache", "attention", "group_size", "granularity", "algorithm"):
+    fields = ("activations", "cpu_activations", "kv_cache", "attention", "group_size", "granularity", "scale_dtype")
+    for field in (*fields, "algorithm", "input_transform"):
         value = getattr(config, field)
         options += [] if value is None else [f"--{field.replace('_', '-')}", str(value)]
     options += [] if config.symmetric is None else ["--symmetric" if config.symmetric else "--asymmetric"]

@@ -287,9 +287,11 @@ CONFIGS = [
         },
     ),
     QuantizerConfig(None, modules={"lm_head": "W8A8_FP8"}),
+    QuantizerConfig("nf4", group_size=32, scale_dtype="float8_e4m3fn", input_transform="hadamard"),
+    QuantizerConfig("W8A8", input_transform="none"),
 ]
 WITHOUT_A_COMMAND = [
-    QuantizerConfig("int4", scale_dtype="float16"),
+    QuantizerConfig("int4", input_transform={"block_size": 64}),
     QuantizerConfig("int4", modules_to_not_convert=["lm_head"]),
     QuantizerConfig("int4", kv_cache={"format": "int4", "recent_tokens": 32}),
     QuantizerConfig("int4", modules={"re:.*(?=x)v": "int8"}),
