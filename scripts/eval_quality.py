@@ -29,7 +29,7 @@ import hf_quant
 from common import cache_quality
 from common.schemes import parse_spec
 from hf_quant.algorithms import default_algorithm
-from hf_quant.evaluate import bits_per_weight, machine, quality, read_ids
+from hf_quant.evaluate import bits_per_weight, machine, quality, read_windows
 from hf_quant.formats import FORMATS
 from hf_quant.modules import QuantizedModule
 from hf_quant.planning import format_table
@@ -68,8 +68,8 @@ class LanguageModel:
 
     def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
         tokenizer = None if args.text.suffix == ".npy" else AutoTokenizer.from_pretrained(args.model)
-        self.ids = read_ids(args.text, tokenizer)[: args.max_tokens]
         self.window, self.reference = args.window or 256, model
+        self.ids = read_windows(args.text, tokenizer, window=self.window, max_tokens=args.max_tokens)
 
     def judge(self, model: nn.Module) -> dict[str, float]:
         """{figure: value}; "error" is what formats are compared by."""
@@ -208,7 +208,7 @@ def main() -> int:
     if args.kv_cache is not None:
         tokenizer = None if args.text.suffix == ".npy" else AutoTokenizer.from_pretrained(args.model)
         args.window = args.window or 256
-        return cache_quality.evaluate(reference, read_ids(args.text, tokenizer), args)
+        return cache_quality.evaluate(reference, read_windows(args.text, tokenizer, window=args.window), args)
     judge = (Encoder if args.embeddings else LanguageModel)(reference, args)
     specs = {spec: None if args.no_plain else plain_spec(reference, spec) for spec in args.format or FORMATS}
     results: dict[str, dict[str, Any]] = {}

@@ -46,7 +46,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from common.checkout import commit
 from common.schemes import parse_spec
 from hf_quant import QuantizerConfig, quantize_
-from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids
+from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids, read_windows
 
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -165,20 +165,6 @@ def prepare(name: str, directory: Path = DIRECTORY) -> Path:
     return target
 
 
-def windows_of(ids: Tensor, prefix: list[int], tokens: int, window: int) -> Tensor:
-    """Windows of a text that each begin with the prefix: int64 [tokens // window * window], flat.
-
-    `ids` is the text; where it begins with the prefix already, that is not read twice.
-    """
-    if not prefix:
-        return ids[:tokens]
-    start = torch.tensor(prefix)
-    text = ids[len(prefix) :] if ids[: len(prefix)].tolist() == prefix else ids
-    size = window - len(prefix)
-    count = min(tokens // window, text.numel() // size)
-    return torch.cat([start.expand(count, -1), text[: count * size].view(count, size)], 1).flatten()
-
-
 def load(
     name: str,
     *,
@@ -210,8 +196,11 @@ def load(
         raise ValueError(f"{name=}, {bos=}; needs one of {', '.join(MODELS)}, and of {', '.join(BOS)}")
     path = prepare(name, directory)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    prefix = tokenizer("")["input_ids"] if bos == "each" else []
-    ids = windows_of(read_ids(text, tokenizer), prefix, tokens or MODELS[name].tokens, window)
+    tokens = tokens or MODELS[name].tokens
+    if bos == "each":
+        ids = read_windows(text, tokenizer, window=window, max_tokens=tokens)
+    else:
+        ids = read_ids(text, tokenizer)[:tokens]
     return AutoModelForCausalLM.from_pretrained(path).to(device).eval(), tokenizer, ids
 
 

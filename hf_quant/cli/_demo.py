@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_quant.cli._models import Source, check_not_quantized, find_source, load_model, load_tokenizer, progress_wanted
 from hf_quant.config import QuantizerConfig
-from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids
+from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_windows
 from hf_quant.planning import format_table
 
 
@@ -56,7 +56,7 @@ def demo(args: argparse.Namespace) -> None:
     """Quantize, save, reload and measure; print the table; check a new process; draw the plot."""
     source, text = find_asset(args.model, args.text)
     tokenizer = load_tokenizer(source)
-    ids = read_ids(text, tokenizer)[: args.tokens]
+    ids = read_windows(text, tokenizer, window=WINDOW, max_tokens=args.tokens)
     if tokenizer is None:
         raise ValueError(f"{source.name} has no tokenizer; the demo shows text that the model writes")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from hf_quant.evaluate import (
     generation_speed,
     machine,
     quality,
-    read_ids,
+    read_windows,
 )
 from hf_quant.planning import format_table
 
@@ -55,10 +55,10 @@ def eval(args: argparse.Namespace) -> None:
         names = (args.model, args.reference) if args.reference is not None else (args.model,)
         tokenizers = (load_tokenizer(find_source(n), trust_remote_code=args.trust_remote_code) for n in names)
         tokenizer = next((t for t in tokenizers if t is not None), None)
-    ids = read_ids(args.text, tokenizer)[: args.max_tokens]
     texts = (model.config.get_text_config() for model in loaded.models.values())
     longest = (getattr(text, "max_position_embeddings", None) or _MAX_WINDOW for text in texts)
     window = args.window or min(_MAX_WINDOW, *longest)
+    ids = read_windows(args.text, tokenizer, window=window, max_tokens=args.max_tokens)
     reference = loaded.reference
     found = quality(loaded.models, ids, window=window, reference=reference, progress=progress_wanted())
     rows = [("model", "bits/weight", "perplexity")]

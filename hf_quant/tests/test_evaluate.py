@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_quant import quantize_
-from hf_quant.evaluate import PeakMemory, bits_per_weight, generation_speed, machine, quality, read_ids
+from hf_quant.evaluate import PeakMemory, bits_per_weight, generation_speed, machine, quality, read_ids, read_windows
 
 
 def tiny_llama(seed: int = 0, **fields) -> LlamaForCausalLM:
@@ -122,6 +122,32 @@ def test_read_ids(tmp_path):
             read_ids(tmp_path / name, lambda text: {"input_ids": []})
     with pytest.raises(ValueError, match="has no tokenizer"):
         read_ids(tmp_path / "a.txt")
+
+
+class Tokenizer:
+    """One id for each letter, between those with which a text begins and ends."""
+
+    def __init__(self, start: list[int], end: list[int]) -> None:
+        self.start, self.end = start, end
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        ids = [ord(letter) - ord("a") + 10 for letter in text]
+        return {"input_ids": [*self.start, *ids, *self.end] if add_special_tokens else ids}
+
+
+def test_every_window_begins_as_a_text_does(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("abcdefghijklmnopqrst")
+    plain, bos, both = Tokenizer([], []), Tokenizer([2], []), Tokenizer([2, 3], [1])
+    assert read_windows(path, plain, window=4, max_tokens=9).tolist() == list(range(10, 18))
+    assert read_windows(path, bos, window=4, max_tokens=9).tolist() == [2, 10, 11, 12, 2, 13, 14, 15]
+    assert read_windows(path, bos, window=4).numel() == 24  # 18 of the 20 letters
+    assert read_windows(path, both, window=4, max_tokens=4).tolist() == [2, 3, 10, 11]
+    numpy.save(tmp_path / "ids.npy", numpy.arange(7))
+    assert read_windows(tmp_path / "ids.npy", bos, window=3).tolist() == [0, 1, 2, 3, 4, 5]  # cut as they are
+    for options in ({"window": 22}, {"window": 1}, {"window": 8, "max_tokens": 7}):
+        with pytest.raises(ValueError, match="a.txt has 20 tokens"):
+            read_windows(path, bos, **options)
 
 
 def test_peak_memory_sees_what_was_freed_again():

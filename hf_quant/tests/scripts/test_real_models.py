@@ -1,7 +1,6 @@
 """The script that measures trained models, without them."""
 
 import pytest
-import torch
 
 import readme_section
 import real_models
@@ -43,15 +42,6 @@ def test_a_checkpoint_is_made_once_and_only_a_finished_one_stays(made, tmp_path)
     with pytest.raises(ValueError, match="two, one: the SHA-256 is .*; needs ba78"):
         real_models.prepare("changed", tmp_path)
     assert made == ["whole", "broken"] and list(tmp_path.iterdir()) == [path]
-
-
-def test_every_window_begins_with_the_prefix():
-    text = torch.arange(10, 30)
-    assert real_models.windows_of(text, [], 9, 4).tolist() == list(range(10, 19))
-    expected = [2, 10, 11, 12, 2, 13, 14, 15]
-    assert real_models.windows_of(text, [2], 9, 4).tolist() == expected
-    assert real_models.windows_of(torch.cat([torch.tensor([2]), text]), [2], 9, 4).tolist() == expected
-    assert real_models.windows_of(text, [2], 1000, 4).numel() == 24  # 18 of the 20 tokens
 
 
 def test_the_table_in_the_readme_is_made_of_what_the_script_writes():
