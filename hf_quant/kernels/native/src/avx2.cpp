@@ -40,7 +40,7 @@ class Matmul {
     x_.stride = units_ * kUnit * C::X_BYTES + 64;
     // segments | packed rows | groups of runs | sums | row scales
     const int64_t segment_bytes = chunk * static_cast<int64_t>(sizeof(Segment)), rows_bytes = chunk * x_.stride;
-    const int64_t run_bytes = runs_.count * 8, sums = C::INTEGER ? chunk * (runs_.count * 2 + p_.groups) : 0;
+    const int64_t run_bytes = runs_.count * 8, sums = C::INTEGER ? chunk * (runs_.count * 8 + p_.groups) : 0;
     char* memory = static_cast<char*>(
         thread_scratch(0, static_cast<size_t>(segment_bytes + rows_bytes + run_bytes + sums * 4 + chunk * 4)));
     if (memory == nullptr) return false;
@@ -49,7 +49,7 @@ class Matmul {
     int32_t* groups = reinterpret_cast<int32_t*>(x_.rows + rows_bytes);
     runs_.groups = groups;
     x_.half_sums = groups + 2 * runs_.count;
-    x_.group_sums = x_.half_sums + (C::INTEGER ? chunk * runs_.count * 2 : 0);
+    x_.group_sums = x_.half_sums + (C::INTEGER ? chunk * runs_.count * 8 : 0);
     x_.scales = reinterpret_cast<float*>(x_.half_sums + sums);
     for (int64_t half = 0; half < 2 * runs_.count; ++half)
       groups[half] = static_cast<int32_t>(group_of(half / 2 * runs_.length * kUnit + half % 2 * kUnit / 2));
@@ -111,13 +111,14 @@ class Matmul {
   }
 
   void add_sums(const int8_t* codes, int64_t i) const {
-    int32_t *halves = x_.half_sums + i * runs_.count * 2, *groups = x_.group_sums + i * p_.groups;
-    memset(halves, 0, static_cast<size_t>(runs_.count) * 8);
+    int32_t *halves = x_.half_sums + i * runs_.count * 8, *groups = x_.group_sums + i * p_.groups;
+    memset(halves, 0, static_cast<size_t>(runs_.count) * 32);
+    const int32_t factor = p_.zero == nullptr ? -C::OFFSET : -1;
     memset(groups, 0, static_cast<size_t>(p_.groups) * 4);
     for (int64_t half = 0; half < 2 * units_; ++half) {
       int32_t sum = 0;
       for (int j = 0; j < kUnit / 2; ++j) sum += codes[half * (kUnit / 2) + j];
-      halves[half / 2 / runs_.length * 2 + half % 2] += sum;
+      halves[half / 2 / runs_.length * 8 + half % 2 * 4] += factor * sum;
       groups[group_of(half * (kUnit / 2))] += sum;
     }
   }
@@ -147,6 +148,10 @@ class Matmul {
       for (int64_t row = n; row < end; ++row) {
         const int64_t first_scale = scale_of_row(p_, weight, row);
         load_floats(p_.scale, p_.scale_dtype, first_scale + g, groups, scales + g);
+        // The CPU does not foresee that scales are read block by block.
+        const int64_t element = element_size(p_.scale_dtype);
+        const char* ahead = static_cast<const char*>(p_.scale) + (first_scale + g + 8 * p_.scale_stride) * element;
+        for (int64_t at = 0; at < groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
         const uint8_t* zeros = p_.zero == nullptr ? nullptr : p_.zero + first_scale;
         Stream<C>{p_, c_, runs_, x_, weight.qdata + row * p_.row_bytes, scales, zeros}.run(
             s.first, s.count, u, min64(u + block, units_), out[row - n]);

@@ -7,11 +7,12 @@ namespace hfq {
 namespace avx2 {
 
 // Rows of x ready to multiply. Rows are 64 bytes longer than they need be: at a power of two apart they would meet in
-// the same set of the cache. For products of integers, also sums of x, of the halves of each run and of each group.
+// the same set of the cache. For products of integers, also sums of x: of the halves of each run, in their first
+// elements, times -OFFSET or, with zero points, times -1; and of each group.
 struct PackedX {
   char* rows;
   int64_t stride;  // bytes
-  int32_t* half_sums;   // [rows, runs, 2]
+  int32_t* half_sums;   // [rows, runs, 8]
   int32_t* group_sums;  // [rows, groups]
   float* scales;        // [rows]
 };
@@ -38,13 +39,15 @@ struct Stream {
 
   // Adds to out[i] the dot product of units u..end with row `first` + i of x, scaled. Of integers in one group `out` is
   // the sum, not scaled, in the bits of the float. The units are whole runs, but at the end of the row, or parts of one.
-  template <int MB, bool ALIGNED>
+  // LENGTH: that of all runs, aligned ones, if it is short: a loop over their units would cost as much as they do. 0: any.
+  template <int MB, bool ALIGNED, int LENGTH>
   void run(int64_t first, int64_t u, int64_t end, float* out) const {
-    constexpr int CHAINS = MB == 1 ? C::V : C::V > 1 ? 2 : 1;  // so that the latency of sums is hidden
+    // Several, so that the latency of sums is hidden; short runs follow each other without waiting.
+    constexpr int CHAINS = LENGTH > 0 && LENGTH <= 2 ? 1 : MB == 1 ? C::V : C::V > 1 ? 2 : 1;
     const int64_t full = min64(p.row_bytes / L::BYTES, end);
     const uint8_t* from = row + u * L::BYTES;
     const char* from_x = x.rows + first * x.stride + u * (C::V * 32);
-    const int32_t* half_sums = C::INTEGER ? x.half_sums + first * runs.count * 2 : nullptr;
+    const int32_t* half_sums = C::INTEGER ? x.half_sums + first * runs.count * 8 : nullptr;
     typename C::Table table = c.table(0);
     typename C::Part part[MB][CHAINS];
     typename C::Sum sums[MB];
@@ -78,8 +81,7 @@ struct Stream {
         sums[i] = C::add(sums[i], part[i][0]);
       }
     };
-
-    for (int64_t r = p.groups == 1 ? 0 : u / runs.length; u < end; ++r) {
+    auto begin_run = [&](int64_t r) HFQ_LAMBDA {
       const int64_t g0 = ALIGNED ? r : runs.groups[2 * r];
       const int64_t g1 = ALIGNED ? r : runs.groups[2 * r + 1];
       if (zeros != nullptr) table = ALIGNED ? c.table(zeros[g0]) : c.table(zeros[g0], zeros[g1]);
@@ -88,14 +90,35 @@ struct Stream {
         sums[i] = typename C::Sum{};
         if constexpr (C::INTEGER) {
           if (C::OFFSET == 0 || (p.groups == 1 && u > 0)) continue;
-          const int z0 = zeros == nullptr ? C::OFFSET : zeros[g0], z1 = zeros == nullptr ? C::OFFSET : zeros[g1];
-          const int32_t* sum = half_sums + (i * runs.count + r) * 2;
-          sums[i] = ALIGNED ? _mm256_zextsi128_si256(_mm_cvtsi32_si128(-z0 * (sum[0] + sum[1])))
-                            : _mm256_setr_epi32(-z0 * sum[0], 0, 0, 0, -z1 * sum[1], 0, 0, 0);
+          sums[i] = load_vector(half_sums + (i * runs.count + r) * 8);
+          if (zeros == nullptr) continue;
+          __m256i zero = _mm256_set1_epi32(zeros[g0]);
+          if (!ALIGNED) zero = in_halves(zero, _mm256_set1_epi32(zeros[g1]));
+          sums[i] = _mm256_mullo_epi32(sums[i], zero);
         }
       }
-      const int64_t stop = min64(u + runs.length, end), whole = min64(stop, full);
       clear();
+    };
+    auto end_run = [&](int64_t r) HFQ_LAMBDA {
+      flush();
+      __m256 scale = _mm256_set1_ps(scales[ALIGNED ? r : runs.groups[2 * r]]);
+      if (!ALIGNED) scale = _mm256_blend_ps(scale, _mm256_set1_ps(scales[runs.groups[2 * r + 1]]), 0xF0);
+#pragma GCC unroll 4
+      for (int i = 0; i < MB; ++i) y[i] = _mm256_fmadd_ps(C::to_float(sums[i]), scale, y[i]);
+    };
+
+    int64_t r = p.groups == 1 ? 0 : u / runs.length;
+    if constexpr (LENGTH > 0) {
+      for (; u + LENGTH <= full; u += LENGTH, ++r) {
+        begin_run(r);
+#pragma GCC unroll 4
+        for (int i = 0; i < LENGTH; ++i, from += L::BYTES) add_unit(from);
+        end_run(r);
+      }
+    }
+    for (; u < end; ++r) {
+      begin_run(r);
+      const int64_t stop = min64(u + runs.length, end), whole = min64(stop, full);
       while (u < whole) {
         const int64_t next = C::MOST == INT64_MAX ? whole : min64(whole, u + C::MOST);
         for (; u < next; ++u, from += L::BYTES) add_unit(from);
@@ -114,11 +137,7 @@ struct Stream {
         add_unit(tail);
         ++u;
       }
-      flush();
-      __m256 scale = _mm256_set1_ps(scales[g0]);
-      if (!ALIGNED) scale = _mm256_blend_ps(scale, _mm256_set1_ps(scales[g1]), 0xF0);
-#pragma GCC unroll 4
-      for (int i = 0; i < MB; ++i) y[i] = _mm256_fmadd_ps(C::to_float(sums[i]), scale, y[i]);
+      end_run(r);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < MB; ++i) {
@@ -144,7 +163,14 @@ struct Stream {
 
   template <int MB>
   void run(int64_t first, int64_t u, int64_t end, float* out) const {
-    return runs.aligned ? run<MB, true>(first, u, end, out) : run<MB, false>(first, u, end, out);
+    if (!runs.aligned) return run<MB, false, 0>(first, u, end, out);
+    if (p.groups == 1) return run<MB, true, 0>(first, u, end, out);
+    switch (runs.length) {
+      case 1: return run<MB, true, 1>(first, u, end, out);
+      case 2: return run<MB, true, 2>(first, u, end, out);
+      case 4: return run<MB, true, C::INTEGER ? 4 : 0>(first, u, end, out);
+      default: return run<MB, true, 0>(first, u, end, out);
+    }
   }
 };
 
