@@ -63,7 +63,9 @@ def measure(heads: str, T: int, args: argparse.Namespace) -> dict[str, tuple[flo
     turns = {SDPA: _turn(sdpa, plain), MATMUL: _turn(lambda kv: matmuls(q, *kv), plain)}
     for format in args.formats:
         caches = [random_cache(H_kv, T, D, format) for _ in range(args.copies)]
-        options = {"format": format, "is_causal": True, "window": 0, "scale": None, "rotates_keys": False}
+        # As a cache reads its codes: in a frame, rotated.
+        options = {"format": format, "is_causal": True, "window": 0, "scale": None, "rotates_keys": True}
+        options |= {"rotates_values": True, "k_frame": torch.rand(1, H_kv, 2, D), "k_first": torch.rand(1, H_kv, D)}
         turns[format] = _turn(lambda parts, options=options: kv_attention(q, *parts, None, None, **options), caches)
     seconds = {name: each / args.copies for name, each in interleaved(turns, args.rounds).items()}
     return {name: (each, turns[name].nbytes / each / 1e9) for name, each in seconds.items()}

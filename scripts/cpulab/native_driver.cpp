@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -483,6 +484,10 @@ class AttentionCase : RandomCall {
     p.window = p.causal && random.one_in(2) ? 1 + random.below(100) : 0;
     p.scale = static_cast<float>(random.between(0.05, 0.5));
     p.rotates = random.one_in(3);
+    p.rotates_values = random.one_in(3);
+    const auto number = [&] { return random_.between(0.5, 2); };
+    if (random.one_in(3)) p.frame = static_cast<float*>(fill(frame, p.B * p.H_kv * 2 * p.D, F32, false, number));
+    if (random.one_in(3)) p.first = static_cast<float*>(fill(lacking, p.B * p.H_kv * p.D, F32, false, number));
     p.threads = static_cast<int>(1 + random.below(3));
     p.mask_dtype = random.of<int>({F32, INT8});
 
@@ -521,13 +526,16 @@ class AttentionCase : RandomCall {
     char line[256];
     snprintf(line, sizeof line, "%s attention: B=%d H=%d/%d S=%d T=%d D=%d layout=%d group_size=%d window=%d", kernels.name,
              int(p.B), int(p.H), int(p.H_kv), int(p.S), int(p.T), int(p.D), p.layout, int(p.group_size), int(p.window));
-    current = std::string(line) + (p.rotates ? " rotates" : "");
+    current = std::string(line) + (p.rotates ? " rotates" : "") + (p.rotates_values ? " values" : "") +
+              (p.frame != nullptr ? " frame" : "") + (p.first != nullptr ? " first" : "");
     if (!kernels.attention(call)) return false;
     for (int64_t b = 0; b < p.B; ++b) {
       for (int64_t h = 0; h < p.H; ++h) {
         const int64_t kv = h / (p.H / p.H_kv);
         if (h % (p.H / p.H_kv) == 0) {
           keys = values_of(p.k, k, b, kv);
+          for (int64_t d = 0; p.first != nullptr && p.T > 0 && d < p.D; ++d)
+            keys[d] += p.first[(b * p.H_kv + kv) * p.D + d];
           values = values_of(p.v, v, b, kv);
         }
         for (int64_t s = 0; s < p.S; ++s)
@@ -595,6 +603,8 @@ class AttentionCase : RandomCall {
     std::vector<float> row(static_cast<size_t>(p.D));
     for (int64_t d = 0; d < p.D; ++d)
       row[d] = static_cast<float>(q->at(b * p.q_batch + h * p.q_head + s * p.q_position + d, p.q_dtype));
+    const int64_t kv = b * p.H_kv + h / (p.H / p.H_kv);
+    for (int64_t d = 0; p.frame != nullptr && d < p.D; ++d) row[d] *= p.frame[(2 * kv + 1) * p.D + d];
     if (p.rotates) rotate(row);
     for (float& x : row) {  // what is not rotated is rounded already
       if (p.q_dtype == BF16) x = bf16_to_float(float_to_bf16(x));
@@ -618,6 +628,11 @@ class AttentionCase : RandomCall {
     }
     for (int64_t t = 0; t < p.T; ++t)
       for (int64_t d = 0; weight[t] != 0 && d < p.D; ++d) out[d] += weight[t] / sum * values[t * p.D + d];
+    if (p.rotates_values) {
+      std::vector<float> turned(out.begin(), out.end());
+      rotate(turned);
+      out.assign(turned.begin(), turned.end());
+    }
     for (int64_t d = 0; d < p.D; ++d) {
       const double value = y.at(b * p.y_batch + h * p.y_head + s * p.y_position + d, p.q_dtype);
       if (std::fabs(value - out[d]) <= 1e-4 + rounding(out[d], p.q_dtype)) continue;
@@ -629,7 +644,7 @@ class AttentionCase : RandomCall {
   }
 
   Attention p{};
-  Memory q, levels, mask;
+  Memory q, levels, mask, frame, lacking;
   Tensors k, v;
   std::vector<double> keys, values;  // of the head that is checked
 };
@@ -832,6 +847,10 @@ class AppendCase : RandomCall {
     make_heads(p.k, k);
     make_heads(p.v, v);
     p.k.rotates = random.one_in(2);
+    p.v.rotates = random.one_in(3);
+    if (random.one_in(2))
+      p.k.frame = static_cast<float*>(
+          fill(frame, p.B * p.H * 2 * p.k.D, F32, false, [&] { return random_.between(0.3, 2); }));
   }
 
   // Whether what is written is right, the same as by the first kernels that were asked, and nothing else is.
@@ -946,6 +965,10 @@ class AppendCase : RandomCall {
     std::vector<float> values(static_cast<size_t>(heads.D));
     for (int64_t d = 0; d < heads.D; ++d)
       values[d] = static_cast<float>(x.at(b * heads.x_batch + h * heads.x_head + t * heads.x_token + d, p.x_dtype));
+    if (heads.frame != nullptr) {
+      const float* mean = heads.frame + (b * p.H + h) * 2 * heads.D;
+      for (int64_t d = 0; d < heads.D; ++d) values[d] = (values[d] - mean[d]) / mean[heads.D + d];
+    }
     if (heads.rotates) rotate(values);
     std::vector<uint8_t> codes;
     for (int64_t i = 0; i < heads.D * bits / 8; ++i) {
@@ -994,7 +1017,7 @@ class AppendCase : RandomCall {
   Append p{};
   int64_t tokens;  // of the caches
   std::vector<uint8_t> first;  // what the first kernels gave
-  Memory k, v;
+  Memory k, v, frame;
 };
 
 }  // namespace

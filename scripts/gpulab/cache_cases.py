@@ -58,10 +58,18 @@ def _cached(one: Cached, format: str, device: Any) -> tuple[Tensor, Tensor, Tens
     return codes, scale if spec.is_packed else scale.contiguous(), offset.sub_(1) if spec.is_packed else None
 
 
+def _frame(one: Cached, device: Any) -> tuple[Tensor, Tensor]:
+    """(k_frame, k_first): a mean and a spread of about 1 of each channel, and what the first key lacks."""
+    shape = (one.batch, one.kv_heads, 2, one.D)
+    frame = torch.empty(shape, dtype=torch.float32, device=device).uniform_(0.5, 1.5)
+    return frame, torch.empty((*shape[:2], one.D), dtype=torch.float32, device=device).normal_()
+
+
 def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool = False, masked: bool = False) -> Case:
     """`kv_attention`, causal, over a full cache; M is the number of queries of a sequence.
 
-    masked: a boolean mask, a window, and a cache that is not full, too.
+    rotates: as a cache has it by default, keys rotated in a frame, the first key exact, and values rotated. masked: a
+    boolean mask, a window, and a cache that is not full, too.
     """
     options = {
         "format": format,
@@ -69,6 +77,7 @@ def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool =
         "window": one.T // 2 if masked else 0,
         "scale": None,
         "rotates_keys": rotates,
+        "rotates_values": rotates,
     }
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
@@ -77,7 +86,9 @@ def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool =
         if masked:
             mask = torch.empty((one.batch, 1, one.S, one.T), dtype=torch.bool, device=device).bernoulli_(0.9)
             length = torch.empty(1, dtype=torch.int64, device=device).fill_(one.T - 5)
-        return (q, *_cached(one, format, device), *_cached(one, format, device), mask, length), options
+        found = (q, *_cached(one, format, device), *_cached(one, format, device), mask, length)
+        frame = dict(zip(("k_frame", "k_first"), _frame(one, device))) if rotates else {}
+        return found, {**options, **frame}
 
     shape = f"{one.batch}x{one.H}/{one.kv_heads}x{one.D}"
     rotated = (", rotated" if rotates else "") + (", masked" if masked else "")
@@ -87,13 +98,14 @@ def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool =
 
 
 def append_case(one: Cached, format: str, dtype: torch.dtype) -> Case:
-    """`kv_append` of the S tokens of a model's layer, keys rotated, into a cache of T tokens."""
-    options = {"format": format, "rotates_keys": True}
+    """`kv_append` of the S tokens of a model's layer, rotated, keys in a frame, into a cache of T tokens."""
+    options = {"format": format, "rotates_keys": True, "rotates_values": True}
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         k, v = (randn((one.batch, one.S, one.kv_heads, one.D), dtype, device).transpose(1, 2) for _ in range(2))
         start = torch.empty(1, dtype=torch.int64, device=device).fill_(one.T - one.S)
-        return (k, v, start, *_cached(one, format, device), *_cached(one, format, device)), options
+        found = (k, v, start, *_cached(one, format, device), *_cached(one, format, device))
+        return found, {**options, "k_frame": _frame(one, device)[0]}
 
     shape = f"{one.batch}x{one.kv_heads}x{one.D}"
     name = f"{format} cache, append, {one.name} {shape}, M={one.S}, {_dtype_name(dtype)}"
@@ -109,6 +121,8 @@ def cache_cases(dtype: torch.dtype) -> list[Case]:
     for format in CACHE_GROUPS:
         for one in (*CACHED, small, large, *several, *prefills) if dtype == torch.bfloat16 else (CACHED[0], CACHED[5]):
             found.append(cached_case(one, format, dtype, rotates=one.name == "small"))
+            if dtype == torch.bfloat16 and one in (CACHED[0], CACHED[5]):
+                found.append(cached_case(one, format, dtype, rotates=True))
         found += [cached_case(one, format, dtype, masked=True) for one in (CACHED[0], CACHED[5])]
         for one in (CACHED[0], CACHED[5], small, large):
             found.append(append_case(one, format, dtype))

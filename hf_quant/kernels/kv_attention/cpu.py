@@ -39,9 +39,13 @@ def kv_attention_cpu(
     window: int,
     scale: float | None,
     rotates_keys: bool,
+    rotates_values: bool = False,
+    k_frame: Tensor | None = None,
+    k_first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
+    op.check_frames(q, k_codes, k_frame, k_first)
     spec, D = CODES[format], q.shape[3]
     q = q.detach()
     scale = D**-0.5 if scale is None else scale
@@ -51,9 +55,10 @@ def kv_attention_cpu(
         keys, values = ([part if part is None else part[:, :, :end] for part in parts] for parts in (keys, values))
         mask = None if mask is None else mask[..., :end]
     how = {"is_causal": is_causal, "window": window, "scale": scale}
+    how |= {"rotates_values": rotates_values, "k_first": k_first}
     if native.attention_unsupported_reason(q.dtype, D, D // k_scale.shape[-1], k_scale.dtype) is None:
-        return native.attention(q, keys, values, mask, spec, rotates=rotates_keys, **how)
-    q = rotated(q) if rotates_keys else q
+        return native.attention(q, keys, values, mask, spec, rotates_keys=rotates_keys, k_frame=k_frame, **how)
+    q = op.query_rows(q, k_frame, rotates=rotates_keys)
     return attend_in_blocks(q, keys, values, mask, None, spec, **how)
 
 
@@ -68,10 +73,12 @@ def attend_in_blocks(
     is_causal: bool,
     window: int,
     scale: float,
+    rotates_values: bool,
+    k_first: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`kv_attention` by torch's ops on blocks of tokens, on any device; keys and values are (codes, scale, offset).
 
-    Queries are rotated already. `length` is not read on the host.
+    Queries are those of `op.query_rows`. `length` is not read on the host.
     """
     y = torch.zeros_like(q, dtype=torch.float32)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
@@ -90,21 +97,19 @@ def attend_in_blocks(
             visible = here if visible is None else visible & here
             # Nobody has written behind the end: a weight of 0 times NaN is NaN.
             cuts[1][1:] = [part if part is None else part.masked_fill(~here.t(), 0) for part in cuts[1][1:]]
-        part = _attend(q, *cuts, None if mask is None else mask[..., tokens], visible, spec, scale)
+        lacking = k_first if start == 0 else None
+        part = _attend(q, *cuts, None if mask is None else mask[..., tokens], visible, spec, scale, lacking)
         y, lse = op.merge(y, lse, *part)
-    return torch.empty_like(q).copy_(y), lse
+    return torch.empty_like(q).copy_(op.rotate(y) if rotates_values else y), lse
 
 
-def rotated(q: Tensor) -> Tensor:
-    """Queries, rotated as the keys are; in memory as q: so is the result."""
-    return torch.empty_like(q).copy_(op.rotate(q.float()))
-
-
-def _attend(q, keys, values, mask, seen, spec, scale) -> tuple[Tensor, Tensor]:
-    """Attention over a block of tokens, in fp32."""
+def _attend(q, keys, values, mask, seen, spec, scale, k_first) -> tuple[Tensor, Tensor]:
+    """Attention over a block of tokens, in fp32; k_first belongs to the first one of the block."""
     (B, H, S, D), H_kv = q.shape, keys[0].shape[1]
     rows = H // H_kv * S  # that see the same keys
     k, v = op.decode_heads(*keys, spec, D), op.decode_heads(*values, spec, D)
+    if k_first is not None:
+        k[:, :, 0] += k_first
     scores = ((q.float() * scale).reshape(B, H_kv, rows, D) @ k.transpose(2, 3)).view(B, H, S, k.shape[2])
     if mask is not None:
         scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
@@ -133,14 +138,17 @@ def kv_append_cpu(
     *,
     format: str,
     rotates_keys: bool,
+    rotates_values: bool = False,
+    k_frame: Tensor | None = None,
 ) -> None:
     """Compute `kv_append_reference`: by the native kernel where that supports it, else by the reference."""
     keys, values = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
+    how = {"rotates_keys": rotates_keys, "rotates_values": rotates_values, "k_frame": k_frame}
     for x, scale in ((k, k_scale), (v, v_scale)):
         if native.append_unsupported_reason(x.dtype, x.shape[-1], scale.dtype) is not None:
-            op.kv_append_reference(k, v, start, *keys, *values, format=format, rotates_keys=rotates_keys)
+            op.kv_append_reference(k, v, start, *keys, *values, format=format, **how)
             return
-    op.check_append(k, v, start, *keys, *values, format)
+    op.check_append(k, v, start, *keys, *values, format, k_frame)
     if k.numel() != 0:
         first = 0 if start is None else int(start)
-        native.append(k, v, first, keys, values, CODES[format], rotates_keys=rotates_keys)
+        native.append(k, v, first, keys, values, CODES[format], **how)

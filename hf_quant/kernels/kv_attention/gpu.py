@@ -21,7 +21,11 @@ are skipped. fp32 takes the other kernel, in tiles of a few rows.
 `length` is read by each program: each token behind it costs a program's start. The number of splits follows from the
 heads and the GPU alone: a growing cache compiles nothing anew.
 
-Rotated queries: by a launch of `hadamard` before (2 us). In the kernel each of some 400 programs would make the sign
+Rotated values: the launch that adds the splits rotates the sums in fp32, and runs for one split, too: 4 bytes a value
+are written and read, .03 ms of a prefill's 1.35 (modelled). What the first key lacks is added to the scores of token
+0, whose block goes with those that are masked.
+
+Rotated and framed queries: by a launch before (2 us). In the kernel each of some 400 programs would make the sign
 matrix again: about 800 instructions a thread, a tenth of a split of 2048 tokens.
 
 Traffic and time, modelled on an H200 (132 multiprocessors at 1.755 GHz, 4.3 TB/s; not measured): 32 / 8 heads of 128,
@@ -65,8 +69,9 @@ from hf_quant.kernels.gpu.launch import (
 )
 from hf_quant.kernels.hadamard.gpu import hadamard_gpu
 from hf_quant.kernels.kv_attention import op
-from hf_quant.kernels.kv_attention.cpu import attend_in_blocks, rotated
+from hf_quant.kernels.kv_attention.cpu import attend_in_blocks
 from hf_quant.kernels.kv_attention.gpu_decode import _kv_decode_kernel, _kv_merge_kernel
+from hf_quant.kernels.kv_attention.gpu_parts import _kv_query_kernel
 from hf_quant.kernels.kv_attention.gpu_places import place_ptx, places
 from hf_quant.kernels.kv_attention.gpu_prefill import _kv_prefill_kernel
 
@@ -74,6 +79,7 @@ from hf_quant.kernels.kv_attention.gpu_prefill import _kv_prefill_kernel
 _MAX_D = 256
 _ROWS = 32  # of a tile of the decoding kernel: rows of queries times groups
 _MAX_SPLITS = 128
+_QUERIES = 8  # positions of a program that puts queries into a frame
 _LEAST_TOKENS = 256  # of a split
 _FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32} if HAS_TRITON else {}
 # (bits, largest D, bf16 parts of a query, BLOCK_N, num_warps, num_stages, programs of a multiprocessor)
@@ -274,17 +280,25 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
     )
 
 
-def _rotated(q: Tensor) -> Tensor:
-    """Rotate q in a launch of its own: every split would compute the same products, some 800 instructions a thread.
+def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool) -> Tensor:
+    """`op.query_rows` in a launch of its own: every split would do the same, some 800 instructions a thread.
 
-    The transform takes rows that follow each other in memory: [B, S, H, D] or [B, H, S, D].
+    The transform of `hadamard` takes rows that follow each other in memory: [B, S, H, D] or [B, H, S, D].
     """
-    D = q.shape[3]
-    if q.dtype == torch.float32:
-        return rotated(q)
+    (B, H, S, D), block = q.shape, op.rotation_block(q.shape[3])
+    if frame is not None:
+        q, y = q if q.stride(3) == 1 else q.contiguous(), torch.empty_like(q)
+        y = y if y.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        sizes = (S, H, H // frame.shape[1], *q.stride()[:3], *y.stride()[:3])
+        options = {"D": D, "BLOCK_D": max(_power(D), 16), "LOG_ROTATION": block.bit_length() - 1 if rotates else 0}
+        options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4}
+        launch(_kv_query_kernel, (-(-S // _QUERIES), B * H), q, frame.contiguous(), y, *sizes, **options)
+        return y
+    if not rotates or q.dtype == torch.float32:
+        return op.query_rows(q, None, rotates=rotates)
     if q.transpose(1, 2).is_contiguous():
-        return hadamard_gpu(q.transpose(1, 2), block_size=op.rotation_block(D)).transpose(1, 2)
-    return hadamard_gpu(q, block_size=op.rotation_block(D))
+        return hadamard_gpu(q.transpose(1, 2), block_size=block).transpose(1, 2)
+    return hadamard_gpu(q, block_size=block)
 
 
 @implements(op.kv_attention, "XPU", PATHS)
@@ -305,9 +319,13 @@ def kv_attention_gpu(
     window: int,
     scale: float | None,
     rotates_keys: bool,
+    rotates_values: bool = False,
+    k_frame: Tensor | None = None,
+    k_first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
+    op.check_frames(q, k_codes, k_frame, k_first)
     (B, H, S, D), (kv_heads, T), spec = q.shape, k_codes.shape[1:3], CODES[format]
     scale = D**-0.5 if scale is None else scale
     out, q = torch.empty_like(q), q.detach()
@@ -318,16 +336,19 @@ def kv_attention_gpu(
         shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
         plan = attention_plan(shape, S * repeats, T, target_of(q.device))
     if plan is None:
-        q = rotated(q) if rotates_keys else q
+        q = op.query_rows(q, k_frame, rotates=rotates_keys)
         parts = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
         how = {"is_causal": is_causal, "window": window, "scale": scale}
+        how |= {"rotates_values": rotates_values, "k_first": k_first}
         return attend_in_blocks(q, *parts, mask, length, spec, **how)
-    q = _rotated(q) if rotates_keys else q
+    q = _queries(q, k_frame, rotates=rotates_keys)
+    k_first = None if k_first is None else k_first.contiguous()
     q = q if q.stride(3) == 1 else q.contiguous()
     y = out if out.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
     parts = stats = None
-    if plan.splits > 1:
+    adds = plan.splits > 1 or rotates_values  # the launch that adds the splits rotates the sums, too
+    if adds:
         rows = B * kv_heads * plan.splits * S * repeats
         workspace = torch.empty(rows * (D + 1), dtype=torch.float32, device=q.device)
         parts, stats = workspace[: rows * D], workspace[rows * D :]
@@ -338,7 +359,7 @@ def kv_attention_gpu(
         mask = mask.view(torch.uint8) if kind == "bool" else mask
     launch(
         *(plan.kernel, (B * kv_heads * plan.tiles, plan.splits), q, keys.codes, keys.scale, keys.offset),
-        *(values.codes, values.scale, values.offset, mask, length, y, lse, parts, stats),
+        *(values.codes, values.scale, values.offset, mask, length, k_first, y, lse, parts, stats),
         *(scale * math.log2(math.e), 1 / scale, S, T, kv_heads, repeats, plan.tiles, window, k_scale.shape[3]),
         *(*q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
         *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),
@@ -346,10 +367,12 @@ def kv_attention_gpu(
         **{"K_PAIRED": keys.is_paired, "V_PAIRED": values.is_paired, "K_ALIGN": keys.align, "V_ALIGN": values.align},
         **{"CAUSAL": is_causal, "WINDOWED": window > 0, "MASK": kind},
     )
-    if plan.splits > 1:
+    if adds:
+        block = op.rotation_block(D) if rotates_values else 1
         launch(
             *(_kv_merge_kernel, (S * repeats, B * kv_heads), parts, stats, y, lse, S, kv_heads, repeats, plan.splits),
             *y.stride()[:3],
             **plan.merge,
+            **{"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5},
         )
     return (y if y is out else out.copy_(y)), lse

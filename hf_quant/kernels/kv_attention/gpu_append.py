@@ -18,21 +18,11 @@ from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.launch import HAS_TRITON, cached_plan, launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.gpu.row_codes import encode
 from hf_quant.kernels.kv_attention import op
+from hf_quant.kernels.kv_attention.gpu_parts import butterfly
 
 
 _TOKENS = 8  # of a program
 _MAX_D = 256
-
-
-@triton.jit
-def _butterfly(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LOG_SIZE: tl.constexpr, NORM: tl.constexpr):
-    """`op.rotate` of x [ROWS, BLOCK_D], in blocks of 2 ** LOG_SIZE channels."""
-    for stage in tl.static_range(LOG_SIZE):
-        pairs = tl.reshape(x, (ROWS, BLOCK_D // (2 << stage), 2, 1 << stage))
-        low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        pairs = tl.join(low + high, low - high)
-        x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROWS, BLOCK_D))
-    return x * NORM
 
 
 @triton.jit
@@ -42,36 +32,40 @@ def _rounded(x):
 
 
 @triton.jit
-def _fitted(values, inside, SIZE: tl.constexpr, MOST: tl.constexpr, RANGE: tl.constexpr):
+def _fitted(values, inside, SIZE: tl.constexpr, MOST: tl.constexpr, RANGE: tl.constexpr, FITS: tl.constexpr):
     """`op._fitted` of the values [R, G, N] `inside`, SIZE of each group -> (step, low) [R, G, 1]."""
     low = tl.min(tl.where(inside, values, float("inf")), 2, keep_dims=True)
     high = tl.max(tl.where(inside, values, float("-inf")), 2, keep_dims=True)
     span = (high - low) * RANGE
     low = (low + high) * 0.5 - span * 0.5
     step = span * (1 / MOST)
-    codes = tl.div_rn(values - low, tl.where(step == 0, 1.0, step))
-    codes = _rounded(tl.minimum(tl.maximum(codes, 0.0), MOST))
     mean = tl.sum(tl.where(inside, values, 0.0), 2, keep_dims=True) * (1 / SIZE)
-    mean_code = tl.sum(tl.where(inside, codes, 0.0), 2, keep_dims=True) * (1 / SIZE)
-    spread = tl.where(inside, codes - mean_code, 0.0)
-    square = tl.sum(spread * spread, 2, keep_dims=True)
-    product = tl.sum(tl.where(inside, spread * (values - mean), 0.0), 2, keep_dims=True)
-    fits = square > 0
-    step = tl.where(fits, tl.div_rn(product, tl.where(fits, square, 1.0)), step)
+    for _ in tl.static_range(FITS):
+        codes = tl.div_rn(values - low, tl.where(step == 0, 1.0, step))
+        codes = _rounded(tl.minimum(tl.maximum(codes, 0.0), MOST))
+        mean_code = tl.sum(tl.where(inside, codes, 0.0), 2, keep_dims=True) * (1 / SIZE)
+        spread = tl.where(inside, codes - mean_code, 0.0)
+        square = tl.sum(spread * spread, 2, keep_dims=True)
+        product = tl.sum(tl.where(inside, spread * (values - mean), 0.0), 2, keep_dims=True)
+        fits = square > 0
+        step = tl.where(fits, tl.div_rn(product, tl.where(fits, square, 1.0)), step)
+        low = tl.where(fits, mean - step * mean_code, low)
     # NaN or infinity in the group: minimum and maximum ignore NaN.
     wrong = tl.sum(tl.where(inside, values * 0.0, 0.0), 2, keep_dims=True)
-    return step + wrong, tl.where(fits, mean - step * mean_code, low) + wrong
+    return step + wrong, low + wrong
 
 
 @triton.jit
 def _append(
     x,
+    frame,
     start,
     codes,
     scale,
     offset,
     S,
     C,
+    heads,
     b,
     h,
     x_batch,
@@ -99,6 +93,7 @@ def _append(
     CONVERTS: tl.constexpr,
     LIMIT: tl.constexpr,
     RANGE: tl.constexpr,
+    FITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Quantize TOKENS tokens of a head of keys or values and write them."""
@@ -107,13 +102,20 @@ def _append(
     x += b.to(tl.int64) * x_batch + h.to(tl.int64) * x_head
     inside = (s < S)[:, None] & (d < D)[None, :]
     values = tl.load(x + s.to(tl.int64)[:, None] * x_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    if frame is not None:
+        mean = frame + (b * heads + h).to(tl.int64) * 2 * D + d
+        spread = tl.load(mean + D, mask=d < D, other=1.0)
+        values = tl.div_rn(
+            values - tl.load(mean, mask=d < D, other=0.0)[None, :], tl.broadcast_to(spread[None, :], values.shape)
+        )
+        values = tl.where(inside, values, 0.0)
     if LOG_ROTATION > 0:
-        values = _butterfly(values, TOKENS, BLOCK_D, LOG_ROTATION, NORM)
+        values = butterfly(values, TOKENS, BLOCK_D, LOG_ROTATION, NORM)
     values = tl.reshape(values, (TOKENS, G, GROUP_PAD))
     ZERO: tl.constexpr = 2 ** (BITS - 1)
     if BITS < 8:
         counts = (tl.arange(0, GROUP_PAD) < GROUP)[None, None, :]
-        step, low = _fitted(values, counts, GROUP, 2**BITS - 1, RANGE)
+        step, low = _fitted(values, counts, GROUP, 2**BITS - 1, RANGE, FITS)
         shift = (low + step * ZERO).to(offset.dtype.element_ty)
     else:
         # As integers they have the same order, NaN last.
@@ -166,6 +168,7 @@ _SIZES = (
 def _kv_append_kernel(
     k,
     v,
+    frame,
     start,
     k_codes,
     k_scale,
@@ -212,13 +215,16 @@ def _kv_append_kernel(
     V_BLOCK: tl.constexpr,
     V_GROUP: tl.constexpr,
     V_GROUP_PAD: tl.constexpr,
-    LOG_ROTATION: tl.constexpr,
-    NORM: tl.constexpr,
+    K_ROTATION: tl.constexpr,
+    K_NORM: tl.constexpr,
+    V_ROTATION: tl.constexpr,
+    V_NORM: tl.constexpr,
     BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
     CONVERTS: tl.constexpr,
     LIMIT: tl.constexpr,
     RANGE: tl.constexpr,
+    FITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Program (block of tokens, head of keys or of values): first all heads of keys, then all heads of values."""
@@ -226,15 +232,17 @@ def _kv_append_kernel(
     b, h = head % both // heads, head % both % heads
     if head < both:
         _append(
-            *(k, start, k_codes, k_scale, k_offset, S, C, b, h, k_batch, k_head, k_token, kc_batch, kc_head, kc_token),
-            *(ks_batch, ks_head, ks_token, ks_group, ko_batch, ko_head, ko_token, ko_group),
-            *(K_D, K_BLOCK, K_GROUP, K_GROUP_PAD, LOG_ROTATION, NORM, BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, TOKENS),
+            *(k, frame, start, k_codes, k_scale, k_offset, S, C, heads, b, h, k_batch, k_head, k_token),
+            *(kc_batch, kc_head, kc_token, ks_batch, ks_head, ks_token, ks_group),
+            *(ko_batch, ko_head, ko_token, ko_group, K_D, K_BLOCK, K_GROUP, K_GROUP_PAD, K_ROTATION, K_NORM),
+            *(BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, FITS, TOKENS),
         )
     else:
         _append(
-            *(v, start, v_codes, v_scale, v_offset, S, C, b, h, v_batch, v_head, v_token, vc_batch, vc_head, vc_token),
-            *(vs_batch, vs_head, vs_token, vs_group, vo_batch, vo_head, vo_token, vo_group),
-            *(V_D, V_BLOCK, V_GROUP, V_GROUP_PAD, 0, 1.0, BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, TOKENS),
+            *(v, None, start, v_codes, v_scale, v_offset, S, C, heads, b, h, v_batch, v_head, v_token),
+            *(vc_batch, vc_head, vc_token, vs_batch, vs_head, vs_token, vs_group),
+            *(vo_batch, vo_head, vo_token, vo_group, V_D, V_BLOCK, V_GROUP, V_GROUP_PAD, V_ROTATION, V_NORM),
+            *(BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, FITS, TOKENS),
         )
 
 
@@ -288,9 +296,11 @@ def kv_append_gpu(
     *,
     format: str,
     rotates_keys: bool,
+    rotates_values: bool = False,
+    k_frame: Tensor | None = None,
 ) -> None:
     """Compute `kv_append_reference`."""
-    op.check_append(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, format)
+    op.check_append(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, format, k_frame)
     (B, H, S, K_D), V_D, spec = k.shape, v.shape[3], CODES[format]
     heads = ((K_D, k_scale.shape[-1]), (V_D, v_scale.shape[-1]))
     refused = unavailable_reason(k.device) or next(
@@ -299,27 +309,25 @@ def kv_append_gpu(
     if refused or (k_codes.stride(3), v_codes.stride(3)) != (1, 1):
         op.kv_append_reference(
             *(k, v, start, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset),
-            **{"format": format, "rotates_keys": rotates_keys},
+            **{"format": format, "rotates_keys": rotates_keys, "rotates_values": rotates_values, "k_frame": k_frame},
         )
         return
     if k.numel() == 0:
         return
     k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (k, v))
     is_float = spec.dtype.is_floating_point
-    rotation = op.rotation_block(K_D) if rotates_keys else 1
     options = {f"K_{name}": n for name, n in zip(("D", "BLOCK", "GROUP", "GROUP_PAD"), _options(*heads[0]))}
     options |= {f"V_{name}": n for name, n in zip(("D", "BLOCK", "GROUP", "GROUP_PAD"), _options(*heads[1]))}
-    options |= {
-        "LOG_ROTATION": rotation.bit_length() - 1,
-        "NORM": rotation**-0.5,
-        "BITS": spec.bits,
-        "IS_FLOAT": is_float,
-    }
+    for name, D, rotates in (("K", K_D, rotates_keys), ("V", V_D, rotates_values)):
+        rotation = op.rotation_block(D) if rotates else 1
+        options |= {f"{name}_ROTATION": rotation.bit_length() - 1, f"{name}_NORM": rotation**-0.5}
+    options |= {"BITS": spec.bits, "IS_FLOAT": is_float, "FITS": op.FITS}
     options |= {"CONVERTS": is_float and target_of(k.device).has_fp8_dot}
     options |= {"LIMIT": row_max(format) if spec.bits == 8 else 0.0, "RANGE": op.FIRST_RANGE.get(spec.bits, 0.0)}
+    frame = None if k_frame is None else k_frame.contiguous()
     codes = [part.view(torch.uint8) if is_float else part for part in (k_codes, v_codes)]
     launch(
-        *(_kv_append_kernel, (triton.cdiv(S, _TOKENS), 2 * B * H), k, v, start, codes[0], k_scale, k_offset),
+        *(_kv_append_kernel, (triton.cdiv(S, _TOKENS), 2 * B * H), k, v, frame, start, codes[0], k_scale, k_offset),
         *(codes[1], v_scale, v_offset, S, k_codes.shape[2], H, *_strides(k, 3), *_strides(v, 3)),
         *(*_strides(k_codes, 3), *_strides(k_scale, 4), *_strides(k_offset, 4)),
         *(*_strides(v_codes, 3), *_strides(v_scale, 4), *_strides(v_offset, 4)),

@@ -4,6 +4,7 @@ from hf_quant.kernels.gpu.decode import decode_portable
 from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
+    butterfly,
     head_start,
     load_scales,
     load_words,
@@ -89,6 +90,7 @@ def _decode_step(
     mask_token,
     rows_inside,
     window,
+    lacking,
     G: tl.constexpr,
     R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -109,6 +111,7 @@ def _decode_step(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASK: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Add BLOCK_N tokens: acc[i] [G * R, E], the i-th codes of values times weights times scales; see gpu.py."""
     scores = tl.broadcast_to(q_magic, (G * R, BLOCK_N))
@@ -122,6 +125,8 @@ def _decode_step(
         scores += q_sum * offset[:, None, :]
     scores = tl.sum(scores, 0)
     if MASKED:
+        if FIRST:
+            scores += tl.where(t == 0, 1.0, 0.0)[None, :] * lacking[:, None]
         scores = masked(
             scores, t, inside, positions, mask, mask_token, rows_inside, window, inverse_scale, WINDOWED, CAUSAL, MASK
         )
@@ -166,6 +171,7 @@ def _kv_decode_kernel(
     v_offset,
     mask,
     length,
+    first_key,
     y,
     lse,
     parts,
@@ -268,8 +274,16 @@ def _kv_decode_kernel(
         queries = queries + both
     for _ in tl.static_range(CODES // JOIN):
         acc = acc + (tl.zeros((G * R, JOIN * E), tl.float32),)
-    q_sum, q_magic = tl.reshape(q_sum, (G, R))[:, :, None], q_magic[:, None]
     row = tile * R + r
+    lacking = tl.zeros((R,), tl.float32)
+    if first_key is not None:
+        d = tl.arange(0, E * CODES)
+        q_row = q + b.to(tl.int64) * q_batch + (h * repeats + row % repeats).to(tl.int64) * q_head
+        q_row += (row // repeats).to(tl.int64) * q_token
+        rows = tl.load(q_row[:, None] + d[None, :], mask=(row < total_rows)[:, None] & (d < D)[None, :], other=0.0)
+        first_key = tl.load(first_key + head.to(tl.int64) * D + d, mask=d < D, other=0.0)
+        lacking = tl.sum(rows.to(tl.float32) * first_key[None, :], 1)
+    q_sum, q_magic = tl.reshape(q_sum, (G, R))[:, :, None], q_magic[:, None]
     rows_inside = row < total_rows
     positions = end - S + row // repeats
     first = end - S + tile * R // repeats
@@ -299,6 +313,10 @@ def _kv_decode_kernel(
     weight = tl.zeros((R, BLOCK_N), tl.float32)
     offsets = tl.zeros((G, R, BLOCK_N), tl.float32)
     start, stop, whole, whole_end = token_ranges(split, splits, end, first, last, window, CAUSAL, WINDOWED, BLOCK_N)
+    if first_key is not None:
+        whole = tl.where(start == 0, tl.maximum(whole, 1), whole)  # the first block goes with those that are masked
+        whole = tl.minimum(whole, tl.cdiv(stop - start, BLOCK_N))
+        whole_end = tl.maximum(whole_end, whole)
     WIDTH: tl.constexpr = D // CODES
     if MASK != "none":
         whole_end = whole
@@ -319,6 +337,7 @@ def _kv_decode_kernel(
                     mask_token,
                     rows_inside,
                     window,
+                    lacking,
                     G,
                     R,
                     BLOCK_N,
@@ -329,7 +348,7 @@ def _kv_decode_kernel(
                     BITS,
                 ),
                 *(MULTIPLIER, K_PTX, V_PTX, SCALE, K_OFFSET, V_OFFSET, K_PAIRED, V_PAIRED, False),
-                *(CAUSAL, WINDOWED, MASK),
+                *(CAUSAL, WINDOWED, MASK, first_key is not None),
             )
     # The blocks before and behind those.
     skipped = whole_end - whole
@@ -350,6 +369,7 @@ def _kv_decode_kernel(
                 mask_token,
                 rows_inside,
                 window,
+                lacking,
                 G,
                 R,
                 BLOCK_N,
@@ -360,7 +380,7 @@ def _kv_decode_kernel(
                 BITS,
             ),
             *(MULTIPLIER, K_PTX, V_PTX, SCALE, K_OFFSET, V_OFFSET, K_PAIRED, V_PAIRED, True),
-            *(CAUSAL, WINDOWED, MASK),
+            *(CAUSAL, WINDOWED, MASK, first_key is not None),
         )
     weight = tl.sum(weight, 1)
     found = tl.where(largest == float("-inf"), largest, largest * factor + tl.log2(weight))
@@ -408,8 +428,10 @@ def _kv_merge_kernel(
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,
+    LOG_ROTATION: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """Program (row, head of keys): the attention of all splits, added in their order."""
+    """Program (row, head of keys): the attention of all splits, added in their order; rotated as values were."""
     row, head = tl.program_id(0), tl.program_id(1)
     b, h = head // kv_heads, head % kv_heads
     rows = S * repeats
@@ -427,6 +449,8 @@ def _kv_merge_kernel(
         part = tl.load(parts + ((first + n) * rows + row)[:, None] * D + d[None, :], mask=sees, other=0.0)
         total += part * tl.exp2(found - safe)[:, None]
     value = tl.sum(total, 0) * tl.where(weight == 0, 0.0, 1 / weight)
+    if LOG_ROTATION > 0:
+        value = tl.reshape(butterfly(tl.reshape(value, (1, BLOCK_D)), 1, BLOCK_D, LOG_ROTATION, NORM), (BLOCK_D,))
     q_head, position = h * repeats + row % repeats, row // repeats
     out = y + b.to(tl.int64) * y_batch + q_head.to(tl.int64) * y_head + position.to(tl.int64) * y_token
     tl.store(out + d, value.to(y.dtype.element_ty), mask=d < D)

@@ -12,6 +12,51 @@ SIZES = (
 
 
 @triton.jit
+def butterfly(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LOG_SIZE: tl.constexpr, NORM: tl.constexpr):
+    """`op.rotate` of x [ROWS, BLOCK_D], in blocks of 2 ** LOG_SIZE channels."""
+    for stage in tl.static_range(LOG_SIZE):
+        pairs = tl.reshape(x, (ROWS, BLOCK_D // (2 << stage), 2, 1 << stage))
+        low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        pairs = tl.join(low + high, low - high)
+        x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROWS, BLOCK_D))
+    return x * NORM
+
+
+@triton.jit(do_not_specialize=["S", "heads", "repeats", "q_batch", "q_head", "y_batch", "y_head"])
+def _kv_query_kernel(
+    q,
+    frame,
+    y,
+    S,
+    heads,
+    repeats,
+    q_batch,
+    q_head,
+    q_token,
+    y_batch,
+    y_head,
+    y_token,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LOG_ROTATION: tl.constexpr,
+    NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Program (block of TOKENS positions, head of queries): `op.query_rows` of keys in a frame."""
+    s, d = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D)
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    inside = (s < S)[:, None] & (d < D)[None, :]
+    q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head
+    rows = tl.load(q + s.to(tl.int64)[:, None] * q_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    spread = frame + ((b * (heads // repeats) + h // repeats).to(tl.int64) * 2 + 1) * D
+    rows *= tl.load(spread + d, mask=d < D, other=0.0)[None, :]
+    if LOG_ROTATION > 0:
+        rows = butterfly(rows, TOKENS, BLOCK_D, LOG_ROTATION, NORM)
+    y += b.to(tl.int64) * y_batch + h.to(tl.int64) * y_head
+    tl.store(y + s.to(tl.int64)[:, None] * y_token + d[None, :], rows.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def head_start(pointer, b, h, batch_stride, head_stride, ALIGN: tl.constexpr):
     """The offset of a head; strides are in units of ALIGN elements."""
     return pointer + (b.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride) * ALIGN

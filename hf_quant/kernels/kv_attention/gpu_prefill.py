@@ -63,6 +63,7 @@ def _prefill_step(
     mask_token,
     rows_inside,
     window,
+    lacking,
     G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,6 +84,7 @@ def _prefill_step(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASK: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Add BLOCK_N tokens: acc [BLOCK_M, BLOCK_D], online softmax."""
     keys = _dequantized(
@@ -94,6 +96,8 @@ def _prefill_step(
         scale, _ = scales_of(k_raw, SCALE, K_PAIRED)
         scores *= tl.reshape(scale, (1, BLOCK_N))
     if MASKED:
+        if FIRST:
+            scores += tl.where(t == 0, 1.0, 0.0)[None, :] * lacking[:, None]
         scores = masked(
             *(scores, t, inside, positions, mask, mask_token, rows_inside, window, inverse_scale),
             *(WINDOWED, CAUSAL, MASK),
@@ -125,6 +129,7 @@ def _kv_prefill_kernel(
     v_offset,
     mask,
     length,
+    first_key,
     y,
     lse,
     parts,
@@ -208,6 +213,10 @@ def _kv_prefill_kernel(
     q_row = q + b.to(tl.int64) * q_batch + (h * repeats + row % repeats).to(tl.int64) * q_head
     q_row += (row // repeats).to(tl.int64) * q_token
     queries = tl.load(q_row[:, None] + d[None, :], mask=rows_inside[:, None] & (d < D)[None, :], other=0.0).to(DOT)
+    lacking = tl.zeros((BLOCK_M,), tl.float32)
+    if first_key is not None:
+        first_key = tl.load(first_key + head.to(tl.int64) * D + d, mask=d < D, other=0.0)
+        lacking = tl.sum(queries.to(tl.float32) * first_key[None, :], 1)
     positions = end - S + row // repeats
     first = end - S + tile * BLOCK_M // repeats
     last = end - S + tl.minimum(tile * BLOCK_M + BLOCK_M - 1, total_rows - 1) // repeats
@@ -236,6 +245,10 @@ def _kv_prefill_kernel(
     weight = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     start, stop, whole, whole_end = token_ranges(split, splits, end, first, last, window, CAUSAL, WINDOWED, BLOCK_N)
+    if first_key is not None:
+        whole = tl.where(start == 0, tl.maximum(whole, 1), whole)  # the first block goes with those that are masked
+        whole = tl.minimum(whole, tl.cdiv(stop - start, BLOCK_N))
+        whole_end = tl.maximum(whole_end, whole)
     WIDTH: tl.constexpr = D // CODES
     if MASK != "none":
         whole_end = whole
@@ -248,9 +261,24 @@ def _kv_prefill_kernel(
                 load_words(v_row, v_token, at, e, WIDTH, V_ALIGN),
                 load_scales(k_scale, k_offset, at, ks_token, ko_token, in_group, K_PAIRED),
                 load_scales(v_scale, v_offset, at, vs_token, vo_token, in_group, V_PAIRED),
-                *(n, n, positions, mask, mask_token, rows_inside, window, G, BLOCK_M, BLOCK_N, BLOCK_D, SCALED, DOT),
+                *(
+                    n,
+                    n,
+                    positions,
+                    mask,
+                    mask_token,
+                    rows_inside,
+                    window,
+                    lacking,
+                    G,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_D,
+                    SCALED,
+                    DOT,
+                ),
                 *(KIND, BITS, CODES, MULTIPLIER, PTX, SCALE, K_OFFSET, V_OFFSET, K_PAIRED, V_PAIRED, False),
-                *(CAUSAL, WINDOWED, MASK),
+                *(CAUSAL, WINDOWED, MASK, first_key is not None),
             )
     # The blocks before and behind those.
     skipped = whole_end - whole
@@ -263,9 +291,23 @@ def _kv_prefill_kernel(
             load_words_until(v_row, v_token, at, e, inside, WIDTH, V_ALIGN),
             load_scales(k_scale, k_offset, at, ks_token, ko_token, in_group & inside[:, None], K_PAIRED),
             load_scales(v_scale, v_offset, at, vs_token, vo_token, in_group & inside[:, None], V_PAIRED),
-            *(at + n, inside, positions, mask, mask_token, rows_inside, window, G, BLOCK_M, BLOCK_N, BLOCK_D, SCALED),
+            *(
+                at + n,
+                inside,
+                positions,
+                mask,
+                mask_token,
+                rows_inside,
+                window,
+                lacking,
+                G,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_D,
+                SCALED,
+            ),
             *(DOT, KIND, BITS, CODES, MULTIPLIER, PTX, SCALE, K_OFFSET, V_OFFSET, K_PAIRED, V_PAIRED, True),
-            *(CAUSAL, WINDOWED, MASK),
+            *(CAUSAL, WINDOWED, MASK, first_key is not None),
         )
     found = tl.where(largest == float("-inf"), largest, largest * factor + tl.log2(weight))
     value = acc * tl.where(weight == 0, 0.0, 1 / weight)[:, None]

@@ -36,7 +36,10 @@ def attention(
     is_causal: bool,
     window: int,
     scale: float,
-    rotates: bool,
+    rotates_keys: bool,
+    rotates_values: bool,
+    k_frame: Tensor | None,
+    k_first: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked that they are supported."""
     B, H, S, D = q.shape
@@ -45,6 +48,7 @@ def attention(
     q = q if q.stride(3) == 1 else q.contiguous()
     y = result if result.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device="cpu")
     keys, values = _rows_of_cache(*keys), _rows_of_cache(*values)  # referred to until the end of the call
+    k_frame, k_first = (part if part is None else part.contiguous() for part in (k_frame, k_first))
     mask_arguments = (0, 0, 0, 0, 0)
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.float()
@@ -54,7 +58,8 @@ def attention(
     module.attention(
         *(B, H, H_kv, S, T, D, layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer),
         *(groups, D // groups),
-        *(q.data_ptr(), DTYPES[q.dtype], *q.stride()[:3], rotates),
+        *(q.data_ptr(), DTYPES[q.dtype], *q.stride()[:3], rotates_keys, rotates_values),
+        *(0 if part is None else part.data_ptr() for part in (k_frame, k_first)),
         *(y.data_ptr(), *y.stride()[:3], lse.data_ptr()),
         *_cache_arguments(*keys),
         *_cache_arguments(*values),
@@ -101,6 +106,8 @@ def append(
     spec: CodeSpec,
     *,
     rotates_keys: bool,
+    rotates_values: bool,
+    k_frame: Tensor | None,
 ) -> None:
     """`kv_append`; keys and values are (codes, scale, offset). The caller has checked that they are supported."""
     B, H, S, _ = k.shape
@@ -111,19 +118,23 @@ def append(
         k, v, start = k[:, :, skipped:], v[:, :, skipped:], 0
     k = k if k.stride(3) == 1 else k.contiguous()  # referred to until the end of the call
     v = v if v.stride(3) == 1 else v.contiguous()
+    k_frame = None if k_frame is None else k_frame.contiguous()
     module.append(
         *(B, H, end - skipped, start, layout(spec), DTYPES[k.dtype]),
-        *_appended(k, rotates_keys, *keys),
-        *_appended(v, False, *values),
+        *_appended(k, rotates_keys, k_frame, *keys),
+        *_appended(v, rotates_values, None, *values),
         torch.get_num_threads(),
     )
 
 
-def _appended(x: Tensor, rotates: bool, codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[int, ...]:
+def _appended(
+    x: Tensor, rotates: bool, frame: Tensor | None, codes: Tensor, scale: Tensor, offset: Tensor | None
+) -> tuple[int, ...]:
     return (
         x.shape[3],
         scale.shape[3],
         rotates,
+        0 if frame is None else frame.data_ptr(),
         x.data_ptr(),
         *x.stride(),
         codes.element_size(),

@@ -37,10 +37,17 @@ def new_cache(B, H, C, D, format, groups=1, dtype=torch.bfloat16):
     return codes, pairs[..., 0], pairs[..., 1] if spec.is_packed else None
 
 
-def assert_same_bits(k, v, start, caches, *, format, rotates_keys):
+def frame(B, H, D, seed=0):
+    """A frame fp32 [B, H, 2, D]: means of any sign and size, spreads of 1/4 to 4."""
+    generator = torch.Generator().manual_seed(seed)
+    mean, spread = torch.randn(2, B, H, D, generator=generator)
+    return torch.stack([mean * 10, spread.clamp(-1.3, 1.3).exp()], 2)
+
+
+def assert_same_bits(k, v, start, caches, *, format, **options):
     """What the op and the reference write into two copies of (keys, values): the same bits, of NaN any."""
     for op, (keys, values) in zip((kv_append, kv_append_reference), caches):
-        op(k, v, start, *keys, *values, format=format, rotates_keys=rotates_keys)
+        op(k, v, start, *keys, *values, format=format, **options)
     for found, expected in zip((*caches[0][0], *caches[0][1]), (*caches[1][0], *caches[1][1])):
         if found is not None:
             torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
@@ -111,6 +118,28 @@ def test_memory_of_keys_and_caches(format):
 def spaced(part):
     room = part.repeat_interleave(2, 3).repeat_interleave(2, 2).repeat_interleave(2, 1)
     return room[:, 1::2, ::2, 1::2]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+def test_keys_in_a_frame_and_rotated_values(format, heads):
+    """To the bit; and what is read back through the frame is near, which keys with a mean are not without it."""
+    in_frame = frame(2, 3, heads[0])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        groups = [max(D // 64, 1) for D in heads]
+        k, v = (states(2, 3, 5, D, torch.float32, seed) for seed, D in enumerate(heads))
+        k = (k * in_frame[:, :, 1:] + in_frame[:, :, :1]).to(dtype)
+        caches = [[new_cache(2, 3, 9, D, format, g) for D, g in zip(heads, groups)] for _ in "ab"]
+        options = {"format": format, "rotates_keys": True, "rotates_values": True}
+        assert_same_bits(k, v.to(dtype), torch.tensor([3]), caches, **options, k_frame=in_frame)
+        (keys, values), plain = caches[0], [new_cache(2, 3, 9, D, format, g) for D, g in zip(heads, groups)]
+        assert sqnr(v, decoded(values, format, heads[1], True)[:, :, 3:8]) > MIN_SQNR[format]
+        moving = k.float() - in_frame[:, :, :1]
+        found = decoded(keys, format, heads[0], True)[:, :, 3:8] * in_frame[:, :, 1:]
+        assert sqnr(moving, found) > MIN_SQNR[format] - 2
+        kv_append(k, v.to(dtype), torch.tensor([3]), *plain[0], *plain[1], **options)
+        without = decoded(plain[0], format, heads[0], True)[:, :, 3:8] - in_frame[:, :, :1]
+        assert sqnr(moving, without) < sqnr(moving, found) - 6
 
 
 @pytest.mark.parametrize("format", CACHE_FORMATS)
@@ -206,7 +235,9 @@ def test_opcheck():
     parts = [tuple(part.contiguous() for part in tensors) for tensors in parts]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     options = {"format": "int4", "rotates_keys": True}
-    opcheck(kv_append, (k, k, torch.tensor([2]), *parts[0], *parts[1]), options, test_utils=tests)
+    for more in ({}, {"rotates_values": True, "k_frame": frame(1, 2, 64)}):
+        arguments = (k, k, torch.tensor([2]), *parts[0], *parts[1])
+        opcheck(kv_append, arguments, {**options, **more}, test_utils=tests)
 
 
 def test_wrong_arguments_are_refused():
@@ -228,5 +259,8 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             kv_append(*good[:at], bad, *good[at + 1 :], format="int4", rotates_keys=False)
+    for bad in (frame(1, 2, 64)[:, :1], frame(1, 2, 64).half()):
+        with pytest.raises(ValueError, match="k_frame is"):
+            kv_append(*good, format="int4", rotates_keys=False, k_frame=bad)
     with pytest.raises(ValueError, match="allowed: int8, fp8_e4m3, int4, int2"):
         kv_append(*good, format="nf4", rotates_keys=False)

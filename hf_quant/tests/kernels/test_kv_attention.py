@@ -136,6 +136,52 @@ def test_queries_are_rotated_as_the_reference_does(dtype):
         assert torch.equal(y, expected) and torch.equal(lse, expected_lse)
 
 
+def in_frame(B, H_kv, D, seed=0):
+    """(k_frame, k_first): means, spreads of 1/4 to 4, and what the first key lacks."""
+    generator = torch.Generator().manual_seed(seed)
+    mean, spread, first = torch.randn(3, B, H_kv, D, generator=generator)
+    return torch.stack([mean * 10, spread.clamp(-1.3, 1.3).exp()], 2), first
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("format", FORMATS_OF_CACHES)
+def test_keys_in_a_frame_and_rotated_values(format, heads):
+    H, H_kv, D = heads
+    for S, T, groups, offset in ((1, 1, 1, True), (1, 300, D // 16, True), (3, 70, 1, False), (37, 130, 1, True)):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[T % 3]
+        q = queries(2, H, S, D, dtype)
+        parts = [cache((2, H_kv, T, D), format, groups, offset=offset, seed=seed) for seed in (1, 2)]
+        k_frame, k_first = in_frame(2, H_kv, D)
+        mask = torch.rand(2, 1, 1, T, generator=torch.Generator().manual_seed(3)) > 0.3
+        for rotates, window in ((True, 0), (False, 9)):
+            options = {**CAUSAL, "format": format, "window": window, "rotates_keys": rotates}
+            options |= {"rotates_values": rotates, "k_frame": k_frame, "k_first": k_first}
+            found = assert_matches(q, *parts, None, **options)
+            assert_matches(q, *parts, mask, length=torch.tensor([T // 2]), **options)
+            if not window:  # each of the three is needed
+                for name, other in (("rotates_values", False), ("k_frame", None), ("k_first", None)):
+                    changed = kv_attention(q, *parts[0], *parts[1], None, None, **{**options, name: other})
+                    assert not torch.allclose(changed[0] if name[0] == "r" else changed[1], found[name[0] == "k"])
+
+
+@pytest.mark.parametrize("S", [1, 20])
+def test_the_softmax_does_not_need_the_mean(S):
+    """Attention over keys in a frame, rotated, is that over the keys; the log-sum-exp lacks the score of the mean."""
+    q, parts = queries(2, 4, S, 64), [cache((2, 2, 90, 64), "int8", seed=seed) for seed in (1, 2)]
+    k_frame, k_first = in_frame(2, 2, 64)
+    codes = decode_heads(*parts[0], FORMATS["int8"].spec, 64)
+    codes[:, :, 0] += k_first
+    keys = rotate(codes) * k_frame[:, :, 1:] + k_frame[:, :, :1]
+    values = rotate(decode_heads(*parts[1], FORMATS["int8"].spec, 64))
+    expected = F.scaled_dot_product_attention(q.double(), keys.double(), values.double(), enable_gqa=True)
+    options = {**PLAIN, "rotates_keys": True, "rotates_values": True, "k_frame": k_frame, "k_first": k_first}
+    y, lse = kv_attention(q, *parts[0], *parts[1], None, None, format="int8", **options)
+    assert_close(y, expected, rms=1e-5)
+    scores = q.double() @ keys.repeat_interleave(2, 1).mT.double() / 8
+    mean = (q * k_frame[:, :, :1].repeat_interleave(2, 1)).sum(-1) / 8
+    assert torch.allclose((lse + mean).double(), scores.logsumexp(-1), atol=1e-4)
+
+
 def test_rotating_keys_and_queries_leaves_the_scores():
     q, k = queries(1, 2, 3, 80), queries(1, 2, 9, 80)
     assert torch.allclose(rotate(q) @ rotate(k).mT, q @ k.mT, atol=1e-4)
@@ -243,12 +289,10 @@ def test_what_is_not_finite_stays_where_it_is():
 def test_opcheck():
     q, parts = queries(1, 4, 3, 64), [cache((1, 2, 20, 64), "int4", 2, offset=True, seed=seed) for seed in (1, 2)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    opcheck(
-        kv_attention,
-        (q, *parts[0], *parts[1], None, torch.tensor([13])),
-        {"format": "int4", **CAUSAL},
-        test_utils=tests,
-    )
+    k_frame, k_first = in_frame(1, 2, 64)
+    for more in ({}, {"rotates_values": True, "k_frame": k_frame, "k_first": k_first}):
+        arguments = (q, *parts[0], *parts[1], None, torch.tensor([13]))
+        opcheck(kv_attention, arguments, {"format": "int4", **CAUSAL, **more}, test_utils=tests)
 
 
 def test_the_plan_can_explain_it(cpu_kernels):
@@ -289,5 +333,10 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             kv_attention(*good, **{"format": "int4", **PLAIN, **options})
+    for name, bad in (("k_frame", torch.ones(1, 2, 3, 64)), ("k_frame", torch.ones(1, 2, 2, 64).half())):
+        with pytest.raises(ValueError, match=f"{name} is"):
+            kv_attention(*good, format="int4", **PLAIN, **{name: bad})
+    with pytest.raises(ValueError, match="k_first is"):
+        kv_attention(*good, format="int4", **PLAIN, k_first=torch.ones(1, 4, 64))
     with pytest.raises(ValueError, match="words of 32 bits"):
         kv_attention(q[..., :20], *good[1:], format="int4", **PLAIN)

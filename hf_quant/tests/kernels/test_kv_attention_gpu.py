@@ -13,8 +13,8 @@ from hf_quant.kernels.kv_attention.gpu_places import place_ptx, places
 from hf_quant.kernels.kv_attention.op import CACHE_FORMATS, kv_append_reference, kv_attention_reference
 from hf_quant.testing import assert_close
 from hf_quant.tests.kernels.interpreter import install, run_ptx
-from hf_quant.tests.kernels.test_kv_append import new_cache, states
-from hf_quant.tests.kernels.test_kv_attention import CAUSAL, PLAIN, cache, queries
+from hf_quant.tests.kernels.test_kv_append import frame, new_cache, states
+from hf_quant.tests.kernels.test_kv_attention import CAUSAL, PLAIN, cache, in_frame, queries
 
 
 install()
@@ -250,6 +250,33 @@ def test_a_growing_cache_compiles_nothing_anew(target):
         assert len(options) == len({name for name, _ in options})
 
 
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("S", [1, 40])
+def test_keys_in_a_frame_and_rotated_values(S, format):
+    """One split and several, blocks that are seen whole and in part, masks, ends, windows; by torch ops, too."""
+    for H, D, T, dtype, target in (
+        (4, 64, 600, torch.bfloat16, "sm90"),
+        (2, 80, 70, torch.float16, "gfx942"),
+        (4, 128, 90, torch.float32, "sm90"),
+        (4, 64, 70, torch.bfloat16, "sm75"),
+    ):
+        q, parts = queries(2, H, S, D, dtype) / 4, caches((2, 2, T, D), format, 1)  # the spread is up to 4
+        k_frame, k_first = in_frame(2, 2, D)
+        mask = torch.rand(2, 1, 1, T, generator=torch.Generator().manual_seed(3)) > 0.3
+        options = {"format": format, "target": target, "k_frame": k_frame, "k_first": k_first}
+        options |= {"rotates_values": True, "rms": {torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype)}
+        for rotates in (True, False):
+            for causal in (PLAIN, CAUSAL, {**CAUSAL, "window": 30}):
+                compare(q, parts, **{**causal, **options, "rotates_keys": rotates})
+            compare(q, parts, mask, torch.tensor([T - 9]), **{**CAUSAL, **options, "rotates_keys": rotates})
+        with pretend(TARGETS[target]):
+            lacks = kv_attention_gpu(q, *parts[0], *parts[1], None, None, format=format, **PLAIN, k_frame=k_frame)
+        has = kv_attention_reference(
+            q, *parts[0], *parts[1], None, None, format=format, **PLAIN, k_frame=k_frame, k_first=30 * k_first
+        )
+        assert not torch.allclose(lacks[1], has[1], atol=1e-2)
+
+
 # Shapes of heads, keys and values, and groups of each.
 APPENDED = [((64, 64), 2), ((128, 128), 2), ((80, 80), 1), ((96, 96), 3), ((256, 256), 8), ((192, 128), 1)]
 
@@ -265,10 +292,12 @@ def test_append_is_the_reference(format, heads, groups):
     ):
         k, v = (states(2, 3, 5, D, dtype, seed) for seed, D in enumerate(heads))
         written = [[new_cache(2, 3, 9, D, format, groups) for D in heads] for _ in range(2)]
-        arguments = (k, v, torch.tensor([3]))
+        arguments, options = (k, v, torch.tensor([3])), {"format": format, "rotates_keys": rotates}
+        if dtype != torch.float32:
+            options |= {"rotates_values": not rotates, "k_frame": frame(2, 3, heads[0])}
         with pretend(TARGETS[target]):
-            kv_append_gpu(*arguments, *written[0][0], *written[0][1], format=format, rotates_keys=rotates)
-        kv_append_reference(*arguments, *written[1][0], *written[1][1], format=format, rotates_keys=rotates)
+            kv_append_gpu(*arguments, *written[0][0], *written[0][1], **options)
+        kv_append_reference(*arguments, *written[1][0], *written[1][1], **options)
         for parts, expected in zip(*written):
             for found, wanted in zip(parts, expected):
                 assert found is wanted is None or torch.equal(found.float(), wanted.float())

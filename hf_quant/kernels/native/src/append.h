@@ -84,16 +84,19 @@ static HFQ_UNFUSED Line fit_line(const float* values, int64_t count, int most, f
 #endif
   const Range range = range_of(values, count);
   const float span = (range.high - range.low) * first_range, part = static_cast<float>(1.0 / static_cast<double>(count));
-  const Line line{span * static_cast<float>(1.0 / most), (range.low + range.high) * 0.5f - span * 0.5f};
-  if (!std::isfinite(span)) return line;  // all codes would be NaN
+  Line line{span * static_cast<float>(1.0 / most), (range.low + range.high) * 0.5f - span * 0.5f};
   float codes[kMaxHeadDim], sums[kMaxHeadDim];
-  const float mean_code = static_cast<float>(codes_on(line, values, count, static_cast<float>(most), codes)) * part;
   const float mean = sum_halves(values, count, sums) * part;
-  multiply_distances(values, count, mean, mean_code, codes, sums);
-  const float square = sum_halves(sums, count, sums);
-  if (!(square > 0.0f)) return line;
-  const float step = sum_halves(codes, count, codes) / square;
-  return {step, mean - step * mean_code};
+  for (int fit = 0; fit < 2; ++fit) {
+    if (!std::isfinite(line.step) || !std::isfinite(line.low)) return line;  // all codes would be NaN, or the last one
+    const float mean_code = static_cast<float>(codes_on(line, values, count, static_cast<float>(most), codes)) * part;
+    multiply_distances(values, count, mean, mean_code, codes, sums);
+    const float square = sum_halves(sums, count, sums);
+    if (!(square > 0.0f)) return line;
+    line.step = sum_halves(codes, count, codes) / square;
+    line.low = mean - line.step * mean_code;
+  }
+  return line;
 }
 
 // The nearest number of the dtype, which is stored at any address.
@@ -153,11 +156,17 @@ static HFQ_UNFUSED void append_group(const AppendedHeads& a, int layout, int64_t
   encode_group(values, count, layout, scale, offset, codes);
 }
 
+// x, of which the first row of a frame is taken off, divided by the second.
+static HFQ_LOOP void place_in_frame(const float* __restrict frame, int64_t D, float* __restrict x) {
+  for (int64_t d = 0; d < D; ++d) x[d] = (x[d] - frame[d]) / frame[D + d];
+}
+
 static void append_head(const Append& p, const AppendedHeads& a, int64_t b, int64_t h, int64_t t) {
   float values[kMaxHeadDim];
   uint8_t codes[kMaxHeadDim], packed[kMaxHeadDim / 2];
   const int64_t first = b * a.x_batch + h * a.x_head + t * a.x_token, token = p.start + t;
   to_float(a.x, p.x_dtype, first, a.D, values);
+  if (a.frame != nullptr) place_in_frame(a.frame + (b * p.H + h) * 2 * a.D, a.D, values);
   if (a.rotates) rotate(values, a.D);
   const int64_t scale_at = b * a.scale_batch + h * a.scale_head + token * a.scale_token;
   const int64_t offset_at = b * a.offset_batch + h * a.offset_head + token * a.offset_token;

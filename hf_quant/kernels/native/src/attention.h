@@ -207,10 +207,14 @@ class AttentionTasks {
     return static_cast<const char*>(a_.q) + at * element_size(a_.q_dtype);
   }
 
-  void load_query(const char* from, float* values) const {
+  void load_query(const char* from, int64_t head, float* values) const {
     to_float(from, a_.q_dtype, 0, a_.D, values);
-    if (!a_.rotates) return;
-    rotate(values, a_.D);
+    if (!a_.rotates && a_.frame == nullptr) return;
+    if (a_.frame != nullptr) {
+      const float* spread = a_.frame + (2 * head + 1) * a_.D;
+      for (int64_t d = 0; d < a_.D; ++d) values[d] *= spread[d];
+    }
+    if (a_.rotates) rotate(values, a_.D);
     if (a_.q_dtype == F32) return;
     uint16_t rounded[kMaxHeadDim];
     store_row(values, a_.D, rounded, a_.q_dtype, 0);
@@ -229,7 +233,7 @@ class AttentionTasks {
     const int64_t tokens = step(rows);
     float *queries = scratch, *scores = queries + rows * a_.D, *panel = scores + rows * tokens;
     for (int64_t r = 0; r < rows; ++r) {
-      load_query(query(head, first + r), queries + r * a_.D);
+      load_query(query(head, first + r), head, queries + r * a_.D);
       for (int64_t d = 0; d < a_.D; ++d) queries[r * a_.D + d] *= a_.scale;
       seen.top[r] = -INFINITY;
       seen.weight[r] = 0.0f;
@@ -247,6 +251,10 @@ class AttentionTasks {
         memset(scores, 0, static_cast<size_t>(rows * kTokens) * sizeof(float));
         multiply(queries, a_.D, rows, panel, kTokens, a_.D, scores);
       }
+      if (t == 0 && a_.first != nullptr) {
+        const float* lacking = a_.first + head * a_.D;
+        for (int64_t r = 0; r < rows; ++r) scores[r * tokens] += dot(queries + r * a_.D, lacking);
+      }
       bool any = false;
       for (int64_t r = 0; r < rows; ++r) {
         mask(b, h, first + r, t, count, tokens, scores + r * tokens);
@@ -260,6 +268,15 @@ class AttentionTasks {
         multiply(scores, kTokens, rows, panel, a_.D, count, seen.out);
       }
     }
+  }
+
+  // Of D channels, which are a multiple of 16.
+  float dot(const float* __restrict a, const float* __restrict b) const {
+    float sums[16] = {}, sum = 0.0f;
+    for (int64_t d = 0; d < a_.D; d += 16)
+      for (int i = 0; i < 16; ++i) sums[i] += a[d + i] * b[d + i];
+    for (int i = 0; i < 16; ++i) sum += sums[i];
+    return sum;
   }
 
   // Scores of tokens t..t + count of one row, to which the mask is added; -inf for what the row does not see.
@@ -336,6 +353,7 @@ class AttentionTasks {
       float* out = seen.out + r * a_.D;
       const float inverse = seen.weight[r] == 0.0f ? 0.0f : 1.0f / seen.weight[r];
       for (int64_t d = 0; d < a_.D; ++d) out[d] *= inverse;
+      if (a_.rotates_values) rotate(out, a_.D);
       store_row(out, a_.D, a_.y, a_.q_dtype, b * a_.y_batch + h * a_.y_head + position * a_.y_position);
       a_.lse[(b * a_.H + h) * a_.S + position] = seen.top[r] + std::log(seen.weight[r]);
     }

@@ -51,7 +51,10 @@ struct Attention {
   const void* q;  // [B, H, S, D], as y; strides in elements
   int q_dtype;
   int64_t q_batch, q_head, q_position;
-  bool rotates;  // q, as the keys were, rounded to its dtype
+  bool rotates;         // q, as the keys were, rounded to its dtype
+  bool rotates_values;  // they were: so is y
+  const float* frame;   // [B, H_kv, 2, D], of which q is multiplied by the second row; null if there is none
+  const float* first;   // [B, H_kv, D], added to the key of token 0; null if there is none
   void* y;
   int64_t y_batch, y_head, y_position;
   float* lse;  // [B, H, S]
@@ -70,6 +73,7 @@ struct Attention {
 struct AppendedHeads {
   int64_t D, groups;
   bool rotates;
+  const float* frame;  // [B, H, 2, D]: what is taken off x, and what it is divided by; null if there is none
   const void* x;
   int64_t x_batch, x_head, x_token;  // elements
   uint8_t* codes;

@@ -189,6 +189,9 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.q_head = a.number();
   p.q_position = a.number();
   p.rotates = a.integer() != 0;
+  p.rotates_values = a.integer() != 0;
+  p.frame = a.pointer<const float>();
+  p.first = a.pointer<const float>();
   p.y = a.pointer<void>();
   p.y_batch = a.number();
   p.y_head = a.number();
@@ -215,6 +218,7 @@ void read_appended(Arguments& a, AppendedHeads& heads) {
   heads.D = a.number();
   heads.groups = a.number();
   heads.rotates = a.integer() != 0;
+  heads.frame = a.pointer<const float>();
   heads.x = a.pointer<const void>();
   heads.x_batch = a.number();
   heads.x_head = a.number();
@@ -300,7 +304,7 @@ PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(7); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(8); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
