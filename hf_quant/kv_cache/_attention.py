@@ -26,8 +26,10 @@ def attend(
 
     mask: boolean or additive, [B|1, H|1, S|1, T]. is_causal: the positions of q are the last ones of the states; with
     a window they see only that many positions. The recent 16-bit tokens are read if q has at most `recents` positions.
+    The scores are those of the keys without the mean of their frame, in the log-sum-exp, too: see `mean_scores`.
     """
-    options = {"format": keys.kind.format, "scale": scale, "rotates_keys": keys.kind.rotated}
+    options = {"format": keys.kind.format, "scale": scale, "k_frame": keys.frame, "k_first": keys.first}
+    options |= {"rotates_keys": keys.kind.rotated, "rotates_values": values.kind.rotated}
     S, sinks = q.shape[2], keys.kind.sinks
     reads_recents = 0 < S <= keys.kind.recents
     if not (sinks or reads_recents):
@@ -54,6 +56,15 @@ def attend(
     more = _attend_window(q, keys, values, mask, is_causal, window, scale, reads_recents)
     y, lse = merge(y.float(), lse, *more)
     return torch.empty_like(q).copy_(y), lse
+
+
+def mean_scores(q: Tensor, keys: QuantizedStates, scale: float | None) -> Tensor:
+    """Compute the score of the mean key for each query: what the log-sum-exp of `attend` lacks, fp32 [B, H, S].
+
+    The softmax over tokens does not need it. A score that is not a product with a key does: that of a learned sink.
+    """
+    mean = keys.frame[:, :, :1].repeat_interleave(q.shape[1] // keys.shape[1], 1)
+    return (q.float() * mean).sum(-1) * (q.shape[3] ** -0.5 if scale is None else scale)
 
 
 def _and(mask: Tensor | None, seen: Tensor) -> Tensor:
@@ -85,6 +96,7 @@ def _attend_window(
         seen = seen & (behind >= 0) & ((behind < window) if window else True)
     seen = _and(None if mask is None else mask.index_select(-1, (positions - first).clamp(min=0)), seen)
     k, v = (states.window[:, :, :count].float() for states in (keys, values))
+    k = k - keys.frame[:, :, :1]
     scores = q.float().reshape(B, H_kv, H // H_kv * S, D) @ k.mT * (D**-0.5 if scale is None else scale)
     scores = scores.view(B, H, S, count)
     scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen.float()

@@ -14,16 +14,17 @@ from hf_quant.kernels.kv_attention.op import CACHE_FORMATS, code_width
 class Defaults(NamedTuple):
     group_size: int | None  # None: one group per head
     rotate_keys: bool
+    rotate_values: bool
     sink_tokens: int
     recent_tokens: int
 
 
 # Settings that keep the perplexity of a trained model, int2 with a margin: `scripts/eval_quality.py --kv-cache`.
 DEFAULTS = {
-    "int8": Defaults(None, True, 0, 0),
-    "fp8_e4m3": Defaults(None, False, 0, 0),
-    "int4": Defaults(64, True, 0, 0),
-    "int2": Defaults(32, True, 4, 32),
+    "int8": Defaults(None, True, True, 0, 0),
+    "fp8_e4m3": Defaults(None, False, False, 0, 0),
+    "int4": Defaults(64, True, True, 0, 0),
+    "int2": Defaults(32, True, True, 4, 32),
 }
 PREFILL_CHUNK = 4096  # tokens
 # A config may come from an untrusted checkpoint: the memory that a cache allocates beside its tokens is bounded.
@@ -59,6 +60,10 @@ class KVCacheConfig:
         recent_tokens: number of last tokens that are also stored in 16 bit, and read there. Default: int2 32, else 0.
         prefill_chunk_size: `generate` reads longer prompts in parts of this many tokens, so that the memory of the
             layers does not grow with the prompt. None: all at once.
+        rotate_values: True rotates values, too, and what attention makes of them back. Default: True, except for fp8.
+
+    The mean of each channel of the keys in the first states that come (those of the prompt) is taken off all keys, and
+    channels with large keys get coarser steps than others. The key of the very first token is kept exactly.
 
     Raises:
         ValueError: on a format that is none of these, or a number that is out of range.
@@ -70,6 +75,7 @@ class KVCacheConfig:
     sink_tokens: int | None = None
     recent_tokens: int | None = None
     prefill_chunk_size: int | None = PREFILL_CHUNK
+    rotate_values: bool | None = None
 
     def __post_init__(self) -> None:
         name = self.format.lower() if isinstance(self.format, str) else self.format
@@ -83,8 +89,9 @@ class KVCacheConfig:
                 raise ValueError(f"{field} of a cache is {value!r}; needs an integer from {least} to {most}, or None")
         if self.group_size is not None and self.group_size % 16:
             raise ValueError(f"group_size of a cache is {self.group_size}; needs a multiple of 16, or None")
-        if not isinstance(self.rotate_keys, bool | None):
-            raise ValueError(f"rotate_keys is {self.rotate_keys!r}; needs True, False or None")
+        for field in ("rotate_keys", "rotate_values"):
+            if not isinstance(getattr(self, field), bool | None):
+                raise ValueError(f"{field} is {getattr(self, field)!r}; needs True, False or None")
 
     @classmethod
     def of(cls, value: "KVCacheConfig | str | dict[str, Any]") -> "KVCacheConfig":

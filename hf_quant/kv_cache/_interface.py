@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_quant.kernels.kv_attention.op import visible
-from hf_quant.kv_cache._attention import attend
+from hf_quant.kv_cache._attention import attend, mean_scores
 from hf_quant.kv_cache._states import QuantizedStates
 
 
@@ -151,6 +151,7 @@ def _attend(
     y, lse = attend(query, key, value, mask, is_causal=causal and (S > 1 or window > 0), window=window, scale=scale)
     sinks = kwargs.get("s_aux")
     if sinks is not None:  # one more score for each head, with no value
+        lse = lse + mean_scores(query, key, scale)
         y = (y * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)).to(y.dtype)
     return y.transpose(1, 2).contiguous()
 

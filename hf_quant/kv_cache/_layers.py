@@ -24,6 +24,7 @@ from hf_quant.kernels import kv_append
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import direct, is_plain
 from hf_quant.kv_cache._config import KVCacheConfig, scale_dtype
+from hf_quant.kv_cache._frames import frame_of, lacking
 from hf_quant.kv_cache._states import Kind, QuantizedStates, Span
 
 
@@ -72,9 +73,14 @@ class CodeStorage:
                 setattr(self, f"{which}_codes", torch.zeros(*shape, layout.width, dtype=spec.dtype, **options))
                 setattr(self, f"{which}_pairs", torch.zeros(pairs, dtype=scale_dtype(self.dtype), **options))
                 setattr(self, f"{which}_window", torch.zeros(kept, dtype=states.dtype, **options) if window else None)
+        first = (*key_states.shape[:2], key_states.shape[-1])
+        with _lasting():
+            self.k_frame = torch.zeros(*first[:2], 2, first[2], **options)
+            self.k_frame[:, :, 1] = 1
+            self.k_first = None if config.sink_tokens else torch.zeros(first, **options)  # those are in 16 bit
         kept = (config.sink_tokens, config.recent_tokens)
         self.key_kind = Kind(config.format, key_states.shape[-1], config.rotate_keys, *kept, key_states.dtype)
-        self.value_kind = Kind(config.format, value_states.shape[-1], False, *kept, value_states.dtype)
+        self.value_kind = Kind(config.format, value_states.shape[-1], config.rotate_values, *kept, value_states.dtype)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in _TENSORS:
@@ -92,14 +98,24 @@ class CodeStorage:
         """Convert states to the dtypes of the first ones: in a model they change where autocast begins or ends."""
         return key_states.detach().to(self.key_kind.dtype), value_states.detach().to(self.value_kind.dtype)
 
-    def _append(self, keys: Tensor, values: Tensor, start: Tensor | None, tokens: slice) -> None:
-        """Write states into the columns `tokens`, beginning at their column `start`."""
+    def _append(
+        self, keys: Tensor, values: Tensor, start: Tensor | None, tokens: slice, *, is_first: bool = False
+    ) -> None:
+        """Write states into the columns `tokens`, beginning at their column `start`; the first ones set the frame."""
+        is_first = is_first and keys.shape[2] > 0
         parts = []
         for which in ("k", "v"):
             codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
             parts += [codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None]
-        options = {"format": self.config.format, "rotates_keys": self.config.rotate_keys}
+        rotates = {"rotates_keys": self.config.rotate_keys, "rotates_values": self.config.rotate_values}
+        if is_first:
+            self.k_frame.copy_(frame_of(keys))
+        options = {"format": self.config.format, "k_frame": self.k_frame, **rotates}
         _kv_append(keys, values.to(keys.dtype), start, *parts, **options)
+        if is_first and self.k_first is not None:
+            codes = [part if part is None else part[:, :, :1] for part in parts[:3]]
+            kind = {"format": self.config.format, "rotated": self.config.rotate_keys}
+            self.k_first.copy_(lacking(keys[:, :, :1], self.k_frame, *codes, **kind))
 
     def _keep(self, keys: Tensor, values: Tensor, start: int | Tensor) -> None:
         """Store the first and the last tokens in 16 bit; the states begin at position `start`."""
@@ -119,8 +135,12 @@ class CodeStorage:
         self, which: str, tokens: slice, length: Tensor | None, span: Span | None, exact: Tensor | None = None
     ) -> QuantizedStates:
         codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
-        kind = self.key_kind if which == "k" else self.value_kind
-        return QuantizedStates(codes, pairs, getattr(self, f"{which}_window"), length, exact, kind, span)
+        kind, frame, first = (
+            (self.value_kind, None, None) if which == "v" else (self.key_kind, self.k_frame, self.k_first)
+        )
+        if span is not None and span.start:
+            first = None  # that token has left the window
+        return QuantizedStates(codes, pairs, getattr(self, f"{which}_window"), length, exact, frame, first, kind, span)
 
     @property
     def keys(self) -> QuantizedStates | None:
@@ -170,7 +190,7 @@ class CodeStorage:
             self.batch_size = self.k_codes.shape[0]
 
 
-_TENSORS = ("k_codes", "k_pairs", "k_window", "v_codes", "v_pairs", "v_window")
+_TENSORS = ("k_codes", "k_pairs", "k_window", "k_frame", "k_first", "v_codes", "v_pairs", "v_window")
 
 
 class GrowingStorage(CodeStorage):
@@ -222,7 +242,7 @@ class GrowingStorage(CodeStorage):
         self._reserve(S)
         column = self._first + self._end - self._start
         keys, values = self._own(key_states, value_states)
-        self._append(keys, values, None, slice(column, column + S))
+        self._append(keys, values, None, slice(column, column + S), is_first=self._end == 0)
         if self.k_window is not None:
             self._keep(keys, values, self._end)
         self._end += S
@@ -379,9 +399,10 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
             self.lazy_initialization(key_states, value_states)
         self._check_room(key_states.shape[2])
         new, start = (key_states, value_states), self.cumulative_length
-        exact, self.is_empty = (new if self.is_empty else ()), False
+        is_first, self.is_empty = self.is_empty, False
+        exact = new if is_first else ()
         keys, values = self._own(*new)
-        self._append(keys, values, start, slice(None))
+        self._append(keys, values, start, slice(None), is_first=is_first)
         if self.k_window is not None:
             self._keep(keys, values, start)
         self.cumulative_length.add_(key_states.shape[2])

@@ -14,7 +14,7 @@ from hf_quant.kernels.kv_attention.op import decode_heads, rotate
 
 logger = logging.getLogger(__name__)
 
-_TENSORS = ("codes", "pairs", "window", "length", "exact")
+_TENSORS = ("codes", "pairs", "window", "length", "exact", "frame", "first")
 _noted: list[bool] = []
 _BLOCK = 2**21  # values decoded at once: 8 MB in fp32
 
@@ -48,6 +48,8 @@ class QuantizedStates(Tensor):
     window: Tensor | None
     length: Tensor | None  # one int64 on the device: how many of the T tokens there are, in a cache of fixed size
     exact: Tensor | None  # the first tokens of a cache of fixed size as they came, [B, H_kv, length, D]
+    frame: Tensor | None  # of keys: their means and spreads, fp32 [B, H_kv, 2, D]
+    first: Tensor | None  # what the codes of the first key lack, fp32 [B, H_kv, D]; None if that token is not there
     kind: Kind
     span: Span | None  # None where length is not
 
@@ -59,13 +61,15 @@ class QuantizedStates(Tensor):
         window: Tensor | None,
         length: Tensor | None,
         exact: Tensor | None,
+        frame: Tensor | None,
+        first: Tensor | None,
         kind: Kind,
         span: Span | None,
     ) -> "QuantizedStates":
         shape = (*codes.shape[:3], kind.D)
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=kind.dtype, device=codes.device)
         self.codes, self.pairs, self.window, self.length, self.exact = codes, pairs, window, length, exact
-        self.kind, self.span = kind, span
+        self.frame, self.first, self.kind, self.span = frame, first, kind, span
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -97,7 +101,12 @@ class QuantizedStates(Tensor):
         for start in range(0, T, max(step, 1)):
             tokens = slice(start, min(start + max(step, 1), T))
             values = decode_heads(*(p if p is None else p[:, :, tokens] for p in parts_of(self)), spec, kind.D)
-            out[:, :, tokens] = rotate(values) if kind.rotated else values
+            if self.first is not None and start == 0:
+                values[:, :, :1] += self.first.unsqueeze(2)
+            values = rotate(values) if kind.rotated else values
+            if self.frame is not None:
+                values = values * self.frame[:, :, 1:] + self.frame[:, :, :1]
+            out[:, :, tokens] = values
         if self.window is not None:
             _put_window(out, self)
         if self.exact is not None:

@@ -12,6 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 from hf_quant import KVCacheConfig, QuantizedCache
 from hf_quant.kernels.kv_attention.op import CACHE_FORMATS, visible
 from hf_quant.kv_cache import _interface, _states, attend, register_attention
+from hf_quant.kv_cache._attention import mean_scores
 from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer, QuantizedStaticLayer
 from hf_quant.testing import assert_close
 
@@ -64,7 +65,7 @@ def test_it_is_attention_over_what_the_states_stand_for(format, layer):
             scores = (q @ plain[0].repeat_interleave(H // H_KV, 1).mT * 0.2).masked_fill(
                 ~(causal & padding[..., :T]), -torch.inf
             )
-            assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-4)
+            assert torch.allclose(lse + mean_scores(q, keys, 0.2), scores.logsumexp(-1), atol=1e-4)
             bias = randn(1, H, S, width, seed=3)
             y, _ = attend(q, keys, values, bias, is_causal=False, window=0, scale=None)
             assert_close(y, exact(q, *plain, bias[..., :T]), rms=1e-5)

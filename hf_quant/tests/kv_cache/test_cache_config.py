@@ -11,6 +11,18 @@ def test_defaults_depend_on_the_format():
     assert KVCacheConfig("INT8").format == "int8" and KVCacheConfig("fp8").format == "fp8_e4m3"
     int4 = KVCacheConfig("int4").resolved()
     assert (int4.group_size, int4.rotate_keys, int4.sink_tokens, int4.recent_tokens) == (64, True, 0, 0)
+    assert int4.rotate_values and not KVCacheConfig("fp8").resolved().rotate_values
+    # Positional arguments mean what they meant before values were rotated, and stored fields are read.
+    assert KVCacheConfig("int4", 64, False, 1, 2, 3) == KVCacheConfig.of(
+        {
+            "format": "int4",
+            "group_size": 64,
+            "rotate_keys": False,
+            "sink_tokens": 1,
+            "recent_tokens": 2,
+            "prefill_chunk_size": 3,
+        }
+    )
     int2 = KVCacheConfig("int2", recent_tokens=8).resolved()
     assert (int2.group_size, int2.sink_tokens, int2.recent_tokens) == (32, 4, 8)
     assert int2.resolved() == int2
@@ -67,6 +79,7 @@ def test_groups_are_chosen_or_given():
         ({"format": "int4", "sink_tokens": True}, "sink_tokens of a cache is True"),
         ({"format": "int4", "prefill_chunk_size": 0}, "prefill_chunk_size of a cache is 0"),
         ({"format": "int4", "rotate_keys": 1}, "rotate_keys is 1"),
+        ({"format": "int4", "rotate_values": "no"}, "rotate_values is 'no'"),
         ({"format": "int4", "sink_tokens": 10**12}, "sink_tokens of a cache is 1000000000000; needs .* to 4096"),
         ({"format": "int4", "bits": 4}, "any of"),
         ({"group_size": 64}, "needs a format"),

@@ -1,0 +1,46 @@
+"""The frame of a head's keys: a mean and a spread of each channel, found in the first tokens of a cache.
+
+`hf_quant.kernels.kv_attention.op` says what a frame does and why attention stays exact. It is set once, by the first
+states of an empty layer (the prompt, or the part of it that is read first), and holds for all tokens that come later.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.kv_attention.op import decode_heads, framed, rotate
+
+
+_TOKENS = 4096  # that a frame is found from, at most: 4 bytes a value meanwhile
+
+
+def frame_of(keys: Tensor) -> Tensor:
+    """Compute the frame fp32 [B, H_kv, 2, D] of keys [B, H_kv, S, D]: the mean, and the spread, of each channel.
+
+    The first token is left out, as many models make it unlike all others (attention sinks,
+    https://arxiv.org/abs/2309.17453).
+    The spread is the square root of the standard deviation, in relation to that of all channels, which is half-way
+    between equal errors in all channels and errors in proportion to a channel: best on SmolLM2-135M, Gemma 3 270M and
+    the small model of the tests together. One more token, of the variance of all channels, keeps few tokens from
+    saying too much. A single token, and a head with NaN or infinity, has the mean 0 and the spread 1. Tokens of
+    padding count like others: they make the frame worse, not the attention wrong.
+    """
+    tokens = keys[:, :, 1:_TOKENS].float()
+    count, zeros = tokens.shape[2], torch.zeros_like(keys[:, :, 0], dtype=torch.float32)
+    neutral = torch.stack([zeros, zeros + 1], 2)
+    if count == 0:
+        return neutral
+    variance, mean = torch.var_mean(tokens, 2, correction=0)
+    whole = variance.mean(-1, keepdim=True)
+    relative = (count * variance + whole) / ((count + 1) * whole)
+    frame = torch.stack([mean, torch.where(whole > 0, relative, 1.0).sqrt().sqrt()], 2)
+    return torch.where(frame.isfinite().all(-1, keepdim=True).all(-2, keepdim=True), frame, neutral)
+
+
+def lacking(
+    key: Tensor, frame: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, *, format: str, rotated: bool
+) -> Tensor:
+    """Compute what the codes of one token's key [B, H_kv, 1, D] lack, in their space: fp32 [B, H_kv, D]."""
+    exact = framed(key, frame)
+    decoded = decode_heads(codes, scale, offset, CODES[format], key.shape[3])
+    return ((rotate(exact) if rotated else exact) - decoded).squeeze(2)

@@ -1,0 +1,155 @@
+"""The frame of a head's keys: what sets it, what it leaves exact, what it gains, where it goes."""
+
+import pytest
+import torch
+
+from hf_quant import KVCacheConfig
+from hf_quant.kv_cache import attend
+from hf_quant.kv_cache._frames import frame_of
+from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer, QuantizedStaticLayer
+from hf_quant.testing import assert_close, sqnr
+
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+B, H, D = 2, 3, 64
+WINDOWS = {"format": "int4", "sink_tokens": 2, "recent_tokens": 9}
+CONFIGS = ["int8", "int4", "int2", WINDOWS]
+
+
+def states(S, seed=0):
+    """Keys as real models have them, with a mean, channels of other sizes and a first token of its own; values."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, B, H, S, D, generator=generator)
+    of_channels = torch.Generator().manual_seed(9)
+    keys = keys * torch.rand(H, 1, D, generator=of_channels).mul(3).exp()
+    keys = keys + 20 * torch.randn(H, 1, D, generator=of_channels)
+    keys[:, :, 0] *= -3
+    return keys, values
+
+
+def layers(config):
+    """A layer of each kind, with room for 60 tokens."""
+    config = KVCacheConfig.of(config)
+    return [QuantizedLayer(config), QuantizedStaticLayer(config, 60), QuantizedSlidingWindowLayer(config, 60)]
+
+
+def fill(layer, keys, values, *sizes):
+    for parts in zip(keys.split(sizes, 2), values.split(sizes, 2)):
+        found = layer.update(*parts)
+    return found
+
+
+def error(layer, keys):
+    """Of the keys that a layer returns, in relation to what of them differs between tokens."""
+    found, moving = layer.keys.dequantize()[:, :, : keys.shape[2]], keys - keys[:, :, 1:].mean(2, keepdim=True)
+    return ((found - keys)[:, :, 1:].square().sum() / moving[:, :, 1:].square().sum()).item()
+
+
+def test_a_frame_is_the_mean_and_the_spread_of_all_tokens_but_the_first():
+    keys, _ = states(50)
+    mean, spread = frame_of(keys.bfloat16()).unbind(2)
+    rest = keys.bfloat16().float()[:, :, 1:]
+    assert torch.allclose(mean, rest.mean(2), atol=1e-4)
+    deviation = rest.std(2, correction=0)
+    relative = (deviation / deviation.square().mean(-1, keepdim=True).sqrt()).sqrt()
+    assert torch.allclose(spread, relative, rtol=0.3) and not torch.allclose(spread, torch.ones(()), rtol=0.3)
+    # A single token says nothing, nor does one that is repeated; few say less than many.
+    assert torch.equal(frame_of(keys[:, :, :1])[:, :, 0], torch.zeros(B, H, D))
+    assert torch.equal(frame_of(keys[:, :, :1])[:, :, 1], torch.ones(B, H, D))
+    assert torch.equal(frame_of(keys[:, :, 3:4].expand(-1, -1, 9, -1))[:, :, 1], torch.ones(B, H, D))
+    assert frame_of(keys[:, :, :3])[:, :, 1].log().abs().max() < spread.log().abs().max()
+    assert frame_of(keys[:, :, :3])[:, :, 1].min() > 0.7
+
+
+def test_what_is_not_finite_spoils_no_frame():
+    keys, values = states(12)
+    keys[0, 1, 4, 7] = float("inf")
+    frame = frame_of(keys)
+    assert frame.isfinite().all() and (frame[0, 1, 0] == 0).all() and (frame[0, 1, 1] == 1).all()
+    assert torch.equal(frame[1], frame_of(keys[1:])[0])
+    found = fill(QuantizedLayer(KVCacheConfig("int4")), keys, values, 10, 2)[0].dequantize()
+    assert found.isfinite().all(-1).logical_not().nonzero().tolist() == [[0, 1, 4]]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_first_states_set_it_and_later_ones_gain_by_it(config):
+    """A second prompt, single tokens and several at once have the same frame; without a prompt there is none."""
+    keys, values = states(50)
+    for layer in layers(config):
+        fill(layer, keys, values, 20, 1, 25, 4)
+        assert torch.equal(layer.k_frame, frame_of(keys[:, :, :20]))
+        with_frame = error(layer, keys)
+        layer.reset()
+        fill(layer, keys, values, 1, 49)
+        assert torch.equal(layer.k_frame, frame_of(keys[:, :, :1]))
+        assert with_frame < 0.3 * error(layer, keys)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_first_key_is_exact(config):
+    keys, values = states(50)
+    for layer in layers(config):
+        fill(layer, keys, values, 20, 30)
+        found = layer.keys.dequantize()
+        has_sinks = layer.config.sink_tokens > 0
+        assert torch.allclose(found[:, :, 0], keys[:, :, 0], rtol=0, atol=0 if has_sinks else 1e-4)
+        assert not torch.allclose(found[:, :, 8], keys[:, :, 8], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("S", [1, 4, 9])
+def test_attention_is_that_over_the_keys_with_their_mean(config, S):
+    """The mean, the spread and the 16-bit tokens agree in every part; not so if one of them had no mean."""
+    keys, values = states(50)
+    q = torch.randn(B, 2 * H, S, D, generator=torch.Generator().manual_seed(3)) / 8
+    for layer in layers(config):
+        found = fill(layer, keys, values, 50 - S, S)
+        k, v = (x.dequantize()[:, :, :50].repeat_interleave(2, 1) for x in found)
+        mask = torch.ones(S, 50, dtype=torch.bool).tril(50 - S)
+        expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask)
+        y, _ = attend(q, *found, None, is_causal=True, window=0, scale=None)
+        assert_close(y, expected, rms=2e-5)
+
+
+def test_it_goes_where_the_codes_go():
+    """Beams, batches, copies on another device; and a layer that is emptied and filled again has a new one."""
+    keys, values = states(30)
+    for config in CONFIGS:
+        for layer in layers(config):
+            fill(layer, keys, values, 20, 10)
+            before = layer.keys.dequantize()[:, :, :30]
+            layer.reorder_cache(torch.tensor([1, 0]))
+            assert torch.equal(layer.keys.dequantize()[:, :, :30], before[[1, 0]])
+            layer.batch_repeat_interleave(2)
+            layer.batch_select_indices(torch.tensor([3, 0]))
+            assert torch.equal(layer.keys.dequantize()[:, :, :30], before)
+            layer.offload()
+            layer.prefetch()
+            assert torch.equal(layer.keys.dequantize()[:, :, :30], before)
+    other, _ = states(12, seed=5)
+    layer.crop(-30)
+    assert layer.get_seq_length() == 0
+    layer.update(other, other)
+    assert torch.equal(layer.k_frame, frame_of(other))
+
+
+def test_tokens_that_are_taken_back_leave_it():
+    """As in assisted generation: what replaces them is as if they had never been."""
+    keys, values = states(40)
+    layer, other = (QuantizedLayer(KVCacheConfig("int4")) for _ in range(2))
+    fill(layer, *(x[:, :, :30] for x in (keys, values)), 20, 10)
+    layer.crop(-7)
+    layer.update(keys[:, :, 23:], values[:, :, 23:])
+    fill(other, keys, values, 20, 20)
+    assert torch.equal(layer.keys.dequantize(), other.keys.dequantize())
+
+
+def test_a_window_that_the_first_token_has_left():
+    keys, values = states(60)
+    layer = QuantizedSlidingWindowLayer(KVCacheConfig("int4"), 16)
+    for start in range(0, 60, 6):
+        found = layer.update(keys[:, :, start : start + 6], values[:, :, start : start + 6])
+        assert start in (0, 6, 12) or found[0].first is None
+        assert start != 12 or found[0].first is not None
+    assert found[0].first is None and found[0].shape[2] == 21
+    assert sqnr(keys[:, :, 39:], found[0].dequantize()) > 15
