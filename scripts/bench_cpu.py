@@ -36,6 +36,7 @@ from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight, quantize_matrix
 from hf_quant.kernels import native
 from hf_quant.planning import format_table
+from hf_quant.scheme import TensorQuant
 
 
 BASE = "bf16"
@@ -52,6 +53,24 @@ TARGETS = {
     "int2 g64 asym": {1: 8.0},
 }
 SHARE_TARGETS = {"int4 g128": 0.85}
+FP8 = "float8_e4m3fn"
+# Small groups with fp8 scales, after the groups of 128 with bf16 scales that they are compared with.
+GROUPS = (
+    *(Candidate(f"{format} g128", TensorQuant(format, "group", 128)) for format in ("nf4", "int3", "int2")),
+    *(
+        Candidate(f"{format} g{size} fp8 scales", TensorQuant(format, "group", size, scale_dtype=FP8))
+        for format in ("int4", "nf4", "int3", "int2")
+        for size in (64, 32)
+    ),
+    *(
+        Candidate(f"W4A8 int8 g{size} fp8 scales", TensorQuant("int4", "group", size, scale_dtype=FP8), "int8")
+        for size in (64, 32)
+    ),
+)
+PEERS = {
+    c.name: "W4A8 int8" if c.activation else f"{c.weight.format} g128" for c in GROUPS if c.name.endswith("scales")
+}
+PEER_TARGETS = dict.fromkeys((1, 4, 16, 128), 0.9)  # {M: the speed of the peer}
 
 
 @dataclass
@@ -182,12 +201,13 @@ def _each(call: Callable[[Any], Tensor], weights: list[Any]) -> Callable[[], Non
 def bench_linear(args: argparse.Namespace) -> None:
     """Every candidate against bf16 `F.linear`, for all shapes, M and thread counts."""
     print(f"kernels: {', '.join(args.kernels)}")
-    names = [c.name for c in CANDIDATES if not args.only or any(word in c.name for word in args.only)]
+    candidates = (*CANDIDATES, *GROUPS)
+    names = [c.name for c in candidates if not args.only or any(word in c.name for word in args.only)]
     if args.targets:
-        names = [name for name in names if name in TARGETS]
+        names = [name for name in names if name in (*TARGETS, *PEERS, *PEERS.values())]
     records: list[Record] = []
     for shape in args.shapes:
-        bench = Bench(args, shape, [c for c in CANDIDATES if c.name in names])
+        bench = Bench(args, shape, [c for c in candidates if c.name in names])
         for threads in args.threads:
             torch.set_num_threads(threads)
             print(f"\n{shape} (N x K), {threads} thread(s), {args.direction}; load {os.getloadavg()[0]:.1f}")
@@ -227,12 +247,16 @@ def print_ratios(records: list[Record], tokens: list[int], *, several: bool) -> 
 
 
 def judge(records: list[Record]) -> list[dict[str, Any]]:
-    """Compare each record that has a target with it."""
+    """Compare each record that has a target with it; those of `PEERS` with the peer in the same run."""
     goals = []
+    found = {(r.name, r.kernels, r.shape, r.threads, r.M): r for r in records}
     for record in records:
         if record.kernels is None or record.direction != "forward":
             continue
         aims = {"x bf16": (record.ratio, TARGETS.get(record.name, {}).get(record.M))}
+        peer = found.get((PEERS.get(record.name), record.kernels, record.shape, record.threads, record.M))
+        if peer is not None:
+            aims[f"x {peer.name}"] = (peer.seconds / record.seconds, PEER_TARGETS.get(record.M))
         if record.M == 1:
             aims["of read"] = (record.share, SHARE_TARGETS.get(record.name))
         for what, (reached, target) in aims.items():
@@ -244,7 +268,7 @@ def judge(records: list[Record]) -> list[dict[str, Any]]:
 
 def print_goals(goals: list[dict[str, Any]]) -> None:
     """One line for each target, those of one candidate together, and how many are reached."""
-    order = list(TARGETS)
+    order = [*TARGETS, *PEERS]
     goals = sorted(goals, key=lambda g: (g["shape"], g["threads"], order.index(g["name"]), g["kernels"], g["M"]))
     rows = [("weights", "kernels", "shape", "threads", "M", "what", "reached", "target", "verdict")]
     for goal in goals:

@@ -39,7 +39,7 @@ def test_kernels_take_turns_in_one_run(capsys, tmp_path, monkeypatch):
     options = ("--m", "1", "3", "--kernels", ",".join(KERNELS), "--json", str(tmp_path / "out.json"))
     bench_cpu.main([*TINY, *only, *options])
     text = capsys.readouterr().out
-    names = [c.name for c in CANDIDATES if any(word in c.name for word in only[1:])]
+    names = [c.name for c in (*CANDIDATES, *bench_cpu.GROUPS) if any(word in c.name for word in only[1:])]
     for name in names:
         for kind in KERNELS:
             label = f"{name}, {kind}" if len(KERNELS) > 1 else name
@@ -66,12 +66,27 @@ def test_kernels_take_turns_in_one_run(capsys, tmp_path, monkeypatch):
 def test_targets_are_judged(capsys, tmp_path):
     bench_cpu.main([*TINY, "--targets", "--kernels", "torch", "--m", "1", "4", "--json", str(tmp_path / "out.json")])
     goals = json.loads((tmp_path / "out.json").read_text())["targets"]
-    assert len(goals) == 10  # six at M = 1, one of the bandwidth, three at M = 4
+    assert len(goals) == 30  # six at M = 1, one of the bandwidth, three at M = 4; ten against groups of 128 at each M
     text = capsys.readouterr().out
-    assert f"{sum(goal['pass'] for goal in goals)} of 10 targets are reached" in text
+    assert f"{sum(goal['pass'] for goal in goals)} of 30 targets are reached" in text
     for goal in goals:
         assert goal["pass"] == (goal["reached"] >= goal["target"])
-    assert sum("PASS" in line or "short by" in line for line in text.splitlines()) == 10
+    assert sum("PASS" in line or "short by" in line for line in text.splitlines()) == 30
+
+
+def test_small_groups_are_compared_with_their_peer():
+    place = {"kernels": "avx512", "threads": 1, "direction": "forward", "M": 1, "gbps": 1, "ratio": 3.0}
+    records = [
+        Record(name="nf4 g128", shape="4096x4096", seconds=9, **place),
+        Record(name="nf4 g128", shape="576x1536", seconds=1, **place),
+        Record(name="nf4 g32 fp8 scales", shape="4096x4096", seconds=10, **place),
+        Record(name="nf4 g64 fp8 scales", shape="4096x4096", seconds=11, **place),
+    ]
+    found = [(g["name"], g["what"], g["reached"], g["pass"]) for g in judge(records)]
+    assert found == [
+        ("nf4 g32 fp8 scales", "x nf4 g128", pytest.approx(0.9), True),
+        ("nf4 g64 fp8 scales", "x nf4 g128", pytest.approx(9 / 11), False),
+    ]
 
 
 def test_a_verdict_says_by_how_much(capsys):
