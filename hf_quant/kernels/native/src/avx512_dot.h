@@ -24,8 +24,8 @@ constexpr int64_t kRowsAhead = 8;  // rows of the weight whose scales are prefet
 
 // R rows of the weight, `gap` bytes apart, with MB rows of x. Codes are prefetched: the CPU's own prefetcher follows them
 // on Zen 4 (12.6 cycles a block of int4 with K = 4096, 15.1 by hand), but not on Zen 5 (26 cycles, 11 by hand), and nowhere
-// with long rows of x or small groups. One row of x meets two neighbours, which share its loads; with several rows of x,
-// which then come from the L2 cache, a pair of rows far apart halves that traffic.
+// with long rows of x or small groups. One row of x meets two short neighbours, which share its loads; with several rows
+// of x, which then come from the L2 cache, a pair of rows far apart halves that traffic.
 // Rows of x are told by a stride: with a register for each GCC 12 runs out of them and keeps vectors in memory.
 template <class C, int R, int MB, Grouping GROUPING>
 struct DotRows {
@@ -274,12 +274,13 @@ static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance) {
 template <class C, Grouping GROUPING>
 static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
   if (a.count == 1) {
-    for (; n + 1 < end; n += 2) {
+    // Of longer rows, what is prefetched for one would be what the other reads.
+    for (; n + 1 < end && 2 * a.p.row_bytes <= kAhead; n += 2) {
       load_scales_of<C>(a, n, 0);
       load_scales_of<C>(a, n + 1, 1);
       dot_rows<C, 2, 1, GROUPING>(a, n, 1, 0);
     }
-    if (n < end) {
+    for (; n < end; ++n) {
       load_scales_of<C>(a, n, 0);
       dot_rows<C, 1, 1, GROUPING>(a, n, 0, 0);
     }
