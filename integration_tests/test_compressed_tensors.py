@@ -56,9 +56,13 @@ SCHEMES = {
         "pack-quantized",
         {"weight_packed": (I32, (128, 64)), "weight_scale": (BF16, (128, 1)), "weight_shape": (I64, (2,))},
     ),
-    "w8a8": ({"weights": "W8A8"}, "int-quantized", {"weight": (I8, (128, 256)), "weight_scale": (F32, (128, 1))}),
+    "w8a8": (
+        {"weights": "W8A8", "input_transform": "none"},
+        "int-quantized",
+        {"weight": (I8, (128, 256)), "weight_scale": (F32, (128, 1))},
+    ),
     "w8a8_tensor": (
-        {"weights": "W8A8", "granularity": "tensor"},
+        {"weights": "W8A8", "granularity": "tensor", "input_transform": "none"},
         "int-quantized",
         {"weight": (I8, (128, 256)), "weight_scale": (F32, (1,))},
     ),
@@ -222,6 +226,8 @@ def test_blocks_say_their_size(tmp_path):
             {"weights": "int4", "granularity": "tensor"},
             "no reader takes int4 weights with one scale per tensor and 16",
         ),
+        ({"weights": "W8A8"}, '_proj.*: its input is rotated, .* quantize the model with input_transform="none"'),
+        ({"weights": "W8A16", "input_transform": "hadamard"}, "its input is rotated"),
         ({"weights": "W8A8", "group_size": 64}, "no reader takes int8 weights with one scale per group and int8"),
         ({"weights": "fp8", "group_size": 64}, "no reader takes fp8_e4m3 weights with one scale per group and 16-bit"),
         ({"weights": "int8", "modules": {"model.embed_tokens": "int8"}}, "embed_tokens.*: it is an embedding"),
@@ -347,7 +353,10 @@ def test_the_divisor_of_nvfp4_is_exact_or_refused():
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("config", [{"weights": "int4", "group_size": 32, "symmetric": False}, {"weights": "W8A8"}])
+@pytest.mark.parametrize(
+    "config",
+    [{"weights": "int4", "group_size": 32, "symmetric": False}, {"weights": "W8A8", "input_transform": "none"}],
+)
 def test_experts_get_the_names_of_the_original_checkpoint(name, config, tmp_path):
     architecture = ARCHITECTURES[name]
     torch.manual_seed(0)
@@ -408,12 +417,29 @@ def test_a_model_is_saved_in_files_that_fit_in_memory(llama, tmp_path, monkeypat
     assert saved == [{"max_shard_size": "5GB"}]
 
 
+ON_CPUS = {"cpu_activations": "int8", "input_transform": "none"}
+
+
 def test_what_is_left_out_is_said(llama, tmp_path):
-    model = quantized(llama, weights="int4", cpu_activations="int8", kv_cache="fp8", modules={"lm_head": "int4"})
+    model = quantized(
+        llama,
+        weights="int4",
+        cpu_activations="int8",
+        input_transform="none",
+        kv_cache="fp8",
+        modules={"lm_head": "int4"},
+    )
     with pytest.raises(ValueError, match="embed_tokens|lm_head"):  # tied: the codes are the embedding's
         export_compressed_tensors(model, tmp_path / "out")
     untied = make_llama(tmp_path / "untied", tie_word_embeddings=False)
-    model = quantized(untied, weights="int4", cpu_activations="int8", kv_cache="fp8", modules={"lm_head": "int8"})
+    model = quantized(
+        untied,
+        weights="int4",
+        cpu_activations="int8",
+        input_transform="none",
+        kv_cache="fp8",
+        modules={"lm_head": "int8"},
+    )
     notes = export_compressed_tensors(model, tmp_path / "out")
     assert [note.partition(":")[0] for note in notes] == [
         "the quantized KV cache is left out",

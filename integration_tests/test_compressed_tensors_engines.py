@@ -69,7 +69,7 @@ def test_fused_layers_in_16_bit_beside_one_scheme(tmp_path):
 )
 @pytest.mark.parametrize("experts", [INT4_EXPERTS, {"*experts*": None}])
 def test_experts_are_found_by_the_names_of_the_first(name, block, parts, experts, tmp_path):
-    fields, notes = export(tmp_path, name, weights="W8A8", modules=experts)
+    fields, notes = export(tmp_path, name, weights="W8A8", input_transform="none", modules=experts)
     assert bool(notes) == (experts is INT4_EXPERTS)  # with int8 beside them
     expected = None if experts["*experts*"] is None else "pack-quantized"
     for layer in (0, 1):
@@ -79,7 +79,7 @@ def test_experts_are_found_by_the_names_of_the_first(name, block, parts, experts
 
 
 def test_experts_that_only_one_engine_serves_are_mentioned(tmp_path):
-    _, notes = export(tmp_path / "int8", "qwen3_moe", weights="W8A8")
+    _, notes = export(tmp_path / "int8", "qwen3_moe", weights="W8A8", input_transform="none")
     assert notes == ("of the engines vLLM alone serves these experts (int-quantized)",)
     assert export(tmp_path / "int4", "qwen3_moe", weights="int4", group_size=32)[1] == ()
 
@@ -123,7 +123,11 @@ def test_a_quantized_vision_tower_is_mentioned(tmp_path):
     ("name", "config", "reason"),
     [
         ("qwen3_moe", {"weights": "W8A16_FP8"}, "experts.0.*: engines take 8-bit experts with quantized inputs"),
-        ("qwen3_moe", {"weights": "W8A8", "granularity": "tensor"}, "experts.0.*: engines take 8-bit experts with"),
+        (
+            "qwen3_moe",
+            {"weights": "W8A8", "granularity": "tensor", "input_transform": "none"},
+            "experts.0.*: engines take 8-bit experts with",
+        ),
         ("mamba", {"weights": "W8A16"}, "mixer.in_proj.*: engines compute the mixers of Mamba 1 in 16 bit"),
         ("llama", {"weights": "W8A16", "modules": {"lm_head": "FP8_BLOCK"}}, "cannot split the output head in blocks"),
         ("gpt_oss", {"weights": "int4", "group_size": 32}, "experts are transposed or have biases"),

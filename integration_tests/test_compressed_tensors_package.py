@@ -25,6 +25,7 @@ from integration_tests.test_compressed_tensors import SCHEMES
 pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 
+STRAIGHT = {"weights": "W8A8", "input_transform": "none"}
 MIXED = {"weights": "int4", "modules": {"*.mlp.*": "W8A8_FP8", "*.o_proj": None}}
 ALL = {name: config for name, (config, _, _) in SCHEMES.items()} | {"mixed": MIXED}
 # Inputs stay in 16 bit: the first forward decodes all weights and computes with them.
@@ -144,7 +145,7 @@ def test_transformers_loads_it_compressed(name, exports, request):
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llava"])
-@pytest.mark.parametrize("config", [{"weights": "int4", "group_size": 32}, {"weights": "W8A8"}, "mixed"])
+@pytest.mark.parametrize("config", [{"weights": "int4", "group_size": 32}, STRAIGHT, "mixed"])
 def test_transformers_finds_modules_that_have_other_names_in_the_checkpoint(name, config, tmp_path):
     if name == "gpt_neox":
         sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
@@ -156,7 +157,7 @@ def test_transformers_finds_modules_that_have_other_names_in_the_checkpoint(name
     else:
         model, arguments = build(name), inputs(name)
     if config == "mixed":  # layers are named in the config then
-        config = {"weights": "W8A8", "modules": {"*.dense_4h_to_h" if name == "gpt_neox" else "*.down_proj": "W8A16"}}
+        config = STRAIGHT | {"modules": {"*.dense_4h_to_h" if name == "gpt_neox" else "*.down_proj": "W8A16"}}
     quantize_(model.eval(), QuantizerConfig(**config))
     export_compressed_tensors(model, tmp_path / "out", reader="transformers")
     loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -196,7 +197,7 @@ def test_its_converter_of_awq_finds_the_same_codes(tmp_path):
     assert [key for key in theirs if not torch.equal(theirs[key], exported[key])] == []
 
 
-@pytest.mark.parametrize("config", [{"weights": "W8A8"}, {"weights": "W8A16", "modules": {"*experts*": None}}])
+@pytest.mark.parametrize("config", [STRAIGHT, {"weights": "W8A16", "modules": {"*experts*": None}}])
 def test_experts_that_transformers_cannot_load_are_mentioned(config, tmp_path):
     model = quantize_(build("qwen3_moe"), QuantizerConfig(**config))
     (note,) = export_compressed_tensors(model, tmp_path / "out", reader="transformers")

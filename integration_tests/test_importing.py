@@ -218,8 +218,8 @@ ROUND_TRIPS = {
     "w4a16_asym": ({"weights": "W4A16_ASYM", "group_size": 32}, ()),
     "w4a16_channel": ({"weights": "int4", "granularity": "row", "symmetric": False}, ()),
     "w8a16": ({"weights": "W8A16"}, ()),
-    "w8a8": ({"weights": "W8A8"}, ()),
-    "w8a8_tensor": ({"weights": "W8A8", "granularity": "tensor"}, ()),
+    "w8a8": ({"weights": "W8A8", "input_transform": "none"}, ()),
+    "w8a8_tensor": ({"weights": "W8A8", "granularity": "tensor", "input_transform": "none"}, ()),
     "w8a8_fp8": ({"weights": "W8A8_FP8"}, ()),
     "w8a16_fp8": ({"weights": "W8A16_FP8"}, ()),
     "fp8_block": (
@@ -317,7 +317,7 @@ def test_patterns_class_names_and_older_configs(tmp_path):
     ],
 )
 def test_schemes_that_cannot_be_imported(config, part, changes, message, tmp_path):
-    path = exported(tmp_path, weights=config)
+    path = exported(tmp_path, weights=config, input_transform="none")
     change_group(path, part, **changes)
     with pytest.raises(ValueError, match=rf"in cannot be imported: model.layers.0\S+: {message}"):
         import_checkpoint(path, tmp_path / "out")
@@ -371,7 +371,7 @@ def test_compressed_tensors_that_cannot_be_imported(tmp_path):
 MOE_SCHEMES = {
     "int4": {"weights": "int4", "group_size": 32},
     "int4_asym": {"weights": "int4", "group_size": 32, "symmetric": False},
-    "w8a8": {"weights": "W8A8"},
+    "w8a8": {"weights": "W8A8", "input_transform": "none"},
     "mxfp4": {"weights": "mxfp4"},
 }
 
@@ -397,7 +397,7 @@ def test_experts_that_are_stored_one_by_one(name, scheme, tmp_path):
 
 
 def test_experts_that_cannot_be_one_tensor(tmp_path):
-    exported_moe(tmp_path, "qwen3_moe", weights="W8A8")
+    exported_moe(tmp_path, "qwen3_moe", weights="W8A8", input_transform="none")
     stored = load_all(tmp_path / "in")
     expert = "model.layers.0.mlp.experts.2.gate_proj"
     fewer = {key: tensor for key, tensor in stored.items() if not key.startswith(expert)}
@@ -449,7 +449,9 @@ def compressed(llama, tmp_path_factory):
         if weights not in made:
             directory = tmp_path_factory.mktemp("compressed")
             model = AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
-            config = QuantizerConfig(weights, symmetric=False if weights == "int4" else None, scale_dtype=None)
+            config = QuantizerConfig(
+                weights, symmetric=False if weights == "int4" else None, input_transform="none", scale_dtype=None
+            )
             quantize_(model, config).save_pretrained(directory / "ours")
             export_compressed_tensors(directory / "ours", directory / "out")
             made[weights] = directory / "out"

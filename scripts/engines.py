@@ -140,7 +140,7 @@ def quantize(scheme: str, work: Path) -> tuple[Path, Path]:
     """(checkpoint of hf_quant, export of it) of the small model, in 16 bit."""
     own, exported = work / f"{scheme}-own", work / scheme
     model = AutoModelForCausalLM.from_pretrained(
-        MODEL, dtype=torch.bfloat16, quantization_config=QuantizerConfig(scheme)
+        MODEL, dtype=torch.bfloat16, quantization_config=QuantizerConfig(scheme, input_transform="none")
     )
     model.save_pretrained(own)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(own)

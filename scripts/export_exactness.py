@@ -30,7 +30,7 @@ from integration_tests.support.foreign_checkpoints import (  # noqa: E402
 
 PRESETS = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "W8A8_FP8", "W8A16_FP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16")
 SCHEMES = {
-    **{name: {"weights": name} for name in PRESETS},
+    **{name: {"weights": name, "input_transform": "none"} for name in PRESETS},
     "W4A16, per row": {"weights": "int4", "granularity": "row"},
     "mixed": {"weights": "int4", "modules": {"*.mlp.*": "W8A8_FP8"}},
 }

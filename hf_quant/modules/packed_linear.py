@@ -40,9 +40,7 @@ class PackedLinear(QuantizedModule):
             self.refuse_width(x)
         if activation is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return self(x.tensor())
-        if self.scheme.input_transform is None:
-            return rows_product(self, *x.rows(activation), x.dtype)
-        return rows_product(self, *x.rotated_rows(activation, self.input_diagonal(x)), x.dtype)
+        return rows_product(self, *x.rows(activation, self.input_diagonal(x)), x.dtype)
 
     def parameters_changed(self) -> None:
         self.rule.parameters_changed(self)

@@ -40,6 +40,7 @@ from hf_quant.kernels.gpu.launch import (
     unavailable_reason,
 )
 from hf_quant.kernels.gpu.row_codes import code_options, encode, larger_magnitude, scale_of_row
+from hf_quant.kernels.gpu.sign_matrix import dot_right, sign_matrix
 from hf_quant.kernels.hadamard import op
 from hf_quant.kernels.rowwise.gpu import quantize_rowwise_gpu
 from hf_quant.kernels.sign_matrices import PALEY_FIELDS, mix, odd_factor, squares, transform
@@ -100,37 +101,6 @@ def tiling(K: int, n: int, tile_rows: int, columns: int) -> Tiling:
     needed = K // (A * span * B) * A_PAD * span
     rows = 1 if needed > tile_rows else tile_rows // _next_power(needed)
     return Tiling(B, min(n, B), A, A_PAD, span, tile_rows, -(-needed // tile_rows), rows)
-
-
-@triton.jit
-def _signs(
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr
-):
-    """fp32 [SIZE, SIZE]: the Hadamard matrix of N in each diagonal block of BLOCK, else 0; see `paley_matrix`."""
-    i = tl.arange(0, SIZE)[:, None]
-    j = tl.arange(0, SIZE)[None, :]
-    a, b = i % BLOCK, j % BLOCK
-    TWOS: tl.constexpr = N // M
-    parity = (a % TWOS) & (b % TWOS)
-    parity ^= parity >> 4
-    parity ^= parity >> 2
-    parity ^= parity >> 1
-    if M > 1:
-        u, s, v, t = a // TWOS // 2, a // TWOS % 2, b // TWOS // 2, b // TWOS % 2
-        e, f = tl.maximum(u, 1) - 1, tl.maximum(v, 1) - 1
-        difference = (e // P - f // P + P) % P * P + (e % P - f % P + P) % P
-        is_other = (u > 0) & (v > 0) & (((MASK >> (difference % 32)) & 1) == 0)
-        parity ^= tl.where(u == v, s | t, (s & t) ^ is_other.to(tl.int32))
-    inside = (i // BLOCK == j // BLOCK) & (a < N) & (b < N)
-    return tl.where(inside, tl.where((parity & 1) == 1, -1.0, 1.0), 0.0)
-
-
-@triton.jit
-def _dot_right(y, right):
-    """y @ right, y in fp32, of whose mantissa 16 bits count: its first 8, and the rest rounded to 8."""
-    high = (y.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    z = tl.dot(high.to(tl.bfloat16), right)
-    return tl.dot((y - high).to(tl.bfloat16), right, z)
 
 
 @triton.jit
@@ -199,10 +169,10 @@ def _hadamard_kernel(
     STAGES: tl.constexpr,
 ):
     X_TYPE: tl.constexpr = x.dtype.element_ty
-    right = _signs(B_PAD, B_PAD if INNER_M > 1 else INNER, INNER, INNER_M, FIELD, MASK)
+    right = sign_matrix(B_PAD, B_PAD if INNER_M > 1 else INNER, INNER, INNER_M, FIELD, MASK)
     right = right.to(tl.bfloat16 if A > 1 else X_TYPE)
     if A > 1:
-        left = _signs(T, A_PAD, A, A_M, FIELD, MASK).to(X_TYPE)
+        left = sign_matrix(T, A_PAD, A, A_M, FIELD, MASK).to(X_TYPE)
     tile_row = tl.arange(0, T)
     column = tl.arange(0, B_PAD)[None, :]
     U: tl.constexpr = T // ROWS
@@ -225,7 +195,7 @@ def _hadamard_kernel(
             if A == 1:
                 z = tl.dot(v, right)
             else:
-                z = _dot_right(tl.dot(left, v), right)
+                z = dot_right(tl.dot(left, v), right)
             tiles = tiles + (z,)
         tiles = _butterflies(tiles, TILES, LOG_SPAN)
         factor = NORM

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_quant.kernels import native
 from hf_quant.kernels.codes import ROW_FORMATS, row_max
-from hf_quant.kernels.cpu.rows import row_amax
+from hf_quant.kernels.cpu.rows import row_amax, transform_rows
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.rowwise import op
 from hf_quant.kernels.rowwise.op import row_scale
@@ -58,10 +58,12 @@ def _blocks(M: int, K: int) -> list[slice]:
     return [slice(start, min(start + step, M)) for start in range(0, M, step)]
 
 
-def quantize_blocks(x: Tensor, format: str, values: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
+def quantize_blocks(
+    x: Tensor, format: str, values: Callable[[slice], Tensor], diagonal: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize fp32 `values(rows)` [m, K], which x [..., K] makes, block by block; results of x's shape.
 
-    `values` gets slices of the rows of x taken as [M, K].
+    `values` gets slices of the rows of x taken as [M, K]. A diagonal [K / b, b] transforms them first.
     """
     limit, K = row_max(format), x.shape[-1]
     codes = torch.empty(x.shape, dtype=ROW_FORMATS[format])
@@ -71,6 +73,8 @@ def quantize_blocks(x: Tensor, format: str, values: Callable[[slice], Tensor]) -
     scale = torch.empty(flat.shape[0], 1)
     for block in _blocks(*flat.shape):
         part = values(block)
+        if diagonal is not None:
+            part = transform_rows(part, diagonal.shape[1], diagonal, torch.float32)
         scale[block] = row_scales(part, limit)
         flat[block].copy_(row_codes(part, scale[block], limit, format))
     return codes, scale.view(*x.shape[:-1], 1)
@@ -79,12 +83,12 @@ def quantize_blocks(x: Tensor, format: str, values: Callable[[slice], Tensor]) -
 @implements(op.rms_norm_quantize_rowwise, "CPU")
 @torch.no_grad()
 def rms_norm_quantize_rowwise_cpu(
-    x: Tensor, weight: Tensor | None, *, eps: float, format: str
+    x: Tensor, weight: Tensor | None, input_diagonal: Tensor | None = None, *, eps: float, format: str
 ) -> tuple[Tensor, Tensor]:
     """Compute `rms_norm_quantize_rowwise_reference`."""
-    op.check_vector("weight", weight, x.shape[-1])
+    op.check_vector("weight", weight, x.shape[-1], input_diagonal)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return quantize_blocks(x, format, lambda block: op.rms_norm_values(rows[block], weight, eps))
+    return quantize_blocks(x, format, lambda block: op.rms_norm_values(rows[block], weight, eps), input_diagonal)
 
 
 @implements(op.layer_norm_quantize_rowwise, "CPU")
@@ -95,12 +99,13 @@ def layer_norm_quantize_rowwise_cpu(
     bias: Tensor | None,
     mod_scale: Tensor | None,
     mod_shift: Tensor | None,
+    input_diagonal: Tensor | None = None,
     *,
     eps: float,
     format: str,
 ) -> tuple[Tensor, Tensor]:
     """Compute `layer_norm_quantize_rowwise_reference`."""
-    op.check_layer_norm(x, weight, bias, mod_scale, mod_shift)
+    op.check_layer_norm(x, weight, bias, mod_scale, mod_shift, input_diagonal)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
     def values(block: slice) -> Tensor:
@@ -109,16 +114,20 @@ def layer_norm_quantize_rowwise_cpu(
         ]
         return op.layer_norm_values(rows[block], weight, bias, *modulation, eps)
 
-    return quantize_blocks(x, format, values)
+    return quantize_blocks(x, format, values, input_diagonal)
 
 
 @implements(op.act_quantize_rowwise, "CPU")
 @torch.no_grad()
-def act_quantize_rowwise_cpu(x: Tensor, up: Tensor | None, *, act: str, format: str) -> tuple[Tensor, Tensor]:
+def act_quantize_rowwise_cpu(
+    x: Tensor, up: Tensor | None, input_diagonal: Tensor | None = None, *, act: str, format: str
+) -> tuple[Tensor, Tensor]:
     """Compute `act_quantize_rowwise_reference`."""
-    op.check_act(x, up, act)
+    op.check_act(x, up, act, input_diagonal)
     M, K = math.prod(x.shape[:-1]), x.shape[-1]
     rows, factors = x.reshape(M, K), None if up is None else up.reshape(M, K)
-    return quantize_blocks(
-        x, format, lambda block: op.act_values(rows[block], None if factors is None else factors[block], act)
-    )
+
+    def values(block: slice) -> Tensor:
+        return op.act_values(rows[block], None if factors is None else factors[block], act)
+
+    return quantize_blocks(x, format, values, input_diagonal)

@@ -20,6 +20,8 @@ branch each), `x / scale` 13 but other codes at ties; `tl.exp` and a division fo
 in pairs as int32 12.2 instead of 12.5.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ from hf_quant.kernels.gpu.row_codes import (
     round_stochastically,
     scale_of_row,
 )
+from hf_quant.kernels.gpu.sign_matrix import dot_right, sign_matrix
 from hf_quant.kernels.rowwise import op
 from hf_quant.kernels.rowwise.op import PHILOX_ROUNDS
 
@@ -158,6 +161,16 @@ def _normed(v, rstd, weight, bias, mod_scale, mod_shift, scale_rows, shift_rows,
     return v
 
 
+@triton.jit
+def _rotated(v, diagonal, right, columns, K, EVEN_K: tl.constexpr, NORM: tl.constexpr):
+    """v [R, C] times the diagonal and the Hadamard matrix `right` of each B columns, with 16 bits of mantissa."""
+    B: tl.constexpr = right.shape[0]
+    mask = tl.full([1, 1], True, tl.int1) if EVEN_K else columns < K
+    v *= _load(diagonal, 0, columns, mask, "evict_last")
+    blocks = tl.reshape(v, (v.shape[0] * v.shape[1] // B, B))
+    return tl.reshape(dot_right(blocks, right) * NORM, v.shape)
+
+
 @triton.jit(do_not_specialize=["M", "rows_per_mod"])
 def _quantize_rowwise_kernel(
     x,
@@ -167,6 +180,7 @@ def _quantize_rowwise_kernel(
     mod_scale,
     mod_shift,
     seed,
+    diagonal,
     codes,
     scales,
     M,
@@ -189,6 +203,8 @@ def _quantize_rowwise_kernel(
     BLOCK_K: tl.constexpr,
     BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    B: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_m = (row < M)[:, None]
@@ -243,6 +259,15 @@ def _quantize_rowwise_kernel(
                 magnitudes = larger_magnitude(magnitudes, v)
                 normed = normed + (v,)
             values = normed
+        if diagonal is not None:
+            right = sign_matrix(B, B, B, 1, 1, 0).to(tl.bfloat16)
+            magnitudes = tl.zeros([ROWS, BLOCK_K], tl.float32)
+            turned = ()
+            for i in tl.static_range(BLOCKS):
+                v = _rotated(values[i], diagonal, right, column + i * BLOCK_K, K, EVEN_K, NORM)
+                magnitudes = larger_magnitude(magnitudes, v)
+                turned = turned + (v,)
+            values = turned
         scale = scale_of_row(magnitudes, LIMIT, SMALLEST)
         inverse = tl.div_rn(1.0, scale)[:, None]
         for i in tl.static_range(BLOCKS):
@@ -302,14 +327,25 @@ def _supports(problem: Problem) -> str | None:
 PATHS = (Path("one pass over the rows", "any M", _supports),)
 
 
-def _serves(x: Tensor, *others: Tensor | None) -> bool:
+def _serves(x: Tensor, *others: Tensor | None, diagonal: Tensor | None = None) -> bool:
     """True if the kernel computes these; otherwise the reference does, in torch ops on the same device."""
     floating = (torch.bfloat16, torch.float16, torch.float32)
     return (
         unavailable_reason(x.device) is None
         and x.numel() > 0
         and all(part is None or part.dtype in floating for part in (x, *others))
+        and _rotates(x, diagonal, target_of(x.device))
     )
+
+
+def _rotates(x: Tensor, diagonal: Tensor | None, target: Target) -> bool:
+    """True if the kernel transforms rows of x by the diagonal: they fit into registers, as does the matrix."""
+    if diagonal is None:
+        return True
+    if not 16 <= diagonal.shape[1] <= 128 or not target.has_bf16_dot:
+        return False
+    M = x.numel() // x.shape[-1]
+    return config(target, M, x.shape[-1], diagonal.shape[1])[2] is not None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -318,10 +354,16 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def config(target: Target, M: int, K: int) -> tuple[int, int, int | None, int]:
-    """(rows of a block, values of a row taken at once, how often or None for a loop, warps)."""
+def config(target: Target, M: int, K: int, block: int = 1) -> tuple[int, int, int | None, int]:
+    """(rows of a block, values of a row taken at once, how often or None for a loop, warps).
+
+    With transforms of `block` columns, 16 blocks of them at least are taken at once: matrix units want so many rows.
+    """
     table = config_table("quantize_rowwise", CONFIGS, target)
     rows, block_k, num_warps = next(row[2:] for row in table if M <= row[0] and K <= row[1])
+    if block > 1 and rows * block_k < 16 * block:
+        block_k = 16 * block // rows
+        num_warps = max(num_warps, block_k // 512)
     blocks = -(-K // block_k)
     return rows, block_k, blocks if rows * blocks * block_k <= _IN_REGISTERS else None, num_warps
 
@@ -337,6 +379,7 @@ def _launch(
     mod_scale: Tensor | None = None,
     mod_shift: Tensor | None = None,
     seed: Tensor | None = None,
+    diagonal: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel on x [..., K] with at least one element."""
@@ -350,7 +393,8 @@ def _launch(
     modulation = mod_scale if mod_scale is not None else mod_shift
     num_mods = 1 if modulation is None else modulation.shape[0]
     rows_per_mod = M // num_mods
-    ROWS, BLOCK_K, BLOCKS, num_warps = config(target, M, K)
+    block = 1 if diagonal is None else diagonal.shape[1]
+    ROWS, BLOCK_K, BLOCKS, num_warps = config(target, M, K, block)
     launch(
         _quantize_rowwise_kernel,
         (-(-M // ROWS),),
@@ -361,6 +405,7 @@ def _launch(
         mod_scale,
         mod_shift,
         seed,
+        diagonal,
         codes,
         scale,
         M,
@@ -379,6 +424,8 @@ def _launch(
         BLOCK_K=BLOCK_K,
         BLOCKS=BLOCKS,
         EVEN_K=K % BLOCK_K == 0,
+        B=block,
+        NORM=1 / math.sqrt(block),
         **code_options(format, target),
         num_warps=num_warps,
     )
@@ -399,14 +446,14 @@ def quantize_rowwise_gpu(x: Tensor, seed: Tensor | None = None, *, format: str) 
 @implements(op.rms_norm_quantize_rowwise, "XPU", PATHS)
 @implements(op.rms_norm_quantize_rowwise, "CUDA", PATHS)
 def rms_norm_quantize_rowwise_gpu(
-    x: Tensor, weight: Tensor | None, *, eps: float, format: str
+    x: Tensor, weight: Tensor | None, input_diagonal: Tensor | None = None, *, eps: float, format: str
 ) -> tuple[Tensor, Tensor]:
     """Compute `rms_norm_quantize_rowwise_reference`; sums in another order."""
     row_max(format)
-    op.check_vector("weight", weight, x.shape[-1])
-    if not _serves(x, weight):
-        return op.rms_norm_quantize_rowwise_reference(x, weight, eps=eps, format=format)
-    return _launch(x, format, "rms_norm", weight=weight, eps=eps)
+    op.check_vector("weight", weight, x.shape[-1], input_diagonal)
+    if not _serves(x, weight, diagonal=input_diagonal):
+        return op.rms_norm_quantize_rowwise_reference(x, weight, input_diagonal, eps=eps, format=format)
+    return _launch(x, format, "rms_norm", weight=weight, diagonal=input_diagonal, eps=eps)
 
 
 @implements(op.layer_norm_quantize_rowwise, "XPU", PATHS)
@@ -417,15 +464,17 @@ def layer_norm_quantize_rowwise_gpu(
     bias: Tensor | None,
     mod_scale: Tensor | None,
     mod_shift: Tensor | None,
+    input_diagonal: Tensor | None = None,
     *,
     eps: float,
     format: str,
 ) -> tuple[Tensor, Tensor]:
     """Compute `layer_norm_quantize_rowwise_reference`; sums in another order."""
     row_max(format)
-    op.check_layer_norm(x, weight, bias, mod_scale, mod_shift)
-    if not _serves(x, weight, bias, mod_scale, mod_shift):
-        return op.layer_norm_quantize_rowwise_reference(x, weight, bias, mod_scale, mod_shift, eps=eps, format=format)
+    op.check_layer_norm(x, weight, bias, mod_scale, mod_shift, input_diagonal)
+    if not _serves(x, weight, bias, mod_scale, mod_shift, diagonal=input_diagonal):
+        parts = (x, weight, bias, mod_scale, mod_shift, input_diagonal)
+        return op.layer_norm_quantize_rowwise_reference(*parts, eps=eps, format=format)
     return _launch(
         x,
         format,
@@ -434,16 +483,19 @@ def layer_norm_quantize_rowwise_gpu(
         bias=bias,
         mod_scale=mod_scale,
         mod_shift=mod_shift,
+        diagonal=input_diagonal,
         eps=eps,
     )
 
 
 @implements(op.act_quantize_rowwise, "XPU", PATHS)
 @implements(op.act_quantize_rowwise, "CUDA", PATHS)
-def act_quantize_rowwise_gpu(x: Tensor, up: Tensor | None, *, act: str, format: str) -> tuple[Tensor, Tensor]:
+def act_quantize_rowwise_gpu(
+    x: Tensor, up: Tensor | None, input_diagonal: Tensor | None = None, *, act: str, format: str
+) -> tuple[Tensor, Tensor]:
     """Compute `act_quantize_rowwise_reference`; the activation to about 1e-6 of the row's largest value."""
     row_max(format)
-    op.check_act(x, up, act)
-    if not _serves(x, up):
-        return op.act_quantize_rowwise_reference(x, up, act=act, format=format)
-    return _launch(x, format, act, up=up)
+    op.check_act(x, up, act, input_diagonal)
+    if not _serves(x, up, diagonal=input_diagonal):
+        return op.act_quantize_rowwise_reference(x, up, input_diagonal, act=act, format=format)
+    return _launch(x, format, act, up=up, diagonal=input_diagonal)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import ROW_FORMATS, SMALLEST_SCALE, row_max
 from hf_quant.kernels.dispatch import define_op
+from hf_quant.kernels.sign_matrices import transform
+from hf_quant.kernels.weight import check_diagonal
 
 
 ACTS = ("silu", "gelu", "gelu_tanh")
@@ -113,8 +115,15 @@ quantize_rowwise = define_op(
 )
 
 
-def check_vector(name: str, vector: Tensor | None, K: int) -> None:
-    """Raise ValueError unless vector is None or [K]."""
+def transformed(values: Tensor, diagonal: Tensor | None) -> Tensor:
+    """fp32 values [..., K], multiplied with a diagonal [K / b, b] and the Hadamard matrix of each b columns."""
+    return values if diagonal is None else transform(values.double(), diagonal.shape[1], diagonal).float()
+
+
+def check_vector(name: str, vector: Tensor | None, K: int, input_diagonal: Tensor | None = None) -> None:
+    """Raise ValueError unless vector is None or [K], and input_diagonal None or as `Weight` describes it."""
+    if input_diagonal is not None:
+        check_diagonal(input_diagonal, K)
     if vector is not None and vector.shape != (K,):
         raise ValueError(f"{name} is {tuple(vector.shape)}; needs [{K}], as the last dimension of x")
 
@@ -144,18 +153,20 @@ def rms_norm_values(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rms_norm_quantize_rowwise_reference(
-    x: Tensor, weight: Tensor | None, *, eps: float, format: str
+    x: Tensor, weight: Tensor | None, input_diagonal: Tensor | None = None, *, eps: float, format: str
 ) -> tuple[Tensor, Tensor]:
     """Quantize x / sqrt(mean(x**2) + eps) * weight; x [..., K], weight [K] -> as `quantize_rowwise`.
 
     Zhang and Sennrich, https://arxiv.org/abs/1910.07467. A norm that multiplies by 1 + weight passes that as weight.
+    With `input_diagonal` [K / b, b] the result is transformed before it is quantized, see `Weight`.
     """
-    check_vector("weight", weight, x.shape[-1])
-    return quantize_rowwise_reference(rms_norm_values(x, weight, eps), format=format)
+    check_vector("weight", weight, x.shape[-1], input_diagonal)
+    values = transformed(rms_norm_values(x, weight, eps), input_diagonal)
+    return quantize_rowwise_reference(values, format=format)
 
 
-def _rms_norm_quantize_rowwise_fake(x, weight, *, eps, format):
-    check_vector("weight", weight, x.shape[-1])
+def _rms_norm_quantize_rowwise_fake(x, weight, input_diagonal=None, *, eps, format):
+    check_vector("weight", weight, x.shape[-1], input_diagonal)
     return _quantize_rowwise_fake(x, format=format)
 
 
@@ -187,10 +198,15 @@ def layer_norm_values(
 
 
 def check_layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mod_scale: Tensor | None, mod_shift: Tensor | None
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mod_scale: Tensor | None,
+    mod_shift: Tensor | None,
+    input_diagonal: Tensor | None,
 ) -> None:
     """Raise ValueError unless the shapes are as `layer_norm_quantize_rowwise_reference` describes."""
-    check_vector("weight", weight, x.shape[-1])
+    check_vector("weight", weight, x.shape[-1], input_diagonal)
     check_vector("bias", bias, x.shape[-1])
     check_modulation(x, mod_scale, mod_shift)
 
@@ -201,6 +217,7 @@ def layer_norm_quantize_rowwise_reference(
     bias: Tensor | None,
     mod_scale: Tensor | None,
     mod_shift: Tensor | None,
+    input_diagonal: Tensor | None = None,
     *,
     eps: float,
     format: str,
@@ -209,17 +226,18 @@ def layer_norm_quantize_rowwise_reference(
 
     weight, bias [K]; mod_scale, mod_shift [B, K], as the adaptive norms of diffusion transformers make them: each of
     their rows serves the next 1 / B of the rows of x, so B is the batch of x [B, S, K], 1, or the number of rows.
+    `input_diagonal` [K / b, b] transforms the result before it is quantized, see `Weight`.
     """
-    check_layer_norm(x, weight, bias, mod_scale, mod_shift)
+    check_layer_norm(x, weight, bias, mod_scale, mod_shift, input_diagonal)
     M = math.prod(x.shape[:-1])
     rows = x.reshape(M, x.shape[-1])
     modulation = [None if part is None else modulation_rows(part, M, slice(0, M)) for part in (mod_scale, mod_shift)]
-    values = layer_norm_values(rows, weight, bias, *modulation, eps)
+    values = transformed(layer_norm_values(rows, weight, bias, *modulation, eps), input_diagonal)
     return quantize_rowwise_reference(values.view(x.shape), format=format)
 
 
-def _layer_norm_quantize_rowwise_fake(x, weight, bias, mod_scale, mod_shift, *, eps, format):
-    check_layer_norm(x, weight, bias, mod_scale, mod_shift)
+def _layer_norm_quantize_rowwise_fake(x, weight, bias, mod_scale, mod_shift, input_diagonal=None, *, eps, format):
+    check_layer_norm(x, weight, bias, mod_scale, mod_shift, input_diagonal)
     return _quantize_rowwise_fake(x, format=format)
 
 
@@ -228,8 +246,10 @@ layer_norm_quantize_rowwise = define_op(
 )
 
 
-def check_act(x: Tensor, up: Tensor | None, act: str) -> None:
-    """Raise ValueError unless act is known and up is None or of x's shape."""
+def check_act(x: Tensor, up: Tensor | None, act: str, input_diagonal: Tensor | None) -> None:
+    """Raise ValueError unless act is known, up None or of x's shape, and input_diagonal None or of x's width."""
+    if input_diagonal is not None:
+        check_diagonal(input_diagonal, x.shape[-1])
     if act not in ACTS:
         raise ValueError(f"act is {act!r}; allowed: {', '.join(ACTS)}")
     if up is not None and up.shape != x.shape:
@@ -246,17 +266,20 @@ def act_values(x: Tensor, up: Tensor | None, act: str) -> Tensor:
     return values if up is None else values * up.float()
 
 
-def act_quantize_rowwise_reference(x: Tensor, up: Tensor | None, *, act: str, format: str) -> tuple[Tensor, Tensor]:
+def act_quantize_rowwise_reference(
+    x: Tensor, up: Tensor | None, input_diagonal: Tensor | None = None, *, act: str, format: str
+) -> tuple[Tensor, Tensor]:
     """Quantize act(x) * up (act(x) without up); x, up [..., K] -> as `quantize_rowwise`.
 
     act: "silu", "gelu" (by erf) or "gelu_tanh" (its approximation by tanh). x and up may be the halves of one tensor.
+    `input_diagonal` [K / b, b] transforms the result before it is quantized, see `Weight`.
     """
-    check_act(x, up, act)
-    return quantize_rowwise_reference(act_values(x, up, act), format=format)
+    check_act(x, up, act, input_diagonal)
+    return quantize_rowwise_reference(transformed(act_values(x, up, act), input_diagonal), format=format)
 
 
-def _act_quantize_rowwise_fake(x, up, *, act, format):
-    check_act(x, up, act)
+def _act_quantize_rowwise_fake(x, up, input_diagonal=None, *, act, format):
+    check_act(x, up, act, input_diagonal)
     return _quantize_rowwise_fake(x, format=format)
 
 

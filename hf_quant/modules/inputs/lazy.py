@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hf_quant.kernels import act_quantize_rowwise, hadamard_quantize_rowwise, layer_norm_quantize_rowwise
+from hf_quant.kernels import act_quantize_rowwise, layer_norm_quantize_rowwise
 
 
 _PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, operator.mul)
@@ -34,14 +34,14 @@ class LazyInput:
     """
 
     _compute: Callable[[], Tensor]  # of each kind: the tensor as the host has it, and its codes
-    _quantize: Callable[[str], tuple[Tensor, Tensor]]
+    _quantize: Callable[[str, Tensor | None], tuple[Tensor, Tensor]]
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
         is_counted = not (torch.compiler.is_compiling() or like.is_inference())
         self._version = like._version if is_counted else None
         self._tensor: Tensor | None = None
-        self._rows: dict[str, tuple[Tensor, Tensor]] = {}
+        self._rows: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def tensor(self) -> Tensor:
         """The floating-point tensor, as the host computes it."""
@@ -50,19 +50,15 @@ class LazyInput:
             self._tensor = self._compute()
         return self._tensor
 
-    def rows(self, format: str) -> tuple[Tensor, Tensor]:
-        """(codes [..., K], row_scale [..., 1]) in a format of `quantize_rowwise`; computed once."""
-        if format not in self._rows:
-            self._check()
-            self._rows[format] = self._quantize(format)
-        return self._rows[format]
+    def rows(self, format: str, diagonal: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(codes [..., K], row_scale [..., 1]) in a format of `quantize_rowwise`; computed once.
 
-    def rotated_rows(self, format: str, diagonal: Tensor) -> tuple[Tensor, Tensor]:
-        """`rows` of the input rotated by a diagonal [K / b, b]; computed once."""
-        key = f"{format} rotated by {diagonal.shape[1]}"
+        A diagonal [K / b, b] rotates the tensor first, see `modules.rotation`.
+        """
+        key = (format, None if diagonal is None else diagonal.shape[1])
         if key not in self._rows:
-            block = diagonal.shape[1]
-            self._rows[key] = hadamard_quantize_rowwise(self.tensor(), diagonal, block_size=block, format=format)
+            self._check()
+            self._rows[key] = self._quantize(format, diagonal)
         return self._rows[key]
 
     def _check(self) -> None:
@@ -216,7 +212,7 @@ class LazyNorm(LazyInput):
         y = y if self.factor is None else y * self.factor
         return y if self.shift is None else y + self.shift
 
-    def _quantize(self, format: str) -> tuple[Tensor, Tensor]:
+    def _quantize(self, format: str, diagonal: Tensor | None) -> tuple[Tensor, Tensor]:
         K = self.like.shape[-1]
         scale, shift = (None if part is None else part.reshape(-1, K) for part in (self.factor, self.shift))
         if scale is not None:
@@ -225,7 +221,7 @@ class LazyNorm(LazyInput):
             B = self.like.shape[0]
             scale, shift = scale.expand(B, K), shift.expand(B, K)
         return layer_norm_quantize_rowwise(
-            self.like, self.weight, self.bias, scale, shift, eps=self.eps, format=format
+            self.like, self.weight, self.bias, scale, shift, diagonal, eps=self.eps, format=format
         )
 
 
@@ -239,5 +235,5 @@ class LazyAct(LazyInput):
     def _compute(self) -> Tensor:
         return self.function()
 
-    def _quantize(self, format: str) -> tuple[Tensor, Tensor]:
-        return act_quantize_rowwise(self.like, self.up, act=self.act, format=format)
+    def _quantize(self, format: str, diagonal: Tensor | None) -> tuple[Tensor, Tensor]:
+        return act_quantize_rowwise(self.like, self.up, diagonal, act=self.act, format=format)

@@ -3,19 +3,34 @@
 import pytest
 import torch
 
-from hf_quant.kernels import dynamic_mm, grouped_mm, hadamard, hadamard_quantize_rowwise, native, weight_only_mm
+from hf_quant.kernels import (
+    act_quantize_rowwise,
+    dynamic_mm,
+    grouped_mm,
+    hadamard,
+    hadamard_quantize_rowwise,
+    layer_norm_quantize_rowwise,
+    native,
+    rms_norm_quantize_rowwise,
+    weight_only_mm,
+)
 from hf_quant.kernels.cpu import ready_product
 from hf_quant.kernels.gpu.launch import TARGETS, pretend
 from hf_quant.kernels.grouped_mm.gpu import grouped_mm_gpu
 from hf_quant.kernels.grouped_mm.op import grouped_mm_reference
 from hf_quant.kernels.hadamard.gpu import hadamard_gpu, hadamard_quantize_rowwise_gpu
+from hf_quant.kernels.rowwise.gpu import (
+    act_quantize_rowwise_gpu,
+    layer_norm_quantize_rowwise_gpu,
+    rms_norm_quantize_rowwise_gpu,
+)
 from hf_quant.kernels.scaled_mm.gpu import dynamic_mm_gpu
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
 from hf_quant.kernels.sign_matrices import hadamard_matrix
 from hf_quant.kernels.weight_only.gpu import weight_only_mm_gpu
 from hf_quant.kernels.weight_only.op import weight_only_mm_reference
 from hf_quant.scheme import TensorQuant
-from hf_quant.testing import assert_close
+from hf_quant.testing import assert_close, rms_error
 from hf_quant.tests.kernels.cases import assert_product, decode_slowly, packed_case, rejects
 from hf_quant.tests.kernels.interpreter import install
 
@@ -159,3 +174,58 @@ def test_vmap_shares_the_diagonal():
     x, factors = normal(4, 2, K), diagonal(64)
     want = weight_only_mm(x, *packed, None, factors, **options)
     assert torch.equal(torch.vmap(lambda row: weight_only_mm(row, *packed, None, factors, **options))(x), want)
+
+
+FUSED = {
+    "rms": (rms_norm_quantize_rowwise, lambda x, w, up: ((x, w), {"eps": 1e-6})),
+    "layer": (layer_norm_quantize_rowwise, lambda x, w, up: ((x, w, None, up[:1], up[1:2]), {"eps": 1e-6})),
+    "silu * up": (act_quantize_rowwise, lambda x, w, up: ((x, up), {"act": "silu"})),
+    "gelu": (act_quantize_rowwise, lambda x, w, up: ((x, None), {"act": "gelu_tanh"})),
+}
+GPU = {
+    rms_norm_quantize_rowwise: rms_norm_quantize_rowwise_gpu,
+    layer_norm_quantize_rowwise: layer_norm_quantize_rowwise_gpu,
+    act_quantize_rowwise: act_quantize_rowwise_gpu,
+}
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("name", FUSED)
+def test_what_norms_and_activations_make_is_transformed(name):
+    op, arguments = FUSED[name]
+    x, weight, up = normal(5, K).bfloat16(), normal(K, seed=4).bfloat16(), normal(5, K, seed=5).bfloat16()
+    given, options = arguments(x, weight, up)
+    plain, plain_scale = op(*given, **options, format="int8")
+    for block in (32, 64):
+        factors = diagonal(block)
+        codes, scale = op(*given, factors, **options, format="int8")
+        want = moved(plain.double() * plain_scale, factors)
+        assert_close(codes.double() * scale, want, rms=0.02)
+        assert rms_error(codes.double() * scale, want.flip(-1)) > 0.5
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100", "gfx942"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_of_gpus(name, target):
+    op, arguments = FUSED[name]
+    for M, format in ((3, "int8"), (300, "fp8_e4m3")):
+        x, weight, up = normal(M, K).bfloat16(), normal(K, seed=4).bfloat16(), normal(M, K, seed=5).bfloat16()
+        given, options = arguments(x, weight, up)
+        for block in (2, 32, 64):  # the first is the reference's
+            factors = diagonal(block)
+            codes, scale = op(*given, factors, **options, format=format)
+            with pretend(TARGETS[target]):
+                found = GPU[op](*given, factors, **options, format=format)
+            assert_close(found[1], scale, rms=2e-4)
+            assert_close(found[0].float() * found[1], codes.float() * scale, rms=0.004 if format == "int8" else 0.01)
+            assert rms_error(GPU[op](*given, **options, format=format)[0].float(), codes.float()) > 0.1
+
+
+def test_rows_that_do_not_fit_are_transformed_by_the_reference():
+    x = normal(2, 17408).bfloat16()
+    factors = torch.ones(17408 // 128, 128)
+    with pretend(TARGETS["sm90"]):
+        codes, scale = act_quantize_rowwise_gpu(x, None, factors, act="silu", format="int8")
+    want = act_quantize_rowwise(x, None, factors, act="silu", format="int8")
+    assert torch.equal(scale, want[1]) or rms_error(scale, want[1]) < 1e-5
+    assert rms_error(codes.float(), want[0].float()) < 0.01

@@ -37,7 +37,7 @@ def in_a_loop(monkeypatch) -> None:
 @pytest.fixture
 def as_many_rows(monkeypatch) -> None:
     """The configs of more than 256 rows, for few."""
-    monkeypatch.setattr(gpu, "config", lambda target, M, K, config=gpu.config: config(target, M + 256, K))
+    monkeypatch.setattr(gpu, "config", lambda target, M, K, block=1, config=gpu.config: config(target, M + 256, K))
 
 
 def rows_that_break_kernels(M: int, K: int, dtype: torch.dtype) -> torch.Tensor:

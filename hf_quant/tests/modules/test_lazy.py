@@ -44,8 +44,8 @@ def test_a_modulated_norm(images, dtype, order):
     lazy, expected = (modulated(y, order, scale, shift) for y in (lazy_norm(x, norm), norm(x)))
     assert type(lazy) is LazyNorm and lazy.shape == expected.shape and lazy.dtype == dtype and lazy.ndim == 3
     assert torch.equal(lazy.tensor(), expected)
-    codes, row_scale = lazy.rows("int8")
-    assert lazy.rows("int8")[0] is codes
+    codes, row_scale = lazy.rows("int8", None)
+    assert lazy.rows("int8", None)[0] is codes
     decoded = codes * row_scale
     assert_sqnr(decoded, expected.float(), at_least=38, at_most=60)
     factor = (1 + scale).float().expand(B, 1, K).reshape(B, K) - 1
@@ -95,7 +95,7 @@ def test_an_activation(act, with_up):
 
     lazy = LazyAct(x, up, act, host)
     assert torch.equal(lazy.tensor(), host())
-    codes, row_scale = lazy.rows("fp8_e4m3")
+    codes, row_scale = lazy.rows("fp8_e4m3", None)
     exact = act_quantize_rowwise(x, up, act=act, format="fp8_e4m3")
     assert torch.equal(codes.float(), exact[0].float()) and torch.equal(row_scale, exact[1])
     dropped = nn.Dropout(0.5).eval()(lazy)
@@ -130,7 +130,7 @@ def test_a_source_that_changes_is_an_error():
     lazy = LazyAct(x, None, "silu", lambda: F.silu(x))
     kept = LazyAct(x, None, "silu", lambda: F.silu(x)).tensor()
     x.zero_()
-    for read in (lazy.tensor, lambda: lazy.rows("int8")):
+    for read in (lazy.tensor, lambda: lazy.rows("int8", None)):
         with pytest.raises(RuntimeError, match="was changed in place"):
             read()
     assert kept.abs().sum() > 0
