@@ -967,7 +967,7 @@ class AppendCase : RandomCall {
       values[d] = static_cast<float>(x.at(b * heads.x_batch + h * heads.x_head + t * heads.x_token + d, p.x_dtype));
     if (heads.frame != nullptr) {
       const float* mean = heads.frame + (b * p.H + h) * 2 * heads.D;
-      for (int64_t d = 0; d < heads.D; ++d) values[d] = (values[d] - mean[d]) / mean[heads.D + d];
+      for (int64_t d = 0; d < heads.D; ++d) values[d] = (values[d] - mean[d]) * (1.0f / mean[heads.D + d]);
     }
     if (heads.rotates) rotate(values);
     std::vector<uint8_t> codes;

@@ -104,10 +104,9 @@ def _append(
     values = tl.load(x + s.to(tl.int64)[:, None] * x_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if frame is not None:
         mean = frame + (b * heads + h).to(tl.int64) * 2 * D + d
-        spread = tl.load(mean + D, mask=d < D, other=1.0)
-        values = tl.div_rn(
-            values - tl.load(mean, mask=d < D, other=0.0)[None, :], tl.broadcast_to(spread[None, :], values.shape)
-        )
+        # One division a channel: one a value takes a stack (Triton 3.6, sm90, int8).
+        inverse = tl.div_rn(1.0, tl.load(mean + D, mask=d < D, other=1.0))
+        values = (values - tl.load(mean, mask=d < D, other=0.0)[None, :]) * inverse[None, :]
         values = tl.where(inside, values, 0.0)
     if LOG_ROTATION > 0:
         values = butterfly(values, TOKENS, BLOCK_D, LOG_ROTATION, NORM)

@@ -132,8 +132,8 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def framed(k: Tensor, frame: Tensor | None) -> Tensor:
-    """Keys [B, H_kv, S, D] -> (k - mean) / spread in fp32."""
-    return k.float() if frame is None else (k.float() - frame[:, :, :1]) / frame[:, :, 1:]
+    """Keys [B, H_kv, S, D] -> (k - mean) * (1 / spread) in fp32."""
+    return k.float() if frame is None else (k.float() - frame[:, :, :1]) * (1 / frame[:, :, 1:])
 
 
 def query_rows(q: Tensor, frame: Tensor | None, *, rotates: bool) -> Tensor:

@@ -158,7 +158,7 @@ static HFQ_UNFUSED void append_group(const AppendedHeads& a, int layout, int64_t
 
 // x, of which the first row of a frame is taken off, divided by the second.
 static HFQ_LOOP void place_in_frame(const float* __restrict frame, int64_t D, float* __restrict x) {
-  for (int64_t d = 0; d < D; ++d) x[d] = (x[d] - frame[d]) / frame[D + d];
+  for (int64_t d = 0; d < D; ++d) x[d] = (x[d] - frame[d]) * (1.0f / frame[D + d]);
 }
 
 static void append_head(const Append& p, const AppendedHeads& a, int64_t b, int64_t h, int64_t t) {
