@@ -314,6 +314,12 @@ def _seed(device: Any) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=device).fill_(7)
 
 
+def _signs(K: int, device: Any) -> Tensor:
+    """The diagonal of an input transform in blocks of up to 128 columns, fp32 [K / b, b]."""
+    block = min(K & -K, 128)
+    return randn((K // block, block), torch.float32, device).sign()
+
+
 # Ops that move data: name -> (op, (M, K, dtype, device) -> arguments, options besides "format").
 Maker = Callable[[int, int, torch.dtype, Any], tuple]
 MEMORY: dict[str, tuple[str, Maker, dict[str, Any]]] = {
@@ -340,6 +346,34 @@ MEMORY: dict[str, tuple[str, Maker, dict[str, Any]]] = {
     "Hadamard": ("hadamard", lambda M, K, t, d: (randn((M, K), t, d),), {}),
     "Hadamard, blocks of 128": ("hadamard", lambda M, K, t, d: (randn((M, K), t, d),), {"block_size": 128}),
     "Hadamard, quantize": ("hadamard_quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d),), {}),
+    "Hadamard, signed, quantize": (
+        "hadamard_quantize_rowwise",
+        lambda M, K, t, d: (randn((M, K), t, d), _signs(K, d)),
+        {"block_size": 128},
+    ),
+    "RMSNorm, rotate": (
+        "rms_norm_quantize_rowwise",
+        lambda M, K, t, d: (randn((M, K), t, d), _row(K, t, d), _signs(K, d)),
+        {"eps": 1e-6},
+    ),
+    "LayerNorm, modulated, rotate": (
+        "layer_norm_quantize_rowwise",
+        lambda M, K, t, d: (
+            *(randn((M, K), t, d), None, None),
+            *(randn((1, K), torch.float32, d), randn((1, K), t, d), _signs(K, d)),
+        ),
+        {"eps": 1e-6},
+    ),
+    "SiLU * up, rotate": (
+        "act_quantize_rowwise",
+        lambda M, K, t, d: (*_halves(M, K, t, d), _signs(K, d)),
+        {"act": "silu"},
+    ),
+    "GELU, tanh, rotate": (
+        "act_quantize_rowwise",
+        lambda M, K, t, d: (randn((M, K), t, d), None, _signs(K, d)),
+        {"act": "gelu_tanh"},
+    ),
 }
 
 

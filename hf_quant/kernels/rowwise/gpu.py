@@ -340,10 +340,8 @@ def _serves(x: Tensor, *others: Tensor | None, diagonal: Tensor | None = None) -
 
 def _rotates(x: Tensor, diagonal: Tensor | None, target: Target) -> bool:
     """True if the kernel transforms rows of x by the diagonal: they fit into registers, as does the matrix."""
-    if diagonal is None:
-        return True
-    if not 16 <= diagonal.shape[1] <= 128 or not target.has_bf16_dot:
-        return False
+    if diagonal is None or not 16 <= diagonal.shape[1] <= 128 or not target.has_bf16_dot:
+        return diagonal is None
     M = x.numel() // x.shape[-1]
     return config(target, M, x.shape[-1], diagonal.shape[1])[2] is not None
 
