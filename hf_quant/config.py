@@ -47,8 +47,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             default of the format.
         group_size: weights per scale with granularity "group"; a multiple of 32 from 32 to 256.
         symmetric: False stores a zero point (int4, int3, int2); None: the format's default.
-        scale_dtype: dtype of stored scales; None: the format's. "float8_e4m3fn" halves the cost of group scales
-            (double quantization).
+        scale_dtype: dtype of stored scales: "float32", "bfloat16", "float16", "model" (that of the 16-bit weight) or,
+            for groups, "float8_e4m3fn", which halves their cost (double quantization); None: the format's.
         algorithm: method that chooses scales and codes ("absmax", "mse", "norm", "hqq"); None: the best data-free one
             for the format.
         sparsity: None.

@@ -12,9 +12,10 @@ from hf_quant.formats import ALIASES, FORMATS
 from hf_quant.scheme import GRANULARITIES, PRESETS, TRANSFORM_BLOCKS, InputTransform, LinearScheme, TensorQuant
 
 
+_PRESET_DEFAULTS = ("group_size", "scale_dtype")  # of a preset's fields, those that a given field replaces
 GROUP_SIZES = (32, 64, 96, 128, 192, 256)
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
-SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "model")
 SCHEME_FIELDS = (
     *("weights", "activations", "activation_scale", "cpu_activations"),
     *("granularity", "group_size", "symmetric", "scale_dtype", "algorithm", "sparsity", "input_transform"),
@@ -143,9 +144,11 @@ def _expand_preset(fields: dict[str, Any]) -> dict[str, Any]:
         expanded = {"weights": name.lower(), **given}
     else:
         for n in sorted(given.keys() & preset.keys()):
-            if _canonical(given[n]) != _canonical(preset[n]):
+            if n not in _PRESET_DEFAULTS and _canonical(given[n]) != _canonical(preset[n]):
                 raise ValueError(f"preset {name!r} sets {n}={preset[n]!r}, but {n}={given[n]!r} is given too")
         expanded = {**preset, **given}
+        if "group_size" not in given and given.get("granularity", "group") != "group":
+            expanded.pop("group_size", None)
     expanded["weights"] = ALIASES.get(expanded["weights"], expanded["weights"])
     if expanded["weights"] not in FORMATS:
         raise ValueError(unknown("format or preset", name, [*FORMATS, *ALIASES, *PRESETS]))
@@ -213,6 +216,7 @@ def _granularity(fields: dict[str, Any]) -> tuple[str, int | None]:
 
 def _scale_dtype(fields: dict[str, Any], granularity: str, activation: TensorQuant | None, dtype: torch.dtype) -> str:
     format, given = FORMATS[fields["weights"]], fields.get("scale_dtype")
+    model_dtype = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
     if given is not None:
         if given not in SCALE_DTYPES:
             raise ValueError(unknown("scale_dtype", given, SCALE_DTYPES))
@@ -220,12 +224,11 @@ def _scale_dtype(fields: dict[str, Any], granularity: str, activation: TensorQua
             raise ValueError(f"scale_dtype is {given!r}, but {format.name} is defined with {format.scale_dtype}")
         if given == "float8_e4m3fn" and granularity != "group":
             raise ValueError("scale_dtype 'float8_e4m3fn' needs granularity 'group': there it saves memory")
-        return given
-    model_dtype = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
+        return model_dtype if given == "model" else given
     if format.fixed_group_size:
         return format.scale_dtype
     if granularity == "group":
-        return model_dtype
+        return format.group_scale_dtype or model_dtype
     # Integer products are scaled in fp32; one fp32 per row costs 0.01 bits per weight.
     return "float32" if format.scale_dtype == "float32" or activation is not None else model_dtype
 

@@ -147,11 +147,12 @@ def _tensor_quant(fields: Any) -> TensorQuant:
     return TensorQuant(**fields)
 
 
-# Common names of whole schemes, which a user may write for `weights`. Values are QuantizerConfig fields.
+# Common names of whole schemes, which a user may write for `weights`. Values are QuantizerConfig fields. W4A16 is what
+# that name means to engines (vLLM, SGLang): they read scales of the model's dtype only.
 PRESETS: dict[str, dict[str, Any]] = {
     "W8A16": {"weights": "int8"},
-    "W4A16": {"weights": "int4"},
-    "W4A16_ASYM": {"weights": "int4", "symmetric": False},
+    "W4A16": {"weights": "int4", "group_size": 128, "scale_dtype": "model"},
+    "W4A16_ASYM": {"weights": "int4", "symmetric": False, "group_size": 128, "scale_dtype": "model"},
     "W3A16": {"weights": "int3"},
     "W2A16": {"weights": "int2"},
     "W8A16_FP8": {"weights": "fp8_e4m3"},

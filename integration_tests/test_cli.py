@@ -28,7 +28,7 @@ def test_quantize_inspect_eval(asset_model_dir, tmp_path, capsys):
     assert "43 of 44 modules quantized" in run(
         capsys, "plan", asset_model_dir, "--module", "lm_head=int8", "--skip", "*.0.mlp.up_proj"
     )
-    assert "int3 g128 asym" in run(capsys, "inspect", out)
+    assert "int3 g32 asym" in run(capsys, "inspect", out)
 
     text = tmp_path / "text.txt"
     text.write_text((asset_model_dir / "eval.txt").read_text()[:8000])
@@ -76,7 +76,7 @@ def test_demo(asset_model_dir, tmp_path, capsys):
         assert f"\n{name} " in printed
     sizes = [rows[name]["size"] for name in ("bf16", "int8", "nf4", "int4", "int3", "int2")]
     assert sizes == sorted(sizes, reverse=True)
-    assert rows["int4"]["bits"] == pytest.approx(4.125)
+    assert rows["int4"]["bits"] == pytest.approx(4.25, abs=1e-3)
     assert rows["bf16"]["kl"] == 0 < rows["int8"]["kl"] < rows["int4"]["kl"] < rows["int3"]["kl"] < rows["int2"]["kl"]
     assert all(row["decode"] > 0 and row["load"] > 0 and row["text"] for row in rows.values())
     plot = tmp_path / "quality_versus_size.png"

@@ -47,7 +47,7 @@ SCHEMES = {
         },
     ),
     "w4a16_channel": (
-        {"weights": "int4", "granularity": "row"},
+        {"weights": "W4A16", "granularity": "row"},
         "pack-quantized",
         {"weight_packed": (I32, (128, 32)), "weight_scale": (BF16, (128, 1)), "weight_shape": (I64, (2,))},
     ),
@@ -128,7 +128,7 @@ def test_no_weight_changes(name, llama, tmp_path):
 
 
 def test_a_decoder_that_swaps_nibbles_sees_it(llama, tmp_path):
-    model = quantized(llama, weights="int4")
+    model = quantized(llama, weights="W4A16")
     export_compressed_tensors(model, tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     tensors = load_all(tmp_path / "out")
@@ -141,7 +141,7 @@ def test_a_decoder_that_swaps_nibbles_sees_it(llama, tmp_path):
 
 
 def test_config_of_one_scheme(llama, tmp_path):
-    export_compressed_tensors(quantized(llama, weights="int4"), tmp_path / "out")
+    export_compressed_tensors(quantized(llama, weights="W4A16"), tmp_path / "out")
     assert config_of(tmp_path / "out")["quantization_config"] == {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -175,7 +175,7 @@ def test_config_of_one_scheme(llama, tmp_path):
 
 def test_config_of_several_schemes(llama, tmp_path):
     modules = {"*.mlp.*": "W8A8_FP8", "*.o_proj": None, "model.layers.1.self_attn.*": None}
-    model = quantized(llama, weights="int4", modules=modules)
+    model = quantized(llama, weights="W4A16", modules=modules)
     export_compressed_tensors(model, tmp_path / "out")
     fields = config_of(tmp_path / "out")["quantization_config"]
     fp8, int4 = fields["config_groups"]["group_0"], fields["config_groups"]["group_1"]
@@ -220,10 +220,14 @@ def test_blocks_say_their_size(tmp_path):
         ({"weights": "nf4"}, "holds nf4 codes"),
         ({"weights": "fp6"}, "holds fp6_e3m2 codes"),
         ({"weights": "fp8_e5m2"}, "holds fp8_e5m2 codes"),
-        ({"weights": "int4", "group_size": 96}, "groups of 96 do not divide its 128 columns"),
-        ({"weights": "W4A8"}, "no reader takes int4 weights with one scale per group and int8 inputs"),
+        ({"weights": "W4A16", "group_size": 96}, "groups of 96 do not divide its 128 columns"),
+        ({"weights": "int4"}, "no engine reads: quantize it as W4A16, or with scale_dtype='model'"),
         (
-            {"weights": "int4", "granularity": "tensor"},
+            {"weights": "W4A8", "scale_dtype": "model"},
+            "no reader takes int4 weights with one scale per group and int8",
+        ),
+        (
+            {"weights": "W4A16", "granularity": "tensor"},
             "no reader takes int4 weights with one scale per tensor and 16",
         ),
         ({"weights": "W8A8"}, '_proj.*: its input is rotated, .* quantize the model with input_transform="none"'),
@@ -232,10 +236,10 @@ def test_blocks_say_their_size(tmp_path):
         ({"weights": "fp8", "group_size": 64}, "no reader takes fp8_e4m3 weights with one scale per group and 16-bit"),
         ({"weights": "int8", "modules": {"model.embed_tokens": "int8"}}, "embed_tokens.*: it is an embedding"),
         (
-            {"weights": "int4", "modules": {"*.q_proj": "int8"}},
+            {"weights": "W4A16", "modules": {"*.q_proj": "int8"}},
             r"layers.1.self_attn.q_proj: engines compute q_proj, k_proj, v_proj as one layer and want",
         ),
-        ({"weights": "int4", "modules": {"*.up_proj": None}}, "engines compute gate_proj, up_proj as one layer"),
+        ({"weights": "W4A16", "modules": {"*.up_proj": None}}, "engines compute gate_proj, up_proj as one layer"),
         (
             {"weights": "int8", "modules": {"*.down_proj": {"weights": "int8", "group_size": 256}}},
             "layers.0.mlp.down_proj.*: .* take groups of 32, 64 or 128, and no groups of 256",
@@ -255,7 +259,7 @@ def test_what_the_format_cannot_hold_is_refused_with_reasons(config, reason, lla
 
 @pytest.mark.parametrize("scale_dtype", ["float16", "float32", "float8_e4m3fn"])
 def test_scales_that_would_be_rounded_are_refused(scale_dtype, llama, tmp_path):
-    model = quantized(llama, weights="int4", scale_dtype=scale_dtype)
+    model = quantized(llama, weights="W4A16", scale_dtype=scale_dtype)
     reason = "are quantized themselves" if scale_dtype.startswith("float8") else f"its scales are {scale_dtype}, but"
     with pytest.raises(ValueError, match=reason):
         export_compressed_tensors(model, tmp_path / "out")
@@ -305,7 +309,7 @@ def test_siblings_of_nvfp4_are_brought_to_one_global_scale(llama, tmp_path):
 
 
 def test_readers(llama, tmp_path):
-    model = quantized(llama, weights="int4", modules={"*.q_proj": "int8"})
+    model = quantized(llama, weights="W4A16", modules={"*.q_proj": "int8"})
     with pytest.raises(ValueError, match="reader is 'vllm'; allowed: 'engines', 'transformers'"):
         export_compressed_tensors(model, tmp_path / "out", reader="vllm")
     export_compressed_tensors(model, tmp_path / "out", reader="transformers")
@@ -313,7 +317,7 @@ def test_readers(llama, tmp_path):
 
 
 def test_scales_in_the_dtype_of_an_fp16_model(tmp_path):
-    model = quantized(make_llama(tmp_path / "fp16", torch.float16), weights="int4", symmetric=False)
+    model = quantized(make_llama(tmp_path / "fp16", torch.float16), weights="W4A16", symmetric=False)
     export_compressed_tensors(model, tmp_path / "out")
     found = decode_compressed_checkpoint(tmp_path / "out", torch.float16)
     assert mismatches(weights_of(model), found)[0] == 0
@@ -324,7 +328,7 @@ def test_columns_that_fill_no_whole_words(tmp_path):
     # 72 columns: 9 words of int4, where ours are padded to 12; 36: no multiple of 8 rows of zero points.
     path = make_llama(tmp_path / "odd", hidden_size=72, intermediate_size=100, num_attention_heads=2, head_dim=36)
     for i, fields in enumerate([{"symmetric": False}, {}]):
-        model = quantized(path, weights="int4", granularity="row", modules_to_not_convert=["lm_head"], **fields)
+        model = quantized(path, weights="W4A16", granularity="row", modules_to_not_convert=["lm_head"], **fields)
         export_compressed_tensors(model, tmp_path / f"out{i}")
         assert mismatches(weights_of(model), decode_compressed_checkpoint(tmp_path / f"out{i}"))[0] == 0
     model = quantized(path, weights="int8", modules_to_not_convert=["lm_head"])
@@ -355,7 +359,7 @@ def test_the_divisor_of_nvfp4_is_exact_or_refused():
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize(
     "config",
-    [{"weights": "int4", "group_size": 32, "symmetric": False}, {"weights": "W8A8", "input_transform": "none"}],
+    [{"weights": "W4A16", "group_size": 32, "symmetric": False}, {"weights": "W8A8", "input_transform": "none"}],
 )
 def test_experts_get_the_names_of_the_original_checkpoint(name, config, tmp_path):
     architecture = ARCHITECTURES[name]
@@ -382,7 +386,7 @@ def test_experts_get_the_names_of_the_original_checkpoint(name, config, tmp_path
 
 
 def test_one_shard_at_a_time_and_no_model(llama, tmp_path, monkeypatch):
-    model = quantized(llama, weights="int4")
+    model = quantized(llama, weights="W4A16")
     model.save_pretrained(tmp_path / "ours", max_shard_size="40KB")
     shutil.copy(llama / "tokenizer_config.json", tmp_path / "ours")
     (tmp_path / "ours" / "README.md").write_text("how to load the checkpoint of hf_quant")
@@ -408,7 +412,7 @@ def test_one_shard_at_a_time_and_no_model(llama, tmp_path, monkeypatch):
 
 
 def test_a_model_is_saved_in_files_that_fit_in_memory(llama, tmp_path, monkeypatch):
-    model, saved = quantized(llama, weights="int4"), []
+    model, saved = quantized(llama, weights="W4A16"), []
     original = model.save_pretrained
     monkeypatch.setattr(model, "save_pretrained", lambda path, **options: (saved.append(options), original(path)))
     export_compressed_tensors(model, tmp_path / "out")
@@ -423,18 +427,18 @@ ON_CPUS = {"cpu_activations": "int8", "input_transform": "none"}
 def test_what_is_left_out_is_said(llama, tmp_path):
     model = quantized(
         llama,
-        weights="int4",
+        weights="W4A16",
         cpu_activations="int8",
         input_transform="none",
         kv_cache="fp8",
-        modules={"lm_head": "int4"},
+        modules={"lm_head": "W4A16"},
     )
     with pytest.raises(ValueError, match="embed_tokens|lm_head"):  # tied: the codes are the embedding's
         export_compressed_tensors(model, tmp_path / "out")
     untied = make_llama(tmp_path / "untied", tie_word_embeddings=False)
     model = quantized(
         untied,
-        weights="int4",
+        weights="W4A16",
         cpu_activations="int8",
         input_transform="none",
         kv_cache="fp8",
@@ -462,7 +466,7 @@ def test_directories_that_cannot_be_exported(llama, tmp_path):
         export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "out")
     with pytest.raises(ValueError, match="this LlamaForCausalLM is not quantized: quantize_ it first"):
         export_compressed_tensors(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "out")
-    quantized(llama, weights="int4").save_pretrained(tmp_path / "ours")
+    quantized(llama, weights="W4A16").save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match="OUT is the checkpoint itself"):
         export_compressed_tensors(tmp_path / "ours", tmp_path / "ours")
     with pytest.raises(ValueError, match="is not empty"):
@@ -483,7 +487,7 @@ def test_directories_that_cannot_be_exported(llama, tmp_path):
 
 
 def test_the_command(llama, tmp_path, capsys):
-    quantized(llama, weights="int4", kv_cache="int8").save_pretrained(tmp_path / "ours")
+    quantized(llama, weights="W4A16", kv_cache="int8").save_pretrained(tmp_path / "ours")
     (tmp_path / "out").mkdir()
     assert main(["export", str(tmp_path / "ours"), str(tmp_path / "out")]) == 0
     first, note = capsys.readouterr().out.splitlines()

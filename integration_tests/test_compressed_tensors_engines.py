@@ -11,7 +11,7 @@ from integration_tests.support.foreign_checkpoints import config_of
 from integration_tests.support.tiny_models import ARCHITECTURES
 
 
-INT4_EXPERTS = {"*experts*": {"weights": "int4", "group_size": 32}}
+INT4_EXPERTS = {"*experts*": {"weights": "W4A16", "group_size": 32}}
 LLAMA_EXPERTS, MIXTRAL_EXPERTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3")
 
 
@@ -81,7 +81,7 @@ def test_experts_are_found_by_the_names_of_the_first(name, block, parts, experts
 def test_experts_that_only_one_engine_serves_are_mentioned(tmp_path):
     _, notes = export(tmp_path / "int8", "qwen3_moe", weights="W8A8", input_transform="none")
     assert notes == ("of the engines vLLM alone serves these experts (int-quantized)",)
-    assert export(tmp_path / "int4", "qwen3_moe", weights="int4", group_size=32)[1] == ()
+    assert export(tmp_path / "int4", "qwen3_moe", weights="W4A16", group_size=32)[1] == ()
 
 
 def test_experts_in_16_bit_that_are_one_tensor(tmp_path):
@@ -104,7 +104,7 @@ def test_a_kernel_that_only_one_engine_has_is_mentioned(tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4
     )
-    _, notes = export(tmp_path, "LlamaForCausalLM", config, weights="int4", group_size=256)
+    _, notes = export(tmp_path, "LlamaForCausalLM", config, weights="W4A16", group_size=256)
     assert notes == ("of the engines vLLM alone has a kernel for groups of 256",)
 
 
@@ -130,7 +130,7 @@ def test_a_quantized_vision_tower_is_mentioned(tmp_path):
         ),
         ("mamba", {"weights": "W8A16"}, "mixer.in_proj.*: engines compute the mixers of Mamba 1 in 16 bit"),
         ("llama", {"weights": "W8A16", "modules": {"lm_head": "FP8_BLOCK"}}, "cannot split the output head in blocks"),
-        ("gpt_oss", {"weights": "int4", "group_size": 32}, "experts are transposed or have biases"),
+        ("gpt_oss", {"weights": "W4A16", "group_size": 32}, "experts are transposed or have biases"),
         ("qwen3_moe", {"weights": "FP8_BLOCK"}, "blocks of 128 rows do not divide the 32 rows of its parts"),
         ("gpt2", {"weights": "int8"}, "it is a Conv1D; engines read quantized linear layers only"),
     ],

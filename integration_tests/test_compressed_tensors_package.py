@@ -26,7 +26,7 @@ pytest.importorskip("compressed_tensors", reason="the package compressed-tensors
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 
 STRAIGHT = {"weights": "W8A8", "input_transform": "none"}
-MIXED = {"weights": "int4", "modules": {"*.mlp.*": "W8A8_FP8", "*.o_proj": None}}
+MIXED = {"weights": "W4A16", "modules": {"*.mlp.*": "W8A8_FP8", "*.o_proj": None}}
 ALL = {name: config for name, (config, _, _) in SCHEMES.items()} | {"mixed": MIXED}
 # Inputs stay in 16 bit: the first forward decodes all weights and computes with them.
 WEIGHT_ONLY = ("w4a16", "w4a16_channel", "w8a16", "nvfp4", "mxfp4")
@@ -145,7 +145,7 @@ def test_transformers_loads_it_compressed(name, exports, request):
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llava"])
-@pytest.mark.parametrize("config", [{"weights": "int4", "group_size": 32}, STRAIGHT, "mixed"])
+@pytest.mark.parametrize("config", [{"weights": "W4A16", "group_size": 32}, STRAIGHT, "mixed"])
 def test_transformers_finds_modules_that_have_other_names_in_the_checkpoint(name, config, tmp_path):
     if name == "gpt_neox":
         sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
@@ -166,7 +166,7 @@ def test_transformers_finds_modules_that_have_other_names_in_the_checkpoint(name
         assert sqnr(loaded(**arguments).logits, model(**arguments).logits) > 20
 
 
-@pytest.mark.parametrize("config", [{"weights": "int4", "group_size": 32}, {"weights": "W8A16"}])
+@pytest.mark.parametrize("config", [{"weights": "W4A16", "group_size": 32}, {"weights": "W8A16"}])
 def test_transformers_merges_the_experts_again(config, tmp_path):
     architecture = ARCHITECTURES["qwen3_moe"]
     torch.manual_seed(0)

@@ -39,10 +39,10 @@ def card_in(directory) -> ModelCard:
 @pytest.mark.parametrize(
     ("config", "reader", "commands"),
     [
-        ({"weights": "int4"}, "engines", [VLLM, SGLANG]),
+        ({"weights": "W4A16"}, "engines", [VLLM, SGLANG]),
         ({"weights": "W8A8_FP8"}, "engines", [VLLM, SGLANG]),
         ({"weights": "mxfp4"}, "engines", [VLLM]),
-        ({"weights": "int4", "modules": {"*.mlp.*": "mxfp4"}}, "engines", [VLLM]),
+        ({"weights": "W4A16", "modules": {"*.mlp.*": "mxfp4"}}, "engines", [VLLM]),
         ({"weights": "nvfp4"}, "transformers", []),
     ],
 )
@@ -70,7 +70,7 @@ def test_cards_of_exports_name_the_engines_that_read_the_format(config, reader, 
 
 @pytest.mark.parametrize("cache", ["int8", "int4", "int2"])
 def test_the_option_of_vllm_for_a_quantized_cache(cache, llama, tmp_path):
-    (note,) = export_compressed_tensors(quantized(llama, weights="int4", kv_cache=cache), tmp_path / "out")
+    (note,) = export_compressed_tensors(quantized(llama, weights="W4A16", kv_cache=cache), tmp_path / "out")
     option = f"--kv-cache-dtype {cache}_per_token_head"
     card = card_in(tmp_path / "out")
     assert (option in note, option in card.text) == (cache != "int2",) * 2
@@ -87,7 +87,7 @@ def test_engines_are_not_said_to_have_every_architecture(tmp_path):
 
 @pytest.mark.parametrize("reader", ["engines", "transformers"])
 def test_cards_of_exports_do_not_promise_what_is_left_out(reader, llama, tmp_path):
-    model = quantized(llama, weights="int4", kv_cache="int8", cpu_activations="int8", input_transform="none")
+    model = quantized(llama, weights="W4A16", kv_cache="int8", cpu_activations="int8", input_transform="none")
     export_compressed_tensors(model, tmp_path / "out", reader=reader)
     card = card_in(tmp_path / "out")
     about, serving = card.text.partition("## Reproduce")[0].split("## Serving")
@@ -98,7 +98,7 @@ def test_cards_of_exports_do_not_promise_what_is_left_out(reader, llama, tmp_pat
 
 
 def test_a_config_that_is_no_command_is_exported_by_python(llama, tmp_path):
-    model = quantized(llama, weights="int4", modules_to_not_convert=["lm_head"])
+    model = quantized(llama, weights="W4A16", modules_to_not_convert=["lm_head"])
     export_compressed_tensors(model, tmp_path / "out", reader="transformers")
     reproduce = card_in(tmp_path / "out").text.partition("## Reproduce")[2]
     assert "from hf_quant import QuantizerConfig, export_compressed_tensors" in reproduce
@@ -107,7 +107,7 @@ def test_a_config_that_is_no_command_is_exported_by_python(llama, tmp_path):
 
 
 def test_measured_quality_is_that_of_the_export_and_speed_is_not(llama, tmp_path, capsys):
-    model = quantized(llama, weights="int4")
+    model = quantized(llama, weights="W4A16")
     model.save_pretrained(tmp_path / "ours")
     (tmp_path / "ours" / "README.md").write_text(SOURCE_CARD)
     quality = {"dataset": "wiki", "metric": "perplexity", "value": 7.125, "reference": 7.0}
@@ -121,7 +121,7 @@ def test_measured_quality_is_that_of_the_export_and_speed_is_not(llama, tmp_path
     card = card_in(tmp_path / "out")
     assert (card.data.base_model, card.data.license, card.data.language) == (["me/base"], "mit", "en")
     assert "7.125" in card.text and "not evaluated" not in card.text and "31.5" not in card.text
-    assert "hf-quant quantize me/base OUT --weights int4" in card.text
+    assert "hf-quant quantize me/base OUT --weights W4A16" in card.text
     (tmp_path / "eval.json").write_text(json.dumps({"quality": quality, "bits_per_weight": 3.0}))
     assert main([*command[:2], str(tmp_path / "other"), *files]) == 2
     assert "the measurements are of a model with 3.000 bits" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_measured_quality_is_that_of_the_export_and_speed_is_not(llama, tmp_path
 
 
 def test_an_export_is_not_inspected_and_not_put_into_its_source(llama, tmp_path, capsys):
-    quantized(llama, weights="int4").save_pretrained(tmp_path / "ours")
+    quantized(llama, weights="W4A16").save_pretrained(tmp_path / "ours")
     assert main(["export", str(tmp_path / "ours"), str(tmp_path / "ours" / "served")]) == 2
     assert "OUT is inside of the checkpoint" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "ours"), str(tmp_path / "served")]) == 0
@@ -173,7 +173,7 @@ from transformers import AutoModelForCausalLM
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint
 from hf_quant.cli import main
 
-model = AutoModelForCausalLM.from_pretrained("me/base", quantization_config=QuantizerConfig("int4"))
+model = AutoModelForCausalLM.from_pretrained("me/base", quantization_config=QuantizerConfig("W4A16"))
 model.push_to_hub("me/ours")
 export_compressed_tensors("me/ours", "exported")
 assert main(["export", "me/ours", "exported-again", "--revision", "main"]) == 0

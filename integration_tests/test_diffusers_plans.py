@@ -16,17 +16,17 @@ from integration_tests.support.tiny_diffusion import make_autoencoder, make_mode
 
 # GB in bf16, with 8-bit weights, with int4; of the whole model, what stays in 16 bit included.
 SIZES = {
-    "flux.1-dev": (23.8, 12.0, 6.3),
-    "flux.2-dev": (64.4, 33.1, 17.8),
-    "cogvideox-5b": (11.1, 5.6, 2.9),
-    "wan2.1-t2v-14b": (28.6, 14.5, 7.7),
-    "qwen-image": (40.9, 20.6, 10.7),
-    "sd3.5-large": (16.5, 8.5, 4.6),
-    "pixart-sigma-xl": (1.24, 0.65, 0.36),
-    "hunyuanvideo": (25.6, 12.9, 6.8),
-    "ltx-video": (3.85, 1.97, 1.06),
-    "lumina2": (5.22, 2.63, 1.38),
-    "sdxl": (5.14, 2.92, 1.83),  # two fifths of what is left are convolutions
+    "flux.1-dev": (23.8, 12.0, 6.5),
+    "flux.2-dev": (64.4, 33.1, 18.3),
+    "cogvideox-5b": (11.1, 5.6, 3.0),
+    "wan2.1-t2v-14b": (28.6, 14.5, 7.95),
+    "qwen-image": (40.9, 20.6, 11.0),
+    "sd3.5-large": (16.5, 8.5, 4.7),
+    "pixart-sigma-xl": (1.24, 0.65, 0.368),
+    "hunyuanvideo": (25.6, 12.9, 6.97),
+    "ltx-video": (3.85, 1.97, 1.09),
+    "lumina2": (5.22, 2.63, 1.42),
+    "sdxl": (5.14, 2.92, 1.87),  # two fifths of what is left are convolutions
 }
 
 
@@ -47,7 +47,7 @@ def test_true_sizes(name):
 def test_true_size_of_the_text_encoder():
     p8, p4 = (plan(empty_t5(T5_XXL), weights, dtype=torch.bfloat16) for weights in ("int8", "int4"))
     gb = (p8.nbytes_before / 1e9, p8.nbytes / 1e9, p4.nbytes / 1e9)
-    assert gb == pytest.approx((9.53, 4.90, 2.65), rel=0.01)
+    assert gb == pytest.approx((9.53, 4.90, 2.72), rel=0.01)
     small = plan(empty_t5(T5_XXL), QuantizerConfig("int8", modules={"shared": "int8"}), dtype=torch.bfloat16)
     assert small.nbytes / 1e9 == pytest.approx(4.77, rel=0.01)
 

@@ -216,7 +216,7 @@ def test_layers_that_the_model_does_not_have(llama, tmp_path):
 ROUND_TRIPS = {
     "w4a16": ({"weights": "W4A16"}, ()),
     "w4a16_asym": ({"weights": "W4A16_ASYM", "group_size": 32}, ()),
-    "w4a16_channel": ({"weights": "int4", "granularity": "row", "symmetric": False}, ()),
+    "w4a16_channel": ({"weights": "W4A16", "granularity": "row", "symmetric": False}, ()),
     "w8a16": ({"weights": "W8A16"}, ()),
     "w8a8": ({"weights": "W8A8", "input_transform": "none"}, ()),
     "w8a8_tensor": ({"weights": "W8A8", "granularity": "tensor", "input_transform": "none"}, ()),
@@ -228,7 +228,7 @@ ROUND_TRIPS = {
     ),
     "nvfp4": ({"weights": "nvfp4"}, ()),
     "mxfp4": ({"weights": "mxfp4"}, ()),
-    "mixed": ({"weights": "int4", "modules": {"*.mlp.*": "W8A8_FP8", "*.o_proj": None}}, ()),
+    "mixed": ({"weights": "W4A16", "modules": {"*.mlp.*": "W8A8_FP8", "*.o_proj": None}}, ()),
 }
 
 
@@ -272,7 +272,7 @@ def test_architectures_there_and_back(name, tmp_path):
     torch.manual_seed(0)
     cls = getattr(transformers, architecture.model)
     model = cls(architecture.config()).bfloat16()
-    quantize_(model, QuantizerConfig("int4", group_size=32, symmetric=False))
+    quantize_(model, QuantizerConfig("W4A16", group_size=32, symmetric=False))
     reader = "transformers" if name == "mamba" else "engines"
     export_compressed_tensors(model, tmp_path / "exported", reader=reader)
     import_checkpoint(tmp_path / "exported", tmp_path / "out")
@@ -288,7 +288,7 @@ def change_group(path, part: str, **changes) -> None:
 
 
 def test_patterns_class_names_and_older_configs(tmp_path):
-    path = exported(tmp_path, weights="int4", modules={"*.mlp.*": "int8"})
+    path = exported(tmp_path, weights="W4A16", modules={"*.mlp.*": "int8"})
     groups = config_of(path)["quantization_config"]["config_groups"]
     by_bits = {group["weights"]["num_bits"]: group for group in groups.values()}
     by_bits[8]["targets"], by_bits[4]["targets"] = ["re:.*mlp.*"], ["Linear"]
@@ -369,8 +369,8 @@ def test_compressed_tensors_that_cannot_be_imported(tmp_path):
 
 
 MOE_SCHEMES = {
-    "int4": {"weights": "int4", "group_size": 32},
-    "int4_asym": {"weights": "int4", "group_size": 32, "symmetric": False},
+    "int4": {"weights": "W4A16", "group_size": 32},
+    "int4_asym": {"weights": "W4A16", "group_size": 32, "symmetric": False},
     "w8a8": {"weights": "W8A8", "input_transform": "none"},
     "mxfp4": {"weights": "mxfp4"},
 }
@@ -449,9 +449,7 @@ def compressed(llama, tmp_path_factory):
         if weights not in made:
             directory = tmp_path_factory.mktemp("compressed")
             model = AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
-            config = QuantizerConfig(
-                weights, symmetric=False if weights == "int4" else None, input_transform="none", scale_dtype=None
-            )
+            config = QuantizerConfig(weights, input_transform="none")
             quantize_(model, config).save_pretrained(directory / "ours")
             export_compressed_tensors(directory / "ours", directory / "out")
             made[weights] = directory / "out"
@@ -472,18 +470,18 @@ def test_a_layer_that_lacks_a_tensor(part, llama, tmp_path):
     ("weights", "part", "tensor"),
     [
         ("int8", "weight_scale", None),
-        ("int4", "weight_scale", None),
-        ("int4", "weight_shape", None),
+        ("W4A16_ASYM", "weight_scale", None),
+        ("W4A16_ASYM", "weight_shape", None),
         ("W8A8", "weight_scale", None),
-        ("int4", "weight_shape", torch.tensor([2**40, 2**40])),
-        ("int4", "weight_shape", torch.tensor([-1, 0])),
-        ("int4", "weight_shape", torch.tensor(5)),
-        ("int4", "weight_shape", torch.tensor([256.0, 128.0])),
-        ("int4", "weight_shape", torch.tensor([256, 120])),
-        ("int4", "weight_packed", torch.zeros(256, 20, dtype=torch.int32)),
+        ("W4A16_ASYM", "weight_shape", torch.tensor([2**40, 2**40])),
+        ("W4A16_ASYM", "weight_shape", torch.tensor([-1, 0])),
+        ("W4A16_ASYM", "weight_shape", torch.tensor(5)),
+        ("W4A16_ASYM", "weight_shape", torch.tensor([256.0, 128.0])),
+        ("W4A16_ASYM", "weight_shape", torch.tensor([256, 120])),
+        ("W4A16_ASYM", "weight_packed", torch.zeros(256, 20, dtype=torch.int32)),
         ("int8", "weight_packed", torch.zeros(256, 32, dtype=torch.int64)),
-        ("int4", "weight_zero_point", None),
-        ("int4", "weight_zero_point", torch.tensor(0, dtype=torch.int32)),
+        ("W4A16_ASYM", "weight_zero_point", None),
+        ("W4A16_ASYM", "weight_zero_point", torch.tensor(0, dtype=torch.int32)),
         ("mxfp4", "weight_packed", torch.zeros(256, 64, dtype=torch.bool)),
         ("mxfp4", "weight_scale", torch.zeros(256, 4, dtype=torch.float16)),
     ],
@@ -515,7 +513,7 @@ def test_tensors_of_compressed_tensors_that_cannot_be(weights, part, tensor, com
     ],
 )
 def test_fields_of_compressed_tensors_that_cannot_be(changes, compressed, tmp_path):
-    shutil.copytree(compressed("int4"), tmp_path / "in")
+    shutil.copytree(compressed("W4A16_ASYM"), tmp_path / "in")
     edit_config(tmp_path / "in", **changes)
     refused(tmp_path / "in", tmp_path / "out")
 
@@ -543,7 +541,7 @@ def test_an_expert_of_an_absurd_number():
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(ARCHITECTURES["mixtral"].config())
     name = f"model.layers.0.block_sparse_moe.experts.{10**30}.w1"
-    scheme, _ = resolve_scheme({"weights": "int4"}, torch.bfloat16)
+    scheme, _ = resolve_scheme({"weights": "W4A16"}, torch.bfloat16)
     weight = ForeignWeight(name, scheme, (64, 64), ("x",), lambda: None)
     with pytest.raises(ValueError, match="is quantized for 1 of its 1000000000000000000000000000001 layers only"):
         merge_experts(model, [weight])

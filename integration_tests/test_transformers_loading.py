@@ -113,14 +113,15 @@ def test_dtype(stored, asked, tmp_path):
     build("llama", stored).save_pretrained(tmp_path)
     kwargs = {} if asked is None else {"dtype": asked}
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path, **kwargs)
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=INT4, **kwargs)
+    config = QuantizerConfig("W4A16")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, **kwargs)
     assert model.dtype == plain.dtype
     assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {plain.dtype}
     layer = model.model.layers[0].mlp.down_proj
     assert layer.weight.dtype == plain.dtype
     assert layer.scheme.weight.scale_dtype == str(plain.dtype).removeprefix("torch.")
     # What is quantized is what the model without quantization would have: the weight in the model's dtype.
-    assert_same_weights(model, quantize_(plain, INT4))
+    assert_same_weights(model, quantize_(plain, config))
 
 
 @pytest.mark.parametrize("asked", [torch.float16, torch.float32])
@@ -459,6 +460,9 @@ def test_a_checkpoint_with_a_head_in_the_base_class_and_back(base_and_head, tmp_
     assert torch.equal(outputs(model, "llama"), outputs(expected, "llama"))
 
 
+CODES = {"qdata": torch.int32, "scale": torch.uint8, "global_scale": torch.int32}
+
+
 def test_the_checkpoint_itself(llama_int4):
     """Names, dtypes and metadata of the file: integers for whatever is quantized, one empty guard."""
     with safe_open(llama_int4 / "model.safetensors", "pt") as file:
@@ -467,7 +471,7 @@ def test_the_checkpoint_itself(llama_int4):
     empty = [key for key, value in stored.items() if value.numel() == 0]
     assert len(empty) == 1 and empty[0].endswith(".weight")
     for key, value in stored.items():
-        assert value.dtype == {"qdata": torch.int32, "scale": torch.int16}.get(key.rpartition(".")[2], torch.bfloat16)
+        assert value.dtype == CODES.get(key.rpartition(".")[2], torch.bfloat16)
     config = json.loads((llama_int4 / "config.json").read_text())
     fields = config["quantization_config"]
     assert (fields["quant_method"], fields["format_version"]) == ("hf_quant", 1)

@@ -23,7 +23,7 @@ from hf_quant.cli import main as hf_quant
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "integration_tests" / "assets" / "tiny-llama-13m"
 CARDS = ROOT / "model_cards"
-FORMATS = ("int8", "int4", "nf4")
+SCHEMES = {"int8": "int8", "int4": "W4A16", "nf4": "nf4"}  # {format: what to quantize with}
 SERVED = "int4"  # is exported, too
 WINDOW, TOKENS = 256, 16384  # the model was trained at this length
 
@@ -56,10 +56,10 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        for weights in FORMATS:
+        for weights, scheme in SCHEMES.items():
             checkpoint = Path(work) / f"{MODEL.name}-{weights}"
             figures = CARDS / "measured" / f"{checkpoint.name}.json"
-            run("quantize", MODEL, checkpoint, "--weights", weights)
+            run("quantize", MODEL, checkpoint, "--weights", scheme)
             if args.measure:
                 measure(checkpoint, figures)
             card = model_card(checkpoint, figures, title=f"{MODEL.name} in {weights}")

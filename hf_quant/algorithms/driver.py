@@ -1,5 +1,6 @@
 """Drive a weight of any shape through an algorithm: in blocks of rows, on its device, with bounded temporaries."""
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -92,7 +93,11 @@ class Quantization:
     def _set_global_scale(self) -> None:
         if self.global_scale is not None:
             amax = torch.maximum(self.weight.amax((1, 2)), -self.weight.amin((1, 2))).float()
-            self.global_scale.copy_(global_scale(amax / (self.format.max * torch.finfo(self.scale.dtype).max)))
+            largest = self.format.max * torch.finfo(self.scale.dtype).max
+            if self.format.fixed_group_size:
+                self.global_scale.copy_(global_scale(amax / largest))
+            else:
+                self.global_scale.copy_(coarse_global_scale(amax, largest))
 
     def _run(self, choose: Algorithm) -> bool:
         if (
@@ -243,6 +248,19 @@ def global_scale(smallest: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(smallest)
     power = torch.ldexp(torch.ones_like(mantissa), torch.where(mantissa == 0.5, exponent - 1, exponent))
     return torch.where(smallest > 0, power, 1.0)
+
+
+def coarse_global_scale(amax: Tensor, largest: float) -> Tensor:
+    """The same power of two for most weights, so that layers that read one tensor can share a product.
+
+    fp8 rounds as finely in each of its 14 binades, so a weight need not begin in the highest. One power serves the
+    weights whose largest value is between 1/16 and 16, as nearly all have it; others are 2**8 apart. `largest` is the
+    largest value under a global scale of 1.
+    """
+    _, exponent = torch.frexp(amax)
+    top = 4 - 8 * torch.div(4 - exponent, 8, rounding_mode="floor")
+    power = (top - math.floor(math.log2(largest))).clamp(min=-126)
+    return torch.ldexp(torch.ones_like(amax), power)
 
 
 def scale_rounder(dtype: torch.dtype, unit: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -21,6 +21,7 @@ class Search(NamedTuple):
 
     shrinks: tuple[float, ...] = ()  # clip factors
     turns: bool = False  # a negative scale turns the longer side of the grid to the longer side of the weights
+    mirrors: bool = False  # each also with a scale of the other sign
     moves: bool = False  # each also with the zero point moved by -1 and by 1
     steps: tuple[float, ...] = ()  # then clip factors less and more by this than the best so far
     fits: bool = False  # last, the least-squares fit to the codes of the best so far
@@ -68,6 +69,10 @@ def clip_search(groups: Groups, power: float = 2.0) -> Best:
         for move in (0, -1, 1) if search.moves else (0,):
             moved = None if zero_point is None else (zero_point + move).clamp_(0, top)
             best.consider(Choice(scale * sign, moved), shrink)
+            if search.mirrors:
+                best.consider(Choice(-scale * sign, moved), shrink)
+    if search.mirrors:
+        sign = best.scale.sign()
     for step in search.steps:
         for shrink in (best.shrink - step, best.shrink + step):
             scale = absmax(groups, shrink).scale
@@ -89,6 +94,9 @@ def search_for(format: Format, symmetric: bool, power_of_two_scales: bool) -> Se
         # largest weight is. It costs nothing (the bytes and all arithmetic on them stay as they are) and takes a tenth
         # off the squared error of symmetric int4.
         turns=symmetric and format.spec.is_packed and format.spec.is_integer,
+        # nf4 has eight levels above 0 and seven below: either way round fits half of the groups, which takes an eighth
+        # off their squared error.
+        mirrors=format.spec.is_packed and not format.spec.is_integer and format.spec.minifloat is None,
         # Few codes: the place of zero among them matters as much as the scale (2 % of the error at 2 bits, .1 % at 4).
         moves=not symmetric and format.bits < 4,
         steps=(0.05, 0.025),

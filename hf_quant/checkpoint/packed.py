@@ -86,8 +86,8 @@ def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> No
         # The bits of positive floating-point numbers are ordered like the numbers: 0 (absent in e8m0, whose bits 0
         # mean 2**-127) and negative ones are below the range, inf and NaN above it.
         lowest = 0 if dtype == torch.float8_e8m0fnu else 1
-        if part == "scale" and quant.symmetric and spec.is_packed and spec.is_integer:
-            # The grid reaches further down than up; a negative scale reverses it (see `algorithms.mse`).
+        if part == "scale" and quant.symmetric and spec.is_packed and spec.minifloat is None:
+            # The grid is not symmetric; a negative scale reverses it (see `algorithms.mse`).
             stored = stored & torch.iinfo(stored.dtype).max if stored.is_signed() else stored & 0x7F
         _check_range(stored, lowest, _largest_finite(dtype), where, f"{quant.scale_dtype} scales, as bits,")
     elif spec.dtype.is_floating_point:

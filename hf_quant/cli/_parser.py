@@ -27,7 +27,7 @@ _EPILOG = """examples:
   hf-quant eval llama-int4 --text wiki.txt --reference meta-llama/Llama-3.1-8B
   hf-quant bench llama-int4 --reference meta-llama/Llama-3.1-8B
   hf-quant card llama-int4 --base-model meta-llama/Llama-3.1-8B
-  hf-quant export llama-int4 llama-served
+  hf-quant export llama-w4a16 llama-served
   hf-quant import llama-gptq llama-int4
   hf-quant demo
   hf-quant doctor

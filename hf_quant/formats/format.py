@@ -24,6 +24,7 @@ class Format:
         allows_asymmetric: True if a zero point is defined.
         scale_dtype: dtype of stored scales: "model" (that of the 16-bit weight), "float32", "float8_e8m0fnu", or
             "float8_e4m3fn" (then one fp32 `global_scale` per tensor completes it).
+        group_scale_dtype: default for the scales of groups, where it is not `scale_dtype`.
         fixed_group_size: True if `group_size` belongs to the format (mxfp4, nvfp4).
     """
 
@@ -37,6 +38,7 @@ class Format:
     granularities: tuple[str, ...] = ("row", "group", "tensor")
     allows_asymmetric: bool = False
     scale_dtype: str = "model"
+    group_scale_dtype: str | None = None
     fixed_group_size: bool = False
 
     def __post_init__(self) -> None:

@@ -59,5 +59,6 @@ NF4 = Format(
     round=_encode,
     snap=_snap,
     granularity="group",
-    group_size=64,
+    group_size=32,
+    group_scale_dtype="float8_e4m3fn",
 )

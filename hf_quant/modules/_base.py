@@ -162,6 +162,8 @@ class QuantizedModule(nn.Module):
         zero_point = parameters.get(packed_key("zero_point", name))
         global_scale = parameters.get(packed_key("global_scale", name))
         qdata = parameters[packed_key("qdata", name)]
+        if global_scale is not None and global_scale.dtype.is_floating_point:
+            global_scale = _restored(global_scale)
         if scale.dtype.is_floating_point or (global_scale is not None and global_scale.dtype.is_floating_point):
             raise ValueError(
                 f"the scales of this {type(self).__name__} were cast to a floating-point dtype, but their bits are "
@@ -479,3 +481,14 @@ def uncounted_weights(model: nn.Module, with_embeddings: bool = True) -> int:
             if with_embeddings or module.kind != "embedding":
                 difference += math.prod(module.weight_shape(name))
     return difference
+
+
+def _restored(global_scale: Tensor) -> Tensor:
+    """The bits of a global scale [...] int32 that a host has cast to a floating-point dtype; itself if they are lost.
+
+    Recipes for adapters cast parameters of one dimension to fp32, and mean those of norms. The bits of a power of two
+    are a number of 8 digits, which fp32 and bf16 hold exactly.
+    """
+    bits = global_scale.to(torch.int32)
+    exact = torch.compiler.is_compiling() or not bool((bits & 0x7FFFFF).any() | (bits <= 0).any())
+    return bits if exact else global_scale

@@ -335,10 +335,10 @@ TENSORS = {
     "another shape": (put("0.bias", torch.ones(70)), r"0.bias is \[70\] .*; the model and its scheme need \[136\]"),
     "codes of another shape": (put("0.qdata", torch.zeros(136, 8, dtype=torch.int32)), r"need \[136, 12\] int32"),
     "codes of another dtype": (put("0.qdata", torch.zeros(136, 12, dtype=torch.int64)), r"need \[136, 12\] int32"),
-    "scales as numbers": (put("0.scale", torch.ones(136, 1, dtype=torch.bfloat16)), r"need \[136, 1\] int16"),
+    "scales as numbers": (put("0.scale", torch.ones(136, 1, dtype=torch.bfloat16)), r"need \[136, 3\] uint8"),
     "integers for numbers": (put("0.bias", torch.ones(136, dtype=torch.int32)), "0.bias is .* int32"),
     "another format": (edit_plan(format="int3"), r"need \[136, 9\] int32"),
-    "another group": (edit_plan(group_size=32), r"0.scale is \[136, 1\] int16; .* need \[136, 3\] int16"),
+    "another group": (edit_plan(group_size=64), r"0.scale is \[136, 3\] uint8; .* need \[136, 2\] uint8"),
 }
 
 
@@ -394,12 +394,13 @@ def poke(key: str, value: int, at: int = -1):
         ("fp8_e5m2", poke("0.qdata", 0x7C), r"0.qdata is corrupt: fp8_e5m2 codes.* it has 124"),
         ("fp8_e5m2", poke("0.qdata", 0xFE), r"0.qdata is corrupt: fp8_e5m2 codes.* it has 126"),
         ("int2", poke("0.zero_point", 4), r"0.zero_point is corrupt: zero points lie in \[0, 3\], but it has 4"),
-        ("int4", poke("0.scale", 0x7F80), r"0.scale is corrupt: bfloat16 scales.* it has 32640"),  # inf
-        ("int4", poke("0.scale", 0x7FC0), r"0.scale is corrupt"),  # NaN
-        ("int4", poke("0.scale", 0), r"0.scale is corrupt: .*it has 0"),
-        ("int4", poke("0.scale", -128), r"0.scale is corrupt"),  # -inf
-        ("int3", poke("0.scale", -16512), r"0.scale is corrupt"),  # -1.0: only symmetric codes can be turned round
-        ("nf4", poke("0.scale", -16512), r"0.scale is corrupt"),
+        ("W4A16", poke("0.scale", 0x7F80), r"0.scale is corrupt: bfloat16 scales.* it has 32640"),  # inf
+        ("W4A16", poke("0.scale", 0x7FC0), r"0.scale is corrupt"),  # NaN
+        ("W4A16", poke("0.scale", 0), r"0.scale is corrupt: .*it has 0"),
+        ("W4A16", poke("0.scale", -128), r"0.scale is corrupt"),  # -inf
+        ("W4A16_ASYM", poke("0.scale", -16512), r"0.scale is corrupt"),  # -1.0: with a zero point none is turned round
+        ("int3", poke("0.scale", 0xB8), r"0.scale is corrupt: float8_e4m3fn scales.* it has 184"),
+        ("nf4", poke("0.scale", 0xFF), r"0.scale is corrupt: float8_e4m3fn scales.* it has 127"),  # NaN
         ("fp8_e4m3", poke("0.scale", 0x7F800000), r"0.scale is corrupt: float32 scales"),
         ("mxfp4", poke("0.scale", 255), r"0.scale is corrupt: float8_e8m0fnu scales.* it has 255"),
         ("nvfp4", poke("0.scale", 0x7F), r"0.scale is corrupt: float8_e4m3fn scales.* it has 127"),
@@ -515,10 +516,10 @@ def test_the_table_of_inspect(tmp_path):
     lines = str(inspect_checkpoint(tmp_path)).splitlines()
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     assert cells[0] == ["modules", "count", "shape", "scheme", "bits", "MB"]
-    assert cells[2] == ["layers.*", "3", "64x128", "int4 g128", "4.12", "0.01"]
+    assert cells[2] == ["layers.*", "3", "64x128", "int4 g32", "4.25", "0.01"]
     assert ["layers.*.bias", "3", "64", "not quantized", "16.00", "0.00"] in cells
     assert lines[-1].startswith("3 modules quantized by hf_quant ") and lines[-1].endswith("0.01 MB in 1 file")
-    assert "4.125 bits per weight" in lines[-1]
+    assert "4.254 bits per weight" in lines[-1]
 
 
 def as_host(directory: Path, **renamed: str) -> None:
@@ -544,10 +545,10 @@ def test_inspect_reads_what_hosts_write(renamed, tmp_path):
     as_host(tmp_path, **renamed)
     summary = inspect_checkpoint(tmp_path)
     found = {row.modules.rpartition(".")[2]: (str(row.scheme), row.shape) for row in summary.rows if row.scheme}
-    assert set(found.pop("experts")) == {"nf4 g64", "2x64x64 + 2x96x64"}  # 48 is packed as 64
+    assert set(found.pop("experts")) == {"nf4 g32", "2x64x64 + 2x96x64"}  # 48 is packed as 64
     assert found == {
         "embed": ("int8 row", "80x64"),
-        "block": ("int4 g128", "64x64"),
+        "block": ("int4 g32", "64x64"),
         "conv": ("fp8_e4m3 row", "64x192"),
     }
     assert summary.nbytes == sum({id(t): t.nbytes for t in model.state_dict(keep_vars=True).values()}.values())
@@ -561,7 +562,7 @@ def test_inspect_reads_what_hosts_write(renamed, tmp_path):
         (lambda d: (d / CONFIG_NAME).unlink(), "is not the directory of a quantized model: no config.json$"),
         (TENSORS["missing scales"][0], "with a scale beside it"),
         (TENSORS["codes of another dtype"][0], "0.qdata is .* int64; the model and its scheme need .* int32"),
-        (put("0.scale", torch.ones(135, 1, dtype=torch.int16)), r"0.scale is \[135, 1\] int16; .* need \[136, 1\]"),
+        (put("0.scale", torch.ones(135, 3, dtype=torch.uint8)), r"0.scale is \[135, 3\] uint8; .* need \[136, 3\]"),
         (put("0.qdata", torch.zeros(136, 10, dtype=torch.int32)), "rows of int4 codes are multiples of 4 words"),
         (put("9.qdata", torch.zeros(136, 12, dtype=torch.int32)), "'9' is quantized, but the stored plan does not"),
         (
@@ -622,5 +623,5 @@ def test_check_packed_names_what_is_wrong():
     experts = quantize_(Model().experts, "int4")
     check_packed(experts, "experts")
     experts.scale_down_proj.data.zero_()
-    with pytest.raises(ValueError, match="^experts.scale_down_proj is corrupt: float32 scales"):
+    with pytest.raises(ValueError, match="^experts.scale_down_proj is corrupt: float8_e4m3fn scales"):
         check_packed(experts, "experts")

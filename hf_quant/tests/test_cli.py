@@ -149,7 +149,7 @@ def test_plan_reads_no_weights(llama_dir, tmp_path, capsys):
     shutil.copy(llama_dir / "config.json", tmp_path)
     assert run("plan", tmp_path, "--weights", "int4", "--module", "lm_head=int8") == 0
     table = capsys.readouterr().out
-    assert "int4 g128" in table
+    assert "int4 g32" in table
     assert "int8 row" in table
     assert "8 of 9 modules quantized" in table
 

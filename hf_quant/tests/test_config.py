@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,23 +114,28 @@ def test_defaults_of_the_formats():
     found = {name: str(scheme(weights=name)) for name in FORMATS}
     assert found == {
         "int8": "int8 row",
-        "int4": "int4 g128",
-        "int3": "int3 g128 asym",
-        "int2": "int2 g64 asym",
+        "int4": "int4 g32",
+        "int3": "int3 g32 asym",
+        "int2": "int2 g32 asym",
         "fp8_e4m3": "fp8_e4m3 row",
         "fp8_e5m2": "fp8_e5m2 row",
         "fp6_e3m2": "fp6_e3m2 row",
         "fp6_e2m3": "fp6_e2m3 row",
-        "nf4": "nf4 g64",
+        "nf4": "nf4 g32",
         "mxfp4": "mxfp4 g32",
         "nvfp4": "nvfp4 g16",
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_scales_of_groups_have_the_models_dtype_and_scales_of_integer_products_fp32(dtype):
+def test_dtypes_of_scales(dtype):
     model = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
-    assert scheme(dtype, weights="int4").weight.scale_dtype == model
+    for weights in ("int4", "int3", "int2", "nf4"):  # groups have 8 bits, rows the model's dtype
+        assert scheme(dtype, weights=weights).weight.scale_dtype == "float8_e4m3fn"
+        assert scheme(dtype, weights=weights, scale_dtype="model").weight.scale_dtype == model
+        assert scheme(dtype, weights=weights, granularity="row").weight.scale_dtype == model
+    assert scheme(dtype, weights="int8", group_size=64).weight.scale_dtype == model
+    assert scheme(dtype, weights="W4A16").weight.scale_dtype == model
     assert scheme(dtype, weights="int8").weight.scale_dtype == model
     assert scheme(dtype, weights="int8", activations="int8").weight.scale_dtype == "float32"
     assert scheme(dtype, weights="fp8").weight.scale_dtype == "float32"
@@ -164,7 +170,11 @@ def test_activations():
 
 
 def test_a_preset_may_be_completed_and_confirmed():
-    assert scheme(weights="W4A16", group_size=64).weight.group_size == 64
+    preset = TensorQuant("int4", "group", 128, scale_dtype="bfloat16")
+    assert scheme(weights="W4A16").weight == preset
+    assert scheme(weights="W4A16", group_size=64).weight == replace(preset, group_size=64)
+    assert scheme(weights="W4A16", scale_dtype="float8_e4m3fn").weight == replace(preset, scale_dtype="float8_e4m3fn")
+    assert scheme(weights="W4A16", granularity="row").weight == replace(preset, granularity="row", group_size=None)
     assert scheme(weights="W8A8_FP8", activations="fp8_e4m3") == scheme(weights="W8A8_FP8")
 
 
@@ -345,7 +355,7 @@ def test_fields_of_a_scheme_give_it_back_for_any_dtype(fields, activations):
     ],
 )
 def test_schemes_that_this_version_does_not_have(changed, message):
-    stored = {**scheme(weights="int4").weight.to_dict(), **changed}
+    stored = {**scheme(weights="W4A16").weight.to_dict(), **changed}
     with pytest.raises(ValueError, match=message):
         fields_of(LinearScheme.from_dict({"weight": stored}))
 

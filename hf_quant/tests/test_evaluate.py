@@ -100,9 +100,9 @@ def test_bits_per_weight_counts_tied_codes_once():
     assert bits_per_weight(model) is None
     quantize_(model, {"weights": "int8", "modules": {"lm_head": "int4"}})
     linear = 4 * 64 * 64 + 3 * 64 * 128
-    # 64 columns are half a group of int4: one fp32 scale for each row; int8 has one, too.
+    # int8 has an fp32 scale for each row, int4 two of 8 bits for 64 columns, and a global scale.
     rows = 4 * 64 + 2 * 128 + 64
-    expected = 8 * (linear + 4 * rows + 96 * 64 / 2 + 4 * 96) / (linear + 96 * 64)
+    expected = 8 * (linear + 4 * rows + 96 * 64 / 2 + 2 * 96 + 4) / (linear + 96 * 64)
     assert bits_per_weight(model) == pytest.approx(expected)
 
 

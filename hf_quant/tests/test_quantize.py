@@ -62,13 +62,13 @@ def test_a_bare_layer():
     bias = layer.bias
     assert quantize_(layer, "int4") is layer
     assert isinstance(layer, QuantLinear) and isinstance(layer, nn.Linear) and layer.bias is bias
-    assert dict(layer.named_parameters()).keys() == {"bias", "qdata", "scale"}
+    assert dict(layer.named_parameters()).keys() == {"bias", "qdata", "scale", "global_scale"}
 
 
 def test_a_config_a_name_or_fields():
     states = [
         quantize_(mlp(), config).state_dict()
-        for config in ("int4", {"weights": "int4"}, QuantizerConfig("W4A16"), QuantizerConfig("int4", group_size=128))
+        for config in ("nf4", {"weights": "nf4"}, QuantizerConfig("NF4"), QuantizerConfig("nf4", group_size=32))
     ]
     assert all(torch.equal(state[k], states[0][k]) for state in states for k in states[0])
     assert str(quantize_(mlp())[0].scheme) == "int8 row"
@@ -76,7 +76,7 @@ def test_a_config_a_name_or_fields():
 
 def test_modules_and_what_they_name():
     model = quantize_(mlp(), QuantizerConfig("int4", algorithm="absmax", modules={"2": {"weights": "nf4"}}))
-    assert [str(model[i].scheme) for i in (0, 2)] == ["int4 g128", "nf4 g64"]
+    assert [str(model[i].scheme) for i in (0, 2)] == ["int4 g32", "nf4 g32"]
     assert [model[i].algorithm for i in (0, 2)] == ["absmax", None]
 
 

@@ -32,7 +32,7 @@ def test_the_table_has_the_width_of_the_window(width, model, monkeypatch):
     text = re.sub(r"\x1b\[[\d;]*m", "", window.getvalue())
     assert all(len(line) <= width for line in text.split("\n")), text
     letters = "".join(text.split())  # whatever was folded
-    for part in ("3of4modulesquantized", "1named", "2kept", "Acpu:", "cuda:", "256x128", "int4g128"):
+    for part in ("3of4modulesquantized", "1named", "2kept", "Acpu:", "cuda:", "256x128", "int4g32"):
         assert width == 40 or part in letters, part
     assert text.count("cuda:") < 3  # kernels that repeat are explained once
 

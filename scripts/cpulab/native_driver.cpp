@@ -688,6 +688,7 @@ class QuantizationCase : RandomCall {
     if (q.num_shrinks > 0 && q.scale_dtype != E8M0) {
       q.num_steps = static_cast<int>(random.below(3));
       q.turns = !has_zero && integers && random.one_in(2);
+      q.mirrors = !has_zero && random.one_in(2);
       q.moves = has_zero && random.one_in(2);
       q.fits = random.one_in(2);
       q.norm = random.one_in(3);
@@ -698,7 +699,7 @@ class QuantizationCase : RandomCall {
   bool passes(const Kernels& kernels) {
     Result result(*this), absmax(*this);
     WeightQuantization plain = q;
-    plain.num_shrinks = plain.num_steps = plain.norm = plain.fits = plain.turns = 0;
+    plain.num_shrinks = plain.num_steps = plain.norm = plain.fits = plain.turns = plain.mirrors = 0;
     if (!call(kernels, q, result) || !call(kernels, plain, absmax)) return false;
     if (broken >= 0) return true;
     std::vector<uint8_t> bytes = result.bytes(*this);
@@ -782,10 +783,10 @@ class QuantizationCase : RandomCall {
     char line[512];
     snprintf(line, sizeof line,
              "%s quantize: %lld x %lld x %lld group_size=%lld strides=%lld, %lld dtype=%d layout=%d scale_dtype=%d zero=%d "
-             "exponent_bits=%d levels=%d shrinks=%d steps=%d turns=%d moves=%d fits=%d norm=%d threads=%d",
+             "exponent_bits=%d levels=%d shrinks=%d steps=%d turns=%d mirrors=%d moves=%d fits=%d norm=%d threads=%d",
              kernels.name, number(p.matrices), number(p.N), number(p.K), number(p.group_size), number(p.matrix_stride),
              number(p.row_stride), p.weight_dtype, p.layout, p.scale_dtype, has_zero, p.exponent_bits,
-             p.levels != nullptr, p.num_shrinks, p.num_steps, p.turns, p.moves, p.fits, p.norm, p.threads);
+             p.levels != nullptr, p.num_shrinks, p.num_steps, p.turns, p.mirrors, p.moves, p.fits, p.norm, p.threads);
     current = line;
     bool finite;
     if (!kernels.quantize(p, &finite)) return wrong(kernels, "no memory", 0, 0);

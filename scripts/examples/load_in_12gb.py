@@ -3,10 +3,10 @@
 python scripts/examples/load_in_12gb.py black-forest-labs/FLUX.1-dev
 
 GB of weights      16 bit   here     bits a weight
-transformer 11.9 B   23.80   6.28    4.125: 4, and a 16-bit scale for 128; embedders and projections in and out 16
+transformer 11.9 B   23.80   6.46    4.25: 4, and an 8-bit scale for 32; embedders and projections in and out 16
 T5-XXL       4.8 B    9.52   4.90    8, and a scale a row; token embedding 16
 CLIP, VAE    0.2 B    0.41   0.41    16
-together             33.74  11.58    in the memory of the host: on the GPU the largest one, 6.28, and activations
+together             33.74  11.77    in the memory of the host: on the GPU the largest one, 6.46, and activations
 """
 
 import argparse

@@ -89,7 +89,8 @@ def _storage(quant: TensorQuant, activation: str | None) -> str:
     if name not in ("int4", "int8", "fp8_e4m3", "mxfp4", "nvfp4"):
         raise Inexpressible(f"no format of compressed-tensors that engines read holds {name} codes")
     if quant.scale_dtype == "float8_e4m3fn" and name != "nvfp4":
-        raise Inexpressible("its scales are quantized themselves (float8_e4m3fn)")
+        hint = ": quantize it as W4A16, or with scale_dtype='model'" if name == "int4" else ""
+        raise Inexpressible(f"its scales are quantized themselves (float8_e4m3fn), which no engine reads{hint}")
     if activation is None:
         if name in ("int4", "int8") and granularity in ("row", "group"):
             return PACKED

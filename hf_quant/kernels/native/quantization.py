@@ -74,6 +74,7 @@ def quantize(
     *,
     shrinks: tuple[float, ...],
     turns: bool,
+    mirrors: bool,
     moves: bool,
     steps: tuple[float, ...],
     fits: bool,
@@ -99,7 +100,7 @@ def quantize(
         *(spec.minifloat or (0, 0, 0)),
         0 if spec.is_integer or spec.minifloat else _levels_and_midpoints(spec.name).data_ptr(),
         factors.data_ptr(),
-        *(len(shrinks), len(steps), turns, moves, fits, norm),
+        *(len(shrinks), len(steps), turns, mirrors, moves, fits, norm),
         torch.get_num_threads(),
     )
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.algorithms import empty_packed
+from hf_quant.formats import FORMATS
 from hf_quant.kernels.dispatch import is_transformed
 from hf_quant.modules._base import PACKED_NAMES
 from hf_quant.modules.inputs.rule import ALONE, InputRule
@@ -122,6 +123,8 @@ class FusedProjections:
                 parameters[key] = torch.cat(tensors)
                 for module, part in zip(modules, parameters[key].split([len(t) for t in tensors])):
                     module._parameters[key] = nn.Parameter(part, requires_grad=False)
+                if key == "global_scale":  # which are equal; a view counts the versions of them all
+                    parameters[key] = parameters[key][:1]
             sizes = [m.out_features for m in modules]
             bias = _common_bias([m._parameters["bias"] for m in modules], sizes)
             for tensor in parameters.values():  # or inductor's CUDA graphs would copy it for every call
@@ -314,9 +317,9 @@ def rows_unsupported_reason(scheme: LinearScheme, shapes: Sequence[tuple[int, ..
         return f"their scales are of blocks of {BLOCK_SIZE} rows, and out_features is not a multiple of {BLOCK_SIZE}"
     for shape in shapes[:-1]:
         packed = empty_packed(shape, quant, "meta")
-        if packed.global_scale is not None:
+        if packed.global_scale is not None and FORMATS[quant.format].fixed_group_size:
             return "each has a global scale of its own"
-        if any(t.nbytes % _ALIGNMENT for t in packed if t is not None):
+        if any(t.nbytes % _ALIGNMENT for t in packed[:3] if t is not None):
             return f"{shape[0]} rows do not end at a multiple of {_ALIGNMENT} bytes"
     return None
 
@@ -342,4 +345,7 @@ def unsupported_reason(modules: Sequence[PackedLinear]) -> str | None:
     biases = {m._parameters["bias"].dtype for m in modules if m._parameters["bias"] is not None}
     if len({m.compute_dtype for m in modules}) > 1 or len(biases) > 1:
         return "their dtypes differ"
+    global_scales = [m._parameters["global_scale"] for m in modules if "global_scale" in m._parameters]
+    if len({scale.item() for scale in global_scales}) > 1:
+        return "their global scales differ"
     return rows_unsupported_reason(first.scheme, [m.matrix_shape("weight") for m in modules])

@@ -132,6 +132,23 @@ def assert_shapes_of(packed: PackedWeight, expected: PackedWeight) -> None:
             assert a.shape == b.shape and a.dtype == b.dtype
 
 
+@pytest.mark.parametrize("name", ["int4", "int3", "int2", "nf4"])
+def test_most_weights_have_one_global_scale(name: str) -> None:
+    """A power of two at which neither the largest nor small scales are cut off."""
+    quant = TensorQuant(name, "group", 32, scale_dtype="float8_e4m3fn")
+    found = {}
+    for power in (-100, -20, -5, -4, -3, 0, 3, 4, 5, 100):
+        weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+        weight *= 2.0**power * 0.999 / weight.abs().max()
+        packed = quantize_matrix(weight, quant, "absmax")
+        assert packed.global_scale.log2().frac() == 0 and packed.scale.float().abs().max() < 448
+        assert packed.scale.float().abs().min() > 2.0**-6, "smaller ones have fewer digits"
+        found[power] = packed.global_scale.item()
+    assert len({found[power] for power in (-3, 0, 3, 4)}) == 1
+    assert found[5] == 256 * found[4] and found[-4] == found[4] / 256
+    assert quantize_matrix(torch.zeros(4, 64), quant, "absmax").global_scale == found[0]
+
+
 @ALL
 def test_experts_are_quantized_one_by_one(quant: TensorQuant) -> None:
     weight = random_weight(5, 9, 70)

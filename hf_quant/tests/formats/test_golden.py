@@ -22,21 +22,32 @@ FOLDER = Path(__file__).parent / "golden"
 N, K = 3, 150  # a ragged last group, and padding within the last word
 
 
+# Defaults of the first version where later ones have others.
+EARLIER_GROUPS = {"int4": 128, "int3": 128, "int2": 64, "nf4": 64}
+
+
 def _schemes() -> dict[str, TensorQuant]:
     schemes = {}
     for format in FORMATS.values():
         dtype = "bfloat16" if format.scale_dtype == "model" else format.scale_dtype
+        group_size = EARLIER_GROUPS.get(format.name, format.group_size)
         for symmetric in (True, False) if format.allows_asymmetric else (True,):
-            quant = TensorQuant(format.name, format.granularity, format.group_size, symmetric, dtype)
+            quant = TensorQuant(format.name, format.granularity, group_size, symmetric, dtype)
             schemes[format.name + ("" if symmetric else "-asym")] = quant
+            if format.group_scale_dtype is not None:
+                quant = TensorQuant(format.name, "group", format.group_size, symmetric, format.group_scale_dtype)
+                schemes[f"{format.name}-{quant.group_size}" + ("" if symmetric else "-asym")] = quant
     schemes["fp8_e4m3-block"] = TensorQuant("fp8_e4m3", "block")
-    schemes["nf4-fp8_scales"] = TensorQuant("nf4", "group", 64, scale_dtype="float8_e4m3fn")
     return schemes
 
 
 SCHEMES = _schemes()
-# Global scales were no powers of two.
-OLDER = {f"{name}-any_global_scale": SCHEMES[name] for name in ("nvfp4", "nf4-fp8_scales")}
+_NF4 = TensorQuant("nf4", "group", 64, scale_dtype="float8_e4m3fn")
+OLDER = {
+    "nvfp4-any_global_scale": SCHEMES["nvfp4"],  # global scales were no powers of two
+    "nf4-fp8_scales-any_global_scale": _NF4,
+    "nf4-fp8_scales": _NF4,  # each weight had a global scale of its own
+}
 
 
 def _weight() -> Tensor:

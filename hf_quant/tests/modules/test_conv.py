@@ -106,7 +106,7 @@ def test_autocast_copies_and_what_builds_a_layer_of_its_type():
     for found in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(found(image(2)), layer(image(2)))
     assert type(type(layer)(4, 8, kernel_size=1)) is nn.Conv2d  # as PEFT builds an adapter
-    assert repr(layer) == "QuantConv2d(16, 32, kernel_size=(3, 3), stride=(1, 1), int4 g128)"
+    assert repr(layer) == "QuantConv2d(16, 32, kernel_size=(3, 3), stride=(1, 1), int4 g32)"
 
 
 @pytest.mark.parametrize("options", [{"padding": 1}, {"padding": "same", "padding_mode": "reflect"}])

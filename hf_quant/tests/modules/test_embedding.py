@@ -94,7 +94,7 @@ def test_copies_casts_and_state_dict():
     assert torch.equal(other(IDS), expected)
     assert layer.float()(IDS).dtype == torch.float32
     assert_close(layer(IDS), expected, rms=3e-3)
-    assert repr(layer) == "QuantEmbedding(300, 160, int4 g128)"
+    assert repr(layer) == "QuantEmbedding(300, 160, int4 g32)"
 
 
 def test_a_table_that_is_rescaled_at_lookup_is_refused():

@@ -147,7 +147,7 @@ def test_weights_in_the_hosts_shape_and_names_of_the_packed_tensors(host):
         assert torch.equal(module.dequantize_weight(name), getattr(reference, name))
         assert getattr(module, packed_key("qdata", name)).shape[0] == 4
     assert {n for n in module.state_dict() if "bias" not in n} == {
-        f"{part}_{name}" for part in ("qdata", "scale") for name in ("gate_up_proj", "down_proj")
+        f"{part}_{name}" for part in ("qdata", "scale", "global_scale") for name in ("gate_up_proj", "down_proj")
     }
     assert not hasattr(module, "up_proj")  # it has a gate
 

@@ -753,6 +753,7 @@ def test_rows_that_cannot_be_joined():
     assert "whole tensors" in rows_unsupported_reason(weight("int8", "tensor"), shapes)
     nvfp4 = weight("nvfp4", "group", group_size=16, scale_dtype="float8_e4m3fn")
     assert "global scale" in rows_unsupported_reason(nvfp4, shapes)
+    assert rows_unsupported_reason(weight("nf4", "group", group_size=32, scale_dtype="float8_e4m3fn"), shapes) is None
     assert "multiple of 16 bytes" in rows_unsupported_reason(weight("int8", "row"), [(129, 128), (128, 128)])
     assert rows_unsupported_reason(weight("int8", "row"), [(256, 128), (129, 128)]) is None  # nothing follows the last
 
@@ -771,6 +772,7 @@ def test_modules_that_cannot_be_joined():
     assert "not loaded, or offloaded" in reason(lambda m: m.q_proj.to("meta"))
     assert "dtypes differ" in reason(lambda m: m.q_proj.half())
     assert "shared between processes" in reason(lambda m: m.q_proj.share_memory())
+    assert "global scales differ" in reason(lambda m: m.q_proj.global_scale.data.add_(1 << 23))  # twice as large
     assert "sharded" in reason(lambda m: setattr(m.q_proj.qdata, "full_tensor", None))
     with pytest.raises(ValueError, match="no two of its quantized linear layers read the same tensor"):
         fuse_projections_(nn.Linear(4, 4))

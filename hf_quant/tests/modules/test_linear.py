@@ -360,7 +360,7 @@ def test_replicas_of_data_parallel_are_quantized_layers():
 def test_state_dict_round_trip():
     layer, other = linear("int4"), linear("int4")
     other.weight = rows(136, 160)
-    assert list(layer.state_dict()) == ["bias", "qdata", "scale"]
+    assert list(layer.state_dict()) == ["bias", "qdata", "scale", "global_scale"]
     assert all(not t.is_floating_point() for k, t in layer.state_dict().items() if k != "bias")
     x = rows(3, 160)
     assert not torch.equal(other(x), layer(x))
@@ -407,7 +407,7 @@ def test_it_stays_the_object_that_it_was():
     assert (layer.in_features, layer.out_features) == (160, 136)
     layer(rows(3, 160))
     assert calls == [1]
-    assert repr(layer) == "QuantLinear(in_features=160, out_features=136, bias=True, int4 g128)"
+    assert repr(layer) == "QuantLinear(in_features=160, out_features=136, bias=True, int4 g32)"
     assert type(type(layer)(4, 2)) is nn.Linear  # as adapters build their own
 
 
@@ -481,11 +481,11 @@ def test_compiles_to_one_graph_for_every_length(fields, training):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_cpu_activations_compute_what_activations_do(weights):
+@pytest.mark.parametrize(("weights", "scales"), [("int4", "float8_e4m3fn"), ("int8", "bfloat16")])
+def test_cpu_activations_compute_what_activations_do(weights, scales):
     plain = linear({"weights": weights, "input_transform": "hadamard"}, torch.bfloat16)
     on_cpu = linear({"weights": weights, "cpu_activations": "int8"}, torch.bfloat16)
-    always = linear({"weights": weights, "activations": "int8", "scale_dtype": "bfloat16"}, torch.bfloat16)
+    always = linear({"weights": weights, "activations": "int8", "scale_dtype": scales}, torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), on_cpu.parameters()))
     x = torch.randn(5, 160).bfloat16()
     assert torch.equal(on_cpu(x), always(x)) and not torch.equal(on_cpu(x), plain(x))

@@ -116,7 +116,7 @@ struct WeightQuantization {
   float max;
   const float *shrinks, *steps;
   int num_shrinks, num_steps;
-  bool turns, moves, fits, norm;
+  bool turns, mirrors, moves, fits, norm;
   int threads;
 };
 

@@ -290,6 +290,7 @@ PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   q.num_shrinks = a.integer();
   q.num_steps = a.integer();
   q.turns = a.integer();
+  q.mirrors = a.integer();
   q.moves = a.integer();
   q.fits = a.integer();
   q.norm = a.integer();

@@ -331,6 +331,10 @@ class WeightQuantizer {
       absmax(s, count, unit, shrink, s.new_scale, s.new_zero);
       for (int64_t g = 0; g < count; ++g) s.new_scale[g] *= s.sign[g];
       consider(s, count, values, s.new_zero, shrink);
+      if (q_.mirrors) {
+        for (int64_t g = 0; g < count; ++g) s.new_scale[g] = -s.new_scale[g];
+        consider(s, count, values, s.new_zero, shrink);
+      }
       if (!q_.moves) continue;
       for (float move : {-1.0f, 1.0f}) {
         for (int64_t g = 0; g < count; ++g) {
@@ -341,6 +345,8 @@ class WeightQuantizer {
         consider(s, count, values, s.moved_zero, shrink);
       }
     }
+    if (q_.mirrors)
+      for (int64_t g = 0; g < count; ++g) s.sign[g] = std::copysign(1.0f, s.scale[g]);
     for (int i = 0; i < q_.num_steps; ++i) {
       for (int64_t g = 0; g < count; ++g) {
         s.new_shrink[0][g] = s.shrink[g] - q_.steps[i];
