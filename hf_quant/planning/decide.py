@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_quant.algorithms import empty_packed
 from hf_quant.config import QuantizerConfig, as_config
+from hf_quant.formats import FORMATS
 from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
 from hf_quant.patterns import excludes, matches
@@ -21,6 +22,7 @@ from hf_quant.scheme import LinearScheme
 
 logger = logging.getLogger(__name__)
 
+SMALL_MODEL = 1_000_000_000  # parameters: below, 4 bits cost a language model much
 MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
 DEFAULT_KINDS = ("linear", "experts")
 
@@ -79,7 +81,21 @@ def plan(
     fused = [] if config.fuse_projections is False else planned_projections(model, weights)
     fused_on = "every device" if config.fuse_projections else "GPUs"
     cache = None if config.kv_cache is None else describe(model, KVCacheConfig.of(config.kv_cache))
-    return QuantPlan(entries, other, fused, fused_on, cache, attention, decider.lifted)
+    return QuantPlan(entries, other, fused, fused_on, cache, attention, decider.lifted, _advice(model, entries))
+
+
+def _advice(model: nn.Module, entries: list[PlanEntry]) -> str | None:
+    """Return what to take instead for a small language model in 4 bits or fewer: docs/accuracy.md measures two."""
+    few = {entry.scheme.weight.format for entry in entries if entry.scheme is not None}
+    few = {name for name in few if FORMATS[name].bits <= 4}
+    size = sum(p.numel() for p in model.parameters())
+    if not few or size >= SMALL_MODEL or not getattr(model, "can_generate", lambda: False)():
+        return None
+    nf4 = "" if few == {"nf4"} else "; of 4 bits nf4 loses least"
+    return (
+        f"advice: {', '.join(sorted(few))} costs a language model of {size / 1e6:.1f}M parameters much, int8 next to "
+        f"nothing{nf4}"
+    )
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, _Candidate]]:

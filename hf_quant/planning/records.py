@@ -91,6 +91,7 @@ class QuantPlan:
         kv_cache: one line on the quantized KV cache of `generate`; None: 16 bit.
         attention: one line on 8-bit attention; None: 16 bit.
         lifted: {module that is quantized only because `modules_to_not_convert` is given: reason of its exclusion}.
+        advice: one line on a scheme with more bits; None: there is none.
     """
 
     def __init__(
@@ -102,10 +103,12 @@ class QuantPlan:
         kv_cache: str | None = None,
         attention: str | None = None,
         lifted: dict[str, str] | None = None,
+        advice: str | None = None,
     ) -> None:
         self.entries = {entry.name: entry for entry in entries}
         self.bytes_other, self.lifted = bytes_other, dict(lifted or {})
         self.fused, self.fused_on, self.kv_cache, self.attention = list(fused), fused_on, kv_cache, attention
+        self.advice = advice
 
     @property
     def quantized(self) -> dict[str, PlanEntry]:

@@ -118,6 +118,21 @@ def test_the_table():
     assert len(lines) == 7
 
 
+def test_advice_for_small_language_models():
+    model = mlp()
+    assert plan(model, "int4").advice is None
+    model.can_generate = lambda: True
+    found = plan(model, QuantizerConfig("int4", modules={"3": "int8"}))
+    assert str(found).splitlines()[-1] == found.advice
+    assert found.advice.startswith("advice: int4 costs a language model of 0.0M parameters much, int8 next to nothing")
+    assert found.advice.endswith("of 4 bits nf4 loses least")
+    assert "nf4 costs" in plan(model, "nf4").advice and "of 4 bits" not in plan(model, "nf4").advice
+    assert plan(model, "int8").advice is None and plan(model, "fp6").advice is None
+    with torch.device("meta"):
+        model.large = nn.Linear(40_000, 25_000)
+    assert plan(model.to("meta"), "int2").advice is None
+
+
 def test_the_table_names_a_kernel_for_each_device_and_kind():
     model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Embedding(64, 64), "c": nn.Conv1d(64, 64, 3)})
     found = plan(model, {"weights": "int8", "activations": "int8", "modules": {"b": "int4", "c": "fp8"}})
