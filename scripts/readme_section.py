@@ -57,10 +57,8 @@ def real_models_table(record: dict) -> str:
             change = f" ({row['change']})" if row["change"] else ""
             lines[-1] += [row["perplexity"] + change, *(row[name] for name in columns)]
     counts = " and ".join(f"{model['predictions']:,}" for model in record["models"].values())
-    return (
-        f"{markdown(lines)}\n\n`{record['command']}`: {counts} predictions, decoding at batch 1 in {record['clock']}; "
-        f"{record['machine']}."
-    )
+    timed = f", decoding at batch 1 in {record['clock']}" if "x bf16" in columns else ""
+    return f"{markdown(lines)}\n\n`{record['command']}`: {counts} predictions{timed}; {record['machine']}."
 
 
 TABLES = {"demo": demo_table, "real-models": real_models_table}

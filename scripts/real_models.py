@@ -1,9 +1,10 @@
 """Cost of each scheme to small LLMs that were really trained: SmolLM2 135M and Gemma 3 270M.
 
-    python scripts/real_models.py                       # both models, the schemes of the table in docs/formats.md
+    python scripts/real_models.py                       # both models, the schemes of the table in docs/accuracy.md
     python scripts/real_models.py --model smollm2 --scheme int4 int4:group_size=32:algorithm=hqq --no-speed
     python scripts/real_models.py --prepare-only        # makes the checkpoints, prints where they are
     python scripts/real_models.py --threads 1 --clock cpu --json real.json     # where others use the machine, too
+    python scripts/real_models.py --no-speed --plot real.svg                   # KL against true bits per weight
     python scripts/readme_section.py real-models real.json
 
 Prints a row per scheme as soon as it is measured: true bits per weight, MB in memory, perplexity of the evaluation
@@ -43,6 +44,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from common import scatter
 from common.checkout import commit
 from common.schemes import parse_spec
 from hf_quant import QuantizerConfig, quantize_
@@ -54,7 +56,13 @@ ROOT = SCRIPTS.parent
 DIRECTORY = ROOT / "build" / "real_models"
 TEXT = ROOT / "integration_tests" / "assets" / "tiny-llama-13m" / "eval.txt"
 READER = "gguf==0.19.0"  # transformers reads GGUF files of these architectures by it
-SCHEMES = ("int8", "W8A8", "W8A8_FP8", "nvfp4", "int4:group_size=32", "nf4", "int4", "W4A8", "int3", "int2")
+ROTATED = "input_transform=hadamard"
+SCHEMES = (
+    *("int8", "W8A8", "W8A8_FP8", "nvfp4", "mxfp4"),
+    *("nf4:scale_dtype=model", "nf4", "nf4:algorithm=absmax", "nf4:group_size=64"),
+    *("int4", "int4:algorithm=absmax", f"int4:{ROTATED}", "W4A8", "W4A16", f"W4A16:{ROTATED}"),
+    *("int3", "int3:algorithm=absmax", f"int3:{ROTATED}", "int2"),
+)
 BASE = "bf16"
 WINDOW = 512
 BOS = ("each", "first")  # windows that have the tokens with which the tokenizer begins a text
@@ -305,6 +313,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of the checkpoints (%(default)s)")
     parser.add_argument("--prepare-only", action="store_true", help="make the checkpoints, and print where they are")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw KL against bits per weight, as SVG")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, too")
     args = parser.parse_args()
     if args.threads is not None:
@@ -342,6 +351,12 @@ def main() -> None:
         record["models"][name] = report(name, args)
         if args.json is not None:
             args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot is not None:
+        panels = [
+            scatter.Panel(model["title"], {r["weights"]: (r["bits_per_weight"], r["kl"]) for r in model["rows"][1:]})
+            for model in record["models"].values()
+        ]
+        scatter.draw(panels, "true bits per weight, scales included", "KL to bf16, nats per token", args.plot)
 
 
 if __name__ == "__main__":

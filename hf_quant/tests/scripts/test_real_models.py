@@ -1,9 +1,12 @@
 """The script that measures trained models, without them."""
 
+from xml.etree import ElementTree
+
 import pytest
 
 import readme_section
 import real_models
+from common import scatter
 
 
 @pytest.fixture
@@ -44,6 +47,20 @@ def test_a_checkpoint_is_made_once_and_only_a_finished_one_stays(made, tmp_path)
     assert made == ["whole", "broken"] and list(tmp_path.iterdir()) == [path]
 
 
+def test_the_plot_has_every_point_where_it_belongs(tmp_path):
+    points = {"a<b": (4.25, 0.1), "c": (8.0, 0.001), "d": (4.25, 0.1001)}
+    scatter.draw([scatter.Panel("one", points), scatter.Panel("two", {"e": (2.5, 9.0)})], "x", "y", tmp_path / "p.svg")
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()
+    panels = root.findall("{*}g")
+    circles = [[float(c.get("cx")), float(c.get("cy"))] for c in panels[0].findall("{*}circle")]
+    (c, a, d), lines = circles, [float(t.get("y")) for t in panels[0].findall("{*}text")[-3:]]
+    assert a[0] == d[0] < c[0] and c[1] > a[1] >= d[1]  # the y axis of SVG goes down
+    assert all(low - high >= scatter.LINE for low, high in zip(lines, lines[1:]))  # no label lies on another
+    texts = [t.text for t in panels[0].findall("{*}text")]
+    assert texts[0] == "one" and texts[-3:] == ["c", "a<b", "d"] and {"0.001", "10", "2", "8"} <= set(texts)
+    assert len(panels) == 2 and len(panels[1].findall("{*}circle")) == 1
+
+
 def test_the_table_in_the_readme_is_made_of_what_the_script_writes():
     def row(weights, bits, perplexity):
         change = {"perplexity_change": perplexity / 10 - 1, "kl": 0.5, "same_top_token": 0.75}
@@ -56,11 +73,12 @@ def test_the_table_in_the_readme_is_made_of_what_the_script_writes():
     assert header.count("|") == base.count("|") == int2.count("|") == 9
     assert base == "| bf16 | 16.000 | 10.00 |  |  | 10.00 |  |  |"
     assert int2 == "| int2 | 2.375, 2.411 | 4.0e+04 (x 4e+03) | 0.5000 | 75.0% | 15.00 (+50.0%) | 0.5000 | 75.0% |"
-    assert footer == "`python x`: 2,044 and 511 predictions, decoding at batch 1 in wall time; here."
+    assert footer == "`python x`: 2,044 and 511 predictions; here."
     for one in small["rows"] + large["rows"]:
         one |= {"decode": 30.0, "decode_speedup": 1.5}
     lines = readme_section.real_models_table(record).splitlines()
     assert lines[0].endswith("same top token | decode x bf16 |") and lines[3].endswith("75.0% | 1.50 |")
+    assert lines[-1] == "`python x`: 2,044 and 511 predictions, decoding at batch 1 in wall time; here."
     large["rows"].pop()
     with pytest.raises(ValueError, match="other schemes"):
         readme_section.real_models_table(record)
