@@ -176,7 +176,10 @@ class QuantizerConfig(QuantizationConfigMixin):
         if not isinstance(self.attention, str | None) or self.attention not in ATTENTIONS:
             raise ValueError(f"attention is {self.attention!r}; allowed: None, 'int8'")
         if self.weights is not None:
-            resolve_scheme(self.scheme_fields(), torch.bfloat16)
+            scheme, _ = resolve_scheme(self.scheme_fields(), torch.bfloat16)
+            # Stored before W8A8 rotated inputs, or as "none": see `to_dict`.
+            if self.input_transform is None and scheme.input_transform is not None and self._is_straight:
+                self.input_transform = "none"
         else:
             given = {n: v for n, v in self.scheme_fields().items() if v is not None and v != "dynamic"}
             if given:
@@ -210,11 +213,11 @@ class QuantizerConfig(QuantizationConfigMixin):
         return any(getattr(self, name) is not None for name in NON_WEIGHT_FIELDS)
 
     @property
-    def _has_transforms(self) -> bool:
-        """True if the config says more of input transforms than readers of format version 1 know."""
-        planned = (group.get("scheme") for group in self.plan or () if isinstance(group, dict))
-        found = (self.scheme_fields(), *self.modules.values(), *planned)
-        return any(isinstance(fields, dict) and fields.get("input_transform") is not None for fields in found)
+    def _is_straight(self) -> bool:
+        """True if there is a plan, and no layer in it has an input transform."""
+        groups = self.plan if isinstance(self.plan, list) else ()
+        schemes = [group.get("scheme") for group in groups if isinstance(group, dict)]
+        return self.plan is not None and not any(_names_transform(scheme) for scheme in schemes)
 
     def scheme_fields(self) -> dict[str, Any]:
         """The fields that make up the default scheme."""
@@ -224,15 +227,19 @@ class QuantizerConfig(QuantizationConfigMixin):
         """Return JSON-native fields; `QuantizerConfig.from_dict(config.to_dict())` equals the config."""
         fields = {
             "quant_method": self.quant_method.value,
-            "format_version": max(self.format_version, 2 if self._has_transforms else 1),
+            "format_version": self.format_version,
             "hf_quant_version": self.hf_quant_version,
             **{name: getattr(self, name) for name in self.user_fields()},
             "plan": self.plan,
         }
         if self.imported_from is not None:
             fields["imported_from"] = self.imported_from
-        if self.input_transform is None:  # a field that readers of format version 1 do not know
+        # Readers of format version 1 do not know this field. A plan without transforms says "none" by itself.
+        if self.input_transform is None or (self.input_transform == "none" and self._is_straight):
             del fields["input_transform"]
+        is_rotated = self.plan is not None and not self._is_straight
+        if is_rotated or any(map(_names_transform, (fields, *self.modules.values()))):
+            fields["format_version"] = max(self.format_version, 2)
         return json.loads(json.dumps(fields))
 
     def get_loading_attributes(self) -> dict[str, Any]:
@@ -253,6 +260,10 @@ class QuantizerConfig(QuantizationConfigMixin):
         default: dict[str, Any] = {"activation_scale": "dynamic", "modules": {}}
         given = ", ".join(f"{n}={v!r}" for n, v in shown.items() if n == "weights" or v != default.get(n))
         return f"QuantizerConfig({given})"
+
+
+def _names_transform(fields: Any) -> bool:
+    return isinstance(fields, dict) and fields.get("input_transform") is not None
 
 
 def as_config(config: QuantizerConfig | str | dict[str, Any]) -> QuantizerConfig:

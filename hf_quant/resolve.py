@@ -118,7 +118,7 @@ def fields_of(scheme: LinearScheme) -> dict[str, Any]:
     weight, activation, on_cpu = scheme.weight, scheme.activation, scheme.cpu_activation
     transform = scheme.input_transform
     fixed = any(f.name == weight.format and f.fixed_group_size for f in FORMATS.values())
-    fields = {
+    fields: dict[str, Any] = {
         "weights": weight.format,
         "activations": None if activation is None else activation.format,
         "cpu_activations": None if on_cpu is None else on_cpu.format,
@@ -127,8 +127,10 @@ def fields_of(scheme: LinearScheme) -> dict[str, Any]:
         "symmetric": weight.symmetric,
         "scale_dtype": None if fixed else weight.scale_dtype,
         "sparsity": scheme.sparsity,
-        "input_transform": "none" if transform is None else {"block_size": transform.block_size},
+        "input_transform": None if transform is None else {"block_size": transform.block_size},
     }
+    if transform is None and resolve_scheme(fields, torch.bfloat16)[0].input_transform is not None:
+        fields["input_transform"] = "none"
     if resolve_scheme(fields, torch.bfloat16)[0] != scheme:
         raise ValueError(f"this version has no scheme {scheme.to_dict()}")
     return fields

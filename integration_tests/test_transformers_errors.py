@@ -220,6 +220,21 @@ def test_another_config_for_a_quantized_checkpoint(stored):
     assert "the given QuantizerConfig(weights='int4') cannot be applied" in message
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize(
+    ("stored_transform", "others"),
+    [(None, ["none", {"block_size": 32}]), ({"block_size": 32}, ["none"]), ("none", ["hadamard", {"block_size": 32}])],
+)
+def test_another_input_transform_than_the_checkpoint_has(stored_transform, others, tmp_path):
+    quantize_(build("llama"), QuantizerConfig("W8A8", input_transform=stored_transform)).save_pretrained(tmp_path)
+    for asked in (None, "none", "hadamard", {"block_size": 32}):
+        config = QuantizerConfig("W8A8", input_transform=asked)
+        if asked in others:
+            assert f"the given {config} cannot be applied" in load_error(tmp_path, quantization_config=config)
+        else:
+            LLAMA.from_pretrained(tmp_path, dtype="auto", quantization_config=config)
+
+
 @pytest.mark.parametrize(
     "config",
     [QuantizerConfig("int8"), QuantizerConfig("W8A16"), QuantizerConfig("int8", quantization_device="cpu")],

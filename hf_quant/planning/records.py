@@ -1,5 +1,6 @@
 """Records of a plan: `PlanEntry` for a module, `QuantPlan` for the model, and their form in config.json."""
 
+import copy
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -195,7 +196,7 @@ def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> Quant
 
     Names are without the wrappers of PEFT, as a model is saved.
     """
-    config = QuantizerConfig(**config.to_dict())
+    config = copy.deepcopy(config)
     config.fuse_projections = config.fuse_activations = None  # of this process
     config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})
     return config

@@ -53,6 +53,7 @@ from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_
 from hf_quant.planning import resolved, schemes_from_list
 from hf_quant.quantize import dequantize_, fuse_as_configured_
 from hf_quant.resolve import resolve_scheme
+from hf_quant.scheme import InputTransform
 
 
 NAME = QuantMethod.HF_QUANT.value
@@ -308,13 +309,24 @@ def _refuse_missing(model: nn.Module, stored: set[str]) -> None:
 
 
 def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
-    """Raise ValueError if a user asks for another quantization than the checkpoint has."""
+    """Raise ValueError if a user asks for another quantization than the checkpoint has.
+
+    Its input transforms are those of its plan: the default that its config stands for has changed between versions.
+    """
 
     def meaning(c: QuantizerConfig) -> tuple:
-        scheme = None if c.weights is None else resolve_scheme(c.scheme_fields(), torch.bfloat16)
+        fields = {**c.scheme_fields(), "input_transform": None}
+        scheme = None if c.weights is None else resolve_scheme(fields, torch.bfloat16)
         return scheme, c.modules, c.modules_to_not_convert
 
-    if meaning(config) != meaning(requested):
+    asked, is_other = requested.input_transform, meaning(config) != meaning(requested)
+    if asked not in (None, config.input_transform):
+        found = {scheme.input_transform for scheme in schemes_from_list(config.plan).values()}
+        if isinstance(asked, dict):
+            is_other |= found != {InputTransform(**asked)}
+        else:
+            is_other |= (asked == "none") != (found == {None})
+    if is_other:
         raise ValueError(
             f"the checkpoint is quantized already, by {config}; the given {requested} cannot be applied to it. Leave "
             "quantization_config out, or quantize the 16-bit model"

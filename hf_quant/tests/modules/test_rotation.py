@@ -1,13 +1,17 @@
 """Input transforms: their signs, weights in the host's basis, plans and checkpoints, and what siblings share."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-from hf_quant import QuantizerConfig, dequantize_, plan, quantize_
+from hf_quant import QuantizerConfig, dequantize_, load_quantized_, plan, quantize_, save_quantized
+from hf_quant.checkpoint import config_of
 from hf_quant.kernels.sign_matrices import hadamard_matrix
 from hf_quant.modules.inputs import rows as rows_module
 from hf_quant.modules.inputs.lazy import LazyAct
@@ -18,6 +22,8 @@ from hf_quant.testing import sqnr
 
 
 CPU = torch.device("cpu")
+# W8A8 as it was written before inputs were rotated, an input, and the output of the references of that time.
+UNROTATED = Path(__file__).parent / "golden_w8a8"
 ROTATED = {"weights": "int4", "input_transform": "hadamard"}
 
 
@@ -132,12 +138,16 @@ def test_the_plan_picks_blocks_by_the_width():
 
 def test_only_checkpoints_with_transforms_need_format_version_2():
     model = nn.Sequential(nn.Linear(192, 64))
-    for fields, version in (("int8", 1), ("W8A8_FP8", 1), ("W8A8", 2), (ROTATED, 2)):
+    straight = {"weights": "W8A8", "input_transform": "none"}
+    for fields, version in (("int8", 1), ("W8A8_FP8", 1), (straight, 1), ("W8A8", 2), (ROTATED, 2)):
         config = QuantizerConfig(**fields) if isinstance(fields, dict) else QuantizerConfig(fields)
         stored = resolved(config, plan(model, config).schemes).to_dict()
         assert stored["format_version"] == version
         assert ("input_transform" in stored["plan"][0]["scheme"]) == (version == 2)
         assert QuantizerConfig(**stored).to_dict() == stored
+        assert QuantizerConfig(**stored).input_transform == config.input_transform
+        made = config_of(quantize_(copy.deepcopy(model), config))
+        assert (made.to_dict()["format_version"], made.input_transform == "none") == (version, fields == straight)
     assert "input_transform" not in QuantizerConfig("W8A8").to_dict()
     scheme = LinearScheme.from_dict(stored["plan"][0]["scheme"])
     assert scheme.input_transform == InputTransform(64)
@@ -149,6 +159,20 @@ def test_only_checkpoints_with_transforms_need_format_version_2():
     ):
         with pytest.raises(ValueError, match="input transform"):
             LinearScheme.from_dict({**stored["plan"][0]["scheme"], "input_transform": wrong})
+
+
+def test_a_checkpoint_from_before_transforms_stays_as_it_was(tmp_path):
+    found = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+    load_quantized_(found, UNROTATED)
+    tensors = load_file(UNROTATED / "expected.safetensors")
+    with torch.no_grad():
+        assert sqnr(found(tensors["x"]), tensors["y"]) > 45
+        save_quantized(found, tmp_path)
+        for module in (found[0], found[2]):
+            module.scheme = replace(module.scheme, input_transform=InputTransform(64))
+        assert sqnr(found(tensors["x"]), tensors["y"]) < 10
+    for name in ("model.safetensors", "hf_quant_config.json"):  # format version 1
+        assert (tmp_path / name).read_bytes() == (UNROTATED / name).read_bytes()
 
 
 class Attention(nn.Module):
