@@ -22,6 +22,7 @@ CASES: dict[str, tuple[str, QuantizerConfig, dict]] = {
     "int8": ("llama", QuantizerConfig("int8"), {}),
     "int4 asymmetric": ("llama", QuantizerConfig("int4", group_size=32, symmetric=False), {"use_dora": True}),
     "nvfp4": ("llama", QuantizerConfig("nvfp4"), {}),
+    "W8A8": ("llama", QuantizerConfig("W8A8"), {}),
     "W8A8_FP8": ("llama", QuantizerConfig("W8A8_FP8"), {}),
     "tied": ("llama_tied", TIED, {}),
     "experts": ("qwen3_moe", QuantizerConfig("int8"), {"target_modules": ["q_proj", "o_proj"]}),

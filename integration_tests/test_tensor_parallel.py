@@ -51,11 +51,13 @@ CASES: dict[str, tuple[str, dict]] = {
     ),
     "head": ("llama", {"weights": "int8", "modules": {"lm_head": "int4", "model.embed_tokens": "int8"}}),
     "tied": ("tied", {"weights": "int4", "modules": {"lm_head": "int8", "model.embed_tokens": "int8"}}),
+    "int8 rotated": ("llama", {"weights": "int8", "input_transform": "hadamard"}),
     "W8A8": ("llama", {"weights": "W8A8"}),
     "experts int8": ("moe", {"weights": "int8"}),
     "experts int4 g64": ("moe", {"weights": "int4", "group_size": 64}),
     "experts nvfp4": ("moe", {"weights": "nvfp4"}),
 }
+WIDE_BLOCKS = QuantizerConfig("W8A8", input_transform={"block_size": 256})
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
 # Partial sums of two processes are added in another order: 2e-7 to 6e-7 of the logits, as for 16-bit weights.
 ORDER_OF_SUMS = 3e-6
@@ -101,6 +103,7 @@ def test_two_processes_agree_with_one(tmp_path):
         model = load(tmp_path, name, quantization_config=QuantizerConfig(**fields))
         torch.save((*answers(model), model.state_dict()), tmp_path / f"{slug(case)}.pt")
         model.save_pretrained(tmp_path / slug(case))
+    load(tmp_path, "llama", quantization_config=WIDE_BLOCKS).save_pretrained(tmp_path / "wide-blocks")
     failures = run_in_two_processes(in_each_process, tmp_path)
     assert not failures, "\n".join(failures)
 
@@ -124,7 +127,7 @@ def check_model(case: str, directory: Path, model: nn.Module) -> None:
     found, generated = answers(model)
     if case == "W8A8":
         # Each process rounds its own slice of a row-parallel layer's input: another error of the same size.
-        exact = torch.load(directory / "int8-row.pt")[0]  # the same codes without rounded inputs
+        exact = torch.load(directory / "int8-rotated.pt")[0]  # the same codes without rounded inputs
         rounding = change(logits, exact)
         assert ORDER_OF_SUMS < change(found, logits) < 1.5 * rounding, f"{change(found, logits)} with {rounding}"
         assert change(found, exact) < 1.2 * rounding, f"{change(found, exact)} with {rounding}"
@@ -197,6 +200,12 @@ def check_refusals(directory: Path) -> None:
         quantized,
         quantization_config=QuantizerConfig("FP8_BLOCK"),
     )
+    rotated = (
+        "model.layers.0.self_attn.o_proj cannot be split into 2 pieces: its input is rotated by 256, which needs its "
+        "input features, 256, to be a multiple of 256 x 2"
+    )
+    raises(rotated, quantized, quantization_config=WIDE_BLOCKS)
+    raises(rotated, load, directory, "wide blocks", tp_plan="auto")
     model = load(directory, "int8 row", tp_plan="auto")
     raises("sharded", model.dequantize)
     raises("sharded", model.model.layers[0].mlp.up_proj.requantize_weight_, "weight", torch.zeros(512, 256))

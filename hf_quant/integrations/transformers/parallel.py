@@ -16,7 +16,6 @@ slice's own scale: the logits are close to a single process's logits, not equal 
 """
 
 import types
-from math import lcm
 from typing import Any
 
 import torch
@@ -247,7 +246,12 @@ def _check_fits(module: QuantizedModule, weight: str, owner: str, axis: int, pie
         packing = PACK if FORMATS[quant.format].spec.is_packed else 1
         columns = BLOCK_SIZE if quant.granularity == "block" else quant.group_size or 1
         transform = module.scheme.input_transform
-        columns = columns if transform is None else lcm(columns, transform.block_size)
+        if transform is not None and K % (transform.block_size * pieces):
+            raise ValueError(
+                f"{owner} cannot be split into {pieces} pieces: its input is {transform}, which needs its input "
+                f"features, {K}, to be a multiple of {transform.block_size} x {pieces}. Take fewer processes, smaller "
+                'blocks by `input_transform={"block_size": n}`, or none by `input_transform="none"`'
+            )
         size, unit, what = K, max(packing, columns), f"input features, {K}"
     elif axis == -2:
         size, unit, what = N, BLOCK_SIZE if quant.granularity == "block" else 1, f"output features, {N}"
