@@ -149,6 +149,7 @@ def _tensor_quant(fields: Any) -> TensorQuant:
 
 # Common names of whole schemes, which a user may write for `weights`. Values are QuantizerConfig fields. W4A16 is what
 # that name means to engines (vLLM, SGLang): they read scales of the model's dtype only.
+# Where activations are int8, inputs are rotated unless input_transform="none" is given, too: engines need that.
 PRESETS: dict[str, dict[str, Any]] = {
     "W8A16": {"weights": "int8"},
     "W4A16": {"weights": "int4", "group_size": 128, "scale_dtype": "model"},

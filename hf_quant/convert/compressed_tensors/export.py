@@ -42,7 +42,9 @@ def export_compressed_tensors(
         W8A16_FP8                             naive-quantized
         NVFP4A16, MXFP4A16                    nvfp4-pack-quantized, mxfp4-pack-quantized
 
-    Several of them in one model make its format "mixed-precision". Fused experts are written one by one, under the
+    Inputs must not be rotated, as those of W8A8 are by default: quantize with `input_transform="none"` for an engine.
+
+    Several schemes in one model make its format "mixed-precision". Fused experts are written one by one, under the
     names of the original checkpoint. Tokenizer, generation config and licence are copied along; a README.md, the model
     card, says how engines serve it.
 

@@ -53,8 +53,8 @@ def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
         raise Inexpressible(f"{scheme.sparsity} sparsity has no format that is still read")
     if scheme.input_transform is not None:
         raise Inexpressible(
-            "its input is rotated, which engines do not compute in this form; for them, quantize the model with "
-            'input_transform="none"'
+            "its input is rotated, which readers of this format pass over or cannot compute; for them, quantize the "
+            'model with input_transform="none"'
         )
     _, columns = geometry(quant, N, K)
     if quant.granularity == "group" and K % columns:
