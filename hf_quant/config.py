@@ -150,7 +150,7 @@ class QuantizerConfig(QuantizationConfigMixin):
                 f"the checkpoint has format_version {version}, hf_quant {__version__} reads up to {FORMAT_VERSION}: "
                 "install a newer hf_quant"
             )
-        self.format_version = version
+        self._read_version = version
         self.hf_quant_version = kwargs.pop("hf_quant_version", __version__)
         if not isinstance(self.hf_quant_version, str) or not _VERSION.fullmatch(self.hf_quant_version):
             raise ValueError(f"hf_quant_version is {self.hf_quant_version!r}; needs a version such as {__version__!r}")
@@ -177,8 +177,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             raise ValueError(f"attention is {self.attention!r}; allowed: None, 'int8'")
         if self.weights is not None:
             scheme, _ = resolve_scheme(self.scheme_fields(), torch.bfloat16)
-            # Stored before W8A8 rotated inputs, or as "none": see `to_dict`.
-            if self.input_transform is None and scheme.input_transform is not None and self._is_straight:
+            # Stored before W8A8 rotated inputs, or as "none", see `_stored_transform`.
+            if self.input_transform is None and scheme.input_transform is not None and self._is_rotated is False:
                 self.input_transform = "none"
         else:
             given = {n: v for n, v in self.scheme_fields().items() if v is not None and v != "dynamic"}
@@ -213,11 +213,22 @@ class QuantizerConfig(QuantizationConfigMixin):
         return any(getattr(self, name) is not None for name in NON_WEIGHT_FIELDS)
 
     @property
-    def _is_straight(self) -> bool:
-        """True if there is a plan, and no layer in it has an input transform."""
+    def format_version(self) -> int:
+        """Format version of a checkpoint with this config: 2 if it names an input transform, which 1 does not know."""
+        found = ({"input_transform": self._stored_transform}, *self.modules.values())
+        return max(self._read_version, 2 if self._is_rotated or any(map(_names_transform, found)) else 1)
+
+    @property
+    def _is_rotated(self) -> bool | None:
+        """True if a layer of the plan has an input transform; None if there is no plan."""
         groups = self.plan if isinstance(self.plan, list) else ()
-        schemes = [group.get("scheme") for group in groups if isinstance(group, dict)]
-        return self.plan is not None and not any(_names_transform(scheme) for scheme in schemes)
+        schemes = (group.get("scheme") for group in groups if isinstance(group, dict))
+        return None if self.plan is None else any(map(_names_transform, schemes))
+
+    @property
+    def _stored_transform(self) -> str | dict[str, int] | None:
+        """`input_transform`, but None for a "none" that the plan says by itself: no layer in it has one."""
+        return None if self.input_transform == "none" and self._is_rotated is False else self.input_transform
 
     def scheme_fields(self) -> dict[str, Any]:
         """The fields that make up the default scheme."""
@@ -234,12 +245,8 @@ class QuantizerConfig(QuantizationConfigMixin):
         }
         if self.imported_from is not None:
             fields["imported_from"] = self.imported_from
-        # Readers of format version 1 do not know this field. A plan without transforms says "none" by itself.
-        if self.input_transform is None or (self.input_transform == "none" and self._is_straight):
+        if self._stored_transform is None:
             del fields["input_transform"]
-        is_rotated = self.plan is not None and not self._is_straight
-        if is_rotated or any(map(_names_transform, (fields, *self.modules.values()))):
-            fields["format_version"] = max(self.format_version, 2)
         return json.loads(json.dumps(fields))
 
     def get_loading_attributes(self) -> dict[str, Any]:

@@ -252,6 +252,8 @@ def test_export_and_import_give_the_codes_back(name, tmp_path):
     assert {n: m.scheme for n, m in model.named_modules() if isinstance(m, QuantizedModule)} == {
         n: m.scheme for n, m in again.named_modules() if isinstance(m, QuantizedModule)
     }
+    stored = again.config.quantization_config
+    assert (stored.to_dict()["format_version"], stored.input_transform) == (1, config.get("input_transform"))
 
 
 def exported(tmp_path, **config):

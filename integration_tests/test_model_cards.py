@@ -389,6 +389,7 @@ def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir
     assert card.data.pipeline_tag == "text-to-image" and card.data.base_model is None
     assert "with int8 attention" in card.text and "Scores of attention are in int8." in card.text
     assert "### `transformer`" in card.text and "### `text_encoder_2`" in card.text
+    assert "int8 row, rotated by 32" in card.text
     assert "As they were: `text_encoder` (" in card.text and "`vae` (" in card.text
     assert type(execute(snippet(card, "Usage"))["pipe"]) is diffusers.FluxPipeline
     execute(snippet(model_card("me/pipe", repo_id="me/pipe", base_model="me/base"), "Reproduce"))

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "experts int8": ("moe", {"weights": "int8"}),
     "experts int4 g64": ("moe", {"weights": "int4", "group_size": 64}),
     "experts nvfp4": ("moe", {"weights": "nvfp4"}),
+    "experts rotated": ("moe", {"weights": "int8", "input_transform": {"block_size": 64}}),
 }
 WIDE_BLOCKS = QuantizerConfig("W8A8", input_transform={"block_size": 256})
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -159,7 +160,7 @@ def check_shards(model: nn.Module) -> None:
 def check_expert_parallelism(directory: Path) -> None:
     newer = "ep_size" in DistributedConfig.__dataclass_fields__
     fields = {"ep_size": 2} if newer else {"enable_expert_parallel": True}
-    for case in ("experts int8", "experts nvfp4"):
+    for case in ("experts int8", "experts nvfp4", "experts rotated"):
         logits, tokens, state = torch.load(directory / f"{slug(case)}.pt")
         name, config = CASES[case]
         for source, more in ((name, {"quantization_config": QuantizerConfig(**config)}), (case, {})):
