@@ -12,8 +12,8 @@ take as long as 3 bytes, 27.5 as long as 4; 790 TFLOP/s), M = 4608: n = 4096 17.
 46 us. Loop over rows, machine code for sm90, instructions a value with int8 codes (bf16 results) and operations on
 the matrix units: n = 128 7.9 (5.8), 256 ops; n = 4096 11.1 (7.5), 384 ops = 9.2 us; n = 14336 12.7 (10.6), 439 ops =
 37 us (585). Memory bounds them all; at n = 14336 only if products and memory overlap, hence two programs a
-multiprocessor. No spills under Triton 3.6 and 3.9 for sm80 to sm120 and gfx942; 16-byte copies into shared memory
-(LDGSTS), HGMMA on sm90.
+multiprocessor. A diagonal adds 1: it stays in registers, in 16 bits. No spills under Triton 3.6 and 3.9 for sm80 to
+sm120 and gfx942; 16-byte copies into shared memory (LDGSTS), HGMMA on sm90.
 
 What was tried and lost: H_B first, then H_A: its operand goes through shared memory, 9.5 instead of 7.5. A split of
 the sums by rounding: the conversions run one by one (F2F). Tiles of 64 columns on sm80: ptxas keeps H_B in 64
@@ -40,7 +40,6 @@ from hf_quant.kernels.gpu.launch import (
     unavailable_reason,
 )
 from hf_quant.kernels.gpu.row_codes import code_options, encode, larger_magnitude, scale_of_row
-from hf_quant.kernels.gpu.sign_matrix import dot_right, sign_matrix
 from hf_quant.kernels.hadamard import op
 from hf_quant.kernels.rowwise.gpu import quantize_rowwise_gpu
 from hf_quant.kernels.sign_matrices import PALEY_FIELDS, mix, odd_factor, squares, transform
@@ -101,6 +100,37 @@ def tiling(K: int, n: int, tile_rows: int, columns: int) -> Tiling:
     needed = K // (A * span * B) * A_PAD * span
     rows = 1 if needed > tile_rows else tile_rows // _next_power(needed)
     return Tiling(B, min(n, B), A, A_PAD, span, tile_rows, -(-needed // tile_rows), rows)
+
+
+@triton.jit
+def _signs(
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr
+):
+    """fp32 [SIZE, SIZE]: the Hadamard matrix of N in each diagonal block of BLOCK, else 0; see `paley_matrix`."""
+    i = tl.arange(0, SIZE)[:, None]
+    j = tl.arange(0, SIZE)[None, :]
+    a, b = i % BLOCK, j % BLOCK
+    TWOS: tl.constexpr = N // M
+    parity = (a % TWOS) & (b % TWOS)
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    if M > 1:
+        u, s, v, t = a // TWOS // 2, a // TWOS % 2, b // TWOS // 2, b // TWOS % 2
+        e, f = tl.maximum(u, 1) - 1, tl.maximum(v, 1) - 1
+        difference = (e // P - f // P + P) % P * P + (e % P - f % P + P) % P
+        is_other = (u > 0) & (v > 0) & (((MASK >> (difference % 32)) & 1) == 0)
+        parity ^= tl.where(u == v, s | t, (s & t) ^ is_other.to(tl.int32))
+    inside = (i // BLOCK == j // BLOCK) & (a < N) & (b < N)
+    return tl.where(inside, tl.where((parity & 1) == 1, -1.0, 1.0), 0.0)
+
+
+@triton.jit
+def _dot_right(y, right):
+    """y @ right, y in fp32, of whose mantissa 16 bits count: its first 8, and the rest rounded to 8."""
+    high = (y.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    z = tl.dot(high.to(tl.bfloat16), right)
+    return tl.dot((y - high).to(tl.bfloat16), right, z)
 
 
 @triton.jit
@@ -169,13 +199,21 @@ def _hadamard_kernel(
     STAGES: tl.constexpr,
 ):
     X_TYPE: tl.constexpr = x.dtype.element_ty
-    right = sign_matrix(B_PAD, B_PAD if INNER_M > 1 else INNER, INNER, INNER_M, FIELD, MASK)
+    right = _signs(B_PAD, B_PAD if INNER_M > 1 else INNER, INNER, INNER_M, FIELD, MASK)
     right = right.to(tl.bfloat16 if A > 1 else X_TYPE)
     if A > 1:
-        left = sign_matrix(T, A_PAD, A, A_M, FIELD, MASK).to(X_TYPE)
+        left = _signs(T, A_PAD, A, A_M, FIELD, MASK).to(X_TYPE)
     tile_row = tl.arange(0, T)
     column = tl.arange(0, B_PAD)[None, :]
     U: tl.constexpr = T // ROWS
+    factors = ()
+    if diagonal is not None:
+        # Loaded before the loop: inside of it, stages of it in fp32 would fill the shared memory.
+        for c in tl.static_range(TILES):
+            segment, inside = _segment(tile_row % U, c, U, A, A_PAD, A_M, SPAN)
+            offset = segment * B + column
+            mask = tl.full([1, 1], True, tl.int1) if EVEN_K else inside & (column < B) & (offset < K)
+            factors = factors + (tl.load(diagonal + offset, mask=mask, other=0.0).to(X_TYPE),)
     for unit in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         if ROWS == 1:
             row, in_m = unit, True
@@ -189,13 +227,12 @@ def _hadamard_kernel(
             offset = segment * B + column
             mask = in_m if EVEN_K else in_m & inside & (column < B) & (offset < K)
             v = tl.load(x_row + offset, mask=mask, other=0.0)
-            if diagonal is not None:  # rounded to 16 bits, which signs do not need
-                entries = offset if EVEN_K else tl.where(mask, offset, 0)
-                v = (v * tl.load(diagonal + entries)).to(X_TYPE)
+            if diagonal is not None:
+                v *= factors[c]
             if A == 1:
                 z = tl.dot(v, right)
             else:
-                z = dot_right(tl.dot(left, v), right)
+                z = _dot_right(tl.dot(left, v), right)
             tiles = tiles + (z,)
         tiles = _butterflies(tiles, TILES, LOG_SPAN)
         factor = NORM
@@ -329,7 +366,10 @@ def _transform(x: Tensor, diagonal: Tensor | None, n: int, dtype: torch.dtype) -
 @implements(op.hadamard, "XPU", PATHS)
 @implements(op.hadamard, "CUDA", PATHS)
 def hadamard_gpu(x: Tensor, diagonal: Tensor | None = None, *, block_size: int | None = None) -> Tensor:
-    """Compute `hadamard_reference`; sums in fp32, half-way with 16 bits of mantissa."""
+    """Compute `hadamard_reference`; sums in fp32, half-way with 16 bits of mantissa.
+
+    The diagonal, and its product with x, are rounded to x's dtype: signs are exact.
+    """
     return _transform(x, diagonal, op.check(x, block_size, diagonal), x.dtype)
 
 

@@ -10,6 +10,7 @@ from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.rowwise import gpu
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
+from hf_quant.kernels.sign_matrices import hadamard_matrix
 from hf_quant.tests.kernels.interpreter import install
 from hf_quant.tests.kernels.test_rowwise import FORMATS, fused_cases, half_steps, normal
 
@@ -37,7 +38,8 @@ def in_a_loop(monkeypatch) -> None:
 @pytest.fixture
 def as_many_rows(monkeypatch) -> None:
     """The configs of more than 256 rows, for few."""
-    monkeypatch.setattr(gpu, "config", lambda target, M, K, block=1, config=gpu.config: config(target, M + 256, K))
+    config = gpu.config
+    monkeypatch.setattr(gpu, "config", lambda target, M, K, block=1: config(target, M + 256, K, block))
 
 
 def rows_that_break_kernels(M: int, K: int, dtype: torch.dtype) -> torch.Tensor:
@@ -152,6 +154,34 @@ def test_fused_in_a_loop(name, in_a_loop):
     assert half_steps(codes, scale, exact) < 1.002
 
 
+def assert_rotated(name: str, M: int, K: int, block: int, format: str, dtype: torch.dtype = torch.float32) -> None:
+    op, _, tensors, options, exact = fused_cases(M, K, dtype)[name]
+    diagonal = normal(K // block, block, seed=5)
+    exact = ((exact * diagonal.double().view(-1)).unflatten(-1, (-1, block)) @ hadamard_matrix(block)).flatten(-2)
+    codes, scale = OF[op._schema.name.split("::")[1]](*tensors, diagonal, **options, format=format)
+    assert half_steps(codes, scale, exact) < 1.002
+    assert half_steps(codes.roll(1, -1), scale, exact) > 10  # other columns
+
+
+@pytest.mark.parametrize("target", ("sm90", "gfx942"))
+@pytest.mark.parametrize("name", fused_cases())
+def test_rotated(name, target):
+    with pretend(TARGETS[target]):
+        assert_rotated(name, 6, 70, 2, "int8")
+        assert_rotated(name, 6, 384, 128, "fp8_e4m3", torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", fused_cases())
+def test_rotated_in_a_loop(name, in_a_loop):
+    assert_rotated(name, 6, 288, 32, "int8")
+
+
+def test_rotated_in_blocks_of_rows(as_many_rows):
+    for K, block in ((96, 32), (1536, 512), (1024, 1024)):  # the last are wider than what is taken at once
+        for name in ("layer modulated", "silu * up"):
+            assert_rotated(name, 4, K, block, "int8")
+
+
 def test_rows_beyond_the_last_read_no_modulation(monkeypatch, as_many_rows):
     """36 rows in blocks of 32: 28 of the second block have no modulation, and what follows it is not theirs."""
     x, memory = normal(4, 9, 33), normal(4 + 4, 2 * 33)
@@ -206,10 +236,13 @@ def test_configs_keep_what_they_promise():
         lanes = 64 if target.name.startswith("gfx") else 32
         for M in (1, 256, 257, 10**6):
             for K in (1, 64, 65, 512, 3072, 8192, 14336, 16384, 28672, 57344):
-                rows, block_k, blocks, num_warps = gpu.config(target, M, K)
-                assert blocks is None or (blocks - 1) * block_k < K <= blocks * block_k
-                assert blocks is None or rows * blocks * block_k <= 64 * lanes * num_warps
-                assert (blocks is None) == (K > 16384) and 1 <= num_warps <= 32
+                for block in (1, 32, 128, 1024):
+                    if K % block:
+                        continue
+                    rows, block_k, blocks, num_warps = gpu.config(target, M, K, block)
+                    assert block_k % block == 0 and (blocks is None) == (K > 16384) and 1 <= num_warps <= 32
+                    assert blocks is None or (blocks - 1) * block_k < K <= blocks * block_k
+                    assert blocks is None or rows * blocks * block_k <= 64 * lanes * num_warps
 
 
 def test_the_plan_can_explain_it():
