@@ -4,6 +4,8 @@
     python scripts/bench_fusion.py --device cuda       # inside a CUDA graph, where launches cost least
     python scripts/bench_fusion.py --formats int4 W8A8 --rows 1 16 256
 
+Schemes that rotate their inputs are timed without that, too.
+
 The shapes are those of Llama-3.2-1B and Llama-3.1-8B, the weights random; copies take turns, four or as many as the L2
 cache of a GPU asks for, so that no cache keeps one. The 16-bit layers, the quantized and the fused ones alternate; the
 median of the rounds counts. CPU: process time, which other processes disturb least.
@@ -20,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from gpulab.timing import num_copies
-from hf_quant import fuse_projections_, quantize_, unfuse_projections_
+from hf_quant import QuantizerConfig, fuse_projections_, quantize_, unfuse_projections_
 from hf_quant.evaluate import machine
 from hf_quant.integrations.transformers.graphs import CudaGraphs
 from hf_quant.planning import format_table
+from hf_quant.resolve import entry_fields, resolve_scheme
 
 
 SHAPES = {  # in_features, {name: out_features}
@@ -53,7 +56,20 @@ def copies(module: Projections) -> list[Projections]:
     return [module, *(copy.deepcopy(module) for _ in range(count - 1))]
 
 
-def variants(shape: str, config: str, device: str) -> tuple[list[Projections], list[Projections], list[Projections]]:
+def configs(formats: list[str]) -> list[tuple[str, dict[str, str]]]:
+    """(label, configuration) of each format; of those with an input transform also one without it."""
+    found = []
+    for name in formats:
+        config = {"weights": name}
+        found.append((name, config))
+        if resolve_scheme(entry_fields(config), torch.bfloat16)[0].input_transform is not None:
+            found.append((f"{name}, not rotated", config | {"input_transform": "none"}))
+    return found
+
+
+def variants(
+    shape: str, config: dict[str, str] | QuantizerConfig, device: str
+) -> tuple[list[Projections], list[Projections], list[Projections]]:
     """Copies of the layers in 16 bits, quantized each with a product of its own, and fused."""
     plain = Projections(*SHAPES[shape], device).eval()
     single = unfuse_projections_(quantize_(copy.deepcopy(plain), config))  # `quantize_` fuses what is on a GPU
@@ -107,7 +123,7 @@ def main() -> None:
     table = [("layers", "weights", "rows", "16-bit, us", "single, us", "fused, us", "single / fused")]
     with torch.no_grad():
         for shape in args.shapes:
-            for config in args.formats:
+            for label, config in configs(args.formats):
                 compared = variants(shape, config, args.device)
                 for rows in args.rows:
                     x = torch.randn(1, rows, SHAPES[shape][0], device=args.device, dtype=torch.bfloat16)
@@ -115,7 +131,7 @@ def main() -> None:
                     rounds = [[measure() for measure in timers] for _ in range(args.rounds)]
                     plain_s, single_s, fused_s = (statistics.median(r) for r in zip(*rounds))
                     row = (f"{t * 1e6:.1f}" for t in (plain_s, single_s, fused_s))
-                    table.append((shape, config, str(rows), *row, f"{single_s / fused_s:.2f}"))
+                    table.append((shape, label, str(rows), *row, f"{single_s / fused_s:.2f}"))
     print(f"\n{format_table(table)}")
 
 

@@ -61,6 +61,8 @@ def _candidate_cases(candidate: Candidate, dtype: torch.dtype) -> list[Case]:
     tokens = TOKENS if plain or main else (1, 17, 64, 256, 4096)
     found = [linear_case(candidate, linear, M, dtype) for linear in linears for M in tokens]
     found += [linear_case(candidate, LLAMA[0], M, dtype, bias=True) for M in (1, 256)]
+    if main:
+        found += [linear_case(candidate, linear, M, dtype, rotates=True) for linear in linears[:1] for M in (1, 4096)]
     # fp32 experts run one by one, as their plan says: offsets are read on the host.
     experts = () if dtype == torch.float32 else EXPERTS if plain and main else EXPERTS[:1]
     found += [grouped_case(candidate, linear, M, dtype) for linear in experts for M in tokens]

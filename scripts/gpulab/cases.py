@@ -192,8 +192,10 @@ def _describe(what: str, M: int, linear: Linear, dtype: torch.dtype) -> str:
     return f"{what}, {linear.name} {linear.N}x{linear.K}, M={M}, {name}"
 
 
-def linear_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype, *, bias: bool = False) -> Case:
-    """`weight_only_mm` or `dynamic_mm`, as the candidate is."""
+def linear_case(
+    candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype, *, bias: bool = False, rotates: bool = False
+) -> Case:
+    """`weight_only_mm` or `dynamic_mm`, as the candidate is; `rotates`: with an input transform."""
     options = {"format": candidate.weight.format, "group_size": candidate.group_size(linear.K)}
     if candidate.activation is not None:
         options["activation"] = candidate.activation
@@ -201,10 +203,12 @@ def linear_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         packed = random_weight(candidate.weight, (linear.N, linear.K), device)
         added = randn((linear.N,), dtype, device) if bias else None
-        return (randn((M, linear.K), dtype, device), *packed, added), options
+        diagonal = _signs(linear.K, device) if rotates else None
+        return (randn((M, linear.K), dtype, device), *packed, added, diagonal), options
 
     op = "weight_only_mm" if candidate.activation is None else "dynamic_mm"
-    return Case(op, _describe(candidate.name, M, linear, dtype), make, dtype, M, 2 * M * linear.N * linear.K)
+    name = _describe(f"{candidate.name}, rotated" if rotates else candidate.name, M, linear, dtype)
+    return Case(op, name, make, dtype, M, 2 * M * linear.N * linear.K)
 
 
 def quantized_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dtype) -> Case:
@@ -213,7 +217,7 @@ def quantized_case(candidate: Candidate, linear: Linear, M: int, dtype: torch.dt
     codes = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[candidate.activation]
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
-        (x, *weight), options = dynamic.make(device)
+        (x, *weight, _), options = dynamic.make(device)
         row_scale = torch.empty((M, 1), device=device).uniform_(0.01, 0.03)
         given = {"format": options["format"], "group_size": options["group_size"], "out_dtype": dtype}
         return ((x.float() * 32).clamp(-127, 127).to(codes), row_scale, *weight), given
@@ -345,6 +349,11 @@ MEMORY: dict[str, tuple[str, Maker, dict[str, Any]]] = {
     "GELU, tanh": ("act_quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d), None), {"act": "gelu_tanh"}),
     "Hadamard": ("hadamard", lambda M, K, t, d: (randn((M, K), t, d),), {}),
     "Hadamard, blocks of 128": ("hadamard", lambda M, K, t, d: (randn((M, K), t, d),), {"block_size": 128}),
+    "Hadamard, signed": (
+        "hadamard",
+        lambda M, K, t, d: (randn((M, K), t, d), _signs(K, d)),
+        {"block_size": 128},
+    ),
     "Hadamard, quantize": ("hadamard_quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d),), {}),
     "Hadamard, signed, quantize": (
         "hadamard_quantize_rowwise",

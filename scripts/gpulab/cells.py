@@ -86,6 +86,7 @@ def dynamic(quick: bool, tiny: bool) -> list[Cell]:
 def rowwise(quick: bool, tiny: bool) -> list[Cell]:
     """Ops that move data: G10. Comparisons with torch.compile, which takes seconds for each, come last."""
     names = ("quantize", "RMSNorm", "SiLU * up", "LayerNorm, modulated", "Hadamard", "Hadamard, quantize")
+    names += ("Hadamard, signed, quantize", "SiLU * up, rotate", "LayerNorm, modulated, rotate")
     cells = []
     for name in names:
         sizes = ((4096, 8192),) if quick else ((4096, 8192), (14336, 8192), (4096, 16))

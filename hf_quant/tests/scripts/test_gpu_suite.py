@@ -365,6 +365,12 @@ def test_what_is_compared_with_fused_projections_is_not_fused(monkeypatch):
     assert all(module.q_proj.fused is not None for module in fused)
 
 
+def test_fused_projections_are_timed_with_and_without_a_rotation():
+    plain = {"weights": "W8A8", "input_transform": "none"}
+    found = bench_fusion.configs(["int4", "W8A8"])
+    assert found == [("int4", {"weights": "int4"}), ("W8A8", {"weights": "W8A8"}), ("W8A8, not rotated", plain)]
+
+
 def test_a_rival_that_fails_is_recorded(monkeypatch):
     case = linear_case(candidate("int8"), gpu_checks.shrunk(LLAMA[1]), 2, torch.bfloat16)
 
