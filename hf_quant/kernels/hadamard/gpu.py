@@ -134,6 +134,29 @@ def _dot_right(y, right):
 
 
 @triton.jit
+def _factors(
+    diagonal,
+    tile_row,
+    c: tl.constexpr,
+    column,
+    X_TYPE: tl.constexpr,
+    K,
+    U: tl.constexpr,
+    A: tl.constexpr,
+    A_PAD: tl.constexpr,
+    A_M: tl.constexpr,
+    B: tl.constexpr,
+    SPAN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """The entries of the diagonal for the values of tile c, in their type."""
+    segment, inside = _segment(tile_row % U, c, U, A, A_PAD, A_M, SPAN)
+    offset = segment * B + column
+    mask = tl.full([1, 1], True, tl.int1) if EVEN_K else inside & (column < B) & (offset < K)
+    return tl.load(diagonal + offset, mask=mask, other=0.0).to(X_TYPE)
+
+
+@triton.jit
 def _butterflies(tiles, COUNT: tl.constexpr, LOG_SPAN: tl.constexpr):
     """The unscaled transform across each 2**LOG_SPAN of the tiles."""
     for stage in tl.static_range(LOG_SPAN):
@@ -210,10 +233,9 @@ def _hadamard_kernel(
     if diagonal is not None:
         # Loaded before the loop: inside of it, stages of it in fp32 would fill the shared memory.
         for c in tl.static_range(TILES):
-            segment, inside = _segment(tile_row % U, c, U, A, A_PAD, A_M, SPAN)
-            offset = segment * B + column
-            mask = tl.full([1, 1], True, tl.int1) if EVEN_K else inside & (column < B) & (offset < K)
-            factors = factors + (tl.load(diagonal + offset, mask=mask, other=0.0).to(X_TYPE),)
+            factors = factors + (
+                _factors(diagonal, tile_row, c, column, X_TYPE, K, U, A, A_PAD, A_M, B, SPAN, EVEN_K),
+            )
     for unit in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         if ROWS == 1:
             row, in_m = unit, True
