@@ -12,6 +12,7 @@ from hf_quant._version import __version__
 
 
 if TYPE_CHECKING:
+    from hf_quant.calibration import Calibration, calibrate
     from hf_quant.cards import model_card
     from hf_quant.checkpoint import load_quantized_, save_quantized
     from hf_quant.config import QuantizerConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hf_quant.scheme import PRESETS, LinearScheme, TensorQuant
 
 _HOME = {
+    "Calibration": "calibration",
     "FORMATS": "formats",
     "KVCacheConfig": "kv_cache",
     "LinearScheme": "scheme",
@@ -38,6 +40,7 @@ _HOME = {
     "QuantizedCache": "kv_cache",
     "QuantizerConfig": "config",
     "TensorQuant": "scheme",
+    "calibrate": "calibration",
     "capture_generate": "integrations.transformers.graphs",
     "dequantize_": "quantize",
     "export_compressed_tensors": "convert.compressed_tensors.export",
@@ -54,6 +57,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Calibration",
     "FORMATS",
     "KVCacheConfig",
     "LinearScheme",
@@ -66,6 +70,7 @@ __all__ = [
     "QuantizerConfig",
     "TensorQuant",
     "__version__",
+    "calibrate",
     "capture_generate",
     "dequantize_",
     "export_compressed_tensors",

@@ -49,13 +49,14 @@ class QuantizerConfig(QuantizationConfigMixin):
         symmetric: False stores a zero point (int4, int3, int2); None: the format's default.
         scale_dtype: dtype of stored scales: "float32", "bfloat16", "float16", "model" (that of the 16-bit weight) or,
             for groups, "float8_e4m3fn", which halves their cost (double quantization); None: the format's.
-        algorithm: method that chooses scales and codes ("absmax", "mse", "norm", "hqq"); None: the best data-free one
-            for the format.
+        algorithm: method that chooses scales and codes ("absmax", "mse", "norm", "hqq"; with data, see `calibration`,
+            "gptq", the most accurate, and "imatrix"); None: the best data-free one for the format.
         sparsity: None.
         input_transform: "hadamard" rotates the input of each layer by a Hadamard matrix with fixed signs, in blocks of
             up to 128 columns, and stores the weight in that basis: outliers are spread before anything is rounded.
-            None: where activations are quantized to int8. "none": nowhere. {"block_size": n}: in blocks of n columns,
-            a power of two from 32 to 1024. Layers whose input features no such block divides have none.
+            None: where activations are quantized to int8, and with "gptq". "none": nowhere. {"block_size": n}: in
+            blocks of n columns, a power of two from 32 to 1024. Layers whose input features no such block divides
+            have none.
         kv_cache: format of the KV cache that `generate` uses: "int8", "fp8", "int4", "int2", or a `KVCacheConfig` or
             dict of its fields; None: 16 bit. With weights=None nothing else is quantized.
         attention: "int8": the attention scores of a diffusion model are computed from int8 codes; None: 16 bit. With
@@ -66,6 +67,9 @@ class QuantizerConfig(QuantizationConfigMixin):
         modules_to_not_convert: names or patterns of modules that stay in 16 bit. The list replaces the default one
             (None): the output embedding, a task head, and the sensitive layers of a diffusion model. Modules that
             the model keeps in fp32 stay so in either case.
+        calibration: data for an algorithm that needs it: a text file, texts, token ids, batches, a function that runs
+            the model, or a file of `hf_quant.calibrate`; see there. None: a causal language model is calibrated on
+            text that it writes itself. Setting of this process; the checkpoint stores a record of the data.
         quantization_device: device that computes the quantization, e.g. "cuda"; None: the device of each weight.
         fuse_projections: True: linear layers that read the same tensor share one product if no gradient is needed,
             see `hf_quant.fuse_projections_`; None: on a GPU, for inference. Runtime setting; not stored in the
@@ -97,6 +101,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         attention: str | None = None,
         modules: Mapping[str, str | dict[str, Any] | None] | None = None,
         modules_to_not_convert: list[str] | tuple[str, ...] | None = None,
+        calibration: Any = None,
         quantization_device: str | None = None,
         fuse_projections: bool | None = None,
         fuse_activations: bool | None = None,
@@ -132,6 +137,7 @@ class QuantizerConfig(QuantizationConfigMixin):
                 f"modules_to_not_convert is {modules_to_not_convert!r}; needs a list of names or patterns"
             )
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.calibration = calibration
         self.quantization_device = None if quantization_device is None else str(quantization_device)
         self.fuse_projections = fuse_projections
         self.fuse_activations = fuse_activations
@@ -158,13 +164,17 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.imported_from: dict[str, str | None] | None = kwargs.pop("imported_from", None)
         if self.imported_from is not None:
             _check_origin(self.imported_from)
+        self.calibrated_with: dict[str, Any] | None = kwargs.pop("calibrated_with", None)
+        if self.calibrated_with is not None:
+            _check_record(self.calibrated_with)
         if kwargs:
             more = f"; and {len(kwargs) - 3} more" if len(kwargs) > 3 else ""
-            raise ValueError("; ".join(unknown("field", n, self.user_fields()) for n in list(kwargs)[:3]) + more)
+            known = [*self.user_fields(), "calibration"]
+            raise ValueError("; ".join(unknown("field", n, known) for n in list(kwargs)[:3]) + more)
 
     @classmethod
     def user_fields(cls) -> list[str]:
-        """Names of the arguments that a user may give."""
+        """Names of the arguments that a user may give, without `calibration`, which JSON cannot hold."""
         own = ("kv_cache", "attention", "modules", "modules_to_not_convert", "quantization_device", *RUNTIME_FIELDS)
         return [*SCHEME_FIELDS, *own]
 
@@ -245,6 +255,8 @@ class QuantizerConfig(QuantizationConfigMixin):
         }
         if self.imported_from is not None:
             fields["imported_from"] = self.imported_from
+        if self.calibrated_with is not None:
+            fields["calibrated_with"] = self.calibrated_with
         if self._stored_transform is None:
             del fields["input_transform"]
         return json.loads(json.dumps(fields))
@@ -282,6 +294,17 @@ def as_config(config: QuantizerConfig | str | dict[str, Any]) -> QuantizerConfig
     if isinstance(config, dict):
         return QuantizerConfig(**config)
     raise ValueError(f"config is a {type(config).__name__}; needs a QuantizerConfig, a format name or a dict")
+
+
+def _check_record(record: Any) -> None:
+    """Raise ValueError unless `record` says with what a checkpoint was calibrated: a few strings and numbers."""
+    names = ("data", "sha256", "num_tokens", "length", "seed", "temperature")
+    if (
+        not isinstance(record, dict)
+        or not {"data"} <= set(record) <= set(names)
+        or not all(isinstance(v, (str, int, float)) and len(str(v)) <= 200 for v in record.values())
+    ):
+        raise ValueError(f"calibrated_with is {str(record)[:200]!r}; needs some of {', '.join(names)}")
 
 
 def _check_origin(origin: Any) -> None:

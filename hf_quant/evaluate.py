@@ -86,8 +86,30 @@ def read_windows(
     Raises:
         ValueError: as `read_ids`, and if the text fills no window.
     """
-    ids, prefix = read_ids(path, tokenizer), []
-    if tokenizer is not None and Path(path).suffix != ".npy":
+    return cut_windows(
+        read_ids(path, tokenizer),
+        None if Path(path).suffix == ".npy" else tokenizer,
+        window=window,
+        max_tokens=max_tokens,
+        source=str(path),
+    )
+
+
+def cut_windows(
+    ids: Tensor,
+    tokenizer: Callable[..., Any] | None,
+    *,
+    window: int,
+    max_tokens: int | None = None,
+    source: str = "the text",
+) -> Tensor:
+    """Cut token ids [num_tokens] into windows that each begin as the tokenizer, if given, begins a text.
+
+    Returns int64 [windows * window], from the beginning. Raises ValueError if the text, `source` in the message, fills
+    no window.
+    """
+    prefix = []
+    if tokenizer is not None:
         begun, plain = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (True, False))
         starts = range(len(begun) - len(plain) + 1)  # the tokenizer may end a text, too
         prefix = begun[: next((i for i in starts if begun[i : i + len(plain)] == plain), 0)]
@@ -100,8 +122,8 @@ def read_windows(
     if count < 1 or size < 1:
         limit = "" if max_tokens is None else f", of which {max_tokens} are read"
         raise ValueError(
-            f"{path} has {ids.numel()} tokens{limit}; a window of {window} takes {size} behind the {len(prefix)} with "
-            "which the tokenizer begins a text"
+            f"{source} has {ids.numel()} tokens{limit}; a window of {window} takes {size} behind the {len(prefix)} "
+            "with which the tokenizer begins a text"
         )
     start = torch.tensor(prefix, dtype=torch.int64).expand(count, -1)
     return torch.cat([start, ids[: count * size].view(count, size)], 1).flatten()

@@ -1,13 +1,16 @@
 """`quantize_` and `dequantize_`: carry out a plan on a model, in place, one layer at a time."""
 
+import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from hf_quant.algorithms import PackedWeight
+from hf_quant.calibration import needs_data, solve
 from hf_quant.config import NON_WEIGHT_FIELDS, QuantizerConfig, as_config
 from hf_quant.modules import (
     PACKED_NAMES,
@@ -42,6 +45,8 @@ def quantize_(
     model: _Model,
     config: QuantizerConfig | str | dict[str, Any] = "int8",
     *,
+    calibration: Any = None,
+    tokenizer: Any = None,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> _Model:
@@ -50,15 +55,25 @@ def quantize_(
     Args:
         model: any nn.Module with its weights loaded.
         config: a QuantizerConfig, a format or preset name, or a dict of fields.
+        calibration: data for an algorithm that needs it, see `hf_quant.calibrate`; a `Calibration` that has seen data;
+            or statistics, or their file. None: `config.calibration`, else text that a causal language model writes.
+        tokenizer: for texts; None: the tokenizer of the model's checkpoint.
         device: device that computes the codes, e.g. "cuda"; they are stored on the device of each weight. Default:
             the device of each weight.
         progress: True shows a progress bar.
 
     Raises:
         ValueError: if the model is quantized already, has weights on the meta device or with NaN or inf, a pattern
-            matches nothing, or nothing would be quantized. The model is then unchanged.
+            matches nothing, nothing would be quantized, or the calibration data does not fit. The model is then
+            unchanged.
     """
     config = as_config(config)
+    calibration = config.calibration if calibration is None else calibration
+    if calibration is not None and not needs_data(config):
+        raise ValueError(
+            f"calibration data is given, but {config} needs none: choose algorithm='gptq' or 'imatrix', or leave it "
+            "out"
+        )
     if config.kv_cache is not None and not any(o.recognizes(m) for o in OBSERVERS for m in model.modules()):
         raise ValueError(
             f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
@@ -76,7 +91,14 @@ def quantize_(
     for name, entry in quant_plan.quantized.items():
         for weight in entry.shapes:
             _check_weight(modules[name].get_parameter(weight), f"{name}.{weight}" if name else weight)
-    names = apply_plan(model, quant_plan, device=device if device is not None else config.quantization_device)
+    device = device if device is not None else config.quantization_device
+    packed: dict[str, dict[str, PackedWeight]] = {}
+    if needs_data(config):
+        options = {"tokenizer": tokenizer, "device": device, "progress": progress}
+        packed, _, record = solve(model, config, quant_plan, calibration, **options)
+        config = copy.copy(config)
+        config.calibrated_with = record
+    names = apply_plan(model, quant_plan, device=device, packed=packed)
     for _ in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
         pass
     fuse_as_configured_(model, config.fuse_projections)
@@ -116,8 +138,12 @@ def apply_plan(
     *,
     device: torch.device | str | None = None,
     keep_placeholder: bool = False,
+    packed: Mapping[str, Mapping[str, PackedWeight]] | None = None,
 ) -> Iterator[str]:
-    """Convert the modules of the plan one by one; yield the name of each converted module."""
+    """Convert the modules of the plan one by one; yield the name of each converted module.
+
+    `packed` holds the codes of weights that are quantized already, {module: {weight: codes}}.
+    """
     modules, schemes = dict(model.named_modules()), quant_plan.schemes
     entries = sorted(quant_plan.quantized.values(), key=lambda entry: entry.shared_with is not None)
     for entry in entries:
@@ -131,6 +157,7 @@ def apply_plan(
                 device=device,
                 name=entry.name,
                 keep_placeholder=keep_placeholder,
+                packed=(packed or {}).get(entry.name),
             )
         else:
             source = modules[entry.shared_with]

@@ -48,10 +48,10 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
         raise ValueError(f"sparsity is {fields['sparsity']!r}; this version supports None only")
     algorithm = fields.get("algorithm")
     if algorithm is not None:
-        from hf_quant.algorithms import ALGORITHMS  # code that most configs do not need
+        from hf_quant.algorithms import ALGORITHMS, SOLVERS  # code that most configs do not need
 
-        if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-            raise ValueError(unknown("algorithm", algorithm, ALGORITHMS))
+        if not isinstance(algorithm, str) or algorithm not in {**ALGORITHMS, **SOLVERS}:
+            raise ValueError(unknown("algorithm", algorithm, [*ALGORITHMS, *SOLVERS]))
     granularity, group_size = _granularity(fields)
     symmetric = fields.get("symmetric")
     if not isinstance(symmetric, bool | None):
@@ -69,7 +69,8 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
     on_cpu = _cpu_activation(fields, weight, activation)
     # fp8 has the same relative error at every magnitude: outliers cost it nothing that a rotation could save.
     has_steps = "int8" in (q.format for q in (activation, on_cpu) if q is not None)
-    transform = _input_transform(fields, is_default=has_steps)
+    # A rotation and the corrections of gptq add up: docs/accuracy.md.
+    transform = _input_transform(fields, is_default=has_steps or algorithm == "gptq")
     return LinearScheme(weight, activation, cpu_activation=on_cpu, input_transform=transform), algorithm
 
 

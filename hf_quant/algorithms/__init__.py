@@ -8,7 +8,14 @@ it has not reached yet for the errors of those that it has (`solver`).
 """
 
 from hf_quant.algorithms.driver import Algorithm, empty_packed, geometry
-from hf_quant.algorithms.matrix import ALGORITHMS, default_algorithm, quantize_matrix, solve_matrix
+from hf_quant.algorithms.matrix import (
+    ALGORITHMS,
+    SOLVERS,
+    calibrated_matrix,
+    default_algorithm,
+    quantize_matrix,
+    solve_matrix,
+)
 from hf_quant.algorithms.solver import Grid, Scales, Solution, Solver, Statistics
 from hf_quant.kernels.weight import PackedWeight
 
@@ -18,10 +25,12 @@ __all__ = [
     "Algorithm",
     "Grid",
     "PackedWeight",
+    "SOLVERS",
     "Scales",
     "Solution",
     "Solver",
     "Statistics",
+    "calibrated_matrix",
     "default_algorithm",
     "empty_packed",
     "geometry",

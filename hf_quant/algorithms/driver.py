@@ -67,7 +67,10 @@ _NATIVE: tuple[Algorithm, ...] = (absmax, mse, norm)  # which native kernels kno
 class Quantization:
     """One weight [..., N, K] on its way into its packed tensors."""
 
-    def __init__(self, weight: Tensor, quant: TensorQuant, packed: PackedWeight) -> None:
+    def __init__(
+        self, weight: Tensor, quant: TensorQuant, packed: PackedWeight, importance: Tensor | None = None
+    ) -> None:
+        self.importance = importance  # of each column [K], see `Groups`
         self.weight = weight.flatten(0, -3) if weight.dim() > 2 else weight.unsqueeze(0)  # [L, N, K]
         L, N, K = self.weight.shape
         self.quant, self.format = quant, FORMATS[quant.format]
@@ -102,6 +105,7 @@ class Quantization:
     def _run(self, choose: Algorithm) -> bool:
         if (
             choose in _NATIVE
+            and self.importance is None
             and self.quant.granularity in ("row", "group")
             and native.quantizes(self.weight, self.format.spec)
         ):
@@ -123,9 +127,9 @@ class Quantization:
         self._set_global_scale()
         weight, total = self.weight[0].float(), self.global_scale
 
-        def scales_of(group: Tensor) -> PackedScales:
+        def scales_of(group: Tensor, importance: Tensor | None) -> PackedScales:
             packed = empty_packed(group.shape, self.quant, group.device)
-            part = Quantization(group, self.quant, packed)
+            part = Quantization(group, self.quant, packed, importance)
             if total is not None and part.global_scale is not None:
                 part.global_scale.copy_(total)
             part._run(choose)
@@ -214,7 +218,18 @@ class Quantization:
             symmetric=self.quant.symmetric,
             round_scale=scale_rounder(self.scale.dtype, self._unit(piece, n)),
             power_of_two_scales=self.scale.dtype == torch.float8_e8m0fnu,
+            importance=self._importance_of(rows, width),
         )
+
+    def _importance_of(self, rows: int, width: int) -> Tensor | None:
+        """The importance of the weights of `rows` rows as groups, padding 0."""
+        if self.importance is None:
+            return None
+        padded = self.importance.new_zeros(width, dtype=torch.float32)
+        padded[: self.importance.numel()] = self.importance
+        if self.quant.granularity == "tensor":
+            return padded.repeat(rows).view(1, 1, -1)
+        return padded.view(1, -1, self.columns).repeat(1, 1, self.tile_rows)
 
     def _unit(self, piece: _Piece, n: int) -> Tensor | None:
         """global_scale of each row of groups, [R, 1, 1]."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms.groups import Choice, Groups, total
+from hf_quant.algorithms.groups import Choice, Groups
 
 
 def fit(
@@ -23,7 +23,7 @@ def fit(
     if zero_point is None:
         return Choice(stored_scale(groups, scale * (product / square).float(), otherwise=scale))
     levels, values = sums
-    count, top = groups.size, 2**groups.format.bits - 1
+    count, top = groups.count, 2**groups.format.bits - 1
     # weight / scale = slope * level + offset; weight 0 is the level -offset / slope.
     slope = (product * count - levels * values) / (square * count - levels.square())
     move = ((slope * levels - values) / (count * slope)).round_()
@@ -48,9 +48,9 @@ def _moments(
     if zero_point is not None:
         value.sub_(groups.signed(zero_point))
         level.sub_(groups.signed(zero_point))
-    sums = [total(value * level), total(level.square())]
+    sums = [groups.sum(value * level), groups.sum(level.square())]
     if zero_point is not None:
-        sums += [total(level), total(value)]
+        sums += [groups.sum(level), groups.sum(value)]
     return tuple(sums)
 
 
@@ -61,7 +61,7 @@ def squares(groups: Groups, scale: Tensor, zero_point: Tensor | None) -> tuple[T
     if zero_point is not None:
         value.sub_(groups.signed(zero_point))
         level.sub_(groups.signed(zero_point))
-    return total(value.square_()), total(level.square_())
+    return groups.sum(value.square_()), groups.sum(level.square_())
 
 
 def stored_scale(groups: Groups, scale: Tensor, *, otherwise: Tensor) -> Tensor:

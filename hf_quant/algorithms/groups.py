@@ -33,7 +33,8 @@ class Groups:
         format, symmetric: what they are quantized to.
         round_scale: positive fp32 scale -> the nearest that can be stored, as fp32.
         power_of_two_scales: whether only powers of two can be stored.
-        size: weights per group, padding included.
+        count: sum of the importance of a group; without importance its size, padding included.
+        importance: weight of each squared error, fp32, broadcast to `values`; None: all count alike.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Groups:
         symmetric: bool,
         round_scale: Callable[[Tensor], Tensor],
         power_of_two_scales: bool,
+        importance: Tensor | None = None,
     ) -> None:
         self.values, self._work, self._spare = values, work, spare
+        self.importance = importance
         self.format, self.symmetric = format, symmetric
         self.round_scale, self.power_of_two_scales = round_scale, power_of_two_scales
-        self.size = values.shape[-1]
+        self.count = values.shape[-1] if importance is None else total(importance)
 
     @cached_property
     def low(self) -> Tensor:
@@ -65,6 +68,10 @@ class Groups:
     def total(self, function: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
         """`function(block, *args)`, sums over each group [R, G, 1], for groups that may be larger than a block."""
         return function(self, *args)
+
+    def sum(self, terms: Tensor) -> Tensor:
+        """The sum of `terms` [R, G, g], each times its importance, over each group: fp64 [R, G, 1]; see `total`."""
+        return total(terms if self.importance is None else terms * self.importance)
 
     def relative(self, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         """The weights on the grid's scale: values / scale + signed zero point [R, G, g]. In a scratch buffer."""
@@ -93,14 +100,14 @@ class TensorGroups(Groups):
 
     def __init__(self, blocks: Callable[[], Iterator[Groups]]) -> None:
         self._blocks = blocks
-        self.size = 0
-        for block in blocks():
-            if self.size == 0:
+        self.count = 0
+        for i, block in enumerate(blocks()):
+            if i == 0:
                 self.format, self.symmetric = block.format, block.symmetric
                 self.round_scale, self.power_of_two_scales = block.round_scale, block.power_of_two_scales
                 self.low, self.high = block.low, block.high
             self.low, self.high = torch.minimum(self.low, block.low), torch.maximum(self.high, block.high)
-            self.size += block.size
+            self.count += block.count
 
     def total(self, function: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
         parts = [function(block, *args) for block in self._blocks()]
@@ -121,5 +128,5 @@ def power_error(groups: Groups, scale: Tensor, zero_point: Tensor | None, power:
     relative = groups.relative(scale, zero_point)
     error, unit = groups.snapped(relative).sub_(relative), scale.abs().double()
     if power == 2:
-        return (total(error.square_()) * unit.square_(),)
-    return (total(error.abs_().pow_(power)) * unit.pow_(power),)
+        return (groups.sum(error.square_()) * unit.square_(),)
+    return (groups.sum(error.abs_().pow_(power)) * unit.pow_(power),)

@@ -1,20 +1,26 @@
-"""`quantize_matrix` and `solve_matrix`: one weight through an algorithm by its name, or through a solver."""
+"""`quantize_matrix`, `solve_matrix`, `calibrated_matrix`: a weight through an algorithm without data, or a solver."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_quant.algorithms.absmax import absmax
 from hf_quant.algorithms.driver import Algorithm, Quantization, empty_packed
+from hf_quant.algorithms.gptq import gptq
 from hf_quant.algorithms.hqq import hqq
+from hf_quant.algorithms.imatrix import imatrix
 from hf_quant.algorithms.mse import mse
 from hf_quant.algorithms.norm import norm
 from hf_quant.algorithms.solver import Solver, Statistics
 from hf_quant.formats import FORMATS
+from hf_quant.kernels import dequantize
 from hf_quant.kernels.weight import PackedWeight
 from hf_quant.scheme import TensorQuant
 
 
 ALGORITHMS: dict[str, Algorithm] = {"absmax": absmax, "mse": mse, "norm": norm, "hqq": hqq}
+SOLVERS: dict[str, Solver] = {"gptq": gptq, "imatrix": imatrix}  # algorithms that need data
 
 
 def default_algorithm(quant: TensorQuant) -> str:
@@ -78,7 +84,51 @@ def solve_matrix(
     return packed
 
 
+def calibrated_matrix(
+    weight: Tensor, quant: TensorQuant, algorithm: str, statistics: Sequence[Statistics], *, name: str = "weight"
+) -> tuple[PackedWeight, int]:
+    """Quantize weight [..., N, K] by a key of SOLVERS, each of its matrices [N, K] with its own statistics.
+
+    A matrix keeps the codes of the default algorithm where those of the solver give no smaller squared error of the
+    output, on the inputs that were held out.
+
+    Returns:
+        The codes, and the number of matrices that keep the default's.
+
+    Raises:
+        ValueError: as `solve_matrix`.
+    """
+    matrices = weight.reshape(-1, *weight.shape[-2:])
+    if len(matrices) != len(statistics):
+        raise ValueError(f"{name} is {tuple(weight.shape)}, with statistics of {len(statistics)} matrices")
+    packed = empty_packed(weight.shape, quant, weight.device)
+    parts = [None if part is None else part.reshape(len(matrices), *part.shape[weight.dim() - 2 :]) for part in packed]
+    num_kept = 0
+    for i, (matrix, found) in enumerate(zip(matrices, statistics)):
+        chosen = solve_matrix(matrix, quant, SOLVERS[algorithm], found, name=name)
+        if found.held_out is not None:
+            plain = quantize_matrix(matrix, quant, name=name)
+            if _output_error(matrix, plain, quant, found.held_out) <= _output_error(
+                matrix, chosen, quant, found.held_out
+            ):
+                chosen, num_kept = plain, num_kept + 1
+        for target, source in zip(parts, chosen):
+            if target is not None and source is not None:
+                target[i] = source.view(target[i].shape)
+    return packed, num_kept
+
+
+def _output_error(weight: Tensor, packed: PackedWeight, quant: TensorQuant, inputs: Tensor) -> Tensor:
+    """Squared error of the product of inputs [T, K] with the quantized weight [N, K]."""
+    K = weight.shape[1]
+    options = {"format": quant.format, "group_size": quant.columns_per_scale(K), "K": K, "dtype": torch.float32}
+    difference = dequantize(*packed, **options).sub_(weight)
+    return (inputs.to(difference) @ difference.t()).square_().sum()
+
+
 def _algorithm(quant: TensorQuant, algorithm: str | None) -> Algorithm:
+    if algorithm in SOLVERS:
+        raise ValueError(f"algorithm is {algorithm!r}, which needs the statistics of the layer's inputs: calibrate")
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm is {algorithm!r}; allowed: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[algorithm or default_algorithm(quant)]

@@ -27,12 +27,14 @@ class Statistics:
         amax: the largest magnitude of each feature [K].
         second_moment: the mean of x**2 [K].
         hessian: the mean of x x^T [K, K]; the squared error of the layer's output is the trace of dW H dW^T.
+        held_out: some inputs [any, K] that are in none of the means.
     """
 
     num_tokens: int
     amax: Tensor | None = None
     second_moment: Tensor | None = None
     hessian: Tensor | None = None
+    held_out: Tensor | None = None
 
     def __post_init__(self) -> None:
         sizes = {size for tensor in self._recorded for size in tensor.shape}
@@ -48,6 +50,16 @@ class Statistics:
     def _recorded(self) -> list[Tensor]:
         return [tensor for tensor in (self.amax, self.second_moment, self.hessian) if tensor is not None]
 
+    def to(self, device: torch.device) -> "Statistics":
+        """The same on another device."""
+        moved = {name: t if t is None else t.to(device) for name, t in self._tensors.items()}
+        return Statistics(self.num_tokens, **moved)
+
+    @property
+    def _tensors(self) -> dict[str, Tensor | None]:
+        names = ("amax", "second_moment", "hessian", "held_out")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def num_features(self) -> int:
         """K, the width of the inputs."""
@@ -55,6 +67,9 @@ class Statistics:
 
 
 PackedScales = tuple[Tensor, Tensor | None, Tensor | None]  # scale, zero_point, global_scale in their own dtypes
+Choose = Callable[
+    [Tensor, Tensor | None], PackedScales
+]  # of the weights of a group, and the importance of its columns
 
 
 class Scales(NamedTuple):
@@ -81,7 +96,7 @@ class Grid:
         num_groups: groups of columns; the last may be smaller.
     """
 
-    def __init__(self, quant: TensorQuant, format: Format, K: int, choose: Callable[[Tensor], PackedScales]) -> None:
+    def __init__(self, quant: TensorQuant, format: Format, K: int, choose: Choose) -> None:
         self.format, self.group_size = format, quant.columns_per_scale(K)
         self.num_groups = -(-K // self.group_size)
         self._choose = choose
@@ -90,9 +105,12 @@ class Grid:
         """The columns of a group."""
         return slice(group * self.group_size, (group + 1) * self.group_size)
 
-    def choose(self, weights: Tensor) -> Scales:
-        """The scales that the algorithm without data chooses for the weights of one group [N, columns]."""
-        scale, zero_point, global_scale = self._choose(weights)
+    def choose(self, weights: Tensor, importance: Tensor | None = None) -> Scales:
+        """The scales that the algorithm without data chooses for the weights of one group [N, columns].
+
+        `importance` [columns]: the weight of the squared errors of each column; None: all count alike.
+        """
+        scale, zero_point, global_scale = self._choose(weights, importance)
         values, N = scale.float(), weights.shape[0]
         if global_scale is not None:
             values = values * global_scale

@@ -17,7 +17,7 @@ FORMATS_HELP = (
     "int8, int4, int3, int2, fp8 (= fp8_e4m3), fp8_e5m2, fp6 (= fp6_e3m2), fp6_e2m3, nf4, mxfp4, nvfp4, or a preset "
     "such as W4A16, W8A8, W8A8_FP8"
 )
-ALGORITHMS_HELP = "absmax, mse, norm, hqq"
+ALGORITHMS_HELP = "absmax, mse, norm, hqq, gptq, imatrix"
 _DESCRIPTION = "Quantize any Hugging Face model, run it fast, save it, load it back."
 _EPILOG = """examples:
   hf-quant plan meta-llama/Llama-3.1-8B --weights int4

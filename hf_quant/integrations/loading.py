@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_quant.algorithms import PackedWeight
+from hf_quant.calibration import StatisticsFile, is_file, needed, needs_data, of_file
 from hf_quant.checkpoint import (
     StoredWeight,
     TensorInfo,
@@ -72,9 +73,28 @@ def prepare_from_config(
     """
     quant_plan = plan(model, config, dtype=dtype)
     quant_plan.warn(type(model).__name__)
-    for _ in apply_plan(model, quant_plan, keep_placeholder=True):
-        pass
-    return resolved(config, quant_plan.schemes)
+    file = _statistics_file(model, config)
+    for name in apply_plan(model, quant_plan, keep_placeholder=True):
+        if file is not None and name in file.statistics and needed(entry := quant_plan.entries[name]) is not None:
+            model.get_submodule(name).statistics = of_file(file, entry)
+    found = resolved(config, quant_plan.schemes)
+    found.calibrated_with = None if file is None else file.record
+    return found
+
+
+def _statistics_file(model: nn.Module, config: QuantizerConfig) -> StatisticsFile | None:
+    """The statistics by which a model is quantized while it loads. Raises ValueError if it needs data instead."""
+    if not needs_data(config):
+        if config.calibration is not None:
+            raise ValueError(f"calibration is given, but {config} needs no data: leave it out")
+        return None
+    if not is_file(config.calibration):
+        raise ValueError(
+            f"a {type(model).__name__} is not calibrated while it loads: load it in 16 bit, then call "
+            "hf_quant.quantize_(model, config, calibration=...), for a pipeline with a function that runs it; or give "
+            "a file of hf_quant.calibrate(...).save"
+        )
+    return StatisticsFile.of(config.calibration)
 
 
 def prepare_from_checkpoint(

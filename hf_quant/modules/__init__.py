@@ -5,6 +5,7 @@ from hf_quant.modules._base import (
     PACKED_NAMES,
     QuantizedModule,
     convert_module_,
+    in_basis,
     packed_key,
     quantized_class,
     register_module,
@@ -14,7 +15,7 @@ from hf_quant.modules._base import (
 )
 from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from hf_quant.modules.embedding import QuantEmbedding
-from hf_quant.modules.experts import QuantExperts, expert_weight_names, register_experts
+from hf_quant.modules.experts import QuantExperts, expert_weight_names, register_experts, route
 from hf_quant.modules.inputs.fuse import (
     fuse_projections_,
     fuse_where_possible,
@@ -24,6 +25,7 @@ from hf_quant.modules.inputs.fuse import (
 )
 from hf_quant.modules.linear import QuantLinear
 from hf_quant.modules.packed_linear import PackedLinear
+from hf_quant.modules.rotation import rotated
 
 
 __all__ = [
@@ -40,12 +42,15 @@ __all__ = [
     "expert_weight_names",
     "fuse_projections_",
     "fuse_where_possible",
+    "in_basis",
     "packed_key",
     "planned_projections",
     "quantized_class",
     "register_experts",
     "register_module",
     "restore_module_",
+    "rotated",
+    "route",
     "share_inputs_",
     "stored_dtype",
     "uncounted_weights",

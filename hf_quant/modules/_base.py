@@ -7,18 +7,19 @@ codes are stored as an integer view of their bits, on disk too.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from hf_quant.algorithms import PackedWeight, empty_packed, quantize_matrix
+from hf_quant.algorithms import SOLVERS, PackedWeight, Statistics, calibrated_matrix, empty_packed, quantize_matrix
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dequantize
 from hf_quant.kernels.dispatch import check_tracer
 from hf_quant.modules.rotation import rotated, rotated_back, signs
-from hf_quant.scheme import LinearScheme
+from hf_quant.scheme import InputTransform, LinearScheme
 from hf_quant.weight_proxy import WeightProxy
 
 
@@ -73,10 +74,12 @@ class QuantizedModule(nn.Module):
     Attributes:
         scheme: the LinearScheme of its weights.
         kind: "linear", "experts", "embedding" or "conv", as the plan names it.
-        algorithm: how the codes are chosen, also when a new weight is assigned.
+        algorithm: how the codes are chosen, also when a new weight is assigned: then without data, if it needs some.
         compute_dtype: dtype of the 16-bit weight that the codes replace.
         weight_names: the host's names of the quantized weights.
         shares_codes: a tied module holds the same parameters.
+        statistics: of the inputs, {weight: one `Statistics` per matrix}, by which weights that are being loaded are
+            quantized; each is used once.
     """
 
     kind: str
@@ -87,6 +90,7 @@ class QuantizedModule(nn.Module):
     algorithm: str | None
     compute_dtype: torch.dtype
     shares_codes: bool = False
+    statistics: dict[str, list[Statistics]] | None = None
     _input_dim = -1  # of the host's weight: the one that is as long as the input is wide
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
@@ -212,14 +216,25 @@ class QuantizedModule(nn.Module):
         fqn = fqn or name
         if tuple(weight.shape) != tuple(self.weight_shape(name)):
             raise ValueError(f"{fqn} is {tuple(weight.shape)}; needs {tuple(self.weight_shape(name))}")
-        return self.quantize_rows(self.to_matrix(name, weight), fqn=fqn)
+        matrix, statistics = self.to_matrix(name, weight), self._used_statistics(name)
+        if self.algorithm not in SOLVERS or statistics is None:
+            return self.quantize_rows(matrix, fqn=fqn)
+        matrix = in_basis(matrix, self.scheme.input_transform)
+        moved = [of.to(matrix.device) for of in statistics]
+        return calibrated_matrix(matrix, self.scheme.weight, self.algorithm, moved, name=fqn)[0]
+
+    def _used_statistics(self, name: str) -> list[Statistics] | None:
+        """The statistics of a weight's inputs, which are dropped."""
+        found = None if self.statistics is None else self.statistics.pop(name, None)
+        if not self.statistics:
+            self.__dict__.pop("statistics", None)
+        return found
 
     def quantize_rows(self, matrix: Tensor, *, fqn: str) -> PackedWeight:
         """Quantize a matrix [..., N, K] in the host's basis: a weight, or a shard of one."""
-        transform = self.scheme.input_transform
-        if transform is not None and matrix.itemsize == 2 and matrix.dim() == 2:
-            matrix = matrix.float()  # rounded once, not twice; of experts it would be a copy of twice their size
-        return quantize_matrix(rotated(matrix, transform), self.scheme.weight, self.algorithm, name=fqn)
+        algorithm = None if self.algorithm in SOLVERS else self.algorithm  # the inputs are not known any more
+        matrix = in_basis(matrix, self.scheme.input_transform)
+        return quantize_matrix(matrix, self.scheme.weight, algorithm, name=fqn)
 
     def dequantize_weight(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the host's shape and basis, in `dtype` (default: compute_dtype)."""
@@ -336,6 +351,13 @@ class QuantizedModule(nn.Module):
         return f"{host}, {self.scheme}" if host else str(self.scheme)
 
 
+def in_basis(matrix: Tensor, transform: InputTransform | None) -> Tensor:
+    """A matrix [..., N, K] in the host's basis, rotated as its inputs are; itself without a transform."""
+    if transform is not None and matrix.itemsize == 2 and matrix.dim() == 2:
+        matrix = matrix.float()  # rounded once, not twice; of experts it would be a copy of twice their size
+    return rotated(matrix, transform)
+
+
 _BASES: dict[type[nn.Module], type[QuantizedModule]] = {}
 _CLASSES: dict[type[nn.Module], type[QuantizedModule]] = {}
 
@@ -389,11 +411,13 @@ def convert_module_(
     device: torch.device | str | None = None,
     name: str = "",
     keep_placeholder: bool = False,
+    packed: Mapping[str, PackedWeight] | None = None,
 ) -> QuantizedModule:
     """Turn a module into its quantized counterpart, in place; its weights on the meta device give empty codes.
 
     `device` is where the quantization is computed; the codes go where the weight was. `keep_placeholder` leaves the
-    meta weight beside the empty codes for a loader to fill. Raises ValueError, with the module unchanged, if a weight
+    meta weight beside the empty codes for a loader to fill. `packed` holds the codes of weights that are quantized
+    already, by name. Raises ValueError, with the module unchanged, if a weight
     cannot be quantized.
     """
     host_class = type(module)
@@ -415,8 +439,10 @@ def convert_module_(
         _hf_quantized_needs_local_tp=True,
     )
     try:
-        packed = {}
+        packed = dict(packed or {})
         for n, weight in weights.items():
+            if n in packed:
+                continue
             if weight.device.type == "meta":
                 packed[n] = empty_packed(module.matrix_shape(n), scheme.weight, "meta")
             else:

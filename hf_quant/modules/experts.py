@@ -4,6 +4,8 @@ Any module class that follows transformers' experts interface (`@use_experts_imp
 gpt-oss and some sixty others) is served, recognized by its attributes; no 16-bit copy of an expert is ever made.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -71,19 +73,34 @@ class QuantExperts(QuantizedModule):
         if isinstance(hidden_states, Proxy):
             return self.call_in_graph(hidden_states, top_k_index, top_k_weights)
         num_experts = self._parameters[packed_key("qdata", "down_proj")].shape[0]
-        num_tokens, top_k = top_k_index.shape
-        expert, order = torch.sort(top_k_index.reshape(-1))
-        # An id past the last expert (expert parallelism marks other ranks' tokens so) sorts behind every offset.
-        bounds = torch.arange(num_experts, device=expert.device)
-        offsets = torch.searchsorted(expert, bounds, right=True, out_int32=True)
-        x = hidden_states[order // top_k]
-        up = self._project("gate_up_proj" if self.has_gate else "up_proj", x, offsets)
-        y = self._project("down_proj", self._apply_gate(up) if self.has_gate else self.act_fn(up), offsets)
-        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        y = y.masked_fill((expert >= num_experts).unsqueeze(-1), 0)
-        # Undo the sort and sum each token's experts in a fixed order: deterministic, unlike index_add_ on a GPU.
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        return y[inverse].view(num_tokens, top_k, y.shape[-1]).sum(1).to(hidden_states.dtype)
+        return route(self, hidden_states, top_k_index, top_k_weights, num_experts, self._project)
+
+
+def route(
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    num_experts: int,
+    project: Callable[[str, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The forward of an experts module, with `project(weight name, x, offsets)` for its products.
+
+    x is sorted by expert: the rows of expert e are those from offsets[e - 1] (0 for the first) to offsets[e].
+    """
+    num_tokens, top_k = top_k_index.shape
+    expert, order = torch.sort(top_k_index.reshape(-1))
+    # An id past the last expert (expert parallelism marks other ranks' tokens so) sorts behind every offset.
+    bounds = torch.arange(num_experts, device=expert.device)
+    offsets = torch.searchsorted(expert, bounds, right=True, out_int32=True)
+    x = hidden_states[order // top_k]
+    up = project("gate_up_proj" if module.has_gate else "up_proj", x, offsets)
+    y = project("down_proj", module._apply_gate(up) if module.has_gate else module.act_fn(up), offsets)
+    y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    y = y.masked_fill((expert >= num_experts).unsqueeze(-1), 0)
+    # Undo the sort and sum each token's experts in a fixed order: deterministic, unlike index_add_ on a GPU.
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    return y[inverse].view(num_tokens, top_k, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
 
 def register_experts(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_quant.algorithms import empty_packed
+from hf_quant.algorithms import SOLVERS, empty_packed
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.formats import FORMATS
 from hf_quant.kv_cache import KVCacheConfig, describe
@@ -286,6 +286,8 @@ class _Decider:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             reason = reason or unfit
+            if algorithm in SOLVERS and (kind not in DEFAULT_KINDS or looked_up):
+                reason, algorithm = reason or f"{algorithm} needs inputs of a linear layer: default algorithm", None
         before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
         after = before
         if scheme is not None and source is None:

@@ -196,6 +196,8 @@ def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> Quant
 
     Names are without the wrappers of PEFT, as a model is saved.
     """
+    config = copy.copy(config)
+    config.calibration = None  # of this process, and maybe large
     config = copy.deepcopy(config)
     config.fuse_projections = config.fuse_activations = None  # of this process
     config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_quant import FORMATS
 from hf_quant._version import __version__
-from hf_quant.algorithms import ALGORITHMS
+from hf_quant.algorithms import ALGORITHMS, SOLVERS
 from hf_quant.cli import main
 from hf_quant.cli._demo import find_asset
 from hf_quant.cli._models import copy_side_files, find_source, model_class
@@ -130,7 +130,7 @@ def test_help_names_every_format_and_algorithm():
     words = FORMATS_HELP.replace(",", " ").replace("(", " ").replace(")", " ").split()
     assert {*FORMATS, *ALIASES} <= set(words)
     assert {word for word in words if word.startswith("W")} <= set(PRESETS)
-    assert set(ALGORITHMS_HELP.split(", ")) == set(ALGORITHMS)
+    assert set(ALGORITHMS_HELP.split(", ")) == {*ALGORITHMS, *SOLVERS}
 
 
 def test_version_and_help_need_no_torch():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_quant import FORMATS, PRESETS, QuantizerConfig
-from hf_quant.algorithms import ALGORITHMS
+from hf_quant.algorithms import ALGORITHMS, SOLVERS
 from hf_quant.cli import _parser
 from hf_quant.config import FORMAT_VERSION, as_config
 from hf_quant.formats import ALIASES
@@ -371,9 +371,9 @@ def test_lists_of_names_in_texts_are_those_of_the_registries():
         for begin in (r"weights: format \((.*?)\)", r"algorithm: [^(]*\((.*?)\)", r"kv_cache: format (.*?), or")
     )
     assert {ALIASES.get(name, name) for name in formats} == set(FORMATS)
-    assert algorithms == set(ALGORITHMS)
+    assert algorithms == {*ALGORITHMS, *SOLVERS}
     assert {ALIASES.get(name, name) for name in caches} == set(DEFAULTS)
-    assert set(_parser.ALGORITHMS_HELP.split(", ")) == set(ALGORITHMS)
+    assert set(_parser.ALGORITHMS_HELP.split(", ")) == {*ALGORITHMS, *SOLVERS}
     shown = {name for name in re.findall(r"\w+", _parser.FORMATS_HELP.partition(", or a preset")[0])}
     assert shown == {*FORMATS, *ALIASES}
     assert set(re.findall(r"\b[WN]\w*\d\w*", _parser.FORMATS_HELP)) <= set(PRESETS)

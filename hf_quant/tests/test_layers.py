@@ -17,6 +17,7 @@ LAYERS = (
     ("modules", "resolve"),
     ("config", "evaluate"),
     ("planning",),
+    ("calibration",),
     ("quantize",),
     ("checkpoint",),
     ("cards",),

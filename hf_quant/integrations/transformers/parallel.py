@@ -52,6 +52,16 @@ def refuse_fsdp(model: nn.Module) -> None:
         )
 
 
+def refuse_parallel(model: nn.Module) -> None:
+    """Raise ValueError if a model that is to be calibrated would be sharded."""
+    distributed = getattr(model.config, "distributed_config", None)
+    if distributed is not None and max(distributed.tp_size, getattr(distributed, "ep_size", None) or 1) > 1:
+        raise ValueError(
+            "a sharded model cannot be calibrated: quantize and save it in one process, then load that checkpoint in "
+            "parallel"
+        )
+
+
 def prepare_parallel(model: nn.Module) -> None:
     """Prepare a model with converted modules for sharding; nothing changes unless it is loaded in parallel.
 

@@ -22,6 +22,7 @@ import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D qu
 from hf_quant import quantize
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
+from hf_quant.calibration import TOKENIZERS, check_writer, is_file, needs_data
 from hf_quant.checkpoint import check_packed, guard_entry
 from hf_quant.config import RUNTIME_FIELDS, QuantizerConfig, QuantMethod
 from hf_quant.integrations.loading import (
@@ -47,11 +48,12 @@ from hf_quant.integrations.transformers.parallel import (
     prepare_parallel,
     quantize_shard,
     refuse_fsdp,
+    refuse_parallel,
 )
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
-from hf_quant.planning import resolved, schemes_from_list
-from hf_quant.quantize import dequantize_, fuse_as_configured_
+from hf_quant.planning import plan, resolved, schemes_from_list
+from hf_quant.quantize import dequantize_, fuse_as_configured_, quantize_
 from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import InputTransform
 
@@ -72,6 +74,7 @@ class TransformersQuantizer(HfQuantizer):
         self.errors: list[str] = []
         self.shapes: dict[str, torch.Size] = {}  # {parameter of the model: its shape by the config}
         self.stored: set[str] = set()  # names of the parameters in the checkpoint
+        self.calibrates = False  # the model is loaded in 16 bit, calibrated, and quantized then
         if quantization_config.kv_cache is not None:
             register_attention()  # attn_implementation="hf_quant" may be asked for
 
@@ -99,6 +102,10 @@ class TransformersQuantizer(HfQuantizer):
         if requested is not None:
             # Nothing in the checkpoint depends on the cache: a user may choose another one.
             self.quantization_config.kv_cache = requested.kv_cache or self.quantization_config.kv_cache
+            if requested.calibration is not None:
+                raise ValueError(
+                    "the checkpoint is quantized already, and cannot be calibrated: leave calibration out"
+                )
             if not requested.quantizes_no_weights:
                 _refuse_other(self.quantization_config, requested)
 
@@ -127,6 +134,12 @@ class TransformersQuantizer(HfQuantizer):
             refuse_fsdp(model)
             if self.quantization_config.plan is not None:
                 raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
+            self.calibrates = needs_data(self.quantization_config) and not is_file(
+                self.quantization_config.calibration
+            )
+            if self.calibrates:
+                self._prepare_calibration(model)
+                return model
             fuse_projections = self.quantization_config.fuse_projections
             self.quantization_config = prepare_from_config(model, self._without_attention(model))
             self.quantization_config.fuse_projections = fuse_projections
@@ -158,6 +171,15 @@ class TransformersQuantizer(HfQuantizer):
             *(f"^{re.escape(name)}$" for key in guards for name in (key, renamed[key])),
         }
 
+    def _prepare_calibration(self, model: nn.Module) -> None:
+        """Raise ValueError now, not after minutes of loading, if the model cannot be calibrated once it is loaded."""
+        config = self.quantization_config = self._without_attention(model)
+        plan(model, config)
+        refuse_parallel(model)
+        if config.calibration is None:
+            check_writer(model)
+        logger.info("%s is loaded in 16 bit, calibrated, and quantized then", type(model).__name__)
+
     def _without_attention(self, model: nn.Module) -> QuantizerConfig:
         """Return the config without `attention`: a pipeline's config may ask for 8-bit attention of its denoiser."""
         config = self.quantization_config
@@ -166,7 +188,9 @@ class TransformersQuantizer(HfQuantizer):
         logger.warning(
             "attention is %r, but only diffusion models have it: not %s", config.attention, type(model).__name__
         )
-        return QuantizerConfig.from_dict({**config.to_dict(), "attention": None})
+        changed = QuantizerConfig.from_dict({**config.to_dict(), "attention": None})
+        changed.calibration = config.calibration
+        return changed
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and waiting_module(model, param_name) is not None
@@ -182,6 +206,10 @@ class TransformersQuantizer(HfQuantizer):
         trim_memory()
         if self.errors:
             raise ValueError(first_few(self.errors, separator="; "))
+        if self.calibrates:
+            quantize_(model, self.quantization_config)
+            self.quantization_config = model.config.quantization_config
+            return model
         if self.pre_quantized:
             _refuse_missing(model, self.stored)
             self.stored = set()
@@ -410,6 +438,19 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
     generation.attach(model)
 
 
+def _tokenizer_of(model: nn.Module) -> Any:
+    """The tokenizer beside the checkpoint that a model was loaded from, None if there is none."""
+    name = model.config.name_or_path if _is_own(model) else ""
+    if not name:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+
+
 _OBSERVER = quantize.Observer(_is_own, _observe)
 
 
@@ -423,6 +464,7 @@ def register() -> None:
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (QuantizerConfig,)
     if _OBSERVER not in quantize.OBSERVERS:
         quantize.OBSERVERS.append(_OBSERVER)
+        TOKENIZERS.append(_tokenizer_of)
 
 
 register()

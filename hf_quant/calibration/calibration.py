@@ -1,0 +1,358 @@
+"""`Calibration`: run a 16-bit model on data, and keep what its layers are given."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # comes with accelerate
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from hf_quant.algorithms import SOLVERS, Statistics
+from hf_quant.calibration.data import LENGTH, NUM_TOKENS, Data, of_rows, prepare
+from hf_quant.calibration.observe import KINDS, Moments, Observer
+from hf_quant.calibration.sample import sample
+from hf_quant.calibration.store import StatisticsFile
+from hf_quant.config import QuantizerConfig, as_config
+from hf_quant.planning import PlanEntry, QuantPlan, plan
+from hf_quant.scheme import InputTransform
+
+
+logger = logging.getLogger("hf_quant")
+
+TOKENIZERS: list[
+    Callable[[nn.Module], Any]
+] = []  # of hosts: model -> its tokenizer, or None; filled by `integrations`
+_MEMORY_SHARE = 0.25  # of the memory that is free
+
+
+class Calibration:
+    """Statistics of the inputs of a model's layers, for the algorithms and scales that need them.
+
+        calibration = hf_quant.Calibration(model, QuantizerConfig("int4", algorithm="gptq"))
+        with calibration:
+            pipeline(prompts)          # or model(...), as often as you like
+        hf_quant.quantize_(model, calibration.config, calibration=calibration)
+
+    In the `with` block hooks see the inputs of the layers of the plan; nothing of the model is traced, replaced or
+    run again. Padding that the model's attention_mask names is left out. Layers that read the same tensor share their
+    statistics. Experts are routed as ever, and each sees its own tokens.
+
+    Args:
+        model: the 16-bit model, with its weights.
+        config: what it will be quantized to; decides which layers need which statistics.
+        kind: "hessian", "second_moment" or "amax", recorded of all layers; None: what the config needs.
+        momentum: the largest magnitudes of the inputs are a moving average over the calls, with this weight on what
+            was; None: the largest of all.
+        max_memory: bytes that the statistics may take at a time; None: a quarter of what is free. `run` makes as many
+            passes over the data as that takes.
+
+    Attributes:
+        config: the QuantizerConfig.
+        plan: the QuantPlan.
+        record: what the checkpoint will say about the data.
+
+    Raises:
+        ValueError: if no layer of the plan needs data, or as `plan` does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: QuantizerConfig | str | dict[str, Any],
+        *,
+        kind: str | None = None,
+        momentum: float | None = None,
+        max_memory: int | None = None,
+    ) -> None:
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}, or None")
+        if momentum is not None and not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum!r}; needs a number from 0 to below 1, or None")
+        self.model, self.config, self.momentum = model, as_config(config), momentum
+        self.plan: QuantPlan = plan(model, self.config)
+        self.record: dict[str, Any] = {"data": "a loop of the user's"}
+        wanted = ((name, kind or needed(entry)) for name, entry in self.plan.quantized.items() if _observable(entry))
+        self._wanted = {name: found for name, found in wanted if found is not None}
+        if not self._wanted:
+            raise ValueError(
+                f"no layer needs data under {self.config}: calibration is for algorithm='gptq' or 'imatrix', and for "
+                "activation_scale='static'"
+            )
+        self.max_memory = max_memory if max_memory is not None else _free_memory(model) * _MEMORY_SHARE
+        self._moments: dict[str, dict[str, Sequence[Moments]]] = {}
+        self._observer: Observer | None = None
+
+    # The primitive: the user runs the model.
+
+    def __enter__(self) -> "Calibration":
+        passes = self._passes()
+        if len(passes) > 1:
+            raise ValueError(
+                f"the statistics need {len(passes)} passes in {self.max_memory / 1e9:.2f} GB: give the data to "
+                "quantize_(model, config, calibration=...), a function that runs the model if need be, or more "
+                "max_memory"
+            )
+        self._attach(passes[0])
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._detach()
+        if exception[0] is None:
+            self._check("")
+
+    def _attach(self, names: Iterable[str]) -> None:
+        if self._observer is not None:
+            raise ValueError("this Calibration observes its model already")
+        wanted = {name: (self._wanted[name], self.transform(name)) for name in names}
+        self._observer = Observer(self.model, wanted, self.momentum)
+        self._observer.moments = self._moments
+        self._observer.attach()
+
+    def _detach(self) -> None:
+        if self._observer is not None:
+            self._observer.detach()
+            self._observer = None
+
+    def _check(self, where: str) -> None:
+        """Raise ValueError if a layer got NaN or inf."""
+        for name, weights in self._moments.items():
+            if not all(moments.is_finite for matrices in weights.values() for moments in matrices):
+                raise ValueError(
+                    f"the input of {name} contains NaN or inf{where}: the 16-bit model overflows on this data, or the "
+                    "data is broken"
+                )
+
+    # Data that hf_quant runs.
+
+    def passes(self, data: Data, *, progress: bool = False) -> Iterator[list[str]]:
+        """Run the model on the data, once for each part of its layers; yield their names after each pass.
+
+        The statistics of a part are dropped when the next begins.
+        """
+        passes = self._passes()
+        self.record = data.record
+        if len(passes) > 1:
+            logger.info("calibration takes %d passes over the data: the statistics fill the memory", len(passes))
+        is_training = self.model.training
+        total = None if data.num_runs is None else data.num_runs * len(passes)
+        with tqdm(total=total, desc="Calibrating", disable=not progress) as bar:
+            for names in passes:
+                self._moments = {}
+                self._attach(names)
+                self.model.eval()
+                try:
+                    with torch.no_grad():
+                        for number, run in enumerate(data.runs()):
+                            run(self.model)
+                            self._check(f" in batch {number}")
+                            bar.update()
+                finally:
+                    self.model.train(is_training)
+                    self._detach()
+                yield names
+        self._moments = {}
+
+    def _passes(self) -> list[list[str]]:
+        """The layers, in parts whose statistics fit the memory."""
+        first_of = {name: group[0] for group in self.plan.fused for name in group}
+        parts: list[list[str]] = [[]]
+        used, counted = 0, set()
+        for name, kind in self._wanted.items():
+            reader, entry = first_of.get(name, name), self.plan.entries[name]
+            size = 0 if reader in counted else _nbytes(entry, kind)
+            if parts[-1] and used + size > self.max_memory:
+                parts.append([])
+                used, counted, size = 0, set(), _nbytes(entry, kind)
+            counted.add(reader)
+            used += size
+            parts[-1].append(name)
+        return parts
+
+    # Results.
+
+    def transform(self, name: str) -> InputTransform | None:
+        """The rotation under which the inputs of a layer are recorded: that of its scheme."""
+        scheme = self.plan.entries[name].scheme
+        return None if scheme is None else scheme.input_transform
+
+    @property
+    def observed(self) -> list[str]:
+        """Names of the layers that were given an input."""
+        return [name for name, weights in self._moments.items() if _num_tokens(weights)]
+
+    @property
+    def unseen(self) -> list[str]:
+        """Names of the layers that need data and were given no input."""
+        seen = set(self.observed)
+        return [name for name in self._wanted if name not in seen]
+
+    def statistics(self, name: str) -> dict[str, list[Statistics]] | None:
+        """{weight: one `Statistics` per matrix} of a layer; None if it was given no input.
+
+        An expert that saw fewer tokens than it has inputs is filled up with those of the others.
+        """
+        weights = self._moments.get(name)
+        if weights is None or not _num_tokens(weights):
+            return None
+        return {weight: _filled(matrices) for weight, matrices in weights.items()}
+
+    def drop(self, name: str) -> None:
+        """Free the statistics of a layer."""
+        self._moments.pop(name, None)
+
+
+def needed(entry: PlanEntry) -> str | None:
+    """The statistics that a layer of the plan needs, None if it needs none."""
+    if entry.algorithm in SOLVERS:
+        return "hessian" if entry.algorithm == "gptq" else "second_moment"
+    activation = None if entry.scheme is None else entry.scheme.activation
+    return "amax" if activation is not None and not activation.dynamic else None
+
+
+def needs_data(config: QuantizerConfig) -> bool:
+    """True if an algorithm or scale of the config needs data."""
+    entries = (config.scheme_fields(), *(e for e in config.modules.values() if isinstance(e, dict)))
+    return any(e.get("algorithm") in SOLVERS or e.get("activation_scale") == "static" for e in entries)
+
+
+def is_file(calibration: Any) -> bool:
+    """True for statistics, or for the path of a file of them: with these a model is quantized while it loads."""
+    is_path = isinstance(calibration, (str, Path)) and Path(calibration).suffix == ".safetensors"
+    return is_path or isinstance(calibration, StatisticsFile)
+
+
+def check_writer(model: nn.Module) -> None:
+    """Raise ValueError unless the model can write the text that it is calibrated on."""
+    if not getattr(model, "can_generate", lambda: False)() or getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"a {type(model).__name__} cannot write its own text to be calibrated on: give calibration=, a text file, "
+            "texts, token ids, batches, or a function that runs the model"
+        )
+
+
+def find_data(model: nn.Module, data: Any, tokenizer: Any = None, **limits: Any) -> Data:
+    """`data` as batches of the model; None: text that a causal language model writes itself.
+
+    limits: num_tokens, length, seed, temperature. Raises ValueError as `calibrate` does.
+    """
+    if isinstance(data, dict) and "data" in data and not any(isinstance(v, torch.Tensor) for v in data.values()):
+        unknown = set(data) - {"data", "num_tokens", "length", "seed", "temperature"}
+        if unknown:
+            raise ValueError(
+                f"calibration has the unknown keys {sorted(unknown)}; allowed: data, num_tokens, length, seed, "
+                "temperature"
+            )
+        limits = {**limits, **{name: value for name, value in data.items() if name != "data"}}
+        data = data["data"]
+    num_tokens, length = limits.get("num_tokens", NUM_TOKENS), limits.get("length", LENGTH)
+    for name, value in (("num_tokens", num_tokens), ("length", length)):
+        if type(value) is not int or value < 2:
+            raise ValueError(f"{name} is {value!r}; needs a number of tokens from 2 on")
+    if data is not None:
+        if tokenizer is None and (
+            isinstance(data, (str, Path)) or (isinstance(data, (list, tuple)) and data and isinstance(data[0], str))
+        ):
+            tokenizer = next((found for find in TOKENIZERS if (found := find(model)) is not None), None)
+        return prepare(data, model, tokenizer, num_tokens, length)
+    check_writer(model)
+    chosen = {"seed": limits.get("seed", 0), "temperature": limits.get("temperature", 1.0)}
+    found = of_rows(sample(model, num_tokens, length, **chosen), "text of the model's own")
+    return found._replace(record={**found.record, **chosen})
+
+
+def calibrate(
+    model: nn.Module,
+    data: Any = None,
+    *,
+    kind: str = "second_moment",
+    config: QuantizerConfig | str | dict[str, Any] = "int4",
+    tokenizer: Any = None,
+    num_tokens: int = NUM_TOKENS,
+    length: int = LENGTH,
+    seed: int = 0,
+    progress: bool = False,
+) -> StatisticsFile:
+    """Record the statistics of the inputs of a model's layers, to be saved: `calibrate(model, data).save(path)`.
+
+    A model is quantized with the file while it loads: `QuantizerConfig("int4", algorithm="imatrix",
+    calibration=path)`.
+
+    Args:
+        model: the 16-bit model.
+        data: a text file or a .npy file of token ids; a list of texts; token ids, a tensor or lists; batches (dicts of
+            arguments of the model, or tensors), a list or a DataLoader; or a function of the model that runs it, such
+            as `lambda model: pipeline(prompts)`. None: text that a causal language model writes itself. A dict
+            {"data": any of these, "num_tokens": n, "length": n, "seed": n} sets the limits, too.
+        kind: "second_moment" (an imatrix) or "amax".
+        config: what the model will be quantized to: which layers, and whether their inputs are rotated.
+        tokenizer: for texts; None: the tokenizer of the model's checkpoint.
+        num_tokens: tokens of texts that are used at most, spread over them.
+        length: tokens of a sequence.
+        seed: of the text that the model writes.
+        progress: True shows a progress bar.
+
+    Raises:
+        ValueError: if the data is empty or of an unknown kind, or the model is quantized already.
+    """
+    if kind not in ("second_moment", "amax"):
+        raise ValueError(f"kind is {kind!r}; allowed: 'second_moment', 'amax' (Hessians are not saved)")
+    calibration = Calibration(model, config, kind=kind)
+    found = find_data(model, data, tokenizer, num_tokens=num_tokens, length=length, seed=seed)
+    statistics = {}
+    for names in calibration.passes(found, progress=progress):
+        statistics.update({name: s for name in names if (s := calibration.statistics(name)) is not None})
+    if not statistics:
+        raise ValueError("no layer was given an input: does the data run this model?")
+    return StatisticsFile(statistics, {name: calibration.transform(name) for name in statistics}, calibration.record)
+
+
+def _observable(entry: PlanEntry) -> bool:
+    return entry.kind in ("linear", "experts") and entry.shared_with is None
+
+
+def _nbytes(entry: PlanEntry, kind: str) -> int:
+    """Bytes of the statistics of a layer in fp32."""
+    sizes = {"hessian": lambda K: K * K + K, "second_moment": lambda K: 2 * K, "amax": lambda K: K}
+    return sum(4 * (shape[0] if len(shape) == 3 else 1) * sizes[kind](shape[-1]) for shape in entry.shapes.values())
+
+
+def _free_memory(model: nn.Module) -> int:
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _num_tokens(weights: dict[str, Sequence[Moments]]) -> int:
+    return sum(moments.num_tokens for matrices in weights.values() for moments in matrices)
+
+
+def _filled(matrices: Sequence[Moments]) -> list[Statistics]:
+    """The statistics of each matrix; of experts with few tokens, shrunk towards the mean of all."""
+    if len(matrices) == 1:
+        return [matrices[0].statistics()]
+    found = [moments.statistics() if moments.num_tokens else None for moments in matrices]
+    seen = [s for s in found if s is not None]
+    count = sum(s.num_tokens for s in seen)
+    common = {
+        part: None if getattr(seen[0], part) is None else sum(s.num_tokens / count * getattr(s, part) for s in seen)
+        for part in ("second_moment", "hessian")
+    }
+    amax = torch.stack([s.amax for s in seen]).amax(0)
+
+    def filled(own: Statistics | None) -> Statistics:
+        if own is None:
+            return Statistics(1, amax, **common)
+        share = min(own.num_tokens / len(own.amax), 1.0)
+        if share == 1.0:
+            return own
+        mixed = {
+            part: None if value is None else getattr(own, part) * share + value * (1 - share)
+            for part, value in common.items()
+        }
+        return Statistics(own.num_tokens, own.amax, held_out=own.held_out, **mixed)
+
+    return [filled(own) for own in found]

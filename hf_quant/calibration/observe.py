@@ -1,0 +1,205 @@
+"""`Moments`, the running sums over the inputs of a layer, and the hooks that collect them while a model runs."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant.algorithms import Statistics
+from hf_quant.modules import expert_weight_names, rotated, route
+from hf_quant.scheme import InputTransform
+
+
+KINDS = ("amax", "second_moment", "hessian")
+HELD_OUT = 256  # inputs of a layer that are kept out of its means
+_HELD_OUT_OF_EXPERT = 32  # likewise, of each expert at least
+_HELD_OUT_STRIDE = 16  # of so many inputs one is held out, until there are enough
+_CHUNK = 4096  # inputs that are added up at a time
+
+
+class Moments:
+    """Running sums over the inputs of one weight, in fp32 on the device of the inputs.
+
+    Attributes:
+        kind: "amax", "second_moment" or "hessian": which of `Statistics` is recorded, besides amax.
+        transform: the inputs are rotated by it first, as the product does it.
+        num_tokens: inputs so far, without those that are held out.
+    """
+
+    def __init__(
+        self, kind: str, transform: InputTransform | None, momentum: float | None = None, num_held_out: int = HELD_OUT
+    ) -> None:
+        self.kind, self.transform, self.momentum = kind, transform, momentum
+        self.num_tokens, self.num_held_out = 0, num_held_out if kind == "hessian" else 0
+        self.amax: Tensor | None = None
+        self.total: Tensor | None = None  # sum of x**2 [K], or of x x^T [K, K]
+        self.held_out: list[Tensor] = []
+        self._statistics: Statistics | None = None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Add inputs [any, K]."""
+        if sum(map(len, self.held_out)) < self.num_held_out:
+            held = torch.arange(len(x), device=x.device) % _HELD_OUT_STRIDE == _HELD_OUT_STRIDE - 1
+            self.held_out.append(rotated(x[held].float(), self.transform))
+            x = x[~held]
+        for chunk in x.split(_CHUNK):
+            if len(chunk):
+                self._add(rotated(chunk.float(), self.transform))
+
+    def _add(self, x: Tensor) -> None:
+        self.num_tokens += len(x)
+        amax = x.abs().amax(0)
+        if self.amax is None:
+            self.amax = amax
+        elif self.momentum is None:
+            self.amax = torch.maximum(self.amax, amax)
+        else:
+            self.amax = self.momentum * self.amax + (1 - self.momentum) * amax
+        if self.kind == "second_moment":
+            squares = x.square().sum(0)
+            self.total = squares if self.total is None else self.total.add_(squares)
+        elif self.kind == "hessian":
+            if self.total is None:
+                self.total = x.new_zeros(x.shape[1], x.shape[1])
+            self.total.addmm_(x.t(), x)
+
+    def clone(self) -> "Moments":
+        """A copy that goes on alone."""
+        copy = Moments(self.kind, self.transform, self.momentum, self.num_held_out)
+        copy.num_tokens, copy.amax, copy.held_out = self.num_tokens, self.amax, list(self.held_out)
+        copy.total = None if self.total is None else self.total.clone()
+        return copy
+
+    @property
+    def is_finite(self) -> bool:
+        """False once an input was NaN or inf."""
+        return self.amax is None or bool(self.amax.isfinite().all())
+
+    def statistics(self) -> Statistics:
+        """The means, in place of the sums: nothing is added any more. Raises ValueError if there was no input."""
+        if self._statistics is None:
+            mean = None if self.total is None else self.total.div_(self.num_tokens)
+            self._statistics = Statistics(
+                self.num_tokens,
+                amax=self.amax,
+                second_moment=mean if self.kind == "second_moment" else None,
+                hessian=mean if self.kind == "hessian" else None,
+                held_out=torch.cat(self.held_out)[: self.num_held_out] if any(map(len, self.held_out)) else None,
+            )
+            self.total, self.held_out = None, []
+        return self._statistics
+
+
+class Observer:
+    """Hooks on the layers of a model, while it runs, which add their inputs to `moments`.
+
+    Layers that read the same tensor share their sums.
+
+    Args:
+        model: the 16-bit model.
+        wanted: {module name: (kind, transform)} of the layers to observe.
+
+    Attributes:
+        moments: {module name: {weight name: one `Moments` per matrix}}.
+    """
+
+    def __init__(
+        self, model: nn.Module, wanted: dict[str, tuple[str, InputTransform | None]], momentum: float | None = None
+    ) -> None:
+        self.model, self.wanted, self.momentum = model, wanted, momentum
+        self.moments: dict[str, dict[str, Sequence[Moments]]] = {}
+        self._mask: Tensor | None = None
+        # The last input, its version, its sums, and the layers that have read it.
+        self._last: tuple[Tensor, int, Moments, set[str]] | None = None
+        self._undo: list[Callable[[], Any]] = []
+
+    def attach(self) -> None:
+        """Begin to observe."""
+        modules = dict(self.model.named_modules())
+        self._undo.append(self.model.register_forward_pre_hook(self._see_mask, with_kwargs=True).remove)
+        for name in self.wanted:
+            module = modules[name]
+            if expert_weight_names(module):
+                self._watch_experts(name, module)
+            else:
+                hook = partial(self._see, name)
+                self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def detach(self) -> None:
+        """Stop observing; the model is as it was."""
+        while self._undo:
+            self._undo.pop()()
+        self._last = self._mask = None
+
+    def _see_mask(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def _see(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs.get("input", kwargs.get("x"))
+        kind, transform = self.wanted[name]
+        version = 0 if x.is_inference() else x._version
+        own, last = self.moments.get(name), self._last
+        moments = None if own is None else own["weight"][0]
+        if last is not None and last[0] is x and last[1] == version:
+            shared, readers = last[2:]
+            if moments in (None, shared) and (shared.kind, shared.transform) == (kind, transform):
+                self.moments[name] = {"weight": [shared]}
+                readers.add(name)
+                return
+        if moments is None:
+            moments = Moments(kind, transform, self.momentum)
+        elif last is not None and last[2] is moments and name not in last[3]:
+            # It reads another tensor than the layers whose sums it has shared. Their last input stays in its own.
+            moments = moments.clone()
+        self.moments[name] = {"weight": [moments]}
+        self._last = (x, version, moments, {name})
+        moments.add(self._unpadded(x))
+
+    def _unpadded(self, x: Tensor) -> Tensor:
+        """The inputs [any, K] of x [..., K] that the attention mask of the model does not call padding."""
+        mask = self._mask
+        if mask is not None and mask.shape == x.shape[:-1]:
+            return x.detach()[mask.to(x.device).bool()]
+        return x.detach().flatten(0, -2) if x.dim() > 1 else x.detach().unsqueeze(0)
+
+    def _watch_experts(self, name: str, module: nn.Module) -> None:
+        names = expert_weight_names(module)
+        kind, transform = self.wanted[name]
+        num_experts = module._parameters[names[0]].shape[0]
+        held_out = max(_HELD_OUT_OF_EXPERT, HELD_OUT // num_experts)
+        for weight in names if name not in self.moments else ():
+            moments = [Moments(kind, transform, self.momentum, held_out) for _ in range(num_experts)]
+            self.moments.setdefault(name, {})[weight] = moments
+        own = module.__dict__.get("forward")
+
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            project = partial(self._project, name, module)
+            return route(module, hidden_states, top_k_index, top_k_weights, num_experts, project)
+
+        def undo() -> None:
+            module.__dict__.pop("forward")
+            if own is not None:
+                module.__dict__["forward"] = own
+
+        module.__dict__["forward"] = forward
+        self._undo.append(undo)
+
+    def _project(self, name: str, module: nn.Module, weight: str, x: Tensor, offsets: Tensor) -> Tensor:
+        """The 16-bit product of experts, each with its own rows of x, which are observed."""
+        matrices = module._parameters[weight]
+        bias = module._parameters[f"{weight}_bias"] if getattr(module, "has_bias", False) else None
+        y = x.new_zeros(len(x), matrices.shape[-1 if module.is_transposed else -2])
+        start = 0
+        for expert, end in enumerate(offsets.tolist()):
+            if end > start:
+                rows = x[start:end]
+                self.moments[name][weight][expert].add(rows.detach())
+                matrix = matrices[expert] if module.is_transposed else matrices[expert].t()
+                y[start:end] = rows @ matrix if bias is None else rows @ matrix + bias[expert]
+            start = end
+        return y

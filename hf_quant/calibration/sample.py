@@ -1,0 +1,65 @@
+"""Text that a causal language model writes itself, for calibration without data.
+
+Liu et al., "LLM-QAT", https://arxiv.org/abs/2305.17888, train on such text. Tokens are drawn from the model's own
+distribution, so that its layers see the inputs that they see in use.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant.evaluate import check_causal
+
+
+_BATCH = 32
+
+
+@torch.no_grad()
+def sample(model: nn.Module, num_tokens: int, length: int, *, seed: int = 0, temperature: float = 1.0) -> Tensor:
+    """Token ids int64 [sequences, length] that a causal language model draws, each after the token that begins a text.
+
+    The same seed gives the same tokens on the same machine. The random number generators of torch stay as they are.
+    Raises ValueError if the model does not generate text.
+    """
+    check_causal(model)
+    config = model.config.get_text_config()
+    device = next(model.parameters()).device
+    count = max(1, -(-num_tokens // length))
+    start = model.generation_config.bos_token_id
+    start = config.bos_token_id if start is None else start
+    is_training = model.training
+    rows = []
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        model.eval()
+        try:
+            for first in range(0, count, _BATCH):
+                size = min(_BATCH, count - first)
+                if start is None:
+                    begin = torch.randint(config.vocab_size, (size, 1)).to(device)
+                else:
+                    begin = torch.full((size, 1), start, device=device)
+                rows.append(
+                    model.generate(
+                        begin,
+                        attention_mask=torch.ones_like(begin),
+                        generation_config=_settings(model, length, temperature),
+                    ).cpu()
+                )
+        finally:
+            model.train(is_training)
+    return torch.cat(rows)
+
+
+def _settings(model: nn.Module, length: int, temperature: float):
+    """The model's own distribution: no cut of unlikely tokens, no penalties, no end."""
+    return type(model.generation_config)(
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=length - 1,
+        min_new_tokens=length - 1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )

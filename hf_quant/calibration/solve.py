@@ -1,0 +1,175 @@
+"""Codes of the layers of a plan whose algorithm needs data."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from hf_quant._wording import first_few
+from hf_quant.algorithms import SOLVERS, PackedWeight, Statistics, calibrated_matrix
+from hf_quant.calibration.calibration import Calibration, find_data, is_file, needed
+from hf_quant.calibration.store import StatisticsFile
+from hf_quant.config import QuantizerConfig
+from hf_quant.modules import in_basis, quantized_class
+from hf_quant.planning import PlanEntry, QuantPlan
+
+
+logger = logging.getLogger("hf_quant")
+
+
+class Solved(NamedTuple):
+    """What calibration gives a model.
+
+    Attributes:
+        packed: {module: {weight: its codes}}, of the layers whose algorithm needs data.
+        amax: {module: {weight: largest magnitude of each input feature [K]}}, of layers with static scales.
+        record: with what it was calibrated.
+    """
+
+    packed: dict[str, dict[str, PackedWeight]]
+    amax: dict[str, dict[str, Tensor]]
+    record: dict[str, Any]
+
+
+def solve(
+    model: nn.Module,
+    config: QuantizerConfig,
+    quant_plan: QuantPlan,
+    calibration: Any,
+    *,
+    tokenizer: Any = None,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> Solved:
+    """Calibrate a 16-bit model, and compute the codes of the layers that need it. The model is not changed.
+
+    `calibration`: data, see `calibrate`; a `Calibration` of this model and config that has seen data; a
+    `StatisticsFile`, or the path of one. Raises ValueError as these do, and if they do not fit the model.
+    """
+    solver = _Solver(model, quant_plan, device)
+    if is_file(calibration):
+        file = StatisticsFile.of(calibration)
+        solver.solve(
+            [n for n in solver.wanted if n in file.statistics],
+            lambda n: of_file(file, quant_plan.entries[n]),
+            progress,
+        )
+        return solver.finish(file.record)
+    if isinstance(calibration, Calibration):
+        if calibration.model is not model or calibration.config != config:
+            raise ValueError(
+                f"the calibration is of another model or config ({calibration.config}): give quantize_ "
+                "calibration.model and calibration.config"
+            )
+        if not calibration.observed:
+            raise ValueError("the calibration has seen no data: run the model inside of `with calibration:`")
+        solver.solve(calibration.observed, calibration.statistics, progress, calibration.drop)
+        return solver.finish(calibration.record)
+    own = Calibration(model, config)
+    data = find_data(model, calibration, tokenizer)
+    for _ in own.passes(data, progress=progress):
+        solver.solve(own.observed, own.statistics, progress, own.drop)
+    return solver.finish(data.record)
+
+
+def of_file(file: StatisticsFile, entry: PlanEntry) -> dict[str, list[Statistics]]:
+    """The statistics that a file has for a layer. Raises ValueError if they are not what the layer needs."""
+    name, kind = entry.name, needed(entry)
+    found = file.statistics[name]
+    transform = None if entry.scheme is None else entry.scheme.input_transform
+    if file.transforms.get(name) != transform:
+        raise ValueError(
+            f"the statistics of {name} are of inputs {file.transforms.get(name) or 'not rotated'}, and the layer's "
+            f"will be {transform or 'not rotated'}: calibrate with the config that you quantize with"
+        )
+    if kind is not None and any(getattr(s, kind) is None for s in found.get(next(iter(entry.shapes)), [])):
+        raise ValueError(f"the statistics of {name} lack what it needs: calibrate with kind={kind!r}")
+    if {w: len(s) for w, s in found.items()} != {
+        w: shape[0] if len(shape) == 3 else 1 for w, shape in entry.shapes.items()
+    }:
+        raise ValueError(f"the statistics of {name} are those of another layer: calibrate this model")
+    return found
+
+
+class _Solver:
+    """Computes the codes of one layer after the other."""
+
+    def __init__(self, model: nn.Module, quant_plan: QuantPlan, device: torch.device | str | None) -> None:
+        self.modules, self.plan, self.device = dict(model.named_modules()), quant_plan, device
+        entries = quant_plan.quantized.items()
+        self.wanted = [n for n, entry in entries if entry.shared_with is None and needed(entry) is not None]
+        self.packed: dict[str, dict[str, PackedWeight]] = {}
+        self.amax: dict[str, dict[str, Tensor]] = {}
+        self.kept: list[str] = []  # layers in which a matrix keeps the codes of the default algorithm
+        self.failed: list[str] = []
+
+    def solve(
+        self,
+        names: Iterable[str],
+        statistics: Callable[[str], dict[str, list[Statistics]] | None],
+        progress: bool,
+        drop: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Compute the codes of the layers, and free the statistics of each."""
+        for name in tqdm(list(names), desc="Solving", disable=not progress):
+            found = statistics(name)
+            assert found is not None  # it was given an input
+            entry = self.plan.entries[name]
+            activation = None if entry.scheme is None else entry.scheme.activation
+            if activation is not None and not activation.dynamic:
+                self.amax[name] = {w: torch.stack([s.amax for s in of]).amax(0) for w, of in found.items()}
+            if entry.algorithm in SOLVERS:
+                try:
+                    self.packed[name] = self._codes(entry, found)
+                except ValueError as error:
+                    if "Cholesky" not in str(error):
+                        raise
+                    self.failed.append(f"{name} ({error})")
+            del found
+            drop(name)
+
+    @torch.no_grad()
+    def _codes(self, entry: PlanEntry, statistics: dict[str, list[Statistics]]) -> dict[str, PackedWeight]:
+        module, scheme = self.modules[entry.name], entry.scheme
+        quantized = quantized_class(type(module))
+        packed = {}
+        for weight, found in statistics.items():
+            fqn = f"{entry.name}.{weight}"
+            own = module.get_parameter(weight).detach()
+            device = own.device if self.device is None else torch.device(self.device)
+            matrix = in_basis(quantized.to_matrix(module, weight, own.to(device)), scheme.input_transform)
+            moved = [of.to(device) for of in found]
+            codes, num_kept = calibrated_matrix(matrix, scheme.weight, entry.algorithm, moved, name=fqn)
+            if num_kept:
+                self.kept.append(fqn if len(moved) == 1 else f"{fqn} ({num_kept} of {len(moved)})")
+            packed[weight] = codes.to(own.device)
+        return packed
+
+    def finish(self, record: dict[str, Any]) -> Solved:
+        """The results. Raises ValueError if a layer with a static scale was given no input."""
+        unseen = [name for name in self.wanted if name not in self.packed and name not in self.amax]
+        unseen = [name for name in unseen if not any(f.startswith(f"{name} (") for f in self.failed)]
+        static = [n for n in unseen if needed(self.plan.entries[n]) == "amax"]
+        if static or len(unseen) == len(self.wanted):
+            raise ValueError(
+                f"{first_few(static or unseen)} got no input from the calibration data: give data that reaches these "
+                "layers, or another scheme for them in `modules`"
+            )
+        if unseen:
+            logger.warning(
+                "%s got no input from the calibration data, and are quantized by the default algorithm: give data "
+                "that reaches them",
+                first_few(unseen),
+            )
+        if self.failed:
+            logger.warning("quantized by the default algorithm: %s", first_few(self.failed))
+        if self.kept:
+            logger.info(
+                "%d weights keep the codes of the default algorithm, which answer to inputs that were held out no "
+                "worse: %s",
+                *(len(self.kept), first_few(self.kept)),
+            )
+        return Solved(self.packed, self.amax, record)

@@ -1,0 +1,85 @@
+"""Files of statistics, such as an imatrix: kilobytes by which a model is quantized while it loads."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hf_quant.algorithms import Statistics
+from hf_quant.scheme import InputTransform
+
+
+FORMAT = "hf_quant_statistics"
+_PARTS = ("amax", "second_moment")
+Key = tuple[str, str, int]  # module, weight, number of the matrix
+
+
+class StatisticsFile:
+    """Statistics of the inputs of layers, by {module: {weight: one `Statistics` per matrix}}.
+
+    Attributes:
+        statistics: the statistics.
+        transforms: {module: the rotation under which they were recorded, or None}.
+        record: with what they were calibrated, see `QuantizerConfig.calibrated_with`.
+    """
+
+    def __init__(
+        self,
+        statistics: Mapping[str, Mapping[str, Sequence[Statistics]]],
+        transforms: Mapping[str, InputTransform | None],
+        record: dict,
+    ) -> None:
+        self.statistics = {name: dict(weights) for name, weights in statistics.items()}
+        self.transforms, self.record = dict(transforms), record
+
+    def save(self, path: str | Path) -> None:
+        """Write a .safetensors file. Raises ValueError for Hessians, which would take gigabytes."""
+        tensors: dict[str, torch.Tensor] = {}
+        for module, weights in self.statistics.items():
+            for weight, found in weights.items():
+                if any(s.hessian is not None for s in found):
+                    raise ValueError("Hessians are not saved: calibrate with kind='second_moment' or 'amax'")
+                for part in _PARTS:
+                    values = [getattr(s, part) for s in found]
+                    if all(v is not None for v in values):
+                        tensors[f"{module}|{weight}|{part}"] = torch.stack(values).cpu().contiguous()
+                counts = torch.tensor([s.num_tokens for s in found], dtype=torch.int64)
+                tensors[f"{module}|{weight}|num_tokens"] = counts
+        blocks = {m: None if t is None else t.block_size for m, t in self.transforms.items()}
+        metadata = {FORMAT: "1", "record": json.dumps(self.record), "blocks": json.dumps(blocks)}
+        save_file(tensors, path, metadata)
+
+    @classmethod
+    def of(cls, given: "StatisticsFile | str | Path") -> "StatisticsFile":
+        """Statistics, or those in a file of that path."""
+        return given if isinstance(given, StatisticsFile) else cls.load(given)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "StatisticsFile":
+        """Read what `save` has written. Raises ValueError on any other file."""
+        if not Path(path).is_file():
+            raise ValueError(f"{path} is not a file; needs statistics that `hf-quant calibrate` has written")
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get(FORMAT) != "1":
+                    raise ValueError(f"{path} holds no statistics of hf_quant: write them by `hf-quant calibrate`")
+                tensors = {key: file.get_tensor(key) for key in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no safetensors file ({error})") from None
+        blocks = json.loads(metadata["blocks"])
+        statistics: dict[str, dict[str, list[Statistics]]] = {}
+        for key, counts in tensors.items():
+            module, weight, part = key.split("|")
+            if part != "num_tokens":
+                continue
+            parts = {p: tensors.get(f"{module}|{weight}|{p}") for p in _PARTS}
+            statistics.setdefault(module, {})[weight] = [
+                Statistics(count, **{p: t if t is None else t[i] for p, t in parts.items()})
+                for i, count in enumerate(counts.tolist())
+            ]
+        transforms = {m: None if block is None else InputTransform(block) for m, block in blocks.items()}
+        return cls(statistics, transforms, json.loads(metadata["record"]))
