@@ -145,7 +145,7 @@ class Calibration:
                 self.model.eval()
                 try:
                     with torch.no_grad():
-                        for number, run in enumerate(data.runs()):
+                        for number, run in enumerate(data.runs(self._observes_output(names))):
                             run(self.model)
                             self._check(f" in batch {number}")
                             bar.update()
@@ -154,6 +154,10 @@ class Calibration:
                     self._detach()
                 yield names
         self._moments = {}
+
+    def _observes_output(self, names: list[str]) -> bool:
+        output = getattr(self.model, "get_output_embeddings", lambda: None)()
+        return output is not None and any(self.model.get_submodule(name) is output for name in names)
 
     def _passes(self) -> list[list[str]]:
         """The layers, in parts whose statistics fit the memory."""
@@ -238,7 +242,7 @@ def find_data(model: nn.Module, data: Any, tokenizer: Any = None, **limits: Any)
 
     limits: num_tokens, length, seed, temperature. Raises ValueError as `calibrate` does.
     """
-    if isinstance(data, dict) and "data" in data and not any(isinstance(v, torch.Tensor) for v in data.values()):
+    if isinstance(data, dict) and "data" in data:
         unknown = set(data) - {"data", "num_tokens", "length", "seed", "temperature"}
         if unknown:
             raise ValueError(
@@ -259,7 +263,7 @@ def find_data(model: nn.Module, data: Any, tokenizer: Any = None, **limits: Any)
         return prepare(data, model, tokenizer, num_tokens, length)
     check_writer(model)
     chosen = {"seed": limits.get("seed", 0), "temperature": limits.get("temperature", 1.0)}
-    found = of_rows(sample(model, num_tokens, length, **chosen), "text of the model's own")
+    found = of_rows(sample(model, num_tokens, length, **chosen), model, "text that the model wrote")
     return found._replace(record={**found.record, **chosen})
 
 

@@ -1,4 +1,4 @@
-"""What a user gives to calibrate with, as batches that run through a model."""
+"""Data to calibrate with, in any of the forms that a user has it in, as batches that run through a model."""
 
 import hashlib
 import inspect
@@ -15,18 +15,20 @@ from hf_quant.evaluate import cut_windows, read_ids
 NUM_TOKENS = 32768
 LENGTH = 512
 _BATCH_TOKENS = 4096
+Run = Callable[[nn.Module], Any]
 
 
 class Data(NamedTuple):
     """Data that is ready to run.
 
     Attributes:
-        runs: makes an iterator over functions that each run the model on one batch.
+        runs: makes an iterator over functions that each run the model on one batch; True computes the logits of all
+            tokens, which only an output layer that is observed needs.
         record: {"data": its name, ...}: what the config of the model keeps of it.
         num_runs: how many functions that are; None: it is not known.
     """
 
-    runs: Callable[[], Iterator[Callable[[nn.Module], Any]]]
+    runs: Callable[[bool], Iterator[Run]]
     record: dict[str, Any]
     num_runs: int | None = None
 
@@ -37,77 +39,95 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
     Raises ValueError if the data is empty, of an unknown kind, or needs a tokenizer that is not there.
     """
     if callable(data):
-        return Data(lambda: iter([data]), {"data": getattr(data, "__name__", "a function")}, 1)
+        return Data(lambda all_logits: iter([data]), {"data": getattr(data, "__name__", type(data).__name__)}, 1)
     if isinstance(data, (str, Path)):
         path = Path(data)
-        is_text = path.suffix != ".npy"
-        ids = read_ids(path, _needed(tokenizer, f"the text in {path}") if is_text else None)
-        return of_ids(ids, path.name, tokenizer if is_text else None, num_tokens, length)
-    if isinstance(data, Tensor):
-        data = [data]
-    if isinstance(data, Mapping):
+        tokenizer = None if path.suffix == ".npy" else _needed(tokenizer, f"the text in {path}")
+        return _windows(read_ids(path, tokenizer), model, path.name, tokenizer, num_tokens, length)
+    if isinstance(data, (Tensor, Mapping)):
         data = [data]
     if not isinstance(data, Iterable):
         raise ValueError(
             f"calibration data is a {type(data).__name__}; needs a file, texts, token ids, batches, or a function"
         )
     if iter(data) is data or isinstance(data, tuple):
-        data = list(data)  # an iterator ends, and a layer may need another pass
+        data = list(data)  # an iterator ends, and layers may need another pass
     if isinstance(data, list):
         if not data:
             raise ValueError("calibration data is empty; needs a file, texts, token ids, batches, or a function")
         if all(isinstance(text, str) for text in data):
-            return _of_texts(data, model, tokenizer, num_tokens, length)
-        if all(isinstance(i, int) for i in data):
+            return _texts(data, model, _needed(tokenizer, "texts"), num_tokens, length)
+        if isinstance(data[0], int):
             data = [torch.tensor(data)]
-        if all(_is_ids(ids) for ids in data) and hasattr(model, "config"):
-            ids = torch.cat([torch.as_tensor(ids).flatten().long() for ids in data])
-            return of_ids(ids, "token ids", None, num_tokens, length)
-    return Data(lambda: _batches(data), {"data": "batches"}, len(data) if hasattr(data, "__len__") else None)
+        if all(map(_is_ids, data)) and hasattr(model, "config"):
+            return _sequences(data, model, num_tokens, length)
+    return Data(
+        lambda all_logits: _runs(data, all_logits, num_tokens),
+        {"data": "batches"},
+        len(data) if hasattr(data, "__len__") else None,
+    )
 
 
-def of_ids(ids: Tensor, name: str, tokenizer: Any, num_tokens: int, length: int) -> Data:
-    """Windows of token ids [any], spread over the text; each begins as the tokenizer, if given, begins a text."""
-    window = max(min(length, num_tokens, ids.numel()), 1)
+def of_rows(rows: Tensor, model: nn.Module, name: str) -> Data:
+    """Token ids [sequences, length]. Raises ValueError if one is not in the vocabulary of the model."""
+    config = getattr(model, "config", None)
+    vocabulary = getattr(
+        config.get_text_config() if hasattr(config, "get_text_config") else config, "vocab_size", None
+    )
+    if vocabulary is not None and int(rows.max()) >= vocabulary:
+        raise ValueError(
+            f"the calibration data has token {int(rows.max())}, the vocabulary of the model {vocabulary}: give the "
+            "model's own tokenizer, or ids that it made"
+        )
+    batches = [{"input_ids": batch} for batch in rows.split(max(1, _BATCH_TOKENS // rows.shape[1]))]
+    digest = hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
+    record = {"data": name[:200], "sha256": digest, "num_tokens": rows.numel(), "length": rows.shape[1]}
+    return Data(lambda all_logits: _runs(batches, all_logits), record, len(batches))
+
+
+def _windows(ids: Tensor, model: nn.Module, name: str, tokenizer: Any, num_tokens: int, length: int) -> Data:
+    """Windows of a text [any], spread over it; each begins as the tokenizer, if given, begins a text."""
+    window = min(length, num_tokens, ids.numel())
     rows = cut_windows(ids, tokenizer, window=window, source=name).view(-1, window)
-    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), max(num_tokens // window, 1))).long()]
-    return of_rows(rows, name)
+    chosen = torch.linspace(0, len(rows) - 1, min(len(rows), max(num_tokens // window, 1))).long()
+    return of_rows(rows[chosen], model, name)
 
 
-def of_rows(rows: Tensor, name: str) -> Data:
-    """Sequences of token ids [sequences, length]."""
-    batches = rows.split(max(1, _BATCH_TOKENS // rows.shape[1]))
-    digest = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
-    record = {"data": name, "sha256": digest, "num_tokens": rows.numel(), "length": rows.shape[1]}
-    return Data(lambda: _batches([{"input_ids": batch} for batch in batches]), record, len(batches))
+def _sequences(data: list[Any], model: nn.Module, num_tokens: int, length: int) -> Data:
+    """Sequences of token ids as they are, each cut to the length; a tensor may hold several."""
+    rows = [row[:length] for ids in data for row in torch.atleast_2d(torch.as_tensor(ids)).long().cpu()]
+    size = len(rows[0])
+    if len(rows) == 1 and rows[0].numel() < torch.as_tensor(data[0]).numel():  # one long text
+        return _windows(torch.as_tensor(data[0]).long().cpu(), model, "token ids", None, num_tokens, length)
+    if all(len(row) == size for row in rows):
+        return of_rows(torch.stack(rows)[: max(1, num_tokens // size)], model, "token ids")
+    batches = [{"input_ids": row[None]} for row in rows]
+    record = of_rows(torch.cat(rows)[None], model, "token ids").record
+    return Data(lambda all_logits: _runs(batches, all_logits, num_tokens), record, len(batches))
 
 
-def _of_texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, length: int) -> Data:
-    tokenizer = _needed(tokenizer, "texts")
+def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, length: int) -> Data:
+    """Texts: for a causal language model one behind the other, else each on its own, padded."""
+    name = f"{len(texts)} texts"
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
             f"a {type(model).__name__} reads two sequences: give batches with decoder_input_ids, or a function that "
             "calls model.generate"
         )
-    name = f"{len(texts)} texts"
     if getattr(model, "can_generate", lambda: False)():
         end = [] if getattr(tokenizer, "eos_token_id", None) is None else [tokenizer.eos_token_id]
         ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"] + end]
-        return of_ids(torch.tensor(ids, dtype=torch.int64), name, tokenizer, num_tokens, length)
-    chosen, total = [], 0
-    for text in texts:
-        if total >= num_tokens:
-            break
-        chosen.append(text)
-        total += len(tokenizer(text, truncation=True, max_length=length)["input_ids"])
-    # Texts of similar lengths need less padding; what is padding is not counted.
-    chosen.sort(key=len)
-    size = max(1, _BATCH_TOKENS // length)
+        return _windows(torch.tensor(ids, dtype=torch.int64), model, name, tokenizer, num_tokens, length)
+    sizes = [len(tokenizer(text, truncation=True, max_length=length)["input_ids"]) for text in texts]
+    totals = torch.tensor(sizes).cumsum(0)
+    count = max(1, int((totals <= num_tokens).sum()))
+    chosen = sorted(texts[:count], key=len)  # texts of similar lengths need little padding
     options = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
-    batches = [tokenizer(chosen[i : i + size], **options) for i in range(0, len(chosen), size)]
+    size = max(1, _BATCH_TOKENS // length)
+    batches = [tokenizer(chosen[i : i + size], **options) for i in range(0, count, size)]
     digest = hashlib.sha256("\0".join(chosen).encode()).hexdigest()
-    record = {"data": name, "sha256": digest, "num_tokens": total, "length": length}
-    return Data(lambda: _batches(batches), record, len(batches))
+    record = {"data": name, "sha256": digest, "num_tokens": int(totals[count - 1]), "length": length}
+    return Data(lambda all_logits: _runs(batches, all_logits), record, len(batches))
 
 
 def _needed(tokenizer: Any, what: str) -> Any:
@@ -119,26 +139,30 @@ def _needed(tokenizer: Any, what: str) -> Any:
 def _is_ids(ids: Any) -> bool:
     if isinstance(ids, Tensor):
         return ids.dim() in (1, 2) and not ids.is_floating_point()
-    return isinstance(ids, list) and all(isinstance(i, int) for i in ids)
+    return isinstance(ids, list) and len(ids) > 0 and all(isinstance(i, int) for i in ids)
 
 
-def _batches(data: Iterable[Any]) -> Iterator[Callable[[nn.Module], Any]]:
+def _runs(data: Iterable[Any], all_logits: bool, num_tokens: int | None = None) -> Iterator[Run]:
+    """Functions that run the model on one batch each, until so many tokens are read."""
+    count = 0
     for batch in data:
-        yield lambda model, batch=batch: _run(model, batch)
+        if num_tokens is not None and count >= num_tokens:
+            return
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        count += ids.numel() if isinstance(ids, Tensor) else 0
+        yield lambda model, batch=batch: _run(model, batch, all_logits)
 
 
-def _run(model: nn.Module, batch: Any) -> Any:
+def _run(model: nn.Module, batch: Any, all_logits: bool) -> Any:
     """Call the model with a batch: a mapping of keywords, a sequence of arguments, or one tensor."""
     device = next(model.parameters()).device
     if isinstance(batch, Mapping):
-        accepted = inspect.signature(model.forward).parameters
         given = {name: _moved(value, device) for name, value in batch.items()}
-        # Without the logits of all tokens and a cache the pass takes less memory.
-        saving = {"use_cache": False, "logits_to_keep": 1}
-        given = {
-            **{name: value for name, value in saving.items() if name in accepted and "labels" not in given},
-            **given,
-        }
+        accepted = inspect.signature(model.forward).parameters
+        if "use_cache" in accepted:
+            given.setdefault("use_cache", False)
+        if "logits_to_keep" in accepted and not all_logits and "labels" not in given:
+            given.setdefault("logits_to_keep", 1)
         return model(**given)
     if isinstance(batch, (list, tuple)):
         return model(*(_moved(value, device) for value in batch))
@@ -146,4 +170,4 @@ def _run(model: nn.Module, batch: Any) -> Any:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and device.type != "meta" else value
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -1,0 +1,269 @@
+"""`quantize_` and `from_pretrained` with data of every kind, and without; passes, records, files of statistics."""
+
+import copy
+import logging
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
+
+import hf_quant
+from hf_quant import Calibration, QuantizerConfig, calibrate, quantize_
+from hf_quant.calibration import StatisticsFile
+from hf_quant.calibration.sample import sample
+from hf_quant.modules import PACKED_NAMES, QuantizedModule
+from hf_quant.tests.calibration.test_observe import IDS, SIZES, llama
+
+
+GPTQ = QuantizerConfig("int4", algorithm="gptq")
+
+
+class Tokenizer:
+    """Letters are tokens; every text begins with token 1."""
+
+    eos_token_id = 2
+
+    def __call__(self, texts, add_special_tokens=True, truncation=False, max_length=None, padding=False, **kwargs):
+        if isinstance(texts, str):
+            ids = [1] * add_special_tokens + [3 + ord(c) % 60 for c in texts]
+            return {"input_ids": ids[:max_length]}
+        rows = [self(t, max_length=max_length)["input_ids"] for t in texts]
+        longest = max(map(len, rows))
+        mask = torch.tensor([[1] * len(r) + [0] * (longest - len(r)) for r in rows])
+        return {"input_ids": torch.tensor([r + [0] * (longest - len(r)) for r in rows]), "attention_mask": mask}
+
+
+def codes(model: nn.Module) -> list[torch.Tensor]:
+    modules = [m for m in model.modules() if isinstance(m, QuantizedModule)]
+    assert modules
+    return [m._parameters[part] for m in modules for part in PACKED_NAMES if part in m._parameters]
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(codes(a), codes(b), strict=True))
+
+
+def solved(calibration, **options) -> nn.Module:
+    return quantize_(llama(), GPTQ, calibration=calibration, **options)
+
+
+def error(model: nn.Module) -> float:
+    with torch.no_grad():
+        return (model(IDS).logits - llama()(IDS).logits).square().mean().item()
+
+
+def test_forms_of_the_same_ids_give_the_same_codes(tmp_path):
+    numpy.save(tmp_path / "ids.npy", IDS.flatten().numpy())
+    run = lambda model: model(input_ids=IDS, use_cache=False)  # noqa: E731
+    expected = solved(IDS)
+    for data in (
+        IDS.tolist(),
+        list(IDS),
+        {"data": tmp_path / "ids.npy", "length": 40},
+        {"data": IDS.flatten(), "length": 40},
+        {"input_ids": IDS},
+        [{"input_ids": IDS}],
+        ({"input_ids": part} for part in [IDS]),
+        DataLoader([{"input_ids": row} for row in IDS], batch_size=3),
+        run,
+    ):
+        assert same(solved(data), expected), data
+    assert not same(solved(IDS.flip(1)), expected)
+    assert error(expected) < 0.6 * error(quantize_(llama(), QuantizerConfig("int4", input_transform="hadamard")))
+
+
+def test_texts(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
+    by_file = solved({"data": tmp_path / "text.txt", "length": 32, "num_tokens": 96}, tokenizer=Tokenizer())
+    record = by_file.config.quantization_config.calibrated_with
+    assert (record["data"], record["num_tokens"], record["length"]) == ("text.txt", 96, 32)
+    by_texts = solved({"data": ["the quick brown fox ", "jumps over "] * 12, "length": 32}, tokenizer=Tokenizer())
+    assert not same(by_file, by_texts)
+    with pytest.raises(ValueError, match="cannot be read without a tokenizer"):
+        solved(["a text"])
+
+
+def test_an_encoder_reads_padded_texts():
+    torch.manual_seed(0)
+    base = BertModel(BertConfig(**SIZES, num_attention_heads=2, max_position_embeddings=64)).eval()
+    texts = ["one text", "another text that is longer", "a third", "and a fourth one of them"] * 8
+    batch = Tokenizer()(texts)
+    with torch.no_grad():
+        expected = base(**batch).last_hidden_state[batch["attention_mask"].bool()]
+        answers = [
+            quantize_(copy.deepcopy(base), config, **more)(**batch).last_hidden_state[batch["attention_mask"].bool()]
+            for config, more in (
+                (GPTQ, {"calibration": texts, "tokenizer": Tokenizer()}),
+                (QuantizerConfig("int4", input_transform="hadamard"), {}),
+            )
+        ]
+    solved, plain = ((answer - expected).square().mean() for answer in answers)
+    assert solved < 0.6 * plain
+    with pytest.raises(ValueError, match="cannot write its own text"):
+        quantize_(base, GPTQ)
+
+
+def test_wrong_data_is_refused_and_the_model_stays():
+    model = llama()
+    for data, message in (
+        ([], "is empty"),
+        (7, "is a int"),
+        ("no such file", "is not a file"),
+        (torch.full((1, 8), 64), "token 64, the vocabulary of the model 64"),
+        ({"data": IDS, "tokens": 3}, r"unknown keys \['tokens'\]"),
+        ({"data": IDS, "length": 1}, "length is 1"),
+        (lambda model: None, "got no input"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantize_(model, GPTQ, calibration=data, tokenizer=Tokenizer())
+    with pytest.raises(ValueError, match="needs none"):
+        quantize_(model, "int4", calibration=IDS)
+    assert not any(isinstance(m, QuantizedModule) or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_model_writes_its_own_text():
+    model = llama(bos_token_id=1)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    first, again, other = (sample(model, 128, 32, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.shape == (4, 32) and bool((first[:, 0] == 1).all())
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert len(set(first[:, 1:].flatten().tolist())) > 20  # not one token again and again
+    data = {"data": None, "num_tokens": 128, "length": 32, "seed": 1}
+    record = quantize_(model, GPTQ, calibration=data).config.quantization_config.calibrated_with
+    assert record == {**record, "data": "text that the model wrote", "num_tokens": 128, "seed": 1, "temperature": 1.0}
+
+
+def test_passes_that_fit_the_memory(monkeypatch):
+    expected, model = solved(IDS), llama()
+    whole = Calibration(model, GPTQ)._passes()
+    nbytes = 4 * (64 * 64 + 64)
+    assert len(whole) == 1
+    parts = Calibration(model, GPTQ, max_memory=4 * nbytes)._passes()
+    assert len(parts) > 2 and [name for part in parts for name in part] == whole[0]
+    init = Calibration.__init__
+    monkeypatch.setattr(Calibration, "__init__", lambda *a, **k: init(*a, **{**k, "max_memory": 4 * nbytes}))
+    runs = []
+    found = solved(lambda model: runs.append(model(input_ids=IDS, use_cache=False)))
+    assert same(found, expected) and len(runs) == len(parts)
+
+
+def test_a_loop_of_the_user():
+    model = llama()
+    with Calibration(model, GPTQ) as calibration, torch.no_grad():
+        model(IDS)
+    other = llama()
+    with pytest.raises(ValueError, match="of another model or config"):
+        quantize_(other, GPTQ, calibration=calibration)
+    with pytest.raises(ValueError, match="has seen no data"):
+        quantize_(other, GPTQ, calibration=Calibration(other, GPTQ))
+    assert same(quantize_(model, GPTQ, calibration=calibration), solved(IDS))
+
+
+def test_layers_that_see_no_data(caplog):
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.used(x)
+
+    torch.manual_seed(0)
+    model = Two()
+    plain = quantize_(copy.deepcopy(model), QuantizerConfig("int4", input_transform="hadamard"))
+    with caplog.at_level(logging.WARNING, "hf_quant"):
+        quantize_(model, GPTQ, calibration=torch.randn(256, 8) @ torch.randn(8, 64))
+    assert "unused got no input" in caplog.text
+    assert torch.equal(model.unused.qdata, plain.unused.qdata)
+    assert not torch.equal(model.used.qdata, plain.used.qdata)
+
+
+def test_only_what_has_inputs_of_its_own_is_solved():
+    model = llama(tie_word_embeddings=False)
+    modules = {"model.embed_tokens": {"weights": "int4", "algorithm": "gptq"}, "lm_head": {"weights": "int8"}}
+    config = QuantizerConfig("int4", algorithm="gptq", modules=modules)
+    quant_plan = hf_quant.plan(model, config)
+    assert quant_plan.entries["model.embed_tokens"].algorithm is None
+    assert quant_plan.entries["lm_head"].algorithm is None
+    quantize_(model, config, calibration=IDS)
+    assert isinstance(model.model.embed_tokens, QuantizedModule) and error(model) < 1
+
+
+def test_from_pretrained_calibrates_and_the_checkpoint_reloads(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    load = AutoModelForCausalLM.from_pretrained
+    config = QuantizerConfig("int4", algorithm="gptq", calibration=IDS)
+    model = load(tmp_path / "base", quantization_config=config)
+    assert same(model, solved(IDS))
+    model.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out")
+    with torch.no_grad():
+        assert same(model, again) and torch.equal(model(IDS).logits, again(IDS).logits)
+    stored = again.config.quantization_config
+    assert stored.calibrated_with["num_tokens"] == IDS.numel() and stored.calibration is None
+    assert "calibration" not in stored.to_dict() and config.calibration is IDS
+    with pytest.raises(ValueError, match="cannot be calibrated"):
+        load(tmp_path / "out", quantization_config=config)
+    config.calibration = {"data": None, "num_tokens": 64, "length": 16}
+    unread = load(tmp_path / "base", quantization_config=config)
+    assert unread.config.quantization_config.calibrated_with["data"] == "text that the model wrote"
+
+
+def test_a_new_weight_of_a_calibrated_layer_is_quantized_without_data():
+    model = solved(IDS)
+    layer = model.model.layers[0].mlp.up_proj
+    new = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1))
+    layer.weight = new
+    plain = nn.Linear(64, 96, bias=False)
+    plain.weight.data = new
+    quantize_(plain, QuantizerConfig("int4", input_transform="hadamard"))
+    assert torch.equal(layer.qdata, plain.qdata)
+
+
+@pytest.mark.parametrize("fields", [{}, {"input_transform": "hadamard"}])
+def test_statistics_in_a_file_quantize_while_loading(fields, tmp_path):
+    config = QuantizerConfig("int4", algorithm="imatrix", **fields)
+    llama().save_pretrained(tmp_path / "base")
+    statistics = calibrate(llama(), IDS, config=config)
+    statistics.save(tmp_path / "imatrix.safetensors")
+    assert (tmp_path / "imatrix.safetensors").stat().st_size < 40_000
+    config.calibration = str(tmp_path / "imatrix.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    assert loaded.config.quantization_config.calibrated_with == statistics.record
+    assert not any(m.statistics for m in loaded.modules() if isinstance(m, QuantizedModule))
+    direct = quantize_(llama(), config, calibration=statistics)
+    assert same(loaded, direct) and same(quantize_(llama(), config, calibration=IDS), direct)
+    assert not same(direct, quantize_(llama(), QuantizerConfig("int4", **fields)))
+    other = QuantizerConfig("int4", algorithm="imatrix", input_transform={"block_size": 32})
+    with pytest.raises(ValueError, match="calibrate with the config that you quantize with"):
+        quantize_(llama(), other, calibration=statistics)
+    with pytest.raises(ValueError, match="calibrate with kind='hessian'"):
+        quantize_(
+            llama(),
+            QuantizerConfig("int4", algorithm="gptq", **{"input_transform": "none", **fields}),
+            calibration=statistics,
+        )
+    with pytest.raises(ValueError, match="rotated by 64, and|inputs 64 wide"):
+        quantize_(llama(hidden_size=128), config, calibration=statistics)
+
+
+def test_files_that_hold_no_statistics(tmp_path):
+    with pytest.raises(ValueError, match="is not a file"):
+        StatisticsFile.load(tmp_path / "missing.safetensors")
+    (tmp_path / "text.safetensors").write_text("nothing of this")
+    with pytest.raises(ValueError, match="no safetensors file"):
+        StatisticsFile.load(tmp_path / "text.safetensors")
+    save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="holds no statistics"):
+        StatisticsFile.load(tmp_path / "other.safetensors")
+    with Calibration(model := llama(), GPTQ) as calibration, torch.no_grad():
+        model(IDS)
+    name = calibration.observed[0]
+    with pytest.raises(ValueError, match="Hessians are not saved"):
+        StatisticsFile({name: calibration.statistics(name)}, {name: None}, {}).save(tmp_path / "h.safetensors")
