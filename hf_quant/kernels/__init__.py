@@ -20,6 +20,7 @@ from hf_quant.kernels.rowwise.op import (
     act_quantize_rowwise,
     layer_norm_quantize_rowwise,
     quantize_rowwise,
+    quantize_static,
     rms_norm_quantize_rowwise,
 )
 from hf_quant.kernels.scaled_mm import cpu as _scaled_mm_cpu  # noqa: F401
@@ -39,6 +40,7 @@ implements_lazily(
     act_quantize_rowwise,
     layer_norm_quantize_rowwise,
     quantize_rowwise,
+    quantize_static,
     rms_norm_quantize_rowwise,
 )
 implements_lazily("hf_quant.kernels.scaled_mm.gpu", dynamic_mm, fp8_scaled_mm, int8_scaled_mm, quantized_mm)
@@ -64,6 +66,7 @@ __all__ = [
     "prepacked_bytes",
     "quantized_mm",
     "quantize_rowwise",
+    "quantize_static",
     "rms_norm_quantize_rowwise",
     "set_prepack_limit",
     "weight_only_mm",

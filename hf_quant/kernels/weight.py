@@ -41,6 +41,7 @@ class Weight(NamedTuple):
 
     With `input_diagonal` [K / b, b] fp32 the codes are of a weight for transformed input: products first multiply each
     row of x with the K values, then each b columns of it with the orthonormal Hadamard matrix of b, a power of two.
+    With `input_scale` [1] fp32 products that quantize x take this scale for every row, see `quantize_static`.
     """
 
     qdata: Tensor
@@ -51,6 +52,7 @@ class Weight(NamedTuple):
     group_size: int
     K: int
     input_diagonal: Tensor | None = None
+    input_scale: Tensor | None = None
 
     @property
     def spec(self) -> CodeSpec:
@@ -71,7 +73,7 @@ class Weight(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that are there, the codes first."""
+        """The tensors of the weight that are there, the codes first."""
         return tuple(tensor for tensor in self[:4] if tensor is not None)
 
     def expert(self, e: int) -> "Weight":
@@ -99,12 +101,13 @@ def weight_of(
     group_size: int,
     K: int,
     input_diagonal: Tensor | None = None,
+    input_scale: Tensor | None = None,
 ) -> Weight:
     """The tensors of a weight [..., N, K] as one `Weight`.
 
     qdata [..., N, K] or, packed, [..., N, words] int32; scale floating [..., N | 1 | ceil(N/128), ceil(K/group_size)];
     zero_point uint8 of the scale's shape, integer formats only; global_scale fp32, one element per leading index;
-    input_diagonal fp32 [K / b, b].
+    input_diagonal fp32 [K / b, b]; input_scale fp32 [1].
 
     Raises:
         ValueError: the tensors are no weight of this format, group size and width.
@@ -138,7 +141,18 @@ def weight_of(
             )
     if input_diagonal is not None:
         check_diagonal(input_diagonal, K)
-    return Weight(qdata, scale, zero_point, global_scale, format, K if groups == 1 else group_size, K, input_diagonal)
+    if input_scale is not None:
+        check_input_scale(input_scale)
+    group_size = K if groups == 1 else group_size
+    return Weight(qdata, scale, zero_point, global_scale, format, group_size, K, input_diagonal, input_scale)
+
+
+def check_input_scale(input_scale: Tensor) -> None:
+    """Raise ValueError unless input_scale is fp32 [1]."""
+    if input_scale.shape != (1,) or input_scale.dtype != float32:
+        raise ValueError(
+            f"input_scale is {tuple(input_scale.shape)} {input_scale.dtype}; needs one value, [1] torch.float32"
+        )
 
 
 def check_diagonal(input_diagonal: Tensor, K: int) -> None:
@@ -162,15 +176,20 @@ def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> 
 
 
 def takes_weight(
-    check: Callable[..., None] | None = None, *, K_is_option: bool = False, transforms: bool = False
+    check: Callable[..., None] | None = None,
+    *,
+    K_is_option: bool = False,
+    transforms: bool = False,
+    quantizes: bool = False,
 ) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
     """Decorate a function of a `Weight` for torch.library, whose ops take nothing but tensors and plain values.
 
     `fn(x, w: Weight, bias, *, activation)` becomes `fn(x, qdata, scale, zero_point, global_scale, bias, *, format,
     group_size, activation)`. It raises ValueError unless the tensors are a weight of x's width, and calls `check` with
     the arguments of fn. With `K_is_option` the width is the option K, as no argument has it; with `transforms` the
-    last argument is `input_diagonal=None`.
+    last argument is `input_diagonal=None`, with `quantizes` followed by `input_scale=None`.
     """
+    inputs = (*(["input_diagonal"] if transforms else []), *(["input_scale"] if quantizes else []))
 
     def wrap(fn: Callable[..., _R]) -> Callable[..., _R]:
         signature = inspect.signature(fn)
@@ -183,15 +202,16 @@ def takes_weight(
 
         @wraps(fn)
         def call(*args: Any, format: str, group_size: int, **options: Any) -> Any:
-            diagonal = None
-            if transforms:
-                diagonal = args[count] if len(args) > count else options.pop("input_diagonal", None)
+            given = dict(zip(inputs, args[count:]))
+            for name in inputs[len(given) :]:
+                given[name] = options.pop(name, None)
+            if inputs:
                 args = args[:count]
             tensors = args[at : at + 4]
             if K_is_option:
                 w = weight_of(*tensors, format, group_size, options.pop("K"))
             else:
-                w = _weight_for(args[0], tensors, format, group_size, diagonal)
+                w = _weight_for(args[0], tensors, format, group_size, **given)
             arguments = (*args[:at], w, *args[at + 4 :])
             if check is not None:
                 check(*arguments, **options)
@@ -200,12 +220,14 @@ def takes_weight(
         def option(name: str, kind: type) -> inspect.Parameter:
             return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
 
-        last = inspect.Parameter("input_diagonal", parameters[at].kind, annotation=Tensor | None, default=None)
+        kind = parameters[at].kind
+        last = [inspect.Parameter(name, kind, annotation=Tensor | None, default=None) for name in inputs]
         call.__signature__ = signature.replace(
             parameters=[
                 *parameters[:at],
-                *(inspect.Parameter(name, parameters[at].kind, annotation=kind) for name, kind in _TENSORS),
-                *(plain + ([last] if transforms else [])),
+                *(inspect.Parameter(name, kind, annotation=annotation) for name, annotation in _TENSORS),
+                *plain,
+                *last,
                 *(option("format", str), option("group_size", int)),
                 *([option("K", int)] if K_is_option else []),
                 *own,
@@ -220,12 +242,12 @@ _TENSORS = tuple(PackedWeight.__annotations__.items())
 
 
 def _weight_for(
-    x: Tensor, tensors: tuple[Tensor | None, ...], format: str, group_size: int, diagonal: Tensor | None
+    x: Tensor, tensors: tuple[Tensor | None, ...], format: str, group_size: int, **inputs: Tensor | None
 ) -> Weight:
-    """The weight whose rows are as long as the rows of x [..., K]."""
+    """The weight whose rows are as long as the rows of x [..., K]; `inputs` as `weight_of` takes them."""
     if x.dim() == 0:
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; needs [..., K]")
     try:
-        return weight_of(*tensors, format, group_size, x.shape[-1], diagonal)
+        return weight_of(*tensors, format, group_size, x.shape[-1], **inputs)
     except ValueError as error:
         raise ValueError(f"x is {tuple(x.shape)}, so K={x.shape[-1]}, but {error}") from None

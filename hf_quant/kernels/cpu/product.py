@@ -128,8 +128,9 @@ def _of_transformed(run: Run, diagonal: Tensor | None) -> Run:
 def make_ready(
     w: Weight, dtype: torch.dtype, activation: str | None, run: Run, min_rows: int = 1, max_rows: int = sys.maxsize
 ) -> None:
-    """Let `ready_product` find `run` by the tensors of w, for as long as they live unchanged."""
-    prepack.put(_key(dtype, activation, w.input_diagonal), w.tensors, _Ready(w.format, min_rows, max_rows, run))
+    """Let `ready_product` find `run` by the tensors of w and its input's scale, as long as they live unchanged."""
+    sources = w.tensors if w.input_scale is None else (*w.tensors, w.input_scale)
+    prepack.put(_key(dtype, activation, w.input_diagonal), sources, _Ready(w.format, min_rows, max_rows, run))
 
 
 def _key(dtype: torch.dtype, activation: str | None, diagonal: Tensor | None) -> tuple:
@@ -147,7 +148,7 @@ def ready_product(
 ) -> Tensor | None:
     """x [..., K] @ w.T + bias as an earlier call has made it ready, without checks; None if none has.
 
-    `weight` is (qdata, scale, zero_point, global_scale); views of the same bytes in another dtype do.
+    `weight` is (qdata, scale, zero_point, global_scale, input_scale); views of the same bytes in another dtype do.
     """
     shape = x.shape
     y = _run_ready(as_rows(x), bias, weight, format, activation, input_diagonal)

@@ -52,6 +52,28 @@ def quotient(x, scale, inverse, EXACT: tl.constexpr):
 
 
 @triton.jit
+def scale_of_row_or_given(magnitudes, input_scale, NORM: tl.constexpr, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
+    """Scale [R] of rows with magnitudes [R, C] / NORM: their own, or the one that is given, NaN for a row with NaN."""
+    if input_scale is None:
+        return scale_of_row(magnitudes * NORM, LIMIT, SMALLEST)
+    else:
+        # As integers NaN comes last; a maximum of floats would ignore it.
+        amax = tl.max(magnitudes.to(tl.int32, bitcast=True), axis=1)
+        return tl.where(amax > 0x7F800000, amax.to(tl.float32, bitcast=True), tl.load(input_scale))
+
+
+@triton.jit
+def quotient_of_scale(v, scale, inverse, input_scale, LIMIT: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr):
+    """`quotient`, within the format's range where the scale is given: before, so that nothing of it becomes inf."""
+    if input_scale is None:
+        return quotient(v, scale, inverse, EXACT)
+    else:
+        largest = scale * (2 * LIMIT / NORM)
+        q = quotient(tl.minimum(tl.maximum(v, -largest), largest), scale, inverse, EXACT)
+        return tl.minimum(tl.maximum(q, -LIMIT), LIMIT)
+
+
+@triton.jit
 def encode(q, IS_FLOAT: tl.constexpr, CONVERTS: tl.constexpr):
     """fp32 within the format's range (to 1 unit in the last place) -> its code as a byte, half to even."""
     if not IS_FLOAT:

@@ -17,7 +17,7 @@ from hf_quant.kernels.weight_only.cpu import product_backward
 
 
 @implements(op.grouped_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
-@takes_weight(op.check, transforms=True)
+@takes_weight(op.check, transforms=True, quantizes=True)
 def grouped_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """Compute `grouped_mm_reference`. M in the paths is the number of rows of one expert."""
     x = as_rows(x)

@@ -47,7 +47,7 @@ from hf_quant.kernels.gpu.launch import (
 from hf_quant.kernels.gpu.tile import tile_product
 from hf_quant.kernels.grouped_mm.op import check, grouped_mm, rows_of_experts
 from hf_quant.kernels.hadamard.op import hadamard
-from hf_quant.kernels.rowwise.op import quantize_rowwise
+from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.gpu import choose_row, supports_fused, tiling
@@ -288,7 +288,10 @@ def _fused(
     dtype, row_scale = x.dtype, None
     x = x if x.stride(1) == 1 else x.contiguous()
     if activation is not None:
-        x, row_scale = quantize_rowwise(x, format=activation)
+        if w.input_scale is None:
+            x, row_scale = quantize_rowwise(x, format=activation)
+        else:
+            x, row_scale = quantize_static(x, w.input_scale, w.input_diagonal, format=activation)
         if activation != "int8" and not target.has_fp8_dot:
             x = x.to(dtype)  # these GPUs cannot read float8_e4m3fn
     y = torch.empty(M, w.N, dtype=dtype, device=x.device)
@@ -329,13 +332,13 @@ _hadamard = direct(hadamard)
 
 @implements(grouped_mm, "XPU", FUSED + LOOP)
 @implements(grouped_mm, "CUDA", FUSED + LOOP)
-@takes_weight(check, transforms=True)
+@takes_weight(check, transforms=True, quantizes=True)
 def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """Compute `grouped_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
 
-    So is a transformed x, before it is quantized.
+    So is a transformed x, before its rows are quantized with scales of their own.
     """
-    if w.input_diagonal is not None:
+    if w.input_diagonal is not None and w.input_scale is None:
         x = _hadamard(x, w.input_diagonal, block_size=w.input_diagonal.shape[1])
         w = w._replace(input_diagonal=None)
     if unavailable_reason(x.device) is None:
@@ -352,5 +355,6 @@ def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *
         if activation is None:
             y[rows] = weight_only_mm(x[rows], *parts, **options)
         else:
-            y[rows] = dynamic_mm(x[rows], *parts, activation=activation, **options)
+            inputs = (w.input_diagonal, w.input_scale)
+            y[rows] = dynamic_mm(x[rows], *parts, *inputs, activation=activation, **options)
     return y

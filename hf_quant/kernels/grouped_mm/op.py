@@ -34,14 +34,15 @@ def rows_of_experts(offsets: Tensor) -> list[tuple[int, slice]]:
     return [(e, slice(start, end)) for e, (start, end) in enumerate(zip([0, *ends], ends)) if end > start]
 
 
-@takes_weight(check, transforms=True)
+@takes_weight(check, transforms=True, quantizes=True)
 def grouped_mm_reference(
     x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None
 ) -> Tensor:
     """x [M, K], experts [E, N, K] -> [M, N] in x's dtype; rows offsets[e-1]..offsets[e] belong to expert e.
 
     `activation` quantizes each row of x first (None: not). Rows at or past offsets[-1] give zeros.
-    `input_diagonal` transforms x as in `weight_only_mm`. Not differentiable: see `modules`.
+    `input_diagonal` transforms x as in `weight_only_mm`, `input_scale` [1] is the scale of every row as in
+    `dynamic_mm`. Not differentiable: see `modules`.
     """
     y = x.new_zeros(x.shape[0], w.N)
     options = {"format": w.format, "group_size": w.group_size, "input_diagonal": w.input_diagonal}
@@ -50,11 +51,12 @@ def grouped_mm_reference(
         if activation is None:
             y[rows] = weight_only_mm_reference(x[rows], *weight, **options)
         else:
-            y[rows] = dynamic_mm_reference(x[rows], *weight, activation=activation, **options)
+            scale = {"activation": activation, "input_scale": w.input_scale}
+            y[rows] = dynamic_mm_reference(x[rows], *weight, **scale, **options)
     return y
 
 
-@takes_weight(check, transforms=True)
+@takes_weight(check, transforms=True, quantizes=True)
 def _grouped_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None):
     return x.new_empty((x.shape[0], w.N))
 

@@ -51,7 +51,8 @@ def layout(spec: CodeSpec) -> int:
 
 
 def weight_arguments(w: Weight) -> tuple[int, ...]:
-    """Arguments of the extension for a weight [N, K], or experts [E, N, K]: addresses and sizes; all contiguous."""
+    """Arguments of the extension for a weight [N, K], or experts [E, N, K], and the scale of its input: addresses and
+    sizes; all contiguous."""
     qdata, scale, zero_point, global_scale = w.packed
     N, rows, groups = qdata.shape[-2], scale.shape[-2], scale.shape[-1]
     return (
@@ -71,4 +72,5 @@ def weight_arguments(w: Weight) -> tuple[int, ...]:
         N * qdata.shape[-1] * qdata.element_size(),
         rows * groups,
         N,
+        0 if w.input_scale is None else w.input_scale.data_ptr(),
     )

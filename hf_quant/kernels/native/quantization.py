@@ -12,16 +12,19 @@ from hf_quant.kernels.native.extension import active, module
 from hf_quant.kernels.weight import LARGEST_BLOCK
 
 
-def quantize_rows(x: Tensor, block_size: int = 0, diagonal: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+def quantize_rows(
+    x: Tensor, block_size: int = 0, diagonal: Tensor | None = None, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
     """x [M, K] -> (int8 codes [M, K], fp32 scales [M, 1]) as `quantize_rowwise`; None: not here.
 
-    With a block size, of the transform: as `hadamard_quantize_rowwise`.
+    With a block size, of the transform: as `hadamard_quantize_rowwise`; with input_scale [1]: as `quantize_static`.
     """
     if not _reads_rows(x, block_size):
         return None
     codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     scales = torch.empty(x.shape[0], 1, device="cpu")
-    _rows(x, block_size, diagonal, codes.data_ptr(), scales.data_ptr(), 0, 0)
+    given = 0 if input_scale is None else input_scale.data_ptr()
+    _rows(x, block_size, diagonal, given, codes.data_ptr(), scales.data_ptr(), 0, 0)
     return codes, scales
 
 
@@ -30,7 +33,7 @@ def transform_rows(x: Tensor, block_size: int, diagonal: Tensor | None, dtype: t
     if not _reads_rows(x, block_size) or dtype not in INPUTS:
         return None
     y = torch.empty(x.shape, dtype=dtype, device="cpu")
-    _rows(x, block_size, diagonal, 0, 0, y.data_ptr(), DTYPES[dtype])
+    _rows(x, block_size, diagonal, 0, 0, 0, y.data_ptr(), DTYPES[dtype])
     return y
 
 
@@ -39,14 +42,14 @@ def _reads_rows(x: Tensor, block_size: int) -> bool:
     return is_block and active() is not None and x.dtype in INPUTS
 
 
-def _rows(x: Tensor, block_size: int, diagonal: Tensor | None, *results: int) -> None:
+def _rows(x: Tensor, block_size: int, diagonal: Tensor | None, *scale_and_results: int) -> None:
     M, K = x.shape
     x = x.contiguous()
     if block_size and diagonal is None:
         diagonal = _ones(K)
     address = 0 if diagonal is None else diagonal.data_ptr()
     arguments = (M, K, x.data_ptr(), DTYPES[x.dtype], K, address, block_size)
-    module.quantize_rows(*arguments, *results, torch.get_num_threads())
+    module.quantize_rows(*arguments, *scale_and_results, torch.get_num_threads())
 
 
 @cache

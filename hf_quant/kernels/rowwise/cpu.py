@@ -46,6 +46,14 @@ def row_scales(x: Tensor, limit: float) -> Tensor:
     return row_scale(row_amax(x), limit)
 
 
+def scales_of(x: Tensor, limit: float, input_scale: Tensor | None) -> Tensor:
+    """x [M, K] -> scales [M, 1] in fp32: those of its rows, or input_scale [1] for each, NaN for a row with NaN."""
+    if input_scale is None:
+        return row_scales(x, limit)
+    amax = row_amax(x)
+    return torch.where(amax.isnan(), amax, input_scale)
+
+
 def row_codes(x: Tensor, scale: Tensor, limit: float, format: str, *, rounded: bool = True) -> Tensor:
     """x [M, K] / scale [M, 1] in fp32: rounded for int8, for fp8 left to the conversion to float8."""
     values = torch.div(x, scale).clamp_(-limit, limit)
@@ -59,11 +67,16 @@ def _blocks(M: int, K: int) -> list[slice]:
 
 
 def quantize_blocks(
-    x: Tensor, format: str, values: Callable[[slice], Tensor], diagonal: Tensor | None = None
+    x: Tensor,
+    format: str,
+    values: Callable[[slice], Tensor],
+    diagonal: Tensor | None = None,
+    input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize fp32 `values(rows)` [m, K], which x [..., K] makes, block by block; results of x's shape.
 
-    `values` gets slices of the rows of x taken as [M, K]. A diagonal [K / b, b] transforms them first.
+    `values` gets slices of the rows of x taken as [M, K]. A diagonal [K / b, b] transforms them first; input_scale [1]
+    is the scale of every row.
     """
     limit, K = row_max(format), x.shape[-1]
     codes = torch.empty(x.shape, dtype=ROW_FORMATS[format])
@@ -75,9 +88,25 @@ def quantize_blocks(
         part = values(block)
         if diagonal is not None:
             part = transform_rows(part, diagonal.shape[1], diagonal, torch.float32)
-        scale[block] = row_scales(part, limit)
+        scale[block] = scales_of(part, limit, input_scale)
         flat[block].copy_(row_codes(part, scale[block], limit, format))
     return codes, scale.view(*x.shape[:-1], 1)
+
+
+@implements(op.quantize_static, "CPU")
+@torch.no_grad()
+def quantize_static_cpu(
+    x: Tensor, input_scale: Tensor, input_diagonal: Tensor | None = None, *, format: str
+) -> tuple[Tensor, Tensor]:
+    """Compute `quantize_static_reference`, without a transform bit for bit."""
+    op.check_static(x, input_scale, input_diagonal)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    block = 0 if input_diagonal is None else input_diagonal.shape[1]
+    row_max(format)
+    found = native.quantize_rows(rows, block, input_diagonal, input_scale) if format == "int8" else None
+    if found is not None:
+        return found[0].view(x.shape), found[1].view(*x.shape[:-1], 1)
+    return quantize_blocks(x, format, lambda block: rows[block].float(), input_diagonal, input_scale)
 
 
 @implements(op.rms_norm_quantize_rowwise, "CPU")

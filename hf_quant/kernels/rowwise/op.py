@@ -1,8 +1,8 @@
-"""Dynamic quantization of activations, one fp32 scale per row (token): alone and fused with what comes before it.
+"""Quantization of activations by rows (tokens), each with an fp32 scale: alone and fused with what comes before it.
 
-`quantize_rowwise` quantizes x as it is; the others quantize a norm or an activation function of it, whose result never
-goes to memory. All values are fp32 between the input and the codes, without the roundings to 16 bit that separate ops
-make. None is differentiable.
+`quantize_rowwise` quantizes x as it is, `quantize_static` with a scale that is given; the others quantize a norm or an
+activation function of it, whose result never goes to memory. All values are fp32 between the input and the codes,
+without the roundings to 16 bit that separate ops make. None is differentiable.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_quant.kernels.codes import ROW_FORMATS, SMALLEST_SCALE, row_max
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.sign_matrices import transform
-from hf_quant.kernels.weight import check_diagonal
+from hf_quant.kernels.weight import check_diagonal, check_input_scale
 
 
 ACTS = ("silu", "gelu", "gelu_tanh")
@@ -113,6 +113,41 @@ def _quantize_rowwise_fake(x, seed=None, *, format):
 quantize_rowwise = define_op(
     "quantize_rowwise", quantize_rowwise_reference, _quantize_rowwise_fake, is_row_by_row=True
 )
+
+
+def quantize_static_reference(
+    x: Tensor, input_scale: Tensor, input_diagonal: Tensor | None = None, *, format: str
+) -> tuple[Tensor, Tensor]:
+    """x [..., K] floating, input_scale [1] fp32 -> as `quantize_rowwise`, but with the one scale for every row.
+
+    Values beyond the largest code become that. The scale of a row with NaN is NaN, and its codes mean nothing: no
+    product with it is finite. `input_diagonal` [K / b, b] transforms x first, in fp32, see `Weight`.
+    """
+    limit = row_max(format)
+    check_static(x, input_scale, input_diagonal)
+    values = transformed(x.float(), input_diagonal)
+    codes = (values / input_scale).clamp(-limit, limit)
+    if format == "int8":
+        codes = codes.round()
+    is_nan = values.isnan().any(-1, keepdim=True)
+    return codes.to(ROW_FORMATS[format]).contiguous(), torch.where(is_nan, torch.nan, input_scale).contiguous()
+
+
+def check_static(x: Tensor, input_scale: Tensor, input_diagonal: Tensor | None) -> None:
+    """Raise ValueError unless x is floating-point, input_scale fp32 [1] and input_diagonal None or of x's width."""
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}; needs a floating dtype")
+    check_input_scale(input_scale)
+    if input_diagonal is not None:
+        check_diagonal(input_diagonal, x.shape[-1])
+
+
+def _quantize_static_fake(x, input_scale, input_diagonal=None, *, format):
+    check_static(x, input_scale, input_diagonal)
+    return _quantize_rowwise_fake(x, format=format)
+
+
+quantize_static = define_op("quantize_static", quantize_static_reference, _quantize_static_fake, is_row_by_row=True)
 
 
 def transformed(values: Tensor, diagonal: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from hf_quant.kernels.cpu.product import (
 )
 from hf_quant.kernels.cpu.rows import as_rows, row_vector, scaled, transform_rows
 from hf_quant.kernels.dispatch import Path, Problem, implements
-from hf_quant.kernels.rowwise.cpu import row_codes, row_scales
+from hf_quant.kernels.rowwise.cpu import row_codes, scales_of
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.weight import Weight, takes_weight
 
@@ -52,7 +52,7 @@ INT8_PATH = Path("int8 GEMM (oneDNN)", "any M", _supports_int8)
 
 
 @implements(op.dynamic_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
-@takes_weight(op.check_dynamic, transforms=True)
+@takes_weight(op.check_dynamic, transforms=True, quantizes=True)
 def dynamic_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Compute `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
     y = dynamic_product(as_rows(x), w, None if bias is None else bias.detach(), activation)
@@ -76,7 +76,7 @@ def dynamic_product(x: Tensor, w: Weight, bias: Tensor | None, activation: str) 
     dtype = torch.bfloat16 if wanted == torch.bfloat16 else torch.float32
     if w.input_diagonal is not None:
         x, w = _transformed(x, w.input_diagonal), w._replace(input_diagonal=None)
-    row_scale = row_scales(x, limit)
+    row_scale = scales_of(x, limit, w.input_scale)
     codes = _codes(x, row_scale, limit, activation, torch.int8 if _is_int8_product(activation, w) else dtype)
     return _torch_product(codes, row_scale, w, bias, wanted)
 
@@ -90,14 +90,14 @@ def _native_product(w: Weight, activation: str, integer: bool) -> Run:
     """The native kernels quantize rows to int8 as they read them; for others the codes are numbers in bf16 or fp32."""
     if integer:
         return native.prepared(w, integer=True)
-    diagonal, limit = w.input_diagonal, row_max(activation)
+    diagonal, input_scale, limit = w.input_diagonal, w.input_scale, row_max(activation)
     multiply = native.prepared(w._replace(input_diagonal=None))
 
     def run(x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor:
         wanted = x.dtype
         if diagonal is not None:
             x = _transformed(x, diagonal)
-        row_scale = row_scales(x, limit)
+        row_scale = scales_of(x, limit, input_scale)
         codes = _codes(x, row_scale, limit, activation, torch.bfloat16 if wanted == torch.bfloat16 else torch.float32)
         return multiply(codes, qdata, bias, row_scale=row_scale, out_dtype=wanted)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import ROW_FORMATS, row_max
 from hf_quant.kernels.dispatch import define_op
-from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
+from hf_quant.kernels.rowwise.op import quantize_rowwise_reference, quantize_static_reference
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import check as check_weight_only
 from hf_quant.kernels.weight_only.op import check_operands, dequantized, transformed
@@ -118,18 +118,22 @@ def _quantized_mm_fake(codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor
 quantized_mm = define_op("quantized_mm", quantized_mm_reference, _quantized_mm_fake)
 
 
-@takes_weight(check_dynamic, transforms=True)
+@takes_weight(check_dynamic, transforms=True, quantizes=True)
 def dynamic_mm_reference(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Quantize each row of x to `activation` ("int8", "fp8_e4m3"), then multiply with the weight of any format.
 
     x [..., K], w [N, K] -> (codes(x) @ dequant(w).T) * row_scale(x) + bias, in x's dtype; accumulated in fp32. With
-    `input_diagonal` the rows are transformed first, see `weight_only_mm`, and not rounded in between.
+    `input_diagonal` the rows are transformed first, see `weight_only_mm`, and not rounded in between. With
+    `input_scale` [1] all rows have that scale, see `quantize_static`.
     """
-    rows = x if w.input_diagonal is None else transformed(x, w)
-    return _product_of_codes(*quantize_rowwise_reference(rows, format=activation), w, bias, x.dtype)
+    if w.input_scale is None:
+        rows = quantize_rowwise_reference(x if w.input_diagonal is None else transformed(x, w), format=activation)
+    else:
+        rows = quantize_static_reference(x, w.input_scale, w.input_diagonal, format=activation)
+    return _product_of_codes(*rows, w, bias, x.dtype)
 
 
-@takes_weight(check_dynamic, transforms=True)
+@takes_weight(check_dynamic, transforms=True, quantizes=True)
 def _dynamic_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str):
     return x.new_empty((*x.shape[:-1], w.N))
 

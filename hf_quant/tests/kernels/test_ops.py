@@ -40,6 +40,12 @@ def calls(x: torch.Tensor) -> dict:
         ),
         "quantize_rowwise": (kernels.quantize_rowwise, (x,), {"format": "int8"}),
         "quantize_rowwise_at_random": (kernels.quantize_rowwise, (x, torch.tensor(1)), {"format": "fp8_e4m3"}),
+        "quantize_static": (kernels.quantize_static, (x, torch.rand(1), torch.ones(2, K // 2)), {"format": "int8"}),
+        "dynamic_mm_static": (
+            kernels.dynamic_mm,
+            (x, *packed, bias, torch.ones(2, K // 2), torch.rand(1)),
+            {**options, "activation": "int8"},
+        ),
         "rms_norm_quantize_rowwise": (
             kernels.rms_norm_quantize_rowwise,
             (x, torch.rand(K)),

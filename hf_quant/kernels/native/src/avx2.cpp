@@ -88,7 +88,7 @@ class Matmul {
         if (dtype == INT8) {
           memcpy(codes, x, static_cast<size_t>(p_.K));
         } else {
-          x_.scales[i] = avx2_portable::quantize_row(x, dtype, p_.K, codes);
+          x_.scales[i] = avx2_portable::quantize_row(x, dtype, p_.K, p_.input_scale, codes);
         }
         memset(codes + p_.K, 0, static_cast<size_t>(units_ * kUnit - p_.K));
         add_sums(codes, i);

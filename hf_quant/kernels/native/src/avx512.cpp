@@ -103,7 +103,7 @@ class Matmul {
       }
       float scale = 1.0f;
       if (C::INTEGER && dtype != INT8) {
-        scale = scales[i] = int8_row_scale(row_amax(x, dtype, p_.K));
+        scale = scales[i] = int8_row_scale(row_amax(x, dtype, p_.K), p_.input_scale);
       } else if (p_.row_scale != nullptr) {
         scales[i] = p_.row_scale[first + i];
       }
@@ -206,7 +206,7 @@ static bool quantize_rows(const RowQuantization& q) {
   parallel_for(q.M, q.M * q.K < (1 << 16) ? 1 : q.threads, [&](int64_t i) {
     const char* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
     int8_t* codes = q.codes + i * q.K;
-    const float scale = q.scales[i] = int8_row_scale(row_amax(x, q.x_dtype, q.K));
+    const float scale = q.scales[i] = int8_row_scale(row_amax(x, q.x_dtype, q.K), q.input_scale);
     const __m512 scales = _mm512_set1_ps(scale);
     for (int64_t k = 0; k < q.K; k += 16) {
       const int64_t left = q.K - k;

@@ -13,6 +13,7 @@ struct RowQuantization {
   int64_t x_stride;  // elements from row to row
   const float* diagonal;
   int64_t block;
+  const float* input_scale;  // of every row, or null: each has its own
   void* y;
   int y_dtype;
   int8_t* codes;

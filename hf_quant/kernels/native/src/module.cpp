@@ -90,6 +90,7 @@ void read_weight(Arguments& a, Product& p) {
   p.expert_qdata = a.number();
   p.expert_scale = a.number();
   p.expert_bias = a.number();
+  p.input_scale = a.pointer<const float>();
 }
 
 PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -144,6 +145,7 @@ PyObject* quantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   q.x_stride = a.number();
   q.diagonal = a.pointer<const float>();
   q.block = a.number();
+  q.input_scale = a.pointer<const float>();
   q.codes = a.pointer<int8_t>();
   q.scales = a.pointer<float>();
   q.y = a.pointer<void>();

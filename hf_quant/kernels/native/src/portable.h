@@ -162,8 +162,8 @@ static void transform_row(const void* x, int dtype, int64_t K, const float* __re
   rotate_blocks(values, diagonal, K, block);
 }
 
-// Codes of one row, and its scale.
-static inline float quantize_row(const void* x, int dtype, int64_t K, int8_t* __restrict codes) {
+// Codes of one row, and its scale, which may be given.
+static inline float quantize_row(const void* x, int dtype, int64_t K, const float* given, int8_t* __restrict codes) {
   float values[kColumns];
   uint32_t top = 0;  // as integers magnitudes have the order of their values, NaN last
   for (int64_t k = 0; k < K; k += kColumns) {
@@ -174,7 +174,7 @@ static inline float quantize_row(const void* x, int dtype, int64_t K, int8_t* __
       top = bits > top ? bits : top;
     }
   }
-  const float scale = int8_row_scale(bits_to_float(top));
+  const float scale = int8_row_scale(bits_to_float(top), given);
   for (int64_t k = 0; k < K; k += kColumns) {
     const int64_t count = min64(kColumns, K - k);
     if (K > kColumns) to_float(x, dtype, k, count, values);
@@ -204,7 +204,7 @@ static bool quantize_rows(const RowQuantization& q) {
       dtype = F32;
     }
     if (q.codes != nullptr) {
-      q.scales[i] = quantize_row(x, dtype, q.K, q.codes + i * q.K);
+      q.scales[i] = quantize_row(x, dtype, q.K, q.input_scale, q.codes + i * q.K);
     } else {
       store_row(static_cast<const float*>(x), q.K, q.y, q.y_dtype, i * q.K);
     }
@@ -262,7 +262,7 @@ class Matmul {
     if (dtype == INT8) {
       memcpy(target, x, static_cast<size_t>(p_.K));
     } else {
-      scales_[i] = quantize_row(x, dtype, p_.K, target);
+      scales_[i] = quantize_row(x, dtype, p_.K, p_.input_scale, target);
     }
     for (int64_t g = 0; g < p_.groups; ++g) {
       int32_t sum = 0;

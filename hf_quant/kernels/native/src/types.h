@@ -33,6 +33,7 @@ struct Product {
   const float* diagonal;
   int64_t block;
   const float* row_scale;  // [M] or null; with BY_INT8 and x not INT8 the rows are quantized here
+  const float* input_scale;  // of all rows that are quantized here, or null: each has its own
   void* y;                 // [M, N], contiguous
   int y_dtype;
 
@@ -134,8 +135,10 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Scale of a row of activations from its largest magnitude: `row_scale` of hf_quant.kernels.rowwise.
-static inline float int8_row_scale(float amax) {
+// Scale of a row of activations from its largest magnitude: `row_scale` of hf_quant.kernels.rowwise. Or the one that is
+// given, unless the row has NaN.
+static inline float int8_row_scale(float amax, const float* given) {
+  if (given != nullptr) return amax == amax ? *given : amax;
   float scale = amax / 127.0f;
   return scale < bits_to_float((127u - 90u) << 23) ? 1.0f : scale;  // NaN and inf stay
 }
