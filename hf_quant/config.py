@@ -39,7 +39,8 @@ class QuantizerConfig(QuantizationConfigMixin):
         weights: format ("int8", "int4", "int3", "int2", "fp8", "fp8_e5m2", "fp6", "fp6_e2m3", "nf4", "mxfp4",
             "nvfp4"), preset ("W4A16", "W8A8", ...; see `hf_quant.PRESETS`), or None: only what `modules` names.
         activations: None (16 bit), "int8" or "fp8": inputs of linear layers and experts, quantized on the fly.
-        activation_scale: "dynamic": one scale per token.
+        activation_scale: "dynamic": one scale per token, computed on the fly. "static": one scale per layer, of a
+            calibration on texts or inputs, for kernels and engines that want it; it costs more accuracy.
         cpu_activations: "int8": on a CPU the inputs of int4 and int8 layers without `activations` are quantized on the
             fly, too. Products are faster there (7 bits and a sign per value, one scale per token); other devices are
             not affected.
@@ -224,16 +225,24 @@ class QuantizerConfig(QuantizationConfigMixin):
 
     @property
     def format_version(self) -> int:
-        """Format version of a checkpoint with this config: 2 if it names an input transform, which 1 does not know."""
-        found = ({"input_transform": self._stored_transform}, *self.modules.values())
-        return max(self._read_version, 2 if self._is_rotated or any(map(_names_transform, found)) else 1)
+        """Format version of a checkpoint with this config: 2 if it has what readers of 1 do not know.
+
+        That is an input transform, or a static scale of activations.
+        """
+        own = {"input_transform": self._stored_transform, "activation_scale": self.activation_scale}
+        is_new = self._is_rotated or any(map(_is_of_version_2, (own, *self.modules.values(), *self._stored_schemes)))
+        return max(self._read_version, 2 if is_new else 1)
 
     @property
     def _is_rotated(self) -> bool | None:
         """True if a layer of the plan has an input transform; None if there is no plan."""
+        return None if self.plan is None else any(map(_names_transform, self._stored_schemes))
+
+    @property
+    def _stored_schemes(self) -> list[Any]:
+        """The schemes of the plan, unchecked; none without one."""
         groups = self.plan if isinstance(self.plan, list) else ()
-        schemes = (group.get("scheme") for group in groups if isinstance(group, dict))
-        return None if self.plan is None else any(map(_names_transform, schemes))
+        return [group.get("scheme") for group in groups if isinstance(group, dict)]
 
     @property
     def _stored_transform(self) -> str | dict[str, int] | None:
@@ -283,6 +292,15 @@ class QuantizerConfig(QuantizationConfigMixin):
 
 def _names_transform(fields: Any) -> bool:
     return isinstance(fields, dict) and fields.get("input_transform") is not None
+
+
+def _is_of_version_2(fields: Any) -> bool:
+    """True for fields of a user, or of a scheme in the plan, that version 1 does not know."""
+    if not isinstance(fields, dict):
+        return False
+    activation = fields.get("activation")
+    is_static = isinstance(activation, dict) and activation.get("dynamic") is False
+    return is_static or fields.get("activation_scale") == "static" or _names_transform(fields)
 
 
 def as_config(config: QuantizerConfig | str | dict[str, Any]) -> QuantizerConfig:

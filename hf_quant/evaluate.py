@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_quant.kernels import native
 from hf_quant.machine import cpu
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key
 
 
 MAX_LOGITS = 2**26  # of a batch; 256 MB in fp32
@@ -206,7 +206,7 @@ def bits_per_weight(model: nn.Module) -> float | None:
         if not isinstance(module, QuantizedModule):
             continue
         for name in module.weight_names:
-            parts = [module._parameters.get(packed_key(part, name)) for part in PACKED_NAMES]
+            parts = [module._parameters.get(packed_key(part, name)) for part in STORED_NAMES]
             num_weights[id(parts[0])] = math.prod(module.matrix_shape(name))  # tied modules share their codes
             num_bytes[id(parts[0])] = sum(part.nbytes for part in parts if part is not None)
     return 8 * sum(num_bytes.values()) / sum(num_weights.values()) if num_weights else None

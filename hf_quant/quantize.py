@@ -13,7 +13,7 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.calibration import needs_data, solve
 from hf_quant.config import NON_WEIGHT_FIELDS, QuantizerConfig, as_config
 from hf_quant.modules import (
-    PACKED_NAMES,
+    STORED_NAMES,
     QuantizedModule,
     convert_module_,
     fuse_where_possible,
@@ -93,14 +93,18 @@ def quantize_(
             _check_weight(modules[name].get_parameter(weight), f"{name}.{weight}" if name else weight)
     device = device if device is not None else config.quantization_device
     packed: dict[str, dict[str, PackedWeight]] = {}
+    amax: dict[str, dict[str, torch.Tensor]] = {}
     if needs_data(config):
         options = {"tokenizer": tokenizer, "device": device, "progress": progress}
-        packed, _, record = solve(model, config, quant_plan, calibration, **options)
+        packed, amax, record = solve(model, config, quant_plan, calibration, **options)
         config = copy.copy(config)
         config.calibrated_with = record
     names = apply_plan(model, quant_plan, device=device, packed=packed)
-    for _ in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
-        pass
+    for name in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
+        module = modules[name]
+        for weight, largest in amax.get(name, {}).items():
+            assert isinstance(module, QuantizedModule)  # apply_plan has converted it
+            module.calibrate_input_(weight, largest)
     fuse_as_configured_(model, config.fuse_projections)
     notify_observers(model, config, quant_plan.schemes)
     return model
@@ -187,7 +191,7 @@ def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") 
     """Quantize a module whose weight is tied to a quantized module: both then hold the same parameters."""
     own = {"algorithm": source.algorithm, "dtype": source.compute_dtype, "name": name}
     quantized = convert_empty_(module, ["weight"], source.scheme, **own)
-    for part in PACKED_NAMES:
+    for part in STORED_NAMES:
         shared = source._parameters.get(packed_key(part, "weight"))
         if shared is not None:
             quantized._parameters[packed_key(part, "weight")] = shared

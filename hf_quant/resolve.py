@@ -14,6 +14,7 @@ from hf_quant.scheme import GRANULARITIES, PRESETS, TRANSFORM_BLOCKS, InputTrans
 
 _PRESET_DEFAULTS = ("group_size", "scale_dtype")  # of a preset's fields, those that a given field replaces
 GROUP_SIZES = (32, 64, 96, 128, 192, 256)
+ACTIVATION_SCALES = ("dynamic", "static")
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "model")
 SCHEME_FIELDS = (
@@ -122,6 +123,7 @@ def fields_of(scheme: LinearScheme) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "weights": weight.format,
         "activations": None if activation is None else activation.format,
+        "activation_scale": "static" if scheme.is_static else "dynamic",
         "cpu_activations": None if on_cpu is None else on_cpu.format,
         "granularity": weight.granularity,
         "group_size": weight.group_size,
@@ -173,9 +175,19 @@ def _activation(fields: dict[str, Any]) -> TensorQuant | None:
     if name is not None and (not isinstance(name, str) or name.lower() not in ACTIVATIONS):
         raise ValueError(f"activations is {name!r}; allowed: None, 'int8', 'fp8' (fewer bits lose the model's output)")
     scale = fields.get("activation_scale") or "dynamic"
-    if scale != "dynamic":
-        raise ValueError(f"activation_scale is {scale!r}; this version computes scales per token: 'dynamic'")
-    return None if name is None else TensorQuant(ACTIVATIONS[name.lower()], "row")
+    if scale not in ACTIVATION_SCALES:
+        raise ValueError(
+            f"activation_scale is {scale!r}; allowed: 'dynamic' (one per token), 'static' (one per layer, calibrated)"
+        )
+    if scale == "static" and name is None:
+        raise ValueError(
+            "activation_scale is 'static', but activations is None, and inputs in 16 bit have no scale: give "
+            "activations, or take 'dynamic'"
+        )
+    if name is None:
+        return None
+    dynamic = scale == "dynamic"
+    return TensorQuant(ACTIVATIONS[name.lower()], "row" if dynamic else "tensor", dynamic=dynamic)
 
 
 def _cpu_activation(fields: dict[str, Any], weight: TensorQuant, activation: TensorQuant | None) -> TensorQuant | None:

@@ -26,7 +26,8 @@ class TensorQuant:
         symmetric: True: there is no zero point.
         scale_dtype: dtype of the stored scale, e.g. "bfloat16", "float8_e4m3fn" (then with one fp32 `global_scale`,
             a power of two).
-        dynamic: activations only; the scale is computed per token at run time.
+        dynamic: activations only: True computes a scale for each token at run time, False takes the calibrated scale
+            that the layer stores; then `granularity` is "tensor".
     """
 
     format: str
@@ -102,6 +103,11 @@ class LinearScheme:
     cpu_activation: TensorQuant | None = None
     input_transform: InputTransform | None = None
 
+    @property
+    def is_static(self) -> bool:
+        """True if the layer stores the scale of its input."""
+        return self.activation is not None and not self.activation.dynamic
+
     def activation_on(self, device_type: str) -> str | None:
         """Return the format that the input is quantized to on a device, or None for 16 bit."""
         activation = self.cpu_activation if self.activation is None and device_type == "cpu" else self.activation
@@ -133,7 +139,8 @@ class LinearScheme:
         )
 
     def __str__(self) -> str:
-        activation = "" if self.activation is None else f", {self.activation.format} activations"
+        static = ", static" if self.is_static else ""
+        activation = "" if self.activation is None else f", {self.activation.format} activations{static}"
         if self.cpu_activation is not None:
             activation = f", {self.cpu_activation.format} activations on CPUs"
         more = "".join(f", {part}" for part in (self.sparsity, self.input_transform) if part is not None)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from hf_quant.algorithms import empty_packed
 from hf_quant.checkpoint.header import TensorInfo
 from hf_quant.formats import FORMATS
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_dtype
+from hf_quant.kernels.codes import SMALLEST_SCALE
+from hf_quant.modules import INPUT_SCALE, PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, stored_dtype
 from hf_quant.scheme import LinearScheme, TensorQuant
 
 
@@ -33,7 +34,7 @@ def stored_weights(tensors: dict[str, TensorInfo]) -> Iterator[StoredWeight]:
         prefix = f"{module}." if module else ""
         if not weight or name != f"{prefix}{packed_key('qdata', weight)}":
             continue
-        keys = [packed_key(part, weight) for part in PACKED_NAMES]
+        keys = [packed_key(part, weight) for part in STORED_NAMES]
         yield StoredWeight(module, weight, {k: tensors[f"{prefix}{k}"] for k in keys if f"{prefix}{k}" in tensors})
 
 
@@ -44,6 +45,8 @@ def expected_tensors(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]]) -
         for part, tensor in zip(PACKED_NAMES, empty_packed(shape, scheme.weight, "meta")):
             if tensor is not None:
                 expected[packed_key(part, weight)] = TensorInfo(stored_dtype(tensor.dtype), tuple(tensor.shape))
+        if scheme.is_static:
+            expected[packed_key(INPUT_SCALE, weight)] = TensorInfo(stored_dtype(torch.float32), (1,))
     return expected
 
 
@@ -51,9 +54,9 @@ def check_packed(module: QuantizedModule, name: str = "") -> None:
     """Raise ValueError unless the scheme of a loaded module can have produced its codes and scales.
 
     Right shapes and dtypes; no NaN or inf among fp8 codes; zero points below 2**bits; scales finite and not 0,
-    negative ones for symmetric packed integers only. int8 codes may be -128: hf_quant does not
-    produce it, but other libraries do, and every kernel supports it. `name` is the name of the module in errors. Every
-    code is read once.
+    negative ones for symmetric packed integers only; a static scale of the input set. int8 codes may be -128: hf_quant
+    does not produce it, but other libraries do, and every kernel supports it. `name` is the name of the module in
+    errors. Every code is read once.
     """
     expected = expected_tensors(module.scheme, {n: module.matrix_shape(n) for n in module.weight_names})
     for key, info in expected.items():
@@ -77,10 +80,13 @@ def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> No
 
     `key` is its parameter name, e.g. "qdata" or "scale_down_proj".
     """
-    part = next(p for p in PACKED_NAMES if key == p or key.startswith(f"{p}_"))
+    part = next(p for p in STORED_NAMES if key == p or key.startswith(f"{p}_"))
     spec = FORMATS[quant.format].spec
     if part == "zero_point":
         _check_range(stored, 0, 2**spec.bits - 1, where, "zero points")
+    elif part == INPUT_SCALE:
+        lowest = int(torch.tensor(SMALLEST_SCALE).view(torch.int32))
+        _check_range(stored, lowest, _largest_finite(torch.float32), where, "scales of inputs, as bits,")
     elif part == "scale" or part == "global_scale":
         dtype = torch.float32 if part == "global_scale" else getattr(torch, quant.scale_dtype)
         # The bits of positive floating-point numbers are ordered like the numbers: 0 (absent in e8m0, whose bits 0

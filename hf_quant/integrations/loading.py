@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable
 import torch
 from torch import nn
 
+from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
 from hf_quant.calibration import StatisticsFile, is_file, needed, needs_data, of_file
 from hf_quant.checkpoint import (
@@ -74,6 +75,13 @@ def prepare_from_config(
     quant_plan = plan(model, config, dtype=dtype)
     quant_plan.warn(type(model).__name__)
     file = _statistics_file(model, config)
+    static = [name for name, scheme in quant_plan.schemes.items() if scheme.is_static]
+    unknown = [name for name in static if file is not None and name not in file.statistics]
+    if unknown:
+        raise ValueError(
+            f"the statistics have none for {first_few(unknown)}, whose static activation scales need them: calibrate "
+            "with the config that you quantize with"
+        )
     for name in apply_plan(model, quant_plan, keep_placeholder=True):
         if file is not None and name in file.statistics and needed(entry := quant_plan.entries[name]) is not None:
             model.get_submodule(name).statistics = of_file(file, entry)

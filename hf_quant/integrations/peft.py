@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, uncounted_weights
+from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key, uncounted_weights
 
 
 def check_modules_to_save(model: nn.Module, names: Iterable[str]) -> None:
@@ -39,7 +39,7 @@ def quantized_parameters(model: nn.Module, targets: Iterable[str]) -> dict[str, 
         if not isinstance(module, QuantizedModule):
             continue
         for weight in module.weight_names:
-            keys = [f".{name}.{key}" for key in (weight, *(packed_key(part, weight) for part in PACKED_NAMES))]
+            keys = [f".{name}.{key}" for key in (weight, *(packed_key(part, weight) for part in STORED_NAMES))]
             for target in targets:
                 if target not in found and any(key.endswith(f".{target}") for key in keys):
                     found[target] = (

@@ -2,18 +2,16 @@
 
 from hf_quant.modules import data_parallel as _data_parallel  # noqa: F401 (int16 goes through DistributedDataParallel)
 from hf_quant.modules._base import (
-    PACKED_NAMES,
     QuantizedModule,
     convert_module_,
     in_basis,
-    packed_key,
     quantized_class,
     register_module,
     restore_module_,
-    stored_dtype,
-    uncounted_weights,
 )
+from hf_quant.modules._stored import INPUT_SCALE, PACKED_NAMES, STORED_NAMES, packed_key, stored_dtype
 from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
+from hf_quant.modules.count import uncounted_weights
 from hf_quant.modules.embedding import QuantEmbedding
 from hf_quant.modules.experts import QuantExperts, expert_weight_names, register_experts, route
 from hf_quant.modules.inputs.fuse import (
@@ -29,6 +27,7 @@ from hf_quant.modules.rotation import rotated
 
 
 __all__ = [
+    "INPUT_SCALE",
     "PACKED_NAMES",
     "PackedLinear",
     "QuantConv1d",
@@ -38,6 +37,7 @@ __all__ = [
     "QuantExperts",
     "QuantLinear",
     "QuantizedModule",
+    "STORED_NAMES",
     "convert_module_",
     "expert_weight_names",
     "fuse_projections_",

@@ -6,7 +6,6 @@ parameters (buffers are not offloaded or sharded by the hosts; floating-point on
 codes are stored as an integer view of their bits, on disk too.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +17,19 @@ from hf_quant.algorithms import SOLVERS, PackedWeight, Statistics, calibrated_ma
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dequantize
 from hf_quant.kernels.dispatch import check_tracer
+from hf_quant.modules._stored import (
+    PACKED_NAMES,
+    STORED_NAMES,
+    StaticInput,
+    packed_key,
+    restored_bits,
+    stored_dtype,
+)
 from hf_quant.modules.rotation import rotated, rotated_back, signs
 from hf_quant.scheme import InputTransform, LinearScheme
 from hf_quant.weight_proxy import WeightProxy
 
 
-PACKED_NAMES = PackedWeight._fields  # qdata, scale, zero_point, global_scale
 _OWN_ATTRIBUTES = (
     "scheme",
     "algorithm",
@@ -35,20 +41,6 @@ _OWN_ATTRIBUTES = (
     "shares_codes",
     "_hf_quantized_needs_local_tp",
 )
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The integer dtype under which a tensor of `dtype` is stored: its bit view if it is floating-point."""
-    return _BITS[dtype.itemsize] if dtype.is_floating_point else dtype
-
-
-def packed_key(part: str, weight_name: str) -> str:
-    """Parameter name of a part ("qdata", "scale", ...) of a weight: `qdata`, or `qdata_gate_up_proj` for experts.
-
-    The weight's own name comes last, so that hosts' patterns for "weight..." and "...gate_up_proj" do not match.
-    """
-    return part if weight_name == "weight" else f"{part}_{weight_name}"
 
 
 def weight_property(name: str) -> property:
@@ -68,7 +60,7 @@ def weight_property(name: str) -> property:
     return property(get)
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(StaticInput, nn.Module):
     """Mixin of all quantized modules. Instances come from `convert_module_`, not from a constructor.
 
     Attributes:
@@ -167,7 +159,7 @@ class QuantizedModule(nn.Module):
         global_scale = parameters.get(packed_key("global_scale", name))
         qdata = parameters[packed_key("qdata", name)]
         if global_scale is not None and global_scale.dtype.is_floating_point:
-            global_scale = _restored(global_scale)
+            global_scale = restored_bits(global_scale)
         if scale.dtype.is_floating_point or (global_scale is not None and global_scale.dtype.is_floating_point):
             raise ValueError(
                 f"the scales of this {type(self).__name__} were cast to a floating-point dtype, but their bits are "
@@ -202,11 +194,16 @@ class QuantizedModule(nn.Module):
         return self._parameters[packed_key("qdata", name)].device
 
     def set_packed_(self, name: str, packed: PackedWeight) -> None:
-        """Register the packed tensors (true dtypes) as frozen integer parameters."""
+        """Register the packed tensors (true dtypes) as frozen integer parameters.
+
+        With them the scale of the input, unset, if the scheme stores one and it is not there yet.
+        """
         for part, tensor in zip(PACKED_NAMES, packed):
             if tensor is not None:
                 stored = tensor.view(stored_dtype(tensor.dtype))
                 self.register_parameter(packed_key(part, name), nn.Parameter(stored, requires_grad=False))
+        if self.scheme.is_static:
+            self.add_input_scale_(name, packed.qdata.device)
 
     def quantize(self, name: str, weight: Tensor, *, fqn: str | None = None) -> PackedWeight:
         """Quantize a weight of the host's shape and basis with the module's scheme; nothing is assigned.
@@ -417,8 +414,7 @@ def convert_module_(
 
     `device` is where the quantization is computed; the codes go where the weight was. `keep_placeholder` leaves the
     meta weight beside the empty codes for a loader to fill. `packed` holds the codes of weights that are quantized
-    already, by name. Raises ValueError, with the module unchanged, if a weight
-    cannot be quantized.
+    already, by name. Raises ValueError, with the module unchanged, if a weight cannot be quantized.
     """
     host_class = type(module)
     quantized = quantized_class(host_class)
@@ -473,7 +469,7 @@ def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -
         for n in module.weight_names
     }
     for n in module.weight_names:
-        for part in PACKED_NAMES:
+        for part in STORED_NAMES:
             module._parameters.pop(packed_key(part, n), None)
     module.leave_siblings_()
     module.__class__ = module.host_class
@@ -488,33 +484,3 @@ def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -
 def _float_codes(scheme: LinearScheme) -> torch.dtype | None:
     dtype = FORMATS[scheme.weight.format].spec.dtype
     return dtype if dtype.is_floating_point else None
-
-
-def uncounted_weights(model: nn.Module, with_embeddings: bool = True) -> int:
-    """Subtract the number of elements of the packed tensors from the number of weights that are stored in them.
-
-    A count of parameters plus this difference is the count of the 16-bit model. Codes that modules share are counted
-    once, as hosts count parameters. `with_embeddings=False` leaves out embeddings, as the host does then.
-    """
-    difference, seen = 0, set()
-    for module in model.modules():
-        for name in getattr(module, "weight_names", ()) if isinstance(module, QuantizedModule) else ():
-            parts = [p for part in PACKED_NAMES if (p := module._parameters.get(packed_key(part, name))) is not None]
-            if id(parts[0]) in seen:
-                continue
-            seen.add(id(parts[0]))
-            difference -= sum(p.numel() for p in parts)
-            if with_embeddings or module.kind != "embedding":
-                difference += math.prod(module.weight_shape(name))
-    return difference
-
-
-def _restored(global_scale: Tensor) -> Tensor:
-    """The bits of a global scale [...] int32 that a host has cast to a floating-point dtype; itself if they are lost.
-
-    Recipes for adapters cast parameters of one dimension to fp32, and mean those of norms. The bits of a power of two
-    are a number of 8 digits, which fp32 and bf16 hold exactly.
-    """
-    bits = global_scale.to(torch.int32)
-    exact = torch.compiler.is_compiling() or not bool((bits & 0x7FFFFF).any() | (bits <= 0).any())
-    return bits if exact else global_scale

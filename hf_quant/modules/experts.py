@@ -64,6 +64,7 @@ class QuantExperts(QuantizedModule):
             self._parameters[f"{name}_bias"] if getattr(self, "has_bias", False) else None,
             offsets,
             self.input_diagonal(x),
+            self.static_scale(name),
             activation=scheme.activation_on(x.device.type),
             format=scheme.weight.format,
             group_size=scheme.weight.columns_per_scale(x.shape[-1]),

@@ -38,7 +38,12 @@ class PackedLinear(QuantizedModule):
         activation = self.scheme.activation_on(x.device.type)
         if x.shape[-1] != self._weight_shapes["weight"][self._input_dim]:
             self.refuse_width(x)
-        if activation is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        if (
+            activation is None
+            or self.scheme.is_static
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(x.device.type)
+        ):
             return self(x.tensor())
         return rows_product(self, *x.rows(activation, self.input_diagonal(x)), x.dtype)
 

@@ -20,6 +20,7 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.kernels import grouped_mm, grouped_mm_backward, weight_only_mm_backward
 from hf_quant.kernels.cpu import ready_product
 from hf_quant.kernels.dispatch import direct, is_plain
+from hf_quant.modules._stored import STORED_NAMES
 from hf_quant.modules.inputs.rows import quantized_rows, shared_rotation
 from hf_quant.modules.rotation import signs
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 weight_only_mm = direct(kernels.weight_only_mm)
 dynamic_mm = direct(kernels.dynamic_mm)
 quantized_mm = direct(kernels.quantized_mm)
+_OPTIONAL_PARTS = STORED_NAMES[2:]  # zero_point, global_scale, input_scale
 
 
 def needs_grad(x: Tensor, bias: Tensor | None) -> bool:
@@ -46,6 +48,7 @@ def linear(
     bias: Tensor | None,
     offsets: Tensor | None = None,
     diagonal: Tensor | None = None,
+    input_scale: Tensor | None = None,
     *,
     activation: str | None,
     format: str,
@@ -54,13 +57,13 @@ def linear(
     """x [..., K] @ dequant(packed [N, K]).T + bias [N] -> [..., N] in x's dtype; differentiable in x and bias.
 
     With `offsets`: x [M, K] sorted by expert, packed [E, N, K], bias [E, N] -> [M, N], see `grouped_mm`. With
-    `diagonal` [K / b, b] x is rotated first, see `rotation`. Without a gradient x is rotated and quantized once for
-    all layers that read it, see `inputs.rows`.
+    `diagonal` [K / b, b] x is rotated first, see `rotation`; with `input_scale` [1] quantized with that scale. Without
+    a gradient x is rotated and quantized once for all layers that read it, see `inputs.rows`.
     """
     if needs_grad(x, bias):
         function = _Linear if torch.compiler.is_compiling() else _ForwardLinear
-        return function.apply(x, bias, offsets, diagonal, *packed, activation, format, group_size)
-    return _product(x, packed, bias, offsets, diagonal, activation, format, group_size)
+        return function.apply(x, bias, offsets, diagonal, *packed, input_scale, activation, format, group_size)
+    return _product(x, packed, bias, offsets, diagonal, input_scale, activation, format, group_size)
 
 
 def _product(
@@ -69,6 +72,7 @@ def _product(
     bias: Tensor | None,
     offsets: Tensor | None,
     diagonal: Tensor | None,
+    input_scale: Tensor | None,
     activation: str | None,
     format: str,
     group_size: int,
@@ -76,17 +80,17 @@ def _product(
     """Compute `linear` without a gradient."""
     options = {"format": format, "group_size": group_size}
     if offsets is not None:
-        return grouped_mm(x, *packed, bias, offsets, diagonal, activation=activation, **options)
+        return grouped_mm(x, *packed, bias, offsets, diagonal, input_scale, activation=activation, **options)
     shares = not torch.compiler.is_compiling()
     if activation is None:
         found = shared_rotation(x, diagonal, packed.qdata) if shares and diagonal is not None else None
         if found is not None:
             return weight_only_mm(found, *packed, bias, **options)
         return weight_only_mm(x, *packed, bias, diagonal, **options)
-    rows = quantized_rows(x, activation, diagonal, packed.qdata) if shares else None
+    rows = quantized_rows(x, activation, diagonal, input_scale, packed.qdata) if shares else None
     if rows is not None:
         return quantized_mm(*rows, *packed, bias, out_dtype=x.dtype, **options)
-    return dynamic_mm(x, *packed, bias, diagonal, activation=activation, **options)
+    return dynamic_mm(x, *packed, bias, diagonal, input_scale, activation=activation, **options)
 
 
 def layer_product(
@@ -108,12 +112,13 @@ def layer_product(
     diagonal = None if transform is None else signs(transform, K, x.device)
     if not torch.compiler.is_compiling() and is_plain(x) and not needs_grad(x, bias):
         get = parameters.get
-        weight = (parameters["qdata"], parameters["scale"], get("zero_point"), get("global_scale"))
+        weight = (parameters["qdata"], parameters["scale"], *map(get, _OPTIONAL_PARTS))
         y = ready_product(x, bias, *weight, format=format, activation=activation, input_diagonal=diagonal)
         if y is not None:
             return y
     packed, group_size = module.typed("weight", parameters), scheme.weight.columns_per_scale(K)
-    return linear(x, packed, bias, None, diagonal, activation=activation, format=format, group_size=group_size)
+    options = {"activation": activation, "format": format, "group_size": group_size}
+    return linear(x, packed, bias, None, diagonal, module.static_scale("weight", parameters), **options)
 
 
 def rows_product(module: "QuantizedModule", codes: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,15 +175,15 @@ class _Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, bias, offsets, diagonal, qdata, scale, zero_point, global_scale, activation, format, group_size):
+    def forward(x, bias, offsets, diagonal, qdata, scale, zero_point, global_scale, *how):
         packed = PackedWeight(qdata, scale, zero_point, global_scale)
-        y = _product(x, packed, bias, offsets, diagonal, activation, format, group_size)
+        y = _product(x, packed, bias, offsets, diagonal, *how)
         # A view that leaves a Function cannot be changed in place, as AdaLoRA does (`result += ...`).
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, bias, *tensors, _, ctx.format, ctx.group_size = inputs
+        x, bias, *tensors, _, _, ctx.format, ctx.group_size = inputs
         ctx.x_shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
         ctx.save_for_backward(*tensors)
 
@@ -191,7 +196,7 @@ class _Linear(torch.autograd.Function):
             grad_x = _transposed(grad, PackedWeight(*packed), offsets, diagonal, *options)
         if ctx.needs_input_grad[1]:
             grad_bias = _sum_rows(grad, offsets).to(ctx.bias_dtype)
-        return grad_x, grad_bias, *[None] * 9
+        return grad_x, grad_bias, *[None] * 10
 
 
 class _ForwardLinear(_Linear):
@@ -200,7 +205,7 @@ class _ForwardLinear(_Linear):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         _Linear.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[2:-3])
+        ctx.save_for_forward(*inputs[2:-4])
 
     @staticmethod
     def jvp(ctx, tangent, bias_tangent, *_):

@@ -292,7 +292,7 @@ class _Decider:
         after = before
         if scheme is not None and source is None:
             packed = (empty_packed(shape, scheme.weight, "meta") for shape in shapes.values())
-            after = sum(t.nbytes for p in packed for t in p if t is not None)
+            after = sum(t.nbytes for p in packed for t in p if t is not None) + 4 * len(shapes) * scheme.is_static
         return PlanEntry(name, kind, shapes, dtype, scheme, algorithm, reason, before, after, source)
 
 

@@ -32,7 +32,7 @@ from hf_quant.integrations.loading import (
     waiting_module,
 )
 from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods, refuse_training
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key
 from hf_quant.planning import resolved
 from hf_quant.quantize import dequantize_, fuse_as_configured_, stored_config
 
@@ -195,7 +195,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             f"{name}.{packed_key(part, weight)}"
             for name, module in _quantized_modules(model)
             for weight in module.placeholders
-            for part in PACKED_NAMES
+            for part in STORED_NAMES
         }
         missing = [key for key in missing_keys if key not in computed]
         # The host would warn and leave them on the meta device.
@@ -229,7 +229,10 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         if _is_float8(source):
             source = source.to(module.compute_dtype)
         leaf, device = param_name.rpartition(".")[2], self.quantization_config.quantization_device
+        input_scale = module.loaded_input_scale(leaf)
         module.fill_(leaf, quantize_into(module, leaf, source.to(target_device), param_name, device))
+        if input_scale is not None:
+            module.set_input_scale_(leaf, input_scale.view(torch.float32))
         self._untrimmed += source.nbytes
         if self._untrimmed > _TRIM_BYTES:
             self._untrimmed = 0

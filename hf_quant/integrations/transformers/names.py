@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key
 
 
 def renamer(model: nn.Module) -> Callable[[str], str]:
@@ -29,7 +29,7 @@ def check_names(model: nn.Module, keys: Iterable[str], names: list[str]) -> None
     rename, needed = renamer(model), set()
     modules = dict(model.named_modules())
     for name in names:
-        parts = (packed_key(part, weight) for weight in modules[name].weight_names for part in PACKED_NAMES)
+        parts = (packed_key(part, weight) for weight in modules[name].weight_names for part in STORED_NAMES)
         needed |= {f"{name}.{part}".lstrip(".") for part in parts if part in modules[name]._parameters}
     lost = needed - {rename(key) for key in keys}
     if lost:
@@ -103,7 +103,7 @@ def _replace_tie(keys: dict[str, str], target: str, source: str, codes: Quantize
     """Replace "target.weight": "source.weight" by one entry per packed tensor; return False if it is missing."""
     if keys.pop(f"{target}.weight", None) is None:
         return False
-    for part in PACKED_NAMES:
+    for part in STORED_NAMES:
         if part in codes._parameters:
             keys[f"{target}.{part}"] = f"{source}.{part}"
     return True
@@ -115,6 +115,6 @@ def tie_weights(model: nn.Module) -> None:
         for declared in (getattr(owner, "all_tied_weights_keys", None), getattr(owner, "_tied_weights_keys", None)):
             for key in [key for key in declared or () if key.endswith(".qdata")]:
                 target, source = key.removesuffix(".qdata"), declared[key].removesuffix(".qdata")
-                for part in PACKED_NAMES:
+                for part in STORED_NAMES:
                     declared.pop(f"{target}.{part}", None)
                 declared[f"{target}.weight"] = f"{source}.weight"

@@ -9,6 +9,7 @@ and place `qdata`, `scale`, `zero_point` and `global_scale` accordingly.
 - Sharded along K: group scales follow their groups; a row's scale is replicated, and on load every rank reads and
   quantizes the whole weight and keeps its slice, so that the codes are equal to a single process's codes. (For fused
   experts with row scales, the 16-bit weight of one layer's experts is in memory for a moment.)
+- A static scale of the input is replicated.
 - Quantized embeddings and tied heads are not sharded.
 
 In a row-parallel layer with quantized activations (W8A8 and similar), a rank quantizes its slice of each row with the
@@ -35,7 +36,7 @@ from hf_quant.checkpoint import guard_entry
 from hf_quant.formats import FORMATS
 from hf_quant.integrations.loading import quantize_into
 from hf_quant.kernels.codes import PACK
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key
+from hf_quant.modules import INPUT_SCALE, PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key
 from hf_quant.scheme import BLOCK_SIZE
 
 
@@ -109,7 +110,7 @@ def _extended(model: nn.Module, plan: dict[str, str], given: dict[str, str], who
             weights.add(f"{owner}.{weight}")
             style = plan.get(f"{owner}.{weight}") or plan.get(owner)
             if style is not None and not style.startswith(_PREFIX):
-                for leaf in (weight, *(packed_key(part, weight) for part in PACKED_NAMES)):
+                for leaf in (weight, *(packed_key(part, weight) for part in STORED_NAMES)):
                     if leaf in module._parameters:
                         extended[f"{owner}.{leaf}"] = _style(style)
     # A weight that is stored as codes is no parameter any more; the host warns of entries that name nothing.
@@ -231,7 +232,7 @@ def _weight_and_part(module: nn.Module, param: str) -> tuple[str, str | None]:
         for weight in module.weight_names:
             if param == weight:
                 return weight, "weight"
-            for part in PACKED_NAMES:
+            for part in STORED_NAMES:
                 if param == packed_key(part, weight):
                     return weight, part
     return param, None
@@ -279,6 +280,8 @@ def _part_dim(granularity: str, part: str, axis: int) -> int | None:
     """Return the dimension, counted from the end, along which a part is sharded; None: it is replicated."""
     if part == "qdata":
         return axis
+    if part == INPUT_SCALE:  # of the whole input, and of all experts
+        return None
     if part == "global_scale":  # [E] or [1]
         return -1 if axis == -3 else None
     if axis == -3:

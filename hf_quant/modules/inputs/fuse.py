@@ -92,7 +92,9 @@ def share_inputs_(model: nn.Module) -> None:
     linears = {
         name: (replace(module.scheme, weight=None), module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, QuantLinear) and (module.scheme.activation or module.scheme.cpu_activation) is not None
+        if isinstance(module, QuantLinear)
+        and (module.scheme.activation or module.scheme.cpu_activation) is not None
+        and not module.scheme.is_static  # the compiler sees no values: whether their scales are equal
     }
     for names, is_proven in find_siblings(model, linears):
         if is_proven:

@@ -23,11 +23,13 @@ from torch import Tensor
 from hf_quant import kernels
 from hf_quant.kernels.codes import MIN_SHARED_ROWS
 from hf_quant.kernels.dispatch import direct, is_transformed
+from hf_quant.kernels.prepack import constant
 
 
 _T = TypeVar("_T")
 _local = threading.local()
 _quantize = direct(kernels.quantize_rowwise)
+_quantize_with = direct(kernels.quantize_static)
 _rotate = direct(kernels.hadamard)
 _rotate_and_quantize = direct(kernels.hadamard_quantize_rowwise)
 
@@ -39,16 +41,24 @@ class _Last(NamedTuple):
     readers: set[int]
 
 
-def quantized_rows(x: Tensor, format: str, diagonal: Tensor | None, qdata: Tensor) -> tuple[Tensor, Tensor] | None:
+def quantized_rows(
+    x: Tensor, format: str, diagonal: Tensor | None, input_scale: Tensor | None, qdata: Tensor
+) -> tuple[Tensor, Tensor] | None:
     """(codes [..., K], row_scale [..., 1]) of x as by `quantize_rowwise`; None if the product quantizes x itself.
 
-    With a diagonal x is rotated first, as by `hadamard_quantize_rowwise`. `qdata`, the weight that the codes are
-    multiplied with, identifies the layer.
+    With a diagonal x is rotated first, as by `hadamard_quantize_rowwise`, with an input_scale [1] quantized as by
+    `quantize_static`. `qdata`, the weight that the codes are multiplied with, identifies the layer.
     """
     if x.shape[-1] == 0 or x.numel() // x.shape[-1] < MIN_SHARED_ROWS:
         return None
     if format == "int8" and x.device.type == "cpu":  # native products quantize rows as they read them
         return None
+    if input_scale is not None:
+        if type(x) is not Tensor or x.is_meta:
+            return None
+        value = constant("value", input_scale, _value, input_scale)
+        key = (format, None if diagonal is None else diagonal.shape[1], value)
+        return _shared(x, key, qdata, lambda: _quantize_with(x, input_scale, diagonal, format=format))
     if diagonal is None:
         return _shared(x, (format,), qdata, lambda: _quantize(x, format=format))
     block = diagonal.shape[1]
@@ -82,6 +92,10 @@ def _shared(x: Tensor, key: tuple, qdata: Tensor, make: Callable[[], _T]) -> _T 
     made = make()
     _local.last = _Last(weakref.ref(x, _forget), state, made, {reader})
     return made
+
+
+def _value(input_scale: Tensor) -> float:
+    return input_scale.item()
 
 
 def _forget(x: weakref.ref) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from hf_quant.algorithms import empty_packed
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.dispatch import is_transformed
-from hf_quant.modules._base import PACKED_NAMES
+from hf_quant.modules._stored import INPUT_SCALE, STORED_NAMES
 from hf_quant.modules.inputs.rule import ALONE, InputRule
 from hf_quant.modules.packed_linear import PackedLinear
 from hf_quant.modules.products import layer_product, needs_grad
@@ -35,6 +35,7 @@ from hf_quant.scheme import BLOCK_SIZE, LinearScheme
 
 
 _ALIGNMENT = 16  # bytes: where the rows of a sibling must start, as kernels load 16 bytes at once
+_EQUAL = ("global_scale", INPUT_SCALE)
 _MAX_MISSES = 3  # products in a row of which only one part was asked for, of siblings that are known by name only
 _local = threading.local()
 
@@ -116,14 +117,14 @@ class FusedProjections:
         """Make the parameters of the modules rows of common tensors; `unsupported_reason(modules)` has to be None."""
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode count no versions
             parameters: dict[str, Tensor] = {}
-            for key in PACKED_NAMES:
+            for key in STORED_NAMES:
                 tensors = [m._parameters[key] for m in modules if key in m._parameters]
                 if not tensors:
                     continue
                 parameters[key] = torch.cat(tensors)
                 for module, part in zip(modules, parameters[key].split([len(t) for t in tensors])):
                     module._parameters[key] = nn.Parameter(part, requires_grad=False)
-                if key == "global_scale":  # which are equal; a view counts the versions of them all
+                if key in _EQUAL:  # in all siblings; a view counts the versions of them all
                     parameters[key] = parameters[key][:1]
             sizes = [m.out_features for m in modules]
             bias = _common_bias([m._parameters["bias"] for m in modules], sizes)
@@ -345,7 +346,7 @@ def unsupported_reason(modules: Sequence[PackedLinear]) -> str | None:
     biases = {m._parameters["bias"].dtype for m in modules if m._parameters["bias"] is not None}
     if len({m.compute_dtype for m in modules}) > 1 or len(biases) > 1:
         return "their dtypes differ"
-    global_scales = [m._parameters["global_scale"] for m in modules if "global_scale" in m._parameters]
-    if len({scale.item() for scale in global_scales}) > 1:
-        return "their global scales differ"
+    for key, name in zip(_EQUAL, ("global scales", "static scales of their input")):
+        if len({m._parameters[key].item() for m in modules if key in m._parameters}) > 1:
+            return f"their {name} differ"
     return rows_unsupported_reason(first.scheme, [m.matrix_shape("weight") for m in modules])
