@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_quant.checkpoint import read_header
 from hf_quant.cli import main
@@ -38,6 +39,22 @@ def test_quantize_inspect_eval(asset_model_dir, tmp_path, capsys):
     assert float(quantized[2]) == pytest.approx(float(reference[3]), rel=0.1)
     assert 1e-4 < float(quantized[4]) < 0.1  # KL
     assert 0.85 < float(quantized[5].rstrip("%")) / 100 < 1  # the same top token
+
+
+def test_calibrate(asset_model_dir, tmp_path, capsys):
+    """A file of statistics, and a text, quantize; the card names the data and gives the command."""
+    text, statistics = tmp_path / "text.txt", tmp_path / "imatrix.safetensors"
+    text.write_text((asset_model_dir / "eval.txt").read_text()[:8000])
+    options = ("--weights", "int2", "--skip", "model.layers.[1-5].*")
+    made = run(capsys, "calibrate", asset_model_dir, "-o", statistics, "--text", text, "--tokens", 512, *options)
+    assert "inputs of 7 layers" in made
+    for algorithm, data in (("imatrix", statistics), ("gptq", text)):
+        more = ("--algorithm", algorithm, "--calibrate", data)
+        run(capsys, "quantize", asset_model_dir, tmp_path / algorithm, *options, *more)
+    card = (tmp_path / "gptq" / "README.md").read_text()
+    assert "Calibrated with `text.txt`, 2,0" in card and "--algorithm gptq --calibrate text.txt" in card
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gptq")
+    assert model.config.quantization_config.calibrated_with["data"] == "text.txt"
 
 
 def test_pipeline(tmp_path, capsys):

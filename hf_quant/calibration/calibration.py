@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import psutil  # comes with accelerate
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_quant.algorithms import SOLVERS, Statistics
@@ -237,7 +238,7 @@ def check_writer(model: nn.Module) -> None:
         )
 
 
-def find_data(model: nn.Module, data: Any, tokenizer: Any = None, **limits: Any) -> Data:
+def find_data(model: nn.Module, data: Any, tokenizer: Any = None, *, progress: bool = False, **limits: Any) -> Data:
     """`data` as batches of the model; None: text that a causal language model writes itself.
 
     limits: num_tokens, length, seed, temperature. Raises ValueError as `calibrate` does.
@@ -263,7 +264,7 @@ def find_data(model: nn.Module, data: Any, tokenizer: Any = None, **limits: Any)
         return prepare(data, model, tokenizer, num_tokens, length)
     check_writer(model)
     chosen = {"seed": limits.get("seed", 0), "temperature": limits.get("temperature", 1.0)}
-    found = of_rows(sample(model, num_tokens, length, **chosen), model, "text that the model wrote")
+    found = of_rows(sample(model, num_tokens, length, progress=progress, **chosen), model, "text that the model wrote")
     return found._replace(record={**found.record, **chosen})
 
 
@@ -304,7 +305,7 @@ def calibrate(
     if kind not in ("second_moment", "amax"):
         raise ValueError(f"kind is {kind!r}; allowed: 'second_moment', 'amax' (Hessians are not saved)")
     calibration = Calibration(model, config, kind=kind)
-    found = find_data(model, data, tokenizer, num_tokens=num_tokens, length=length, seed=seed)
+    found = find_data(model, data, tokenizer, progress=progress, num_tokens=num_tokens, length=length, seed=seed)
     statistics = {}
     for names in calibration.passes(found, progress=progress):
         statistics.update({name: s for name in names if (s := calibration.statistics(name)) is not None})
@@ -319,8 +320,10 @@ def _observable(entry: PlanEntry) -> bool:
 
 def _nbytes(entry: PlanEntry, kind: str) -> int:
     """Bytes of the statistics of a layer in fp32."""
-    sizes = {"hessian": lambda K: K * K + K, "second_moment": lambda K: 2 * K, "amax": lambda K: K}
-    return sum(4 * (shape[0] if len(shape) == 3 else 1) * sizes[kind](shape[-1]) for shape in entry.shapes.values())
+    total = 0
+    for *lead, _, K in entry.shapes.values():
+        total += 4 * prod(lead) * (K + {"hessian": K * K, "second_moment": K, "amax": 0}[kind])
+    return total
 
 
 def _free_memory(model: nn.Module) -> int:
@@ -335,28 +338,36 @@ def _num_tokens(weights: dict[str, Sequence[Moments]]) -> int:
 
 
 def _filled(matrices: Sequence[Moments]) -> list[Statistics]:
-    """The statistics of each matrix; of experts with few tokens, shrunk towards the mean of all."""
+    """The statistics of each matrix; of experts with few tokens, mixed with the mean of all."""
     if len(matrices) == 1:
         return [matrices[0].statistics()]
     found = [moments.statistics() if moments.num_tokens else None for moments in matrices]
-    seen = [s for s in found if s is not None]
-    count = sum(s.num_tokens for s in seen)
-    common = {
-        part: None if getattr(seen[0], part) is None else sum(s.num_tokens / count * getattr(s, part) for s in seen)
-        for part in ("second_moment", "hessian")
-    }
-    amax = torch.stack([s.amax for s in seen]).amax(0)
-
-    def filled(own: Statistics | None) -> Statistics:
+    seen = [own for own in found if own is not None]
+    amax = torch.stack([own.amax for own in seen if own.amax is not None]).amax(0)
+    means = (_mean(seen, "second_moment"), _mean(seen, "hessian"))
+    filled = []
+    for own in found:
         if own is None:
-            return Statistics(1, amax, **common)
-        share = min(own.num_tokens / len(own.amax), 1.0)
-        if share == 1.0:
-            return own
-        mixed = {
-            part: None if value is None else getattr(own, part) * share + value * (1 - share)
-            for part, value in common.items()
-        }
-        return Statistics(own.num_tokens, own.amax, held_out=own.held_out, **mixed)
+            own = Statistics(1, amax, *means)
+        elif own.num_tokens < own.num_features:
+            share = own.num_tokens / own.num_features
+            mixed = [_mixed(mine, of_all, share) for mine, of_all in zip((own.second_moment, own.hessian), means)]
+            own = Statistics(own.num_tokens, own.amax, mixed[0], mixed[1], own.held_out)
+        filled.append(own)
+    return filled
 
-    return [filled(own) for own in found]
+
+def _mean(seen: list[Statistics], part: str) -> Tensor | None:
+    """The mean over all tokens of a part of the statistics, None if it was not recorded."""
+    count, total = sum(own.num_tokens for own in seen), None
+    for own in seen:
+        value = getattr(own, part)
+        if value is None:
+            return None
+        value = value * (own.num_tokens / count)
+        total = value if total is None else total.add_(value)
+    return total
+
+
+def _mixed(own: Tensor | None, of_all: Tensor | None, share: float) -> Tensor | None:
+    return None if own is None or of_all is None else own * share + of_all * (1 - share)

@@ -2,7 +2,8 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
     Raises ValueError if the data is empty, of an unknown kind, or needs a tokenizer that is not there.
     """
     if callable(data):
-        return Data(lambda all_logits: iter([data]), {"data": getattr(data, "__name__", type(data).__name__)}, 1)
+        return Data(partial(_once, data), {"data": getattr(data, "__name__", type(data).__name__)}, 1)
     if isinstance(data, (str, Path)):
         path = Path(data)
         tokenizer = None if path.suffix == ".npy" else _needed(tokenizer, f"the text in {path}")
@@ -61,11 +62,8 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
             data = [torch.tensor(data)]
         if all(map(_is_ids, data)) and hasattr(model, "config"):
             return _sequences(data, model, num_tokens, length)
-    return Data(
-        lambda all_logits: _runs(data, all_logits, num_tokens),
-        {"data": "batches"},
-        len(data) if hasattr(data, "__len__") else None,
-    )
+    num_runs = len(data) if isinstance(data, Sized) else None
+    return Data(partial(_runs, data, num_tokens), {"data": "batches"}, num_runs)
 
 
 def of_rows(rows: Tensor, model: nn.Module, name: str) -> Data:
@@ -82,7 +80,7 @@ def of_rows(rows: Tensor, model: nn.Module, name: str) -> Data:
     batches = [{"input_ids": batch} for batch in rows.split(max(1, _BATCH_TOKENS // rows.shape[1]))]
     digest = hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
     record = {"data": name[:200], "sha256": digest, "num_tokens": rows.numel(), "length": rows.shape[1]}
-    return Data(lambda all_logits: _runs(batches, all_logits), record, len(batches))
+    return Data(partial(_runs, batches, None), record, len(batches))
 
 
 def _windows(ids: Tensor, model: nn.Module, name: str, tokenizer: Any, num_tokens: int, length: int) -> Data:
@@ -103,7 +101,7 @@ def _sequences(data: list[Any], model: nn.Module, num_tokens: int, length: int) 
         return of_rows(torch.stack(rows)[: max(1, num_tokens // size)], model, "token ids")
     batches = [{"input_ids": row[None]} for row in rows]
     record = of_rows(torch.cat(rows)[None], model, "token ids").record
-    return Data(lambda all_logits: _runs(batches, all_logits, num_tokens), record, len(batches))
+    return Data(partial(_runs, batches, num_tokens), record, len(batches))
 
 
 def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, length: int) -> Data:
@@ -115,8 +113,11 @@ def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, 
             "calls model.generate"
         )
     if getattr(model, "can_generate", lambda: False)():
-        end = [] if getattr(tokenizer, "eos_token_id", None) is None else [tokenizer.eos_token_id]
-        ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"] + end]
+        eos = getattr(tokenizer, "eos_token_id", None)
+        ids: list[int] = []
+        for text in texts:
+            ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids += [] if eos is None else [eos]
         return _windows(torch.tensor(ids, dtype=torch.int64), model, name, tokenizer, num_tokens, length)
     sizes = [len(tokenizer(text, truncation=True, max_length=length)["input_ids"]) for text in texts]
     totals = torch.tensor(sizes).cumsum(0)
@@ -127,7 +128,7 @@ def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, 
     batches = [tokenizer(chosen[i : i + size], **options) for i in range(0, count, size)]
     digest = hashlib.sha256("\0".join(chosen).encode()).hexdigest()
     record = {"data": name, "sha256": digest, "num_tokens": int(totals[count - 1]), "length": length}
-    return Data(lambda all_logits: _runs(batches, all_logits), record, len(batches))
+    return Data(partial(_runs, batches, None), record, len(batches))
 
 
 def _needed(tokenizer: Any, what: str) -> Any:
@@ -142,7 +143,11 @@ def _is_ids(ids: Any) -> bool:
     return isinstance(ids, list) and len(ids) > 0 and all(isinstance(i, int) for i in ids)
 
 
-def _runs(data: Iterable[Any], all_logits: bool, num_tokens: int | None = None) -> Iterator[Run]:
+def _once(run: Run, all_logits: bool) -> Iterator[Run]:
+    yield run
+
+
+def _runs(data: Iterable[Any], num_tokens: int | None, all_logits: bool) -> Iterator[Run]:
     """Functions that run the model on one batch each, until so many tokens are read."""
     count = 0
     for batch in data:
@@ -150,10 +155,10 @@ def _runs(data: Iterable[Any], all_logits: bool, num_tokens: int | None = None) 
             return
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         count += ids.numel() if isinstance(ids, Tensor) else 0
-        yield lambda model, batch=batch: _run(model, batch, all_logits)
+        yield partial(_run, batch, all_logits)
 
 
-def _run(model: nn.Module, batch: Any, all_logits: bool) -> Any:
+def _run(batch: Any, all_logits: bool, model: nn.Module) -> Any:
     """Call the model with a batch: a mapping of keywords, a sequence of arguments, or one tensor."""
     device = next(model.parameters()).device
     if isinstance(batch, Mapping):

@@ -90,7 +90,8 @@ class Moments:
                 hessian=mean if self.kind == "hessian" else None,
                 held_out=torch.cat(self.held_out)[: self.num_held_out] if any(map(len, self.held_out)) else None,
             )
-            self.total, self.held_out = None, []
+            self.total = None
+            self.held_out.clear()
         return self._statistics
 
 
@@ -135,11 +136,11 @@ class Observer:
             self._undo.pop()()
         self._last = self._mask = None
 
-    def _see_mask(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _see_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
-    def _see(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input", kwargs.get("x"))
         kind, transform = self.wanted[name]
         version = 0 if x.is_inference() else x._version
@@ -170,7 +171,7 @@ class Observer:
     def _watch_experts(self, name: str, module: nn.Module) -> None:
         names = expert_weight_names(module)
         kind, transform = self.wanted[name]
-        num_experts = module._parameters[names[0]].shape[0]
+        num_experts = module.get_parameter(names[0]).shape[0]
         held_out = max(_HELD_OUT_OF_EXPERT, HELD_OUT // num_experts)
         for weight in names if name not in self.moments else ():
             moments = [Moments(kind, transform, self.momentum, held_out) for _ in range(num_experts)]
@@ -191,7 +192,7 @@ class Observer:
 
     def _project(self, name: str, module: nn.Module, weight: str, x: Tensor, offsets: Tensor) -> Tensor:
         """The 16-bit product of experts, each with its own rows of x, which are observed."""
-        matrices = module._parameters[weight]
+        matrices = module.get_parameter(weight)
         bias = module._parameters[f"{weight}_bias"] if getattr(module, "has_bias", False) else None
         y = x.new_zeros(len(x), matrices.shape[-1 if module.is_transposed else -2])
         start = 0

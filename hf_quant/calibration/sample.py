@@ -4,8 +4,11 @@ Liu et al., "LLM-QAT", https://arxiv.org/abs/2305.17888, train on such text. Tok
 distribution, so that its layers see the inputs that they see in use.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from tqdm.auto import tqdm
 
 from hf_quant.evaluate import check_causal
 
@@ -14,7 +17,15 @@ _BATCH = 32
 
 
 @torch.no_grad()
-def sample(model: nn.Module, num_tokens: int, length: int, *, seed: int = 0, temperature: float = 1.0) -> Tensor:
+def sample(
+    model: Any,
+    num_tokens: int,
+    length: int,
+    *,
+    seed: int = 0,
+    temperature: float = 1.0,
+    progress: bool = False,
+) -> Tensor:
     """Token ids int64 [sequences, length] that a causal language model draws, each after the token that begins a text.
 
     The same seed gives the same tokens on the same machine. The random number generators of torch stay as they are.
@@ -29,7 +40,8 @@ def sample(model: nn.Module, num_tokens: int, length: int, *, seed: int = 0, tem
     is_training = model.training
     rows = []
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    bar = tqdm(total=count * (length - 1), desc="Writing text", unit="tok", disable=not progress)
+    with bar, torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         model.eval()
         try:
@@ -44,6 +56,7 @@ def sample(model: nn.Module, num_tokens: int, length: int, *, seed: int = 0, tem
                         begin,
                         attention_mask=torch.ones_like(begin),
                         generation_config=_settings(model, length, temperature),
+                        stopping_criteria=[_Progress(bar)],
                     ).cpu()
                 )
         finally:
@@ -51,7 +64,18 @@ def sample(model: nn.Module, num_tokens: int, length: int, *, seed: int = 0, tem
     return torch.cat(rows)
 
 
-def _settings(model: nn.Module, length: int, temperature: float):
+class _Progress:
+    """A criterion that never stops `generate`, and counts its tokens."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+
+    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.bar.update(len(ids))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+
+def _settings(model: Any, length: int, temperature: float) -> Any:
     """The model's own distribution: no cut of unlikely tokens, no penalties, no end."""
     return type(model.generation_config)(
         do_sample=True,

@@ -69,7 +69,7 @@ def solve(
         solver.solve(calibration.observed, calibration.statistics, progress, calibration.drop)
         return solver.finish(calibration.record)
     own = Calibration(model, config)
-    data = find_data(model, calibration, tokenizer)
+    data = find_data(model, calibration, tokenizer, progress=progress)
     for _ in own.passes(data, progress=progress):
         solver.solve(own.observed, own.statistics, progress, own.drop)
     return solver.finish(data.record)
@@ -91,7 +91,7 @@ def of_file(file: StatisticsFile, entry: PlanEntry) -> dict[str, list[Statistics
         w: shape[0] if len(shape) == 3 else 1 for w, shape in entry.shapes.items()
     }:
         raise ValueError(f"the statistics of {name} are those of another layer: calibrate this model")
-    return found
+    return {weight: list(of) for weight, of in found.items()}
 
 
 class _Solver:
@@ -120,7 +120,9 @@ class _Solver:
             entry = self.plan.entries[name]
             activation = None if entry.scheme is None else entry.scheme.activation
             if activation is not None and not activation.dynamic:
-                self.amax[name] = {w: torch.stack([s.amax for s in of]).amax(0) for w, of in found.items()}
+                self.amax[name] = {
+                    w: torch.stack([s.amax for s in of if s.amax is not None]).amax(0) for w, of in found.items()
+                }
             if entry.algorithm in SOLVERS:
                 try:
                     self.packed[name] = self._codes(entry, found)

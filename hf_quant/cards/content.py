@@ -176,8 +176,21 @@ def _part(part: Part, export: Export | None) -> dict[str, Any]:
         "schemes": _scheme_rows(part, export),
         "kept": _kept_rows(summary, config),
         "cache": cache,
+        "calibration": _calibration(config),
         "attention": None if config.attention is None else Markdown(f"Scores of attention are in {config.attention}."),
     }
+
+
+def _calibration(config: QuantizerConfig) -> Markdown | None:
+    """Return a sentence on the data that a part was calibrated with."""
+    record = config.calibrated_with
+    if record is None:
+        return None
+    tokens = f", {record['num_tokens']:,} tokens" if "num_tokens" in record else ""
+    tokens += f" in sequences of up to {record['length']}" if "length" in record else ""
+    digest = f" (SHA-256 of the tokens: {code(record['sha256'])})" if "sha256" in record else ""
+    written = f", seed {record['seed']}, temperature {record['temperature']}" if "seed" in record else ""
+    return Markdown(f"Calibrated with {code(record['data'])}{tokens}{written}{digest}.")
 
 
 def _scheme_rows(part: Part, export: Export | None) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from hf_quant.config import QuantizerConfig
 from hf_quant.resolve import SCHEME_FIELDS
 
 
-PLACEHOLDER, BASE, ORIGINAL = "USER/NAME", "BASE", "ORIGINAL"
+PLACEHOLDER, BASE, ORIGINAL, DATA = "USER/NAME", "BASE", "ORIGINAL", "DATA"
 # Auto classes, the most telling first, and the task of the Hub that each one stands for alone.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
@@ -179,10 +179,13 @@ def reproduce(source: CardSource, base: str | None) -> tuple[str, str]:
 
 
 def not_recorded(source: CardSource, base: str | None) -> str | None:
-    """Explain the placeholder in `reproduce`; None if there is none."""
+    """Explain the placeholders in `reproduce`; None if there is none."""
     origin = source.parts[0].config.imported_from
     if origin is None:
-        return None if base is not None else f"`{BASE}` is the 16-bit model; its name is not recorded here."
+        known = any(calibration_data(part.config) == DATA for part in source.parts)
+        data = f"`{DATA}` stands for the calibration data, of which only the record above is kept." if known else None
+        model = None if base is not None else f"`{BASE}` is the 16-bit model; its name is not recorded here."
+        return " ".join(filter(None, (model, data))) or None
     name, method = origin["name"], origin["method"]
     return None if name else f"`{ORIGINAL}` is the checkpoint of {method}; its name is not recorded here."
 
@@ -203,6 +206,10 @@ def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) 
     for field in (*fields, "algorithm", "input_transform"):
         value = getattr(config, field)
         options += [] if value is None else [f"--{field.replace('_', '-')}", str(value)]
+    data = calibration_data(config)
+    options += [] if data is None else ["--calibrate", data]
+    if config.calibrated_with is not None and "num_tokens" in config.calibrated_with:
+        options += ["--calibration-tokens", str(config.calibrated_with["num_tokens"])]
     options += [] if config.symmetric is None else ["--symmetric" if config.symmetric else "--asymmetric"]
     for pattern, entry in config.modules.items():
         value = _module_value(entry)
@@ -256,9 +263,19 @@ def _python(source: CardSource, base: str) -> str:
     return "\n".join([*imports, *config, load, f'{variable}.save_pretrained("OUT")'])
 
 
+def calibration_data(config: QuantizerConfig) -> str | None:
+    """Return the file that a model was calibrated with, DATA for other data; None: none, or what the model wrote."""
+    record = config.calibrated_with
+    if record is None or "seed" in record:
+        return None
+    return record["data"] if record["data"].endswith((".txt", ".npy", ".md")) else DATA
+
+
 def _expression(config: QuantizerConfig) -> str:
     """Return Python that makes the config, without its plan."""
     default: dict[str, Any] = {"activation_scale": "dynamic", "modules": {}}
     fields = {n: getattr(config, n) for n in config.user_fields() if n not in ("weights", "quantization_device")}
     given = [f"{name}={value!r}" for name, value in fields.items() if value != default.get(name)]
+    data = calibration_data(config)
+    given += [] if data is None else [f"calibration={data if data == DATA else repr(data)}"]
     return f"QuantizerConfig({', '.join([repr(config.weights), *given])})"

@@ -22,6 +22,7 @@ _DESCRIPTION = "Quantize any Hugging Face model, run it fast, save it, load it b
 _EPILOG = """examples:
   hf-quant plan meta-llama/Llama-3.1-8B --weights int4
   hf-quant quantize meta-llama/Llama-3.1-8B llama-int4 --weights int4 --module lm_head=int8
+  hf-quant quantize meta-llama/Llama-3.2-1B llama-nf4 --weights nf4 --algorithm gptq --calibrate wiki.txt
   hf-quant inspect llama-int4
   hf-quant inspect me/llama-int4 --revision main
   hf-quant eval llama-int4 --text wiki.txt --reference meta-llama/Llama-3.1-8B
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show the traceback of errors, and the hosts' warnings")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_first = (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench)
-    for add in (*add_first, _add_card, _add_export, _add_import, _add_demo, _add_doctor):
+    for add in (*add_first, _add_calibrate, _add_card, _add_export, _add_import, _add_demo, _add_doctor):
         add(commands, common)
     return parser
 
@@ -93,6 +94,27 @@ def _add_plan(commands, common) -> None:
     parser = _add_command(commands, common, "plan", ("_quantize", "plan"), help)
     _add_model(parser)
     _add_scheme(parser, default="int8")
+    _add_dtype(parser)
+
+
+def _add_calibrate(commands, common) -> None:
+    help = "record the inputs of a model's layers in a file, by which it is quantized while it loads"
+    parser = _add_command(commands, common, "calibrate", ("_quantize", "calibrate"), help)
+    _add_model(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, required=True, help="a .safetensors file of some kilobytes"
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="text in UTF-8, or token ids as .npy (default: text that the model writes itself)",
+    )
+    parser.add_argument(
+        "--tokens", type=_positive, default=32768, metavar="N", help="of it, spread over it (default: 32768)"
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="to run on (default: cuda if there is one, else cpu)")
+    _add_scheme(parser, default="int4")
     _add_dtype(parser)
 
 
@@ -259,6 +281,15 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
         "--input-transform", metavar="T", help="hadamard: inputs are rotated; none (default: where they become int8)"
     )
     group.add_argument("--algorithm", metavar="NAME", help=f"{ALGORITHMS_HELP} (default: the best for the format)")
+    group.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="for gptq and imatrix: text in UTF-8, token ids as .npy, or what `hf-quant calibrate` has written "
+        "(default: text that the model writes itself)",
+    )
+    group.add_argument(
+        "--calibration-tokens", type=_positive, metavar="N", help="of the text, spread over it (default: 32768)"
+    )
     symmetry = group.add_mutually_exclusive_group()
     symmetry.add_argument(
         "--symmetric", action="store_true", default=None, help="no zero point (default: as the format has it)"
@@ -322,7 +353,15 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
             raise ValueError(f"{pattern!r} is given twice by --module and --skip")
         modules[pattern] = value
     weights = None if args.weights is not None and args.weights.lower() == "none" else args.weights
-    return QuantizerConfig(weights, **{name: getattr(args, name) for name in _FIELDS}, modules=modules or None)
+    fields = {name: getattr(args, name) for name in _FIELDS}
+    return QuantizerConfig(weights, **fields, modules=modules or None, calibration=_calibration(args))
+
+
+def _calibration(args: argparse.Namespace) -> Any:
+    """Return the value of `QuantizerConfig.calibration` that the options give."""
+    if args.calibration_tokens is None:
+        return args.calibrate
+    return {"data": args.calibrate, "num_tokens": args.calibration_tokens}
 
 
 def gives_scheme(args: argparse.Namespace) -> bool:

@@ -5,6 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
+from hf_quant.calibration import calibrate as record
 from hf_quant.cards import CARD, find_card, hub_id, merge_cards, model_card, read_card
 from hf_quant.checkpoint import workspace
 from hf_quant.cli._models import (
@@ -14,8 +15,10 @@ from hf_quant.cli._models import (
     copy_side_files,
     find_source,
     load_model,
+    load_tokenizer,
     meta_model,
     parse_device,
+    progress_wanted,
 )
 from hf_quant.cli._parser import config_from_args
 from hf_quant.cli._pipelines import load_pipeline, plan_pipeline
@@ -79,6 +82,23 @@ def quantize(args: argparse.Namespace) -> None:
         print(f"{args.out / part}: {size / 1e6:.2f} MB on disk, {label}")
     if target is not None:
         push(args.out, target)
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Write the statistics of a model's inputs to a file."""
+    if args.output.suffix != ".safetensors":
+        raise ValueError(f"{args.output} does not end in .safetensors, by which `--calibrate` knows such a file")
+    check_writable(args.output.parent)
+    config, source = config_from_args(args), find_source(args.model)
+    check_not_quantized(source)
+    device = str(parse_device(args.device))
+    model = load_model(source, dtype=args.dtype, device=device, trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code) if args.text is not None else None
+    options = {"num_tokens": args.tokens, "progress": progress_wanted()}
+    statistics = record(model, args.text, config=config, tokenizer=tokenizer, **options)
+    statistics.save(args.output)
+    size = args.output.stat().st_size
+    print(f"{args.output}: inputs of {len(statistics.statistics)} layers, {size / 1e3:.0f} kB")
 
 
 def check_out(out: Path, source: Source, *, force: bool) -> None:

@@ -14,6 +14,7 @@ import hf_quant
 from hf_quant import (
     FORMATS,
     PRESETS,
+    Calibration,
     KVCacheConfig,
     LinearScheme,
     QuantEmbedding,
@@ -23,6 +24,7 @@ from hf_quant import (
     QuantLinear,
     QuantPlan,
     TensorQuant,
+    calibrate,
     capture_generate,
     dequantize_,
     export_compressed_tensors,
@@ -50,6 +52,12 @@ def use(model: nn.Module, folder: Path) -> None:
     assert_type(quantize_(model, config, device="cuda", progress=True), nn.Module)
     assert_type(quantize_(nn.Linear(64, 64), "nf4"), nn.Linear)
     quantize_(model, {"weights": "int4", "group_size": 64})
+    gptq = QuantizerConfig("nf4", algorithm="gptq", calibration="wiki.txt")
+    quantize_(model, gptq, calibration=["a text", "another"], tokenizer=str.split)
+    calibrate(model, model.forward, kind="amax").save(folder / "amax.safetensors")
+    with Calibration(model, gptq, max_memory=10**9) as calibration:
+        model(torch.ones(1))
+    assert_type(calibration.unseen, list[str])
     save_quantized(model, folder)
     assert_type(load_quantized_(model, folder), nn.Module)
     assert_type(dequantize_(model, torch.float16), nn.Module)

@@ -76,6 +76,24 @@ def test_repr_shows_what_was_given():
     assert repr(QuantizerConfig(None, kv_cache="int8")) == "QuantizerConfig(weights=None, kv_cache='int8')"
 
 
+RECORD = {"data": "text.txt", "sha256": "0" * 64, "num_tokens": 8192, "length": 512}
+
+
+def test_with_what_a_checkpoint_was_calibrated():
+    assert "calibrated_with" not in QuantizerConfig("int4").to_dict()
+    config = QuantizerConfig("int4", algorithm="gptq", calibrated_with=RECORD)
+    assert QuantizerConfig.from_dict(config.to_dict()) == config and config.calibrated_with == RECORD
+    assert "calibration" not in config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "record", [[], {}, {"num_tokens": 1}, {**RECORD, "more": 1}, {"data": ["a"]}, {"data": "a" * 201}]
+)
+def test_what_is_no_record_of_calibration(record):
+    with pytest.raises(ValueError, match="calibrated_with is .*; needs some of data, sha256"):
+        QuantizerConfig("int4", calibrated_with=record)
+
+
 def test_where_a_checkpoint_was_imported_from():
     assert "imported_from" not in QuantizerConfig("int4").to_dict()
     for name in (None, "me/model-gptq"):

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.distributed.utils import is_dtensor
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.logging import is_progress_bar_enabled
 
 import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
 from hf_quant import quantize
@@ -207,7 +208,7 @@ class TransformersQuantizer(HfQuantizer):
         if self.errors:
             raise ValueError(first_few(self.errors, separator="; "))
         if self.calibrates:
-            quantize_(model, self.quantization_config)
+            quantize_(model, self.quantization_config, progress=is_progress_bar_enabled())
             self.quantization_config = model.config.quantization_config
             return model
         if self.pre_quantized:

@@ -47,6 +47,28 @@ def section(card: ModelCard, title: str) -> str:
     return re.search(rf"^## {title}\n(.*?)(?=^## |<!--)", card.text, re.MULTILINE | re.DOTALL)[1].strip()
 
 
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        ({"data": "wiki.txt", "num_tokens": 512, "length": 64}, " --calibrate wiki.txt --calibration-tokens 512"),
+        (
+            {"data": "text that the model wrote", "num_tokens": 64, "seed": 0, "temperature": 1.0},
+            " --calibration-tokens 64",
+        ),
+        ({"data": "<lambda>"}, " --calibrate DATA"),
+    ],
+)
+def test_calibration_data_is_named(record, options, tmp_path):
+    model = quantize_(llama(), QuantizerConfig("int4", algorithm="gptq"), calibration=torch.randint(3, 96, (2, 32)))
+    model.config.quantization_config.calibrated_with = record
+    model.save_pretrained(tmp_path)
+    card = model_card(tmp_path, base_model="me/llama")
+    assert f"Calibrated with `{record['data']}`" in section(card, "Quantization") and "gptq" in card.text
+    again = section(card, "Reproduce")
+    assert f"--algorithm gptq{options} --dtype" in again
+    assert ("`DATA` stands for" in again) == ("DATA" in options)
+
+
 # Sources.
 
 
