@@ -14,7 +14,7 @@ from hf_quant._version import __version__
 if TYPE_CHECKING:
     from hf_quant.calibration import Calibration, calibrate
     from hf_quant.cards import model_card
-    from hf_quant.checkpoint import load_quantized_, save_quantized
+    from hf_quant.checkpoint import freeze_, load_quantized_, quantization_map, requantize_, save_quantized
     from hf_quant.config import QuantizerConfig
     from hf_quant.convert.compressed_tensors.export import export_compressed_tensors
     from hf_quant.convert.importer import import_checkpoint
@@ -44,13 +44,16 @@ _HOME = {
     "capture_generate": "integrations.transformers.graphs",
     "dequantize_": "quantize",
     "export_compressed_tensors": "convert.compressed_tensors.export",
+    "freeze_": "checkpoint",
     "fuse_activations_": "integrations.diffusers.fused_norms",
     "fuse_projections_": "modules",
     "import_checkpoint": "convert.importer",
     "load_quantized_": "checkpoint",
     "model_card": "cards",
     "plan": "planning",
+    "quantization_map": "checkpoint",
     "quantize_": "quantize",
+    "requantize_": "checkpoint",
     "save_quantized": "checkpoint",
     "unfuse_activations_": "integrations.diffusers.fused_norms",
     "unfuse_projections_": "modules",
@@ -74,13 +77,16 @@ __all__ = [
     "capture_generate",
     "dequantize_",
     "export_compressed_tensors",
+    "freeze_",
     "fuse_activations_",
     "fuse_projections_",
     "import_checkpoint",
     "load_quantized_",
     "model_card",
     "plan",
+    "quantization_map",
     "quantize_",
+    "requantize_",
     "save_quantized",
     "unfuse_activations_",
     "unfuse_projections_",

@@ -7,6 +7,7 @@ module. A `Folder` is a checkpoint's directory, local or remote; every other fun
 
 from hf_quant.checkpoint.folder import Directory, Folder, HubRepository, local_path, open_folder, refuse_file
 from hf_quant.checkpoint.header import DTYPES, TensorInfo, read_header, scan_files
+from hf_quant.checkpoint.mapping import freeze_, quantization_map, requantize_
 from hf_quant.checkpoint.packed import (
     StoredWeight,
     check_info,
@@ -46,6 +47,7 @@ __all__ = [
     "config_of",
     "expected_tensors",
     "find_config",
+    "freeze_",
     "guard_entry",
     "holds_quantized",
     "inspect_checkpoint",
@@ -55,8 +57,10 @@ __all__ = [
     "one_line",
     "open_folder",
     "parse_json",
+    "quantization_map",
     "read_header",
     "refuse_file",
+    "requantize_",
     "save_quantized",
     "scan_files",
     "shorten",

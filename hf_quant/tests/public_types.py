@@ -28,6 +28,7 @@ from hf_quant import (
     capture_generate,
     dequantize_,
     export_compressed_tensors,
+    freeze_,
     fuse_activations_,
     fuse_projections_,
     import_checkpoint,
@@ -35,7 +36,9 @@ from hf_quant import (
     load_quantized_,
     model_card,
     plan,
+    quantization_map,
     quantize_,
+    requantize_,
     save_quantized,
     unfuse_activations_,
     unfuse_projections_,
@@ -58,6 +61,7 @@ def use(model: nn.Module, folder: Path) -> None:
     with Calibration(model, gptq, max_memory=10**9) as calibration:
         model(torch.ones(1))
     assert_type(calibration.unseen, list[str])
+    assert_type(requantize_(model, freeze_(model).state_dict(), quantization_map=quantization_map(model)), nn.Module)
     save_quantized(model, folder)
     assert_type(load_quantized_(model, folder), nn.Module)
     assert_type(dequantize_(model, torch.float16), nn.Module)
