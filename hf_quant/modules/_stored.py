@@ -60,7 +60,7 @@ class StaticInput(nn.Module):
         """Register the scale of the input of weight `name`, not set yet (NaN), unless it is there."""
         key = packed_key(INPUT_SCALE, name)
         if key not in self._parameters:
-            unset = torch.full((1,), torch.nan, device=device).view(torch.int32)
+            unset = torch.full((1,), torch.nan, dtype=torch.float32, device=device).view(torch.int32)
             self.register_parameter(key, nn.Parameter(unset, requires_grad=False))
 
     def static_scale(self, name: str = "weight", parameters: dict[str, Tensor | None] | None = None) -> Tensor | None:

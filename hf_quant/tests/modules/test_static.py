@@ -200,6 +200,18 @@ def test_fused_projections():
         fuse_projections_(model)
 
 
+def test_the_scale_is_fp32_whatever_the_default_is():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scheme, _ = resolve_scheme({**STATIC, "input_transform": "none"}, torch.bfloat16)
+        layer = convert_module_(nn.Linear(128, 64), scheme)
+        assert layer.input_scale.dtype == torch.int32
+        layer.calibrate_input_("weight", torch.ones(128, dtype=torch.float32))
+        assert layer.static_scale().dtype == torch.float32 and layer(normal(3, 128).bfloat16()).isfinite().all()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_scale_is_part_of_the_model(tmp_path):
     model, x = static_block(), data()[0]
     y = model(x)
