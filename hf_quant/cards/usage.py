@@ -196,16 +196,14 @@ def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) 
     # These have no option; `fuse_projections` and `quantization_device` are of one process.
     if config.modules_to_not_convert is not None or config.sparsity is not None:
         return None
-    if (
-        any(isinstance(v, dict) for v in (config.kv_cache, config.input_transform))
-        or config.activation_scale != "dynamic"
-    ):
+    if any(isinstance(v, dict) for v in (config.kv_cache, config.input_transform)):
         return None
     options = ["--weights", config.weights or "none"]
     fields = ("activations", "cpu_activations", "kv_cache", "attention", "group_size", "granularity", "scale_dtype")
     for field in (*fields, "algorithm", "input_transform"):
         value = getattr(config, field)
         options += [] if value is None else [f"--{field.replace('_', '-')}", str(value)]
+    options += ["--activation-scale", "static"] if config.activation_scale == "static" else []
     data = calibration_data(config)
     options += [] if data is None else ["--calibrate", data]
     if config.calibrated_with is not None and "num_tokens" in config.calibrated_with:

@@ -35,7 +35,7 @@ _EPILOG = """examples:
 """
 # Options of `_add_scheme` that are fields of QuantizerConfig under the same name, besides --weights.
 _FIELDS = (
-    *("activations", "cpu_activations", "kv_cache", "attention"),
+    *("activations", "activation_scale", "cpu_activations", "kv_cache", "attention"),
     *("granularity", "group_size", "symmetric", "scale_dtype", "algorithm", "input_transform"),
 )
 _MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
@@ -268,6 +268,11 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
     )
     group.add_argument("--activations", metavar="FORMAT", help="int8 or fp8, quantized on the fly (default: 16 bit)")
     group.add_argument(
+        "--activation-scale",
+        choices=("dynamic", "static"),
+        help="static: one calibrated scale per layer (default: dynamic, one per token)",
+    )
+    group.add_argument(
         "--cpu-activations", metavar="FORMAT", help="int8: on CPUs, inputs of int4 and int8 layers (faster there)"
     )
     group.add_argument("--kv-cache", metavar="FORMAT", help="format of the cached keys and values (default: 16 bit)")
@@ -353,7 +358,7 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
             raise ValueError(f"{pattern!r} is given twice by --module and --skip")
         modules[pattern] = value
     weights = None if args.weights is not None and args.weights.lower() == "none" else args.weights
-    fields = {name: getattr(args, name) for name in _FIELDS}
+    fields = {name: value for name in _FIELDS if (value := getattr(args, name)) is not None}
     return QuantizerConfig(weights, **fields, modules=modules or None, calibration=_calibration(args))
 
 

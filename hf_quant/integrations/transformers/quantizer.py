@@ -52,7 +52,7 @@ from hf_quant.integrations.transformers.parallel import (
     refuse_parallel,
 )
 from hf_quant.kv_cache import register_attention
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
+from hf_quant.modules import PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.planning import plan, resolved, schemes_from_list
 from hf_quant.quantize import dequantize_, fuse_as_configured_, quantize_
 from hf_quant.resolve import resolve_scheme
@@ -295,11 +295,13 @@ class _Quantize(ConversionOps):
                 converted[key] = value
                 continue
             name, _, leaf = key.rpartition(".")
+            input_scale = module.loaded_input_scale(leaf)
             packed = self._quantize(module, leaf, weight, key)
             module.fill_(leaf, None)
             if missing_keys is not None:
                 missing_keys.discard(key)
-            for part, tensor in zip(PACKED_NAMES, packed):
+            input_scale = None if input_scale is None else input_scale.to(packed.qdata.device)
+            for part, tensor in zip(STORED_NAMES, (*packed, input_scale)):
                 if tensor is not None:
                     stored = nn.Parameter(tensor.view(stored_dtype(tensor.dtype)), requires_grad=False)
                     converted[f"{name}.{packed_key(part, leaf)}".lstrip(".")] = stored

@@ -311,6 +311,7 @@ CONFIGS = [
     QuantizerConfig(None, modules={"lm_head": "W8A8_FP8"}),
     QuantizerConfig("nf4", group_size=32, scale_dtype="float8_e4m3fn", input_transform="hadamard"),
     QuantizerConfig("W8A8", input_transform="none"),
+    QuantizerConfig("W8A8", activation_scale="static"),
 ]
 WITHOUT_A_COMMAND = [
     QuantizerConfig("int4", input_transform={"block_size": 64}),
