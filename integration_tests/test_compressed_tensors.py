@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from hf_quant import QuantizerConfig, export_compressed_tensors, quantize_
+from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
 from hf_quant.cli import main
 from hf_quant.convert import files as _files
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
@@ -71,6 +71,16 @@ SCHEMES = {
         "float-quantized",
         {"weight": (F8, (128, 256)), "weight_scale": (F32, (128, 1))},
     ),
+    "w8a8_static": (
+        {"weights": "W8A8", "activation_scale": "static", "input_transform": "none"},
+        "int-quantized",
+        {"weight": (I8, (128, 256)), "weight_scale": (F32, (128, 1)), "input_scale": (F32, (1,))},
+    ),
+    "w8a8_fp8_static": (
+        {"weights": "W8A8_FP8", "granularity": "tensor", "activation_scale": "static", "input_transform": "none"},
+        "float-quantized",
+        {"weight": (F8, (128, 256)), "weight_scale": (F32, (1,)), "input_scale": (F32, (1,))},
+    ),
     "fp8_block": (
         {"weights": "FP8_BLOCK"},
         "float-quantized",
@@ -100,6 +110,10 @@ def llama(tmp_path_factory):
 
 
 def quantized(llama, **config):
+    if config.get("activation_scale") == "static":
+        model = AutoModelForCausalLM.from_pretrained(llama)
+        ids = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(0))
+        return quantize_(model, QuantizerConfig(**config), calibration=ids)
     return AutoModelForCausalLM.from_pretrained(llama, quantization_config=QuantizerConfig(**config))
 
 
@@ -107,7 +121,7 @@ def quantized(llama, **config):
 def test_no_weight_changes(name, llama, tmp_path):
     config, format, expected = SCHEMES[name]
     model = quantized(llama, **config)
-    reader = "transformers" if name == "fp8_block" else "engines"
+    reader = "transformers" if name in ("fp8_block", "w8a8_fp8_static") else "engines"
     notes = export_compressed_tensors(model, tmp_path / "out", reader=reader)
     expected_notes = {
         "w8a8_tensor": ["of the engines vLLM alone"],
@@ -202,6 +216,42 @@ def test_config_of_several_schemes(llama, tmp_path):
     fields = config_of(tmp_path / "apart")["quantization_config"]
     targets = [name for group in fields["config_groups"].values() for name in group["targets"]]
     assert sorted(targets) == sorted(weights_of(model))
+
+
+def test_static_scales_of_inputs(llama, tmp_path):
+    config, _, _ = SCHEMES["w8a8_static"]
+    model = quantized(llama, **config)
+    assert export_compressed_tensors(model, tmp_path / "out") == ()
+    group = config_of(tmp_path / "out")["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"] == {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "tensor",
+        "group_size": None,
+        "dynamic": False,
+    }
+    tensors = load_all(tmp_path / "out")
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            assert torch.equal(tensors[f"{name}.input_scale"], module.static_scale())
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert again.config.quantization_config.format_version == 2
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    # Engines give the layers that they fuse one scale.
+    layer = model.model.layers[1].self_attn.k_proj
+    layer.set_input_scale_("weight", 2 * layer.static_scale())
+    with pytest.raises(ValueError, match="engines compute q_proj, k_proj, v_proj as one layer with one static scale"):
+        export_compressed_tensors(model, tmp_path / "refused")
+    export_compressed_tensors(model, tmp_path / "apart", reader="transformers")
+    rotated = quantized(llama, **{**config, "input_transform": "hadamard"})
+    with pytest.raises(ValueError, match="its input is rotated"):
+        export_compressed_tensors(rotated, tmp_path / "rotated")
+    blocks = quantized(llama, weights="FP8_BLOCK", activation_scale="static", input_transform="none")
+    with pytest.raises(ValueError, match="no reader takes weights in blocks with a static scale of their input"):
+        export_compressed_tensors(blocks, tmp_path / "blocks", reader="transformers")
 
 
 def test_blocks_say_their_size(tmp_path):

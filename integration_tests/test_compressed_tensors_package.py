@@ -7,6 +7,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from hf_quant import QuantizerConfig, export_compressed_tensors, import_checkpoint, quantize_
+from hf_quant.kernels import quantize_static
+from hf_quant.kernels.codes import row_max
 from hf_quant.modules import QuantizedModule
 from hf_quant.testing import sqnr
 from integration_tests.support.foreign_checkpoints import (
@@ -19,12 +21,13 @@ from integration_tests.support.foreign_checkpoints import (
     weights_of,
 )
 from integration_tests.support.tiny_models import ARCHITECTURES, build, inputs
-from integration_tests.test_compressed_tensors import SCHEMES
+from integration_tests.test_compressed_tensors import SCHEMES, quantized
 
 
 pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 
+PROJECTION = "model.layers.0.self_attn.q_proj"
 STRAIGHT = {"weights": "W8A8", "input_transform": "none"}
 MIXED = {"weights": "W4A16", "modules": {"*.mlp.*": "W8A8_FP8", "*.o_proj": None}}
 ALL = {name: config for name, (config, _, _) in SCHEMES.items()} | {"mixed": MIXED}
@@ -40,7 +43,7 @@ def exports(tmp_path_factory):
 
     def export(name: str):
         if name not in made:
-            model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=QuantizerConfig(**ALL[name]))
+            model = quantized(llama, **ALL[name])
             export_compressed_tensors(model, root / name, reader="transformers")
             made[name] = model, root / name
         return made[name]
@@ -97,6 +100,8 @@ def test_it_writes_the_same_tensors_for_the_scheme(name, exports):
         if "weight_zero_point" in parts:
             packed, shape = parts["weight_zero_point"], parts["weight_scale"].shape
             state["weight_zero_point"] = unpack_from_int32(packed, 4, shape, packed_dim=0)
+        if "input_scale" in parts:
+            state["input_scale"] = parts["input_scale"]
         if "weight_global_scale" in parts:
             state["weight_global_scale"] = parts["weight_global_scale"]
             state["weight_scale"] = parts["weight_scale"].float()
@@ -112,6 +117,23 @@ def test_it_writes_the_same_tensors_for_the_scheme(name, exports):
             if "fp4" in group["format"]:  # its rounding drops the sign of a zero
                 found, ours = unsigned_zeros(found), unsigned_zeros(ours)
             assert torch.equal(found, ours)
+
+
+@pytest.mark.parametrize("name", ["w8a8_static", "w8a8_fp8_static"])
+def test_its_codes_of_an_input_with_a_static_scale(name, exports):
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+
+    model, path = exports(name)
+    group = config_of(path)["quantization_config"]["config_groups"]["group_0"]
+    args, scale = QuantizationArgs(**group["input_activations"]), load_all(path)[f"{PROJECTION}.input_scale"]
+    format = model.get_submodule(PROJECTION).scheme.activation.format
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(1)) * scale * row_max(format) / 2
+    codes, _ = quantize_static(x, scale, format=format)
+    theirs = quantize(x, scale, None, args, dtype=codes.dtype).float()
+    if format == "int8":  # of which they use -128, too
+        theirs = theirs.clamp(min=-127)
+    assert torch.equal(codes.float(), theirs) and (codes.float().abs() == codes.float().abs().max()).sum() > 1
 
 
 @pytest.mark.parametrize("name", ALL)

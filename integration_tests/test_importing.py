@@ -307,8 +307,14 @@ def test_patterns_class_names_and_older_configs(tmp_path):
 @pytest.mark.parametrize(
     ("config", "part", "changes", "message"),
     [
-        ("W8A8", "input_activations", {"dynamic": False}, "its inputs are quantized with static scales"),
-        ("W8A8", "input_activations", {"symmetric": False}, "its inputs are quantized with asymmetric scales"),
+        ("W8A8", "input_activations", {"dynamic": False}, "its inputs have static scales by strategy 'token'"),
+        (
+            "W8A8",
+            "input_activations",
+            {"dynamic": False, "strategy": "tensor"},
+            "input_scale is missing; needs one num",
+        ),
+        ("W8A8", "input_activations", {"symmetric": False}, "its inputs are quantized with zero points"),
         ("W8A8", "input_activations", {"num_bits": 4}, "its inputs are quantized to 4-bit int"),
         ("W8A8", "input_activations", {"strategy": "tensor"}, "its inputs share scales by strategy 'tensor'"),
         ("W8A8", "output_activations", {"num_bits": 8}, "its outputs are quantized"),
@@ -374,6 +380,7 @@ MOE_SCHEMES = {
     "int4": {"weights": "W4A16", "group_size": 32},
     "int4_asym": {"weights": "W4A16", "group_size": 32, "symmetric": False},
     "w8a8": {"weights": "W8A8", "input_transform": "none"},
+    "w8a8_static": {"weights": "W8A8", "input_transform": "none", "activation_scale": "static"},
     "mxfp4": {"weights": "mxfp4"},
 }
 
@@ -382,7 +389,8 @@ def exported_moe(tmp_path, name: str, **config):
     architecture = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = getattr(transformers, architecture.model)(architecture.config()).bfloat16()
-    quantize_(model, QuantizerConfig(**config))
+    ids = torch.arange(96).view(4, 24) if config.get("activation_scale") == "static" else None
+    quantize_(model, QuantizerConfig(**config), calibration=ids)
     export_compressed_tensors(model, tmp_path / "in", reader="transformers")
     return model
 
@@ -396,6 +404,36 @@ def test_experts_that_are_stored_one_by_one(name, scheme, tmp_path):
     before, after = model.state_dict(), again.state_dict()
     assert before.keys() == after.keys() and any("qdata_gate_up_proj" in key for key in before)
     assert [key for key in before if not torch.equal(before[key], after[key])] == []
+
+
+def test_static_scales_as_other_libraries_write_them(tmp_path):
+    """In the model's dtype, without a dimension, with a zero point of 0; anything else has no counterpart."""
+    model = AutoModelForCausalLM.from_pretrained(make_llama(tmp_path / "bf16"))
+    config = QuantizerConfig("W8A8_FP8", activation_scale="static", granularity="tensor", input_transform="none")
+    quantize_(model, config, calibration=torch.arange(96).view(4, 24))
+    export_compressed_tensors(model, tmp_path / "in", reader="transformers")
+    file, tensors = tmp_path / "in" / "model.safetensors", load_all(tmp_path / "in")
+    scales = [key for key in tensors if key.endswith("input_scale")]
+    for key in scales:
+        tensors[key] = tensors[key].bfloat16().reshape(())
+        tensors[key.replace("scale", "zero_point")] = torch.zeros(1, dtype=torch.int8)
+    save_file(tensors, file)
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for key in scales:
+        assert torch.equal(
+            again.get_submodule(key[: -len(".input_scale")]).static_scale(), tensors[key].float().view(1)
+        )
+    first = scales[0]
+    for changed, message in (
+        ({first.replace("scale", "zero_point"): torch.ones(1, dtype=torch.int8)}, "zero_point is not 0"),
+        ({first: torch.ones(2)}, "input_scale is .*; needs one number"),
+        ({first: torch.zeros(1)}, "input_scale is corrupt"),
+        ({first: torch.full((1,), torch.nan)}, "input_scale is corrupt"),
+    ):
+        save_file({**tensors, **changed}, file)
+        with pytest.raises(ValueError, match=message):
+            import_checkpoint(tmp_path / "in", tmp_path / "refused")
 
 
 def test_experts_that_cannot_be_one_tensor(tmp_path):

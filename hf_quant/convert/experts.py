@@ -72,7 +72,17 @@ def _fuse(name: str, parts: dict[tuple[int, int], ForeignWeight]) -> ForeignWeig
         raise ValueError(f"{name} is one tensor in hf_quant, but its {count} parts have a scale of their own each")
     keys = tuple(key for row in ordered for weight in row for key in weight.keys)
     module, _, leaf = name.rpartition(".")
-    return ForeignWeight(module, first.scheme, (experts, count * N, K), keys, partial(_stack, ordered), leaf)
+    input_scale = None if first.input_scale is None else partial(_common_input_scale, name, ordered)
+    shape = (experts, count * N, K)
+    return ForeignWeight(module, first.scheme, shape, keys, partial(_stack, ordered), leaf, input_scale)
+
+
+def _common_input_scale(name: str, ordered: list[list[ForeignWeight]]) -> Tensor:
+    """Read the one static scale of the inputs of all experts. Raises ValueError if theirs differ."""
+    scales = [weight.input_scale().float().reshape(1) for row in ordered for weight in row if weight.input_scale]
+    if any(not torch.equal(scale, scales[0]) for scale in scales):
+        raise ValueError(f"{name} has one static scale of its input in hf_quant, but those of its experts differ")
+    return scales[0]
 
 
 def _stack(ordered: list[list[ForeignWeight]]) -> PackedWeight:

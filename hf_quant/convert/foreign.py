@@ -15,7 +15,7 @@ from hf_quant.config import QuantizerConfig
 from hf_quant.convert.files import TensorFiles, rewrite, write_config
 from hf_quant.integrations.loading import prepare_from_checkpoint
 from hf_quant.integrations.transformers.names import check_names, renamer, tied_modules
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, packed_key, stored_dtype
+from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key, stored_dtype
 from hf_quant.planning import schemes_to_list
 from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _PARTS = {
     *("qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx"),
+    *("input_scale", "input_zero_point"),
 }
 
 
@@ -41,6 +42,7 @@ class ForeignWeight(NamedTuple):
     keys: tuple[str, ...]  # names of its tensors; our tensors are written into the file of the first one
     unpack: Callable[[], PackedWeight]  # reads the tensors and returns our bytes, scales in their true dtype
     name: str = "weight"  # of the 16-bit weight in its module
+    input_scale: Callable[[], Tensor] | None = None  # reads the static scale of its input, one floating-point number
 
     @property
     def expected(self) -> dict[str, TensorInfo]:
@@ -150,7 +152,8 @@ def _stored(weight: ForeignWeight) -> dict[str, Tensor]:
     """Return {name: tensor} of a weight as our checkpoint stores it; the values are checked."""
     tensors: dict[str, Tensor] = {}
     expected = weight.expected
-    for part, tensor in zip(PACKED_NAMES, weight.unpack()):
+    input_scale = None if weight.input_scale is None else weight.input_scale().float().reshape(1)
+    for part, tensor in zip(STORED_NAMES, (*weight.unpack(), input_scale)):
         if tensor is None:
             continue
         key = packed_key(part, weight.name)

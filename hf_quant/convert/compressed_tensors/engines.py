@@ -94,6 +94,8 @@ def reason_against(name: str, group: Group, is_expert: bool, is_head: bool, name
         return f"the kernels of engines take groups of 32, 64 or 128, and no groups of {size}"
     if is_head and strategy == "block":
         return f"engines cannot split the output head in blocks of {BLOCK_SIZE} rows"
+    if is_expert and group.input_activations is not None and not dict(group.input_activations)["dynamic"]:
+        return "engines quantize the inputs of experts with one scale per token only"
     if is_expert and (group.format == NAIVE or strategy == "tensor"):
         return "engines take 8-bit experts with quantized inputs, and with one scale per row or block, only"
     return None

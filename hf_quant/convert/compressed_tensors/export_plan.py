@@ -34,7 +34,7 @@ from hf_quant.convert.files import TensorFiles, empty_model, rewrite, write_conf
 from hf_quant.integrations.loading import prepare_from_checkpoint, stored_weights
 from hf_quant.integrations.transformers.names import check_names, renamer, tied_modules
 from hf_quant.kv_cache import KVCacheConfig
-from hf_quant.modules import PACKED_NAMES, QuantExperts, QuantizedModule, packed_key
+from hf_quant.modules import INPUT_SCALE, STORED_NAMES, QuantExperts, QuantizedModule, packed_key
 from hf_quant.scheme import BLOCK_SIZE
 
 
@@ -143,7 +143,7 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
         except Inexpressible as reason:
             refused[stored.module] = str(reason)
             continue
-        keys = {part: f"{stored.module}.{packed_key(part, stored.weight)}" for part in PACKED_NAMES}
+        keys = {part: f"{stored.module}.{packed_key(part, stored.weight)}" for part in STORED_NAMES}
         plan.dropped |= {key for part, key in keys.items() if part != "qdata"}
         plan.weights[keys["qdata"]] = Weight(module, stored.module, stored.weight, layers)
         if name != stored.module and module.kind == "linear":
@@ -223,7 +223,9 @@ def _refused_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
     groups: dict[str, Group | None] = {layer.name: layer.group for layer in plan.layers}
     groups.update(dict.fromkeys(plan.ignore))
     rows = {layer.name: layer.rows for layer in plan.layers}
-    shared = {w.prefix: _scale_of_all(w, files) for w in plan.weights.values() if w.module.kind == "linear"}
+    linear = [w for w in plan.weights.values() if w.module.kind == "linear"]
+    shared = {w.prefix: _scale_of_all(w, files) for w in linear}
+    inputs = {w.prefix: _input_scale(w, files) for w in linear}
     refused = {}
     for layer in plan.layers:
         is_expert, is_head = layer.split is not None, layer.name == plan.head
@@ -232,6 +234,9 @@ def _refused_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
             refused[layer.name] = reason
     for parts, _ in siblings(groups):
         reason = reason_against_fusing(parts, groups, rows)
+        if reason is None and len({inputs.get(part) for part in parts}) > 1:
+            others = ", ".join(part.rpartition(".")[2] for part in parts)
+            reason = f"engines compute {others} as one layer with one static scale of its input, and theirs differ"
         scales = [shared.get(part) for part in parts]
         if reason is None and len(set(scales)) > 1:
             group, known = groups[parts[0]], [scale for scale in scales if scale is not None]
@@ -247,6 +252,16 @@ def _refused_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
         if reason is not None:
             refused[parts[0]] = reason
     return refused
+
+
+def _input_scale(weight: Weight, files: TensorFiles) -> float | None:
+    """Return the static scale of the input of a linear layer, None if it has none."""
+    if not weight.module.scheme.is_static:
+        return None
+    key = f"{weight.prefix}.{INPUT_SCALE}"
+    stored = files.read(key)
+    check_values(stored, INPUT_SCALE, weight.module.scheme.weight, key)
+    return stored.view(torch.float32).item()
 
 
 def _scale_of_all(weight: Weight, files: TensorFiles) -> float | None:
@@ -311,7 +326,7 @@ def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor
     module = weight.module
     quant = module.scheme.weight
     parameters: dict[str, Tensor | None] = {}
-    for part in PACKED_NAMES:
+    for part in STORED_NAMES:
         key = packed_key(part, weight.name)
         full = f"{weight.prefix}.{key}"
         stored = files.read(full) if full in files.tensors else None
@@ -325,6 +340,9 @@ def _convert(weight: Weight, files: TensorFiles, plan: Plan) -> dict[str, Tensor
     for layer in weight.layers:
         part = packed if layer.split is None else split_rows(packed, *layer.split)
         converted = to_compressed(part, layer.group.format, quant, K, plan.dtype)
+        input_scale = parameters[packed_key(INPUT_SCALE, weight.name)]
+        if input_scale is not None:
+            converted["input_scale"] = input_scale.view(torch.float32).clone()
         tensors.update({f"{layer.name}.{name}": tensor for name, tensor in converted.items()})
     return tensors
 

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo
@@ -30,6 +31,7 @@ from hf_quant.scheme import LinearScheme
 
 
 _PARTS = ("weight_packed", "weight", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
+_INPUT_PARTS = ("input_scale", "input_zero_point")  # of a static scale
 _FORMATS = (PACKED, INT, FLOAT, NAIVE, NVFP4, MXFP4)
 _ONE_VALUE = ("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder")
 _CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
@@ -110,7 +112,12 @@ def _weight(
     if K is None:
         K = _columns(files, module, found, scheme)
     _check_parts(module, found, format, scheme, N)
-    keys = (f"{module}.{main}", *(f"{module}.{part}" for part in found if part != main))
+    own = {name: files.tensors[f"{module}.{name}"] for name in _INPUT_PARTS if f"{module}.{name}" in files.tensors}
+    if scheme.is_static:
+        _check_input(module, own)
+    elif "input_zero_point" in own or "input_scale" in own:
+        raise ValueError(f"{module} has a scale of its input, which its group does not name")
+    keys = (f"{module}.{main}", *(f"{module}.{part}" for part in (*found, *own) if part != main))
 
     def unpack() -> PackedWeight:
         tensors = {part: files.read(f"{module}.{part}") for part in found}
@@ -121,7 +128,22 @@ def _weight(
         except Inexpressible as reason:
             raise ValueError(f"{module}: {reason}") from None
 
-    return ForeignWeight(module, scheme, (N, K), keys, unpack)
+    def input_scale() -> Tensor:
+        zeros = files.read(f"{module}.input_zero_point") if "input_zero_point" in own else None
+        if zeros is not None and zeros.float().any():
+            raise ValueError(f"{module}.input_zero_point is not 0, but its group is symmetric")
+        return files.read(f"{module}.input_scale")
+
+    return ForeignWeight(module, scheme, (N, K), keys, unpack, input_scale=input_scale if scheme.is_static else None)
+
+
+def _check_input(module: str, own: dict[str, TensorInfo]) -> None:
+    """Raise ValueError unless there is one floating-point scale of the input, and no more than one zero point."""
+    scale, zeros = own.get("input_scale"), own.get("input_zero_point")
+    if scale is None or prod(scale.shape) != 1 or scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{module}: input_scale is {scale or 'missing'}; needs one number")
+    if zeros is not None and prod(zeros.shape) != 1:
+        raise ValueError(f"{module}: input_zero_point is {zeros}; needs one number")
 
 
 def _columns(files: TensorFiles, module: str, found: dict[str, TensorInfo], scheme: LinearScheme) -> int:

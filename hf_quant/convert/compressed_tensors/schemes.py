@@ -51,6 +51,8 @@ def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
     format = _storage(quant, activation)
     if scheme.sparsity is not None:
         raise Inexpressible(f"{scheme.sparsity} sparsity has no format that is still read")
+    if scheme.is_static and quant.granularity == "block":
+        raise Inexpressible("no reader takes weights in blocks with a static scale of their input")
     if scheme.input_transform is not None:
         raise Inexpressible(
             "its input is rotated, which readers of this format pass over or cannot compute; for them, quantize the "
@@ -78,8 +80,9 @@ def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
     inputs: tuple[tuple[str, Any], ...] | None = None
     if activation is not None:
         kind = ("type", "int" if activation == "int8" else "float")
-        inputs = (("num_bits", 8), kind, ("symmetric", True), ("strategy", "token"), ("group_size", None))
-        inputs = (*inputs, ("dynamic", True))
+        strategy = "tensor" if scheme.is_static else "token"
+        inputs = (("num_bits", 8), kind, ("symmetric", True), ("strategy", strategy), ("group_size", None))
+        inputs = (*inputs, ("dynamic", not scheme.is_static))
     return Group(format, tuple(weights.items()), inputs)
 
 
@@ -145,9 +148,14 @@ def _activation(inputs: Any) -> TensorQuant | None:
     name = {("int", 8): "int8", ("float", 8): "fp8_e4m3"}.get((kind, bits))
     if name is None:
         raise Inexpressible(f"its inputs are quantized to {bits}-bit {kind}")
-    if not inputs.get("dynamic") or not inputs.get("symmetric", True):
-        given = "static" if not inputs.get("dynamic") else "asymmetric"
-        raise Inexpressible(f"its inputs are quantized with {given} scales; hf_quant has symmetric ones per token")
+    if not inputs.get("symmetric", True):
+        raise Inexpressible("its inputs are quantized with zero points; hf_quant has symmetric scales")
+    if not inputs.get("dynamic"):
+        if inputs.get("strategy", "tensor") != "tensor":
+            raise Inexpressible(
+                f"its inputs have static scales by strategy {inputs['strategy']!r}; hf_quant has one per layer"
+            )
+        return TensorQuant(name, "tensor", dynamic=False)
     if inputs.get("strategy") not in ("token", "group"):
         raise Inexpressible(f"its inputs share scales by strategy {inputs.get('strategy')!r}; hf_quant: per token")
     return TensorQuant(name, "row")
