@@ -4,6 +4,7 @@
     python scripts/bench_cpu.py linear --direction backward
     python scripts/bench_cpu.py linear --kernels torch,avx512,avx2,portable --only "int4 g128"
     python scripts/bench_cpu.py linear --targets --json targets.json   # what is aimed at, and what is reached
+    python scripts/bench_cpu.py linear --targets --only "W8A8 int8" --m 1 128 --shapes 576x1536 4096x14336  # rotation
     python scripts/bench_cpu.py kv_attention --context 8192            # a decoding step
 
 Every number of `linear` is the ratio to bf16 `F.linear` (for the gradient: to the bf16 product) on the same shape in
@@ -31,12 +32,15 @@ from torch import Tensor
 
 from cpulab import attention as cpu_attention
 from cpulab.timing import TORCH, Turn, command, environment, interleaved, kernels_in_use, print_table
+from gpulab import cases
 from gpulab.cases import CANDIDATES, Candidate
 from hf_quant import kernels
 from hf_quant.algorithms import PackedWeight, quantize_matrix
 from hf_quant.kernels import native
+from hf_quant.modules.rotation import signs
 from hf_quant.planning import format_table
-from hf_quant.scheme import TensorQuant
+from hf_quant.resolve import DEFAULT_TRANSFORM
+from hf_quant.scheme import InputTransform, TensorQuant
 
 
 BASE = "bf16"
@@ -70,7 +74,11 @@ GROUPS = (
 PEERS = {
     c.name: "W4A8 int8" if c.activation else f"{c.weight.format} g128" for c in GROUPS if c.name.endswith("scales")
 }
-PEER_TARGETS = dict.fromkeys((1, 4, 16, 128), 0.9)  # {M: the speed of the peer}
+PEER_TARGETS = dict.fromkeys(PEERS, dict.fromkeys((1, 4, 16, 128), 0.9))  # {candidate: {M: the speed of the peer}}
+# With an input transform, after what they are compared with.
+ROTATED = tuple(cases.candidate(name)._replace(name=f"{name}, rotated") for name in ("W8A8 int8", "W4A8 int8"))
+PEERS |= {c.name: c.name.removesuffix(", rotated") for c in ROTATED}
+PEER_TARGETS |= dict.fromkeys((c.name for c in ROTATED), {1: 0.95, 128: 0.95})
 
 
 @dataclass
@@ -118,7 +126,10 @@ def forward_call(candidate: Candidate, K: int) -> Callable[[Tensor, PackedWeight
     options = {"format": candidate.weight.format, "group_size": candidate.group_size(K)}
     if candidate.activation is None:
         return lambda x, packed: kernels.weight_only_mm(x, *packed, None, **options)
-    return lambda x, packed: kernels.dynamic_mm(x, *packed, None, activation=candidate.activation, **options)
+    options["activation"] = candidate.activation
+    transform = InputTransform(min(K & -K, DEFAULT_TRANSFORM.block_size))
+    diagonal = signs(transform, K, torch.device("cpu")) if candidate in ROTATED else None
+    return lambda x, packed: kernels.dynamic_mm(x, *packed, None, diagonal, **options)
 
 
 def backward_call(candidate: Candidate, K: int) -> Callable[[Tensor, PackedWeight], Tensor]:
@@ -201,7 +212,7 @@ def _each(call: Callable[[Any], Tensor], weights: list[Any]) -> Callable[[], Non
 def bench_linear(args: argparse.Namespace) -> None:
     """Every candidate against bf16 `F.linear`, for all shapes, M and thread counts."""
     print(f"kernels: {', '.join(args.kernels)}")
-    candidates = (*CANDIDATES, *GROUPS)
+    candidates = (*CANDIDATES, *GROUPS, *ROTATED)
     names = [c.name for c in candidates if not args.only or any(word in c.name for word in args.only)]
     if args.targets:
         names = [name for name in names if name in (*TARGETS, *PEERS, *PEERS.values())]
@@ -256,7 +267,7 @@ def judge(records: list[Record]) -> list[dict[str, Any]]:
         aims = {"x bf16": (record.ratio, TARGETS.get(record.name, {}).get(record.M))}
         peer = found.get((PEERS.get(record.name), record.kernels, record.shape, record.threads, record.M))
         if peer is not None:
-            aims[f"x {peer.name}"] = (peer.seconds / record.seconds, PEER_TARGETS.get(record.M))
+            aims[f"x {peer.name}"] = (peer.seconds / record.seconds, PEER_TARGETS[record.name].get(record.M))
         if record.M == 1:
             aims["of read"] = (record.share, SHARE_TARGETS.get(record.name))
         for what, (reached, target) in aims.items():

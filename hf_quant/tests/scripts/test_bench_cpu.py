@@ -10,8 +10,11 @@ from bench_cpu import Record, judge
 from cpulab import attention as cpu_attention
 from cpulab import timing as cpu_timing
 from gpulab.cases import CANDIDATES, candidate
+from hf_quant import kernels
 from hf_quant.algorithms import quantize_matrix
 from hf_quant.kernels import native
+from hf_quant.modules.rotation import signs
+from hf_quant.scheme import InputTransform
 
 
 KERNELS = (bench_cpu.TORCH, *native.instruction_sets()[:1])  # the second where the extension is built
@@ -39,7 +42,11 @@ def test_kernels_take_turns_in_one_run(capsys, tmp_path, monkeypatch):
     options = ("--m", "1", "3", "--kernels", ",".join(KERNELS), "--json", str(tmp_path / "out.json"))
     bench_cpu.main([*TINY, *only, *options])
     text = capsys.readouterr().out
-    names = [c.name for c in (*CANDIDATES, *bench_cpu.GROUPS) if any(word in c.name for word in only[1:])]
+    names = [
+        c.name
+        for c in (*CANDIDATES, *bench_cpu.GROUPS, *bench_cpu.ROTATED)
+        if any(word in c.name for word in only[1:])
+    ]
     for name in names:
         for kind in KERNELS:
             label = f"{name}, {kind}" if len(KERNELS) > 1 else name
@@ -66,12 +73,13 @@ def test_kernels_take_turns_in_one_run(capsys, tmp_path, monkeypatch):
 def test_targets_are_judged(capsys, tmp_path):
     bench_cpu.main([*TINY, "--targets", "--kernels", "torch", "--m", "1", "4", "--json", str(tmp_path / "out.json")])
     goals = json.loads((tmp_path / "out.json").read_text())["targets"]
-    assert len(goals) == 30  # six at M = 1, one of the bandwidth, three at M = 4; ten against groups of 128 at each M
+    # Six at M = 1, one of the bandwidth, three at M = 4; ten against groups of 128 at each M; two rotated at M = 1.
+    assert len(goals) == 32
     text = capsys.readouterr().out
-    assert f"{sum(goal['pass'] for goal in goals)} of 30 targets are reached" in text
+    assert f"{sum(goal['pass'] for goal in goals)} of 32 targets are reached" in text
     for goal in goals:
         assert goal["pass"] == (goal["reached"] >= goal["target"])
-    assert sum("PASS" in line or "short by" in line for line in text.splitlines()) == 30
+    assert sum("PASS" in line or "short by" in line for line in text.splitlines()) == 32
 
 
 def test_small_groups_are_compared_with_their_peer():
@@ -87,6 +95,20 @@ def test_small_groups_are_compared_with_their_peer():
         ("nf4 g32 fp8 scales", "x nf4 g128", pytest.approx(0.9), True),
         ("nf4 g64 fp8 scales", "x nf4 g128", pytest.approx(9 / 11), False),
     ]
+
+
+def test_a_rotated_product_rotates_and_is_compared_with_the_plain_one():
+    rotated, x = bench_cpu.ROTATED[0], torch.randn(3, 192)
+    packed = quantize_matrix(torch.randn(64, 192), rotated.weight, "absmax")
+    found, plain = (bench_cpu.forward_call(c, 192)(x, packed) for c in (rotated, candidate("W8A8 int8")))
+    factors = signs(InputTransform(64), 192, x.device)
+    expected = kernels.dynamic_mm(x, *packed, None, factors, activation="int8", format="int8", group_size=192)
+    assert torch.equal(found, expected) and not torch.allclose(found, plain, atol=1)
+    place = {"kernels": "avx512", "shape": "64x192", "threads": 1, "direction": "forward", "gbps": 1}
+    times = {"W8A8 int8": 19, rotated.name: 20}
+    records = [Record(name=name, M=M, seconds=times[name], ratio=1.0, **place) for M in (1, 4) for name in times]
+    (goal,) = [g for g in judge(records) if g["name"] == rotated.name]
+    assert (goal["M"], goal["what"], goal["reached"], goal["pass"]) == (1, "x W8A8 int8", 0.95, True)
 
 
 def test_a_verdict_says_by_how_much(capsys):
