@@ -189,6 +189,12 @@ class Calibration:
         return [name for name, weights in self._moments.items() if _num_tokens(weights)]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the statistics that are held."""
+        held = {id(m): m for weights in self._moments.values() for matrices in weights.values() for m in matrices}
+        return sum(moments.nbytes for moments in held.values())
+
+    @property
     def unseen(self) -> list[str]:
         """Names of the layers that need data and were given no input."""
         seen = set(self.observed)

@@ -75,6 +75,11 @@ class Moments:
         return copy
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the sums and of what is held out."""
+        return sum(t.nbytes for t in (self.amax, self.total, *self.held_out) if t is not None)
+
+    @property
     def is_finite(self) -> bool:
         """False once an input was NaN or inf."""
         return self.amax is None or bool(self.amax.isfinite().all())
