@@ -214,6 +214,8 @@ def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> Attention
         options |= {"K_PTX": place_ptx(shape.format, centered=False) if use_ptx else None}
         options |= {"V_PTX": place_ptx(shape.format, centered=True) if use_ptx else None}
         options |= {"PLACES": places(shape.format, use_ptx=use_ptx)}
+        if use_ptx and R == 16 and row[:3] == (8, 128, 1) and shape.D == 128 and not shape.has_mask:
+            options["maxnreg"] = 168  # of 3 programs: ptxas aims at as many, and keeps 8 bytes on the stack (sm90)
         kernel, tiles = _kv_decode_kernel, -(-rows // R)
     else:
         _, _, block_m, block_n, num_warps, stages = row
