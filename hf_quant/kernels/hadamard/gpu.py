@@ -230,7 +230,8 @@ def _hadamard_kernel(
     column = tl.arange(0, B_PAD)[None, :]
     U: tl.constexpr = T // ROWS
     factors = ()
-    if diagonal is not None:
+    KEEPS: tl.constexpr = STAGES > 1 or TILES * T * B_PAD <= 8192
+    if diagonal is not None and KEEPS:
         # Loaded before the loop: inside of it, stages of it in fp32 would fill the shared memory.
         for c in tl.static_range(TILES):
             factors = factors + (
@@ -249,8 +250,10 @@ def _hadamard_kernel(
             offset = segment * B + column
             mask = in_m if EVEN_K else in_m & inside & (column < B) & (offset < K)
             v = tl.load(x_row + offset, mask=mask, other=0.0)
-            if diagonal is not None:
+            if diagonal is not None and KEEPS:
                 v *= factors[c]
+            elif diagonal is not None:  # without stages (gfx942), long rows need the registers
+                v *= _factors(diagonal, tile_row, c, column, X_TYPE, K, U, A, A_PAD, A_M, B, SPAN, EVEN_K)
             if A == 1:
                 z = tl.dot(v, right)
             else:
@@ -303,6 +306,8 @@ def _options(op_name: str, K: int, n: int, target: Target) -> tuple[dict[str, in
     table = config_table(op_name, CONFIGS[op_name], target)
     config = next((row[1:] for row in table if K <= row[0]), table[-1][1:])
     tile_rows, columns, num_warps, stages, programs = config
+    if target.table == "gfx942" and n <= 128:
+        tile_rows = 64  # tiles of 128 spill 17 registers at K = 14336 with a diagonal
     cut = tiling(K, n, tile_rows, columns)
     B_PAD = max(_next_power(cut.B), 16)
     if cut.TILES * cut.T * B_PAD > _LARGEST:
