@@ -403,6 +403,36 @@ def scale_in(raw, SCALE: tl.constexpr, DTYPE: tl.constexpr):
         return raw.to(DTYPE)
 
 
+def e4m3_ptx(dtype: torch.dtype) -> str:
+    """PTX of four e4m3 numbers in a word ($2) as two pairs of bf16 or fp16, exactly; NaN becomes 480.
+
+    The bits of each number go to their places in the larger format: those of its upper byte in one word for all four,
+    those of its lower byte in another. A factor then corrects the exponent.
+    """
+    upper, shift, factor, kind = (7, 4, 0x7B80, "bf16") if dtype == torch.bfloat16 else (0x3F, 7, 0x5C00, "f16")
+    return (
+        "{ .reg .b32 h, l, m, z; "
+        f"shr.b32 h, $2, {8 - shift}; lop3.b32 h, h, 0x{upper * 0x01010101:08X}, 0, 0xC0; "
+        f"lop3.b32 h, $2, 0x80808080, h, 0x{_AND_OR:X}; "
+        f"shl.b32 l, $2, {shift}; lop3.b32 l, l, 0x{(0xFF << shift & 0xFF) * 0x01010101:08X}, 0, 0xC0; "
+        "prmt.b32 $0, l, h, 0x5140; prmt.b32 $1, l, h, 0x7362; "
+        f"mov.b32 m, 0x{factor * 0x10001:08X}; mov.b32 z, 0x80008000; "
+        f"fma.rn.{kind}x2 $0, $0, m, z; fma.rn.{kind}x2 $1, $1, m, z; }}"
+    )
+
+
+_E4M3_BF16 = tl.constexpr(e4m3_ptx(torch.bfloat16))
+_E4M3_FP16 = tl.constexpr(e4m3_ptx(torch.float16))
+
+
+@triton.jit
+def e4m3_by_ptx(raw, DOT: tl.constexpr):
+    """Bits of e4m3 as uint8 -> their values in DOT, as `scale_in` gives them: 9 instructions for four of them."""
+    PTX: tl.constexpr = _E4M3_BF16 if DOT == tl.bfloat16 else _E4M3_FP16
+    bits = tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [raw], dtype=tl.int16, is_pure=True, pack=4)
+    return bits.to(DOT, bitcast=True)
+
+
 @triton.jit
 def spread(values, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
     """values [ROWS, GROUPS] -> [ROWS, COLUMNS], each repeated COLUMNS / GROUPS times."""

@@ -9,7 +9,7 @@ no shuffle. Compiled for sm90 (BLOCK_N 128, BLOCK_M 16, BLOCK_K 128, 4 warps), w
 step of int4 takes 6 % more instructions with int32 elements (8 dots of K = 16) than with int16 (4 dots of K = 32).
 """
 
-from hf_quant.kernels.gpu.decode import _decode_ptx, decode_portable, load_planes, scale_in, spread
+from hf_quant.kernels.gpu.decode import _decode_ptx, decode_portable, e4m3_by_ptx, load_planes, scale_in, spread
 from hf_quant.kernels.gpu.launch import tl, triton
 
 
@@ -82,6 +82,9 @@ def tile_product(
     # 128 and 1024 are the magic numbers' own value; see `ptx`.
     MAGIC: tl.constexpr = 128 if DOT == tl.bfloat16 else 1024
     INT8: tl.constexpr = KIND == "integer" and BITS == 8 and DOT == tl.bfloat16  # comes in two parts
+    # magic + code, times a scale of 4 bits, plus what the magic number adds: the fma and its constant are exact, as
+    # 17 * 15 < 256.
+    FMA: tl.constexpr = SCALE == "e4m3" and KIND == "integer" and BITS == 4 and not HAS_ZERO and DOT == tl.bfloat16
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(first_step, end_step):
         k = step * BLOCK_K  # a multiple of 16, as the compiler must see to load 16 bytes at a time
@@ -105,13 +108,29 @@ def tile_product(
         if SCALE_MODE == "before":
             # One value for each group of the step, spread over the group's elements.
             GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
-            group = k // GROUP + tl.arange(0, GROUPS)
+            if BLOCK_K > GROUP:  # so that the compiler sees a multiple of GROUPS, and loads those of a row at once
+                group = step * GROUPS + tl.arange(0, GROUPS)
+            else:
+                group = k // GROUP + tl.arange(0, GROUPS)
             in_range = (group * GROUP < K)[None, :]
             at = scale_rows[:, None] + group[None, :]
-            factor = scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, DOT)
+            if EVEN_K:
+                raw = tl.load(scale + at)
+            else:
+                raw = tl.load(scale + at, mask=in_range, other=0)
+            if SCALE == "e4m3" and PTX is not None:
+                factor = e4m3_by_ptx(raw, DOT)
+            else:
+                factor = scale_in(raw, SCALE, DOT)
+            if FMA:
+                centre = spread(factor * tl.full((1, 1), -136.0, DOT), BLOCK_N, GROUPS, ELEMENTS)  # 128 + 8
             factor = spread(factor, BLOCK_N, GROUPS, ELEMENTS)
             if HAS_ZERO:
-                offset = (tl.load(zero_point + at, mask=in_range, other=0).to(tl.int16) + MAGIC).to(DOT)
+                if EVEN_K:
+                    zero = tl.load(zero_point + at)
+                else:
+                    zero = tl.load(zero_point + at, mask=in_range, other=0)
+                offset = (zero.to(tl.int16) + MAGIC).to(DOT)
                 offset = spread(offset, BLOCK_N, GROUPS, ELEMENTS)
         else:
             if SCALE_MODE == "after":
@@ -126,7 +145,9 @@ def tile_product(
                 weight = decoded[i].to(DOT, bitcast=True)
                 if INT8:
                     weight = weight - decoded[CODES + i].to(DOT, bitcast=True)
-            if KIND == "integer" and BITS == 8:
+            if FMA and SCALE_MODE == "before":
+                weight = tl.fma(weight, factor, centre)
+            elif KIND == "integer" and BITS == 8:
                 if DOT == tl.float16:
                     weight = weight - tl.full((1, 1), 1024 + 128, DOT)
             elif KIND == "integer":
@@ -136,7 +157,7 @@ def tile_product(
                     weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
             elif MULTIPLIER != 1.0:
                 weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
-            if SCALE_MODE == "before":
+            if SCALE_MODE == "before" and not FMA:
                 weight = weight * factor
             partial = tl.dot(weight, tl.trans(parts[i]), partial)
         if SCALE_MODE == "after":

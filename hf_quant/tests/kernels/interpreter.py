@@ -102,12 +102,17 @@ def install() -> None:
 
 
 def _inline_asm(self, text, constraints, values, types, is_pure, pack):
-    """Inline PTX on elements that fill registers: 16-bit ones in pairs, or 32-bit ones."""
+    """Inline PTX on elements that fill registers: 8-bit ones by fours, 16-bit ones in pairs, or 32-bit ones.
+
+    Results may be wider than that: each of them then takes several registers, one after the other.
+    """
     if any(v.data.dtype.itemsize * pack != 4 for v in values):
-        raise NotImplementedError("the emulation knows 16-bit elements in pairs and 32-bit elements")
+        raise NotImplementedError("the emulation knows 8-bit elements by fours, 16-bit ones in pairs, 32-bit ones")
     shape = np.broadcast_shapes(*(np.shape(v.data) for v in values))
     inputs = [np.ascontiguousarray(np.broadcast_to(v.data, shape)).reshape(-1).view(np.uint32) for v in values]
-    results = run_ptx(text, inputs, num_outputs=len(types))
+    widths = [t.scalar.primitive_bitwidth // 8 * pack // 4 for t in types]
+    registers = iter(run_ptx(text, inputs, num_outputs=sum(widths)))
+    results = [np.stack([next(registers) for _ in range(width)], -1) for width in widths]
     handles = [TensorHandle(r.view(_get_np_dtype(t.scalar)).reshape(shape), t.scalar) for r, t in zip(results, types)]
     return SimpleNamespace(get_result=handles.__getitem__)
 
@@ -168,6 +173,9 @@ def _execute(name: str, a: np.ndarray, more: list[np.ndarray]) -> np.ndarray:
         return result
     if name == "prmt.b32":
         return _prmt(a, *more)
+    if name == "fma.rn.f16x2":
+        pairs = [np.ascontiguousarray(x).view(np.float16).astype(np.float64) for x in _full(a, *more)]
+        return (pairs[0] * pairs[1] + pairs[2]).astype(np.float16).view(np.uint32)
     if name == "fma.rn.bf16x2":  # exact in fp64, rounded once
         pairs = [
             _to_float32(np.ascontiguousarray(x).view(np.uint16), tl.bfloat16).astype(np.float64)

@@ -6,7 +6,7 @@ import torch
 
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.gpu import decode
-from hf_quant.kernels.gpu.decode import decode_options, ptx, whole_element
+from hf_quant.kernels.gpu.decode import decode_options, e4m3_ptx, ptx, whole_element
 from hf_quant.tests.kernels.interpreter import run_ptx
 
 
@@ -57,6 +57,26 @@ def test_ptx_gives_the_levels_of_the_format(name, dtype):
         if name == "fp8_e4m3":
             assert real.sum() == 254
         assert torch.equal(row[real], expected[real])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_ptx_gives_the_scales_of_float8(dtype):
+    """All of them, NaN excepted, in each place of a word between others."""
+    codes = np.arange(256, dtype=np.uint32)
+    expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    real = ~expected.isnan()
+    assert real.sum() == 254
+
+    def values(text):
+        for place in range(4):
+            word = sum((codes if i == place else ~codes & 0xFF) << np.uint32(8 * i) for i in range(4))
+            pair = run_ptx(text, [word], 2)[place // 2]
+            yield torch.from_numpy(pair.view(np.int16).reshape(-1, 2)[:, place % 2].copy()).view(dtype).double()
+
+    text = e4m3_ptx(dtype)
+    assert all(torch.equal(found[real], expected[real]) for found in values(text))
+    wrong = text.replace("0x5140", "0x4150")
+    assert not all(torch.equal(found[real], expected[real]) for found in values(wrong))
 
 
 def test_tables_do_not_depend_on_the_default_device():

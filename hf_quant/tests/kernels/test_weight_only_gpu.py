@@ -93,6 +93,25 @@ def test_quantized_activations(quant, activation, target):
     assert rejects(y, codes.double() @ weight.t() * row_scale.double().roll(1, 0) + bias.double(), weight)
 
 
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+@pytest.mark.parametrize("format", ["int4", "nf4", "int3"])
+def test_scales_in_fp8_give_the_bits_of_the_same_scales_in_16_bit(format, target):
+    """Their decoding, and the products of 4-bit codes with them, are exact."""
+    N, K, M = 72, 256, 3
+    quant = TensorQuant(format, "group", 32, symmetric=format != "int3", scale_dtype="float8_e4m3fn")
+    packed, kwargs = packed_case(quant, N, K)
+    packed.scale[5] = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)  # zero and subnormal numbers
+    packed.scale[6] = packed.scale[6].float().neg().to(torch.float8_e4m3fn)
+    weight = decode_slowly(packed, quant, K)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, found = _x(M, K, dtype), []
+        for scale in (packed.scale, packed.scale.to(dtype)):
+            with pretend(TARGETS[target]):
+                found.append(weight_only_mm_gpu(x, *packed._replace(scale=scale), None, **kwargs))
+        assert_product(found[0], x.double() @ weight.t(), weight)
+        assert torch.equal(*found)
+
+
 def test_wrong_weights_are_noticed():
     packed, kwargs = packed_case(INT4, 64, 256)
     weight, x = decode_slowly(packed, INT4, 256), _x(5, 256, torch.bfloat16)
