@@ -42,7 +42,7 @@ EXCEPTIONS = (
     Accepted("width", ".*", ".*", "(int3|fp6).*", "two planes: a lane's codes of one are half, or less, of 16 bytes"),
     Accepted("width", "_quantize_rowwise.*", ".*", r".* rows \d+x(64|128|1000), .*", "short or odd rows"),
     Accepted("width", "_quantize_rowwise.*", ".*", r".*, M=\d{1,3}, .*", "few rows: many lanes each, latency counts"),
-    Accepted("width", "_dequantize.*", ".*", "nf4.* fp32.*", "levels are looked up in the cache, 4 bytes each"),
+    Accepted("width", "_dequantize.*", ".*", "nf4.*", "levels are looked up in the cache, 4 bytes each"),
     Accepted("width", ".*", "gfx942", "nf4.*", "without NVIDIA's byte permute, levels are looked up in the cache"),
     Accepted("width", "_int8_attention_stats.*", "gfx942", ".*", "one pass over k; attention makes many"),
     # Tiles of 16 rows: the left operand of wgmma, and of tcgen05, has 64 and more.
@@ -56,6 +56,7 @@ EXCEPTIONS = (
     Accepted(
         "width", "_kv_query.*", ".*", ".*", "a row of each head, and of several a part of a prefill's time: latency"
     ),
+    Accepted("local", "_kv_prefill.*", "sm120", "int[24] .* tokens, M=.*", "addresses of y, once, outside of loops"),
     Accepted("width", "_kv_merge.*", ".*", ".*", "a row of fp32 for each split: 4 bytes a lane, all in flight"),
 )
 
