@@ -1,12 +1,16 @@
 """Schemes as the scripts take them on the command line."""
 
 import json
+import re
 from typing import Any
 
 
 def parse_spec(spec: str) -> dict[str, Any]:
-    """ "int4:group_size=64:algorithm=hqq" -> fields of QuantizerConfig; values are JSON, or else text."""
-    weights, *settings = spec.split(":")
+    """ "int4:group_size=64:algorithm=hqq" -> fields of QuantizerConfig; values are JSON, or else text.
+
+    A colon inside of braces belongs to a value: 'W8A8:modules={"*.down_proj": "int8"}'.
+    """
+    weights, *settings = re.split(r":(?![^{}]*\})", spec)
     fields: dict[str, Any] = {"weights": weights}
     for setting in settings:
         key, equals, value = setting.partition("=")

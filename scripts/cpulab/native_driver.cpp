@@ -272,6 +272,8 @@ class Case : RandomCall {
       auto sign = [&] { return random_.one_in(2) ? 1.0 : -1.0; };
       p.diagonal = static_cast<float*>(fill(diagonal, p.K, F32, false, sign));
     }
+    if (p.x_dtype != INT8 && p.row_scale == nullptr && random.one_in(3))
+      p.input_scale = static_cast<float*>(fill(input_scale, 1, F32, false, [&] { return random_.between(0.005, 0.05); }));
     int code = 0;  // levels are exact in bf16, and those of 8-bit floats symmetric
     p.levels = static_cast<float*>(fill(levels, codes, F32, false, [&] {
       const int i = code++;
@@ -319,8 +321,9 @@ class Case : RandomCall {
   float quantize(double* row) const {
     float top = 0;
     for (int64_t k = 0; k < p.K; ++k) top = std::fmax(top, static_cast<float>(std::fabs(row[k])));
-    const float scale = top == 0 ? 1.0f : top / 127.0f;
-    for (int64_t k = 0; k < p.K; ++k) row[k] = std::nearbyint(static_cast<float>(row[k]) / scale);
+    const float scale = p.input_scale != nullptr ? *p.input_scale : top == 0 ? 1.0f : top / 127.0f;
+    for (int64_t k = 0; k < p.K; ++k)
+      row[k] = std::nearbyint(std::fmax(-127.0f, std::fmin(127.0f, static_cast<float>(row[k]) / scale)));
     return scale;
   }
 
@@ -416,6 +419,7 @@ class Case : RandomCall {
     call.x_stride = p.x_stride;
     call.diagonal = p.diagonal;
     call.block = p.block;
+    call.input_scale = p.input_scale;
     call.codes = codes->as<int8_t>();
     call.scales = scales->as<float>();
     call.threads = p.threads;
@@ -440,7 +444,7 @@ class Case : RandomCall {
   }
 
   Product p;
-  Memory x, qdata, scale, zero, bias, global, row_scale, levels, ends, diagonal;
+  Memory x, qdata, scale, zero, bias, global, row_scale, input_scale, levels, ends, diagonal;
   std::vector<int64_t> starts;  // rows of x of each expert, and the end of the last
 };
 

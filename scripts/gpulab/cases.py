@@ -329,11 +329,22 @@ def _signs(K: int, device: Any) -> Tensor:
     return randn((K // block, block), torch.float32, device).sign()
 
 
+def _static_scale(device: Any) -> Tensor:
+    """A scale [1] of activations, under which randn saturates from 2.5 on as int8."""
+    return torch.empty(1, device=device).fill_(2.5 / 127)
+
+
 # Ops that move data: name -> (op, (M, K, dtype, device) -> arguments, options besides "format").
 Maker = Callable[[int, int, torch.dtype, Any], tuple]
 MEMORY: dict[str, tuple[str, Maker, dict[str, Any]]] = {
     "quantize": ("quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d),), {}),
     "quantize, random rounding": ("quantize_rowwise", lambda M, K, t, d: (randn((M, K), t, d), _seed(d)), {}),
+    "quantize, static": ("quantize_static", lambda M, K, t, d: (randn((M, K), t, d), _static_scale(d)), {}),
+    "quantize, static, rotate": (
+        "quantize_static",
+        lambda M, K, t, d: (randn((M, K), t, d), _static_scale(d), _signs(K, d)),
+        {},
+    ),
     "RMSNorm": (
         "rms_norm_quantize_rowwise",
         lambda M, K, t, d: (randn((M, K), t, d), _row(K, t, d)),

@@ -7,6 +7,7 @@ import pytest
 import readme_section
 import real_models
 from common import scatter
+from common.schemes import parse_spec
 
 
 @pytest.fixture
@@ -82,3 +83,10 @@ def test_the_table_in_the_readme_is_made_of_what_the_script_writes():
     large["rows"].pop()
     with pytest.raises(ValueError, match="other schemes"):
         readme_section.real_models_table(record)
+
+
+def test_schemes_with_modules_of_their_own():
+    assert parse_spec("W8A8:group_size=64:algorithm=mse") == {"weights": "W8A8", "group_size": 64, "algorithm": "mse"}
+    spec = 'W8A8:activation_scale=static:modules={"*.down_proj": "int8", "lm_head": null}'
+    modules = {"*.down_proj": "int8", "lm_head": None}
+    assert parse_spec(spec) == {"weights": "W8A8", "activation_scale": "static", "modules": modules}
