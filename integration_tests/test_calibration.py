@@ -75,6 +75,19 @@ class TestDiffusers:
         with pytest.raises(ValueError, match="for a pipeline with a function that runs it"):
             tiny_diffusion.load(tmp_path / "flux", quantization_config=config)
 
+    def test_static_scales_are_set_while_loading(self, tmp_path):
+        base, config = tiny_diffusion.make_model("flux"), QuantizerConfig("W8A8_FP8", activation_scale="static")
+        base.save_pretrained(tmp_path / "flux")
+        statistics = calibrate(base, lambda model: tiny_diffusion.run(model, "flux"), kind="amax", config=config)
+        statistics.save(tmp_path / "amax.safetensors")
+        config.calibration = tmp_path / "amax.safetensors"
+        loaded = tiny_diffusion.load(tmp_path / "flux", dtype=torch.float32, quantization_config=config)
+        config.calibration = None
+        direct = quantize_(base, config, calibration=statistics)
+        assert loaded.state_dict().keys() == direct.state_dict().keys()
+        assert all(torch.equal(t, direct.state_dict()[name]) for name, t in loaded.state_dict().items())
+        assert torch.equal(tiny_diffusion.run(loaded, "flux"), tiny_diffusion.run(direct, "flux"))
+
 
 def test_generate_is_a_function_that_runs_the_model():
     model = tiny_models.build("t5", torch.float32)

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, QuantizerConfig, dict]] = {
     "nvfp4": ("llama", QuantizerConfig("nvfp4"), {}),
     "W8A8": ("llama", QuantizerConfig("W8A8"), {}),
     "W8A8_FP8": ("llama", QuantizerConfig("W8A8_FP8"), {}),
+    "static": ("llama", QuantizerConfig("W8A8", activation_scale="static"), {}),
     "tied": ("llama_tied", TIED, {}),
     "experts": ("qwen3_moe", QuantizerConfig("int8"), {"target_modules": ["q_proj", "o_proj"]}),
 }
@@ -38,7 +39,9 @@ def load(directory: Path, name: str, **fields) -> nn.Module:
 def test_two_processes_agree_with_one(tmp_path):
     build("llama", torch.float32).save_pretrained(tmp_path / "plain")
     for case, (architecture, config, _) in CASES.items():
-        quantize_(build(architecture, torch.float32), config).save_pretrained(tmp_path / case.replace(" ", "-"))
+        ids = IDS if config.activation_scale == "static" else None
+        model = quantize_(build(architecture, torch.float32), config, calibration=ids)
+        model.save_pretrained(tmp_path / case.replace(" ", "-"))
     failures = run_in_two_processes(in_each_process, tmp_path)
     assert not failures, "\n".join(failures)
 

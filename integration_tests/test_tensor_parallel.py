@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_quant import QuantizerConfig
+from hf_quant import QuantizerConfig, quantize_
 from integration_tests.support.two_processes import Failures, change, run_in_two_processes, whole
 
 
@@ -104,6 +104,9 @@ def test_two_processes_agree_with_one(tmp_path):
         model = load(tmp_path, name, quantization_config=QuantizerConfig(**fields))
         torch.save((*answers(model), model.state_dict()), tmp_path / f"{slug(case)}.pt")
         model.save_pretrained(tmp_path / slug(case))
+    static = quantize_(build("llama").eval(), QuantizerConfig("W8A8", activation_scale="static"), calibration=IDS)
+    torch.save((*answers(static), static.state_dict()), tmp_path / "static.pt")
+    static.save_pretrained(tmp_path / "static")
     load(tmp_path, "llama", quantization_config=WIDE_BLOCKS).save_pretrained(tmp_path / "wide-blocks")
     failures = run_in_two_processes(in_each_process, tmp_path)
     assert not failures, "\n".join(failures)
@@ -118,6 +121,8 @@ def in_each_process(directory: Path, failures: Failures) -> None:
             check_saved(case, directory, model)
         with failures.of(f"{case}, from a checkpoint"):
             check_model(case, directory, load(directory, case, tp_plan="auto"))
+    with failures.of("static scales"):  # of which every process has all, so that no code differs
+        check_model("static", directory, load(directory, "static", tp_plan="auto"))
     for check in (check_expert_parallelism, check_given_plan, check_refusals, check_weights, check_adapter):
         with failures.of(check.__name__):
             check(directory)

@@ -253,6 +253,29 @@ def test_statistics_in_a_file_quantize_while_loading(fields, tmp_path):
         quantize_(llama(hidden_size=128), config, calibration=statistics)
 
 
+def test_static_scales_are_set_while_loading(tmp_path):
+    config = QuantizerConfig("W8A8", activation_scale="static", modules={"lm_head": None})
+    llama().save_pretrained(tmp_path / "base")
+    statistics = calibrate(llama(), IDS, kind="amax", config=config)
+    config.calibration = statistics
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    config.calibration = None
+    direct = quantize_(llama(), config, calibration=IDS)
+    assert loaded.state_dict().keys() == direct.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), direct.state_dict().values()))
+    loaded.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, loaded(IDS).logits) and torch.equal(
+            loaded(IDS).logits, direct(IDS).logits
+        )
+    name = next(iter(statistics.statistics))
+    del statistics.statistics[name]
+    config.calibration = statistics
+    with pytest.raises(ValueError, match=f"the statistics have none for {name}, whose static activation scales"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+
+
 def test_files_that_hold_no_statistics(tmp_path):
     with pytest.raises(ValueError, match="is not a file"):
         StatisticsFile.load(tmp_path / "missing.safetensors")
