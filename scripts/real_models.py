@@ -54,6 +54,7 @@ from common.checkout import commit
 from common.schemes import parse_spec
 from hf_quant import QuantizerConfig, quantize_
 from hf_quant.calibration import needs_data
+from hf_quant.calibration.sample import sample
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids, read_windows
 
 
@@ -264,10 +265,12 @@ HEADER = (
 )
 
 
-def calibration_data(tokenizer: Callable[[str], Any], ids: Tensor, args: argparse.Namespace) -> Any:
-    """Windows of the text behind `ids`, on which the model is judged; or the wish for text of the model's own."""
+def calibration_data(
+    base: nn.Module, tokenizer: Callable[[str], Any], ids: Tensor, args: argparse.Namespace
+) -> Tensor:
+    """Windows of the text behind `ids`, on which the model is judged; or of text that the model writes."""
     if args.calibration == "own":
-        return {"data": None, "num_tokens": args.calibration_tokens}
+        return sample(base, args.calibration_tokens, args.window)
     rows = read_windows(args.text, tokenizer, window=args.window, max_tokens=ids.numel() + args.calibration_tokens)
     return rows[ids.numel() :].view(-1, args.window)
 
@@ -313,7 +316,8 @@ def report(name: str, args: argparse.Namespace) -> dict[str, Any]:
     widths = [max(map(len, (header[0], *args.scheme))), *(max(len(cell), 10) for cell in header[1:])]
     print(f"{line(header, widths)}\n{'-' * len(line(header, widths))}", flush=True)
     rows = []
-    data = calibration_data(tokenizer, ids, args) if args.calibration_tokens else None
+    needs = any(needs_data(QuantizerConfig(**parse_spec(spec))) for spec in args.scheme)
+    data = calibration_data(base, tokenizer, ids, args) if needs else None
     for spec in (BASE, *args.scheme):
         rows.append(measure(base, spec, ids, data, args))
         print(line(cells(rows[-1]), widths), flush=True)

@@ -21,7 +21,7 @@ logger = logging.getLogger("hf_quant")
 
 
 class Solved(NamedTuple):
-    """What calibration gives a model.
+    """Results of the calibration of a model.
 
     Attributes:
         packed: {module: {weight: its codes}}, of the layers whose algorithm needs data.
