@@ -137,6 +137,8 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int) -> Tiling 
             block_k, mode = inside, "before" if before else "after"
         elif block_k % group_size == 0 and group_size % codes == 0:
             mode = "before"
+            if codes == 8 and row[1:3] == (128, 128):
+                block_m = 64  # without wgmma, x is in registers, too: 3.5 KB of stack (int2 and int3 g32, M = 65, sm80)
         else:
             return f"groups of {group_size} do not fit a tile of {block_k}"
     return Tiling(block_m, block_n, block_k, num_warps, num_stages, max_split, mode)
@@ -276,7 +278,7 @@ def _weight_only_mm_kernel(
         if last:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             # Large parts one by one: all at once took 255 registers and a stack (W4A8, sm90, M = 65) instead of 128.
-            UNROLL: tl.constexpr = SPLIT_K if BLOCK_M < 128 else 1
+            UNROLL: tl.constexpr = SPLIT_K if BLOCK_M < 64 else 1
             for i in tl.range(SPLIT_K, num_stages=1, loop_unroll_factor=UNROLL):
                 total += tl.load(sums + i * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(counters + tile, 0)
