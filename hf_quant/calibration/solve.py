@@ -135,16 +135,19 @@ class _Solver:
 
     @torch.no_grad()
     def _codes(self, entry: PlanEntry, statistics: dict[str, list[Statistics]]) -> dict[str, PackedWeight]:
-        module, scheme = self.modules[entry.name], entry.scheme
+        module, scheme, algorithm = self.modules[entry.name], entry.scheme, entry.algorithm
         quantized = quantized_class(type(module))
+        assert quantized is not None and scheme is not None and algorithm is not None  # it is planned, for a solver
         packed = {}
         for weight, found in statistics.items():
             fqn = f"{entry.name}.{weight}"
             own = module.get_parameter(weight).detach()
             device = own.device if self.device is None else torch.device(self.device)
-            matrix = in_basis(quantized.to_matrix(module, weight, own.to(device)), scheme.input_transform)
+            # `to_matrix` reads only what the host's module has.
+            matrix = quantized.to_matrix(module, weight, own.to(device))  # pyrefly: ignore[bad-argument-type]
+            matrix = in_basis(matrix, scheme.input_transform)
             moved = [of.to(device) for of in found]
-            codes, num_kept = calibrated_matrix(matrix, scheme.weight, entry.algorithm, moved, name=fqn)
+            codes, num_kept = calibrated_matrix(matrix, scheme.weight, algorithm, moved, name=fqn)
             if num_kept:
                 self.kept.append(fqn if len(moved) == 1 else f"{fqn} ({num_kept} of {len(moved)})")
             packed[weight] = codes.to(own.device)

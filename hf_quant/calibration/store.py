@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +31,7 @@ class StatisticsFile:
         self,
         statistics: Mapping[str, Mapping[str, Sequence[Statistics]]],
         transforms: Mapping[str, InputTransform | None],
-        record: dict,
+        record: dict[str, Any],
     ) -> None:
         self.statistics = {name: dict(weights) for name, weights in statistics.items()}
         self.transforms, self.record = dict(transforms), record

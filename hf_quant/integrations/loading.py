@@ -84,7 +84,9 @@ def prepare_from_config(
         )
     for name in apply_plan(model, quant_plan, keep_placeholder=True):
         if file is not None and name in file.statistics and needed(entry := quant_plan.entries[name]) is not None:
-            model.get_submodule(name).statistics = of_file(file, entry)
+            module = model.get_submodule(name)
+            assert isinstance(module, QuantizedModule)  # apply_plan has converted it
+            module.statistics = of_file(file, entry)
     found = resolved(config, quant_plan.schemes)
     found.calibrated_with = None if file is None else file.record
     return found
