@@ -138,7 +138,7 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int) -> Tiling 
         elif block_k % group_size == 0 and group_size % codes == 0:
             mode = "before"
             if codes == 8 and row[1:3] == (128, 128):
-                block_m = 64  # without wgmma, x is in registers, too: 3.5 KB of stack (int2 and int3 g32, M = 65, sm80)
+                block_m = 64  # without wgmma x is in registers, too: 3.5 KB of stack (int3 g32, M = 65, sm80)
         else:
             return f"groups of {group_size} do not fit a tile of {block_k}"
     return Tiling(block_m, block_n, block_k, num_warps, num_stages, max_split, mode)
