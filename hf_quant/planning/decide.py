@@ -86,7 +86,8 @@ def plan(
 
 def _advice(model: nn.Module, entries: list[PlanEntry]) -> str | None:
     """Return what to take instead for a small language model in 4 bits or fewer: docs/accuracy.md measures two."""
-    few = {entry.scheme.weight.format for entry in entries if entry.scheme is not None}
+    plain = (entry.scheme for entry in entries if entry.algorithm != "gptq")
+    few = {scheme.weight.format for scheme in plain if scheme is not None}
     few = {name for name in few if FORMATS[name].bits <= 4}
     size = sum(p.numel() for p in model.parameters())
     if not few or size >= SMALL_MODEL or not getattr(model, "can_generate", lambda: False)():
@@ -94,7 +95,7 @@ def _advice(model: nn.Module, entries: list[PlanEntry]) -> str | None:
     nf4 = "" if few == {"nf4"} else "; of 4 bits nf4 loses least"
     return (
         f"advice: {', '.join(sorted(few))} costs a language model of {size / 1e6:.1f}M parameters much, int8 next to "
-        f"nothing{nf4}"
+        f"nothing{nf4}; algorithm='gptq' takes off three quarters"
     )
 
 

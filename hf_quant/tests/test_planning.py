@@ -125,7 +125,8 @@ def test_advice_for_small_language_models():
     found = plan(model, QuantizerConfig("int4", modules={"3": "int8"}))
     assert str(found).splitlines()[-1] == found.advice
     assert found.advice.startswith("advice: int4 costs a language model of 0.0M parameters much, int8 next to nothing")
-    assert found.advice.endswith("of 4 bits nf4 loses least")
+    assert found.advice.endswith("of 4 bits nf4 loses least; algorithm='gptq' takes off three quarters")
+    assert plan(model, {"weights": "int4", "algorithm": "gptq"}).advice is None
     assert "nf4 costs" in plan(model, "nf4").advice and "of 4 bits" not in plan(model, "nf4").advice
     assert plan(model, "int8").advice is None and plan(model, "fp6").advice is None
     with torch.device("meta"):
