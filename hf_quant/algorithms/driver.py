@@ -152,7 +152,7 @@ class Quantization:
     def _stored_choice(self, piece: _Piece) -> Choice:
         """The scales that are stored for a piece."""
         at, unit = self._scales_at(piece), self._unit(piece, piece.rows.stop - piece.rows.start)
-        scale = self.scale[at].float().flatten(0, 1).unsqueeze(-1)
+        scale = self.scale[at].to(torch.float32, copy=True).flatten(0, 1).unsqueeze(-1)
         zero_point = None if self.zero_point is None else self.zero_point[at].float().view(scale.shape)
         return Choice(scale if unit is None else scale * unit, zero_point)
 

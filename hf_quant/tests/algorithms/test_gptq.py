@@ -46,6 +46,13 @@ def test_gptq_needs_fewer_inputs_than_columns():
     assert solved < plain
 
 
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_scales_in_fp32(group_size):
+    quant = TensorQuant("int4", "group", group_size, scale_dtype="float32")
+    solved, plain = errors(quant, hessian_of(correlated_inputs()))
+    assert solved < 0.5 * plain
+
+
 def test_columns_without_input_are_rounded_to_the_nearest():
     x = correlated_inputs()
     x[:, 32:64] = 0  # a group of its own
