@@ -235,6 +235,23 @@ def test_another_input_transform_than_the_checkpoint_has(stored_transform, other
             LLAMA.from_pretrained(tmp_path, dtype="auto", quantization_config=config)
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_a_config_is_compared_with_what_is_stored_not_with_the_defaults_of_today(tmp_path):
+    made = QuantizerConfig("int4", group_size=128, scale_dtype="model")  # an older default
+    quantize_(build("llama"), made).save_pretrained(tmp_path)
+    edit_config(tmp_path, group_size=None, scale_dtype=None)
+    fitting = [{}, {"group_size": 128}, {"scale_dtype": "model"}, {"symmetric": True}, {"granularity": "group"}]
+    for fields in (*fitting, {"weights": "W4A16"}):
+        LLAMA.from_pretrained(
+            tmp_path, dtype="auto", quantization_config=QuantizerConfig(**{"weights": "int4"} | fields)
+        )
+    others = [{"group_size": 32}, {"scale_dtype": "float8_e4m3fn"}, {"symmetric": False}, {"granularity": "row"}]
+    for fields in (*others, {"algorithm": "hqq"}, {"weights": "nf4"}, {"input_transform": "hadamard"}):
+        config = QuantizerConfig(**{"weights": "int4"} | fields)
+        message = load_error(tmp_path, quantization_config=config)
+        assert f"by QuantizerConfig(weights='int4'): int4 g128; the given {config} cannot be applied" in message
+
+
 @pytest.mark.parametrize(
     "config",
     [QuantizerConfig("int8"), QuantizerConfig("W8A16"), QuantizerConfig("int8", quantization_device="cpu")],

@@ -8,6 +8,7 @@ other hooks differ between versions; this file uses only hooks that all supporte
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,10 +54,11 @@ from hf_quant.integrations.transformers.parallel import (
 )
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
+from hf_quant.patterns import matches
 from hf_quant.planning import plan, resolved, schemes_from_list
 from hf_quant.quantize import dequantize_, fuse_as_configured_, quantize_
-from hf_quant.resolve import resolve_scheme
-from hf_quant.scheme import InputTransform
+from hf_quant.resolve import SCHEME_FIELDS, fields_of, resolve_scheme
+from hf_quant.scheme import LinearScheme
 
 
 NAME = QuantMethod.HF_QUANT.value
@@ -340,28 +342,42 @@ def _refuse_missing(model: nn.Module, stored: set[str]) -> None:
 
 
 def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
-    """Raise ValueError if a user asks for another quantization than the checkpoint has.
-
-    Its input transforms are those of its plan: the default that its config stands for has changed between versions.
-    """
-
-    def meaning(c: QuantizerConfig) -> tuple:
-        fields = {**c.scheme_fields(), "input_transform": None}
-        scheme = None if c.weights is None else resolve_scheme(fields, torch.bfloat16)
-        return scheme, c.modules, c.modules_to_not_convert
-
-    asked, is_other = requested.input_transform, meaning(config) != meaning(requested)
-    if asked not in (None, config.input_transform):
-        found = {scheme.input_transform for scheme in schemes_from_list(config.plan).values()}
-        if isinstance(asked, dict):
-            is_other |= found != {InputTransform(**asked)}
-        else:
-            is_other |= (asked == "none") != (found == {None})
+    """Raise ValueError if a user asks for another quantization than the checkpoint has."""
+    stored = schemes_from_list(config.plan)
+    rest = {scheme for name, scheme in stored.items() if not any(matches(p, name) for p in config.modules or ())}
+    is_other = (config.modules, config.modules_to_not_convert) != (requested.modules, requested.modules_to_not_convert)
+    if None in (config.weights, requested.weights):
+        is_other |= config.weights != requested.weights
+    else:
+        is_other |= not all(_asks_for(scheme, config, requested) for scheme in rest)
     if is_other:
         raise ValueError(
-            f"the checkpoint is quantized already, by {config}; the given {requested} cannot be applied to it. Leave "
-            "quantization_config out, or quantize the 16-bit model"
+            f"the checkpoint is quantized already, by {config}: {', '.join(sorted({*map(str, stored.values())}))}; "
+            f"the given {requested} cannot be applied to it. Leave quantization_config out, or quantize the "
+            "16-bit model"
         )
+
+
+def _asks_for(stored: LinearScheme, config: QuantizerConfig, requested: QuantizerConfig) -> bool:
+    """True if `requested` stands for this scheme of a checkpoint, which `config` stood for when it was made.
+
+    A field that both leave out, or have alike, is as it is stored, and so is an input transform that is not asked for:
+    defaults have changed between versions.
+    """
+    given, asked = config.scheme_fields(), requested.scheme_fields()
+    alike = {name for name in SCHEME_FIELDS if asked[name] == given[name]}
+    kept = (alike if given["weights"].lower() == asked["weights"].lower() else alike & {"input_transform"}) | (
+        {"input_transform"} if asked["input_transform"] is None else set()
+    )
+    fields = asked | {name: value for name, value in fields_of(stored).items() if name in kept}
+    dtype = torch.bfloat16 if "float8" in stored.weight.scale_dtype else getattr(torch, stored.weight.scale_dtype)
+    try:
+        scheme, _ = resolve_scheme(fields, dtype)
+    except ValueError:  # a field does not go with what is stored, such as group_size with scales of rows
+        return False
+    if asked["input_transform"] == "hadamard" and scheme.input_transform and stored.input_transform:
+        scheme = replace(scheme, input_transform=stored.input_transform)  # of the block size that fits the layer
+    return scheme == stored and given["algorithm"] == asked["algorithm"]
 
 
 def _attach(model: nn.Module) -> None:
