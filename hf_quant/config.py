@@ -46,7 +46,7 @@ class QuantizerConfig(QuantizationConfigMixin):
             not affected.
         granularity: the values that share a scale: "row", "group", "tensor" or "block" (128 x 128, fp8); None: the
             default of the format.
-        group_size: weights per scale with granularity "group"; a multiple of 32 from 32 to 256.
+        group_size: weights per scale with granularity "group": 16, 32, 64, 96, 128, 192 or 256.
         symmetric: False stores a zero point (int4, int3, int2); None: the format's default.
         scale_dtype: dtype of stored scales: "float32", "bfloat16", "float16", "model" (that of the 16-bit weight) or,
             for groups, "float8_e4m3fn", which halves their cost (double quantization); None: the format's.

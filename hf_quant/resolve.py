@@ -13,7 +13,7 @@ from hf_quant.scheme import GRANULARITIES, PRESETS, TRANSFORM_BLOCKS, InputTrans
 
 
 _PRESET_DEFAULTS = ("group_size", "scale_dtype")  # of a preset's fields, those that a given field replaces
-GROUP_SIZES = (32, 64, 96, 128, 192, 256)
+GROUP_SIZES = (16, 32, 64, 96, 128, 192, 256)
 ACTIVATION_SCALES = ("dynamic", "static")
 ACTIVATIONS = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "model")

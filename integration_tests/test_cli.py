@@ -29,7 +29,7 @@ def test_quantize_inspect_eval(asset_model_dir, tmp_path, capsys):
     assert "43 of 44 modules quantized" in run(
         capsys, "plan", asset_model_dir, "--module", "lm_head=int8", "--skip", "*.0.mlp.up_proj"
     )
-    assert "int3 g32 asym" in run(capsys, "inspect", out)
+    assert "int3 g16" in run(capsys, "inspect", out)
 
     text = tmp_path / "text.txt"
     text.write_text((asset_model_dir / "eval.txt").read_text()[:8000])

@@ -157,7 +157,7 @@ def test_config_of_another_size_of_what_is_not_quantized(config, plain, stored, 
         ("int8", "scale", -1, "scales, as bits, lie in"),
         ("int8", "scale", 0x7F80, "scales, as bits, lie in"),  # inf
         ("fp8_e4m3", "qdata", 0x7F, "fp8_e4m3 codes"),  # NaN
-        ("int2", "zero_point", 9, "zero points lie in [0, 3], but it has 9"),
+        ({"weights": "int2", "symmetric": False}, "zero_point", 9, "zero points lie in [0, 3], but it has 9"),
     ],
 )
 def test_codes_outside_of_the_grid(weights, part, value, expected, plain, tmp_path):

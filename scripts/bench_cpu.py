@@ -63,8 +63,8 @@ GROUPS = (
     *(Candidate(f"{format} g128", TensorQuant(format, "group", 128)) for format in ("nf4", "int3", "int2")),
     *(
         Candidate(f"{format} g{size} fp8 scales", TensorQuant(format, "group", size, scale_dtype=FP8))
-        for format in ("int4", "nf4", "int3", "int2")
-        for size in (64, 32)
+        for format, sizes in (("int4", (64, 32)), ("nf4", (64, 32)), ("int3", (64, 32, 16)), ("int2", (64, 32, 16)))
+        for size in sizes
     ),
     *(
         Candidate(f"W4A8 int8 g{size} fp8 scales", TensorQuant("int4", "group", size, scale_dtype=FP8), "int8")

@@ -68,7 +68,7 @@ SCHEMES = (
     *("int8", "W8A8", "W8A8_FP8", "nvfp4", "mxfp4"),
     *("nf4:scale_dtype=model", "nf4", "nf4:algorithm=absmax", "nf4:group_size=64"),
     *("int4", "int4:algorithm=absmax", f"int4:{ROTATED}", "W4A8", "W4A16", f"W4A16:{ROTATED}"),
-    *("int3", "int3:algorithm=absmax", f"int3:{ROTATED}", "int2"),
+    *("int3", "int3:algorithm=absmax", "int3:group_size=32:symmetric=false", f"int3:{ROTATED}", "int2"),
 )
 BASE = "bf16"
 WINDOW = 512

@@ -277,7 +277,7 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
     )
     group.add_argument("--kv-cache", metavar="FORMAT", help="format of the cached keys and values (default: 16 bit)")
     group.add_argument("--attention", metavar="FORMAT", help="int8: scores of a diffusion model (default: 16 bit)")
-    group.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale, 32 to 256")
+    group.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale, 16 to 256")
     group.add_argument("--granularity", metavar="G", help="row, group, tensor or block: what shares a scale")
     group.add_argument(
         "--scale-dtype", metavar="DTYPE", help="of the scales, such as float8_e4m3fn for those of groups"

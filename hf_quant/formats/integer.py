@@ -51,7 +51,7 @@ INT8 = Format(
     snap=_integer_snap(-127, 127),
 )
 # Chosen by the KL of trained LLMs (docs/accuracy.md): scales of 8 bits for 32 weights each are worth more than
-# those of 16 bits for 64.
+# those of 16 bits for 64, and with few codes twice as many scales are worth more than zero points.
 INT4 = packed_integer(4, CODES["int4"].planes, 32, symmetric=True, group_scale_dtype="float8_e4m3fn")
-INT3 = packed_integer(3, CODES["int3"].planes, 32, symmetric=False, group_scale_dtype="float8_e4m3fn")
-INT2 = packed_integer(2, CODES["int2"].planes, 32, symmetric=False, group_scale_dtype="float8_e4m3fn")
+INT3 = packed_integer(3, CODES["int3"].planes, 16, symmetric=True, group_scale_dtype="float8_e4m3fn")
+INT2 = packed_integer(2, CODES["int2"].planes, 16, symmetric=True, group_scale_dtype="float8_e4m3fn")

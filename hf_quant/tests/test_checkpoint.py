@@ -386,6 +386,9 @@ def poke(key: str, value: int, at: int = -1):
     return edit_tensors(lambda tensors: tensors[key].view(-1).__setitem__(at, value))
 
 
+INT3_ASYM, INT2_ASYM = ({"weights": weights, "symmetric": False} for weights in ("int3", "int2"))
+
+
 @pytest.mark.parametrize(
     ("weights", "edit", "message"),
     [
@@ -393,13 +396,13 @@ def poke(key: str, value: int, at: int = -1):
         ("fp8_e4m3", poke("0.qdata", 0xFF), r"0.qdata is corrupt: fp8_e4m3 codes.* it has 127"),
         ("fp8_e5m2", poke("0.qdata", 0x7C), r"0.qdata is corrupt: fp8_e5m2 codes.* it has 124"),
         ("fp8_e5m2", poke("0.qdata", 0xFE), r"0.qdata is corrupt: fp8_e5m2 codes.* it has 126"),
-        ("int2", poke("0.zero_point", 4), r"0.zero_point is corrupt: zero points lie in \[0, 3\], but it has 4"),
+        (INT2_ASYM, poke("0.zero_point", 4), r"0.zero_point is corrupt: zero points lie in \[0, 3\], but it has 4"),
         ("W4A16", poke("0.scale", 0x7F80), r"0.scale is corrupt: bfloat16 scales.* it has 32640"),  # inf
         ("W4A16", poke("0.scale", 0x7FC0), r"0.scale is corrupt"),  # NaN
         ("W4A16", poke("0.scale", 0), r"0.scale is corrupt: .*it has 0"),
         ("W4A16", poke("0.scale", -128), r"0.scale is corrupt"),  # -inf
         ("W4A16_ASYM", poke("0.scale", -16512), r"0.scale is corrupt"),  # -1.0: with a zero point none is turned round
-        ("int3", poke("0.scale", 0xB8), r"0.scale is corrupt: float8_e4m3fn scales.* it has 184"),
+        (INT3_ASYM, poke("0.scale", 0xB8), r"0.scale is corrupt: float8_e4m3fn scales.* it has 184"),
         ("nf4", poke("0.scale", 0xFF), r"0.scale is corrupt: float8_e4m3fn scales.* it has 127"),  # NaN
         ("fp8_e4m3", poke("0.scale", 0x7F800000), r"0.scale is corrupt: float32 scales"),
         ("mxfp4", poke("0.scale", 255), r"0.scale is corrupt: float8_e8m0fnu scales.* it has 255"),

@@ -49,10 +49,13 @@ def select(wanted: str) -> None:
 
 
 def interleaved(turns: dict[Any, Turn], rounds: int) -> dict[Any, float]:
-    """Seconds of each turn, the least of `rounds`; the candidates take turns, the first round does not count."""
+    """Seconds of each turn, the least of `rounds`; the candidates take turns, the first round does not count.
+
+    Every second round has them in the opposite order: what runs before a candidate decides which caches it finds.
+    """
     now, seconds = clock(), {key: [] for key in turns}
-    for _ in range(rounds + 1):
-        for key, turn in turns.items():
+    for i in range(rounds + 1):
+        for key, turn in reversed(turns.items()) if i % 2 else turns.items():
             if turn.kernels is not None:
                 select(turn.kernels)
             start = now()

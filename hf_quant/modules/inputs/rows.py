@@ -51,7 +51,9 @@ def quantized_rows(
     """
     if x.shape[-1] == 0 or x.numel() // x.shape[-1] < MIN_SHARED_ROWS:
         return None
-    if format == "int8" and x.device.type == "cpu":  # native products quantize rows as they read them
+    # Native products rotate and quantize rows as they read them. Siblings that shared the codes were 1 to 13 % slower
+    # at 16 and 128 rows of 576 columns, and as fast (3 % either way) at 512 rows or 4096 columns, rotated or not.
+    if format == "int8" and x.device.type == "cpu":
         return None
     if input_scale is not None:
         if type(x) is not Tensor or x.is_meta:

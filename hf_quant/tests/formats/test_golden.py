@@ -34,8 +34,9 @@ def _schemes() -> dict[str, TensorQuant]:
         for symmetric in (True, False) if format.allows_asymmetric else (True,):
             quant = TensorQuant(format.name, format.granularity, group_size, symmetric, dtype)
             schemes[format.name + ("" if symmetric else "-asym")] = quant
-            if format.group_scale_dtype is not None:
-                quant = TensorQuant(format.name, "group", format.group_size, symmetric, format.group_scale_dtype)
+            # Groups of 32 were the default of all of them.
+            for size in {32: None, format.group_size: None} if format.group_scale_dtype is not None else ():
+                quant = TensorQuant(format.name, "group", size, symmetric, format.group_scale_dtype)
                 schemes[f"{format.name}-{quant.group_size}" + ("" if symmetric else "-asym")] = quant
     schemes["fp8_e4m3-block"] = TensorQuant("fp8_e4m3", "block")
     return schemes

@@ -21,6 +21,7 @@ QUANTS = (
     TensorQuant("int4", "tensor", symmetric=False),
     TensorQuant("int3", "group", 128, symmetric=False, scale_dtype="bfloat16"),
     TensorQuant("int3", "group", 32, scale_dtype="bfloat16"),
+    TensorQuant("int3", "group", 16, scale_dtype="float8_e4m3fn"),
     TensorQuant("int2", "group", 64, symmetric=False, scale_dtype="bfloat16"),
     TensorQuant("int2", "row", scale_dtype="bfloat16"),
     TensorQuant("fp8_e4m3", "row"),

@@ -73,13 +73,13 @@ def test_kernels_take_turns_in_one_run(capsys, tmp_path, monkeypatch):
 def test_targets_are_judged(capsys, tmp_path):
     bench_cpu.main([*TINY, "--targets", "--kernels", "torch", "--m", "1", "4", "--json", str(tmp_path / "out.json")])
     goals = json.loads((tmp_path / "out.json").read_text())["targets"]
-    # Six at M = 1, one of the bandwidth, three at M = 4; ten against groups of 128 at each M; two rotated at M = 1.
-    assert len(goals) == 32
+    # Six at M = 1, one of the bandwidth, three at M = 4; twelve against groups of 128 at each M; two rotated at M = 1.
+    assert len(goals) == 36
     text = capsys.readouterr().out
-    assert f"{sum(goal['pass'] for goal in goals)} of 32 targets are reached" in text
+    assert f"{sum(goal['pass'] for goal in goals)} of 36 targets are reached" in text
     for goal in goals:
         assert goal["pass"] == (goal["reached"] >= goal["target"])
-    assert sum("PASS" in line or "short by" in line for line in text.splitlines()) == 32
+    assert sum("PASS" in line or "short by" in line for line in text.splitlines()) == 36
 
 
 def test_small_groups_are_compared_with_their_peer():
