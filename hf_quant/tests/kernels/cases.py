@@ -21,7 +21,6 @@ QUANTS = (
     TensorQuant("int4", "tensor", symmetric=False),
     TensorQuant("int3", "group", 128, symmetric=False, scale_dtype="bfloat16"),
     TensorQuant("int3", "group", 32, scale_dtype="bfloat16"),
-    TensorQuant("int3", "group", 16, scale_dtype="float8_e4m3fn"),
     TensorQuant("int2", "group", 64, symmetric=False, scale_dtype="bfloat16"),
     TensorQuant("int2", "row", scale_dtype="bfloat16"),
     TensorQuant("fp8_e4m3", "row"),
@@ -34,6 +33,7 @@ QUANTS = (
     TensorQuant("nf4", "group", 64, scale_dtype="bfloat16"),
     TensorQuant("mxfp4", "group", 32, scale_dtype="float8_e8m0fnu"),
     TensorQuant("nvfp4", "group", 16, scale_dtype="float8_e4m3fn"),
+    TensorQuant("int3", "group", 16, scale_dtype="float8_e4m3fn"),
 )
 
 # (N, K): one that every path takes, one that has a block and a tile left over, one that no packing likes, one beyond
