@@ -155,7 +155,7 @@ UP = "model__layers__0__mlp__up_proj"
             {f"{UP}__g_idx": torch.arange(127, -1, -1).int() // 32},
             r"g_idx orders .* desc_act=False",
         ),
-        ("gptq", {"group": 16}, {}, "group_size is 16; allowed: 32"),
+        ("gptq", {"group": 8}, {}, "group_size is 8; allowed: 16"),
         ("gptq", {}, {f"{UP}__qzeros": torch.full((4, 32), -1, dtype=torch.int32)}, "stores 15 in version 1 of GPTQ"),
         ("gptq", {"bits": 8, "symmetric": False}, {}, "zero points other than 128; int8 has no zero point"),
         ("gptq", {}, {f"{UP}__scales": None}, "up_proj.scales is missing"),
