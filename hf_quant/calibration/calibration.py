@@ -219,8 +219,7 @@ def needed(entry: PlanEntry) -> str | None:
     """The statistics that a layer of the plan needs, None if it needs none."""
     if entry.algorithm in SOLVERS:
         return "hessian" if entry.algorithm == "gptq" else "second_moment"
-    activation = None if entry.scheme is None else entry.scheme.activation
-    return "amax" if activation is not None and not activation.dynamic else None
+    return "amax" if entry.scheme is not None and entry.scheme.is_static else None
 
 
 def needs_data(config: QuantizerConfig) -> bool:

@@ -104,7 +104,7 @@ class _Solver:
         self.packed: dict[str, dict[str, PackedWeight]] = {}
         self.amax: dict[str, dict[str, Tensor]] = {}
         self.kept: list[str] = []  # layers in which a matrix keeps the codes of the default algorithm
-        self.failed: list[str] = []
+        self.failed: dict[str, str] = {}  # {layer without a solution: why}
 
     def solve(
         self,
@@ -118,8 +118,7 @@ class _Solver:
             found = statistics(name)
             assert found is not None  # it was given an input
             entry = self.plan.entries[name]
-            activation = None if entry.scheme is None else entry.scheme.activation
-            if activation is not None and not activation.dynamic:
+            if entry.scheme is not None and entry.scheme.is_static:
                 self.amax[name] = {
                     w: torch.stack([s.amax for s in of if s.amax is not None]).amax(0) for w, of in found.items()
                 }
@@ -129,7 +128,7 @@ class _Solver:
                 except ValueError as error:
                     if "Cholesky" not in str(error):
                         raise
-                    self.failed.append(f"{name} ({error})")
+                    self.failed[name] = str(error)
             del found
             drop(name)
 
@@ -155,8 +154,8 @@ class _Solver:
 
     def finish(self, record: dict[str, Any]) -> Solved:
         """The results. Raises ValueError if a layer with a static scale was given no input."""
-        unseen = [name for name in self.wanted if name not in self.packed and name not in self.amax]
-        unseen = [name for name in unseen if not any(f.startswith(f"{name} (") for f in self.failed)]
+        seen = {*self.packed, *self.amax, *self.failed}
+        unseen = [name for name in self.wanted if name not in seen]
         static = [n for n in unseen if needed(self.plan.entries[n]) == "amax"]
         if static or len(unseen) == len(self.wanted):
             raise ValueError(
@@ -170,7 +169,8 @@ class _Solver:
                 first_few(unseen),
             )
         if self.failed:
-            logger.warning("quantized by the default algorithm: %s", first_few(self.failed))
+            failed = first_few([f"{name} ({why})" for name, why in self.failed.items()])
+            logger.warning("quantized by the default algorithm: %s", failed)
         if self.kept:
             logger.info(
                 "%d weights keep the codes of the default algorithm, which answer to inputs that were held out no "

@@ -15,7 +15,6 @@ from hf_quant.scheme import InputTransform
 
 FORMAT = "hf_quant_statistics"
 _PARTS = ("amax", "second_moment")
-Key = tuple[str, str, int]  # module, weight, number of the matrix
 
 
 class StatisticsFile:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from hf_quant._wording import first_few
 from hf_quant.checkpoint.header import TensorInfo
 from hf_quant.checkpoint.packed import check_info, check_values, expected_tensors
-from hf_quant.checkpoint.store import config_of
-from hf_quant.modules import INPUT_SCALE, STORED_NAMES, QuantizedModule, packed_key, quantized_class, register_experts
+from hf_quant.checkpoint.store import DTYPE_NAMES, config_of, matrix_shapes
+from hf_quant.modules import INPUT_SCALE, STORED_NAMES, QuantizedModule, packed_key
 from hf_quant.quantize import convert_empty_, notify_observers
 from hf_quant.scheme import LinearScheme
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def quantization_map(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -86,15 +85,12 @@ def requantize_(
         if name not in modules or isinstance(modules[name], QuantizedModule):
             state = "does not have" if name not in modules else "has quantized already"
             raise ValueError(f"the quantization map names {name}, which this {type(model).__name__} {state}")
-        if not isinstance(entry, Mapping) or entry.get("dtype") not in _DTYPES:
+        if not isinstance(entry, Mapping) or entry.get("dtype") not in DTYPE_NAMES:
             raise ValueError(f"the quantization map has {str(entry)[:200]} for {name}; needs scheme, algorithm, dtype")
         scheme, module = LinearScheme.from_dict(dict(entry.get("scheme") or {})), modules[name]
-        register_experts(module)
-        quantized = quantized_class(type(module))
-        if quantized is None:
+        shapes = matrix_shapes(module)
+        if not shapes:
             raise ValueError(f"the quantization map names {name}, a {type(module).__name__} that cannot be quantized")
-        weights = list(quantized.weight_names_of(module))
-        shapes = {w: quantized.matrix_shape_of(module, tuple(module.get_parameter(w).shape)) for w in weights}
         for key, info in expected_tensors(scheme, shapes).items():
             path = f"{name}.{key}" if name else key
             tensor = state_dict.get(path)
@@ -102,7 +98,7 @@ def requantize_(
             assert tensor is not None  # check_info has refused it
             check_values(tensor, key, scheme.weight, path)
             expected_keys.add(path)
-        targets.append((name, module, scheme, entry.get("algorithm"), getattr(torch, entry["dtype"]), weights))
+        targets.append((name, module, scheme, entry.get("algorithm"), getattr(torch, entry["dtype"]), list(shapes)))
     replaced = {f"{name}.{weight}".lstrip(".") for name, *_, weights in targets for weight in weights}
     own = set(model.state_dict()) - replaced
     lost = [n for n, b in model.named_buffers() if b.is_meta and n not in own]

@@ -36,7 +36,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 CONFIG_NAME = "hf_quant_config.json"
 _WEIGHTS_PATTERN = "model{suffix}.safetensors"
 _OWN_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPE_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
 def config_of(model: nn.Module) -> QuantizerConfig:
@@ -211,8 +211,10 @@ def _read_details(details: Any) -> tuple[dict[str, torch.dtype], dict[str, str]]
         raise ValueError('"tied" maps names of tensors to names of tensors')
     resolved = {}
     for dtype, names in dtypes.items():
-        if dtype not in _DTYPES or not isinstance(names, list):
-            raise ValueError(f'"dtypes" has {dtype!r}: {names!r}; needs lists of modules under {", ".join(_DTYPES)}')
+        if dtype not in DTYPE_NAMES or not isinstance(names, list):
+            raise ValueError(
+                f'"dtypes" has {dtype!r}: {names!r}; needs lists of modules under {", ".join(DTYPE_NAMES)}'
+            )
     for dtype, names in zip(dtypes, unfold_names(dtypes.values())):
         resolved.update(dict.fromkeys(names, getattr(torch, dtype)))
     return resolved, tied
@@ -232,7 +234,7 @@ def _targets(
             lacking = type(model).__name__ if name not in modules else f"{CONFIG_NAME}'s table of dtypes"
             raise ValueError(f"{directory} holds a quantized {shorten(repr(name))}, which {lacking} does not have")
         module = modules[name]
-        shapes = _matrix_shapes(module)
+        shapes = matrix_shapes(module)
         if not shapes:
             raise ValueError(
                 f"{directory} holds a quantized {shorten(repr(name))}, but {type(module).__name__} has no weight"
@@ -242,7 +244,7 @@ def _targets(
     return targets
 
 
-def _matrix_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def matrix_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return {weight name: shape [..., N, K] as a matrix} of a module; empty unless it can be quantized."""
     register_experts(module)
     counterpart = quantized_class(type(module))

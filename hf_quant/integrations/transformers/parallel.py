@@ -56,11 +56,16 @@ def refuse_fsdp(model: nn.Module) -> None:
 def refuse_parallel(model: nn.Module) -> None:
     """Raise ValueError if a model that is to be calibrated would be sharded."""
     distributed = getattr(model.config, "distributed_config", None)
-    if distributed is not None and max(distributed.tp_size, getattr(distributed, "ep_size", None) or 1) > 1:
+    if distributed is not None and _is_sharded(distributed):
         raise ValueError(
             "a sharded model cannot be calibrated: quantize and save it in one process, then load that checkpoint in "
             "parallel"
         )
+
+
+def _is_sharded(distributed: Any) -> bool:
+    """True if tensor or expert parallelism spreads the weights over processes."""
+    return max(distributed.tp_size, getattr(distributed, "ep_size", None) or 1) > 1
 
 
 def prepare_parallel(model: nn.Module) -> None:
@@ -74,7 +79,7 @@ def prepare_parallel(model: nn.Module) -> None:
         return
     whole = _shared_or_looked_up(model)
     _separate_tied(model)
-    if max(distributed.tp_size, getattr(distributed, "ep_size", None) or 1) <= 1:
+    if not _is_sharded(distributed):
         return
     for attribute in ("tp_plan", "ep_plan"):
         own, given = getattr(model, f"_{attribute}", None) or {}, getattr(distributed, attribute, None)

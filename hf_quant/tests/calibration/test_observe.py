@@ -1,4 +1,4 @@
-"""What calibration sees: the inputs of each layer, rotated as its product rotates them, without padding, once."""
+"""Calibration sees the inputs of each layer once, rotated as its product rotates them, without padding."""
 
 import copy
 
