@@ -1,6 +1,7 @@
 """`QuantizerConfig`: the configuration that a user writes and that `config.json` stores."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from enum import Enum
@@ -167,7 +168,10 @@ class QuantizerConfig(QuantizationConfigMixin):
             _check_origin(self.imported_from)
         self.calibrated_with: dict[str, Any] | None = kwargs.pop("calibrated_with", None)
         if self.calibrated_with is not None:
-            _check_record(self.calibrated_with)
+            check_record(self.calibrated_with)
+        self.kv_scales: dict[str, list[float]] | None = kwargs.pop("kv_scales", None)
+        if self.kv_scales is not None:
+            check_kv_scales(self.kv_scales)
         if kwargs:
             more = f"; and {len(kwargs) - 3} more" if len(kwargs) > 3 else ""
             known = [*self.user_fields(), "calibration"]
@@ -224,14 +228,20 @@ class QuantizerConfig(QuantizationConfigMixin):
         return any(getattr(self, name) is not None for name in NON_WEIGHT_FIELDS)
 
     @property
+    def has_fp8_cache(self) -> bool:
+        """True if the KV cache is in fp8: calibration sets the scales with which serving engines keep it."""
+        return self.kv_cache is not None and KVCacheConfig.of(self.kv_cache).format == "fp8_e4m3"
+
+    @property
     def format_version(self) -> int:
         """Format version of a checkpoint with this config: 2 if it has what readers of 1 do not know.
 
-        That is an input transform, or a static scale of activations.
+        That is an input transform, a static scale of activations, or a record of calibration.
         """
         own = {"input_transform": self._stored_transform, "activation_scale": self.activation_scale}
         is_new = self._is_rotated or any(map(_is_of_version_2, (own, *self.modules.values(), *self._stored_schemes)))
-        return max(self._read_version, 2 if is_new else 1)
+        is_calibrated = self.calibrated_with is not None or self.kv_scales is not None
+        return max(self._read_version, 2 if is_new or is_calibrated else 1)
 
     @property
     def _is_rotated(self) -> bool | None:
@@ -266,6 +276,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             fields["imported_from"] = self.imported_from
         if self.calibrated_with is not None:
             fields["calibrated_with"] = self.calibrated_with
+        if self.kv_scales is not None:
+            fields["kv_scales"] = self.kv_scales
         if self._stored_transform is None:
             del fields["input_transform"]
         return json.loads(json.dumps(fields))
@@ -314,7 +326,7 @@ def as_config(config: QuantizerConfig | str | dict[str, Any]) -> QuantizerConfig
     raise ValueError(f"config is a {type(config).__name__}; needs a QuantizerConfig, a format name or a dict")
 
 
-def _check_record(record: Any) -> None:
+def check_record(record: Any) -> None:
     """Raise ValueError unless `record` says with what a checkpoint was calibrated: a few strings and numbers."""
     names = ("data", "sha256", "num_tokens", "length", "seed", "temperature")
     if (
@@ -323,6 +335,18 @@ def _check_record(record: Any) -> None:
         or not all(isinstance(v, (str, int, float)) and len(str(v)) <= 200 for v in record.values())
     ):
         raise ValueError(f"calibrated_with is {str(record)[:200]!r}; needs some of {', '.join(names)}")
+
+
+def check_kv_scales(scales: Any) -> None:
+    """Raise ValueError unless `scales` has the scale of the keys and of the values for some attention modules."""
+    if not isinstance(scales, dict) or not all(
+        isinstance(name, str)
+        and isinstance(both, list)
+        and len(both) == 2
+        and all(isinstance(scale, float) and 0 < scale < math.inf for scale in both)
+        for name, both in scales.items()
+    ):
+        raise ValueError(f"kv_scales is {str(scales)[:200]!r}; needs {{module: [scale of keys, scale of values]}}")
 
 
 def _check_origin(origin: Any) -> None:

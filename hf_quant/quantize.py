@@ -1,6 +1,5 @@
 """`quantize_` and `dequantize_`: carry out a plan on a model, in place, one layer at a time."""
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -10,7 +9,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hf_quant.algorithms import PackedWeight
-from hf_quant.calibration import needs_data, solve
+from hf_quant.calibration import solve, takes_data
 from hf_quant.config import NON_WEIGHT_FIELDS, QuantizerConfig, as_config
 from hf_quant.modules import (
     STORED_NAMES,
@@ -69,10 +68,10 @@ def quantize_(
     """
     config = as_config(config)
     calibration = config.calibration if calibration is None else calibration
-    if calibration is not None and not needs_data(config):
+    if calibration is not None and not takes_data(config, calibration):
         raise ValueError(
-            f"calibration data is given, but {config} needs none: choose algorithm='gptq' or 'imatrix', or leave it "
-            "out"
+            f"calibration data is given, but {config} needs none: choose algorithm='gptq' or 'imatrix', "
+            "activation_scale='static' or kv_cache='fp8', or leave it out"
         )
     if config.kv_cache is not None and not any(o.recognizes(m) for o in OBSERVERS for m in model.modules()):
         raise ValueError(
@@ -83,6 +82,9 @@ def quantize_(
         added = {name: value for name in NON_WEIGHT_FIELDS if (value := getattr(config, name)) is not None}
         known = QuantizerConfig(**{**known.to_dict(), **added})
         known.fuse_activations = config.fuse_activations
+        if calibration is not None:
+            found = solve(model, config, QuantPlan([], 0), calibration, tokenizer=tokenizer, progress=progress).config
+            known.kv_scales = found.kv_scales
         notify_observers(model, known, schemes_from_list(known.plan or []))
         return model
     quant_plan = plan(model, config)
@@ -94,11 +96,9 @@ def quantize_(
     device = device if device is not None else config.quantization_device
     packed: dict[str, dict[str, PackedWeight]] = {}
     amax: dict[str, dict[str, torch.Tensor]] = {}
-    if needs_data(config):
+    if takes_data(config, calibration):
         options = {"tokenizer": tokenizer, "device": device, "progress": progress}
-        packed, amax, record = solve(model, config, quant_plan, calibration, **options)
-        config = copy.copy(config)
-        config.calibrated_with = record
+        packed, amax, quant_plan, config = solve(model, config, quant_plan, calibration, **options)
     names = apply_plan(model, quant_plan, device=device, packed=packed)
     for name in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
         module = modules[name]

@@ -218,6 +218,29 @@ def test_config_of_several_schemes(llama, tmp_path):
     assert sorted(targets) == sorted(weights_of(model))
 
 
+def test_scales_of_the_cache(llama, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    ids = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(0))
+    quantize_(model, QuantizerConfig("W8A16", scale_dtype="model", kv_cache="fp8"), calibration=ids)
+    (note,) = export_compressed_tensors(model, tmp_path / "out")
+    assert "one calibrated fp8 scale per layer" in note
+    assert "`--kv-cache-dtype fp8` uses them" in (tmp_path / "out" / "README.md").read_text()
+    scheme = config_of(tmp_path / "out")["quantization_config"]["kv_cache_scheme"]
+    assert (scheme["num_bits"], scheme["type"], scheme["strategy"], scheme["dynamic"]) == (8, "float", "tensor", False)
+    tensors, scales = load_all(tmp_path / "out"), model.config.quantization_config.kv_scales
+    assert len(scales) == len(model.model.layers)
+    for name, (keys, values) in scales.items():
+        assert tensors[f"{name}.k_scale"].tolist() == [keys] and tensors[f"{name}.v_scale"].tolist() == [values]
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+    model.config.quantization_config.kv_scales["model.layers.9.self_attn"] = [1.0, 1.0]
+    with pytest.raises(ValueError, match=r"kv_scales names model\.layers\.9\.self_attn"):
+        export_compressed_tensors(model, tmp_path / "refused")
+    (note,) = export_compressed_tensors(model, tmp_path / "apart", reader="transformers")
+    assert "the quantized KV cache is left out" in note
+
+
 def test_static_scales_of_inputs(llama, tmp_path):
     config, _, _ = SCHEMES["w8a8_static"]
     model = quantized(llama, **config)

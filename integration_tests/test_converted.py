@@ -68,7 +68,7 @@ def test_cards_of_exports_name_the_engines_that_read_the_format(config, reader, 
     assert card.data.base_model_relation == "quantized" and card.data.library_name == "transformers"
 
 
-@pytest.mark.parametrize("cache", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("cache", ["int8", "fp8", "int4", "int2"])
 def test_the_option_of_vllm_for_a_quantized_cache(cache, llama, tmp_path):
     (note,) = export_compressed_tensors(quantized(llama, weights="W4A16", kv_cache=cache), tmp_path / "out")
     option = f"--kv-cache-dtype {cache}_per_token_head"

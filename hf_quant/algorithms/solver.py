@@ -28,6 +28,8 @@ class Statistics:
         second_moment: the mean of x**2 [K].
         hessian: the mean of x x^T [K, K]; the squared error of the layer's output is the trace of dW H dW^T.
         held_out: some inputs [any, K] that are in none of the means.
+        token_amax: the geometric mean over the inputs of their largest magnitude, a tensor of one value []: that of a
+            usual token, however large a few others are.
     """
 
     num_tokens: int
@@ -35,6 +37,7 @@ class Statistics:
     second_moment: Tensor | None = None
     hessian: Tensor | None = None
     held_out: Tensor | None = None
+    token_amax: Tensor | None = None
 
     def __post_init__(self) -> None:
         sizes = {size for tensor in self._recorded for size in tensor.shape}
@@ -57,7 +60,7 @@ class Statistics:
 
     @property
     def _tensors(self) -> dict[str, Tensor | None]:
-        names = ("amax", "second_moment", "hessian", "held_out")
+        names = ("amax", "second_moment", "hessian", "held_out", "token_amax")
         return {name: getattr(self, name) for name in names}
 
     @property

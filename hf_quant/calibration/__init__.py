@@ -9,8 +9,9 @@ from hf_quant.calibration.calibration import (
     is_file,
     needed,
     needs_data,
+    takes_data,
 )
-from hf_quant.calibration.solve import of_file, solve
+from hf_quant.calibration.solve import of_file, solve, with_outliers
 from hf_quant.calibration.store import StatisticsFile
 
 
@@ -26,4 +27,6 @@ __all__ = [
     "needs_data",
     "of_file",
     "solve",
+    "takes_data",
+    "with_outliers",
 ]

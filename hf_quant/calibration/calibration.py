@@ -1,8 +1,9 @@
 """`Calibration`: run a 16-bit model on data, and keep what its layers are given."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tqdm.auto import tqdm
 
 from hf_quant.algorithms import SOLVERS, Statistics
 from hf_quant.calibration.data import LENGTH, NUM_TOKENS, Data, of_rows, prepare
-from hf_quant.calibration.observe import KINDS, Moments, Observer
+from hf_quant.calibration.observe import KINDS, CacheObserver, Moments, Observer
 from hf_quant.calibration.sample import sample
 from hf_quant.calibration.store import StatisticsFile
 from hf_quant.config import QuantizerConfig, as_config
@@ -27,6 +28,7 @@ TOKENIZERS: list[
     Callable[[nn.Module], Any]
 ] = []  # of hosts: model -> its tokenizer, or None; filled by `integrations`
 _MEMORY_SHARE = 0.25  # of the memory that is free
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Calibration:
@@ -54,6 +56,7 @@ class Calibration:
         config: the QuantizerConfig.
         plan: the QuantPlan.
         record: what the checkpoint will say about the data.
+        states: {attention module: `Moments` of its keys and of its values}, for kv_cache="fp8".
 
     Raises:
         ValueError: if no layer of the plan needs data, or as `plan` does.
@@ -73,18 +76,21 @@ class Calibration:
         if momentum is not None and not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}; needs a number from 0 to below 1, or None")
         self.model, self.config, self.momentum = model, as_config(config), momentum
-        self.plan: QuantPlan = plan(model, self.config)
+        # A model that is quantized already may get the scales of a cache.
+        self.plan = QuantPlan([], 0) if self.config.quantizes_no_weights else plan(model, self.config)
         self.record: dict[str, Any] = {"data": "a loop of the user's"}
         wanted = ((name, kind or needed(entry)) for name, entry in self.plan.quantized.items() if _observable(entry))
         self._wanted = {name: found for name, found in wanted if found is not None}
-        if not self._wanted:
+        self._observes_cache = self.config.has_fp8_cache
+        if not self._wanted and not self._observes_cache:
             raise ValueError(
-                f"no layer needs data under {self.config}: calibration is for algorithm='gptq' or 'imatrix', and for "
-                "activation_scale='static'"
+                f"no layer needs data under {self.config}: calibration is for algorithm='gptq' or 'imatrix', for "
+                "activation_scale='static', and for kv_cache='fp8'"
             )
         self.max_memory = max_memory if max_memory is not None else _free_memory(model) * _MEMORY_SHARE
         self._moments: dict[str, dict[str, Sequence[Moments]]] = {}
-        self._observer: Observer | None = None
+        self.states: dict[str, tuple[Moments, Moments]] = {}
+        self._observers: list[Observer | CacheObserver] = []
 
     # The primitive: the user runs the model.
 
@@ -105,25 +111,28 @@ class Calibration:
             self._check("")
 
     def _attach(self, names: Iterable[str]) -> None:
-        if self._observer is not None:
+        if self._observers:
             raise ValueError("this Calibration observes its model already")
         wanted = {name: (self._wanted[name], self.transform(name)) for name in names}
-        self._observer = Observer(self.model, wanted, self.momentum)
-        self._observer.moments = self._moments
-        self._observer.attach()
+        self._observers = [Observer(self.model, wanted, self._moments, self.momentum)]
+        if self._observes_cache:
+            self._observers.append(CacheObserver(self.model, self.states, self.momentum))
+        for observer in self._observers:
+            observer.attach()
 
     def _detach(self) -> None:
-        if self._observer is not None:
-            self._observer.detach()
-            self._observer = None
+        while self._observers:
+            self._observers.pop().detach()
 
     def _check(self, where: str) -> None:
         """Raise ValueError if a layer got NaN or inf."""
-        for name, weights in self._moments.items():
-            if not all(moments.is_finite for matrices in weights.values() for moments in matrices):
+        inputs = {f"input of {name}": [m for of in w.values() for m in of] for name, w in self._moments.items()}
+        states = {f"cache of {name}": list(both) for name, both in self.states.items()}
+        for what, found in (inputs | states).items():
+            if not all(moments.is_finite for moments in found):
                 raise ValueError(
-                    f"the input of {name} contains NaN or inf{where}: the 16-bit model overflows on this data, or the "
-                    "data is broken"
+                    f"the {what} contains NaN or inf{where}: the 16-bit model overflows on this data, or the data is "
+                    "broken"
                 )
 
     # Data that hf_quant runs.
@@ -184,6 +193,26 @@ class Calibration:
         return None if scheme is None else scheme.input_transform
 
     @property
+    def kv_scales(self) -> dict[str, list[float]] | None:
+        """{attention module: [scale of its keys, scale of its values]} for a cache in fp8; None: there is none.
+
+        A scale is the largest magnitude over 448, the largest number of fp8 e4m3. Raises ValueError if the model has
+        filled no cache, or one with zeros.
+        """
+        if not self._observes_cache:
+            return None
+        scales = {
+            name: [(m.amax.max() / _FP8_MAX).item() for m in both if m.amax is not None]
+            for name, both in self.states.items()
+        }
+        if not scales or not all(len(both) == 2 and min(both) > 0 for both in scales.values()):
+            raise ValueError(
+                f"the KV cache of this {type(self.model).__name__} got no keys and values other than zeros from the "
+                "calibration data: give data that runs its attention, or leave kv_cache out"
+            )
+        return scales
+
+    @property
     def observed(self) -> list[str]:
         """Names of the layers that were given an input."""
         return [name for name, weights in self._moments.items() if _num_tokens(weights)]
@@ -228,6 +257,11 @@ def needs_data(config: QuantizerConfig) -> bool:
     return any(e.get("algorithm") in SOLVERS or e.get("activation_scale") == "static" for e in entries)
 
 
+def takes_data(config: QuantizerConfig, calibration: Any) -> bool:
+    """True if an algorithm or scale needs data, or a cache in fp8 gets scales from the data that is given."""
+    return needs_data(config) or (calibration is not None and config.has_fp8_cache)
+
+
 def is_file(calibration: Any) -> bool:
     """True for statistics, or for the path of a file of them: with these a model is quantized while it loads."""
     is_path = isinstance(calibration, (str, Path)) and Path(calibration).suffix == ".safetensors"
@@ -269,6 +303,10 @@ def find_data(model: nn.Module, data: Any, tokenizer: Any = None, *, progress: b
         return prepare(data, model, tokenizer, num_tokens, length)
     check_writer(model)
     chosen = {"seed": limits.get("seed", 0), "temperature": limits.get("temperature", 1.0)}
+    if type(chosen["seed"]) is not int:
+        raise ValueError(f"seed is {chosen['seed']!r}; needs an integer")
+    if type(chosen["temperature"]) not in (int, float) or not 0 < chosen["temperature"] < math.inf:
+        raise ValueError(f"temperature is {chosen['temperature']!r}; needs a number above 0")
     found = of_rows(sample(model, num_tokens, length, progress=progress, **chosen), model, "text that the model wrote")
     return found._replace(record={**found.record, **chosen})
 
@@ -316,7 +354,8 @@ def calibrate(
         statistics.update({name: s for name in names if (s := calibration.statistics(name)) is not None})
     if not statistics:
         raise ValueError("no layer was given an input: does the data run this model?")
-    return StatisticsFile(statistics, {name: calibration.transform(name) for name in statistics}, calibration.record)
+    transforms = {name: calibration.transform(name) for name in statistics}
+    return StatisticsFile(statistics, transforms, calibration.record, calibration.kv_scales)
 
 
 def _observable(entry: PlanEntry) -> bool:
@@ -327,7 +366,7 @@ def _nbytes(entry: PlanEntry, kind: str) -> int:
     """Bytes of the statistics of a layer in fp32."""
     total = 0
     for *lead, _, K in entry.shapes.values():
-        total += 4 * prod(lead) * (K + {"hessian": K * K, "second_moment": K, "amax": 0}[kind])
+        total += 4 * math.prod(lead) * (K + {"hessian": K * K, "second_moment": K, "amax": 0}[kind])
     return total
 
 
@@ -357,7 +396,7 @@ def _filled(matrices: Sequence[Moments]) -> list[Statistics]:
         elif own.num_tokens < own.num_features:
             share = own.num_tokens / own.num_features
             mixed = [_mixed(mine, of_all, share) for mine, of_all in zip((own.second_moment, own.hessian), means)]
-            own = Statistics(own.num_tokens, own.amax, mixed[0], mixed[1], own.held_out)
+            own = replace(own, second_moment=mixed[0], hessian=mixed[1])
         filled.append(own)
     return filled
 

@@ -46,7 +46,7 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
         tokenizer = None if path.suffix == ".npy" else _needed(tokenizer, f"the text in {path}")
         return _windows(read_ids(path, tokenizer), model, path.name, tokenizer, num_tokens, length)
     if isinstance(data, (Tensor, Mapping)):
-        data = [data]
+        data = [data] if len(data) else []
     if not isinstance(data, Iterable):
         raise ValueError(
             f"calibration data is a {type(data).__name__}; needs a file, texts, token ids, batches, or a function"
@@ -86,6 +86,8 @@ def of_rows(rows: Tensor, model: nn.Module, name: str) -> Data:
 def _windows(ids: Tensor, model: nn.Module, name: str, tokenizer: Any, num_tokens: int, length: int) -> Data:
     """Windows of a text [any], spread over it; each begins as the tokenizer, if given, begins a text."""
     window = min(length, num_tokens, ids.numel())
+    if not window:
+        raise ValueError(f"{name}: calibration data is empty; needs a text, or token ids")
     rows = cut_windows(ids, tokenizer, window=window, source=name).view(-1, window)
     chosen = torch.linspace(0, len(rows) - 1, min(len(rows), max(num_tokens // window, 1))).long()
     return of_rows(rows[chosen], model, name)
@@ -95,6 +97,8 @@ def _sequences(data: list[Any], model: nn.Module, num_tokens: int, length: int) 
     """Sequences of token ids as they are, each cut to the length; a tensor may hold several."""
     rows = [row[:length] for ids in data for row in torch.atleast_2d(torch.as_tensor(ids)).long().cpu()]
     size = len(rows[0])
+    if not all(map(len, rows)):
+        raise ValueError("calibration data has a sequence of no tokens: leave it out")
     if len(rows) == 1 and rows[0].numel() < torch.as_tensor(data[0]).numel():  # one long text
         return _windows(torch.as_tensor(data[0]).long().cpu(), model, "token ids", None, num_tokens, length)
     if all(len(row) == size for row in rows):
@@ -140,7 +144,7 @@ def _needed(tokenizer: Any, what: str) -> Any:
 def _is_ids(ids: Any) -> bool:
     if isinstance(ids, Tensor):
         return ids.dim() in (1, 2) and not ids.is_floating_point()
-    return isinstance(ids, list) and len(ids) > 0 and all(isinstance(i, int) for i in ids)
+    return isinstance(ids, list) and all(isinstance(i, int) for i in ids)
 
 
 def _once(run: Run, all_logits: bool) -> Iterator[Run]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from hf_quant.algorithms import Statistics
 from hf_quant.modules import expert_weight_names, rotated, route
@@ -34,6 +35,7 @@ class Moments:
         self.kind, self.transform, self.momentum = kind, transform, momentum
         self.num_tokens, self.num_held_out = 0, num_held_out if kind == "hessian" else 0
         self.amax: Tensor | None = None
+        self._peaks: Tensor | None = None  # [2]: sum of log(largest magnitude) of inputs other than zero; their number
         self.total: Tensor | None = None  # sum of x**2 [K], or of x x^T [K, K]
         self.held_out: list[Tensor] = []
         self._statistics: Statistics | None = None
@@ -52,7 +54,10 @@ class Moments:
 
     def _add(self, x: Tensor) -> None:
         self.num_tokens += len(x)
-        amax = x.abs().amax(0)
+        magnitudes = x.abs()
+        amax, peaks = magnitudes.amax(0), magnitudes.amax(1)
+        logs = torch.stack((torch.where(peaks > 0, peaks, 1).log().sum(), (peaks > 0).sum()))
+        self._peaks = logs if self._peaks is None else self._peaks + logs
         if self.amax is None:
             self.amax = amax
         elif self.momentum is None:
@@ -71,6 +76,7 @@ class Moments:
         """A copy that goes on alone."""
         copy = Moments(self.kind, self.transform, self.momentum, self.num_held_out)
         copy.num_tokens, copy.amax, copy.held_out = self.num_tokens, self.amax, list(self.held_out)
+        copy._peaks = self._peaks
         copy.total = None if self.total is None else self.total.clone()
         return copy
 
@@ -94,10 +100,18 @@ class Moments:
                 second_moment=mean if self.kind == "second_moment" else None,
                 hessian=mean if self.kind == "hessian" else None,
                 held_out=torch.cat(self.held_out)[: self.num_held_out] if any(map(len, self.held_out)) else None,
+                token_amax=None if self._peaks is None else (self._peaks[0] / self._peaks[1].clamp(min=1)).exp(),
             )
             self.total = None
             self.held_out.clear()
         return self._statistics
+
+
+def _unpadded(x: Tensor, mask: Any) -> Tensor:
+    """The inputs [any, K] of x [..., K] that the attention mask of a model, if it has one, does not call padding."""
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape == x.shape[:-1]:
+        return x.detach()[mask.to(x.device).bool()]
+    return x.detach().flatten(0, -2) if x.dim() > 1 else x.detach().unsqueeze(0)
 
 
 class Observer:
@@ -108,17 +122,18 @@ class Observer:
     Args:
         model: the 16-bit model.
         wanted: {module name: (kind, transform)} of the layers to observe.
-
-    Attributes:
-        moments: {module name: {weight name: one `Moments` per matrix}}.
+        moments: {module name: {weight name: one `Moments` per matrix}}, to be filled.
     """
 
     def __init__(
-        self, model: nn.Module, wanted: dict[str, tuple[str, InputTransform | None]], momentum: float | None = None
+        self,
+        model: nn.Module,
+        wanted: dict[str, tuple[str, InputTransform | None]],
+        moments: dict[str, dict[str, Sequence[Moments]]],
+        momentum: float | None = None,
     ) -> None:
-        self.model, self.wanted, self.momentum = model, wanted, momentum
-        self.moments: dict[str, dict[str, Sequence[Moments]]] = {}
-        self._mask: Tensor | None = None
+        self.model, self.wanted, self.moments, self.momentum = model, wanted, moments, momentum
+        self._mask: Any = None  # the attention mask that the model was called with
         # The last input, its version, its sums, and the layers that have read it.
         self._last: tuple[Tensor, int, Moments, set[str]] | None = None
         self._undo: list[Callable[[], Any]] = []
@@ -142,8 +157,7 @@ class Observer:
         self._last = self._mask = None
 
     def _see_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._mask = kwargs.get("attention_mask")
 
     def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input", kwargs.get("x"))
@@ -164,14 +178,7 @@ class Observer:
             moments = moments.clone()
         self.moments[name] = {"weight": [moments]}
         self._last = (x, version, moments, {name})
-        moments.add(self._unpadded(x))
-
-    def _unpadded(self, x: Tensor) -> Tensor:
-        """The inputs [any, K] of x [..., K] that the attention mask of the model does not call padding."""
-        mask = self._mask
-        if mask is not None and mask.shape == x.shape[:-1]:
-            return x.detach()[mask.to(x.device).bool()]
-        return x.detach().flatten(0, -2) if x.dim() > 1 else x.detach().unsqueeze(0)
+        moments.add(_unpadded(x, self._mask))
 
     def _watch_experts(self, name: str, module: nn.Module) -> None:
         names = expert_weight_names(module)
@@ -209,3 +216,64 @@ class Observer:
                 y[start:end] = rows @ matrix if bias is None else rows @ matrix + bias[expert]
             start = end
         return y
+
+
+class PassingCache(DynamicCache):
+    """A KV cache that keeps no keys and values: a model that is observed needs none."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+class CacheObserver:
+    """Hooks on a model of transformers, while it runs, which add to `moments` what it adds to its KV cache.
+
+    Args:
+        model: the model; it is given a cache that keeps nothing where it gets none.
+        moments: {attention module: `Moments` of its keys and of its values}, to be filled.
+    """
+
+    def __init__(self, model: Any, moments: dict[str, tuple[Moments, Moments]], momentum: float | None = None) -> None:
+        self.model, self.moments, self.momentum = model, moments, momentum
+        self._attention = ""  # the module with a number among the layers that was called last
+        self._mask: Any = None  # the attention mask that the model was called with
+        self._undo: list[Callable[[], Any]] = []
+
+    def attach(self) -> None:
+        """Begin to observe."""
+        self._undo.append(self.model.register_forward_pre_hook(self._open, with_kwargs=True).remove)
+        for name, module in self.model.named_modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                self._undo.append(module.register_forward_pre_hook(partial(self._enter, name)).remove)
+
+    def detach(self) -> None:
+        """Stop observing; the model, and the caches that it was given, are as they were."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _open(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._mask = kwargs.get("attention_mask")
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            cache = PassingCache(config=self.model.config.get_text_config(decoder=True))
+        if "update" not in vars(cache):
+            vars(cache)["update"] = partial(self._see, cache.update)
+            self._undo.append(partial(vars(cache).pop, "update"))
+        return args, {**kwargs, "past_key_values": cache}
+
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._attention = name
+
+    def _see(
+        self, update: Callable[..., Any], key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Add keys and values [B, H, S, D] to the moments, and to the cache."""
+        own = self.moments.get(self._attention)
+        if own is None:
+            own = (Moments("amax", None, self.momentum), Moments("amax", None, self.momentum))
+            self.moments[self._attention] = own
+        for moments, states in zip(own, (key_states, value_states)):
+            moments.add(_unpadded(states.transpose(1, 2).flatten(2), self._mask))
+        return update(key_states, value_states, *args, **kwargs)

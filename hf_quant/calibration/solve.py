@@ -1,7 +1,8 @@
 """Codes of the layers of a plan whose algorithm needs data."""
 
+import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,14 @@ from hf_quant.calibration.calibration import Calibration, find_data, is_file, ne
 from hf_quant.calibration.store import StatisticsFile
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import in_basis, quantized_class
+from hf_quant.patterns import matches
 from hf_quant.planning import PlanEntry, QuantPlan
+from hf_quant.scheme import LinearScheme
 
 
 logger = logging.getLogger("hf_quant")
+
+_OUTLIER = 8  # times the magnitude of a usual token: then int8 codes of a usual token have 3 bits less
 
 
 class Solved(NamedTuple):
@@ -26,19 +31,21 @@ class Solved(NamedTuple):
     Attributes:
         packed: {module: {weight: its codes}}, of the layers whose algorithm needs data.
         amax: {module: {weight: largest magnitude of each input feature [K]}}, of layers with static scales.
-        record: with what it was calibrated.
+        plan: the plan, in which the layers with outlier tokens have dynamic scales.
+        config: a copy of the config with a record of the calibration.
     """
 
     packed: dict[str, dict[str, PackedWeight]]
     amax: dict[str, dict[str, Tensor]]
-    record: dict[str, Any]
+    plan: QuantPlan
+    config: QuantizerConfig
 
 
 def solve(
     model: nn.Module,
     config: QuantizerConfig,
     quant_plan: QuantPlan,
-    calibration: Any,
+    calibration: Any = None,
     *,
     tokenizer: Any = None,
     device: torch.device | str | None = None,
@@ -49,7 +56,7 @@ def solve(
     `calibration`: data, see `calibrate`; a `Calibration` of this model and config that has seen data; a
     `StatisticsFile`, or the path of one. Raises ValueError as these do, and if they do not fit the model.
     """
-    solver = _Solver(model, quant_plan, device)
+    solver = _Solver(model, config, quant_plan, device)
     if is_file(calibration):
         file = StatisticsFile.of(calibration)
         solver.solve(
@@ -57,22 +64,22 @@ def solve(
             lambda n: of_file(file, quant_plan.entries[n]),
             progress,
         )
-        return solver.finish(file.record)
+        return solver.finish(file.record, file.kv_scales)
     if isinstance(calibration, Calibration):
         if calibration.model is not model or calibration.config != config:
             raise ValueError(
                 f"the calibration is of another model or config ({calibration.config}): give quantize_ "
                 "calibration.model and calibration.config"
             )
-        if not calibration.observed:
+        if not calibration.observed and not calibration.states:
             raise ValueError("the calibration has seen no data: run the model inside of `with calibration:`")
         solver.solve(calibration.observed, calibration.statistics, progress, calibration.drop)
-        return solver.finish(calibration.record)
+        return solver.finish(calibration.record, calibration.kv_scales)
     own = Calibration(model, config)
     data = find_data(model, calibration, tokenizer, progress=progress)
     for _ in own.passes(data, progress=progress):
         solver.solve(own.observed, own.statistics, progress, own.drop)
-    return solver.finish(data.record)
+    return solver.finish(data.record, own.kv_scales)
 
 
 def of_file(file: StatisticsFile, entry: PlanEntry) -> dict[str, list[Statistics]]:
@@ -94,15 +101,52 @@ def of_file(file: StatisticsFile, entry: PlanEntry) -> dict[str, list[Statistics
     return {weight: list(of) for weight, of in found.items()}
 
 
+def with_outliers(
+    config: QuantizerConfig, quant_plan: QuantPlan, statistics: Mapping[str, Mapping[str, Sequence[Statistics]]]
+) -> QuantPlan:
+    """The plan, but layers whose inputs have outlier tokens get a scale per token in place of a static int8 scale.
+
+    In language models the inputs of a few layers have single tokens, such as the first, that are hundreds of times as
+    large as the others, see Sun et al., "Massive Activations in Large Language Models",
+    https://arxiv.org/abs/2402.17762. No static scale of 8 bits holds both. Layers that `modules` of the config names
+    keep what it says.
+    """
+    found = [
+        name
+        for name, weights in statistics.items()
+        if _is_static_int8(quant_plan.entries[name].scheme)
+        and not any(matches(pattern, name) for pattern in config.modules)
+        and any(_has_outliers(of) for matrices in weights.values() for of in matrices)
+    ]
+    if found:
+        logger.warning(
+            "%d of %d layers get a scale of their input per token, not a static one, because single tokens in it are "
+            "more than %d times as large as the others: %s. Name them in `modules` to decide otherwise",
+            *(len(found), len(statistics), _OUTLIER, first_few(found)),
+        )
+    return quant_plan.with_dynamic_inputs(found, "its input has outlier tokens")
+
+
+def _is_static_int8(scheme: LinearScheme | None) -> bool:
+    return scheme is not None and scheme.is_static and scheme.activation_on("cuda") == "int8"
+
+
+def _has_outliers(of: Statistics) -> bool:
+    return of.amax is not None and of.token_amax is not None and bool(of.amax.max() > _OUTLIER * of.token_amax)
+
+
 class _Solver:
     """Computes the codes of one layer after the other."""
 
-    def __init__(self, model: nn.Module, quant_plan: QuantPlan, device: torch.device | str | None) -> None:
-        self.modules, self.plan, self.device = dict(model.named_modules()), quant_plan, device
+    def __init__(
+        self, model: nn.Module, config: QuantizerConfig, quant_plan: QuantPlan, device: torch.device | str | None
+    ) -> None:
+        self.modules, self.config = dict(model.named_modules()), config
+        self.plan, self.device = quant_plan, device
         entries = quant_plan.quantized.items()
         self.wanted = [n for n, entry in entries if entry.shared_with is None and needed(entry) is not None]
         self.packed: dict[str, dict[str, PackedWeight]] = {}
-        self.amax: dict[str, dict[str, Tensor]] = {}
+        self.inputs: dict[str, dict[str, list[Statistics]]] = {}  # of layers with static scales
         self.kept: list[str] = []  # layers in which a matrix keeps the codes of the default algorithm
         self.failed: dict[str, str] = {}  # {layer without a solution: why}
 
@@ -119,8 +163,9 @@ class _Solver:
             assert found is not None  # it was given an input
             entry = self.plan.entries[name]
             if entry.scheme is not None and entry.scheme.is_static:
-                self.amax[name] = {
-                    w: torch.stack([s.amax for s in of if s.amax is not None]).amax(0) for w, of in found.items()
+                self.inputs[name] = {
+                    w: [Statistics(s.num_tokens, amax=s.amax, token_amax=s.token_amax) for s in of]
+                    for w, of in found.items()
                 }
             if entry.algorithm in SOLVERS:
                 try:
@@ -152,12 +197,12 @@ class _Solver:
             packed[weight] = codes.to(own.device)
         return packed
 
-    def finish(self, record: dict[str, Any]) -> Solved:
+    def finish(self, record: dict[str, Any], kv_scales: dict[str, list[float]] | None) -> Solved:
         """The results. Raises ValueError if a layer with a static scale was given no input."""
-        seen = {*self.packed, *self.amax, *self.failed}
+        seen = {*self.packed, *self.inputs, *self.failed}
         unseen = [name for name in self.wanted if name not in seen]
         static = [n for n in unseen if needed(self.plan.entries[n]) == "amax"]
-        if static or len(unseen) == len(self.wanted):
+        if static or (unseen and len(unseen) == len(self.wanted)):
             raise ValueError(
                 f"{first_few(static or unseen)} got no input from the calibration data: give data that reaches these "
                 "layers, or another scheme for them in `modules`"
@@ -177,4 +222,12 @@ class _Solver:
                 "worse: %s",
                 *(len(self.kept), first_few(self.kept)),
             )
-        return Solved(self.packed, self.amax, record)
+        quant_plan = with_outliers(self.config, self.plan, self.inputs)
+        amax = {
+            name: {weight: torch.stack([s.amax for s in of if s.amax is not None]).amax(0) for weight, of in w.items()}
+            for name, w in self.inputs.items()
+            if quant_plan.schemes[name].is_static
+        }
+        config = copy.copy(self.config)
+        config.calibrated_with, config.kv_scales = record, kv_scales
+        return Solved(self.packed, amax, quant_plan, config)

@@ -10,11 +10,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_quant.algorithms import Statistics
+from hf_quant.config import check_kv_scales, check_record
 from hf_quant.scheme import InputTransform
 
 
 FORMAT = "hf_quant_statistics"
-_PARTS = ("amax", "second_moment")
+_PARTS = ("amax", "second_moment", "token_amax")
 
 
 class StatisticsFile:
@@ -24,6 +25,7 @@ class StatisticsFile:
         statistics: the statistics.
         transforms: {module: the rotation under which they were recorded, or None}.
         record: with what they were calibrated, see `QuantizerConfig.calibrated_with`.
+        kv_scales: see `Calibration.kv_scales`.
     """
 
     def __init__(
@@ -31,9 +33,10 @@ class StatisticsFile:
         statistics: Mapping[str, Mapping[str, Sequence[Statistics]]],
         transforms: Mapping[str, InputTransform | None],
         record: dict[str, Any],
+        kv_scales: dict[str, list[float]] | None = None,
     ) -> None:
         self.statistics = {name: dict(weights) for name, weights in statistics.items()}
-        self.transforms, self.record = dict(transforms), record
+        self.transforms, self.record, self.kv_scales = dict(transforms), record, kv_scales
 
     def save(self, path: str | Path) -> None:
         """Write a .safetensors file. Raises ValueError for Hessians, which would take gigabytes."""
@@ -50,6 +53,8 @@ class StatisticsFile:
                 tensors[f"{module}|{weight}|num_tokens"] = counts
         blocks = {m: None if t is None else t.block_size for m, t in self.transforms.items()}
         metadata = {FORMAT: "1", "record": json.dumps(self.record), "blocks": json.dumps(blocks)}
+        if self.kv_scales is not None:
+            metadata["kv_scales"] = json.dumps(self.kv_scales)
         save_file(tensors, path, metadata)
 
     @classmethod
@@ -70,16 +75,31 @@ class StatisticsFile:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
         except SafetensorError as error:
             raise ValueError(f"{path} is no safetensors file ({error})") from None
+        try:
+            return cls._of_tensors(tensors, metadata)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} holds broken statistics ({error}): write them again by `hf-quant calibrate`"
+            ) from None
+
+    @classmethod
+    def _of_tensors(cls, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> "StatisticsFile":
+        record, kv_scales = json.loads(metadata["record"]), json.loads(metadata.get("kv_scales", "null"))
+        check_record(record)
+        if kv_scales is not None:
+            check_kv_scales(kv_scales)
         blocks = json.loads(metadata["blocks"])
+        transforms = {m: None if block is None else InputTransform(block) for m, block in blocks.items()}
         statistics: dict[str, dict[str, list[Statistics]]] = {}
         for key, counts in tensors.items():
-            module, weight, part = key.split("|")
+            module, weight, part = key.rsplit("|", 2)
             if part != "num_tokens":
                 continue
             parts = {p: tensors.get(f"{module}|{weight}|{p}") for p in _PARTS}
+            if any(t is not None and len(t) != len(counts) for t in parts.values()):
+                raise ValueError(f"those of {module} are of different numbers of matrices")
             statistics.setdefault(module, {})[weight] = [
                 Statistics(count, **{p: t if t is None else t[i] for p, t in parts.items()})
                 for i, count in enumerate(counts.tolist())
             ]
-        transforms = {m: None if block is None else InputTransform(block) for m, block in blocks.items()}
-        return cls(statistics, transforms, json.loads(metadata["record"]))
+        return cls(statistics, transforms, record, kv_scales)

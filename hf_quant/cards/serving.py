@@ -18,7 +18,9 @@ _ENGINES = {
 _RUN = "exports of a small Llama in W4A16, W4A16_ASYM, W8A8 and W8A8_FP8 were run in vLLM 0.32.0, on a CPU"
 # vLLM computes a scale for every token and head of its cache, too
 # (https://github.com/vllm-project/vllm/blob/main/vllm/config/cache.py: CacheDType).
-KV_CACHE_OPTIONS = {name: f"--kv-cache-dtype {name}_per_token_head" for name in ("int8", "fp8", "int4")}
+KV_CACHE_OPTIONS = {
+    name: f"--kv-cache-dtype {name.removesuffix('_e4m3')}_per_token_head" for name in ("int8", "fp8_e4m3", "int4")
+}
 
 
 # Auto classes of models that engines serve; they have few other models.
@@ -64,9 +66,12 @@ def _served(source: CardSource, export: Export) -> Markdown:
         text = f"Written for the loaders of {releases}; no engine was run on it when it was written; {_RUN}."
         if not _serving(source, export):
             text += " Whether they have this architecture is in their documentation."
-    cache = source.parts[0].config.kv_cache
-    if cache is not None:
-        format = KVCacheConfig.of(cache).format
+    config = source.parts[0].config
+    if config.kv_cache is not None:
+        format = KVCacheConfig.of(config.kv_cache).format
+        if export.reader == "engines" and config.has_fp8_cache and config.kv_scales is not None:
+            text += " It holds calibrated scales for a KV cache in fp8: `--kv-cache-dtype fp8` uses them."
+            return Markdown(text)
         text += f" The {format} KV cache of the checkpoint that was exported is no part of this format"
         option = KV_CACHE_OPTIONS.get(format) if "vLLM" in export.engines else None
         text += "." if option is None else f"; vLLM keeps keys and values in {format} with {code(option)}."

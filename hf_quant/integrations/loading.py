@@ -10,7 +10,14 @@ from torch import nn
 
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
-from hf_quant.calibration import StatisticsFile, is_file, needed, needs_data, of_file
+from hf_quant.calibration import (
+    StatisticsFile,
+    is_file,
+    needed,
+    of_file,
+    takes_data,
+    with_outliers,
+)
 from hf_quant.checkpoint import (
     StoredWeight,
     TensorInfo,
@@ -75,26 +82,30 @@ def prepare_from_config(
     quant_plan = plan(model, config, dtype=dtype)
     quant_plan.warn(type(model).__name__)
     file = _statistics_file(model, config)
-    static = [name for name, scheme in quant_plan.schemes.items() if scheme.is_static]
-    unknown = [name for name in static if file is not None and name not in file.statistics]
-    if unknown:
-        raise ValueError(
-            f"the statistics have none for {first_few(unknown)}, whose static activation scales need them: calibrate "
-            "with the config that you quantize with"
-        )
+    if file is not None:
+        static = [name for name, scheme in quant_plan.schemes.items() if scheme.is_static]
+        unknown = [name for name in static if name not in file.statistics]
+        if unknown:
+            raise ValueError(
+                f"the statistics have none for {first_few(unknown)}, whose static activation scales need them: "
+                "calibrate with the config that you quantize with"
+            )
+        quant_plan = with_outliers(config, quant_plan, {name: file.statistics[name] for name in static})
     for name in apply_plan(model, quant_plan, keep_placeholder=True):
         if file is not None and name in file.statistics and needed(entry := quant_plan.entries[name]) is not None:
             module = model.get_submodule(name)
             assert isinstance(module, QuantizedModule)  # apply_plan has converted it
             module.statistics = of_file(file, entry)
     found = resolved(config, quant_plan.schemes)
-    found.calibrated_with = None if file is None else file.record
+    if file is not None:
+        found.calibrated_with = file.record
+        found.kv_scales = file.kv_scales if config.has_fp8_cache else None
     return found
 
 
 def _statistics_file(model: nn.Module, config: QuantizerConfig) -> StatisticsFile | None:
     """The statistics by which a model is quantized while it loads. Raises ValueError if it needs data instead."""
-    if not needs_data(config):
+    if not takes_data(config, config.calibration):
         if config.calibration is not None:
             raise ValueError(f"calibration is given, but {config} needs no data: leave it out")
         return None

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -136,6 +136,22 @@ class QuantPlan:
     def schemes(self) -> dict[str, LinearScheme]:
         """{module name: scheme} of the modules that are quantized."""
         return {name: entry.scheme for name, entry in self.entries.items() if entry.scheme is not None}
+
+    def with_dynamic_inputs(self, names: Iterable[str], reason: str) -> "QuantPlan":
+        """The plan, but the inputs of these layers have a scale per token in place of a static one."""
+        changed = copy.copy(self)
+        changed.entries = dict(self.entries)
+        for name in names:
+            entry = self.entries[name]
+            assert entry.scheme is not None and entry.scheme.activation is not None  # it is static
+            activation = replace(entry.scheme.activation, granularity="row", dynamic=True)
+            changed.entries[name] = replace(
+                entry,
+                scheme=replace(entry.scheme, activation=activation),
+                reason=entry.reason or reason,
+                bytes_after=entry.bytes_after - 4 * len(entry.shapes),  # its static scales
+            )
+        return changed
 
     def warn(self, model_class: str) -> None:
         """Log a warning if most of the model stays in 16 bit, or `modules_to_not_convert` lifts default exclusions."""

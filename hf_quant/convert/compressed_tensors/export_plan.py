@@ -28,7 +28,16 @@ from hf_quant.convert.compressed_tensors.engines import (
     siblings,
 )
 from hf_quant.convert.compressed_tensors.experts import layer_names, split_rows
-from hf_quant.convert.compressed_tensors.schemes import INT, MXFP4, NVFP4, PACKED, Group, Inexpressible, group_of
+from hf_quant.convert.compressed_tensors.schemes import (
+    INT,
+    KV_CACHE_SCHEME,
+    MXFP4,
+    NVFP4,
+    PACKED,
+    Group,
+    Inexpressible,
+    group_of,
+)
 from hf_quant.convert.compressed_tensors.tensors import to_compressed, with_global_scale
 from hf_quant.convert.files import TensorFiles, empty_model, rewrite, write_config
 from hf_quant.integrations.loading import prepare_from_checkpoint, stored_weights
@@ -82,6 +91,8 @@ class Plan:
     head: str | None = None  # the output head if it is quantized
     # {prefix of an nvfp4 weight: the global scale that it is converted to}.
     global_scales: dict[str, float] = field(default_factory=dict)
+    # {key in the checkpoint: the scales of the KV cache {name: value} that are written beside it}.
+    kv_scales: dict[str, dict[str, float]] = field(default_factory=dict)
     engines: tuple[str, ...] = ()  # that serve the export: "vLLM", "SGLang"
     notes: list[str] = field(default_factory=list)  # properties of our checkpoint that the exported one lacks
 
@@ -103,12 +114,13 @@ def write_export(plan: Plan, files: TensorFiles, target: Path, fields: dict[str,
     refused: dict[str, str] = {}
 
     def convert(name: str) -> dict[str, Tensor]:
+        scales = {scale: torch.tensor([value]) for scale, value in plan.kv_scales.get(name, {}).items()}
         if name in plan.dropped:
-            return {}
+            return scales
         if name not in plan.weights:
-            return {name: files.read(name)}
+            return {name: files.read(name), **scales}
         try:
-            return _convert(plan.weights[name], files, plan)
+            return {**_convert(plan.weights[name], files, plan), **scales}
         except Inexpressible as reason:  # of values, not of schemes: all of them are looked at before the end
             refused[plan.weights[name].prefix] = str(reason)
             return {}
@@ -154,6 +166,8 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
     plan.dropped |= {key for key, info in files.tensors.items() if 0 in info.shape}
     plan.ignore = _ignored(modules, tied_modules(model), files, rename)
     plan.experts = _experts_in_16_bit(modules, files, rename)
+    if reader == "engines" and config.kv_scales is not None and config.has_fp8_cache:
+        plan.kv_scales = _kv_scales(config.kv_scales, files, rename)
     plan.notes += _notes(config, plan)
     if reader == "engines":
         _refuse(where, _refused_by_engines(plan, files))
@@ -211,6 +225,23 @@ def _experts_in_16_bit(modules: dict[str, nn.Module], files: TensorFiles, rename
         elif own in ("input_linear", "output_linear"):  # of the Granite family, beside the router
             found.add(f"{parent}.experts")
     return sorted(found)
+
+
+def _kv_scales(
+    scales: dict[str, list[float]], files: TensorFiles, rename: Callable[[str], str]
+) -> dict[str, dict[str, float]]:
+    """Return `Plan.kv_scales`: the scales of each attention module, beside the first of its tensors."""
+    found: dict[str, dict[str, float]] = {}
+    left = dict(scales)
+    for key in files.tensors:
+        name = rename(key)
+        module = next((module for module in left if name.startswith(f"{module}.")), None)
+        if module is not None and key.endswith(leaf := name[len(module) :]):
+            stored, (keys, values) = key.removesuffix(leaf), left.pop(module)
+            found[key] = {f"{stored}.k_scale": keys, f"{stored}.v_scale": values}
+    if left:
+        raise ValueError(f"kv_scales names {first_few(list(left))}, which the checkpoint has no tensors for")
+    return found
 
 
 def _refused_by_engines(plan: Plan, files: TensorFiles) -> dict[str, str]:
@@ -279,7 +310,9 @@ def _scale_of_all(weight: Weight, files: TensorFiles) -> float | None:
 
 
 def _notes(config: QuantizerConfig, plan: Plan) -> Iterator[str]:
-    if config.kv_cache is not None:
+    if plan.kv_scales:
+        yield "the KV cache has one calibrated fp8 scale per layer: hf_quant's own has one for every token and head"
+    elif config.kv_cache is not None:
         option = KV_CACHE_OPTIONS.get(KVCacheConfig.of(config.kv_cache).format)
         yield (
             "the quantized KV cache is left out: compressed-tensors has one calibrated fp8 scale per layer, hf_quant "
@@ -375,7 +408,7 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted(ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": KV_CACHE_SCHEME if plan.kv_scales else None,
         "global_compression_ratio": None,
     }
 

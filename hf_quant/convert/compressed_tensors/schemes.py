@@ -14,6 +14,8 @@ from hf_quant.scheme import BLOCK_SIZE, LinearScheme, TensorQuant
 
 PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+# A cache in fp8 e4m3 with one scale for the keys, and one for the values, of each attention module.
+KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _STRATEGIES = {"row": "channel", "group": "group", "tensor": "tensor", "block": "block"}
 _FORMAT_NAMES: dict[tuple[Any, Any], str] = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8_e4m3"}
 _GRANULARITIES = {strategy: granularity for granularity, strategy in _STRATEGIES.items()}

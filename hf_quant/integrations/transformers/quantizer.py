@@ -24,7 +24,7 @@ import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D qu
 from hf_quant import quantize
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
-from hf_quant.calibration import TOKENIZERS, check_writer, is_file, needs_data
+from hf_quant.calibration import TOKENIZERS, check_writer, is_file, takes_data
 from hf_quant.checkpoint import check_packed, guard_entry
 from hf_quant.config import RUNTIME_FIELDS, QuantizerConfig, QuantMethod
 from hf_quant.integrations.loading import (
@@ -137,9 +137,8 @@ class TransformersQuantizer(HfQuantizer):
             refuse_fsdp(model)
             if self.quantization_config.plan is not None:
                 raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
-            self.calibrates = needs_data(self.quantization_config) and not is_file(
-                self.quantization_config.calibration
-            )
+            config = self.quantization_config
+            self.calibrates = takes_data(config, config.calibration) and not is_file(config.calibration)
             if self.calibrates:
                 self._prepare_calibration(model)
                 return model

@@ -116,6 +116,11 @@ def test_wrong_data_is_refused_and_the_model_stays():
         (torch.full((1, 8), 64), "token 64, the vocabulary of the model 64"),
         ({"data": IDS, "tokens": 3}, r"unknown keys \['tokens'\]"),
         ({"data": IDS, "length": 1}, "length is 1"),
+        (IDS[:0], "is empty"),
+        ({}, "is empty"),
+        ([[1, 2], []], "a sequence of no tokens"),
+        ({"data": None, "seed": "x"}, "seed is 'x'"),
+        ({"data": None, "temperature": 0}, "temperature is 0"),
         (lambda model: None, "got no input"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -290,3 +295,116 @@ def test_files_that_hold_no_statistics(tmp_path):
     name = calibration.observed[0]
     with pytest.raises(ValueError, match="Hessians are not saved"):
         StatisticsFile({name: calibration.statistics(name)}, {name: None}, {}).save(tmp_path / "h.safetensors")
+
+
+def outlying() -> nn.Module:
+    """A model in which token 1 alone has a channel by which the input of the last down_proj is large."""
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+        for projection in (layer.mlp.gate_proj, layer.mlp.up_proj):
+            projection.weight[0] = 0
+            projection.weight[0, 0] = 1
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[1] = torch.eye(64)[0]
+    return model
+
+
+def test_layers_with_outlier_tokens_are_left_dynamic(caplog, tmp_path):
+    ids = IDS.clone().masked_fill_(IDS == 1, 2)
+    ids[:, 0] = 1
+    config = QuantizerConfig("W8A8", activation_scale="static")
+    name = "model.layers.1.mlp.down_proj"
+
+    def static(model: nn.Module) -> dict[str, bool]:
+        return {n: m.scheme.is_static for n, m in model.named_modules() if isinstance(m, QuantizedModule)}
+
+    assert all(static(quantize_(outlying(), config, calibration=ids[:, 1:])).values())
+    with caplog.at_level(logging.WARNING, "hf_quant"):
+        model = quantize_(outlying(), config, calibration=ids)
+    assert [n for n, is_static in static(model).items() if not is_static] == [name]
+    assert f"more than 8 times as large as the others: {name}" in caplog.text
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
+    assert static(again) == static(model)
+    outlying().save_pretrained(tmp_path / "base")
+    config.calibration = calibrate(outlying(), ids, kind="amax", config=config)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits) and torch.equal(loaded(ids).logits, model(ids).logits)
+    named = {"*.down_proj": {"weights": "int8", "activations": "int8", "activation_scale": "static"}}
+    named = QuantizerConfig("W8A8", activation_scale="static", modules=named)
+    assert all(static(quantize_(outlying(), named, calibration=ids)).values())
+    fp8 = QuantizerConfig("W8A8_FP8", activation_scale="static")
+    assert all(static(quantize_(outlying(), fp8, calibration=ids)).values())
+
+
+def largest_states(model: nn.Module, ids: torch.Tensor) -> dict[str, list[float]]:
+    with torch.no_grad():
+        layers = model(ids, use_cache=True).past_key_values.layers
+    largest = [[(states.abs().max() / 448).item() for states in (layer.keys, layer.values)] for layer in layers]
+    return {f"model.layers.{i}.self_attn": both for i, both in enumerate(largest)}
+
+
+def test_scales_of_an_fp8_cache(tmp_path):
+    expected = largest_states(llama(), IDS)
+    llama().save_pretrained(tmp_path / "base")
+    config = QuantizerConfig("int8", kv_cache="fp8")
+    assert quantize_(llama(), config).config.quantization_config.kv_scales is None
+    for weights in ({"weights": "int8"}, {"weights": "int4", "algorithm": "gptq"}, {"weights": None}):
+        model = quantize_(llama(), QuantizerConfig(**weights, kv_cache="fp8"), calibration=IDS)
+        assert model.config.quantization_config.kv_scales == expected
+        assert "update" not in vars(model(IDS[:1], use_cache=True).past_key_values)
+    config.calibration = {"data": IDS, "num_tokens": IDS.numel()}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    loaded.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.config.quantization_config.kv_scales == expected
+    assert again.config.quantization_config.format_version == 2
+    statistics = calibrate(llama(), IDS, config=config)
+    statistics.save(tmp_path / "statistics.safetensors")
+    config.calibration = tmp_path / "statistics.safetensors"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    assert loaded.config.quantization_config.kv_scales == expected
+    assert torch.equal(loaded(IDS).logits, again(IDS).logits)
+    later = quantize_(quantize_(llama(), "int8"), QuantizerConfig(None, kv_cache="fp8"), calibration=IDS)
+    assert later.config.quantization_config.kv_scales == largest_states(quantize_(llama(), "int8"), IDS)
+
+
+def test_scales_of_a_cache_leave_padding_out_and_see_what_generate_adds():
+    model, config = llama(), QuantizerConfig(None, kv_cache="fp8")
+    mask = torch.ones_like(IDS)
+    mask[:, :3] = 0
+    batch = {"input_ids": IDS, "attention_mask": mask}
+    with Calibration(model, config) as calibration, torch.no_grad():
+        model(**batch)
+    seen = calibration.states["model.layers.0.self_attn"][0]
+    assert seen.num_tokens == mask.sum()
+    with Calibration(model, config) as calibration:
+        model.generate(IDS[:1, :4], max_new_tokens=5, min_new_tokens=5)
+    assert calibration.states["model.layers.0.self_attn"][0].num_tokens == 8  # the last token is not read
+    quantized = quantize_(model, config, calibration=calibration)
+    assert quantized.config.quantization_config.kv_scales is not None
+    for data in (lambda model: None, lambda model: model.model.embed_tokens(IDS)):
+        with pytest.raises(ValueError, match="got no keys and values other than zeros"):
+            quantize_(llama(), config, calibration=data)
+    with pytest.raises(ValueError, match="kv_scales is"):
+        QuantizerConfig("int8", kv_cache="fp8", kv_scales={"a": [1.0, 0.0]})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors"),
+    [
+        ({}, {}),
+        ({"record": '{"data": "text"}', "blocks": '{"a": 7}'}, {}),
+        ({"record": '{"data": "text"}', "blocks": "{}"}, {"a": 1}),
+        ({"record": '{"data": "text"}', "blocks": "{}"}, {"a|weight|num_tokens": 0, "a|weight|amax": 1}),
+        ({"record": '{"data": "text"}', "blocks": "{}", "kv_scales": '{"a": [0.0, 1.0]}'}, {}),
+    ],
+)
+def test_files_of_broken_statistics(metadata, tensors, tmp_path):
+    values = {name: torch.full((1,), value) for name, value in tensors.items()} or {"x": torch.ones(1)}
+    save_file(values, tmp_path / "broken.safetensors", {"hf_quant_statistics": "1", **metadata})
+    with pytest.raises(ValueError, match=r"broken\.safetensors holds broken statistics"):
+        StatisticsFile.load(tmp_path / "broken.safetensors")
