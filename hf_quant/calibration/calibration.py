@@ -81,11 +81,13 @@ class Calibration:
         self.record: dict[str, Any] = {"data": "a loop of the user's"}
         wanted = ((name, kind or needed(entry)) for name, entry in self.plan.quantized.items() if _observable(entry))
         self._wanted = {name: found for name, found in wanted if found is not None}
-        self._observes_cache = self.config.has_fp8_cache
+        # Engines take the scales of decoders.
+        is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        self._observes_cache = self.config.has_fp8_cache and is_decoder
         if not self._wanted and not self._observes_cache:
             raise ValueError(
                 f"no layer needs data under {self.config}: calibration is for algorithm='gptq' or 'imatrix', for "
-                "activation_scale='static', and for kv_cache='fp8'"
+                "activation_scale='static', and for kv_cache='fp8' of a decoder"
             )
         self.max_memory = max_memory if max_memory is not None else _free_memory(model) * _MEMORY_SHARE
         self._moments: dict[str, dict[str, Sequence[Moments]]] = {}
