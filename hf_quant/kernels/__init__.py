@@ -5,8 +5,10 @@ reference = the specification), `cpu.py`, `gpu.py`. The formats of the package a
 adds others.
 """
 
+from hf_quant.kernels.adam_step import cpu as _adam_step_cpu  # noqa: F401 - the backends register themselves
+from hf_quant.kernels.adam_step.op import adam_step_
 from hf_quant.kernels.dispatch import implements_lazily
-from hf_quant.kernels.grouped_mm import cpu as _grouped_mm_cpu  # noqa: F401 - the backends register themselves
+from hf_quant.kernels.grouped_mm import cpu as _grouped_mm_cpu  # noqa: F401
 from hf_quant.kernels.grouped_mm.op import grouped_mm, grouped_mm_backward
 from hf_quant.kernels.hadamard import cpu as _hadamard_cpu  # noqa: F401
 from hf_quant.kernels.hadamard.op import differentiable_hadamard, hadamard, hadamard_quantize_rowwise
@@ -29,6 +31,7 @@ from hf_quant.kernels.weight_only import cpu as _weight_only_cpu  # noqa: F401
 from hf_quant.kernels.weight_only.op import dequantize, weight_only_mm, weight_only_mm_backward
 
 
+implements_lazily("hf_quant.kernels.adam_step.gpu", adam_step_)
 implements_lazily("hf_quant.kernels.grouped_mm.gpu_backward", grouped_mm_backward)
 implements_lazily("hf_quant.kernels.grouped_mm.gpu", grouped_mm)
 implements_lazily("hf_quant.kernels.hadamard.gpu", hadamard, hadamard_quantize_rowwise)
@@ -49,6 +52,7 @@ implements_lazily("hf_quant.kernels.weight_only.gpu", weight_only_mm, weight_onl
 
 __all__ = [
     "act_quantize_rowwise",
+    "adam_step_",
     "clear_prepacked",
     "dequantize",
     "differentiable_hadamard",

@@ -57,6 +57,7 @@ EXCEPTIONS = (
         "width", "_kv_query.*", ".*", ".*", "a row of each head, and of several a part of a prefill's time: latency"
     ),
     Accepted("local", "_kv_prefill.*", "sm120", "int[24] .* tokens, M=.*", "addresses of y, once, outside of loops"),
+    Accepted("width", "_adam_step.*", ".*", ".*", "8 values a thread: states of a byte; and scalars of its table"),
     Accepted("width", "_kv_merge.*", ".*", ".*", "a row of fp32 for each split: 4 bytes a lane, all in flight"),
 )
 

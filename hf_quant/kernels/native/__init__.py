@@ -11,6 +11,7 @@ OpenMP pool, as many as `torch.set_num_threads` has set.
 """
 
 from hf_quant.kernels.native.extension import active, features, instruction_sets, unavailable_reason, use, using
+from hf_quant.kernels.native.optimizer import adam_step_
 from hf_quant.kernels.native.products import (
     dequantize,
     multiply,
@@ -25,6 +26,7 @@ from hf_quant.kernels.native.quantization import quantize, quantize_rows, quanti
 
 __all__ = [
     "active",
+    "adam_step_",
     "dequantize",
     "features",
     "instruction_sets",

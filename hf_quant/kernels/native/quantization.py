@@ -13,18 +13,23 @@ from hf_quant.kernels.weight import LARGEST_BLOCK
 
 
 def quantize_rows(
-    x: Tensor, block_size: int = 0, diagonal: Tensor | None = None, input_scale: Tensor | None = None
+    x: Tensor,
+    block_size: int = 0,
+    diagonal: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """x [M, K] -> (int8 codes [M, K], fp32 scales [M, 1]) as `quantize_rowwise`; None: not here.
 
-    With a block size, of the transform: as `hadamard_quantize_rowwise`; with input_scale [1]: as `quantize_static`.
+    With a block size, of the transform: as `hadamard_quantize_rowwise`; with input_scale [1]: as `quantize_static`;
+    with a seed (one int64 on the CPU) rounded at random.
     """
     if not _reads_rows(x, block_size):
         return None
     codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     scales = torch.empty(x.shape[0], 1, device="cpu")
-    given = 0 if input_scale is None else input_scale.data_ptr()
-    _rows(x, block_size, diagonal, given, codes.data_ptr(), scales.data_ptr(), 0, 0)
+    given, key = (0 if part is None else part.data_ptr() for part in (input_scale, seed))
+    _rows(x, block_size, diagonal, given, codes.data_ptr(), scales.data_ptr(), 0, 0, key)
     return codes, scales
 
 
@@ -33,7 +38,7 @@ def transform_rows(x: Tensor, block_size: int, diagonal: Tensor | None, dtype: t
     if not _reads_rows(x, block_size) or dtype not in INPUTS:
         return None
     y = torch.empty(x.shape, dtype=dtype, device="cpu")
-    _rows(x, block_size, diagonal, 0, 0, 0, y.data_ptr(), DTYPES[dtype])
+    _rows(x, block_size, diagonal, 0, 0, 0, y.data_ptr(), DTYPES[dtype], 0)
     return y
 
 

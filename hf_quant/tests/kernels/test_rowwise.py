@@ -197,6 +197,19 @@ def test_stochastic_rounding_is_unbiased(format):
     assert (other.float() != codes.float()).float().mean() > 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_random_codes_are_those_of_the_reference(dtype, cpu_kernels):
+    """Rows shorter and longer than what a kernel draws and holds at once, on every instruction set."""
+    seed = torch.tensor(-12345678901)
+    for M, K in ((3, 7), (5, 64), (2, 1023), (3, 2500)):
+        x = normal(M, K).to(dtype)
+        x[0] *= 1e-3
+        codes, scale = quantize_rowwise(x, seed, format="int8")
+        expected, expected_scale = quantize_rowwise_reference(x, seed, format="int8")
+        assert torch.equal(codes, expected) and torch.equal(scale, expected_scale)
+        assert not torch.equal(codes, quantize_rowwise(x, format="int8")[0])
+
+
 def test_wrong_arguments_are_refused():
     x = torch.zeros(2, 3, 4)
     bad = {

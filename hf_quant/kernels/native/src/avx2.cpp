@@ -13,6 +13,7 @@
 
 #define HFQ_SET avx2_portable
 #define HFQ_VECTOR_BYTES 32
+#include "adam.h"
 #include "append.h"
 #include "attention.h"
 
@@ -231,7 +232,7 @@ static bool matmul(const Product& p) {
 }  // namespace avx2
 
 const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2_portable::dequantize, avx2_portable::quantize_rows,
-                       avx2_portable::attention, avx2_portable::quantize, avx2_portable::append};
+                       avx2_portable::attention, avx2_portable::quantize, avx2_portable::append, avx2_portable::adam_step};
 
 }  // namespace hfq
 

@@ -9,10 +9,13 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,fma,f16c")
 #endif
 
+#include <immintrin.h>
+
 #include <atomic>
 
 #define HFQ_SET avx512_portable
 #define HFQ_VECTOR_BYTES 64
+#include "adam.h"
 #include "append.h"
 #include "avx512_attention.h"
 
@@ -202,7 +205,7 @@ static bool matmul(const Product& p) {
 }
 
 static bool quantize_rows(const RowQuantization& q) {
-  if (q.block != 0) return avx512_portable::quantize_rows(q);
+  if (q.block != 0 || q.key != nullptr) return avx512_portable::quantize_rows(q);
   parallel_for(q.M, q.M * q.K < (1 << 16) ? 1 : q.threads, [&](int64_t i) {
     const char* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
     int8_t* codes = q.codes + i * q.K;
@@ -220,7 +223,7 @@ static bool quantize_rows(const RowQuantization& q) {
 }  // namespace avx512
 
 const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
-                         avx512::attention, avx512_portable::quantize, avx512_portable::append};
+                         avx512::attention, avx512_portable::quantize, avx512_portable::append, avx512_portable::adam_step};
 
 }  // namespace hfq
 

@@ -18,6 +18,7 @@ struct RowQuantization {
   int y_dtype;
   int8_t* codes;
   float* scales;
+  const uint32_t* key;  // of the random bits that int8 codes are rounded by, or null: to nearest
   int threads;
 };
 
@@ -121,6 +122,24 @@ struct WeightQuantization {
   int threads;
 };
 
+enum AdamStates : int { ADAM_F32, ADAM_BF16, ADAM_INT8, ADAM_FP8, ADAM_INT4 };
+
+// A parameter [N, K], its gradient and its moments: `adam_step_` of hf_quant.
+struct AdamStep {
+  int64_t N, K;
+  void* param;
+  int param_dtype;
+  const void* grad;
+  int grad_dtype, states;
+  void *exp_avg, *exp_avg_sq;                // [N, K], of 4 bits [N, ceil(K / 2)]
+  float *exp_avg_scale, *exp_avg_sq_scale;  // [N, ceil(K / block)], null for floats
+  int64_t row, column;                      // of the whole parameter, at which this part of it begins
+  bool stochastic;
+  uint32_t key[2];
+  const float* factors;  // `Coefficients`
+  int threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;  // whether Product.compute may be BY_BF16
@@ -131,6 +150,7 @@ struct Kernels {
   bool (*attention)(const Attention&);
   bool (*quantize)(const WeightQuantization&, bool* finite);  // finite: whether every weight is
   void (*append)(const Append&);
+  void (*adam_step)(const AdamStep&);
 };
 
 extern const Kernels kPortable;

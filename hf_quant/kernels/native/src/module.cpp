@@ -150,6 +150,7 @@ PyObject* quantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   q.scales = a.pointer<float>();
   q.y = a.pointer<void>();
   q.y_dtype = a.integer();
+  q.key = a.pointer<const uint32_t>();
   q.threads = a.integer();
   if (!a.finish()) return nullptr;
   bool ok;
@@ -306,8 +307,34 @@ PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return ok ? PyBool_FromLong(finite) : PyErr_NoMemory();
 }
 
+PyObject* adam_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  AdamStep s{};
+  s.N = a.number();
+  s.K = a.number();
+  s.param = a.pointer<void>();
+  s.param_dtype = a.integer();
+  s.grad = a.pointer<const void>();
+  s.grad_dtype = a.integer();
+  s.states = a.integer();
+  s.exp_avg = a.pointer<void>();
+  s.exp_avg_sq = a.pointer<void>();
+  s.exp_avg_scale = a.pointer<float>();
+  s.exp_avg_sq_scale = a.pointer<float>();
+  s.row = a.number();
+  s.column = a.number();
+  s.stochastic = a.integer() != 0;
+  s.key[0] = static_cast<uint32_t>(a.number());
+  s.key[1] = static_cast<uint32_t>(a.number());
+  s.factors = a.pointer<const float>();
+  s.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS active->adam_step(s);
+  Py_END_ALLOW_THREADS return done(true);
+}
+
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(8); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(9); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
@@ -353,6 +380,8 @@ PyMethodDef methods[] = {
      "New keys and values into a cache of codes, see `Append` in kernels.h."},
     {"quantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize)), METH_FASTCALL,
      "Weights to codes, scales and zero points, see `WeightQuantization` in kernels.h; raises MemoryError."},
+    {"adam_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(adam_step)), METH_FASTCALL,
+     "One step of AdamW on a parameter, see `AdamStep` in kernels.h."},
     {"max_head_dim", max_head_dim, METH_NOARGS, "Channels of a head that `attention` and `append` take at most."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},

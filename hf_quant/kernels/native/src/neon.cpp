@@ -15,12 +15,13 @@
 #define HFQ_SDOT
 #define HFQ_SET neon
 #define HFQ_VECTOR_BYTES 16
+#include "adam.h"
 #include "append.h"
 #include "attention.h"
 
 namespace hfq {
 const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
-                       neon::attention, neon::quantize, neon::append};
+                       neon::attention, neon::quantize, neon::append, neon::adam_step};
 }
 
 // What follows runs on any Arm.

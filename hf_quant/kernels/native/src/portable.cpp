@@ -1,10 +1,11 @@
 // The products for any CPU that the compiler builds for.
 #define HFQ_SET portable
 #define HFQ_VECTOR_BYTES 16
+#include "adam.h"
 #include "append.h"
 #include "attention.h"
 
 namespace hfq {
 const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows,
-                         portable::attention, portable::quantize, portable::append};
+                         portable::attention, portable::quantize, portable::append, portable::adam_step};
 }

@@ -6,6 +6,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "philox.h"
 #include "rotation.h"
 
 namespace hfq {
@@ -162,9 +163,11 @@ static void transform_row(const void* x, int dtype, int64_t K, const float* __re
   rotate_blocks(values, diagonal, K, block);
 }
 
-// Codes of one row, and its scale, which may be given.
-static inline float quantize_row(const void* x, int dtype, int64_t K, const float* given, int8_t* __restrict codes) {
+// Codes of one row, and its scale, which may be given. With a key they are rounded at random: `round_stochastically`.
+static inline float quantize_row(const void* x, int dtype, int64_t K, const float* given, int8_t* __restrict codes,
+                                 const uint32_t* key = nullptr, uint32_t row = 0) {
   float values[kColumns];
+  uint16_t bits[kColumns];
   uint32_t top = 0;  // as integers magnitudes have the order of their values, NaN last
   for (int64_t k = 0; k < K; k += kColumns) {
     const int64_t count = min64(kColumns, K - k);
@@ -178,6 +181,17 @@ static inline float quantize_row(const void* x, int dtype, int64_t K, const floa
   for (int64_t k = 0; k < K; k += kColumns) {
     const int64_t count = min64(kColumns, K - k);
     if (K > kColumns) to_float(x, dtype, k, count, values);
+    if (key != nullptr) {
+      draw_row(key, row, k, count, bits);
+      for (int64_t i = 0; i < count; ++i) {
+        float q = values[i] / scale;
+        q = q < 127.0f ? q : 127.0f;
+        q = q > -127.0f ? q : -127.0f;
+        q += (static_cast<float>(bits[i]) + 0.5f) * bits_to_float((127u - 16u) << 23) - 0.5f;  // exact, but for the sum
+        codes[k + i] = static_cast<int8_t>(static_cast<int32_t>(float_to_bits(q + 12582912.0f)) - 0x4B400000);
+      }
+      continue;
+    }
     for (int64_t i = 0; i < count; ++i) {
       float q = values[i] / scale;
       q = q < 127.0f ? q : 127.0f;  // NaN, too
@@ -204,7 +218,7 @@ static bool quantize_rows(const RowQuantization& q) {
       dtype = F32;
     }
     if (q.codes != nullptr) {
-      q.scales[i] = quantize_row(x, dtype, q.K, q.input_scale, q.codes + i * q.K);
+      q.scales[i] = quantize_row(x, dtype, q.K, q.input_scale, q.codes + i * q.K, q.key, static_cast<uint32_t>(i));
     } else {
       store_row(static_cast<const float*>(x), q.K, q.y, q.y_dtype, i * q.K);
     }
