@@ -16,8 +16,11 @@ from hf_quant.patterns import check_expressions, compile_pattern
 from hf_quant.resolve import SCHEME_FIELDS, dtype_name, entry_fields, resolve_scheme, unknown
 
 
+AUTO = "auto"  # `weights` that are chosen for each layer
+AUTO_CANDIDATES = ("int2", "int3", "nf4", "int8")
 FORMAT_VERSION = 2  # of the checkpoint (bytes, tensor names, config fields): the newest that this version reads
 ATTENTIONS = (None, "int8")
+_SEARCH_FIELDS = ("budget", "candidates")
 RUNTIME_FIELDS = ("fuse_projections", "fuse_activations")  # how products are computed; not stored in checkpoints
 NON_WEIGHT_FIELDS = ("kv_cache", "attention")  # quantization that needs no quantized weight
 _NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)  # a quantization method or a repository
@@ -63,6 +66,12 @@ class QuantizerConfig(QuantizationConfigMixin):
             dict of its fields; None: 16 bit. With weights=None nothing else is quantized.
         attention: "int8": the attention scores of a diffusion model are computed from int8 codes; None: 16 bit. With
             weights=None nothing else is quantized.
+        budget: with weights="auto" the most that the model may take: {"bits": 3.5} per weight of the layers to choose
+            for, scales and zero points included, or {"gb": 8.0} in 10**9 bytes for the whole model; with
+            {"gb": 8.0, "context": 4096} also for the KV cache of one sequence of so many tokens. Each layer gets the
+            candidate with which the model is predicted to lose least, see `hf_quant.search`.
+        candidates: with weights="auto" the formats, presets or dicts of fields to choose from; None in the list: 16
+            bit. Default: int2, int3, nf4, int8. The other fields above hold for all of them.
         modules: {pattern: format, preset, dict of the fields above, or None = keep 16 bit}. A pattern is a module
             name, a glob ("*.down_proj") or a regular expression ("re:..."); exact names win, then the first match.
             An entry is complete: it inherits nothing from the fields above, and it overrides every default exclusion.
@@ -101,6 +110,8 @@ class QuantizerConfig(QuantizationConfigMixin):
         input_transform: str | dict[str, int] | None = None,
         kv_cache: str | dict[str, Any] | KVCacheConfig | None = None,
         attention: str | None = None,
+        budget: dict[str, float] | None = None,
+        candidates: list[str | dict[str, Any] | None] | tuple[str | dict[str, Any] | None, ...] | None = None,
         modules: Mapping[str, str | dict[str, Any] | None] | None = None,
         modules_to_not_convert: list[str] | tuple[str, ...] | None = None,
         calibration: Any = None,
@@ -127,6 +138,8 @@ class QuantizerConfig(QuantizationConfigMixin):
         cache: dict[str, Any] = {} if kv_cache is None else KVCacheConfig.of(kv_cache).to_dict()
         self.kv_cache: str | dict[str, Any] | None = cache if len(cache) > 1 else cache.get("format")
         self.attention = attention
+        self.budget = budget
+        self.candidates = candidates if candidates is None or isinstance(candidates, str) else list(candidates)
         if modules is not None and not isinstance(modules, dict):
             raise ValueError(f"modules is {modules!r}; needs {{pattern: format, dict of fields, or None}}")
         self.modules = {
@@ -180,8 +193,8 @@ class QuantizerConfig(QuantizationConfigMixin):
     @classmethod
     def user_fields(cls) -> list[str]:
         """Names of the arguments that a user may give, without `calibration`, which JSON cannot hold."""
-        own = ("kv_cache", "attention", "modules", "modules_to_not_convert", "quantization_device", *RUNTIME_FIELDS)
-        return [*SCHEME_FIELDS, *own]
+        own = ("kv_cache", "attention", *_SEARCH_FIELDS, "modules", "modules_to_not_convert", "quantization_device")
+        return [*SCHEME_FIELDS, *own, *RUNTIME_FIELDS]
 
     def _check(self) -> None:
         check_expressions((*self.modules, *(self.modules_to_not_convert or ())))
@@ -190,7 +203,10 @@ class QuantizerConfig(QuantizationConfigMixin):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs True, False or None")
         if not isinstance(self.attention, str | None) or self.attention not in ATTENTIONS:
             raise ValueError(f"attention is {self.attention!r}; allowed: None, 'int8'")
-        if self.weights is not None:
+        self._check_search()
+        if self.is_auto:
+            self.candidate_configs()
+        elif self.weights is not None:
             scheme, _ = resolve_scheme(self.scheme_fields(), torch.bfloat16)
             # Stored before W8A8 rotated inputs, or as "none", see `_stored_transform`.
             if self.input_transform is None and scheme.input_transform is not None and self._is_rotated is False:
@@ -217,6 +233,56 @@ class QuantizerConfig(QuantizationConfigMixin):
                 "weights, kv_cache and attention are None and `modules` names no format: nothing to quantize"
             )
 
+    def _check_search(self) -> None:
+        """Raise ValueError if the budget and the candidates are not those of a search."""
+        if not self.is_auto:
+            given = {n: getattr(self, n) for n in _SEARCH_FIELDS if getattr(self, n) is not None}
+            if given:
+                raise ValueError(f"{given} is given, but weights is {self.weights!r}: give weights='auto'")
+            return
+        budget, names = self.budget, ({"bits"}, {"gb"}, {"gb", "context"})
+        is_dict = isinstance(budget, dict) and set(budget) in names
+        if not is_dict or not all(type(v) in (int, float) and 0 < v < math.inf for v in budget.values()):
+            raise ValueError(
+                f"weights is 'auto', and budget {budget!r}; needs {{'bits': n}} per weight, or {{'gb': n}}, above 0, "
+                "to which 'context' adds the KV cache of so many tokens"
+            )
+        if type(budget.get("context", 1)) is not int:
+            raise ValueError(f"the context of the budget is {budget['context']!r}; needs a number of tokens")
+        if self.candidates is not None and (not isinstance(self.candidates, list) or len(self.candidates) < 2):
+            raise ValueError(f"candidates is {self.candidates!r}; needs a list of two schemes or more")
+
+    @property
+    def is_auto(self) -> bool:
+        """True if the scheme of each layer is to be chosen by a search, or was chosen by one."""
+        return self.weights == AUTO
+
+    def candidate_configs(self) -> list["QuantizerConfig | None"]:
+        """The config of each candidate, None for 16 bit. Raises ValueError, which names it, if one is wrong."""
+        common = {n: v for n, v in self.scheme_fields().items() if n != "weights"}
+        names = ("kv_cache", "attention", "modules", "modules_to_not_convert")
+        rest = {name: getattr(self, name) for name in names}
+        found: list[QuantizerConfig | None] = []
+        for candidate in self.candidates or AUTO_CANDIDATES:
+            if candidate is None:
+                found.append(None)
+                continue
+            try:
+                own = QuantizerConfig(**{**common, **entry_fields(candidate)}, **rest)
+            except ValueError as error:
+                raise ValueError(f"candidate {candidate!r}: {error}") from None
+            if own.weights is None:
+                raise ValueError(f"candidate {candidate!r} names no format")
+            found.append(own)
+        return found
+
+    def all_fields(self) -> list[dict[str, Any]]:
+        """The fields of every scheme that the config names: the default or the candidates, and those of `modules`."""
+        named = [entry_fields(entry) for entry in self.modules.values() if entry is not None]
+        if self.is_auto:
+            return [config.scheme_fields() for config in self.candidate_configs() if config is not None] + named
+        return named if self.weights is None else [self.scheme_fields(), *named]
+
     @property
     def quantizes_no_weights(self) -> bool:
         """True if only the KV cache or attention is quantized."""
@@ -236,12 +302,12 @@ class QuantizerConfig(QuantizationConfigMixin):
     def format_version(self) -> int:
         """Format version of a checkpoint with this config: 2 if it has what readers of 1 do not know.
 
-        That is an input transform, a static scale of activations, or a record of calibration.
+        That is an input transform, a static scale of activations, or a record of calibration or of a search.
         """
         own = {"input_transform": self._stored_transform, "activation_scale": self.activation_scale}
         is_new = self._is_rotated or any(map(_is_of_version_2, (own, *self.modules.values(), *self._stored_schemes)))
-        is_calibrated = self.calibrated_with is not None or self.kv_scales is not None
-        return max(self._read_version, 2 if is_new or is_calibrated else 1)
+        is_new |= self.is_auto or self.calibrated_with is not None or self.kv_scales is not None
+        return max(self._read_version, 2 if is_new else 1)
 
     @property
     def _is_rotated(self) -> bool | None:
@@ -278,8 +344,9 @@ class QuantizerConfig(QuantizationConfigMixin):
             fields["calibrated_with"] = self.calibrated_with
         if self.kv_scales is not None:
             fields["kv_scales"] = self.kv_scales
-        if self._stored_transform is None:
-            del fields["input_transform"]
+        for name in ("input_transform", *_SEARCH_FIELDS):
+            if (self._stored_transform if name == "input_transform" else fields[name]) is None:
+                del fields[name]
         return json.loads(json.dumps(fields))
 
     def get_loading_attributes(self) -> dict[str, Any]:

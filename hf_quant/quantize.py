@@ -9,7 +9,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hf_quant.algorithms import PackedWeight
-from hf_quant.calibration import solve, takes_data
+from hf_quant.auto import search
+from hf_quant.calibration import needs_data, solve, takes_data
 from hf_quant.config import NON_WEIGHT_FIELDS, QuantizerConfig, as_config
 from hf_quant.modules import (
     STORED_NAMES,
@@ -87,16 +88,20 @@ def quantize_(
             known.kv_scales = found.kv_scales
         notify_observers(model, known, schemes_from_list(known.plan or []))
         return model
-    quant_plan = plan(model, config)
+    device = device if device is not None else config.quantization_device
+    if config.is_auto:
+        options = {"tokenizer": tokenizer, "device": device, "progress": progress}
+        quant_plan, config, calibration = search(model, config, calibration, **options)
+    else:
+        quant_plan = plan(model, config)
     quant_plan.warn(type(model).__name__)
     modules = dict(model.named_modules())
     for name, entry in quant_plan.quantized.items():
         for weight in entry.shapes:
             _check_weight(modules[name].get_parameter(weight), f"{name}.{weight}" if name else weight)
-    device = device if device is not None else config.quantization_device
     packed: dict[str, dict[str, PackedWeight]] = {}
     amax: dict[str, dict[str, torch.Tensor]] = {}
-    if takes_data(config, calibration):
+    if needs_data(config) or (calibration is not None and config.has_fp8_cache):
         options = {"tokenizer": tokenizer, "device": device, "progress": progress}
         packed, amax, quant_plan, config = solve(model, config, quant_plan, calibration, **options)
     names = apply_plan(model, quant_plan, device=device, packed=packed)

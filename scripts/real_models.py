@@ -54,6 +54,7 @@ from common.checkout import commit
 from common.schemes import parse_spec
 from hf_quant import QuantizerConfig, quantize_
 from hf_quant.calibration import needs_data
+from hf_quant.calibration.data import OWN_LENGTH
 from hf_quant.calibration.sample import sample
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids, read_windows
 
@@ -270,7 +271,7 @@ def calibration_data(
 ) -> Tensor:
     """Windows of the text behind `ids`, on which the model is judged; or of text that the model writes."""
     if args.calibration == "own":
-        return sample(base, args.calibration_tokens, args.window)
+        return sample(base, args.calibration_tokens, OWN_LENGTH)
     rows = read_windows(args.text, tokenizer, window=args.window, max_tokens=ids.numel() + args.calibration_tokens)
     return rows[ids.numel() :].view(-1, args.window)
 

@@ -4,28 +4,38 @@ from hf_quant.calibration.calibration import (
     TOKENIZERS,
     Calibration,
     calibrate,
+    can_write,
     check_writer,
     find_data,
     is_file,
+    memory_for_statistics,
     needed,
     needs_data,
     takes_data,
 )
+from hf_quant.calibration.data import Data
+from hf_quant.calibration.gradients import Sensitivity, record_calls, sensitivities
 from hf_quant.calibration.solve import of_file, solve, with_outliers
 from hf_quant.calibration.store import StatisticsFile
 
 
 __all__ = [
     "Calibration",
+    "Data",
+    "Sensitivity",
     "StatisticsFile",
     "TOKENIZERS",
     "calibrate",
+    "can_write",
     "check_writer",
     "find_data",
     "is_file",
+    "memory_for_statistics",
     "needed",
     "needs_data",
     "of_file",
+    "record_calls",
+    "sensitivities",
     "solve",
     "takes_data",
     "with_outliers",

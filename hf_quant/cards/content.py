@@ -19,7 +19,7 @@ from hf_quant.formats import FORMATS
 from hf_quant.kv_cache import KVCacheConfig
 from hf_quant.patterns import excludes, matches
 from hf_quant.planning import MIN_WEIGHTS, schemes_from_list
-from hf_quant.resolve import entry_fields, resolve_scheme
+from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme
 
 
@@ -221,10 +221,8 @@ def _algorithms(part: Part, scheme: LinearScheme) -> list[str]:
     config = part.config
     if config.imported_from is not None:
         return [f"of {config.imported_from['method']}"]
-    entries = [] if config.weights is None else [config.scheme_fields()]
-    entries += [entry_fields(entry) for entry in config.modules.values() if entry is not None]
     found = set()
-    for fields in entries:
+    for fields in config.all_fields():
         resolved, algorithm = resolve_scheme(fields, part.dtype)
         if resolved.weight == scheme.weight:
             found.add(algorithm or default_algorithm(scheme.weight))

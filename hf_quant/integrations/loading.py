@@ -79,9 +79,9 @@ def prepare_from_config(
 
     Returns the resolved config.
     """
+    file = _statistics_file(model, config)
     quant_plan = plan(model, config, dtype=dtype)
     quant_plan.warn(type(model).__name__)
-    file = _statistics_file(model, config)
     if file is not None:
         static = [name for name, scheme in quant_plan.schemes.items() if scheme.is_static]
         unknown = [name for name in static if name not in file.statistics]

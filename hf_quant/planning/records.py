@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -93,6 +93,9 @@ class QuantPlan:
         attention: one line on 8-bit attention; None: 16 bit.
         lifted: {module that is quantized only because `modules_to_not_convert` is given: reason of its exclusion}.
         advice: one line on a scheme with more bits; None: there is none.
+        scores: {module: predicted loss of the model by its quantization}, after a search.
+        is_kl: True if the scores add up to the KL divergence per token from the 16-bit model, False if to the relative
+            squared error of its output; None: they predict nothing.
     """
 
     def __init__(
@@ -110,6 +113,8 @@ class QuantPlan:
         self.bytes_other, self.lifted = bytes_other, dict(lifted or {})
         self.fused, self.fused_on, self.kv_cache, self.attention = list(fused), fused_on, kv_cache, attention
         self.advice = advice
+        self.scores: dict[str, float] = {}
+        self.is_kl: bool | None = None
 
     @property
     def quantized(self) -> dict[str, PlanEntry]:
@@ -136,6 +141,17 @@ class QuantPlan:
     def schemes(self) -> dict[str, LinearScheme]:
         """{module name: scheme} of the modules that are quantized."""
         return {name: entry.scheme for name, entry in self.entries.items() if entry.scheme is not None}
+
+    def with_entries(
+        self, entries: Mapping[str, PlanEntry], scores: dict[str, float], is_kl: bool | None
+    ) -> "QuantPlan":
+        """The plan, but with these entries in place of its own, and the scores by which a search has chosen them."""
+        changed = copy.copy(self)
+        changed.entries = {name: entries.get(name, entry) for name, entry in self.entries.items()}
+        changed.scores, changed.is_kl = dict(scores), is_kl
+        schemes = changed.schemes
+        changed.fused = [names for names in self.fused if len({schemes.get(name) for name in names}) == 1]
+        return changed
 
     def with_dynamic_inputs(self, names: Iterable[str], reason: str) -> "QuantPlan":
         """The plan, but the inputs of these layers have a scale per token in place of a static one."""

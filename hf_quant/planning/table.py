@@ -14,17 +14,16 @@ PLAN_HEADER = ("modules", "count", "shape", "scheme", "bits", "MB before", "MB a
 
 def table(plan: "QuantPlan") -> str:
     """Format a plan as text: one line for each group of modules that are alike, then totals."""
-    return f"{format_table([PLAN_HEADER, *plan_rows(plan)])}\n{plan_totals(plan)}"
+    rows = [PLAN_HEADER, *plan_rows(plan)]
+    if plan.scores:
+        rows = [(*row[:7], score, *row[7:]) for row, score in zip(rows, ["loss", *_losses(plan)])]
+    return f"{format_table(rows)}\n{plan_totals(plan)}"
 
 
 def plan_rows(plan: "QuantPlan") -> list[tuple[str, ...]]:
     """Return the cells under PLAN_HEADER, one row for each group of modules that are alike."""
-    groups: dict[tuple[Any, ...], list[PlanEntry]] = {}
-    for e in plan.entries.values():
-        key = (_template(e.name) or "(model)", tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None)
-        groups.setdefault(key, []).append(e)
     rows: list[tuple[str, ...]] = []
-    for (template, shapes, scheme, reason, _), entries in groups.items():
+    for (template, shapes, scheme, reason, _), entries in _groups(plan).items():
         after, count = sum(e.bytes_after for e in entries), sum(e.num_weights for e in entries)
         shared = entries[0].shared_with
         rows.append(
@@ -44,12 +43,29 @@ def plan_rows(plan: "QuantPlan") -> list[tuple[str, ...]]:
     return rows
 
 
+def _groups(plan: "QuantPlan") -> "dict[tuple[Any, ...], list[PlanEntry]]":
+    groups: dict[tuple[Any, ...], list[PlanEntry]] = {}
+    for e in plan.entries.values():
+        key = (_template(e.name) or "(model)", tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None)
+        groups.setdefault(key, []).append(e)
+    return groups
+
+
+def _losses(plan: "QuantPlan") -> list[str]:
+    """Return the predicted losses of the rows."""
+    sums = ([plan.scores[e.name] for e in entries if e.name in plan.scores] for entries in _groups(plan).values())
+    return [f"{sum(scores):.2g}" if scores else "" for scores in sums]
+
+
 def plan_totals(plan: "QuantPlan") -> str:
     """Return the lines under the table of a plan: sizes, shared products, KV cache, attention, advice."""
     total = (
         f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
         f"model {plan.nbytes_before / 1e6:.2f} -> {plan.nbytes / 1e6:.2f} MB"
     )
+    if plan.is_kl is not None:
+        what = "KL divergence per token" if plan.is_kl else "relative squared error of the output"
+        total += f"\npredicted {what}: {sum(plan.scores.values()):.3g}"
     fused: dict[str, int] = {}
     for names in plan.fused:
         text = " + ".join([_template(names[0]), *(n.rpartition(".")[2] for n in names[1:])])

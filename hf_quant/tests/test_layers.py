@@ -18,6 +18,7 @@ LAYERS = (
     ("config", "evaluate"),
     ("planning",),
     ("calibration",),
+    ("auto",),
     ("quantize",),
     ("checkpoint",),
     ("cards",),

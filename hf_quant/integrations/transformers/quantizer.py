@@ -24,9 +24,10 @@ import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D qu
 from hf_quant import quantize
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
-from hf_quant.calibration import TOKENIZERS, check_writer, is_file, takes_data
+from hf_quant.auto import check_search
+from hf_quant.calibration import TOKENIZERS, check_writer, is_file, needs_data, takes_data
 from hf_quant.checkpoint import check_packed, guard_entry
-from hf_quant.config import RUNTIME_FIELDS, QuantizerConfig, QuantMethod
+from hf_quant.config import AUTO, RUNTIME_FIELDS, QuantizerConfig, QuantMethod
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
     prepare_from_config,
@@ -176,9 +177,12 @@ class TransformersQuantizer(HfQuantizer):
     def _prepare_calibration(self, model: nn.Module) -> None:
         """Raise ValueError now, not after minutes of loading, if the model cannot be calibrated once it is loaded."""
         config = self.quantization_config = self._without_attention(model)
-        plan(model, config)
+        if config.is_auto:
+            check_search(model, config)
+        else:
+            plan(model, config)
         refuse_parallel(model)
-        if config.calibration is None:
+        if config.calibration is None and needs_data(config):
             check_writer(model)
         logger.info("%s is loaded in 16 bit, calibrated, and quantized then", type(model).__name__)
 
@@ -345,8 +349,9 @@ def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
     stored = schemes_from_list(config.plan)
     rest = {scheme for name, scheme in stored.items() if not any(matches(p, name) for p in config.modules or ())}
     is_other = (config.modules, config.modules_to_not_convert) != (requested.modules, requested.modules_to_not_convert)
-    if None in (config.weights, requested.weights):
-        is_other |= config.weights != requested.weights
+    if {None, AUTO} & {config.weights, requested.weights}:
+        own = [(c.weights, c.budget, c.candidates, c.algorithm) for c in (config, requested)]
+        is_other |= own[0] != own[1]
     else:
         is_other |= not all(_asks_for(scheme, config, requested) for scheme in rest)
     if is_other:
