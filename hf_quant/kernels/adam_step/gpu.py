@@ -62,6 +62,16 @@ def _halves(key, row, group, C: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 @triton.jit
+def _halves_one_by_one(key, row, place, ROUNDS: tl.constexpr):
+    """`_halves` for values at any place: row [R], place [R, C]."""
+    rows = row[:, None].to(tl.uint32) + tl.zeros_like(place)
+    w0, w1, w2, w3 = tl.philox(key, place // 8, rows, rows * 0, rows * 0, ROUNDS)
+    word = place % 8 // 2
+    low, high = tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)
+    return (tl.where(word < 2, low, high) >> (place % 2 * 16)) & 0xFFFF
+
+
+@triton.jit
 def _decoded(address, row, k, K, in_k, C: tl.constexpr, CODEC: tl.constexpr, ALIGNED: tl.constexpr):
     """The values of codes [R, C], without their scale."""
     BITS: tl.constexpr = CODEC[0]
@@ -175,6 +185,7 @@ def _adam_step_kernel(
     STATES: tl.constexpr,  # "fp32", "bf16" or "codes"
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,  # rows are multiples of 32 values, addresses of 16 bytes
+    BY_EIGHT: tl.constexpr,  # first columns are multiples of 8
     FIRST: tl.constexpr,  # the codec of exp_avg, see `_codec`
     SECOND: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -198,8 +209,12 @@ def _adam_step_kernel(
     mask = in_k & (column < K)
     offsets = row[:, None] * K + column
     if STOCHASTIC:
-        group = (tl.load(entry + 10) + k) // 8 + tl.arange(0, C // 8)[None, :]
-        bits = _halves(tl.load(entry + 8), tl.load(entry + 9) + row, group.to(tl.uint32), C, ROUNDS)
+        first_column, rows = tl.load(entry + 10), tl.load(entry + 9) + row
+        if BY_EIGHT:
+            group = (first_column + k) // 8 + tl.arange(0, C // 8)[None, :]
+            bits = _halves(tl.load(entry + 8), rows, group.to(tl.uint32), C, ROUNDS)
+        else:
+            bits = _halves_one_by_one(tl.load(entry + 8), rows, (first_column + column).to(tl.uint32), ROUNDS)
     else:
         bits = None
     p = _floats(param, offsets, mask, P_BF16, ALIGNED)
@@ -282,6 +297,7 @@ def _launch(params, grads, exp_avgs, exp_avg_sqs, scales, sq_scales, origins, st
         STATES=states if first is None else "codes",
         STOCHASTIC=seed is not None,
         ALIGNED=all(row[7] % 32 == 0 and not any(value % 16 for value in row[:4]) for row in rows),
+        BY_EIGHT=all(row[10] % 8 == 0 for row in rows),
         FIRST=_codec(first),
         SECOND=_codec(second),
         SMALLEST=SMALLEST_SCALE,

@@ -69,7 +69,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 class Coefficients(NamedTuple):
-    """What the step multiplies by, each rounded to fp32 once; `coefficients` makes them."""
+    """Coefficients: the numbers that a step multiplies by, each rounded to fp32 once; `coefficients` makes them."""
 
     decay: float
     beta1: float

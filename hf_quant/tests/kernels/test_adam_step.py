@@ -55,6 +55,7 @@ def same_bits(parts: list, expected: list) -> bool:
 def test_every_instruction_set_gives_the_bits_of_the_reference(states, dtypes):
     for seed in (None, 7):
         expected = arguments(SHAPES, states, *dtypes)
+        expected[6][1:3, 2] = torch.tensor([509, 3])  # where shards of a vector may begin
         found = {name: copied(expected) for name in native.instruction_sets()}
         for step in (1, 2, 3):
             options = {**OPTIONS, "states": states, "seed": seed, "step": step}
@@ -77,6 +78,7 @@ def test_the_gpu_kernel_gives_the_bits_of_the_reference(states, monkeypatch):
         monkeypatch.setattr(gpu, "_PROGRAMS", programs)
         of = [arguments(shapes, states, *pair) for pair in dtypes]
         expected = [[t for parts in of for t in parts[i]] for i in range(6)] + [torch.cat([p[6] for p in of])]
+        expected[6][: len(shapes) // 4, 2] = 509
         found = copied(expected)
         for step in (1, 2):
             options = {**OPTIONS, "states": states, "seed": seed, "step": step}

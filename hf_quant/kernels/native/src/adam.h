@@ -37,7 +37,8 @@ struct AdamFactors {
 
 struct AdamBuffers {
   alignas(64) float p[kAdamBlock], g[kAdamBlock], m[kAdamBlock], v[kAdamBlock];
-  alignas(64) uint16_t bits[kAdamBlock];
+  alignas(64) uint16_t drawn[kAdamBlock + 8 + kDraws];
+  const uint16_t* bits;  // within `drawn`
   alignas(64) uint8_t m_codes[kAdamBlock], v_codes[kAdamBlock];
 };
 
@@ -151,7 +152,11 @@ class AdamStepper {
   template <bool FULL>
   HFQ_UNFUSED void step(int64_t row, int64_t k, int64_t block, int64_t left, AdamBuffers& b) const {
     const int64_t first = row * a_.K + k, count = FULL ? S::SIZE : left;
-    if (STOCHASTIC) draw_row(a_.key, static_cast<uint32_t>(a_.row + row), a_.column + k, count, b.bits);
+    if (STOCHASTIC) {  // eight values share a counter, wherever this part of the parameter begins
+      const int64_t column = a_.column + k, before = column % 8;
+      draw_row(a_.key, static_cast<uint32_t>(a_.row + row), column - before, count + before, b.drawn);
+      b.bits = b.drawn + before;
+    }
     if (a_.param_dtype == BF16 && a_.grad_dtype == BF16) {
       const uint16_t* g = static_cast<const uint16_t*>(a_.grad) + first;
       return update(static_cast<uint16_t*>(a_.param) + first, g, row, k, block, count, b);
