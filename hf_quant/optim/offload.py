@@ -1,0 +1,152 @@
+"""`CPUOffloadOptimizer`: states, and with them the step, in the memory of the CPU."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+
+_OWN = ("params", "param_names")  # keys of a group that are not options
+
+
+class CPUOffloadOptimizer(Optimizer):
+    """An optimizer of any class that keeps its states and a copy of the parameters on the CPU, and steps there.
+
+    The accelerator holds parameters and gradients only: with `AdamW8bit` and bf16 parameters the CPU takes 4 bytes per
+    parameter, of which 2 are the copy. A step sends gradients to the CPU and parameters back. Gradient accumulation,
+    clipping, schedulers (its `param_groups` hold the options) and closures work as with the class itself, whose state
+    dict it saves and loads. A parameter that is changed in place by others, as by loading weights, is copied again.
+
+    With `offload_gradients` each gradient goes to the CPU as soon as it is complete, is added up there, and leaves no
+    memory on the accelerator. Then `param.grad` is None when the step comes: clip by `clip_grad_norm_` of this
+    optimizer, not by torch.nn.utils (in Trainer: max_grad_norm=0).
+
+    Parameters on the CPU work, too, and save nothing. The idea is from ZeRO-Offload
+    (https://arxiv.org/abs/2101.06840).
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        cls: the class of the optimizer, such as `AdamW8bit` or torch.optim.AdamW.
+        offload_gradients: send gradients while the backward pass is running.
+        options: arguments of cls.
+
+    Raises:
+        ValueError: a parameter is a DTensor (FSDP2 has CPUOffloadPolicy for that), or cls refuses an option.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        cls: type[Optimizer],
+        *,
+        offload_gradients: bool = False,
+        **options: Any,
+    ) -> None:
+        self._cls, self._options, self._offload_gradients = cls, options, offload_gradients
+        self._host: Optimizer | None = None
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, its copy)
+        self._seen: dict[Tensor, tuple[int, int]] = {}  # parameters as they were when both were the same
+        self._hooks: list[RemovableHandle] = []
+        super().__init__(params, dict(options))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; see torch.optim.Optimizer."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        hosts = [self._add(p) for p in group["params"]]
+        host_group = {"params": hosts, **_options_of(group)}
+        if self._host is None:
+            self._host = self._cls([host_group], **self._options)
+        else:
+            self._host.add_param_group(host_group)
+        group.update(_options_of(self._host.param_groups[-1]))
+
+    def _add(self, p: Tensor) -> Tensor:
+        """The copy of a parameter on the CPU; of a frozen one an empty tensor in its place."""
+        if hasattr(p, "device_mesh"):
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is sharded; with FSDP2 use fully_shard(..., "
+                "offload_policy=CPUOffloadPolicy()) and the optimizer itself, which then steps on the CPU"
+            )
+        if not p.requires_grad:
+            return nn.Parameter(torch.empty(0, dtype=p.dtype, device="cpu"), requires_grad=False)
+        host = nn.Parameter(torch.empty_like(p, device="cpu", pin_memory=p.is_cuda))
+        self._pairs.append((p, host))
+        if self._offload_gradients:
+            self._hooks.append(p.register_post_accumulate_grad_hook(partial(_move_gradient, host=host)))
+        return host
+
+    def _inner(self) -> Optimizer:
+        """The optimizer on the CPU, with the options that the groups have now."""
+        assert self._host is not None
+        for group, host_group in zip(self.param_groups, self._host.param_groups, strict=True):
+            host_group.update(_options_of(group))
+        return self._host
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step with the gradients that are there; a closure computes them first, its result is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for p, host in self._pairs:
+            if not self._offload_gradients and p.grad is not None:
+                host.grad = p.grad.to("cpu", non_blocking=True, copy=True)
+            if self._seen.get(p) != (p._version, p.data_ptr()):
+                host.copy_(p)
+        self._wait()
+        self._inner().step()
+        for p, host in self._pairs:
+            if host.grad is not None:
+                p.copy_(host, non_blocking=True)
+                host.grad = None if not self._offload_gradients else host.grad
+            self._seen[p] = (p._version, p.data_ptr())
+        return loss
+
+    def _wait(self) -> None:
+        """Until everything that was sent is here."""
+        for device in {p.device for p, _ in self._pairs if p.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, also those on the CPU; see torch.optim.Optimizer."""
+        super().zero_grad(set_to_none)
+        for _, host in self._pairs:
+            host.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their 2-norm is at most max_norm; return what it was."""
+        self._wait()
+        moved = [host if self._offload_gradients else p for p, host in self._pairs]
+        return nn.utils.clip_grad_norm_(moved, max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the optimizer on the CPU: what `cls` itself would save."""
+        return self._inner().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class, or of `cls`, gave."""
+        inner = self._inner()
+        inner.load_state_dict(state_dict)
+        for group, host_group in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update(_options_of(host_group))
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in _OWN}
+
+
+def _move_gradient(p: Tensor, host: Tensor) -> None:
+    """Add the gradient of p to that of its copy, and free it."""
+    if p.grad is None:
+        return
+    if host.grad is None:
+        host.grad = p.grad.to("cpu", copy=True)
+    else:
+        host.grad += p.grad.to("cpu")
+    p.grad = None
