@@ -12,6 +12,7 @@ from hf_quant._version import __version__
 
 
 if TYPE_CHECKING:
+    from hf_quant.auto import auto_plan
     from hf_quant.calibration import Calibration, calibrate
     from hf_quant.cards import model_card
     from hf_quant.checkpoint import freeze_, load_quantized_, quantization_map, requantize_, save_quantized
@@ -40,6 +41,7 @@ _HOME = {
     "QuantizedCache": "kv_cache",
     "QuantizerConfig": "config",
     "TensorQuant": "scheme",
+    "auto_plan": "auto",
     "calibrate": "calibration",
     "capture_generate": "integrations.transformers.graphs",
     "dequantize_": "quantize",
@@ -73,6 +75,7 @@ __all__ = [
     "QuantizerConfig",
     "TensorQuant",
     "__version__",
+    "auto_plan",
     "calibrate",
     "capture_generate",
     "dequantize_",

@@ -69,7 +69,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         budget: with weights="auto" the most that the model may take: {"bits": 3.5} per weight of the layers to choose
             for, scales and zero points included, or {"gb": 8.0} in 10**9 bytes for the whole model; with
             {"gb": 8.0, "context": 4096} also for the KV cache of one sequence of so many tokens. Each layer gets the
-            candidate with which the model is predicted to lose least, see `hf_quant.search`.
+            candidate with which the model is predicted to lose least, see `hf_quant.auto_plan`.
         candidates: with weights="auto" the formats, presets or dicts of fields to choose from; None in the list: 16
             bit. Default: int2, int3, nf4, int8. The other fields above hold for all of them.
         modules: {pattern: format, preset, dict of the fields above, or None = keep 16 bit}. A pattern is a module
@@ -268,7 +268,8 @@ class QuantizerConfig(QuantizationConfigMixin):
                 found.append(None)
                 continue
             try:
-                own = QuantizerConfig(**{**common, **entry_fields(candidate)}, **rest)
+                fields = {**common, **entry_fields(candidate)}
+                own = QuantizerConfig(fields.pop("weights", None), **fields, **rest)
             except ValueError as error:
                 raise ValueError(f"candidate {candidate!r}: {error}") from None
             if own.weights is None:

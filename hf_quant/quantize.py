@@ -1,5 +1,6 @@
 """`quantize_` and `dequantize_`: carry out a plan on a model, in place, one layer at a time."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
 from hf_quant.auto import search
 from hf_quant.calibration import needs_data, solve, takes_data
@@ -47,6 +49,7 @@ def quantize_(
     *,
     calibration: Any = None,
     tokenizer: Any = None,
+    quant_plan: QuantPlan | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> _Model:
@@ -58,6 +61,7 @@ def quantize_(
         calibration: data for an algorithm that needs it, see `hf_quant.calibrate`; a `Calibration` that has seen data;
             or statistics, or their file. None: `config.calibration`, else text that a causal language model writes.
         tokenizer: for texts; None: the tokenizer of the model's checkpoint.
+        quant_plan: the plan for this model and config, if it is made already: by `auto_plan`, which takes long.
         device: device that computes the codes, e.g. "cuda"; they are stored on the device of each weight. Default:
             the device of each weight.
         progress: True shows a progress bar.
@@ -89,11 +93,16 @@ def quantize_(
         notify_observers(model, known, schemes_from_list(known.plan or []))
         return model
     device = device if device is not None else config.quantization_device
-    if config.is_auto:
+    if quant_plan is not None:
+        _check_plan(model, quant_plan)
+    elif config.is_auto:
         options = {"tokenizer": tokenizer, "device": device, "progress": progress}
-        quant_plan, config, calibration = search(model, config, calibration, **options)
+        quant_plan, calibration = search(model, config, calibration, **options)
     else:
         quant_plan = plan(model, config)
+    if quant_plan.record is not None:
+        config = copy.copy(config)
+        config.calibrated_with = quant_plan.record
     quant_plan.warn(type(model).__name__)
     modules = dict(model.named_modules())
     for name, entry in quant_plan.quantized.items():
@@ -239,6 +248,16 @@ def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None
     if fuse_projections and not num_groups:
         why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
         logger.warning("fuse_projections is True, but %s has nothing to fuse: %s", type(model).__name__, why)
+
+
+def _check_plan(model: nn.Module, quant_plan: QuantPlan) -> None:
+    """Raise ValueError if a plan is of another model."""
+    modules = dict(model.named_modules())
+    known = {name: getattr(modules.get(name), "_parameters", {}) for name in quant_plan.quantized}
+    other = [name for name, entry in quant_plan.quantized.items() if not set(entry.shapes) <= set(known[name])]
+    if other or not quant_plan.quantized:
+        missing = first_few(other or ["quantized modules"])
+        raise ValueError(f"quant_plan is of another model: this {type(model).__name__} has no {missing}")
 
 
 def _check_weight(weight: torch.Tensor, name: str) -> None:

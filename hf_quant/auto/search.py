@@ -1,6 +1,5 @@
-"""`search`: choose the scheme of each layer, so that the model loses least within a budget of bits or bytes."""
+"""`auto_plan`: choose the scheme of each layer, so that the model loses least within a budget of bits or bytes."""
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,10 +23,11 @@ from hf_quant.calibration import (
     record_calls,
     sensitivities,
 )
-from hf_quant.config import QuantizerConfig
+from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.kernels import dequantize
 from hf_quant.kv_cache import KVCacheConfig, bytes_per_token
 from hf_quant.modules import in_basis, quantized_class
+from hf_quant.patterns import matches
 from hf_quant.planning import PlanEntry, QuantPlan, plan
 from hf_quant.scheme import InputTransform, TensorQuant
 
@@ -42,13 +42,52 @@ class Found(NamedTuple):
 
     Attributes:
         plan: an ordinary plan, with the predicted loss of each layer in `scores`.
-        config: a copy of the config, with a record of the data.
         data: the data, for a calibration that follows; None: there is none.
     """
 
     plan: QuantPlan
-    config: QuantizerConfig
     data: Data | None
+
+
+def auto_plan(
+    model: nn.Module,
+    config: QuantizerConfig | dict[str, Any],
+    *,
+    calibration: Any = None,
+    tokenizer: Any = None,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> QuantPlan:
+    """Plan what `quantize_` would do with weights="auto": one of the candidates for each layer of a 16-bit model.
+
+    The loss of a layer under a candidate is predicted from the gradients of the model on some data, and the error of
+    the layer's weight; the sum of the losses is made least within the budget. Layers that read one tensor get the same
+    scheme, and so do the experts of a layer. What `modules` names, and what is not quantized by default, is left as it
+    is. The model is not changed.
+
+    Args:
+        model: the model, with its weights.
+        config: a config with weights="auto", and a budget.
+        calibration: data, see `hf_quant.calibrate`; None: text that a causal language model writes itself. Of other
+            models without data the relative errors of the weights decide, which says less; a warning says so.
+        tokenizer: for texts; None: the tokenizer of the model's checkpoint.
+        device: device that computes the errors; default: that of each weight.
+        progress: True shows progress bars.
+
+    Returns:
+        An ordinary plan. `scores` has the predicted loss of each layer, and `print` shows them: they add up to the KL
+        divergence per token, or, of a model without classes, to the relative squared error of its output.
+
+    Raises:
+        ValueError: if the budget is less than the smallest candidates need, and as `plan` and `calibrate` do.
+    """
+    config = as_config(config)
+    calibration = config.calibration if calibration is None else calibration
+    if not config.is_auto:
+        raise ValueError(
+            f"weights is {config.weights!r}; a search needs weights='auto': call hf_quant.plan for others"
+        )
+    return search(model, config, calibration, tokenizer=tokenizer, device=device, progress=progress).plan
 
 
 def search(
@@ -60,25 +99,7 @@ def search(
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Found:
-    """Choose one of `config.candidates` for each layer of a 16-bit model. The model is not changed.
-
-    The loss of a layer under a candidate is predicted from the gradients of the model on some data, see `gradients`,
-    and the error of the layer's weight; `allocate` makes the sum of the losses least. Layers that read one tensor get
-    the same scheme, and so do the experts of a layer. What `modules` names, and what is not quantized by default, is
-    left as it is.
-
-    Args:
-        model: the model, with its weights.
-        config: a config with weights="auto", and a budget.
-        calibration: data, see `hf_quant.calibrate`; None: text that a causal language model writes itself. Of other
-            models without data the relative errors of the weights decide, which says less; a warning says so.
-        tokenizer: for texts; None: the tokenizer of the model's checkpoint.
-        device: device that computes the errors; default: that of each weight.
-        progress: True shows progress bars.
-
-    Raises:
-        ValueError: if the budget is less than the smallest candidates need, and as `plan` and `calibrate` do.
-    """
+    """See `auto_plan`."""
     configs = config.candidate_configs()
     plans = [None if each is None else plan(model, each) for each in configs]
     candidates = _Candidates(model, plans, config)
@@ -102,9 +123,9 @@ def search(
             type(model).__name__,
         )
         _score_by_weights(model, candidates, device, progress)
-    found = copy.copy(config)
-    found.calibrated_with = None if data is None else data.record
-    return Found(candidates.allocated(is_kl), found, data)
+    quant_plan = candidates.allocated(is_kl)
+    quant_plan.record = None if data is None else data.record
+    return Found(quant_plan, data)
 
 
 def check_search(model: nn.Module, config: QuantizerConfig) -> None:
@@ -129,12 +150,11 @@ class _Candidates:
         self.base = max(given, key=lambda found: found.nbytes)
         self.searched: dict[str, list[PlanEntry]] = {}
         for name, entry in self.base.entries.items():
+            if entry.kind not in ("linear", "experts") or entry.shared_with is not None:
+                continue
             entries = [_in_16_bit(entry) if found is None else found.entries[name] for found in plans]
-            if (
-                entry.kind in ("linear", "experts")
-                and entry.shared_with is None
-                and len({e.scheme for e in entries}) > 1
-            ):
+            is_named = any(matches(pattern, name) for pattern in config.modules)
+            if not is_named and len({e.scheme for e in entries}) > 1:
                 self.searched[name] = entries
         if not self.searched:
             raise ValueError("weights is 'auto', but its candidates differ in no layer: name others")

@@ -315,9 +315,15 @@ def _recompute_blocks(model: Any) -> Callable[[], None] | None:
         return None
     undo: list[Callable[[], Any]] = []
     if hasattr(model, "gradient_checkpointing_enable"):  # transformers, whose blocks look at `training`
-        model.gradient_checkpointing_enable({"use_reentrant": True})
-        model.enable_input_require_grads()
-        undo += [model.gradient_checkpointing_disable, model.disable_input_require_grads]
+        # transformers 5.23 has given both methods another name.
+        names = [getattr(model, f"{kind}_checkpointing_enable", None) for kind in ("activation", "gradient")]
+        next(filter(None, names))({"use_reentrant": True})
+        if not getattr(model, "_require_grads_hooks", None):  # the hooks of a second call would take their place
+            model.enable_input_require_grads()
+        undo += [
+            getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable),
+            model.disable_input_require_grads,
+        ]
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.training = True

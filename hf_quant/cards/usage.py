@@ -198,7 +198,13 @@ def quantize_command(part: Part, base: str, *, trust_remote_code: bool = False) 
         return None
     if any(isinstance(v, dict) for v in (config.kv_cache, config.input_transform)):
         return None
+    names = [candidate for candidate in config.candidates or () if isinstance(candidate, str)]
+    if len(names) < len(config.candidates or ()):
+        return None
     options = ["--weights", config.weights or "none"]
+    for name, value in (config.budget or {}).items():
+        options += [f"--{name}", f"{value:g}" if name != "context" else str(value)]
+    options += ["--candidates", *names] if names else []
     fields = ("activations", "cpu_activations", "kv_cache", "attention", "group_size", "granularity", "scale_dtype")
     for field in (*fields, "algorithm", "input_transform"):
         value = getattr(config, field)

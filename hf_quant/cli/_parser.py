@@ -22,6 +22,7 @@ _DESCRIPTION = "Quantize any Hugging Face model, run it fast, save it, load it b
 _EPILOG = """examples:
   hf-quant plan meta-llama/Llama-3.1-8B --weights int4
   hf-quant quantize meta-llama/Llama-3.1-8B llama-int4 --weights int4 --module lm_head=int8
+  hf-quant quantize meta-llama/Llama-3.2-1B llama-auto --weights auto --bits 3.5
   hf-quant quantize meta-llama/Llama-3.2-1B llama-nf4 --weights nf4 --algorithm gptq --calibrate wiki.txt
   hf-quant inspect llama-int4
   hf-quant inspect me/llama-int4 --revision main
@@ -35,7 +36,7 @@ _EPILOG = """examples:
 """
 # Options of `_add_scheme` that are fields of QuantizerConfig under the same name, besides --weights.
 _FIELDS = (
-    *("activations", "activation_scale", "cpu_activations", "kv_cache", "attention"),
+    *("candidates", "activations", "activation_scale", "cpu_activations", "kv_cache", "attention"),
     *("granularity", "group_size", "symmetric", "scale_dtype", "algorithm", "input_transform"),
 )
 _MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
@@ -266,6 +267,15 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
         default=default,
         help=f"{FORMATS_HELP}" + (f" (default: {default})" if default else quantize_first),
     )
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--bits", type=float, metavar="N", help="with --weights auto: bits per weight of the layers, scales included"
+    )
+    budget.add_argument("--gb", type=float, metavar="N", help="with --weights auto: size of the model, in 10**9 bytes")
+    group.add_argument("--context", type=_positive, metavar="N", help="with --gb: tokens whose KV cache counts, too")
+    group.add_argument(
+        "--candidates", nargs="+", metavar="FORMAT", help="with --weights auto (default: int2 int3 nf4 int8)"
+    )
     group.add_argument("--activations", metavar="FORMAT", help="int8 or fp8, quantized on the fly (default: 16 bit)")
     group.add_argument(
         "--activation-scale",
@@ -359,7 +369,15 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
         modules[pattern] = value
     weights = None if args.weights is not None and args.weights.lower() == "none" else args.weights
     fields = {name: value for name in _FIELDS if (value := getattr(args, name)) is not None}
-    return QuantizerConfig(weights, **fields, modules=modules or None, calibration=_calibration(args))
+    return QuantizerConfig(
+        weights, **fields, budget=_budget(args), modules=modules or None, calibration=_calibration(args)
+    )
+
+
+def _budget(args: argparse.Namespace) -> dict[str, float] | None:
+    """Return the value of `QuantizerConfig.budget` that the options give."""
+    budget = {name: value for name in ("bits", "gb", "context") if (value := getattr(args, name)) is not None}
+    return budget or None
 
 
 def _calibration(args: argparse.Namespace) -> Any:
@@ -371,4 +389,6 @@ def _calibration(args: argparse.Namespace) -> Any:
 
 def gives_scheme(args: argparse.Namespace) -> bool:
     """Return True if any option of `_add_scheme` is given (for commands without a default for --weights)."""
-    return bool(args.module or args.skip) or any(getattr(args, name) is not None for name in ("weights", *_FIELDS))
+    return bool(args.module or args.skip) or any(
+        getattr(args, name) is not None for name in ("weights", "bits", "gb", *_FIELDS)
+    )

@@ -5,6 +5,9 @@ import shutil
 import time
 from pathlib import Path
 
+from torch import nn
+
+from hf_quant.auto import auto_plan, check_search
 from hf_quant.calibration import calibrate as record
 from hf_quant.cards import CARD, find_card, hub_id, merge_cards, model_card, read_card
 from hf_quant.checkpoint import workspace
@@ -26,13 +29,34 @@ from hf_quant.cli._push import WEIGHT_FILES, prepare, push
 from hf_quant.cli._terminal import print_plan
 from hf_quant.config import QuantizerConfig
 from hf_quant.evaluate import bits_per_weight
+from hf_quant.planning import QuantPlan
 from hf_quant.planning import plan as make_plan
+from hf_quant.quantize import quantize_
 
 
 def plan(args: argparse.Namespace) -> None:
     """Print the decision for every module."""
     config, source = config_from_args(args), find_source(args.model)
-    _print_plan(args, source, config)
+    if config.is_auto:
+        _search(args, source, config)
+    else:
+        _print_plan(args, source, config)
+
+
+def _search(args: argparse.Namespace, source: Source, config: QuantizerConfig) -> tuple[nn.Module, QuantPlan]:
+    """Load the model in 16 bit, choose the scheme of each layer, and print the plan."""
+    if source.kind == "pipeline":
+        raise ValueError(
+            "weights auto: the components of a pipeline are searched one by one in Python, with the pipeline as data, "
+            "see docs/auto.md"
+        )
+    check_not_quantized(source)
+    check_search(meta_model(source, dtype=args.dtype, trust_remote_code=args.trust_remote_code), config)
+    model = load_model(source, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    options = {"device": config.quantization_device, "progress": progress_wanted()}
+    found = auto_plan(model, config, **options)
+    print_plan(found)
+    return model, found
 
 
 def _print_plan(args: argparse.Namespace, source: Source, config: QuantizerConfig) -> dict[str, QuantizerConfig]:
@@ -54,7 +78,7 @@ def quantize(args: argparse.Namespace) -> None:
         config.quantization_device = str(parse_device(args.device))
     source = find_source(args.model)
     check_out(args.out, source, force=args.force)
-    configs = _print_plan(args, source, config)
+    configs = {"": config} if config.is_auto else _print_plan(args, source, config)
     target = None if args.push is None else prepare(args.push, private=args.private, force=args.force)
     # Saved beside, then moved: neither an error nor Ctrl-C leaves half a checkpoint in OUT.
     with workspace(args.out) as place:
@@ -62,8 +86,11 @@ def quantize(args: argparse.Namespace) -> None:
         staged = place / "checkpoint"
         staged.mkdir()
         start = time.perf_counter()
-        if source.kind == "pipeline":
+        if source.kind == "pipeline" and not config.is_auto:
             model = load_pipeline(source, configs, dtype=args.dtype)
+        elif config.is_auto:
+            model, found = _search(args, source, config)
+            quantize_(model, config, quant_plan=found, progress=progress_wanted())
         else:
             model = load_model(source, dtype=args.dtype, config=configs[""], trust_remote_code=args.trust_remote_code)
         loaded = time.perf_counter()

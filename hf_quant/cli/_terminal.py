@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_quant.planning import PLAN_HEADER, QuantPlan, plan_rows, plan_totals
+from hf_quant.planning import PLAN_HEADER, QuantPlan, plan_losses, plan_rows, plan_totals
 
 
 _NUMBERS = ("count", "bits", "MB")
@@ -30,12 +30,13 @@ def print_plan(plan: QuantPlan) -> None:
 def _table(plan: QuantPlan) -> tuple[Table, dict[str, str]]:
     """Lay a plan out as (table, {mark in its last column: long text that the mark stands for})."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1), collapse_padding=True)
-    for name in ("modules", "count", "shape", "scheme", "bits", "MB", "notes"):
+    losses = ("loss",) if plan.scores else ()
+    for name in ("modules", "count", "shape", "scheme", "bits", "MB", *losses, "notes"):
         is_number = name in _NUMBERS
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     kernels: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    for row in plan_rows(plan):
+    for row, loss in zip(plan_rows(plan), plan_losses(plan)):
         cells = dict(zip(PLAN_HEADER, row))
         marks = []
         if cells["cpu"] or cells["cuda"]:
@@ -44,8 +45,8 @@ def _table(plan: QuantPlan) -> tuple[Table, dict[str, str]]:
             marks.append(_mark(reasons, cells["reason"], _DIGITS))
         before, after = cells["MB before"], cells["MB after"]
         size = after if before == after else f"{before} -> {after}"
-        values = (*(cells[name] for name in ("modules", "count", "shape", "scheme", "bits")), size, " ".join(marks))
-        table.add_row(*map(Text, values))
+        values = [*(cells[name] for name in ("modules", "count", "shape", "scheme", "bits")), size]
+        table.add_row(*map(Text, [*values, *([loss] if losses else []), " ".join(marks)]))
     return table, {mark: text for notes in (kernels, reasons) for text, mark in notes.items()}
 
 

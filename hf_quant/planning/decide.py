@@ -56,7 +56,7 @@ def plan(
     """
     config = as_config(config)
     if config.is_auto:
-        raise ValueError("weights is 'auto': the schemes are chosen by running the model, see hf_quant.search")
+        raise ValueError("weights is 'auto': the schemes are chosen by running the model, see hf_quant.auto_plan")
     quantized = next((n for n, m in model.named_modules() if isinstance(m, QuantizedModule)), None)
     if quantized is not None:
         raise ValueError(f"the model is quantized already ({quantized or 'it'} is); dequantize_ it first")

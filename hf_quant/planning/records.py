@@ -96,6 +96,7 @@ class QuantPlan:
         scores: {module: predicted loss of the model by its quantization}, after a search.
         is_kl: True if the scores add up to the KL divergence per token from the 16-bit model, False if to the relative
             squared error of its output; None: they predict nothing.
+        record: of the data of a search, see `QuantizerConfig.calibrated_with`.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class QuantPlan:
         self.advice = advice
         self.scores: dict[str, float] = {}
         self.is_kl: bool | None = None
+        self.record: dict[str, Any] | None = None
 
     @property
     def quantized(self) -> dict[str, PlanEntry]:

@@ -16,7 +16,7 @@ def table(plan: "QuantPlan") -> str:
     """Format a plan as text: one line for each group of modules that are alike, then totals."""
     rows = [PLAN_HEADER, *plan_rows(plan)]
     if plan.scores:
-        rows = [(*row[:7], score, *row[7:]) for row, score in zip(rows, ["loss", *_losses(plan)])]
+        rows = [(*row[:7], score, *row[7:]) for row, score in zip(rows, ["loss", *plan_losses(plan)])]
     return f"{format_table(rows)}\n{plan_totals(plan)}"
 
 
@@ -51,8 +51,8 @@ def _groups(plan: "QuantPlan") -> "dict[tuple[Any, ...], list[PlanEntry]]":
     return groups
 
 
-def _losses(plan: "QuantPlan") -> list[str]:
-    """Return the predicted losses of the rows."""
+def plan_losses(plan: "QuantPlan") -> list[str]:
+    """Return the predicted losses of the rows of `plan_rows`, "" where there is none."""
     sums = ([plan.scores[e.name] for e in entries if e.name in plan.scores] for entries in _groups(plan).values())
     return [f"{sum(scores):.2g}" if scores else "" for scores in sums]
 

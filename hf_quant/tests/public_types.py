@@ -24,6 +24,7 @@ from hf_quant import (
     QuantLinear,
     QuantPlan,
     TensorQuant,
+    auto_plan,
     calibrate,
     capture_generate,
     dequantize_,
@@ -50,6 +51,8 @@ def use(model: nn.Module, folder: Path) -> None:
     modules = {"lm_head": "int8"}
     QuantizerConfig(modules=modules, modules_to_not_convert=("head",))
     planned = plan(model, config, dtype=torch.bfloat16)
+    planned = auto_plan(model, {"weights": "auto", "budget": {"bits": 4.0}}, calibration=["a text"])
+    quantize_(model, config, quant_plan=planned)
     assert_type(planned, QuantPlan)
     assert_type(planned.schemes, dict[str, LinearScheme])
     assert_type(quantize_(model, config, device="cuda", progress=True), nn.Module)
