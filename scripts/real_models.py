@@ -53,7 +53,7 @@ from common import scatter
 from common.checkout import commit
 from common.schemes import parse_spec
 from hf_quant import QuantizerConfig, quantize_
-from hf_quant.calibration import needs_data
+from hf_quant.calibration import takes_data
 from hf_quant.calibration.data import OWN_LENGTH
 from hf_quant.calibration.sample import sample
 from hf_quant.evaluate import bits_per_weight, generation_speed, machine, quality, read_ids, read_windows
@@ -231,7 +231,7 @@ def measure(base: nn.Module, spec: str, ids: Tensor, data: Any, args: argparse.N
     if spec != BASE:
         config = QuantizerConfig(**parse_spec(spec))
         start = time.perf_counter()
-        models[spec] = quantize_(copy.deepcopy(base), config, calibration=data if needs_data(config) else None)
+        models[spec] = quantize_(copy.deepcopy(base), config, calibration=data if takes_data(config, None) else None)
         seconds = time.perf_counter() - start
     found = quality(models, ids, window=args.window, reference=BASE)
     row = {
@@ -317,7 +317,7 @@ def report(name: str, args: argparse.Namespace) -> dict[str, Any]:
     widths = [max(map(len, (header[0], *args.scheme))), *(max(len(cell), 10) for cell in header[1:])]
     print(f"{line(header, widths)}\n{'-' * len(line(header, widths))}", flush=True)
     rows = []
-    needs = any(needs_data(QuantizerConfig(**parse_spec(spec))) for spec in args.scheme)
+    needs = any(takes_data(QuantizerConfig(**parse_spec(spec)), None) for spec in args.scheme)
     data = calibration_data(base, tokenizer, ids, args) if needs else None
     for spec in (BASE, *args.scheme):
         rows.append(measure(base, spec, ids, data, args))
