@@ -40,7 +40,7 @@ class Sensitivity(NamedTuple):
     inputs: Tensor
 
     def losses(self, error: Tensor, rows: slice = slice(None)) -> Tensor:
-        """What an error dW [N, K] of the weight costs in each row [N]; `rows`: of these rows alone.
+        """Predict the loss by an error dW [N, K] of the weight, by row [N]; `rows`: of these rows alone.
 
         The error is in the basis in which the inputs are recorded.
         """
