@@ -246,6 +246,12 @@ def _score_by_gradients(
             is_kl = found.is_kl
             for name in part:
                 of = found.layers.pop(name)
+                if not all(
+                    bool(s.rows.isfinite().all()) for matrices in of.values() for s in matrices if s is not None
+                ):
+                    raise ValueError(
+                        f"the gradients at {name} contain NaN or inf: search the model in bfloat16 or fp32"
+                    )
                 candidates.scores[name] = _scores(model, candidates.searched[name], of, device)
                 bar.update()
     return is_kl
@@ -289,7 +295,9 @@ def _scores(
         matrices = _matrices(model, entries[0], weight, _transform(entries), device)
         seen = [number for number, sensitivity in enumerate(of) if sensitivity is not None]
         if not seen:
-            raise ValueError(f"{entries[0].name} got no input from the calibration data: give data that reaches it")
+            raise ValueError(
+                f"{entries[0].name} got no gradient from the calibration data: give batches that run the whole model"
+            )
         for number, entry in enumerate(entries):
             if entry.scheme is not None:
                 losses = [_loss(matrices[i], entry, of[i]) for i in seen]

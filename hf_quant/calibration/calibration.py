@@ -234,9 +234,14 @@ class Calibration:
         .034 by the weighted one alone). Kim et al., "GuidedQuant", https://arxiv.org/abs/2505.07004.
         """
         names = [name for name in self.observed if self._wanted[name] == "hessian"]
-        if names:
-            transforms = {name: self.transform(name) for name in names}
-            self._weighted = sensitivities(self.model, self._recorder.calls, transforms).layers
+        transforms = {name: self.transform(name) for name in names}
+        try:
+            self._weighted = sensitivities(self.model, self._recorder.calls, transforms).layers if names else {}
+        except (RuntimeError, ValueError) as error:  # an operator without a gradient, or too little memory
+            logger.warning(
+                "the Hessians of %s are not weighted by gradients, because it does not run backward: %s",
+                *(type(self.model).__name__, error),
+            )
 
     @property
     def observed(self) -> list[str]:
@@ -448,6 +453,8 @@ def _mixed_hessians(statistics: Statistics, sensitivity: Sensitivity | None) -> 
     if sensitivity is None or plain is None:
         return statistics
     weighted = sensitivity.inputs.to(plain.device)
+    if not bool(weighted.diagonal().sum().isfinite()):
+        return statistics  # gradients in fp16 may overflow
     scale = plain.diagonal().mean() / weighted.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
     return replace(statistics, hessian=(weighted * scale).add_(plain).mul_(0.5))
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import hf_quant
 from hf_quant import Calibration, QuantizerConfig, calibrate, quantize_
-from hf_quant.calibration import StatisticsFile
+from hf_quant.calibration import StatisticsFile, sensitivities
 from hf_quant.calibration.sample import sample
 from hf_quant.modules import PACKED_NAMES, QuantizedModule
 from hf_quant.tests.calibration.test_observe import IDS, SIZES, llama
@@ -168,6 +168,25 @@ def test_a_loop_of_the_user():
     with pytest.raises(ValueError, match="has seen no data"):
         quantize_(other, GPTQ, calibration=Calibration(other, GPTQ))
     assert same(quantize_(model, GPTQ, calibration=calibration), solved(IDS))
+
+
+def test_hessians_are_weighted_by_gradients(caplog):
+    with Calibration(model := llama(), GPTQ) as calibration, torch.no_grad():
+        model(IDS)
+    name = "model.layers.1.mlp.down_proj"
+    plain = calibration.statistics(name)["weight"][0].hessian.clone()
+    calibration.weight_by_gradients()
+    (weighted,) = sensitivities(model, calibration._recorder.calls, {name: calibration.transform(name)}).layers[name][
+        "weight"
+    ]
+    scaled = weighted.inputs * (plain.diagonal().mean() / weighted.inputs.diagonal().mean())
+    torch.testing.assert_close(calibration.statistics(name)["weight"][0].hessian, (plain + scaled) / 2)
+    assert not torch.allclose(scaled, plain, rtol=0.05)
+    # A model that does not run backward is calibrated without.
+    model.forward = torch.no_grad()(model.forward)
+    with caplog.at_level(logging.WARNING, "hf_quant"):
+        quantize_(model, GPTQ, calibration=IDS)
+    assert "are not weighted by gradients, because it does not run backward" in caplog.text
 
 
 def test_layers_that_see_no_data(caplog):
