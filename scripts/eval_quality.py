@@ -1,6 +1,7 @@
 """Quality of a model in each format: perplexity, KL to the 16-bit model, SQNR of the weights, true bits per weight.
 
     python scripts/eval_quality.py MODEL TEXT [--format int4 --format int4:group_size=64:algorithm=hqq ...]
+    python scripts/eval_quality.py MODEL TEXT --format int4:algorithm=gptq --calibrate OTHER_TEXT
     python scripts/eval_quality.py --embeddings ENCODER TEXT
     python scripts/eval_quality.py MODEL TEXT --kv-cache [int4 int4:recent_tokens=32 ...]
 
@@ -29,6 +30,7 @@ import hf_quant
 from common import cache_quality
 from common.schemes import parse_spec
 from hf_quant.algorithms import default_algorithm
+from hf_quant.calibration import takes_data
 from hf_quant.evaluate import bits_per_weight, machine, quality, read_windows
 from hf_quant.formats import FORMATS
 from hf_quant.modules import QuantizedModule
@@ -183,6 +185,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("text", type=Path, help="text file, or token ids as .npy")
     parser.add_argument("--embeddings", action="store_true", help="the model is an encoder")
     parser.add_argument("--format", action="append", metavar="FORMAT[:FIELD=VALUE]...", help="may be given often")
+    parser.add_argument("--calibrate", type=Path, help="data for formats that need it; default: the model's own text")
+    parser.add_argument("--calibration-tokens", type=int, default=8192, help="of the data, in the windows of TEXT")
     parser.add_argument("--no-plain", action="store_true", help="leave plain rounding out")
     parser.add_argument("--window", type=int, help="tokens per window (256) or per text (80)")
     parser.add_argument("--max-tokens", type=int, default=32768, help="of TEXT, for language models")
@@ -213,7 +217,11 @@ def main() -> int:
     specs = {spec: None if args.no_plain else plain_spec(reference, spec) for spec in args.format or FORMATS}
     results: dict[str, dict[str, Any]] = {}
     for spec in dict.fromkeys(spec for pair in specs.items() for spec in pair if spec is not None):
-        model = hf_quant.quantize_(copy.deepcopy(reference), hf_quant.QuantizerConfig(**parse_spec(spec)))
+        config = hf_quant.QuantizerConfig(**parse_spec(spec))
+        if takes_data(config, None) and args.calibrate is not None:
+            tokens = {"num_tokens": args.calibration_tokens, "length": judge.window}
+            config.calibration = {"data": args.calibrate, **tokens}
+        model = hf_quant.quantize_(copy.deepcopy(reference), config)
         results[spec] = {
             **judge.judge(model),
             "bits_per_weight": bits_per_weight(model),
