@@ -424,6 +424,10 @@ class Case : RandomCall {
     call.scales = scales->as<float>();
     call.threads = p.threads;
     current = std::string(kernels.name) + " quantize_rows: " + text_of(p);
+    const uint32_t key[] = {7, 9};
+    call.key = key;  // codes that are not looked at, then those of rounding to the nearest over them
+    if (!kernels.quantize_rows(call)) return false;
+    call.key = nullptr;
     if (!kernels.quantize_rows(call)) return false;
     if (p.block != 0) {
       call.codes = nullptr;
@@ -1025,6 +1029,71 @@ class AppendCase : RandomCall {
   Memory k, v, frame;
 };
 
+// Two steps of AdamW: parameters and moments stay finite, and every instruction set gives the same bytes.
+class AdamCase : RandomCall {
+ public:
+  explicit AdamCase(Random& random) : RandomCall(random) {
+    a.N = random.one_in(6) ? 70 : 1 + random.below(5);
+    a.K = random.one_in(6) ? random.of<int64_t>({128, 255, 256, 1024}) : 1 + random.below(700);
+    a.param_dtype = random.of<int>({F32, BF16});
+    a.grad_dtype = random.of<int>({F32, BF16});
+    a.states = random.of<int>({ADAM_F32, ADAM_BF16, ADAM_INT8, ADAM_FP8, ADAM_INT4});
+    a.stochastic = !random.one_in(3);
+    a.key[0] = static_cast<uint32_t>(random.below(1 << 30));
+    a.row = random.below(1000);
+    a.column = random.below(1000);
+    a.threads = static_cast<int>(1 + random.below(3));
+    const double scale = random.of({1.0, 1e-3, 1e-20, 1e3});
+    const auto some = [&] { return random_.one_in(9) ? 0.0 : scale * random_.between(-1, 1); };
+    fill(param, a.N * a.K, a.param_dtype, false, some);
+    a.grad = fill(grad, a.N * a.K, a.grad_dtype, false, some);
+    const double values[] = {0.999, 0.9, 0.1, 0.99, 0.01, 1e-3, 1.5, 1e-8};
+    int i = 0;
+    a.factors = static_cast<float*>(fill(factors, 8, F32, false, [&] { return values[i++]; }));
+  }
+
+  bool passes(const Kernels& kernels) {
+    current = std::string(kernels.name) + " adam_step: N=" + std::to_string(a.N) + " K=" + std::to_string(a.K) +
+              " states=" + std::to_string(a.states) + " stochastic=" + std::to_string(a.stochastic);
+    const int64_t element = a.states == ADAM_F32 ? 4 : a.states == ADAM_BF16 ? 2 : 1;
+    const int64_t row = a.states == ADAM_INT4 ? ceil_div(a.K, 2) : a.K * element;
+    const int64_t blocks = a.states < ADAM_INT8 ? 0 : a.N * ceil_div(a.K, a.states == ADAM_INT4 ? 128 : 256);
+    const int64_t sizes[] = {a.N * a.K * element_size(a.param_dtype), a.N * row, a.N * row, blocks * 4, blocks * 4};
+    std::vector<Memory> parts;
+    for (int64_t size : sizes) {
+      parts.push_back(make(size, false));
+      memset(parts.back()->data, 0, static_cast<size_t>(size));
+    }
+    memcpy(parts[0]->data, param->data, static_cast<size_t>(sizes[0]));
+    AdamStep call = a;
+    call.param = parts[0]->data;
+    call.exp_avg = parts[1]->data;
+    call.exp_avg_sq = parts[2]->data;
+    call.exp_avg_scale = parts[3]->as<float>();
+    call.exp_avg_sq_scale = parts[4]->as<float>();
+    for (uint32_t step = 1; step <= 2; ++step) {
+      call.key[1] = step;
+      kernels.adam_step(call);
+    }
+    std::vector<uint8_t> bytes;
+    for (size_t i = 0; i < 5; ++i) bytes.insert(bytes.end(), parts[i]->data, parts[i]->data + sizes[i]);
+    for (int64_t i = 0; i < a.N * a.K; ++i)
+      if (!std::isfinite(parts[0]->at(i, a.param_dtype))) return wrong(kernels, "a parameter is not finite");
+    if (first.empty()) first = bytes;
+    return bytes == first || wrong(kernels, "differs from the others");
+  }
+
+ private:
+  bool wrong(const Kernels& kernels, const char* what) const {
+    fprintf(stderr, "%s: %s\n", kernels.name, what);
+    return false;
+  }
+
+  AdamStep a{};
+  std::vector<uint8_t> first;  // what the first kernels gave
+  Memory param, grad, factors;
+};
+
 }  // namespace
 
 #ifdef GUARD_SCRATCH
@@ -1073,8 +1142,10 @@ int main(int argc, char** argv) {
       AttentionCase attention(random);
       QuantizationCase weight(random);
       AppendCase appended(random);
+      AdamCase adam(random);
       for (const Kernels* kernels : sets) {
-        if (it.passes(*kernels) && attention.passes(*kernels) && weight.passes(*kernels) && appended.passes(*kernels))
+        if (it.passes(*kernels) && attention.passes(*kernels) && weight.passes(*kernels) &&
+            appended.passes(*kernels) && adam.passes(*kernels))
           continue;
         print_current();
         failed = true;

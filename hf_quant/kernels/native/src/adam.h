@@ -8,6 +8,7 @@
 #include "quantize.h"
 
 #define HFQ_ALWAYS static inline __attribute__((always_inline))
+#define HFQ_ALWAYS_METHOD inline __attribute__((always_inline))
 
 namespace hfq {
 namespace HFQ_SET {
@@ -69,15 +70,25 @@ HFQ_ALWAYS void adam_round(float value, uint16_t bits, uint16_t& to) {
   to = static_cast<uint16_t>((raw & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (raw + added) >> 16);
 }
 
-// Codes of values; returns the scale. `top`: bits of the largest magnitude.
+// The scale of a block whose largest magnitude has the bits `top`, what its values are multiplied by, its lowest code.
+struct AdamRange {
+  float scale, inverse;
+  int32_t lowest;
+};
+template <class C>
+HFQ_ALWAYS AdamRange adam_range(int32_t top) {
+  const float amax = of_bits(top), limit = C::top(), below = limit * bits_to_float(0x3f7ffff8u), found = amax / limit;
+  if (found < bits_to_float((127u - 90u) << 23)) return {0.0f, 0.0f, 0};
+  return {found, below / amax, C::ZERO == NONE ? 0 : 1};
+}
+
+// Codes of values; returns the scale.
 template <class C, bool STOCHASTIC>
 HFQ_ALWAYS float adam_encode(const float* __restrict values, const uint16_t* __restrict bits, int64_t n, int32_t top,
                              uint8_t* __restrict codes) {
-  const float amax = of_bits(top), limit = C::top(), below = limit * bits_to_float(0x3f7ffff8u), small = C::small();
-  const float found = amax / limit;
-  const bool none = found < bits_to_float((127u - 90u) << 23);
-  const float scale = none ? 0.0f : found, inverse = none ? 0.0f : below / amax;
-  const int32_t lowest = none || C::ZERO == NONE ? 0 : 1;
+  const AdamRange range = adam_range<C>(top);
+  const float inverse = range.inverse, small = C::small();
+  const int32_t lowest = range.lowest;
   for (int64_t i = 0; i < n; ++i) {
     float magnitude = (C::SIGNED ? of_bits(bits_of(values[i]) & 0x7fffffff) : values[i]) * inverse;
     const bool is_small = C::ZERO == SUBNORMAL && magnitude < small;
@@ -98,18 +109,31 @@ HFQ_ALWAYS float adam_encode(const float* __restrict values, const uint16_t* __r
     if (C::SIGNED) code |= (values[i] < 0 ? C::SIGN : 0);
     codes[i] = static_cast<uint8_t>(code);
   }
-  return scale;
+  return range.scale;
 }
+
+}  // namespace HFQ_SET
+}  // namespace hfq
+
+#if HFQ_VECTOR_BYTES == 64
+#include "avx512_adam.h"
+#endif
+
+namespace hfq {
+namespace HFQ_SET {
 
 // Two codes a byte, the first in the low bits; an odd last one has 0 beside it.
 HFQ_ALWAYS void adam_unpack(const uint8_t* __restrict packed, int64_t n, uint8_t* __restrict codes) {
   for (int64_t i = 0; i < n / 2; ++i) {
-    codes[2 * i] = packed[i] & 15;
-    codes[2 * i + 1] = packed[i] >> 4;
+    const uint16_t pair = static_cast<uint16_t>((packed[i] & 15) | (packed[i] >> 4) << 8);
+    memcpy(codes + 2 * i, &pair, 2);
   }
 }
 HFQ_ALWAYS void adam_pack(const uint8_t* __restrict codes, int64_t n, uint8_t* __restrict packed) {
-  for (int64_t i = 0; i < n / 2; ++i) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+  for (int64_t i = 0; i < n / 2; ++i) {
+    const uint16_t pair = load<uint16_t>(codes, i);
+    packed[i] = static_cast<uint8_t>(pair | pair >> 4);
+  }
 }
 
 template <class M, class V, int BLOCK>
@@ -152,6 +176,7 @@ class AdamStepper {
   template <bool FULL>
   HFQ_UNFUSED void step(int64_t row, int64_t k, int64_t block, int64_t left, AdamBuffers& b) const {
     const int64_t first = row * a_.K + k, count = FULL ? S::SIZE : left;
+    b.bits = b.drawn;
     if (STOCHASTIC) {  // eight values share a counter, wherever this part of the parameter begins
       const int64_t column = a_.column + k, before = column % 8;
       draw_row(a_.key, static_cast<uint32_t>(a_.row + row), column - before, count + before, b.drawn);
@@ -171,25 +196,38 @@ class AdamStepper {
   }
 
   template <class P, class G>
-  inline __attribute__((always_inline)) void update(P* __restrict p, const G* __restrict g, int64_t row, int64_t k,
+  HFQ_ALWAYS_METHOD void update(P* __restrict p, const G* __restrict g, int64_t row, int64_t k,
                                                     int64_t block, int64_t count, AdamBuffers& b) const {
     if constexpr (S::FLOATS) {
       using T = typename S::Stored;
       const int64_t first = row * a_.K + k;
       T* __restrict m = static_cast<T*>(a_.exp_avg) + first;
       T* __restrict v = static_cast<T*>(a_.exp_avg_sq) + first;
+#if HFQ_VECTOR_BYTES == 64
+      AdamFloats16<T, STOCHASTIC> states{m, v};
+      adam_moments16<STOCHASTIC>(f_, count, b.bits, p, g, states);
+#else
       moments(count, b.bits, p, g, [&](int64_t i) { return adam_value(m[i]); },
               [&](int64_t i) { return adam_value(v[i]); },
               [&](int64_t i, float first_moment, float second_moment) {
-                adam_round<STOCHASTIC>(first_moment, b.bits[i], m[i]);
-                adam_round<STOCHASTIC>(second_moment, b.bits[i], v[i]);
+                const uint16_t drawn = STOCHASTIC ? b.bits[i] : uint16_t{0};
+                adam_round<STOCHASTIC>(first_moment, drawn, m[i]);
+                adam_round<STOCHASTIC>(second_moment, drawn, v[i]);
               });
+#endif
     } else {
       using M = typename S::First;
       using V = typename S::Second;
       const uint8_t* __restrict m = load_codes(a_.exp_avg, row, k, count, b.m_codes);
       const uint8_t* __restrict v = load_codes(a_.exp_avg_sq, row, k, count, b.v_codes);
       const float m_scale = a_.exp_avg_scale[block], v_scale = a_.exp_avg_sq_scale[block];
+#if HFQ_VECTOR_BYTES == 64
+      const __m512i zero = _mm512_setzero_si512();
+      AdamCodes16<M, V> states{m, v, _mm512_set1_ps(m_scale), _mm512_set1_ps(v_scale), b.m, b.v, zero, zero};
+      adam_moments16<STOCHASTIC>(f_, count, b.bits, p, g, states);
+      const int32_t top_m = static_cast<int32_t>(_mm512_reduce_max_epu32(states.top_m));
+      const int32_t top_v = static_cast<int32_t>(_mm512_reduce_max_epu32(states.top_v));
+#else
       float* __restrict new_m = b.m;
       float* __restrict new_v = b.v;
       moments(count, b.bits, p, g, [&](int64_t i) { return adam_value<M>(m[i], m_scale); },
@@ -198,13 +236,17 @@ class AdamStepper {
                 new_m[i] = first_moment;
                 new_v[i] = second_moment;
               });
-      a_.exp_avg_scale[block] = encode<M>(b.m, b.bits, count, row, k, a_.exp_avg, b.m_codes);
-      a_.exp_avg_sq_scale[block] = encode<V>(b.v, b.bits, count, row, k, a_.exp_avg_sq, b.v_codes);
+      int32_t top_m = 0, top_v = 0;  // bits of the largest magnitudes, NaN last
+      for (int64_t i = 0; i < count; ++i) top_m = max32(top_m, bits_of(new_m[i]) & 0x7fffffff);
+      for (int64_t i = 0; i < count; ++i) top_v = max32(top_v, bits_of(new_v[i]) & 0x7fffffff);
+#endif
+      a_.exp_avg_scale[block] = encode<M>(b.m, b.bits, count, top_m, row, k, a_.exp_avg, b.m_codes);
+      a_.exp_avg_sq_scale[block] = encode<V>(b.v, b.bits, count, top_v, row, k, a_.exp_avg_sq, b.v_codes);
     }
   }
 
   template <class P, class G, class M, class V, class Store>
-  inline __attribute__((always_inline)) void moments(int64_t count, const uint16_t* __restrict bits, P* __restrict p,
+  HFQ_ALWAYS_METHOD void moments(int64_t count, const uint16_t* __restrict bits, P* __restrict p,
                                                      const G* __restrict g, M old_m, V old_v, Store store) const {
     const AdamFactors f = f_;
     for (int64_t i = 0; i < count; ++i) {
@@ -213,30 +255,34 @@ class AdamStepper {
       const float kept_v = old_v(i) * f.beta2, new_v = part * gradient, v = kept_v + new_v;
       const float root = std::sqrt(v) * f.correction, divisor = root + f.eps;
       const float change = m / divisor * f.step_size, kept = adam_value(p[i]) * f.decay;
-      adam_round<STOCHASTIC>(kept - change, bits[i], p[i]);
+      adam_round<STOCHASTIC>(kept - change, STOCHASTIC ? bits[i] : uint16_t{0}, p[i]);
       store(i, m, v);
     }
   }
 
   // Where the codes of a block are, one in a byte.
-  inline __attribute__((always_inline)) const uint8_t* load_codes(const void* base, int64_t row, int64_t k,
+  HFQ_ALWAYS_METHOD const uint8_t* load_codes(const void* base, int64_t row, int64_t k,
                                                                   int64_t count, uint8_t* codes) const {
     if (S::First::BITS == 8) return static_cast<const uint8_t*>(base) + row * a_.K + k;
     adam_unpack(static_cast<const uint8_t*>(base) + row * ceil_div(a_.K, 2) + k / 2, count + count % 2, codes);
     return codes;
   }
 
+  // Write the codes of a block, return their scale.
   template <class C>
-  inline __attribute__((always_inline)) float encode(const float* __restrict values, const uint16_t* __restrict bits,
-                                                     int64_t count, int64_t row, int64_t k, void* base,
-                                                     uint8_t* __restrict codes) const {
-    int32_t top = 0;  // bits of the largest magnitude, NaN last
-    for (int64_t i = 0; i < count; ++i) top = max32(top, bits_of(values[i]) & 0x7fffffff);
+  HFQ_ALWAYS_METHOD float encode(const float* __restrict values, const uint16_t* __restrict bits, int64_t count,
+                                 int32_t top, int64_t row, int64_t k, void* base, uint8_t* __restrict codes) const {
     uint8_t* to = static_cast<uint8_t*>(base);
-    if (C::BITS == 8) return adam_encode<C, STOCHASTIC>(values, bits, count, top, to + row * a_.K + k);
+    if (C::BITS == 8) codes = to + row * a_.K + k;
+#if HFQ_VECTOR_BYTES == 64
+    const float scale = adam_encode16<C, STOCHASTIC>(values, bits, count, top, codes);
+#else
     const float scale = adam_encode<C, STOCHASTIC>(values, bits, count, top, codes);
-    if (count % 2 != 0) codes[count] = 0;
-    adam_pack(codes, count + count % 2, to + row * ceil_div(a_.K, 2) + k / 2);
+#endif
+    if (C::BITS == 4) {
+      if (count % 2 != 0) codes[count] = 0;
+      adam_pack(codes, count + count % 2, to + row * ceil_div(a_.K, 2) + k / 2);
+    }
     return scale;
   }
 
