@@ -1,10 +1,11 @@
-"""Optimizers in 8 and 4 bits in transformers' Trainer, on the asset model: training, checkpoints, resuming."""
+"""Optimizers in 8 and 4 bits in Trainer, on the asset model, and in accelerate: training, checkpoints, resuming."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_quant.integrations.training import trainer_optimizer
@@ -59,6 +60,30 @@ def test_offloading_gives_the_same_model(asset_model_dir, tmp_path):
     assert all(map(torch.equal, plain.model.parameters(), offloaded.model.parameters()))
     start = AutoModelForCausalLM.from_pretrained(asset_model_dir, dtype=torch.bfloat16)
     assert not torch.equal(start.lm_head.weight, plain.model.lm_head.weight)
+
+
+def test_accelerate_saves_and_loads_to_the_bit(tmp_path):
+    def prepared(seed: int):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(128, 64).bfloat16()
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, AdamW8bit(model.parameters(), lr=1e-2))
+
+    def train(accelerator, model, optimizer) -> None:
+        for _ in range(3):
+            accelerator.backward(model(torch.ones(4, 128).bfloat16()).float().square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first = prepared(0)
+    train(*first)
+    first[0].save_state(str(tmp_path))
+    train(*first)
+    second = prepared(1)
+    second[0].load_state(str(tmp_path))
+    train(*second)
+    assert all(map(torch.equal, first[1].parameters(), second[1].parameters()))
 
 
 def test_refusals(tmp_path):
