@@ -21,7 +21,13 @@ from hf_quant.kernels.native.products import (
     takes_int8,
     unsupported_reason,
 )
-from hf_quant.kernels.native.quantization import quantize, quantize_rows, quantizes, transform_rows
+from hf_quant.kernels.native.quantization import (
+    quantize,
+    quantize_rows,
+    quantize_rows_to_e4m3,
+    quantizes,
+    transform_rows,
+)
 
 
 __all__ = [
@@ -35,6 +41,7 @@ __all__ = [
     "product",
     "quantize",
     "quantize_rows",
+    "quantize_rows_to_e4m3",
     "quantizes",
     "unsupported_reason",
     "serves",

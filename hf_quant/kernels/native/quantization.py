@@ -29,7 +29,17 @@ def quantize_rows(
     codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     scales = torch.empty(x.shape[0], 1, device="cpu")
     given, key = (0 if part is None else part.data_ptr() for part in (input_scale, seed))
-    _rows(x, block_size, diagonal, given, codes.data_ptr(), scales.data_ptr(), 0, 0, key)
+    _rows(x, block_size, diagonal, given, codes.data_ptr(), scales.data_ptr(), 0, 0, key, 0)
+    return codes, scales
+
+
+def quantize_rows_to_e4m3(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor] | None:
+    """x [M, K] -> (float8_e4m3fn codes [M, K], fp32 scales [M, 1]) as `quantize_rowwise` at random; None: not here."""
+    if not _reads_rows(x, 0):
+        return None
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu")
+    scales = torch.empty(x.shape[0], 1, device="cpu")
+    _rows(x, 0, None, 0, codes.data_ptr(), scales.data_ptr(), 0, 0, seed.data_ptr(), 1)
     return codes, scales
 
 
@@ -38,7 +48,7 @@ def transform_rows(x: Tensor, block_size: int, diagonal: Tensor | None, dtype: t
     if not _reads_rows(x, block_size) or dtype not in INPUTS:
         return None
     y = torch.empty(x.shape, dtype=dtype, device="cpu")
-    _rows(x, block_size, diagonal, 0, 0, 0, y.data_ptr(), DTYPES[dtype], 0)
+    _rows(x, block_size, diagonal, 0, 0, 0, y.data_ptr(), DTYPES[dtype], 0, 0)
     return y
 
 

@@ -28,7 +28,11 @@ def quantize_rowwise_cpu(x: Tensor, seed: Tensor | None = None, *, format: str) 
     if x.numel() == 0:
         return codes, torch.ones(*x.shape[:-1], 1)
     rows, flat = x.reshape(-1, x.shape[-1]), codes.view(-1, x.shape[-1])
-    found = native.quantize_rows(rows, seed=seed) if format == "int8" else None
+    found = None
+    if format == "int8":
+        found = native.quantize_rows(rows, seed=seed)
+    elif seed is not None:
+        found = native.quantize_rows_to_e4m3(rows, seed)
     if found is not None:
         return found[0].view(x.shape), found[1].view(*x.shape[:-1], 1)
     scale = row_scales(rows, limit)

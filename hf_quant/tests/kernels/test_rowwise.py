@@ -204,10 +204,13 @@ def test_random_codes_are_those_of_the_reference(dtype, cpu_kernels):
     for M, K in ((3, 7), (5, 64), (2, 1023), (3, 2500)):
         x = normal(M, K).to(dtype)
         x[0] *= 1e-3
-        codes, scale = quantize_rowwise(x, seed, format="int8")
-        expected, expected_scale = quantize_rowwise_reference(x, seed, format="int8")
-        assert torch.equal(codes, expected) and torch.equal(scale, expected_scale)
-        assert not torch.equal(codes, quantize_rowwise(x, format="int8")[0])
+        x[1, : K // 2] *= 1e-3  # steps of every power of two
+        for format in FORMATS:
+            codes, scale = quantize_rowwise(x, seed, format=format)
+            expected, expected_scale = quantize_rowwise_reference(x, seed, format=format)
+            assert codes.dtype == expected.dtype and torch.equal(scale, expected_scale)
+            assert torch.equal(codes.view(torch.int8), expected.view(torch.int8))
+            assert not torch.equal(codes.view(torch.int8), quantize_rowwise(x, format=format)[0].view(torch.int8))
 
 
 def test_wrong_arguments_are_refused():

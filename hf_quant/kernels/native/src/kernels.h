@@ -18,7 +18,8 @@ struct RowQuantization {
   int y_dtype;
   int8_t* codes;
   float* scales;
-  const uint32_t* key;  // of the random bits that int8 codes are rounded by, or null: to nearest
+  const uint32_t* key;  // of the random bits that codes are rounded by, or null: to nearest
+  bool e4m3;            // instead of int8; with a key only, and without input_scale
   int threads;
 };
 

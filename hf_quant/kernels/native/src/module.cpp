@@ -151,6 +151,7 @@ PyObject* quantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   q.y = a.pointer<void>();
   q.y_dtype = a.integer();
   q.key = a.pointer<const uint32_t>();
+  q.e4m3 = a.integer() != 0;
   q.threads = a.integer();
   if (!a.finish()) return nullptr;
   bool ok;
@@ -334,7 +335,7 @@ PyObject* adam_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(9); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(10); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 

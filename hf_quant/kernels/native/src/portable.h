@@ -163,11 +163,8 @@ static void transform_row(const void* x, int dtype, int64_t K, const float* __re
   rotate_blocks(values, diagonal, K, block);
 }
 
-// Codes of one row, and its scale, which may be given. With a key they are rounded at random: `round_stochastically`.
-static inline float quantize_row(const void* x, int dtype, int64_t K, const float* given, int8_t* __restrict codes,
-                                 const uint32_t* key = nullptr, uint32_t row = 0) {
-  float values[kColumns];
-  uint16_t bits[kColumns];
+// The largest magnitude of a row, NaN if it has one; up to kColumns values stay in the buffer.
+static inline float row_top(const void* x, int dtype, int64_t K, float* __restrict values) {
   uint32_t top = 0;  // as integers magnitudes have the order of their values, NaN last
   for (int64_t k = 0; k < K; k += kColumns) {
     const int64_t count = min64(kColumns, K - k);
@@ -177,26 +174,56 @@ static inline float quantize_row(const void* x, int dtype, int64_t K, const floa
       top = bits > top ? bits : top;
     }
   }
-  const float scale = int8_row_scale(bits_to_float(top), given);
+  return bits_to_float(top);
+}
+
+// Codes of one row, and its scale, which may be given.
+static inline float quantize_row(const void* x, int dtype, int64_t K, const float* given, int8_t* __restrict codes) {
+  float values[kColumns];
+  const float scale = int8_row_scale(row_top(x, dtype, K, values), given);
   for (int64_t k = 0; k < K; k += kColumns) {
     const int64_t count = min64(kColumns, K - k);
     if (K > kColumns) to_float(x, dtype, k, count, values);
-    if (key != nullptr) {
-      draw_row(key, row, k, count, bits);
-      for (int64_t i = 0; i < count; ++i) {
-        float q = values[i] / scale;
-        q = q < 127.0f ? q : 127.0f;
-        q = q > -127.0f ? q : -127.0f;
-        q += (static_cast<float>(bits[i]) + 0.5f) * bits_to_float((127u - 16u) << 23) - 0.5f;  // exact, but for the sum
-        codes[k + i] = static_cast<int8_t>(static_cast<int32_t>(float_to_bits(q + 12582912.0f)) - 0x4B400000);
-      }
-      continue;
-    }
     for (int64_t i = 0; i < count; ++i) {
       float q = values[i] / scale;
       q = q < 127.0f ? q : 127.0f;  // NaN, too
       q = q > -127.0f ? q : -127.0f;
       codes[k + i] = static_cast<int8_t>(static_cast<int32_t>(float_to_bits(q + 12582912.0f)) - 0x4B400000);
+    }
+  }
+  return scale;
+}
+
+// The same, with codes of int8 or E4M3 that are rounded at random: `round_stochastically` of hf_quant.kernels.rowwise.
+template <bool E4M3_CODES>
+static inline float quantize_row_randomly(const void* x, int dtype, int64_t K, const float* given, const uint32_t* key,
+                                          uint32_t row, int8_t* __restrict codes) {
+  float values[kColumns];
+  uint16_t bits[kColumns];
+  const float limit = E4M3_CODES ? 448.0f : 127.0f, scale = row_scale(row_top(x, dtype, K, values), given, limit);
+  for (int64_t k = 0; k < K; k += kColumns) {
+    const int64_t count = min64(kColumns, K - k);
+    if (K > kColumns) to_float(x, dtype, k, count, values);
+    draw_row(key, row, k, count, bits);
+    for (int64_t i = 0; i < count; ++i) {
+      const float offset = (static_cast<float>(bits[i]) + 0.5f) * bits_to_float((127u - 16u) << 23) - 0.5f;  // exact
+      float q = values[i] / scale;
+      q = q < limit ? q : limit;  // NaN, too
+      q = q > -limit ? q : -limit;
+      int32_t first = 0;  // code at which the steps of the value's power of two would begin
+      if (E4M3_CODES) {
+        const uint32_t power = float_to_bits(q) & 0x7f800000u, least = (127u - 6u) << 23;
+        const uint32_t own = power > least ? power : least;
+        first = static_cast<int32_t>((own >> 20) - ((127u - 6u) << 3));
+        q *= bits_to_float(((254u + 3u) << 23) - own);  // in steps: 2**-3 of the power
+      }
+      const int32_t count_of = static_cast<int32_t>(float_to_bits(q + offset + 12582912.0f)) - 0x4B400000;
+      if (E4M3_CODES) {
+        const int32_t magnitude = count_of < 0 ? -count_of : count_of;
+        codes[k + i] = static_cast<int8_t>((magnitude + first) | (count_of < 0 ? 0x80 : 0));
+      } else {
+        codes[k + i] = static_cast<int8_t>(count_of);
+      }
     }
   }
   return scale;
@@ -218,7 +245,10 @@ static bool quantize_rows(const RowQuantization& q) {
       dtype = F32;
     }
     if (q.codes != nullptr) {
-      q.scales[i] = quantize_row(x, dtype, q.K, q.input_scale, q.codes + i * q.K, q.key, static_cast<uint32_t>(i));
+      int8_t* codes = q.codes + i * q.K;
+      q.scales[i] = q.key == nullptr ? quantize_row(x, dtype, q.K, q.input_scale, codes)
+                    : q.e4m3 ? quantize_row_randomly<true>(x, dtype, q.K, q.input_scale, q.key, i, codes)
+                             : quantize_row_randomly<false>(x, dtype, q.K, q.input_scale, q.key, i, codes);
     } else {
       store_row(static_cast<const float*>(x), q.K, q.y, q.y_dtype, i * q.K);
     }

@@ -137,11 +137,13 @@ static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Scale of a row of activations from its largest magnitude: `row_scale` of hf_quant.kernels.rowwise. Or the one that is
 // given, unless the row has NaN.
-static inline float int8_row_scale(float amax, const float* given) {
+static inline float row_scale(float amax, const float* given, float limit) {
   if (given != nullptr) return amax == amax ? *given : amax;
-  float scale = amax / 127.0f;
+  float scale = amax / limit;
   return scale < bits_to_float((127u - 90u) << 23) ? 1.0f : scale;  // NaN and inf stay
 }
+
+static inline float int8_row_scale(float amax, const float* given) { return row_scale(amax, given, 127.0f); }
 
 static inline int element_size(int dtype) {
   return dtype == F32 ? 4 : dtype == BF16 || dtype == F16 ? 2 : 1;
