@@ -31,7 +31,9 @@ from gpulab.cases import (
     reference,
     scaled_case,
 )
+from gpulab.optimizer_cases import adam_case
 from gpulab.timing import installed
+from hf_quant.kernels.adam_step.op import STATES
 from hf_quant.testing import PRODUCT_RMS, rms_error
 
 
@@ -95,6 +97,10 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
         cases += [
             append_case(Cached("odd", 2, S, T, 8, 2, 80), format, dtype) for S in (1, 70) for dtype in (bf16, fp32)
         ]
+    for states in STATES:
+        several = (size(LLAMA[1]), size(OFF_TILE[1]))
+        cases += [adam_case(states, several, bf16, grad) for grad in (bf16, fp32)]
+        cases.append(adam_case(states, several[:1], fp32, fp32, seed=None))
     return [case for case in cases if case.op in gpu_ops()]
 
 
@@ -118,9 +124,13 @@ def check_case(case: Case, device: torch.device) -> str | None:
 
 
 def _results(call: Callable, arguments: tuple, options: dict[str, Any]) -> list[Tensor]:
-    """Return the results of a call; for `kv_append`, the copies of its arguments that it wrote into."""
-    copies = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+    """Return the results of a call; of ops without any, the copies of their arguments that they wrote into."""
+    copies: list[Any] = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+    copies = [[part.clone() for part in value] if isinstance(value, list) else value for value in copies]
     result = call(*copies, **options)
+    lists = [part for value in copies if isinstance(value, list) for part in value]
+    if result is None and lists:
+        return lists
     if result is None:
         return [value for value in copies[3:] if value is not None]
     return list(result) if isinstance(result, tuple | list) else [result]
@@ -143,6 +153,9 @@ def compare(case: Case, found: list[Tensor], expected: list[Tensor]) -> str | No
             return f"{tuple(value.shape)} {value.dtype} instead of {tuple(wanted.shape)} {wanted.dtype}"
         if not value.float().isfinite().all():
             return f"{(~value.float().isfinite()).sum().item()} values are not finite"
+    if case.op == "adam_step_":
+        wrong = sum(not _same_bits(value, wanted) for value, wanted in zip(found, expected))
+        return f"{wrong} of {len(found)} parameters, gradients and states have other bits" if wrong else None
     if case.op == "kv_append":
         return _compare_caches(found, expected)
     if len(found) == 2 and case.op != "kv_attention":  # codes and scales of rows
