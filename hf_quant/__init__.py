@@ -12,7 +12,7 @@ from hf_quant._version import __version__
 
 
 if TYPE_CHECKING:
-    from hf_quant.auto import auto_plan
+    from hf_quant.auto import Frontier, auto_plan, autoquant
     from hf_quant.calibration import Calibration, calibrate
     from hf_quant.cards import model_card
     from hf_quant.checkpoint import freeze_, load_quantized_, quantization_map, requantize_, save_quantized
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Calibration": "calibration",
     "FORMATS": "formats",
+    "Frontier": "auto",
     "KVCacheConfig": "kv_cache",
     "LinearScheme": "scheme",
     "PRESETS": "scheme",
@@ -42,6 +43,7 @@ _HOME = {
     "QuantizerConfig": "config",
     "TensorQuant": "scheme",
     "auto_plan": "auto",
+    "autoquant": "auto",
     "calibrate": "calibration",
     "capture_generate": "integrations.transformers.graphs",
     "dequantize_": "quantize",
@@ -64,6 +66,7 @@ _HOME = {
 __all__ = [
     "Calibration",
     "FORMATS",
+    "Frontier",
     "KVCacheConfig",
     "LinearScheme",
     "PRESETS",
@@ -76,6 +79,7 @@ __all__ = [
     "TensorQuant",
     "__version__",
     "auto_plan",
+    "autoquant",
     "calibrate",
     "capture_generate",
     "dequantize_",

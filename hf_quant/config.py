@@ -20,7 +20,10 @@ AUTO = "auto"  # `weights` that are chosen for each layer
 AUTO_CANDIDATES = ("int2", "int3", "nf4", "int8")
 FORMAT_VERSION = 2  # of the checkpoint (bytes, tensor names, config fields): the newest that this version reads
 ATTENTIONS = (None, "int8")
-_SEARCH_FIELDS = ("budget", "candidates")
+LATENCY = "latency"  # an objective of a search
+LATENCY_CANDIDATES = ("int2", "int3", "int4", "nf4", "W4A8", "int8", "W8A8", None)
+DEFAULT_LOSS = 0.02  # of a search for the least latency
+_SEARCH_FIELDS = ("budget", "candidates", "objective")
 RUNTIME_FIELDS = ("fuse_projections", "fuse_activations")  # how products are computed; not stored in checkpoints
 NON_WEIGHT_FIELDS = ("kv_cache", "attention")  # quantization that needs no quantized weight
 _NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)  # a quantization method or a repository
@@ -69,9 +72,14 @@ class QuantizerConfig(QuantizationConfigMixin):
         budget: with weights="auto" the most that the model may take: {"bits": 3.5} per weight of the layers to choose
             for, scales and zero points included, or {"gb": 8.0} in 10**9 bytes for the whole model; with
             {"gb": 8.0, "context": 4096} also for the KV cache of one sequence of so many tokens. Each layer gets the
-            candidate with which the model is predicted to lose least, see `hf_quant.auto_plan`.
+            candidate with which the model is predicted to lose least, see `hf_quant.auto_plan`. {"kl": 0.02} is the
+            most that the model is predicted to lose; then the model becomes as small as possible.
         candidates: with weights="auto" the formats, presets or dicts of fields to choose from; None in the list: 16
-            bit. Default: int2, int3, nf4, int8. The other fields above hold for all of them.
+            bit. Default: int2, int3, nf4, int8; for the least latency also int4, W4A8, W8A8 and 16 bit. The other
+            fields above hold for all of them.
+        objective: with weights="auto" and "latency" the model becomes as fast as possible on this machine, within a
+            budget with "kl" (default: 0.02), to which a size may be added. {"latency": [1, 512]}: for calls of 1 and
+            of 512 tokens alike; by default 1 token, or a call of the calibration data where a model reads no tokens.
         modules: {pattern: format, preset, dict of the fields above, or None = keep 16 bit}. A pattern is a module
             name, a glob ("*.down_proj") or a regular expression ("re:..."); exact names win, then the first match.
             An entry is complete: it inherits nothing from the fields above, and it overrides every default exclusion.
@@ -112,6 +120,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         attention: str | None = None,
         budget: dict[str, float] | None = None,
         candidates: list[str | dict[str, Any] | None] | tuple[str | dict[str, Any] | None, ...] | None = None,
+        objective: str | dict[str, list[int]] | None = None,
         modules: Mapping[str, str | dict[str, Any] | None] | None = None,
         modules_to_not_convert: list[str] | tuple[str, ...] | None = None,
         calibration: Any = None,
@@ -140,6 +149,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         self.attention = attention
         self.budget = budget
         self.candidates = candidates if candidates is None or isinstance(candidates, str) else list(candidates)
+        self.objective = objective
         if modules is not None and not isinstance(modules, dict):
             raise ValueError(f"modules is {modules!r}; needs {{pattern: format, dict of fields, or None}}")
         self.modules = {
@@ -240,22 +250,58 @@ class QuantizerConfig(QuantizationConfigMixin):
             if given:
                 raise ValueError(f"{given} is given, but weights is {self.weights!r}: give weights='auto'")
             return
-        budget, names = self.budget, ({"bits"}, {"gb"}, {"gb", "context"})
+        self._check_objective()
+        if self.budget is None and self.is_for_latency:
+            self.budget = {"kl": DEFAULT_LOSS}
+        budget, sizes = self.budget, ({"bits"}, {"gb"}, {"gb", "context"})
+        names = [{"kl"}, *({"kl", *size} for size in sizes)] if self.is_for_latency else [{"kl"}, *sizes]
         is_dict = isinstance(budget, dict) and set(budget) in names
         if not is_dict or not all(type(v) in (int, float) and 0 < v < math.inf for v in budget.values()):
+            more = ", and a size if it is bounded, too" if self.is_for_latency else ""
+            needed = "{'kl': n}" if self.is_for_latency else "{'bits': n} per weight, {'gb': n}, or {'kl': n}"
             raise ValueError(
-                f"weights is 'auto', and budget {budget!r}; needs {{'bits': n}} per weight, or {{'gb': n}}, above 0, "
-                "to which 'context' adds the KV cache of so many tokens"
+                f"weights is 'auto', and budget {budget!r}; needs {needed}, above 0{more}; to 'gb' you may add "
+                "'context', which counts the KV cache of so many tokens"
             )
         if type(budget.get("context", 1)) is not int:
             raise ValueError(f"the context of the budget is {budget['context']!r}; needs a number of tokens")
         if self.candidates is not None and (not isinstance(self.candidates, list) or len(self.candidates) < 2):
             raise ValueError(f"candidates is {self.candidates!r}; needs a list of two schemes or more")
 
+    def _check_objective(self) -> None:
+        """Raise ValueError unless the objective is None, the latency, or the latency for numbers of tokens."""
+        objective: Any = self.objective
+        if isinstance(objective, dict) and set(objective) == {LATENCY}:
+            tokens = objective[LATENCY]
+            is_known = isinstance(tokens, (list, tuple)) and bool(tokens)
+            is_known = is_known and all(type(n) is int and n > 0 for n in tokens)
+        else:
+            is_known = objective in (None, LATENCY)
+        if not is_known:
+            raise ValueError(
+                f"objective is {objective!r}; allowed: None, 'latency', and {{'latency': [1, 512]}} with the tokens of "
+                "the calls whose time counts"
+            )
+
+    @property
+    def is_for_latency(self) -> bool:
+        """True if a search makes the model as fast as possible."""
+        return self.objective is not None
+
+    @property
+    def latency_tokens(self) -> list[int] | None:
+        """Tokens of the calls whose time counts; None: see `objective`."""
+        return list(self.objective[LATENCY]) if isinstance(self.objective, dict) else None
+
     @property
     def is_auto(self) -> bool:
         """True if the scheme of each layer is to be chosen by a search, or was chosen by one."""
         return self.weights == AUTO
+
+    @property
+    def named_candidates(self) -> list[str | dict[str, Any] | None]:
+        """The candidates as they are given, or the default ones."""
+        return list(self.candidates or (LATENCY_CANDIDATES if self.is_for_latency else AUTO_CANDIDATES))
 
     def candidate_configs(self) -> list["QuantizerConfig | None"]:
         """The config of each candidate, None for 16 bit. Raises ValueError, which names it, if one is wrong."""
@@ -263,7 +309,7 @@ class QuantizerConfig(QuantizationConfigMixin):
         names = ("kv_cache", "attention", "modules", "modules_to_not_convert")
         rest = {name: getattr(self, name) for name in names}
         found: list[QuantizerConfig | None] = []
-        for candidate in self.candidates or AUTO_CANDIDATES:
+        for candidate in self.named_candidates:
             if candidate is None:
                 found.append(None)
                 continue

@@ -1,5 +1,6 @@
-"""The machine as its operating system describes it: the model of the CPU and the features that select kernels."""
+"""The machine as its operating system describes it: the model of the CPU, its features, and the user's cache."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -22,3 +23,9 @@ def cpu() -> tuple[str, list[str]]:
         model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), model)
         flags = next((value.split() for key, _, value in lines if key.strip() in ("flags", "Features")), flags)
     return model, [name for name in FEATURES if name in flags]
+
+
+def cache_directory() -> Path | None:
+    """The directory for what is measured on this machine; None if the user has no home directory."""
+    directory = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return None if directory.startswith("~") else Path(directory) / "hf_quant"

@@ -97,7 +97,8 @@ def quantize_(
         _check_plan(model, quant_plan)
     elif config.is_auto:
         options = {"tokenizer": tokenizer, "device": device, "progress": progress}
-        quant_plan, calibration = search(model, config, calibration, **options)
+        quant_plan, calibration, _ = search(model, config, calibration, **options)
+        _check_choice(model, quant_plan)
     else:
         quant_plan = plan(model, config)
     if quant_plan.record is not None:
@@ -258,6 +259,15 @@ def _check_plan(model: nn.Module, quant_plan: QuantPlan) -> None:
     if other or not quant_plan.quantized:
         missing = first_few(other or ["quantized modules"])
         raise ValueError(f"quant_plan is of another model: this {type(model).__name__} has no {missing}")
+
+
+def _check_choice(model: nn.Module, quant_plan: QuantPlan) -> None:
+    """Raise ValueError if a search quantizes nothing."""
+    if not quant_plan.quantized:
+        raise ValueError(
+            f"the search leaves all layers of this {type(model).__name__} in 16 bit, which is the fastest: keep it as "
+            "it is, or bound its size, too"
+        )
 
 
 def _check_weight(weight: torch.Tensor, name: str) -> None:

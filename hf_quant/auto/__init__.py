@@ -1,7 +1,8 @@
-"""Automatic bits: the scheme of each layer chosen for a budget, by what it costs the model."""
+"""Automatic bits: the scheme of each layer chosen for a budget, by what it costs the model and by its speed."""
 
 from hf_quant.auto.allocate import Unit, allocate
+from hf_quant.auto.frontier import Frontier, autoquant
 from hf_quant.auto.search import auto_plan, check_search, search
 
 
-__all__ = ["Unit", "allocate", "auto_plan", "check_search", "search"]
+__all__ = ["Frontier", "Unit", "allocate", "auto_plan", "autoquant", "check_search", "search"]

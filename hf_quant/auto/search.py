@@ -1,7 +1,8 @@
 """`auto_plan`: choose the scheme of each layer, so that the model loses least within a budget of bits or bytes."""
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -12,9 +13,12 @@ from tqdm.auto import tqdm
 
 from hf_quant.algorithms import SOLVERS, PackedWeight, Statistics, quantize_matrix, solve_matrix
 from hf_quant.auto.allocate import Unit, allocate
+from hf_quant.auto.latency import Latencies, Seen, Workload, find_workloads, watch
 from hf_quant.calibration import (
     Calibration,
+    Call,
     Data,
+    InputRounding,
     Sensitivity,
     can_write,
     find_data,
@@ -26,7 +30,7 @@ from hf_quant.calibration import (
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.kernels import dequantize
 from hf_quant.kv_cache import KVCacheConfig, bytes_per_token
-from hf_quant.modules import in_basis, quantized_class
+from hf_quant.modules import in_basis, quantized_class, rotated
 from hf_quant.patterns import matches
 from hf_quant.planning import PlanEntry, QuantPlan, plan
 from hf_quant.scheme import InputTransform, TensorQuant
@@ -43,10 +47,12 @@ class Found(NamedTuple):
     Attributes:
         plan: an ordinary plan, with the predicted loss of each layer in `scores`.
         data: the data, for a calibration that follows; None: there is none.
+        candidates: what was chosen from, to choose again.
     """
 
     plan: QuantPlan
     data: Data | None
+    candidates: "Candidates"
 
 
 def auto_plan(
@@ -83,10 +89,7 @@ def auto_plan(
     """
     config = as_config(config)
     calibration = config.calibration if calibration is None else calibration
-    if not config.is_auto:
-        raise ValueError(
-            f"weights is {config.weights!r}; a search needs weights='auto': call hf_quant.plan for others"
-        )
+    check_auto(config)
     return search(model, config, calibration, tokenizer=tokenizer, device=device, progress=progress).plan
 
 
@@ -100,22 +103,26 @@ def search(
     progress: bool = False,
 ) -> Found:
     """See `auto_plan`."""
-    configs = config.candidate_configs()
-    plans = [None if each is None else plan(model, each) for each in configs]
-    candidates = _Candidates(model, plans, config)
+    candidates = Candidates(model, config)
     candidates.check_budget()
     if is_file(calibration) or isinstance(calibration, Calibration):
         raise ValueError(
             f"weights is 'auto', and calibration a {type(calibration).__name__}: a search runs the model backward, "
             "too: give data, or a function that runs the model"
         )
-    is_kl, data = None, None
+    data, calls = None, []
     if calibration is not None or can_write(model):
         data = find_data(model, calibration, tokenizer, progress=progress)
         calls = record_calls(model, data.runs(False))
         if not calls:
             raise ValueError("the calibration data does not run the model: no layer can be scored")
-        is_kl = _score_by_gradients(model, candidates, calls, device, progress)
+        candidates.record = data.record
+        _score_by_gradients(model, candidates, calls, device, progress)
+    elif "kl" in config.budget:
+        raise ValueError(
+            f"the budget bounds the loss of the model, and a {type(model).__name__} without data has no prediction of "
+            "it: give calibration="
+        )
     else:
         logger.warning(
             "there is no data, and a %s writes none: bits are allocated by the relative errors of the weights, which "
@@ -123,43 +130,58 @@ def search(
             type(model).__name__,
         )
         _score_by_weights(model, candidates, device, progress)
-    quant_plan = candidates.allocated(is_kl)
-    quant_plan.record = None if data is None else data.record
-    return Found(quant_plan, data)
+    if config.is_for_latency:
+        candidates.time(find_workloads(model, config.latency_tokens, calls), progress=progress)
+    return Found(candidates.allocated(config.budget), data, candidates)
+
+
+def check_auto(config: QuantizerConfig) -> None:
+    """Raise ValueError unless the config is one of a search."""
+    if not config.is_auto:
+        raise ValueError(
+            f"weights is {config.weights!r}; a search needs weights='auto': call hf_quant.plan for others"
+        )
 
 
 def check_search(model: nn.Module, config: QuantizerConfig) -> None:
     """Raise ValueError if the candidates do not fit the model or its budget; the model may be on the meta device."""
-    plans = [None if each is None else plan(model, each) for each in config.candidate_configs()]
-    _Candidates(model, plans, config).check_budget()
+    Candidates(model, config).check_budget()
 
 
-class _Candidates:
+class Candidates:
     """The plans of the candidates, and the modules among which they differ.
 
     Attributes:
+        configs, plans: of each candidate; None: 16 bit.
         searched: {module: its entries, one per candidate}.
         scores: {module: its scores, one per candidate}, to be filled.
+        is_kl: True if the scores add up to a KL divergence; None: they predict nothing.
+        seconds: {workload: {module: its seconds, one per candidate}}, to be filled by `time`.
+        seen: {workload: its times in 16 bit}.
     """
 
-    def __init__(self, model: nn.Module, plans: Sequence[QuantPlan | None], config: QuantizerConfig) -> None:
-        self.config, self.plans = config, plans
-        self.model = model
-        given = [found for found in plans if found is not None]
+    def __init__(self, model: nn.Module, config: QuantizerConfig) -> None:
+        self.config, self.model = config, model
+        self.configs = config.candidate_configs()
+        self.plans = [None if each is None else plan(model, each) for each in self.configs]
         # What no input is observed of (convolutions, embeddings) gets the candidate with most bits.
-        self.base = max(given, key=lambda found: found.nbytes)
+        self.base = max(filter(None, self.plans), key=lambda found: found.nbytes)
         self.searched: dict[str, list[PlanEntry]] = {}
         for name, entry in self.base.entries.items():
             if entry.kind not in ("linear", "experts") or entry.shared_with is not None:
                 continue
-            entries = [_in_16_bit(entry) if found is None else found.entries[name] for found in plans]
+            entries = [_in_16_bit(entry) if found is None else found.entries[name] for found in self.plans]
             is_named = any(matches(pattern, name) for pattern in config.modules)
             if not is_named and len({e.scheme for e in entries}) > 1:
                 self.searched[name] = entries
         if not self.searched:
             raise ValueError("weights is 'auto', but its candidates differ in no layer: name others")
-        self.scores: dict[str, list[float]] = {}
         self.units = list(self._units())
+        self.scores: dict[str, list[float]] = {}
+        self.is_kl: bool | None = None
+        self.record: dict[str, Any] | None = None
+        self.seconds: dict[str, dict[str, list[float]]] = {}
+        self.seen: dict[str, Seen] = {}
 
     def _units(self) -> Iterator[tuple[str, ...]]:
         taken: set[str] = set()
@@ -186,38 +208,126 @@ class _Candidates:
     def check_budget(self) -> None:
         """Raise ValueError if the smallest candidates need more than the budget."""
         least = sum(min(e.bytes_after for e in entries) for entries in self.searched.values())
-        if least <= self.budget_bytes:
-            return
-        bits, nbytes = 8 * least / self.num_weights, least + self.fixed_bytes
-        needed = f"{bits:.3f} bits per weight" if "bits" in self.config.budget else f"{nbytes / 1e9:.3f} GB"
-        raise ValueError(
-            f"the budget is {self.config.budget}, and the smallest candidates of {type(self.model).__name__} take "
-            f"{needed}: give as much, or candidates with fewer bits"
-        )
+        if least > self.budget_bytes(self.config.budget):
+            raise ValueError(
+                f"the budget is {self.config.budget}, and the smallest candidates of {type(self.model).__name__} take "
+                f"{self._size(least)}: give as much, or candidates with fewer bits"
+            )
 
-    @property
-    def budget_bytes(self) -> float:
+    def _size(self, nbytes: float) -> str:
+        """The size of the searched modules, in the unit of the budget."""
+        if "gb" in self.config.budget:
+            return f"{(nbytes + self.fixed_bytes) / 1e9:.3f} GB"
+        return f"{8 * nbytes / self.num_weights:.3f} bits per weight"
+
+    def budget_bytes(self, budget: dict[str, float]) -> float:
         """Bytes that the searched modules may take."""
-        budget = self.config.budget
         if "bits" in budget:
             return budget["bits"] * self.num_weights / 8
-        return budget["gb"] * 1e9 - self.fixed_bytes
+        return budget["gb"] * 1e9 - self.fixed_bytes if "gb" in budget else math.inf
 
-    def allocated(self, is_kl: bool | None) -> QuantPlan:
-        """The plan with the best candidate for each unit; `is_kl` None: the scores predict nothing."""
-        units = [
-            Unit(
-                names,
-                [sum(e.bytes_after for e in of) for of in zip(*(self.searched[n] for n in names))],
-                [sum(of) for of in zip(*(self.scores[n] for n in names))],
+    def in_unit(self, nbytes: float, unit: str) -> float:
+        """The budget in a unit, "gb" or "bits", for a model of so many bytes."""
+        kept = self.base.nbytes - sum(self.base.entries[name].bytes_after for name in self.searched)
+        if unit == "gb":
+            return (nbytes + self.fixed_bytes - kept) / 1e9
+        return 8 * (nbytes - kept) / self.num_weights
+
+    def time(self, workloads: Sequence[Workload], *, progress: bool = False) -> None:
+        """Measure the seconds of every layer under every candidate in these workloads."""
+        latencies = Latencies(self.model)
+        for workload in workloads:
+            seen = self.seen[workload.label] = watch(self.model, self.searched, workload)
+            own = self.seconds[workload.label] = {name: [0.0] * len(self.plans) for name in self.searched}
+            for number in range(len(self.plans)):
+                entries = {name: of[number] for name, of in self.searched.items()}
+                nbytes = sum(entry.bytes_after for entry in entries.values())
+                calls = [(name, shape) for name, shapes in seen.inputs.items() for shape in shapes]
+                wanted = [(entries[name], shape, nbytes) for name, shape in calls]
+                for (name, _), seconds in zip(calls, latencies.measure(wanted, progress=progress)):
+                    own[name][number] += seconds
+
+    def allocated(self, budget: dict[str, float]) -> QuantPlan:
+        """The plan with the best candidate for each unit. Raises ValueError if none keeps the budget."""
+        entries = [list(zip(*(self.searched[name] for name in names))) for names in self.units]
+        nbytes = [[float(sum(e.bytes_after for e in of)) for of in unit] for unit in entries]
+        losses = [[sum(of) for of in zip(*(self.scores[name] for name in names))] for names in self.units]
+        most = self.budget_bytes(budget)
+        if "kl" not in budget:
+            return self.chosen(allocate(self._as_units(nbytes, losses), most))
+        least = sum(map(min, losses))
+        if least > budget["kl"]:
+            raise ValueError(
+                f"the budget bounds the predicted loss by {budget['kl']:g}, and the best candidates of "
+                f"{type(self.model).__name__} lose {least:.3g}: give as much, or candidates with more bits, or None "
+                "for 16 bit"
             )
-            for names in self.units
+        if not self.config.is_for_latency:
+            return self.chosen(allocate(self._as_units(losses, nbytes), budget["kl"]))
+        times = [[self._relative_time(names, number) for number in range(len(self.plans))] for names in self.units]
+        return self.chosen(_fastest(self._as_units(losses, times), nbytes, budget["kl"], most, self._size))
+
+    def _as_units(self, costs: list[list[float]], scores: list[list[float]]) -> list[Unit]:
+        return [Unit(*each) for each in zip(self.units, costs, scores)]
+
+    def _relative_time(self, names: Sequence[str], number: int) -> float:
+        """The seconds of modules under a candidate, of each workload in units of its time in 16 bit."""
+        return sum(
+            seconds[name][number] / self.seen[workload].seconds
+            for workload, seconds in self.seconds.items()
+            for name in names
+        )
+
+    def chosen(self, numbers: Sequence[int]) -> QuantPlan:
+        """The plan with candidate `numbers[i]` for unit i."""
+        by_name = {name: number for names, number in zip(self.units, numbers) for name in names}
+        entries = {name: self.searched[name][number] for name, number in by_name.items()}
+        scores = {name: self.scores[name][number] for name, number in by_name.items()}
+        found = self.base.with_entries(entries, scores, self.is_kl)
+        found.record = self.record
+        found.seconds = {
+            workload: self.seen[workload].rest + sum(seconds[name][number] for name, number in by_name.items())
+            for workload, seconds in self.seconds.items()
+        }
+        return found
+
+
+def _fastest(
+    units: list[Unit], nbytes: list[list[float]], most_loss: float, most_bytes: float, size: Callable[[float], str]
+) -> list[int]:
+    """The candidates with the least scores (times) among those whose costs (losses) and bytes are bounded.
+
+    Bytes get a price in time, the lowest one that keeps their bound.
+    """
+
+    def choose(price: float, time: float = 1.0) -> tuple[list[int], float]:
+        priced = [
+            unit._replace(scores=[time * t + price * b for t, b in zip(unit.scores, of)])
+            for unit, of in zip(units, nbytes)
         ]
-        chosen = allocate(units, self.budget_bytes)
-        by_name = {name: candidate for unit, candidate in zip(units, chosen) for name in unit.names}
-        entries = {name: self.searched[name][candidate] for name, candidate in by_name.items()}
-        scores = {name: self.scores[name][candidate] for name, candidate in by_name.items()}
-        return self.base.with_entries(entries, scores, is_kl)
+        chosen = allocate(priced, most_loss)
+        return chosen, sum(of[c] for of, c in zip(nbytes, chosen))
+
+    chosen, used = choose(0.0)
+    if used <= most_bytes:
+        return chosen
+    best, used = choose(1.0, time=0.0)
+    if used > most_bytes:
+        raise ValueError(
+            f"no choice of the candidates keeps both bounds of the budget: with a predicted loss of {most_loss:g} the "
+            f"smallest takes {size(used)}: give more of one, or other candidates"
+        )
+    low, high = 0.0, sum(max(unit.scores) for unit in units) / max(sum(max(of) for of in nbytes), 1)
+    while choose(high)[1] > most_bytes and high < 1e12:
+        low, high = high, 4 * high
+    for _ in range(40):
+        price = (low + high) / 2
+        chosen, used = choose(price)
+        if used <= most_bytes:
+            best, high = chosen, price
+        else:
+            low = price
+    return best
 
 
 def _in_16_bit(entry: PlanEntry) -> PlanEntry:
@@ -235,15 +345,15 @@ def _cache_bytes(model: Any, config: QuantizerConfig) -> int:
 
 
 def _score_by_gradients(
-    model: nn.Module, candidates: _Candidates, calls: list[Any], device: Any, progress: bool
-) -> bool:
-    """Fill in the scores; True if they add up to a KL divergence."""
-    transforms = {name: _transform(entries) for name, entries in candidates.searched.items()}
-    is_kl = False
-    with tqdm(total=len(transforms), desc="Scoring layers", disable=not progress) as bar:
+    model: nn.Module, candidates: Candidates, calls: list[Call], device: Any, progress: bool
+) -> None:
+    """Fill in the scores, and what they add up to."""
+    # In the host's basis: candidates may rotate their inputs differently.
+    roundings = {name: _roundings(model, name, entries) for name, entries in candidates.searched.items()}
+    with tqdm(total=len(roundings), desc="Scoring layers", disable=not progress) as bar:
         for part in _parts(candidates.searched, memory_for_statistics(model)):
-            found = sensitivities(model, calls, {name: transforms[name] for name in part})
-            is_kl = found.is_kl
+            found = sensitivities(model, calls, dict.fromkeys(part), {name: roundings[name].values() for name in part})
+            candidates.is_kl = found.is_kl
             for name in part:
                 of = found.layers.pop(name)
                 if not all(
@@ -252,9 +362,19 @@ def _score_by_gradients(
                     raise ValueError(
                         f"the gradients at {name} contain NaN or inf: search the model in bfloat16 or fp32"
                     )
-                candidates.scores[name] = _scores(model, candidates.searched[name], of, device)
+                candidates.scores[name] = _scores(model, candidates.searched[name], of, roundings[name], device)
                 bar.update()
-    return is_kl
+
+
+def _roundings(model: nn.Module, name: str, entries: list[PlanEntry]) -> dict[int, InputRounding]:
+    """{number of a candidate: how it quantizes the input of a module, where the module is now}."""
+    device, found = next(model.get_submodule(name).parameters()).device.type, {}
+    for number, entry in enumerate(entries):
+        scheme = entry.scheme
+        format = None if scheme is None else scheme.activation_on(device)
+        if scheme is not None and format is not None:
+            found[number] = InputRounding(format, scheme.is_static, scheme.input_transform)
+    return found
 
 
 def _parts(searched: dict[str, list[PlanEntry]], most: float) -> Iterator[list[str]]:
@@ -271,13 +391,13 @@ def _parts(searched: dict[str, list[PlanEntry]], most: float) -> Iterator[list[s
     yield part
 
 
-def _score_by_weights(model: nn.Module, candidates: _Candidates, device: Any, progress: bool) -> None:
+def _score_by_weights(model: nn.Module, candidates: Candidates, device: Any, progress: bool) -> None:
     """Fill in scores without data: the relative squared errors of the weights, by their number."""
     total = candidates.num_weights
     for name, entries in tqdm(candidates.searched.items(), desc="Scoring layers", disable=not progress):
         scores = [0.0] * len(entries)
         for weight in entries[0].shapes:
-            original = _matrices(model, entries[0], weight, None, device)
+            original = _matrices(model, entries[0], weight, device)
             for number, entry in enumerate(entries):
                 for matrix in original if entry.scheme is not None else ():
                     error = _error(matrix, quantize_matrix(matrix, entry.scheme.weight), entry.scheme.weight)
@@ -287,61 +407,66 @@ def _score_by_weights(model: nn.Module, candidates: _Candidates, device: Any, pr
 
 
 def _scores(
-    model: nn.Module, entries: list[PlanEntry], found: dict[str, list[Sensitivity | None]], device: Any
+    model: nn.Module,
+    entries: list[PlanEntry],
+    found: dict[str, list[Sensitivity | None]],
+    roundings: dict[int, InputRounding],
+    device: Any,
 ) -> list[float]:
     """The predicted loss of a module under each of its candidates."""
     scores = [0.0] * len(entries)
     for weight, of in found.items():
-        matrices = _matrices(model, entries[0], weight, _transform(entries), device)
+        matrices = _matrices(model, entries[0], weight, device)
         seen = [number for number, sensitivity in enumerate(of) if sensitivity is not None]
         if not seen:
             raise ValueError(
                 f"{entries[0].name} got no gradient from the calibration data: give batches that run the whole model"
             )
-        for number, entry in enumerate(entries):
-            if entry.scheme is not None:
-                losses = [_loss(matrices[i], entry, of[i]) for i in seen]
-                scores[number] += sum(losses) * len(of) / len(seen)  # experts without tokens lose like the others
+        for i in seen:
+            matrix, sensitivity = matrices[i], of[i].to(matrices[i].device)
+            for number, loss in enumerate(_losses(matrix, entries, sensitivity)):
+                if number in roundings:
+                    loss += sensitivity.input_loss(matrix, roundings[number])
+                scores[number] += loss * len(of) / len(seen)  # experts without tokens lose like the others
     return scores
 
 
-def _loss(matrix: Tensor, entry: PlanEntry, sensitivity: Any) -> float:
-    """The predicted loss by the codes of one matrix [N, K]."""
-    assert entry.scheme is not None  # it is quantized
-    quant = entry.scheme.weight
-    sensitivity = Sensitivity(*(t.to(matrix.device) for t in sensitivity))
+def _losses(matrix: Tensor, entries: list[PlanEntry], sensitivity: Sensitivity) -> Iterator[float]:
+    """The predicted loss by the codes of one matrix [N, K], for each candidate."""
+    bases: dict[InputTransform | None, tuple[Tensor, Sensitivity]] = {}
+    for entry in entries:
+        if entry.scheme is None:
+            yield 0.0
+            continue
+        transform = entry.scheme.input_transform
+        if transform not in bases:
+            inputs = rotated(rotated(sensitivity.inputs, transform).t().contiguous(), transform)
+            bases[transform] = in_basis(matrix, transform), sensitivity._replace(inputs=inputs)
+        yield _loss(*bases[transform], entry.scheme.weight, entry.algorithm)
+
+
+def _loss(matrix: Tensor, sensitivity: Sensitivity, quant: TensorQuant, algorithm: str | None) -> float:
+    """The predicted loss by the codes of one matrix [N, K] in the basis of its inputs."""
     plain = sensitivity.losses(_error(matrix, quantize_matrix(matrix, quant), quant))
-    if entry.algorithm not in SOLVERS:
+    if algorithm not in SOLVERS:
         return float(plain.sum())
     # A solver takes long: some rows tell how much less it loses than the default algorithm.
     rows = slice(None, None, _SOLVED_ROWS) if len(matrix) >= 32 * _SOLVED_ROWS else slice(None)
     moments = Statistics(1, second_moment=sensitivity.inputs.diagonal(), hessian=sensitivity.inputs)
-    solved = solve_matrix(matrix[rows].contiguous(), quant, SOLVERS[entry.algorithm], moments)
+    solved = solve_matrix(matrix[rows].contiguous(), quant, SOLVERS[algorithm], moments)
     error = _error(matrix[rows], solved, quant)
     share = float(sensitivity.losses(error, rows).sum() / plain[rows].sum().clamp(min=1e-30))
     return float(plain.sum()) * min(share, 1.0)
 
 
-def _transform(entries: list[PlanEntry]) -> InputTransform | None:
-    """The rotation of a module's input, which all candidates share. Raises ValueError if they do not."""
-    found = {entry.scheme.input_transform for entry in entries if entry.scheme is not None}
-    if len(found) > 1:
-        raise ValueError(
-            f"the candidates of {entries[0].name} rotate its input differently: give input_transform for all of them"
-        )
-    return found.pop()
-
-
-def _matrices(
-    model: nn.Module, entry: PlanEntry, weight: str, transform: InputTransform | None, device: Any
-) -> list[Tensor]:
-    """The matrices [N, K] of a weight in fp32, in the basis of its input."""
+def _matrices(model: nn.Module, entry: PlanEntry, weight: str, device: Any) -> list[Tensor]:
+    """The matrices [N, K] of a weight in fp32, in the host's basis."""
     module = model.get_submodule(entry.name)
     quantized = quantized_class(type(module))
     assert quantized is not None  # it is planned
     own = module.get_parameter(weight).detach()
     own = own if device is None else own.to(device)
-    matrix = in_basis(quantized.to_matrix(module, weight, own), transform)
+    matrix = quantized.to_matrix(module, weight, own)
     return list(matrix.float().reshape(-1, *matrix.shape[-2:]))
 
 

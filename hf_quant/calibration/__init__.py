@@ -14,14 +14,17 @@ from hf_quant.calibration.calibration import (
     takes_data,
 )
 from hf_quant.calibration.data import Data
-from hf_quant.calibration.gradients import Sensitivity, record_calls, sensitivities
+from hf_quant.calibration.gradients import Call, InputRounding, Sensitivity, record_calls, sensitivities
+from hf_quant.calibration.observe import replace_forward
 from hf_quant.calibration.solve import of_file, solve, with_outliers
 from hf_quant.calibration.store import StatisticsFile
 
 
 __all__ = [
     "Calibration",
+    "Call",
     "Data",
+    "InputRounding",
     "Sensitivity",
     "StatisticsFile",
     "TOKENIZERS",
@@ -35,6 +38,7 @@ __all__ = [
     "needs_data",
     "of_file",
     "record_calls",
+    "replace_forward",
     "sensitivities",
     "solve",
     "takes_data",

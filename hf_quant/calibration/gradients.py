@@ -9,7 +9,7 @@ mean of (g . dW x)**2 for a random projection of their output, relative to its s
 Kim et al., "GuidedQuant", https://arxiv.org/abs/2505.07004, use such products of gradients and inputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_quant.calibration.observe import product_of_experts, replace_forward, rows_of_experts
+from hf_quant.kernels import quantize_rowwise, quantize_static
+from hf_quant.kernels.codes import row_max
+from hf_quant.kernels.rowwise.op import row_scale
 from hf_quant.modules import expert_weight_names, rotated, route
 from hf_quant.scheme import InputTransform
 
@@ -28,16 +31,47 @@ _CHUNK = 64  # tokens, the probabilities of which are held at a time
 _LARGE = 2 * 10**9  # bytes of a model, from which its blocks are computed again in the backward pass
 
 
+class InputRounding(NamedTuple):
+    """A quantization of a layer's input, the error of which is measured.
+
+    Attributes:
+        format: "int8" or "fp8_e4m3".
+        is_static: True: one scale for all tokens of a call, else one for each.
+        transform: the rotation of the input before it is rounded; None: there is none.
+    """
+
+    format: str
+    is_static: bool = False
+    transform: InputTransform | None = None
+
+    def errors(self, x: Tensor) -> Tensor:
+        """Mean squared error [T] of each token of x [T, K]."""
+        x = rotated(x, self.transform)
+        if self.is_static and x.numel():
+            largest = row_scale(x.abs().max(), row_max(self.format)).reshape(1)
+            codes, scale = quantize_static(x, largest, format=self.format)
+        else:
+            codes, scale = quantize_rowwise(x, format=self.format)
+        return (codes.float() * scale - x).square().mean(1)
+
+
 class Sensitivity(NamedTuple):
-    """The sensitivity of a model to errors of one weight [N, K].
+    """The sensitivity of a model to errors of one weight [N, K], and to errors of its inputs.
 
     Attributes:
         rows: [N], what an error of one unit in each feature of the layer's output costs.
         inputs: [K, K], the mean of x x^T, in which each input counts by its squared gradient.
+        rounding: {`InputRounding`: [N], what it costs by each row of the weight, if that has the norm 1}.
     """
 
     rows: Tensor
     inputs: Tensor
+    rounding: dict[InputRounding, Tensor]
+
+    def to(self, device: torch.device) -> "Sensitivity":
+        """The same on a device."""
+        rounding = {key: cost.to(device) for key, cost in self.rounding.items()}
+        return Sensitivity(self.rows.to(device), self.inputs.to(device), rounding)
 
     def losses(self, error: Tensor, rows: slice = slice(None)) -> Tensor:
         """Predict the loss by an error dW [N, K] of the weight, by row [N]; `rows`: of these rows alone.
@@ -45,6 +79,10 @@ class Sensitivity(NamedTuple):
         The error is in the basis in which the inputs are recorded.
         """
         return ((error @ self.inputs) * error).sum(1) * self.rows[rows]
+
+    def input_loss(self, weight: Tensor, rounding: InputRounding) -> float:
+        """Predict the loss by rounding the inputs of a weight [N, K]: as if the errors of columns were independent."""
+        return float((weight.float().square().sum(1) * self.rounding[rounding]).sum())
 
 
 class Call(NamedTuple):
@@ -61,11 +99,15 @@ class _Sums:
         self.rows: Tensor | float = 0.0
         self.inputs: Tensor | float = 0.0
         self.weights: Tensor | float = 0.0
+        self.rounding: dict[InputRounding, Tensor] = {}
 
-    def add(self, x: Tensor, gradient: Tensor) -> None:
-        """Add inputs [T, K], and the gradients at the outputs [T, N]."""
+    def add(self, x: Tensor, gradient: Tensor, errors: dict[InputRounding, Tensor]) -> None:
+        """Add inputs [T, K], the gradients at the outputs [T, N], and errors [T] by which inputs are rounded."""
         squares = gradient.float().square()
         weights = squares.mean(1)
+        for rounding, error in errors.items():
+            cost = squares.t() @ error
+            self.rounding[rounding] = self.rounding[rounding] + cost if rounding in self.rounding else cost
         self.rows = self.rows + squares.sum(0)
         self.inputs = self.inputs + x.t() @ (x * weights.unsqueeze(1))
         self.weights = self.weights + weights.sum()
@@ -142,10 +184,16 @@ class GradientObserver:
     Args:
         model: the 16-bit model.
         transforms: {module name: the rotation of its input, or None} of the layers to observe.
+        roundings: {module name: quantizations of its input to measure}.
     """
 
-    def __init__(self, model: nn.Module, transforms: dict[str, InputTransform | None]) -> None:
-        self.model, self.transforms = model, transforms
+    def __init__(
+        self,
+        model: nn.Module,
+        transforms: dict[str, InputTransform | None],
+        roundings: Mapping[str, Collection[InputRounding]],
+    ) -> None:
+        self.model, self.transforms, self.roundings = model, transforms, roundings
         self._sums: dict[str, dict[str, list[_Sums]]] = {}
         self._undo: list[Callable[[], Any]] = []
 
@@ -200,8 +248,9 @@ class GradientObserver:
 
     @torch.no_grad()
     def _add(self, name: str, weight: str, number: int, x: Tensor, gradient: Tensor) -> None:
-        x = rotated(x.flatten(0, -2).float(), self.transforms[name])
-        self._sums[name][weight][number].add(x, gradient.flatten(0, -2))
+        x = x.flatten(0, -2).float()
+        errors = {rounding: rounding.errors(x) for rounding in self.roundings.get(name, ())}
+        self._sums[name][weight][number].add(rotated(x, self.transforms[name]), gradient.flatten(0, -2), errors)
 
 
 def _sensitivity(sums: _Sums, scale: float) -> Sensitivity | None:
@@ -211,7 +260,8 @@ def _sensitivity(sums: _Sums, scale: float) -> Sensitivity | None:
         or not isinstance(sums.weights, Tensor)
     ):
         return None  # an expert that was given no token
-    return Sensitivity(sums.rows * scale, sums.inputs / sums.weights.clamp(min=torch.finfo(torch.float32).tiny))
+    inputs = sums.inputs / sums.weights.clamp(min=torch.finfo(torch.float32).tiny)
+    return Sensitivity(sums.rows * scale, inputs, {key: cost * scale for key, cost in sums.rounding.items()})
 
 
 class Sensitivities(NamedTuple):
@@ -228,16 +278,23 @@ class Sensitivities(NamedTuple):
 
 
 def sensitivities(
-    model: Any, calls: Sequence[Call], transforms: dict[str, InputTransform | None], *, seed: int = 0
+    model: Any,
+    calls: Sequence[Call],
+    transforms: dict[str, InputTransform | None],
+    roundings: Mapping[str, Collection[InputRounding]] | None = None,
+    *,
+    seed: int = 0,
 ) -> Sensitivities:
     """Run calls of the model forward and backward, and add up the sensitivities of the layers in `transforms`.
 
-    The parameters get no gradients. Models above 2 GB recompute their blocks, as far as the host can do it: the
-    memory is then that of one block, and of the inputs of all. Raises ValueError if an output is no tensor.
+    `roundings` are quantizations of their inputs to measure, too, see `GradientObserver`. The parameters get no
+    gradients. Models above 2 GB recompute their blocks, as far as the host can do it: the memory is then that of one
+    block, and of the inputs of all. Raises ValueError if an output is no tensor.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     count, is_kl = 0, False
-    with _without_parameter_gradients(model), GradientObserver(model, transforms) as observer, torch.enable_grad():
+    observer = GradientObserver(model, transforms, roundings or {})
+    with _without_parameter_gradients(model), observer, torch.enable_grad():
         for call in calls:
             kwargs = {n: v for n, v in call.kwargs.items() if n != "logits_to_keep"}
             output = model(*call.args, **kwargs)

@@ -23,6 +23,8 @@ _EPILOG = """examples:
   hf-quant plan meta-llama/Llama-3.1-8B --weights int4
   hf-quant quantize meta-llama/Llama-3.1-8B llama-int4 --weights int4 --module lm_head=int8
   hf-quant quantize meta-llama/Llama-3.2-1B llama-auto --weights auto --bits 3.5
+  hf-quant autoquant meta-llama/Llama-3.2-1B --tokens 1 512 --max-kl 0.02 --output fast.json
+  hf-quant quantize meta-llama/Llama-3.2-1B llama-fast --config fast.json
   hf-quant quantize meta-llama/Llama-3.2-1B llama-nf4 --weights nf4 --algorithm gptq --calibrate wiki.txt
   hf-quant inspect llama-int4
   hf-quant inspect me/llama-int4 --revision main
@@ -58,7 +60,16 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show the traceback of errors, and the hosts' warnings")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_first = (_add_quantize, _add_plan, _add_inspect, _add_eval, _add_bench)
-    for add in (*add_first, _add_calibrate, _add_card, _add_export, _add_import, _add_demo, _add_doctor):
+    for add in (
+        *add_first,
+        _add_autoquant,
+        _add_calibrate,
+        _add_card,
+        _add_export,
+        _add_import,
+        _add_demo,
+        _add_doctor,
+    ):
         add(commands, common)
     return parser
 
@@ -95,6 +106,19 @@ def _add_plan(commands, common) -> None:
     parser = _add_command(commands, common, "plan", ("_quantize", "plan"), help)
     _add_model(parser)
     _add_scheme(parser, default="int8")
+    _add_dtype(parser)
+
+
+def _add_autoquant(commands, common) -> None:
+    help = (
+        "measure the layers of a model on this machine, and choose the fastest scheme of each for a bound on its loss"
+    )
+    parser = _add_command(commands, common, "autoquant", ("_autoquant", "autoquant"), help)
+    _add_model(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the chosen config as JSON")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the frontier, e.g. as frontier.png")
+    parser.add_argument("--device", metavar="DEVICE", help="to measure on (default: cuda if there is one, else cpu)")
+    _add_scheme(parser, default="auto")
     _add_dtype(parser)
 
 
@@ -273,8 +297,23 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
     )
     budget.add_argument("--gb", type=float, metavar="N", help="with --weights auto: size of the model, in 10**9 bytes")
     group.add_argument("--context", type=_positive, metavar="N", help="with --gb: tokens whose KV cache counts, too")
+    group.add_argument("--max-kl", type=float, metavar="X", help="with --weights auto: bound on the predicted loss")
     group.add_argument(
-        "--candidates", nargs="+", metavar="FORMAT", help="with --weights auto (default: int2 int3 nf4 int8)"
+        "--tokens" if default == "auto" else "--latency",
+        dest="latency",
+        nargs="*",
+        type=_positive,
+        metavar="N",
+        help="with --weights auto: the fastest model on this machine, for calls of so many tokens (default: 1)",
+    )
+    group.add_argument(
+        "--candidates",
+        nargs="+",
+        metavar="FORMAT",
+        help="with --weights auto (default: int2 int3 nf4 int8; for the least latency also int4 W4A8 W8A8 none)",
+    )
+    group.add_argument(
+        "--config", metavar="FILE", type=Path, help="all of these options as JSON, as `hf-quant autoquant` writes them"
     )
     group.add_argument("--activations", metavar="FORMAT", help="int8 or fp8, quantized on the fly (default: 16 bit)")
     group.add_argument(
@@ -360,6 +399,8 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
     """Make the QuantizerConfig of the options of `_add_scheme`. Raises ValueError if they contradict each other."""
     from hf_quant.config import QuantizerConfig
 
+    if args.config is not None:
+        return _read_config(args)
     # `modules_to_not_convert` would replace the model's own exclusions, the output embedding among them.
     modules: dict[str, Any] = {pattern: None for pattern in args.skip}
     for entry in args.module:
@@ -369,15 +410,40 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
         modules[pattern] = value
     weights = None if args.weights is not None and args.weights.lower() == "none" else args.weights
     fields = {name: value for name in _FIELDS if (value := getattr(args, name)) is not None}
-    return QuantizerConfig(
-        weights, **fields, budget=_budget(args), modules=modules or None, calibration=_calibration(args)
-    )
+    if "candidates" in fields:
+        fields["candidates"] = [None if name.lower() == "none" else name for name in args.candidates]
+    search = {"budget": _budget(args), "objective": _objective(args)}
+    return QuantizerConfig(weights, **fields, **search, modules=modules or None, calibration=_calibration(args))
+
+
+def _read_config(args: argparse.Namespace) -> "QuantizerConfig":
+    """Read the file of --config. Raises ValueError if it is no config, or if it does not stand alone."""
+    from hf_quant.config import QuantizerConfig
+
+    given = [name for name in _FIELDS if getattr(args, name) is not None]
+    given += [name for name in ("bits", "gb", "max_kl", "latency") if getattr(args, name) is not None]
+    if given or args.module or args.skip:
+        raise ValueError(f"--config holds the whole config: leave out {', '.join([*given, 'and others'])}")
+    try:
+        fields = json.loads(args.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {args.config} cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"--config {args.config} is a {type(fields).__name__}; needs the fields of a QuantizerConfig")
+    return QuantizerConfig(**fields, calibration=_calibration(args))
 
 
 def _budget(args: argparse.Namespace) -> dict[str, float] | None:
     """Return the value of `QuantizerConfig.budget` that the options give."""
-    budget = {name: value for name in ("bits", "gb", "context") if (value := getattr(args, name)) is not None}
-    return budget or None
+    names = {"bits": "bits", "gb": "gb", "context": "context", "max_kl": "kl"}
+    return {key: value for name, key in names.items() if (value := getattr(args, name)) is not None} or None
+
+
+def _objective(args: argparse.Namespace) -> str | dict[str, list[int]] | None:
+    """Return the value of `QuantizerConfig.objective` that the options give."""
+    if args.latency is None:
+        return "latency" if args.command == ("_autoquant", "autoquant") else None
+    return {"latency": args.latency} if args.latency else "latency"
 
 
 def _calibration(args: argparse.Namespace) -> Any:
@@ -390,5 +456,5 @@ def _calibration(args: argparse.Namespace) -> Any:
 def gives_scheme(args: argparse.Namespace) -> bool:
     """Return True if any option of `_add_scheme` is given (for commands without a default for --weights)."""
     return bool(args.module or args.skip) or any(
-        getattr(args, name) is not None for name in ("weights", "bits", "gb", *_FIELDS)
+        getattr(args, name) is not None for name in ("weights", "bits", "gb", "max_kl", "latency", "config", *_FIELDS)
     )

@@ -1,9 +1,10 @@
-"""The demo's plot: distance to the 16-bit model versus size on disk."""
+"""Plots: the demo's, of the distance to the 16-bit model versus size on disk, and the frontier of autoquant."""
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from hf_quant.auto import Frontier
 from hf_quant.cli._demo import Row
 
 
@@ -28,6 +29,28 @@ def draw(points: list[Row], title: str, path: Path) -> None:
     axes.set_ylabel("KL to the 16-bit model, nats per token (lower is better)")
     axes.set_title(title, loc="left")
     axes.grid(axis="y", color="0.92", zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw_frontier(found: Frontier, title: str, path: Path) -> None:
+    """Write an image of the predicted loss of each plan versus its time, or its size if no times were measured."""
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=150, layout="constrained")
+    axes.set_yscale("log")
+    shown = {label: point for label, point in found.points.items() if point.loss > 0}
+    for label, point in shown.items():
+        ratio = found.ratio(label)
+        x = point.nbytes / 1e6 if ratio is None else ratio
+        is_auto = label.startswith("auto")
+        axes.scatter(x, point.loss, s=90 if label == found.chosen else 45, color="C0" if is_auto else "C1", zorder=3)
+        if not is_auto or label == found.chosen:
+            place = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
+            axes.annotate(label, (x, point.loss), **place)
+    axes.set_xlabel("predicted time / time in 16 bit" if found.seconds else "MB in memory")
+    axes.set_ylabel("predicted loss (lower is better)")
+    axes.set_title(title, loc="left")
+    axes.grid(color="0.92", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
     plt.close(figure)

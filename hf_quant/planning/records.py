@@ -96,6 +96,7 @@ class QuantPlan:
         scores: {module: predicted loss of the model by its quantization}, after a search.
         is_kl: True if the scores add up to the KL divergence per token from the 16-bit model, False if to the relative
             squared error of its output; None: they predict nothing.
+        seconds: {call: its predicted seconds on this machine}, after a search for the least latency.
         record: of the data of a search, see `QuantizerConfig.calibrated_with`.
     """
 
@@ -116,6 +117,7 @@ class QuantPlan:
         self.advice = advice
         self.scores: dict[str, float] = {}
         self.is_kl: bool | None = None
+        self.seconds: dict[str, float] = {}
         self.record: dict[str, Any] | None = None
 
     @property
@@ -132,6 +134,11 @@ class QuantPlan:
     def nbytes_before(self) -> int:
         """Bytes of the whole model before quantization."""
         return self.bytes_other + sum(e.bytes_before for e in self.entries.values())
+
+    @property
+    def loss(self) -> float:
+        """The predicted loss of the model, after a search; 0 without one."""
+        return sum(self.scores.values())
 
     @property
     def bits_per_weight(self) -> float:

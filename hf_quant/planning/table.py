@@ -65,7 +65,10 @@ def plan_totals(plan: "QuantPlan") -> str:
     )
     if plan.is_kl is not None:
         what = "KL divergence per token" if plan.is_kl else "relative squared error of the output"
-        total += f"\npredicted {what}: {sum(plan.scores.values()):.3g}"
+        total += f"\npredicted {what}: {plan.loss:.3g}"
+    if plan.seconds:
+        times = ", ".join(f"{1e3 * seconds:.3g} ms for {call}" for call, seconds in plan.seconds.items())
+        total += f"\npredicted time: {times}"
     fused: dict[str, int] = {}
     for names in plan.fused:
         text = " + ".join([_template(names[0]), *(n.rpartition(".")[2] for n in names[1:])])

@@ -15,6 +15,7 @@ from hf_quant import (
     FORMATS,
     PRESETS,
     Calibration,
+    Frontier,
     KVCacheConfig,
     LinearScheme,
     QuantEmbedding,
@@ -25,6 +26,7 @@ from hf_quant import (
     QuantPlan,
     TensorQuant,
     auto_plan,
+    autoquant,
     calibrate,
     capture_generate,
     dequantize_,
@@ -52,6 +54,9 @@ def use(model: nn.Module, folder: Path) -> None:
     QuantizerConfig(modules=modules, modules_to_not_convert=("head",))
     planned = plan(model, config, dtype=torch.bfloat16)
     planned = auto_plan(model, {"weights": "auto", "budget": {"bits": 4.0}}, calibration=["a text"])
+    frontier = autoquant(model, {"weights": "auto", "objective": "latency"}, calibration=["a text"])
+    assert_type(frontier, Frontier)
+    assert_type(frontier.config, QuantizerConfig | None)
     quantize_(model, config, quant_plan=planned)
     assert_type(planned, QuantPlan)
     assert_type(planned.schemes, dict[str, LinearScheme])

@@ -121,6 +121,16 @@ def test_wrong_fields(fields, message):
         QuantizerConfig(**fields)
 
 
+def test_candidates_may_rotate_their_inputs_differently():
+    candidates = ["int4", {"weights": "int4", "input_transform": "hadamard"}, "W8A8"]
+    config = QuantizerConfig("auto", budget={"bits": 8.5}, candidates=candidates)
+    found = auto_plan(llama(intermediate_size=128), config, calibration=IDS)
+    assert {s.weight.format for s in found.schemes.values()} == {"int8"}
+    config.budget["bits"] = 4.26
+    schemes = set(auto_plan(llama(intermediate_size=128), config, calibration=IDS).schemes.values())
+    assert {s.input_transform is None for s in schemes} == {True, False}
+
+
 def test_what_cannot_be_searched(tmp_path):
     model = llama()
     with pytest.raises(ValueError, match="see hf_quant.auto_plan"):
@@ -131,9 +141,6 @@ def test_what_cannot_be_searched(tmp_path):
         quantize_(model, auto(bits=4.0), calibration=tmp_path / "imatrix.safetensors")
     with pytest.raises(ValueError, match="does not run the model"):
         quantize_(model, auto(bits=4.0), calibration=lambda model: None)
-    mixed = QuantizerConfig("auto", budget={"bits": 5}, candidates=["int4", {"weights": "int8", "algorithm": "gptq"}])
-    with pytest.raises(ValueError, match="rotate its input differently"):
-        quantize_(model, mixed, calibration=IDS)
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="smallest candidates"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=auto(bits=2.0))

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from hf_quant.calibration import gradients, record_calls, sensitivities
-from hf_quant.calibration.gradients import NUM_CALLS, Call
+from hf_quant.calibration.gradients import NUM_CALLS, Call, InputRounding
+from hf_quant.kernels import quantize_rowwise
 from hf_quant.modules import rotated
 from hf_quant.scheme import InputTransform
 from hf_quant.tests.calibration.test_observe import IDS, llama
@@ -121,3 +122,30 @@ def test_calls_are_recorded_row_by_row_and_spread():
     generated = record_calls(model, iter([lambda m: m.generate(IDS[:2], max_new_tokens=3, min_new_tokens=3)]))
     assert [call.kwargs["input_ids"].tolist() for call in generated] == [IDS[:1].tolist(), IDS[1:2].tolist()]
     assert all("past_key_values" not in call.kwargs for call in generated)
+
+
+@pytest.mark.parametrize("transform", [None, InputTransform(32)])
+def test_the_predicted_kl_of_rounded_inputs(transform):
+    torch.manual_seed(0)
+    model = llama(num_hidden_layers=1)
+    name, generator = "lm_head", torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(2 * torch.randn(64, 64, generator=generator))
+    rounding = InputRounding("fp8_e4m3", transform=transform)
+    found = [sensitivities(model, calls_of(), {name: None}, {name: [rounding]}, seed=s) for s in range(4)]
+    weight = model.lm_head.weight.detach()
+    predicted = sum(each.layers[name]["weight"][0].input_loss(weight, rounding) for each in found) / 4
+    with torch.no_grad():
+        x = model.model(IDS).last_hidden_state.flatten(0, 1)
+        turned = rotated(x, transform)
+        codes, scale = quantize_rowwise(turned, format="fp8_e4m3")
+        p, q = (
+            (each.double() @ rotated(weight, transform).t().double()).log_softmax(-1)
+            for each in (turned, codes.float() * scale)
+        )
+        measured = (p.exp() * (p - q)).sum(-1).mean().item()
+    assert measured > 0 and 0.6 < predicted / measured < 1.6
+    # One scale for all tokens is coarser for int8.
+    x = turned * torch.linspace(0.1, 1, len(x))[:, None]
+    errors = [InputRounding("int8", is_static=each).errors(x).mean() for each in (False, True)]
+    assert 2 * errors[0] < errors[1] < (x.abs().max() / 127) ** 2 / 6
