@@ -12,7 +12,7 @@ from hf_quant._version import __version__
 
 
 if TYPE_CHECKING:
-    from hf_quant.auto import Frontier, auto_plan, autoquant
+    from hf_quant.auto import Frontier, auto_plan, auto_plans, autoquant
     from hf_quant.calibration import Calibration, calibrate
     from hf_quant.cards import model_card
     from hf_quant.checkpoint import freeze_, load_quantized_, quantization_map, requantize_, save_quantized
@@ -43,6 +43,7 @@ _HOME = {
     "QuantizerConfig": "config",
     "TensorQuant": "scheme",
     "auto_plan": "auto",
+    "auto_plans": "auto",
     "autoquant": "auto",
     "calibrate": "calibration",
     "capture_generate": "integrations.transformers.graphs",
@@ -79,6 +80,7 @@ __all__ = [
     "TensorQuant",
     "__version__",
     "auto_plan",
+    "auto_plans",
     "autoquant",
     "calibrate",
     "capture_generate",

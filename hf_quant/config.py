@@ -279,8 +279,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             is_known = objective in (None, LATENCY)
         if not is_known:
             raise ValueError(
-                f"objective is {objective!r}; allowed: None, 'latency', and {{'latency': [1, 512]}} with the tokens of "
-                "the calls whose time counts"
+                f"objective is {objective!r}; allowed: None, 'latency', and {{'latency': [1, 512]}} with the tokens "
+                "of the calls whose time counts"
             )
 
     @property

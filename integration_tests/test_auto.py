@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_quant import QuantizerConfig, auto_plan, quantize_
+from hf_quant import QuantizerConfig, auto_plan, auto_plans, plan, quantize_
 from hf_quant.evaluate import quality
 from integration_tests.support import tiny_diffusion
 from integration_tests.support.tiny_models import build
@@ -69,6 +69,47 @@ class TestDiffusers:
         again = self.diffusers.FluxPipeline.from_pretrained(tmp_path, **tiny_diffusion.NO_TOKENIZERS)
         assert torch.equal(tiny_diffusion.run_flux_pipeline(again), expected)
         assert again.transformer.config.quantization_config.budget == {"bits": 5.0}
+
+    def test_one_budget_for_all_models_of_a_pipeline(self):
+        pipe = tiny_diffusion.make_flux_pipeline()
+        parts = ("transformer", "text_encoder", "text_encoder_2")
+        with torch.no_grad():  # the result of the pipeline hardly depends on what T5 writes
+            pipe.transformer.context_embedder.weight.mul_(1e-3)
+        expected = tiny_diffusion.run_flux_pipeline(pipe)
+        config = QuantizerConfig("auto", budget={"bits": 5.0}, candidates=["int2", "int4", "int8"])
+        found = auto_plans(pipe, config, calibration=tiny_diffusion.run_flux_pipeline)
+        assert torch.equal(tiny_diffusion.run_flux_pipeline(pipe), expected)
+        assert set(found) == set(parts) and all(each.is_kl is False for each in found.values())
+        entries = [each.entries[name] for each in found.values() for name in each.scores]
+        bits = 8 * sum(e.bytes_after for e in entries) / sum(e.num_weights for e in entries)
+        assert 4.5 < bits <= 5.0
+        assert found["text_encoder_2"].bits_per_weight < 2.6 < found["transformer"].bits_per_weight
+        for name, each in found.items():
+            quantize_(getattr(pipe, name), config, quant_plan=each)
+        error = (tiny_diffusion.run_flux_pipeline(pipe) - expected).square().sum() / expected.square().sum()
+        assert 0.1 < sum(each.loss for each in found.values()) / error < 10
+
+        pipe = tiny_diffusion.make_flux_pipeline()
+        run = tiny_diffusion.run_flux_pipeline
+        other = sum(m.get_memory_footprint() for n, m in pipe.components.items() if n in (*parts[1:], "vae"))
+        size = other + plan(pipe.transformer, "int4").nbytes
+        config.budget = {"gb": size / 1e9}
+        found = auto_plans(pipe, config, calibration=run, components=["transformer"])
+        assert 0.98 * size < found["transformer"].nbytes + other <= size
+        config.budget = {"gb": other / 1e9}
+        with pytest.raises(ValueError, match=r"smallest candidates of the pipeline take 0.00\d GB"):
+            auto_plans(pipe, config, calibration=run)
+        config.budget = {"bits": 5.0}
+        for options, message in (
+            ({"components": ["unet"]}, "components names unet; the models of the pipeline are"),
+            ({"calibration": lambda pipe: None}, "calibration returns no tensors"),
+            ({"calibration": lambda pipe: torch.zeros(1)}, "does not run text_encoder, text_encoder_2, transformer"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                auto_plans(pipe, config, **{"calibration": run, **options})
+        numbers = iter(range(9))
+        with pytest.raises(ValueError, match="differs from run to run"):
+            auto_plans(pipe, config, calibration=lambda pipe: run(pipe) + next(numbers))
 
     def test_a_denoiser_is_not_searched_while_it_loads(self, tmp_path):
         model = tiny_diffusion.make_model("flux")

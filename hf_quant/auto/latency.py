@@ -196,7 +196,7 @@ def _read(path: Path | None) -> dict[str, dict[str, float]]:
 
 
 def _machine(device: torch.device) -> str:
-    """What a latency depends on, besides the layer."""
+    """The machine and the software that a latency holds for."""
     software = f"torch {torch.__version__}, hf_quant {__version__}"
     if device.type == "cpu":
         return f"{cpu()[0]}, {native.active() or 'torch'}, {torch.get_num_threads()} threads, {software}"

@@ -117,7 +117,7 @@ def search(
         if not calls:
             raise ValueError("the calibration data does not run the model: no layer can be scored")
         candidates.record = data.record
-        _score_by_gradients(model, candidates, calls, device, progress)
+        score_by_gradients(model, candidates, calls, device, progress)
     elif "kl" in config.budget:
         raise ValueError(
             f"the budget bounds the loss of the model, and a {type(model).__name__} without data has no prediction of "
@@ -200,6 +200,11 @@ class Candidates:
         return sum(entries[0].num_weights for entries in self.searched.values())
 
     @property
+    def least_bytes(self) -> int:
+        """Bytes of the searched modules with the smallest candidates."""
+        return sum(min(e.bytes_after for e in entries) for entries in self.searched.values())
+
+    @property
     def fixed_bytes(self) -> int:
         """Bytes of everything else, and of the KV cache of the budget's context."""
         own = sum(self.base.entries[name].bytes_after for name in self.searched)
@@ -207,11 +212,10 @@ class Candidates:
 
     def check_budget(self) -> None:
         """Raise ValueError if the smallest candidates need more than the budget."""
-        least = sum(min(e.bytes_after for e in entries) for entries in self.searched.values())
-        if least > self.budget_bytes(self.config.budget):
+        if self.least_bytes > self.budget_bytes(self.config.budget):
             raise ValueError(
                 f"the budget is {self.config.budget}, and the smallest candidates of {type(self.model).__name__} take "
-                f"{self._size(least)}: give as much, or candidates with fewer bits"
+                f"{self._size(self.least_bytes)}: give as much, or candidates with fewer bits"
             )
 
     def _size(self, nbytes: float) -> str:
@@ -247,11 +251,16 @@ class Candidates:
                 for (name, _), seconds in zip(calls, latencies.measure(wanted, progress=progress)):
                     own[name][number] += seconds
 
-    def allocated(self, budget: dict[str, float]) -> QuantPlan:
-        """The plan with the best candidate for each unit. Raises ValueError if none keeps the budget."""
+    def table(self) -> tuple[list[list[float]], list[list[float]]]:
+        """(bytes, losses) of each unit, one per candidate."""
         entries = [list(zip(*(self.searched[name] for name in names))) for names in self.units]
         nbytes = [[float(sum(e.bytes_after for e in of)) for of in unit] for unit in entries]
         losses = [[sum(of) for of in zip(*(self.scores[name] for name in names))] for names in self.units]
+        return nbytes, losses
+
+    def allocated(self, budget: dict[str, float]) -> QuantPlan:
+        """The plan with the best candidate for each unit. Raises ValueError if none keeps the budget."""
+        nbytes, losses = self.table()
         most = self.budget_bytes(budget)
         if "kl" not in budget:
             return self.chosen(allocate(self._as_units(nbytes, losses), most))
@@ -344,7 +353,7 @@ def _cache_bytes(model: Any, config: QuantizerConfig) -> int:
     return context * bytes_per_token(model.config, cache)
 
 
-def _score_by_gradients(
+def score_by_gradients(
     model: nn.Module, candidates: Candidates, calls: list[Call], device: Any, progress: bool
 ) -> None:
     """Fill in the scores, and what they add up to."""

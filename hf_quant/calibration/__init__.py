@@ -14,7 +14,7 @@ from hf_quant.calibration.calibration import (
     takes_data,
 )
 from hf_quant.calibration.data import Data
-from hf_quant.calibration.gradients import Call, InputRounding, Sensitivity, record_calls, sensitivities
+from hf_quant.calibration.gradients import Call, CallRecorder, InputRounding, Sensitivity, record_calls, sensitivities
 from hf_quant.calibration.observe import replace_forward
 from hf_quant.calibration.solve import of_file, solve, with_outliers
 from hf_quant.calibration.store import StatisticsFile
@@ -23,6 +23,7 @@ from hf_quant.calibration.store import StatisticsFile
 __all__ = [
     "Calibration",
     "Call",
+    "CallRecorder",
     "Data",
     "InputRounding",
     "Sensitivity",

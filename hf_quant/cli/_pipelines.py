@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
+from hf_quant.auto import PIPELINE_PARTS
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,
@@ -23,15 +24,12 @@ from hf_quant.planning import plan
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-# Denoisers and text encoders fill the memory; the VAE is small, and its errors are visible.
-_BEGINNINGS = ("transformer", "unet", "text_encoder", "prior", "controlnet")
-
 
 def components(source: Source) -> dict[str, Source]:
     """Return the models of a pipeline that are quantized by default."""
     found = {}
     for name in source.fields:
-        if name.startswith(_BEGINNINGS):
+        if name.startswith(PIPELINE_PARTS):
             path = find_file(source.name, f"{name}/config.json")
             if path is not None:  # a tokenizer or a scheduler has none
                 found[name] = find_source(str(path.parent))

@@ -26,6 +26,7 @@ from hf_quant import (
     QuantPlan,
     TensorQuant,
     auto_plan,
+    auto_plans,
     autoquant,
     calibrate,
     capture_generate,
@@ -56,6 +57,7 @@ def use(model: nn.Module, folder: Path) -> None:
     planned = auto_plan(model, {"weights": "auto", "budget": {"bits": 4.0}}, calibration=["a text"])
     frontier = autoquant(model, {"weights": "auto", "objective": "latency"}, calibration=["a text"])
     assert_type(frontier, Frontier)
+    assert_type(auto_plans(object(), config, calibration=lambda pipe: pipe("a cat")), dict[str, QuantPlan])
     assert_type(frontier.config, QuantizerConfig | None)
     quantize_(model, config, quant_plan=planned)
     assert_type(planned, QuantPlan)
