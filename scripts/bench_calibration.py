@@ -1,6 +1,7 @@
 """Time and memory of calibrating a causal language model and quantizing it by GPTQ.
 
     python scripts/bench_calibration.py MODEL TEXT [--weights nf4] [--tokens 8192] [--threads 1] [--max-memory BYTES]
+    python scripts/bench_calibration.py MODEL TEXT --search    # and the time of choosing the bits of each layer
 
 Prints the time of the pass over the text and of solving, the latter for a million weights (target: 0.35 s where layers
 have up to 1024 inputs), both as processor time of all threads and as wall time; and by how much the memory of the
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_quant import Calibration, QuantizerConfig, quantize_
+from hf_quant import Calibration, QuantizerConfig, auto_plan, quantize_
 from hf_quant.evaluate import PeakMemory, machine, read_windows
 from hf_quant.planning import plan
 
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument(
         "--max-memory", type=int, help="bytes of statistics at a time (default: a quarter of the free)"
     )
+    parser.add_argument("--search", action="store_true", help="time `auto_plan` with weights='auto', too")
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -52,6 +54,12 @@ def main() -> None:
     widest = max(shape[-1] for entry in entries for shape in entry.shapes.values())
     calibration = Calibration(model, config, max_memory=args.max_memory)
     print(f"{args.model}: {solved / 1e6:.1f}M weights in {args.weights}; {ids.numel()} tokens; {machine()}")
+    if args.search:
+        search = QuantizerConfig("auto", budget={"bits": 4.0}, algorithm="gptq")
+        start = clocks()
+        auto_plan(model, search, calibration=ids.view(-1, WINDOW))
+        wall, cpu = (b - a for a, b in zip(start, clocks()))
+        print(f"{'search':8} {wall:7.1f} s  {cpu:7.1f} s of processors")
     with PeakMemory() as memory:
         start = clocks()
         with calibration, torch.no_grad():

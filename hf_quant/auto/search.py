@@ -240,16 +240,24 @@ class Candidates:
     def time(self, workloads: Sequence[Workload], *, progress: bool = False) -> None:
         """Measure the seconds of every layer under every candidate in these workloads."""
         latencies = Latencies(self.model)
+        plain = {name: _in_16_bit(entries[0]) for name, entries in self.searched.items()}
+        tables = [
+            plain,
+            *({name: of[number] for name, of in self.searched.items()} for number in range(len(self.plans))),
+        ]
         for workload in workloads:
-            seen = self.seen[workload.label] = watch(self.model, self.searched, workload)
-            own = self.seconds[workload.label] = {name: [0.0] * len(self.plans) for name in self.searched}
-            for number in range(len(self.plans)):
-                entries = {name: of[number] for name, of in self.searched.items()}
+            seen = watch(self.model, self.searched, workload)
+            calls = [(name, shape) for name, shapes in seen.inputs.items() for shape in shapes]
+            times = {name: [0.0] * len(tables) for name in self.searched}
+            for number, entries in enumerate(tables):
                 nbytes = sum(entry.bytes_after for entry in entries.values())
-                calls = [(name, shape) for name, shapes in seen.inputs.items() for shape in shapes]
                 wanted = [(entries[name], shape, nbytes) for name, shape in calls]
                 for (name, _), seconds in zip(calls, latencies.measure(wanted, progress=progress)):
-                    own[name][number] += seconds
+                    times[name][number] += seconds
+            # The parts take longer together than alone, for 16 bit as for the candidates.
+            factor = seen.seconds / (seen.rest + sum(of[0] for of in times.values()))
+            self.seen[workload.label] = seen._replace(rest=factor * seen.rest)
+            self.seconds[workload.label] = {name: [factor * t for t in of[1:]] for name, of in times.items()}
 
     def table(self) -> tuple[list[list[float]], list[list[float]]]:
         """(bytes, losses) of each unit, one per candidate."""
