@@ -66,7 +66,10 @@ def main() -> None:
             for batch in ids.view(-1, WINDOW).split(8):
                 model(input_ids=batch, use_cache=False, logits_to_keep=1)
         middle = clocks()
-        statistics = calibration.nbytes
+        # Those of siblings are shared, but each has its own Hessian weighted by gradients.
+        statistics = calibration.nbytes + sum(
+            4 * shape[-1] ** 2 for entry in entries for shape in entry.shapes.values()
+        )
         quantize_(model, config, calibration=calibration)
         end = clocks()
     for name, first, last in (("pass", start, middle), ("solving", middle, end)):
