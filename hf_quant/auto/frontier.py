@@ -68,8 +68,8 @@ def autoquant(
 
     The losses of all layers are predicted as `auto_plan` does. With objective="latency" their times on this machine
     are measured, once for each shape, scheme and number of tokens, and kept in `hf_quant/latency.json` in the user's
-    cache. The predicted time of a model is the sum of those of its layers and of what it takes without them, by a
-    factor with which that is true of 16 bit. The model is not changed. Nothing else should run meanwhile.
+    cache. The predicted time of a model is the sum of those of its layers and of what it takes without them. The model
+    is not changed. Nothing else should run on the machine meanwhile.
 
     Args:
         model: the model, with its weights, on the device for which it is to be made fast.
@@ -107,9 +107,12 @@ def _times(candidates: Candidates, point: QuantPlan) -> list[float]:
 
 
 def _uniform(candidates: Candidates) -> Iterator[tuple[str, QuantPlan]]:
-    """Every candidate for all layers."""
-    for number in range(len(candidates.configs)):
-        yield _name(candidates, number), candidates.chosen([number] * len(candidates.units))
+    """Every candidate for all layers, and 16 bit as it was measured."""
+    for number, config in enumerate(candidates.configs):
+        point = candidates.chosen([number] * len(candidates.units))
+        if config is None:
+            point.seconds = {call: seen.seconds for call, seen in candidates.seen.items()}
+        yield _name(candidates, number), point
 
 
 def _name(candidates: Candidates, number: int) -> str:

@@ -1,8 +1,8 @@
 """Latency: seconds of layers on this machine, by scheme and number of tokens, measured once and kept in a file.
 
-A layer is timed alone, by copies that take turns, so that its weights come from memory as they do in the model. The
-rest of a model (norms, attention, Python) is what remains of its time when its layers return at once. Together they
-take somewhat longer than alone, by a factor that the 16-bit model shows.
+A layer is timed alone, by copies that take turns, so that its weights come from memory as they do in the model, and on
+CPUs with other data in the caches of the core before each call. The rest of a model (norms, attention, Python) is what
+remains of its time when its layers return at once.
 """
 
 import copy
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from hf_quant.scheme import LinearScheme
 logger = logging.getLogger("hf_quant")
 
 _COLD = 256 * 10**6  # bytes of weights that no cache holds
+_OTHERS = 2**20  # bytes that a core reads between two layers
 _MOST_COPIES = 512
 _SECONDS = 0.25  # of one measurement, at least
 _ROUNDS = 5
@@ -92,7 +94,7 @@ def watch(model: nn.Module, names: Iterable[str], workload: Workload) -> Seen:
     is_training = model.training
     model.eval()
     try:
-        whole = _seconds(lambda: model(*workload.call.args, **workload.call.kwargs), device)
+        whole = _seconds([lambda: model(*workload.call.args, **workload.call.kwargs)], device)
         # The layers would drop from the caches what the rest reads: half of their 16-bit bytes do it instead.
         nbytes = sum(p.nbytes for name in names for p in model.get_submodule(name).parameters()) // 2
         others = torch.ones(min(nbytes, _COLD) // 8, dtype=torch.float64, device=device)
@@ -103,7 +105,7 @@ def watch(model: nn.Module, names: Iterable[str], workload: Workload) -> Seen:
                     shapes.clear()
                 model(*workload.call.args, **workload.call.kwargs)
 
-            rest = _seconds(run, device, before=others.sum)
+            rest = _seconds([run], device, before=others.sum)
     finally:
         model.train(is_training)
     return Seen(whole, rest, {name: shapes for name, shapes in inputs.items() if shapes})
@@ -244,15 +246,14 @@ def _seconds_of_layer(module: nn.Module, entry: PlanEntry, shape: tuple[int, ...
         )
     else:
         inputs = (torch.randn(shape, device=device, dtype=dtype),)
-    once = _seconds(lambda: first(*inputs), device, rounds=1)
+    once = _seconds([lambda: first(*inputs)], device, rounds=1)
     count = max(1, min(_copies(entry, nbytes), int(_SECONDS / once)))
     layers = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
-
-    def run() -> None:
-        for layer in layers:
-            layer(*inputs)
-
-    return _seconds(run, device) / count
+    calls = [partial(layer, *inputs) for layer in layers]
+    if device.type == "cpu":
+        others = torch.ones(_OTHERS // 8, dtype=torch.float64)
+        return _seconds(calls, device, before=others.sum) / count
+    return _seconds([lambda: [call() for call in calls]], device) / count  # a GPU is not waited for between layers
 
 
 def _timed(scheme: LinearScheme) -> LinearScheme:
@@ -265,23 +266,29 @@ def _timed(scheme: LinearScheme) -> LinearScheme:
 
 
 def _seconds(
-    run: Callable[[], Any], device: torch.device, rounds: int = _ROUNDS, before: Callable[[], Any] = lambda: None
+    runs: Sequence[Callable[[], Any]],
+    device: torch.device,
+    rounds: int = _ROUNDS,
+    before: Callable[[], Any] = lambda: None,
 ) -> float:
-    """The least time of a call, after what comes `before` each and does not count.
+    """The least time of all runs one after the other, without what comes `before` each.
 
     It is the processor time of the thread where there is only one, which other processes disturb less.
     """
     is_cpu = device.type == "cpu"
     now = time.thread_time if is_cpu and torch.get_num_threads() == 1 else time.perf_counter
     wait = (lambda: None) if is_cpu else torch.accelerator.synchronize
-    run()
-    wait()
+    for run in runs:
+        run()
     best, begin, number = float("inf"), time.perf_counter(), 0
     while number < rounds or (rounds > 1 and time.perf_counter() - begin < _SECONDS):
-        before()
-        wait()
-        start = now()
-        run()
-        wait()
-        best, number = min(best, now() - start), number + 1
+        total = 0.0
+        for run in runs:
+            before()
+            wait()
+            start = now()
+            run()
+            wait()
+            total += now() - start
+        best, number = min(best, total), number + 1
     return max(best, 1e-9)

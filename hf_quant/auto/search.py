@@ -240,25 +240,17 @@ class Candidates:
     def time(self, workloads: Sequence[Workload], *, progress: bool = False) -> None:
         """Measure the seconds of every layer under every candidate in these workloads."""
         latencies = Latencies(self.model)
-        plain = {name: _in_16_bit(entries[0]) for name, entries in self.searched.items()}
-        tables = [
-            plain,
-            *({name: of[number] for name, of in self.searched.items()} for number in range(len(self.plans))),
-        ]
+        numbers = range(len(self.plans))
+        nbytes = [sum(entries[number].bytes_after for entries in self.searched.values()) for number in numbers]
         for workload in workloads:
-            seen = watch(self.model, self.searched, workload)
+            seen = self.seen[workload.label] = watch(self.model, self.searched, workload)
             calls = [(name, shape) for name, shapes in seen.inputs.items() for shape in shapes]
-            sizes = [sum(entry.bytes_after for entry in entries.values()) for entries in tables]
-            wanted = [(of[name], shape, size) for of, size in zip(tables, sizes) for name, shape in calls]
+            wanted = [(self.searched[name][i], shape, nbytes[i]) for i in numbers for name, shape in calls]
             found = iter(latencies.measure(wanted, progress=progress))
-            times = {name: [0.0] * len(tables) for name in self.searched}
-            for number in range(len(tables)):
+            own = self.seconds[workload.label] = {name: [0.0] * len(self.plans) for name in self.searched}
+            for number in numbers:
                 for name, _ in calls:
-                    times[name][number] += next(found)
-            # The parts take longer together than alone, for 16 bit as for the candidates.
-            factor = seen.seconds / (seen.rest + sum(of[0] for of in times.values()))
-            self.seen[workload.label] = seen._replace(rest=factor * seen.rest)
-            self.seconds[workload.label] = {name: [factor * t for t in of[1:]] for name, of in times.items()}
+                    own[name][number] += next(found)
 
     def table(self) -> tuple[list[list[float]], list[list[float]]]:
         """(bytes, losses) of each unit, one per candidate."""
