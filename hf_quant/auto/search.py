@@ -30,7 +30,7 @@ from hf_quant.calibration import (
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.kernels import dequantize
 from hf_quant.kv_cache import KVCacheConfig, bytes_per_token
-from hf_quant.modules import in_basis, quantized_class, rotated
+from hf_quant.modules import in_basis, quantized_class
 from hf_quant.patterns import matches
 from hf_quant.planning import PlanEntry, QuantPlan, plan
 from hf_quant.scheme import InputTransform, TensorQuant
@@ -361,8 +361,11 @@ def score_by_gradients(
     # In the host's basis: candidates may rotate their inputs differently.
     roundings = {name: _roundings(model, name, entries) for name, entries in candidates.searched.items()}
     with tqdm(total=len(roundings), desc="Scoring layers", disable=not progress) as bar:
-        for part in _parts(candidates.searched, memory_for_statistics(model)):
-            found = sensitivities(model, calls, dict.fromkeys(part), {name: roundings[name].values() for name in part})
+        is_solved = any(e.algorithm in SOLVERS for of in candidates.searched.values() for e in of)
+        num_parts = 2 if is_solved else 1
+        for part in _parts(candidates.searched, memory_for_statistics(model) / num_parts):
+            own = {name: roundings[name].values() for name in part}
+            found = sensitivities(model, calls, dict.fromkeys(part), own, num_parts=num_parts)
             candidates.is_kl = found.is_kl
             for name in part:
                 of = found.layers.pop(name)
@@ -450,23 +453,23 @@ def _losses(matrix: Tensor, entries: list[PlanEntry], sensitivity: Sensitivity) 
             continue
         transform = entry.scheme.input_transform
         if transform not in bases:
-            inputs = rotated(rotated(sensitivity.inputs, transform).t().contiguous(), transform)
-            bases[transform] = in_basis(matrix, transform), sensitivity._replace(inputs=inputs)
+            bases[transform] = in_basis(matrix, transform), sensitivity.rotated(transform)
         yield _loss(*bases[transform], entry.scheme.weight, entry.algorithm)
 
 
 def _loss(matrix: Tensor, sensitivity: Sensitivity, quant: TensorQuant, algorithm: str | None) -> float:
     """The predicted loss by the codes of one matrix [N, K] in the basis of its inputs."""
-    plain = sensitivity.losses(_error(matrix, quantize_matrix(matrix, quant), quant))
+    error = _error(matrix, quantize_matrix(matrix, quant), quant)
+    plain = float(sensitivity.losses(error).sum())
     if algorithm not in SOLVERS:
-        return float(plain.sum())
-    # A solver takes long: some rows tell how much less it loses than the default algorithm.
+        return plain
+    # A solver takes long: some rows tell how much less it loses than the default algorithm, by inputs it has not seen.
     rows = slice(None, None, _SOLVED_ROWS) if len(matrix) >= 32 * _SOLVED_ROWS else slice(None)
-    moments = Statistics(1, second_moment=sensitivity.inputs.diagonal(), hessian=sensitivity.inputs)
-    solved = solve_matrix(matrix[rows].contiguous(), quant, SOLVERS[algorithm], moments)
-    error = _error(matrix[rows], solved, quant)
-    share = float(sensitivity.losses(error, rows).sum() / plain[rows].sum().clamp(min=1e-30))
-    return float(plain.sum()) * min(share, 1.0)
+    hessian, last = sensitivity.parts[0], len(sensitivity.parts) - 1
+    moments = Statistics(1, second_moment=hessian.diagonal(), hessian=hessian)
+    solved = _error(matrix[rows], solve_matrix(matrix[rows].contiguous(), quant, SOLVERS[algorithm], moments), quant)
+    losses = [float(sensitivity.losses(each, rows, last).sum()) for each in (solved, error[rows])]
+    return plain * min(losses[0] / max(losses[1], 1e-30), 1.0)
 
 
 def _matrices(model: nn.Module, entry: PlanEntry, weight: str, device: Any) -> list[Tensor]:

@@ -11,7 +11,8 @@ Kim et al., "GuidedQuant", https://arxiv.org/abs/2505.07004, use such products o
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,30 +56,49 @@ class InputRounding(NamedTuple):
         return (codes.float() * scale - x).square().mean(1)
 
 
-class Sensitivity(NamedTuple):
+@dataclass(frozen=True)
+class Sensitivity:
     """The sensitivity of a model to errors of one weight [N, K], and to errors of its inputs.
 
     Attributes:
         rows: [N], what an error of one unit in each feature of the layer's output costs.
-        inputs: [K, K], the mean of x x^T, in which each input counts by its squared gradient.
+        parts: one matrix [K, K], or two of different calls: the mean of x x^T, in which each input counts by its
+            squared gradient.
+        shares: of the parts in the mean of both.
         rounding: {`InputRounding`: [N], what it costs by each row of the weight, if that has the norm 1}.
     """
 
     rows: Tensor
-    inputs: Tensor
+    parts: tuple[Tensor, ...]
+    shares: tuple[float, ...]
     rounding: dict[InputRounding, Tensor]
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """The mean [K, K] of the parts."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        return self.parts[0] * self.shares[0] + self.parts[1] * self.shares[1]
 
     def to(self, device: torch.device) -> "Sensitivity":
         """The same on a device."""
-        rounding = {key: cost.to(device) for key, cost in self.rounding.items()}
-        return Sensitivity(self.rows.to(device), self.inputs.to(device), rounding)
+        parts, rounding = tuple(p.to(device) for p in self.parts), {k: v.to(device) for k, v in self.rounding.items()}
+        return replace(self, rows=self.rows.to(device), parts=parts, rounding=rounding)
 
-    def losses(self, error: Tensor, rows: slice = slice(None)) -> Tensor:
+    def rotated(self, transform: InputTransform | None) -> "Sensitivity":
+        """The same for inputs that are rotated, if these are not."""
+        if transform is None:
+            return self
+        turned = tuple(rotated(rotated(p, transform).t().contiguous(), transform) for p in self.parts)
+        return replace(self, parts=turned)
+
+    def losses(self, error: Tensor, rows: slice = slice(None), part: int | None = None) -> Tensor:
         """Predict the loss by an error dW [N, K] of the weight, by row [N]; `rows`: of these rows alone.
 
-        The error is in the basis in which the inputs are recorded.
+        The error is in the basis in which the inputs are recorded. `part`: by one part of the inputs alone.
         """
-        return ((error @ self.inputs) * error).sum(1) * self.rows[rows]
+        inputs = self.inputs if part is None else self.parts[part]
+        return ((error @ inputs) * error).sum(1) * self.rows[rows]
 
     def input_loss(self, weight: Tensor, rounding: InputRounding) -> float:
         """Predict the loss by rounding the inputs of a weight [N, K]: as if the errors of columns were independent."""
@@ -97,20 +117,20 @@ class _Sums:
 
     def __init__(self) -> None:
         self.rows: Tensor | float = 0.0
-        self.inputs: Tensor | float = 0.0
-        self.weights: Tensor | float = 0.0
+        self.parts: dict[int, tuple[Tensor, Tensor]] = {}  # {part: (sum of inputs, sum of weights)}
         self.rounding: dict[InputRounding, Tensor] = {}
 
-    def add(self, x: Tensor, gradient: Tensor, errors: dict[InputRounding, Tensor]) -> None:
-        """Add inputs [T, K], the gradients at the outputs [T, N], and errors [T] by which inputs are rounded."""
+    def add(self, part: int, x: Tensor, gradient: Tensor, errors: dict[InputRounding, Tensor]) -> None:
+        """Add inputs [T, K] to a part, the gradients at the outputs [T, N], and errors [T] by rounding the inputs."""
         squares = gradient.float().square()
         weights = squares.mean(1)
         for rounding, error in errors.items():
             cost = squares.t() @ error
             self.rounding[rounding] = self.rounding[rounding] + cost if rounding in self.rounding else cost
         self.rows = self.rows + squares.sum(0)
-        self.inputs = self.inputs + x.t() @ (x * weights.unsqueeze(1))
-        self.weights = self.weights + weights.sum()
+        own = x.t() @ (x * weights.unsqueeze(1)), weights.sum()
+        before = self.parts.get(part)
+        self.parts[part] = own if before is None else (before[0].add_(own[0]), before[1] + own[1])
 
 
 class CallRecorder:
@@ -194,6 +214,7 @@ class GradientObserver:
         roundings: Mapping[str, Collection[InputRounding]],
     ) -> None:
         self.model, self.transforms, self.roundings = model, transforms, roundings
+        self.part = 0  # to which inputs are added
         self._sums: dict[str, dict[str, list[_Sums]]] = {}
         self._undo: list[Callable[[], Any]] = []
 
@@ -250,18 +271,18 @@ class GradientObserver:
     def _add(self, name: str, weight: str, number: int, x: Tensor, gradient: Tensor) -> None:
         x = x.flatten(0, -2).float()
         errors = {rounding: rounding.errors(x) for rounding in self.roundings.get(name, ())}
-        self._sums[name][weight][number].add(rotated(x, self.transforms[name]), gradient.flatten(0, -2), errors)
+        turned = rotated(x, self.transforms[name])
+        self._sums[name][weight][number].add(self.part, turned, gradient.flatten(0, -2), errors)
 
 
 def _sensitivity(sums: _Sums, scale: float) -> Sensitivity | None:
-    if (
-        not isinstance(sums.rows, Tensor)
-        or not isinstance(sums.inputs, Tensor)
-        or not isinstance(sums.weights, Tensor)
-    ):
+    if not isinstance(sums.rows, Tensor):
         return None  # an expert that was given no token
-    inputs = sums.inputs / sums.weights.clamp(min=torch.finfo(torch.float32).tiny)
-    return Sensitivity(sums.rows * scale, inputs, {key: cost * scale for key, cost in sums.rounding.items()})
+    tiny = torch.finfo(torch.float32).tiny
+    parts = tuple(inputs / weights.clamp(min=tiny) for inputs, weights in sums.parts.values())
+    shares = torch.stack([weights for _, weights in sums.parts.values()]).clamp(min=tiny)
+    rounding = {key: cost * scale for key, cost in sums.rounding.items()}
+    return Sensitivity(sums.rows * scale, parts, tuple((shares / shares.sum()).tolist()), rounding)
 
 
 class Sensitivities(NamedTuple):
@@ -283,19 +304,22 @@ def sensitivities(
     transforms: dict[str, InputTransform | None],
     roundings: Mapping[str, Collection[InputRounding]] | None = None,
     *,
+    num_parts: int = 1,
     seed: int = 0,
 ) -> Sensitivities:
     """Run calls of the model forward and backward, and add up the sensitivities of the layers in `transforms`.
 
-    `roundings` are quantizations of their inputs to measure, too, see `GradientObserver`. The parameters get no
-    gradients. Models above 2 GB recompute their blocks, as far as the host can do it: the memory is then that of one
-    block, and of the inputs of all. Raises ValueError if an output is no tensor.
+    `roundings` are quantizations of their inputs to measure, too, see `GradientObserver`. With 2 parts every second
+    call adds to the other one: what is fitted to one part is judged by the other. The parameters get no gradients.
+    Models above 2 GB recompute their blocks, as far as the host can do it: the memory is then that of one block, and
+    of the inputs of all. Raises ValueError if an output is no tensor.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     count, is_kl = 0, False
     observer = GradientObserver(model, transforms, roundings or {})
     with _without_parameter_gradients(model), observer, torch.enable_grad():
-        for call in calls:
+        for number_of_call, call in enumerate(calls):
+            observer.part = number_of_call % num_parts
             kwargs = {n: v for n, v in call.kwargs.items() if n != "logits_to_keep"}
             output = model(*call.args, **kwargs)
             logits = getattr(output, "logits", None)

@@ -91,8 +91,8 @@ def test_the_model_is_as_it_was(monkeypatch):
     assert len(calls) == 2 * len(IDS)
     assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     for name in NAMES:
-        for before, after in zip(expected[name]["weight"][0], again[name]["weight"][0]):
-            torch.testing.assert_close(after, before)
+        before, after = expected[name]["weight"][0], again[name]["weight"][0]
+        torch.testing.assert_close((after.rows, after.inputs), (before.rows, before.inputs))
     assert model.training and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
