@@ -8,6 +8,8 @@ adds others.
 from hf_quant.kernels.adam_step import cpu as _adam_step_cpu  # noqa: F401 - the backends register themselves
 from hf_quant.kernels.adam_step.op import adam_step_
 from hf_quant.kernels.dispatch import implements_lazily
+from hf_quant.kernels.fake_quantize import cpu as _fake_quantize_cpu  # noqa: F401
+from hf_quant.kernels.fake_quantize.op import fake_quantize, fake_quantize_backward
 from hf_quant.kernels.grouped_mm import cpu as _grouped_mm_cpu  # noqa: F401
 from hf_quant.kernels.grouped_mm.op import grouped_mm, grouped_mm_backward
 from hf_quant.kernels.hadamard import cpu as _hadamard_cpu  # noqa: F401
@@ -32,6 +34,7 @@ from hf_quant.kernels.weight_only.op import dequantize, weight_only_mm, weight_o
 
 
 implements_lazily("hf_quant.kernels.adam_step.gpu", adam_step_)
+implements_lazily("hf_quant.kernels.fake_quantize.gpu", fake_quantize, fake_quantize_backward)
 implements_lazily("hf_quant.kernels.grouped_mm.gpu_backward", grouped_mm_backward)
 implements_lazily("hf_quant.kernels.grouped_mm.gpu", grouped_mm)
 implements_lazily("hf_quant.kernels.hadamard.gpu", hadamard, hadamard_quantize_rowwise)
@@ -57,6 +60,8 @@ __all__ = [
     "dequantize",
     "differentiable_hadamard",
     "dynamic_mm",
+    "fake_quantize",
+    "fake_quantize_backward",
     "fp8_scaled_mm",
     "grouped_mm",
     "grouped_mm_backward",

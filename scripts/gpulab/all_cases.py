@@ -1,4 +1,4 @@
-"""Every call that ahead-of-time compilation covers: products, fused row kernels, attention, caches, optimizers."""
+"""Every call that ahead-of-time compilation covers: products, fused row kernels, attention, caches, training."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ from gpulab.cases import (
     quantized_case,
     scaled_case,
 )
-from gpulab.optimizer_cases import optimizer_cases
+from gpulab.optimizer_cases import fake_cases, optimizer_cases
 
 
 def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
@@ -52,7 +52,7 @@ def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
         for one in (*ATTENTION, *extra) if plain else ATTENTION[:1]:
             found += [attention_case(one, dtype, format) for format in (None, "fp8_e4m3")]
         found += cache_cases(dtype)
-    found += optimizer_cases()
+    found += optimizer_cases() + fake_cases()
     return [case for case in found if ops is None or case.op in ops]
 
 

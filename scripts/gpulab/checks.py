@@ -31,7 +31,7 @@ from gpulab.cases import (
     reference,
     scaled_case,
 )
-from gpulab.optimizer_cases import adam_case
+from gpulab.optimizer_cases import adam_case, fake_case
 from gpulab.timing import installed
 from hf_quant.kernels.adam_step.op import STATES
 from hf_quant.testing import PRODUCT_RMS, rms_error
@@ -101,6 +101,9 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
         several = (size(LLAMA[1]), size(OFF_TILE[1]))
         cases += [adam_case(states, several, bf16, grad) for grad in (bf16, fp32)]
         cases.append(adam_case(states, several[:1], fp32, fp32, seed=None))
+    for format, group_size in (("int4", 32), ("int8", size(LLAMA[1]).K), ("mxfp4", 32), ("nf4", 17)):
+        for backward in (False, True):
+            cases.append(fake_case(format, size(LLAMA[1]), group_size, bf16, backward=backward))
     return [case for case in cases if case.op in gpu_ops()]
 
 
@@ -158,6 +161,8 @@ def compare(case: Case, found: list[Tensor], expected: list[Tensor]) -> str | No
         return f"{wrong} of {len(found)} parameters, gradients and states have other bits" if wrong else None
     if case.op == "kv_append":
         return _compare_caches(found, expected)
+    if case.op.startswith("fake_quantize") and not _same_bits(found[0], expected[0]):
+        return "the weights as stored, or their gradients, have other bits"
     if len(found) == 2 and case.op != "kv_attention":  # codes and scales of rows
         moved = (found[0].float() != expected[0].float()).float().mean().item()
         error = rms_error(found[1], expected[1])

@@ -1,4 +1,4 @@
-"""Steps of optimizers that kernels are proven on: the parameters of a transformer block, every kind of state."""
+"""Calls of training that kernels are proven on: steps of optimizers on a block's parameters, weights as stored."""
 
 from typing import Any
 
@@ -43,4 +43,29 @@ def optimizer_cases() -> list[Case]:
     for states in STATES:
         found += [adam_case(states, LLAMA, param, grad) for param, grad in ((bf16, bf16), (fp32, fp32), (bf16, fp32))]
         found += [adam_case(states, LLAMA, bf16, bf16, seed=None), adam_case(states, OFF_TILE[::-1], bf16, bf16)]
+    return found
+
+
+def fake_case(format: str, linear: Linear, group_size: int, dtype: torch.dtype, *, backward: bool) -> Case:
+    """One `fake_quantize`, or its backward, of a weight in groups of `group_size`."""
+
+    def make(device: Any) -> tuple[tuple, dict[str, Any]]:
+        weight, grad = (randn((linear.N, linear.K), dtype, device) for _ in range(2))
+        scale = randn((linear.N, -(-linear.K // group_size)), torch.float32, device).abs() + 0.1
+        tensors = (grad, weight, scale, None) if backward else (weight, scale, None)
+        return tensors, {"format": format, "group_size": group_size}
+
+    op = "fake_quantize_backward" if backward else "fake_quantize"
+    name = f"{format} g{group_size}, {linear.name} {str(dtype).removeprefix('torch.')}"
+    return Case(op, name, make, dtype, linear.N, 0)
+
+
+def fake_cases() -> list[Case]:
+    """List the weights as stored of each kind of format: in groups, in rows, and in odd groups of odd rows."""
+    found = []
+    for backward in (False, True):
+        for format, group_size in (("int4", 32), ("int2", 16), ("int8", LLAMA[1].K), ("mxfp4", 32), ("nf4", 32)):
+            for dtype in (torch.bfloat16, torch.float32):
+                found.append(fake_case(format, LLAMA[1], group_size, dtype, backward=backward))
+        found.append(fake_case("int4", OFF_TILE[1], 40, torch.bfloat16, backward=backward))
     return found

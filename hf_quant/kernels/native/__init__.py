@@ -22,6 +22,8 @@ from hf_quant.kernels.native.products import (
     unsupported_reason,
 )
 from hf_quant.kernels.native.quantization import (
+    fake_quantize,
+    fake_quantizes,
     quantize,
     quantize_rows,
     quantize_rows_to_e4m3,
@@ -34,6 +36,8 @@ __all__ = [
     "active",
     "adam_step_",
     "dequantize",
+    "fake_quantize",
+    "fake_quantizes",
     "features",
     "instruction_sets",
     "multiply",

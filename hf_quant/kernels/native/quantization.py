@@ -129,3 +129,47 @@ def _levels_and_midpoints(name: str) -> Tensor:
     with torch.inference_mode(False):
         levels = torch.tensor(CODES[name].levels, dtype=torch.float64, device="cpu")
         return torch.cat([levels, (levels[1:] + levels[:-1]) / 2]).float()
+
+
+def fake_quantizes(weight: Tensor, grad: Tensor | None, spec: CodeSpec) -> bool:
+    """True if `fake_quantize` is for this weight and gradient, and these codes.
+
+    An extension that was built before it had the function has none until it is built again.
+    """
+    if active() is None or not hasattr(module, "fake_quantize") or not knows(spec.name):
+        return False
+    return weight.dtype in INPUTS and (grad is None or grad.dtype in INPUTS) and weight.numel() > 0
+
+
+def fake_quantize(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    grad: Tensor | None,
+    spec: CodeSpec,
+    group_size: int,
+    bounds: tuple[float, float, float, float],
+) -> tuple[Tensor, Tensor | None]:
+    """weight [..., N, K] as it would be stored, and None; or the gradients of weight and of scale, with that of the
+    former. Checked by the caller; bounds are those of the op. Ask `fake_quantizes` first."""
+    *lead, K = weight.shape
+    low, high, *inside = bounds
+    weight, scale = weight.contiguous(), scale.contiguous()
+    zero_point = None if zero_point is None else zero_point.contiguous()
+    grad = None if grad is None else grad.contiguous()
+    result = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+    grad_scale = None if grad is None else torch.empty(scale.shape, device="cpu")
+    of_values = torch.tensor([high, *inside], dtype=torch.float32, device="cpu")
+    is_table = not spec.is_integer and spec.minifloat is None
+    module.fake_quantize(
+        *(weight.numel() // K, K, group_size, scale.shape[-1]),
+        *(weight.data_ptr(), DTYPES[weight.dtype], scale.data_ptr()),
+        0 if zero_point is None else zero_point.data_ptr(),
+        *((0, 0) if is_table or spec.minifloat else (int(low), int(high))),
+        *(spec.minifloat or (0, 0, 0)),
+        _levels_and_midpoints(spec.name).data_ptr() if is_table else 0,
+        of_values.data_ptr(),
+        *((0, 0) if grad is None else (grad.data_ptr(), DTYPES[grad.dtype])),
+        *(result.data_ptr(), 0 if grad_scale is None else grad_scale.data_ptr(), torch.get_num_threads()),
+    )
+    return result, grad_scale

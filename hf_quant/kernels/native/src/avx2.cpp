@@ -16,6 +16,7 @@
 #include "adam.h"
 #include "append.h"
 #include "attention.h"
+#include "fake.h"
 
 namespace hfq {
 namespace avx2 {
@@ -232,7 +233,8 @@ static bool matmul(const Product& p) {
 }  // namespace avx2
 
 const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2_portable::dequantize, avx2_portable::quantize_rows,
-                       avx2_portable::attention, avx2_portable::quantize, avx2_portable::append, avx2_portable::adam_step};
+                       avx2_portable::attention, avx2_portable::quantize, avx2_portable::append, avx2_portable::adam_step,
+                         avx2_portable::fake_quantize};
 
 }  // namespace hfq
 

@@ -18,6 +18,7 @@
 #include "adam.h"
 #include "append.h"
 #include "avx512_attention.h"
+#include "fake.h"
 
 namespace hfq {
 namespace avx512 {
@@ -223,7 +224,8 @@ static bool quantize_rows(const RowQuantization& q) {
 }  // namespace avx512
 
 const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
-                         avx512::attention, avx512_portable::quantize, avx512_portable::append, avx512_portable::adam_step};
+                         avx512::attention, avx512_portable::quantize, avx512_portable::append, avx512_portable::adam_step,
+                         avx512_portable::fake_quantize};
 
 }  // namespace hfq
 

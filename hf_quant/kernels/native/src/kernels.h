@@ -141,6 +141,24 @@ struct AdamStep {
   int threads;
 };
 
+// Weights [N, K] as they would be stored with the scales [N, groups], or the gradients through that: `fake_quantize`.
+struct FakeQuantization {
+  int64_t N, K, group_size, groups;
+  const void* weight;
+  int weight_dtype;
+  const float* scale;
+  const uint8_t* zero;  // [N, groups], or null
+  int low, high, exponent_bits, mantissa_bits, exponent_bias;  // the grid, as in WeightQuantization
+  const float* levels;
+  float max, inside_low, inside_high;  // what lies between the last two rounds to a level without being clipped
+
+  const void* grad;  // [N, K], of the result; null: forward
+  int grad_dtype;
+  void* result;       // [N, K] of the weight's dtype: the weight as stored; with `grad` the gradient of the weight
+  float* grad_scale;  // [N, groups], with `grad`
+  int threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;  // whether Product.compute may be BY_BF16
@@ -152,6 +170,7 @@ struct Kernels {
   bool (*quantize)(const WeightQuantization&, bool* finite);  // finite: whether every weight is
   void (*append)(const Append&);
   void (*adam_step)(const AdamStep&);
+  bool (*fake_quantize)(const FakeQuantization&);
 };
 
 extern const Kernels kPortable;

@@ -334,6 +334,38 @@ PyObject* adam_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return done(true);
 }
 
+PyObject* fake_quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  FakeQuantization f{};
+  f.N = a.number();
+  f.K = a.number();
+  f.group_size = a.number();
+  f.groups = a.number();
+  f.weight = a.pointer<const void>();
+  f.weight_dtype = a.integer();
+  f.scale = a.pointer<const float>();
+  f.zero = a.pointer<const uint8_t>();
+  f.low = a.integer();
+  f.high = a.integer();
+  f.exponent_bits = a.integer();
+  f.mantissa_bits = a.integer();
+  f.exponent_bias = a.integer();
+  f.levels = a.pointer<const float>();
+  const float* bounds = a.pointer<const float>();
+  f.grad = a.pointer<const void>();
+  f.grad_dtype = a.integer();
+  f.result = a.pointer<void>();
+  f.grad_scale = a.pointer<float>();
+  f.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  f.max = bounds[0];
+  f.inside_low = bounds[1];
+  f.inside_high = bounds[2];
+  bool ok;
+  Py_BEGIN_ALLOW_THREADS ok = active->fake_quantize(f);
+  Py_END_ALLOW_THREADS return done(ok);
+}
+
 // To be counted up when the arguments of a function change.
 PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(10); }
 
@@ -383,6 +415,8 @@ PyMethodDef methods[] = {
      "Weights to codes, scales and zero points, see `WeightQuantization` in kernels.h; raises MemoryError."},
     {"adam_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(adam_step)), METH_FASTCALL,
      "One step of AdamW on a parameter, see `AdamStep` in kernels.h."},
+    {"fake_quantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fake_quantize)), METH_FASTCALL,
+     "Weights as they would be stored, see `FakeQuantization` in kernels.h; raises MemoryError."},
     {"max_head_dim", max_head_dim, METH_NOARGS, "Channels of a head that `attention` and `append` take at most."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},

@@ -18,10 +18,12 @@
 #include "adam.h"
 #include "append.h"
 #include "attention.h"
+#include "fake.h"
 
 namespace hfq {
 const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
-                       neon::attention, neon::quantize, neon::append, neon::adam_step};
+                       neon::attention, neon::quantize, neon::append, neon::adam_step,
+                         neon::fake_quantize};
 }
 
 // What follows runs on any Arm.

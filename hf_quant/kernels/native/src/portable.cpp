@@ -4,8 +4,10 @@
 #include "adam.h"
 #include "append.h"
 #include "attention.h"
+#include "fake.h"
 
 namespace hfq {
 const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows,
-                         portable::attention, portable::quantize, portable::append, portable::adam_step};
+                         portable::attention, portable::quantize, portable::append, portable::adam_step,
+                         portable::fake_quantize};
 }
