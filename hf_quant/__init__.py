@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_quant.planning import QuantPlan, plan
     from hf_quant.quantize import dequantize_, quantize_
     from hf_quant.scheme import PRESETS, LinearScheme, TensorQuant
+    from hf_quant.training import convert_qat_, prepare_qat_
 
 _HOME = {
     "Calibration": "calibration",
@@ -47,6 +48,7 @@ _HOME = {
     "autoquant": "auto",
     "calibrate": "calibration",
     "capture_generate": "integrations.transformers.graphs",
+    "convert_qat_": "training",
     "dequantize_": "quantize",
     "export_compressed_tensors": "convert.compressed_tensors.export",
     "freeze_": "checkpoint",
@@ -56,6 +58,7 @@ _HOME = {
     "load_quantized_": "checkpoint",
     "model_card": "cards",
     "plan": "planning",
+    "prepare_qat_": "training",
     "quantization_map": "checkpoint",
     "quantize_": "quantize",
     "requantize_": "checkpoint",
@@ -84,6 +87,7 @@ __all__ = [
     "autoquant",
     "calibrate",
     "capture_generate",
+    "convert_qat_",
     "dequantize_",
     "export_compressed_tensors",
     "freeze_",
@@ -93,6 +97,7 @@ __all__ = [
     "load_quantized_",
     "model_card",
     "plan",
+    "prepare_qat_",
     "quantization_map",
     "quantize_",
     "requantize_",

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
 from hf_quant.auto import search
-from hf_quant.calibration import needs_data, solve, takes_data
+from hf_quant.calibration import Solved, needs_data, solve, takes_data
 from hf_quant.config import NON_WEIGHT_FIELDS, QuantizerConfig, as_config
 from hf_quant.modules import (
     STORED_NAMES,
@@ -73,17 +73,9 @@ def quantize_(
     """
     config = as_config(config)
     calibration = config.calibration if calibration is None else calibration
-    if calibration is not None and not takes_data(config, calibration):
-        raise ValueError(
-            f"calibration data is given, but {config} needs none: choose algorithm='gptq' or 'imatrix', "
-            "activation_scale='static' or kv_cache='fp8', or leave it out"
-        )
-    if config.kv_cache is not None and not any(o.recognizes(m) for o in OBSERVERS for m in model.modules()):
-        raise ValueError(
-            f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
-        )
     known = stored_config(model)
     if config.quantizes_no_weights and known is not None:  # the weights are left unchanged
+        _check_config(model, config, calibration)
         added = {name: value for name in NON_WEIGHT_FIELDS if (value := getattr(config, name)) is not None}
         known = QuantizerConfig(**{**known.to_dict(), **added})
         known.fuse_activations = config.fuse_activations
@@ -93,10 +85,56 @@ def quantize_(
         notify_observers(model, known, schemes_from_list(known.plan or []))
         return model
     device = device if device is not None else config.quantization_device
+    options = {"tokenizer": tokenizer, "device": device, "progress": progress}
+    packed, amax, quant_plan, config = decide(model, config, calibration, quant_plan=quant_plan, **options)
+    modules = dict(model.named_modules())
+    names = apply_plan(model, quant_plan, device=device, packed=packed)
+    for name in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
+        module = modules[name]
+        for weight, largest in amax.get(name, {}).items():
+            assert isinstance(module, QuantizedModule)  # apply_plan has converted it
+            module.calibrate_input_(weight, largest)
+    fuse_as_configured_(model, config.fuse_projections)
+    notify_observers(model, config, quant_plan.schemes)
+    return model
+
+
+def _check_config(model: nn.Module, config: QuantizerConfig, calibration: Any) -> None:
+    """Raise ValueError if data is given that nothing needs, or a KV cache to a model that has none."""
+    if calibration is not None and not takes_data(config, calibration):
+        raise ValueError(
+            f"calibration data is given, but {config} needs none: choose algorithm='gptq' or 'imatrix', "
+            "activation_scale='static' or kv_cache='fp8', or leave it out"
+        )
+    if config.kv_cache is not None and not any(o.recognizes(m) for o in OBSERVERS for m in model.modules()):
+        raise ValueError(
+            f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
+        )
+
+
+def decide(
+    model: nn.Module,
+    config: QuantizerConfig,
+    calibration: Any = None,
+    *,
+    tokenizer: Any = None,
+    quant_plan: QuantPlan | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> Solved:
+    """Make the plan of `quantize_`, and the codes that need data. The model is not changed.
+
+    The arguments are those of `quantize_`. Raises ValueError as it does: everything is checked before a layer changes.
+    """
+    if any(getattr(module, "is_in_training", False) for module in model.modules()):
+        raise ValueError(
+            f"this {type(model).__name__} is prepared for training: convert_qat_ makes the quantized model"
+        )
+    _check_config(model, config, calibration)
+    options = {"tokenizer": tokenizer, "device": device, "progress": progress}
     if quant_plan is not None:
         _check_plan(model, quant_plan)
     elif config.is_auto:
-        options = {"tokenizer": tokenizer, "device": device, "progress": progress}
         quant_plan, calibration, _ = search(model, config, calibration, **options)
         _check_choice(model, quant_plan)
     else:
@@ -108,21 +146,10 @@ def quantize_(
     modules = dict(model.named_modules())
     for name, entry in quant_plan.quantized.items():
         for weight in entry.shapes:
-            _check_weight(modules[name].get_parameter(weight), f"{name}.{weight}" if name else weight)
-    packed: dict[str, dict[str, PackedWeight]] = {}
-    amax: dict[str, dict[str, torch.Tensor]] = {}
+            check_weight(modules[name].get_parameter(weight), f"{name}.{weight}" if name else weight)
     if needs_data(config) or (calibration is not None and config.has_fp8_cache):
-        options = {"tokenizer": tokenizer, "device": device, "progress": progress}
-        packed, amax, quant_plan, config = solve(model, config, quant_plan, calibration, **options)
-    names = apply_plan(model, quant_plan, device=device, packed=packed)
-    for name in tqdm(names, total=len(quant_plan.quantized), desc="Quantizing", disable=not progress):
-        module = modules[name]
-        for weight, largest in amax.get(name, {}).items():
-            assert isinstance(module, QuantizedModule)  # apply_plan has converted it
-            module.calibrate_input_(weight, largest)
-    fuse_as_configured_(model, config.fuse_projections)
-    notify_observers(model, config, quant_plan.schemes)
-    return model
+        return solve(model, config, quant_plan, calibration, **options)
+    return Solved({}, {}, quant_plan, config)
 
 
 def stored_config(model: nn.Module) -> QuantizerConfig | None:
@@ -270,7 +297,8 @@ def _check_choice(model: nn.Module, quant_plan: QuantPlan) -> None:
         )
 
 
-def _check_weight(weight: torch.Tensor, name: str) -> None:
+def check_weight(weight: torch.Tensor, name: str) -> None:
+    """Raise ValueError if a weight is on the meta device, or contains NaN or inf."""
     if weight.device.type == "meta":
         raise ValueError(f"{name} is on the meta device: load the model's weights before quantizing it")
     # aminmax propagates NaN and inf, in one pass without a temporary. All weights are checked before the first is

@@ -16,7 +16,7 @@ from hf_quant.calibration.calibration import (
 from hf_quant.calibration.data import Data
 from hf_quant.calibration.gradients import Call, CallRecorder, InputRounding, Sensitivity, record_calls, sensitivities
 from hf_quant.calibration.observe import replace_forward
-from hf_quant.calibration.solve import of_file, solve, with_outliers
+from hf_quant.calibration.solve import Solved, of_file, solve, with_outliers
 from hf_quant.calibration.store import StatisticsFile
 
 
@@ -27,6 +27,7 @@ __all__ = [
     "Data",
     "InputRounding",
     "Sensitivity",
+    "Solved",
     "StatisticsFile",
     "TOKENIZERS",
     "calibrate",

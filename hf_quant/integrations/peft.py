@@ -7,6 +7,8 @@ raises an error that names the cause.
 
 Merging reads and assigns `weight`, which quantizes the sum again with the layer's own scheme (docs/training.md).
 `unmerge` rounds once more, so it does not restore the old codes; `unload` before a merge does.
+
+In quantization-aware training the sum of a weight and its LoRA is rounded, so that merging gives the trained codes.
 """
 
 import functools
@@ -15,9 +17,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key, uncounted_weights
+from hf_quant.training import WRAPPERS
 
 
 def check_modules_to_save(model: nn.Module, names: Iterable[str]) -> None:
@@ -84,6 +87,44 @@ def _true(count: Callable[[Any], tuple[int, int]]) -> Callable[[Any], tuple[int,
     return count_weights
 
 
+class _RoundedWithWeight(nn.Module):
+    """Mixin of PEFT's LoRA of a linear layer: one product, with the rounded sum of the weight and the adapters."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError("adapter_names mixes adapters in a batch; a rounded weight has one sum of adapters")
+        if self.disable_adapters or self.merged:
+            return self.base_layer(x)
+        weight = self.base_layer.weight
+        for name in self.active_adapters:
+            if name in self.lora_A:  # each is added as PEFT merges it, to the bit
+                weight = (weight + self.get_delta_weight(name)).to(weight.dtype)
+        return self.base_layer.product(x, weight)
+
+
+def rounded_with_weight(holder: nn.Module) -> type[nn.Module] | None:
+    """Return the class of a LoRA layer in quantization-aware training; None if `holder` is no layer of PEFT.
+
+    Raises ValueError if merging it would give another weight than the sum of which a product is made.
+    """
+    tuners, lora = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.tuners.lora.layer")
+    if tuners is None or lora is None or not isinstance(holder, tuners.BaseTunerLayer):
+        return None
+    found = type(holder)
+    if found is not lora.Linear:
+        raise ValueError(
+            f"a weight with PEFT's {found.__module__}.{found.__qualname__} cannot be rounded together with it: adapt "
+            "linear layers with LoRA, or leave the layer in 16 bit by modules={name: None}"
+        )
+    if any(not isinstance(dropout, nn.Identity) for dropout in holder.lora_dropout.values()):
+        raise ValueError(
+            "lora_dropout acts on inputs of the adapter alone, which is rounded with its weight: set it to 0"
+        )
+    if holder.lora_variant or any(holder.lora_bias.values()):
+        raise ValueError("DoRA, other variants of LoRA and lora_bias are no sum with the weight: use plain LoRA")
+    return type(f"Qat{found.__name__}", (_RoundedWithWeight, found), {})
+
+
 def register() -> None:
     """Wrap the tuners of PEFT to check their targets, and its models to count weights. Further calls do nothing.
 
@@ -98,6 +139,8 @@ def register() -> None:
         owner = getattr(sys.modules.get(module), name, None)
         if owner is not None and not hasattr(getattr(owner, method), "_hf_quant"):
             setattr(owner, method, wrapper(getattr(owner, method)))
+    if rounded_with_weight not in WRAPPERS:
+        WRAPPERS.append(rounded_with_weight)
 
 
 register()

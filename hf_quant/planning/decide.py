@@ -167,7 +167,8 @@ class _Decider:
         # Models of transformers with a head hold everything else under `base_model_prefix`.
         prefix = getattr(model, "base_model_prefix", "")
         body = getattr(model, prefix, None) if prefix else None
-        self.body = f"{prefix}." if isinstance(body, nn.Module) and body is not model else None
+        # By its name, as models of PEFT hold it deeper.
+        self.body = next((f"{n}." for n, m in model.named_modules() if m is body and n), None)
         self.keep_fp32 = _fp32_patterns(model, dtype)
         self.rules = next((found for rules in HOST_RULES if (found := rules(model)) is not None), Rules({}, {}))
         self.partners: dict[str, list[str]] = {}

@@ -30,6 +30,7 @@ from hf_quant import (
     autoquant,
     calibrate,
     capture_generate,
+    convert_qat_,
     dequantize_,
     export_compressed_tensors,
     freeze_,
@@ -40,6 +41,7 @@ from hf_quant import (
     load_quantized_,
     model_card,
     plan,
+    prepare_qat_,
     quantization_map,
     quantize_,
     requantize_,
@@ -64,6 +66,8 @@ def use(model: nn.Module, folder: Path) -> None:
     assert_type(planned.schemes, dict[str, LinearScheme])
     assert_type(quantize_(model, config, device="cuda", progress=True), nn.Module)
     assert_type(quantize_(nn.Linear(64, 64), "nf4"), nn.Linear)
+    assert_type(prepare_qat_(model, config, learn_scales=False, calibration=["a text"]), QuantPlan)
+    assert_type(convert_qat_(nn.Linear(64, 64)), nn.Linear)
     quantize_(model, {"weights": "int4", "group_size": 64})
     gptq = QuantizerConfig("nf4", algorithm="gptq", calibration="wiki.txt")
     quantize_(model, gptq, calibration=["a text", "another"], tokenizer=str.split)
@@ -106,6 +110,7 @@ def misuse(model: nn.Module, folder: Path) -> None:
     quantize_(model, "int4", verbose=True)  # pyrefly: ignore[unexpected-keyword]
     quantize_(model, "int4", "cuda")  # pyrefly: ignore[bad-argument-count]
     quantize_("gpt2")  # pyrefly: ignore[bad-specialization]
+    prepare_qat_(model, "int4", False)  # pyrefly: ignore[bad-argument-count]
     plan(model)  # pyrefly: ignore[missing-argument]
     plan(model, "int4", dtype="bfloat16")  # pyrefly: ignore[bad-argument-type]
     print(plan(model, "int4").scheme)  # pyrefly: ignore[missing-attribute]

@@ -20,6 +20,7 @@ LAYERS = (
     ("calibration",),
     ("auto",),
     ("quantize",),
+    ("training",),
     ("checkpoint",),
     ("cards",),
     ("integrations",),
