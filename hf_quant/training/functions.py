@@ -1,4 +1,4 @@
-"""What training sees of quantization: roundings that gradients pass through unchanged, and rotations."""
+"""Roundings that training sees, through which gradients pass unchanged, and rotations of weights and inputs."""
 
 import torch
 from torch import Tensor

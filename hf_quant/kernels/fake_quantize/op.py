@@ -53,7 +53,7 @@ def nearest(values: Tensor, zero: Tensor | None, spec: CodeSpec) -> Tensor:
     low, high, *_ = bounds(spec.name)
     if spec.is_integer:
         if zero is None:
-            return values.round().clamp(low, high)
+            return values.round().clamp(low, high) + 0.0  # no negative zero, which integers do not have
         return (values.round() + zero).clamp(low, high) - zero
     if spec.minifloat is not None:
         _, mantissa_bits, bias = spec.minifloat
