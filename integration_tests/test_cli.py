@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_quant.auto import latency
 from hf_quant.checkpoint import read_header
 from hf_quant.cli import main
 from hf_quant.modules import QuantizedModule
@@ -55,6 +56,37 @@ def test_calibrate(asset_model_dir, tmp_path, capsys):
     assert "Calibrated with `text.txt`, 2,0" in card and "--algorithm gptq --calibrate text.txt" in card
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "gptq")
     assert model.config.quantization_config.calibrated_with["data"] == "text.txt"
+
+
+def test_autoquant(asset_model_dir, tmp_path, capsys, monkeypatch):
+    """The table, the config that carries out the choice, and what cannot go with it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(latency, "_SECONDS", 0.01)
+    text, config = tmp_path / "text.txt", tmp_path / "fast.json"
+    text.write_text((asset_model_dir / "eval.txt").read_text()[:8000])
+    data = ("--calibrate", text, "--calibration-tokens", 512)
+    options = ("--tokens", 1, 16, "--max-kl", 0.01, "--candidates", "int4", "int8", "W8A8", "none", "--gb", 0.017)
+    printed = run(capsys, "autoquant", asset_model_dir, *options, *data, "-o", config)
+    lines = printed.splitlines()
+    assert lines[0].split("  ")[-1] == "time / 16 bit" and "ms, 16 tokens" in lines[0]
+    assert sum("(chosen)" in line for line in lines) == 1 and any(line.startswith("16 bit ") for line in lines)
+    run(capsys, "quantize", asset_model_dir, tmp_path / "fast", "--config", config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "fast")
+    assert model.get_memory_footprint() <= 0.017e9
+    assert {n: m.scheme for n, m in model.named_modules() if isinstance(m, QuantizedModule)}
+    smallest = run(capsys, "plan", asset_model_dir, "--weights", "auto", "--max-kl", 0.01, *data)
+    assert float(smallest.split("predicted KL divergence per token: ")[1].split()[0]) <= 0.01
+    for arguments, message in (
+        (
+            ("quantize", asset_model_dir, tmp_path / "x", "--config", config, "--weights", "int4"),
+            "leave out --weights",
+        ),
+        (("plan", asset_model_dir, "--config", config, "--skip", "lm_head"), "leave out --skip"),
+        (("plan", asset_model_dir, "--config", text), "cannot be read as JSON"),
+        (("autoquant", asset_model_dir, "--bits", 4), "budget {'bits': 4.0}; needs {'kl': n}"),
+    ):
+        assert main([str(a) for a in arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_pipeline(tmp_path, capsys):

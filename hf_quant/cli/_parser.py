@@ -283,6 +283,7 @@ def _add_dtype(parser: argparse.ArgumentParser) -> None:
 
 def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
     """Add the options that make a QuantizerConfig; without a default for --weights all of them are optional."""
+    parser.set_defaults(default_weights=default)
     quantize_first = "" if default else "; quantizes MODEL, a 16-bit one, first"
     group = parser.add_argument_group("quantization")
     group.add_argument(
@@ -420,10 +421,12 @@ def _read_config(args: argparse.Namespace) -> "QuantizerConfig":
     """Read the file of --config. Raises ValueError if it is no config, or if it does not stand alone."""
     from hf_quant.config import QuantizerConfig
 
-    given = [name for name in _FIELDS if getattr(args, name) is not None]
-    given += [name for name in ("bits", "gb", "max_kl", "latency") if getattr(args, name) is not None]
-    if given or args.module or args.skip:
-        raise ValueError(f"--config holds the whole config: leave out {', '.join([*given, 'and others'])}")
+    names = (*_FIELDS, "bits", "gb", "context", "max_kl", "latency")
+    given = [name for name in names if getattr(args, name) is not None]
+    given += [name for name in ("module", "skip") if getattr(args, name)]
+    if given or args.weights != args.default_weights:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given or ["weights"])
+        raise ValueError(f"--config holds the whole config: leave out {options}")
     try:
         fields = json.loads(args.config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
