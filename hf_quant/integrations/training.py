@@ -1,9 +1,15 @@
-"""Optimizers for transformers' Trainer."""
+"""Parts for transformers' Trainer: optimizers, quantization-aware training, and distillation."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_quant.kernels.adam_step.op import STATES
 from hf_quant.optim import AdamW
+from hf_quant.training import QatModule, distillation_loss
 
 
 class Arguments(Protocol):
@@ -38,3 +44,147 @@ def trainer_optimizer(states: str, args: Arguments) -> tuple[type[AdamW], dict[s
     betas = (args.adam_beta1, args.adam_beta2)
     options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
     return AdamW, {**options, "states": states}
+
+
+class QATCallback(TrainerCallback):
+    """Callback of Trainer for a model that `prepare_qat_` has prepared: checks, and a start in 16 bit.
+
+        Trainer(model, args, train_dataset=data, callbacks=[QATCallback(start_step=100)])
+
+    Before `start_step` the prepared layers compute in 16 bit. At that step codes and scales are chosen for the weights
+    as they are then, by the algorithm without data, and training goes on from these. With 0 it goes on from the codes
+    of `prepare_qat_`.
+
+    Raises:
+        ValueError: start_step is negative; when training begins: no layer is prepared, or the optimizer lacks the
+            scales, as one does that was made before `prepare_qat_`.
+    """
+
+    def __init__(self, start_step: int = 0) -> None:
+        if start_step < 0:
+            raise ValueError(f"start_step is {start_step}; needs 0 or more")
+        self.start_step = start_step
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        layers = _prepared(kwargs["model"])
+        if not layers:
+            raise ValueError("no layer of the model is prepared: call prepare_qat_ before you make the Trainer")
+        optimizer = kwargs.get("optimizer")
+        if optimizer is not None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            scales = [p for layer in layers for n, p in layer.named_parameters(recurse=False) if "log_scale" in n]
+            if any(p.requires_grad and id(p) not in held for p in scales):
+                raise ValueError("the optimizer lacks the learned scales: make it after prepare_qat_")
+        for layer in layers:
+            layer.qat.is_on = state.global_step >= self.start_step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for layer in _prepared(kwargs["model"]) if state.global_step == self.start_step else []:
+            if not layer.qat.is_on:
+                layer.restart_()
+                layer.qat.is_on = True
+
+
+def _prepared(model: nn.Module) -> list[QatModule]:
+    return [module for module in model.modules() if isinstance(module, QatModule)]
+
+
+class DistillTrainer(Trainer):
+    """Trainer whose loss is the KL divergence from a teacher, see `distillation_loss`.
+
+        trainer = DistillTrainer(model, args, teacher=teacher, train_dataset=data, callbacks=[QATCallback()])
+
+    Language models only. The labels of a batch say which tokens count, and not what they should be: -100 leaves one
+    out. The sum over tokens is divided by the number of all tokens of a step, however many batches it has. The logits
+    of both models are made of `chunk` tokens at a time.
+
+    Args:
+        teacher: a model with the same vocabulary, in 16 bit as a rule; it is not trained.
+        chunk: tokens whose logits are in memory at once.
+        others: as Trainer takes them.
+
+    Raises:
+        ValueError: the teacher is the model itself, or does something to its logits that is not known; the latter is
+            found in the first step.
+    """
+
+    def __init__(self, *args: Any, teacher: nn.Module, chunk: int = 1024, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if teacher is self.model:
+            raise ValueError("the teacher is the model that is trained: load another copy of it")
+        self.teacher, self.chunk = teacher.to(self.args.device).eval(), chunk
+        self.model_accepts_loss_kwargs = True  # the number of items is used here, whatever the model takes
+        self._heads_are_checked = False
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss of a batch, and with `return_outputs` a dict with all logits of the model, too."""
+        mask = _counted(inputs)
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+        options = {"output_hidden_states": True, "use_cache": False, "logits_to_keep": 0 if return_outputs else 1}
+        outputs = model(**inputs, **options)
+        with torch.no_grad():
+            of_teacher = self.teacher(**inputs, **{**options, "logits_to_keep": 1})
+        student = self.accelerator.unwrap_model(model)
+        heads = output_head(student), output_head(self.teacher)
+        states = outputs.hidden_states[-1], of_teacher.hidden_states[-1]
+        if not self._heads_are_checked:
+            for part, found, hidden, of in zip((student, self.teacher), heads, states, (outputs, of_teacher)):
+                _check_head(part, found(hidden[:, -1:]), of.logits[:, -1:])
+            self._heads_are_checked = True
+        hidden, teacher_hidden = (part[:, :-1] for part in states)
+        counted = {"mask": mask[:, 1:], "chunk": self.chunk, "num_items": num_items_in_batch}
+        loss = distillation_loss(hidden, teacher_hidden, *heads, **counted)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # whose gradients are averaged
+        return (loss, {"loss": loss, "logits": outputs.logits}) if return_outputs else loss
+
+
+def _counted(inputs: dict[str, Any]) -> Tensor:
+    """True for the tokens [B, S] that a batch wants to be predicted."""
+    if "labels" in inputs:
+        return inputs["labels"] != -100
+    if inputs.get("attention_mask") is not None:
+        return inputs["attention_mask"] != 0
+    return torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+
+
+def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the function from the last hidden states [..., H] of a language model to its logits [..., V].
+
+    It knows the factors and the softcapping of the models of transformers. Raises ValueError if there is no head.
+    """
+    module = getattr(model, "get_output_embeddings", lambda: None)()
+    if module is None:
+        raise ValueError(f"a {type(model).__name__} has no output embeddings: distillation needs a language model")
+    whole: Any = model.config
+    config = whole.get_text_config()
+    factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
+    factor /= getattr(config, "logits_scaling", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def head(hidden: Tensor) -> Tensor:
+        logits = module(hidden)
+        logits = logits if factor == 1.0 else logits * factor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return head
+
+
+def _check_head(model: nn.Module, found: Tensor, expected: Tensor) -> None:
+    """Raise ValueError if a head gives other logits than its model."""
+    error = (found.float() - expected.float()).norm() / expected.float().norm()
+    if not error < 0.02:
+        raise ValueError(
+            f"the logits of a {type(model).__name__} are not those of its output embeddings on its last hidden "
+            f"states (they differ by {error.item():.2g} of their norm): what it does to them is not known here"
+        )

@@ -1,0 +1,206 @@
+"""Quantization-aware training and distillation in transformers' Trainer."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer, TrainingArguments
+
+from hf_quant import convert_qat_, prepare_qat_, quantize_
+from hf_quant.integrations.training import DistillTrainer, QATCallback, output_head, trainer_optimizer
+from hf_quant.training import QatModule, distillation_loss
+from integration_tests.support.tiny_models import VOCAB, build
+
+
+IDS = torch.randint(3, VOCAB, (16, 24), generator=torch.Generator().manual_seed(4))
+# Some tokens of each row do not count, of each another number.
+LABELS = torch.where(torch.arange(24) < torch.arange(16).unsqueeze(1), -100, IDS)
+DATA = [{"input_ids": ids, "labels": labels} for ids, labels in zip(IDS, LABELS)]
+
+
+def arguments(directory: Path, **fields) -> TrainingArguments:
+    settings = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1, "weight_decay": 0.0}
+    return TrainingArguments(output_dir=str(directory), **{**settings, **fields})
+
+
+def distiller(
+    model: nn.Module, directory: Path, *, start_step: int | None = 0, teacher: nn.Module | None = None, **fields
+) -> DistillTrainer:
+    args = arguments(directory, **fields)
+    return DistillTrainer(
+        model,
+        args,
+        teacher=build("llama", torch.float32) if teacher is None else teacher,
+        train_dataset=DATA,
+        callbacks=None if start_step is None else [QATCallback(start_step)],
+        optimizer_cls_and_kwargs=trainer_optimizer("int8" if teacher is None else "fp32", args),
+    )
+
+
+def prepared(fields="int4") -> nn.Module:
+    model = build("llama", torch.float32)
+    prepare_qat_(model, fields)
+    return model
+
+
+def losses(of: Trainer) -> list[float]:
+    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+
+
+def kl(model: nn.Module, teacher: nn.Module) -> float:
+    with torch.no_grad():
+        student, target = (m.eval()(input_ids=IDS).logits.log_softmax(-1) for m in (model, teacher))
+    return nn.functional.kl_div(student, target, log_target=True, reduction="sum").item() / IDS.numel()
+
+
+def test_distillation_brings_a_model_nearer_to_its_teacher(tmp_path):
+    teacher = build("llama", torch.float32)
+    model = prepared("int2")
+    start = kl(model, teacher)
+    assert start == pytest.approx(kl(quantize_(build("llama", torch.float32), "int2"), teacher), rel=1e-3)
+    training = distiller(model, tmp_path, max_steps=40)
+    training.train()
+    assert losses(training)[0] > 1.5 * losses(training)[-1]
+    convert_qat_(model)
+    assert kl(model, teacher) < 0.6 * start
+    model.save_pretrained(tmp_path / "out")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(reloaded(IDS).logits, model(IDS).logits)
+
+
+def test_it_resumes_to_the_bit(tmp_path):
+    whole = distiller(prepared("W4A8"), tmp_path / "whole")
+    whole.train()
+    resumed = distiller(prepared("W4A8"), tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert losses(resumed) == losses(whole) and len(losses(whole)) == 4
+    assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
+    assert whole.model.model.layers[0].mlp.up_proj.qat_log_scale.any()
+    parameters = whole.model.state_dict(), convert_qat_(resumed.model).state_dict()
+    assert any("qat" in name for name in parameters[0]) and not any("qat" in name for name in parameters[1])
+
+
+def test_batches_of_one_step_give_the_gradients_of_a_large_one(tmp_path):
+    """1 x 8 = 8 x 1, with another number of tokens in each row, to 1e-5."""
+    found = []
+    for size in (8, 1):
+        model = prepared()
+        training = distiller(
+            model,
+            tmp_path,
+            max_steps=1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+            learning_rate=1e-2,
+            max_grad_norm=0.0,
+        )
+        training.optimizer_cls_and_kwargs = torch.optim.SGD, {"lr": 1.0}
+        training.train()
+        found.append((losses(training)[0], [p.detach().clone() for p in model.parameters() if p.requires_grad]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    start = [p for p in prepared().parameters() if p.requires_grad]
+    for a, b, before in zip(found[0][1], found[1][1], start):
+        assert (a - b).norm() <= 1e-5 * (a - before).norm() + 1e-7
+    assert not torch.equal(found[0][1][0], start[0])
+
+
+def test_a_start_in_16_bit(tmp_path):
+    """Until then it is training in 16 bit, to the bit; codes are chosen for the weights of that step."""
+    teacher = build("llama", torch.float32)
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(1.5)
+    options = {"teacher": teacher, "lr_scheduler_type": "constant"}
+    plain = distiller(build("llama", torch.float32), tmp_path, start_step=None, max_steps=3, **options)
+    plain.train()
+    expected = quantize_(copy.deepcopy(plain.model), "int4")
+    model = prepared()
+    training = distiller(model, tmp_path, start_step=3, **options)
+    callback = next(c for c in training.callback_handler.callbacks if isinstance(c, QATCallback))
+    seen = []
+    begin = callback.on_step_begin
+
+    def on_step_begin(*positional, **named):
+        begin(*positional, **named)
+        layers = [module for module in model.modules() if isinstance(module, QatModule)]
+        seen.append(({layer.qat.is_on for layer in layers}, layers[0].pack("weight").qdata))
+
+    callback.on_step_begin = on_step_begin
+    training.train()
+    assert losses(training)[:3] == losses(plain) and losses(plain)[2] < losses(plain)[0]
+    assert [on for on, _ in seen] == [{False}, {False}, {False}, {True}]
+    assert torch.equal(seen[3][1], expected.model.layers[0].self_attn.q_proj.qdata)
+
+
+def test_an_adapter_in_trainer(tmp_path):
+    model = get_peft_model(build("llama", torch.float32), LoraConfig(r=4, target_modules="all-linear"))
+    prepare_qat_(model, "int2")
+    training = distiller(model, tmp_path, max_steps=20, learning_rate=1e-2)
+    training.train()
+    assert losses(training)[-1] < losses(training)[0]
+    merged = convert_qat_(model.merge_and_unload())
+    assert kl(merged, build("llama", torch.float32)) < kl(
+        quantize_(build("llama", torch.float32), "int2"), build("llama", torch.float32)
+    )
+
+
+def test_evaluation_gives_the_loss_and_the_logits(tmp_path):
+    training = distiller(prepared(), tmp_path)
+    found = training.predict(DATA[:4])
+    assert found.predictions.shape == (4, 24, VOCAB)
+    model, teacher = training.model, training.teacher
+    hidden = [m(IDS[:4], output_hidden_states=True).hidden_states[-1][:, :-1] for m in (model, teacher)]
+    expected = distillation_loss(*hidden, model.lm_head, teacher.lm_head, mask=LABELS[:4, 1:] != -100)
+    assert found.metrics["test_loss"] == pytest.approx(expected.item(), rel=0.1)
+
+
+def softcapped() -> Gemma2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": VOCAB, "final_logit_softcapping": 0.05}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes)).eval()
+
+
+def test_softcapping_and_factors_are_those_of_the_model(tmp_path):
+    model = softcapped()
+    out = model(IDS[:2], output_hidden_states=True)
+    torch.testing.assert_close(output_head(model)(out.hidden_states[-1]), out.logits)
+    assert not torch.allclose(model.lm_head(out.hidden_states[-1]), out.logits, atol=1e-3)
+    with pytest.raises(ValueError, match="no output embeddings"):
+        output_head(build("llama_classifier"))
+
+    class Odd(type(build("llama"))):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            out = super().forward(input_ids, **kwargs)
+            out.logits = out.logits * 2
+            return out
+
+    odd = prepared()
+    odd.__class__ = Odd
+    with pytest.raises(ValueError, match="the logits of a Odd are not those of its output embeddings"):
+        distiller(odd, tmp_path).train()
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="start_step is -1"):
+        QATCallback(-1)
+    with pytest.raises(ValueError, match="no layer of the model is prepared"):
+        distiller(build("llama", torch.float32), tmp_path).train()
+    model = build("llama", torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepare_qat_(model, "int4")
+    late = DistillTrainer(
+        model,
+        arguments(tmp_path),
+        teacher=build("llama"),
+        train_dataset=DATA,
+        callbacks=[QATCallback()],
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
+    )
+    with pytest.raises(ValueError, match="the optimizer lacks the learned scales"):
+        late.train()
+    with pytest.raises(ValueError, match="the teacher is the model that is trained"):
+        DistillTrainer(model, arguments(tmp_path), teacher=model, train_dataset=DATA)
