@@ -42,9 +42,11 @@ TOLERANCE = 1.02  # times plain rounding's error: 8-bit formats differ from it b
 
 
 def plain_spec(model: nn.Module, spec: str) -> str | None:
-    """The same scheme by absmax; None if it is that already."""
+    """The same scheme by absmax; None if it is that already, or one is chosen for each layer."""
     fields = parse_spec(spec)
     config = hf_quant.QuantizerConfig(**fields)
+    if config.is_auto:
+        return None
     entries = hf_quant.plan(model, config).quantized.values()
     chosen = {entry.algorithm or default_algorithm(entry.scheme.weight) for entry in entries}
     settings = [setting for setting in spec.split(":") if not setting.startswith("algorithm=")]

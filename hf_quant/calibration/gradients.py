@@ -4,7 +4,7 @@ An error dW of a weight changes the output of its layer by dW x. To second order
 grows by half the mean of (g . dW x)**2, where g is the gradient of log p(y) at that output for a label y that the
 model itself draws: the Fisher information. Its diagonal is kept, and x is weighted by the squared gradient of its
 token, as the inputs with large values are often those of tokens that matter little. Models without labels have the
-mean of (g . dW x)**2 for a random projection of their output, relative to its square.
+mean of (g . dW x)**2 for a random projection of their outputs, relative to their squares.
 
 Kim et al., "GuidedQuant", https://arxiv.org/abs/2505.07004, use such products of gradients and inputs.
 """
@@ -215,6 +215,8 @@ class GradientObserver:
     ) -> None:
         self.model, self.transforms, self.roundings = model, transforms, roundings
         self.part = 0  # to which inputs are added
+        self._reached: set[str] = set()  # layers that got a gradient
+        self._skipped: set[str] = set()
         self._sums: dict[str, dict[str, list[_Sums]]] = {}
         self._undo: list[Callable[[], Any]] = []
 
@@ -241,6 +243,15 @@ class GradientObserver:
             name: {weight: [_sensitivity(sums, scale) for sums in of] for weight, of in weights.items()}
             for name, weights in self._sums.items()
         }
+
+    @contextmanager
+    def skip_reached(self) -> Iterator[None]:
+        """Leave out the layers that have got a gradient before."""
+        self._skipped = set(self._reached)
+        try:
+            yield
+        finally:
+            self._reached, self._skipped = self._skipped, set()
 
     def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
         x = args[0] if args else kwargs.get("input", kwargs.get("x"))
@@ -269,6 +280,9 @@ class GradientObserver:
 
     @torch.no_grad()
     def _add(self, name: str, weight: str, number: int, x: Tensor, gradient: Tensor) -> None:
+        if name in self._skipped:
+            return
+        self._reached.add(name)
         x = x.flatten(0, -2).float()
         errors = {rounding: rounding.errors(x) for rounding in self.roundings.get(name, ())}
         turned = rotated(x, self.transforms[name])
@@ -330,7 +344,11 @@ def sensitivities(
                 logits.backward(gradient)
             else:
                 number = 1
-                _loss_of_projection(output, generator).backward()
+                first, *others = _projections(output, generator)
+                first.backward(retain_graph=bool(others))
+                for other in others:  # for layers that the first output does not depend on, such as a pooler
+                    with observer.skip_reached():
+                        other.backward()
             count += number
     return Sensitivities(observer.results((0.5 if is_kl else 1.0) / max(count, 1)), is_kl)
 
@@ -359,14 +377,20 @@ def _gradient_of_drawn_labels(logits: Tensor, mask: Any, generator: torch.Genera
     return gradient, len(positions)
 
 
-def _loss_of_projection(output: Any, generator: torch.Generator) -> Tensor:
-    """A random projection of the first tensor of an output, relative to its norm."""
+def _projections(output: Any, generator: torch.Generator) -> list[Tensor]:
+    """A random projection of the first tensor of an output, and the sum of those of the others, if there are any.
+
+    Each is relative to the norm of its tensor.
+    """
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else [output]
-    first = next((v for v in values if isinstance(v, Tensor) and v.requires_grad), None)
-    if first is None:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            noise = torch.randn(value.shape, generator=generator, device=value.device)
+            found.append((value.float() * noise).sum() / value.detach().float().norm())
+    if not found:
         raise ValueError(f"the model returns a {type(output).__name__} without a tensor that depends on its layers")
-    noise = torch.randn(first.shape, generator=generator, device=first.device)
-    return (first.float() * noise).sum() / first.detach().float().norm()
+    return found if len(found) < 2 else [found[0], torch.stack(found[1:]).sum()]
 
 
 @contextmanager

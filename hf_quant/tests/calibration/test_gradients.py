@@ -75,6 +75,22 @@ def test_the_predicted_error_of_a_model_without_labels():
     assert 0.5 < found.layers[name]["weight"][0].losses(error).sum().item() / measured < 2
 
 
+def test_a_pooler_is_scored_by_its_output_and_the_encoder_by_its_own():
+    torch.manual_seed(0)
+    fields = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    model = BertModel(BertConfig(**fields, num_attention_heads=2)).eval()
+    layers = {"pooler.dense": None, "encoder.layer.0.output.dense": None}
+    calls = [Call((row[None],), {}) for row in torch.randint(64, (4, 12))]
+    both = sensitivities(model, calls, layers).layers
+    model.pooler = None
+    alone = sensitivities(model, calls, {"encoder.layer.0.output.dense": None}).layers
+    error = torch.randn(64, 64)
+    assert both["pooler.dense"]["weight"][0].losses(error).sum() > 0
+    wide = torch.randn(64, 96)
+    found, expected = (each["encoder.layer.0.output.dense"]["weight"][0].losses(wide).sum() for each in (both, alone))
+    assert 0.5 < found / expected < 2  # other random projections, but not the pooler's loss in addition
+
+
 def test_the_model_is_as_it_was(monkeypatch):
     model = llama(attention_dropout=0.5).train()
     model.model.embed_tokens.weight.requires_grad_(False)
