@@ -1,7 +1,13 @@
-"""`allocate`: choose one candidate for each unit of a model, so that the sum of their scores is least in a budget."""
+"""`allocate`: choose one candidate for each unit of a model, so that the sum of their scores is least in a budget.
 
-from collections.abc import Sequence
+`fastest` does the same within two budgets, of the loss and of the bytes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+
+
+_NOISE = 0.03  # of a predicted time
 
 
 class Unit(NamedTuple):
@@ -80,3 +86,60 @@ def _best_that_fits(units: Sequence[Unit], chosen: Sequence[int], left: float) -
             if gain > gained and cost - unit.costs[current] <= left:
                 best, gained = (i, candidate), gain
     return best
+
+
+def fastest(
+    units: list[Unit], nbytes: list[list[float]], most_loss: float, most_bytes: float, size: Callable[[float], str]
+) -> list[int]:
+    """The candidates with the least scores (times) among those whose costs (losses) and bytes are bounded.
+
+    Bytes get a price in time, the lowest one that keeps their bound.
+    """
+
+    def choose(price: float, time: float = 1.0) -> tuple[list[int], float]:
+        priced = [
+            unit._replace(scores=[time * t + price * b for t, b in zip(unit.scores, of)])
+            for unit, of in zip(units, nbytes)
+        ]
+        chosen = allocate(priced, most_loss)
+        return chosen, sum(of[c] for of, c in zip(nbytes, chosen))
+
+    chosen, used = choose(0.0)
+    if used <= most_bytes:
+        return chosen
+    best, used = choose(1.0, time=0.0)
+    if used > most_bytes:
+        raise ValueError(
+            f"no choice of the candidates keeps both bounds of the budget: with a predicted loss of {most_loss:g} the "
+            f"smallest takes {size(used)}: give more of one, or other candidates"
+        )
+    low, high = 0.0, sum(max(unit.scores) for unit in units) / max(sum(max(of) for of in nbytes), 1)
+    while choose(high)[1] > most_bytes and high < 1e12:
+        low, high = high, 4 * high
+    for _ in range(40):
+        price = (low + high) / 2
+        chosen, used = choose(price)
+        if used <= most_bytes:
+            best, high = chosen, price
+        else:
+            low = price
+    return best
+
+
+def one_for_all(
+    numbers: list[int], units: list[Unit], nbytes: list[list[float]], most_bytes: float, rest: float
+) -> list[int]:
+    """One candidate for all units if it loses no more than the mixture `numbers`, and is not measurably slower.
+
+    `rest` is the time of what is not in the units.
+    """
+
+    def total(table: Iterable[Sequence[float]], chosen: list[int]) -> float:
+        return sum(of[number] for of, number in zip(table, chosen))
+
+    losses, times = [unit.costs for unit in units], [unit.scores for unit in units]
+    most_loss, most_time = total(losses, numbers), (1 + _NOISE) * (rest + total(times, numbers))
+    alone = [[number] * len(units) for number in range(len(nbytes[0]))]
+    kept = [c for c in alone if total(losses, c) <= most_loss and total(nbytes, c) <= most_bytes]
+    kept = [c for c in kept if rest + total(times, c) <= most_time]
+    return min(kept, key=lambda c: total(losses, c), default=numbers)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_quant.algorithms import SOLVERS, PackedWeight, Statistics, quantize_matrix, solve_matrix
-from hf_quant.auto.allocate import Unit, allocate
+from hf_quant.auto.allocate import Unit, allocate, fastest, one_for_all
 from hf_quant.auto.latency import Latencies, Seen, Workload, find_workloads, watch
 from hf_quant.calibration import (
     Calibration,
@@ -275,7 +275,10 @@ class Candidates:
         if not self.config.is_for_latency:
             return self.chosen(allocate(self._as_units(losses, nbytes), budget["kl"]))
         times = [[self._relative_time(names, number) for number in range(len(self.plans))] for names in self.units]
-        return self.chosen(_fastest(self._as_units(losses, times), nbytes, budget["kl"], most, self._size))
+        units = self._as_units(losses, times)
+        numbers = fastest(units, nbytes, budget["kl"], most, self._size)
+        rest = sum(seen.rest / seen.seconds for seen in self.seen.values())
+        return self.chosen(one_for_all(numbers, units, nbytes, most, rest))
 
     def _as_units(self, costs: list[list[float]], scores: list[list[float]]) -> list[Unit]:
         return [Unit(*each) for each in zip(self.units, costs, scores)]
@@ -300,44 +303,6 @@ class Candidates:
             for workload, seconds in self.seconds.items()
         }
         return found
-
-
-def _fastest(
-    units: list[Unit], nbytes: list[list[float]], most_loss: float, most_bytes: float, size: Callable[[float], str]
-) -> list[int]:
-    """The candidates with the least scores (times) among those whose costs (losses) and bytes are bounded.
-
-    Bytes get a price in time, the lowest one that keeps their bound.
-    """
-
-    def choose(price: float, time: float = 1.0) -> tuple[list[int], float]:
-        priced = [
-            unit._replace(scores=[time * t + price * b for t, b in zip(unit.scores, of)])
-            for unit, of in zip(units, nbytes)
-        ]
-        chosen = allocate(priced, most_loss)
-        return chosen, sum(of[c] for of, c in zip(nbytes, chosen))
-
-    chosen, used = choose(0.0)
-    if used <= most_bytes:
-        return chosen
-    best, used = choose(1.0, time=0.0)
-    if used > most_bytes:
-        raise ValueError(
-            f"no choice of the candidates keeps both bounds of the budget: with a predicted loss of {most_loss:g} the "
-            f"smallest takes {size(used)}: give more of one, or other candidates"
-        )
-    low, high = 0.0, sum(max(unit.scores) for unit in units) / max(sum(max(of) for of in nbytes), 1)
-    while choose(high)[1] > most_bytes and high < 1e12:
-        low, high = high, 4 * high
-    for _ in range(40):
-        price = (low + high) / 2
-        chosen, used = choose(price)
-        if used <= most_bytes:
-            best, high = chosen, price
-        else:
-            low = price
-    return best
 
 
 def _in_16_bit(entry: PlanEntry) -> PlanEntry:

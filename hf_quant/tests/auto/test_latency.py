@@ -9,9 +9,8 @@ from torch import nn
 
 from hf_quant import QuantizerConfig, auto_plan, autoquant, plan, quantize_
 from hf_quant.auto import latency
-from hf_quant.auto.allocate import Unit
+from hf_quant.auto.allocate import Unit, fastest, one_for_all
 from hf_quant.auto.latency import Latencies, find_workloads, watch
-from hf_quant.auto.search import _fastest
 from hf_quant.calibration import Call
 from hf_quant.tests.auto.test_allocate import total, units_of
 from hf_quant.tests.calibration.test_observe import IDS, llama
@@ -56,17 +55,26 @@ def test_the_fastest_choice_keeps_both_bounds(seed):
     losses = {c: total(units, c, "costs") for c in choices}
     loss, size = sorted(losses.values())[2000], sorted(sizes.values())[2000]
     allowed = [total(units, c, "scores") for c in choices if losses[c] <= loss and sizes[c] <= size]
-    chosen = tuple(_fastest(units, nbytes, loss, size, str))
+    chosen = tuple(fastest(units, nbytes, loss, size, str))
     assert losses[chosen] <= loss and sizes[chosen] <= size
     rank = sum(time < total(units, chosen, "scores") for time in allowed) / len(allowed)
     assert rank < 0.15
     with pytest.raises(ValueError, match="keeps both bounds of the budget.* the smallest takes"):
-        _fastest(units, nbytes, min(losses.values()), min(sizes.values()) - 1, str)
+        fastest(units, nbytes, min(losses.values()), min(sizes.values()) - 1, str)
 
 
 def test_without_a_bound_of_bytes_their_price_is_zero():
     unit = Unit(("a",), [1.0, 2.0], [5.0, 3.0])
-    assert _fastest([unit], [[10, 20]], 2.0, float("inf"), str) == [1]
+    assert fastest([unit], [[10, 20]], 2.0, float("inf"), str) == [1]
+
+
+def test_a_mixture_must_be_measurably_faster_than_one_candidate_for_all():
+    units = [Unit((name,), [3.0, 2.0, 0.0], [times, 1.0, 3.0]) for name, times in (("a", 0.9), ("b", 0.5))]
+    nbytes = [[1.0, 2.0, 8.0]] * 2
+    assert one_for_all([0, 1], units, nbytes, 16.0, 2.0) == [1, 1]  # 3.9 against 4.0, and a loss of 5 against 4
+    assert one_for_all([0, 1], units, nbytes, 3.0, 2.0) == [0, 1]  # which is too large
+    assert one_for_all([0, 1], units, nbytes, 16.0, 0.0) == [0, 1]  # 1.9 against 2.0
+    assert one_for_all([1, 0], units, nbytes, 16.0, 2.0) == [1, 0]  # 3.5 against 4.0
 
 
 def test_the_bound_of_the_loss_decides(known_times):
@@ -129,7 +137,7 @@ def test_autoquant_measures_once_and_its_config_needs_no_search(cache, known_tim
         autoquant(model, fast(kl=1e-4), calibration=IDS)
 
 
-def test_16_bit_may_be_the_fastest(known_times, monkeypatch):
+def test_16_bit_may_be_thefastest(known_times, monkeypatch):
     monkeypatch.setitem(SECONDS, None, 0.5)
     found = autoquant(llama(), fast(kl=1.0), calibration=IDS)
     assert found.config is None and not found.points[found.chosen].quantized
