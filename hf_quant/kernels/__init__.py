@@ -29,6 +29,8 @@ from hf_quant.kernels.rowwise.op import (
 )
 from hf_quant.kernels.scaled_mm import cpu as _scaled_mm_cpu  # noqa: F401
 from hf_quant.kernels.scaled_mm.op import dynamic_mm, fp8_scaled_mm, int8_scaled_mm, quantized_mm
+from hf_quant.kernels.two_way import cpu as _two_way_cpu  # noqa: F401
+from hf_quant.kernels.two_way.op import quantize_two_way
 from hf_quant.kernels.weight_only import cpu as _weight_only_cpu  # noqa: F401
 from hf_quant.kernels.weight_only.op import dequantize, weight_only_mm, weight_only_mm_backward
 
@@ -50,6 +52,7 @@ implements_lazily(
     rms_norm_quantize_rowwise,
 )
 implements_lazily("hf_quant.kernels.scaled_mm.gpu", dynamic_mm, fp8_scaled_mm, int8_scaled_mm, quantized_mm)
+implements_lazily("hf_quant.kernels.two_way.gpu", quantize_two_way)
 implements_lazily("hf_quant.kernels.weight_only.gpu_dequantize", dequantize)
 implements_lazily("hf_quant.kernels.weight_only.gpu", weight_only_mm, weight_only_mm_backward)
 
@@ -76,6 +79,7 @@ __all__ = [
     "quantized_mm",
     "quantize_rowwise",
     "quantize_static",
+    "quantize_two_way",
     "rms_norm_quantize_rowwise",
     "set_prepack_limit",
     "weight_only_mm",

@@ -256,18 +256,19 @@ def dequantize_case(candidate: Candidate, linear: Linear, dtype: torch.dtype) ->
 
 
 def scaled_case(activation: str, linear: Linear, M: int, dtype: torch.dtype) -> Case:
-    """`int8_scaled_mm` or `fp8_scaled_mm`: activations quantized before."""
-    codes = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[activation]
+    """`int8_scaled_mm` or `fp8_scaled_mm`: activations quantized before; fp8_e5m2 meets weights in fp8_e4m3."""
+    types = {"int8": (torch.int8,) * 2, "fp8_e4m3": (torch.float8_e4m3fn,) * 2}
+    types["fp8_e5m2"] = (torch.float8_e5m2, torch.float8_e4m3fn)
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
         operands = []
-        for rows in (M, linear.N):
+        for rows, codes in zip((M, linear.N), types[activation]):
             values = randn((rows, linear.K), torch.float32, device) * 32
             operands.append(values.round().clamp(-127, 127).to(codes) if codes == torch.int8 else values.to(codes))
         scales = [torch.empty((rows, 1), device=device).uniform_(0.5e-3, 1.5e-3) for rows in (M, linear.N)]
         return (*operands, *scales, None), {"out_dtype": dtype}
 
-    op = "int8_scaled_mm" if codes == torch.int8 else "fp8_scaled_mm"
+    op = "int8_scaled_mm" if activation == "int8" else "fp8_scaled_mm"
     return Case(op, _describe(activation, M, linear, dtype), make, dtype, M, 2 * M * linear.N * linear.K)
 
 

@@ -31,7 +31,7 @@ from gpulab.cases import (
     reference,
     scaled_case,
 )
-from gpulab.optimizer_cases import adam_case, fake_case
+from gpulab.optimizer_cases import adam_case, fake_case, two_way_case, two_way_cases
 from gpulab.timing import installed
 from hf_quant.kernels.adam_step.op import STATES
 from hf_quant.testing import PRODUCT_RMS, rms_error
@@ -104,6 +104,8 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
     for format, group_size in (("int4", 32), ("int8", size(LLAMA[1]).K), ("mxfp4", 32), ("nf4", 17)):
         for backward in (False, True):
             cases.append(fake_case(format, size(LLAMA[1]), group_size, bf16, backward=backward))
+    cases += [*two_way_cases(256 if tiny else 4096), two_way_case("int8", "row", 1001, 77, bf16)]
+    cases.append(scaled_case("fp8_e5m2", size(LLAMA[1]), 64, bf16))
     return [case for case in cases if case.op in gpu_ops()]
 
 
@@ -161,6 +163,9 @@ def compare(case: Case, found: list[Tensor], expected: list[Tensor]) -> str | No
         return f"{wrong} of {len(found)} parameters, gradients and states have other bits" if wrong else None
     if case.op == "kv_append":
         return _compare_caches(found, expected)
+    if case.op == "quantize_two_way":
+        wrong = sum(not _same_bits(value, wanted) for value, wanted in zip(found, expected))
+        return f"{wrong} of 4 results have other bits" if wrong else None
     if case.op.startswith("fake_quantize") and not _same_bits(found[0], expected[0]):
         return "the weights as stored, or their gradients, have other bits"
     if len(found) == 2 and case.op != "kv_attention":  # codes and scales of rows

@@ -69,3 +69,20 @@ def fake_cases() -> list[Case]:
                 found.append(fake_case(format, LLAMA[1], group_size, dtype, backward=backward))
         found.append(fake_case("int4", OFF_TILE[1], 40, torch.bfloat16, backward=backward))
     return found
+
+
+def two_way_case(format: str, scaling: str, K: int, M: int, dtype: torch.dtype) -> Case:
+    """One `quantize_two_way` of M rows of K values."""
+
+    def make(device: Any) -> tuple[tuple, dict[str, Any]]:
+        return (randn((M, K), dtype, device),), {"format": format, "scaling": scaling}
+
+    name = f"{format}, scales by {scaling}, {M} x {K} {str(dtype).removeprefix('torch.')}"
+    return Case("quantize_two_way", name, make, dtype, M, 0)
+
+
+def two_way_cases(size: int = 4096) -> list[Case]:
+    """List each pair of format and scaling that a recipe of training has, in whole tiles and beyond them."""
+    pairs = (("int8", "row"), ("fp8_e4m3", "power_of_two"), ("fp8_e4m3", "tensor"), ("fp8_e5m2", "tensor"))
+    found = [two_way_case(*pair, size, size, torch.bfloat16) for pair in pairs]
+    return found + [two_way_case(*pairs[0], 1040, 80, dtype) for dtype in (torch.bfloat16, torch.float32)]

@@ -27,7 +27,10 @@ from hf_quant.kernels.native.quantization import (
     quantize,
     quantize_rows,
     quantize_rows_to_e4m3,
+    quantize_two_way,
     quantizes,
+    scale_sums,
+    scales_sums,
     transform_rows,
 )
 
@@ -46,8 +49,11 @@ __all__ = [
     "quantize",
     "quantize_rows",
     "quantize_rows_to_e4m3",
+    "quantize_two_way",
     "quantizes",
     "unsupported_reason",
+    "scale_sums",
+    "scales_sums",
     "serves",
     "takes_int8",
     "transform_rows",

@@ -43,6 +43,42 @@ def quantize_rows_to_e4m3(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor] | No
     return codes, scales
 
 
+def quantize_two_way(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """x [M, K] -> int8 codes, row scales, codes and scales of the transpose, as `quantize_two_way`; None: not here.
+
+    An extension that was built before it had the function has none until it is built again.
+    """
+    if active() is None or not hasattr(module, "quantize_two_way") or x.dtype not in INPUTS or x.numel() == 0:
+        return None
+    M, K = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    found = (
+        torch.empty(M, K, dtype=torch.int8, device="cpu"),
+        torch.empty(M, 1, device="cpu"),
+        torch.empty(K, M, dtype=torch.int8, device="cpu"),
+        torch.empty(K, 1, device="cpu"),
+    )
+    results = (each.data_ptr() for each in found)
+    module.quantize_two_way(M, K, x.data_ptr(), DTYPES[x.dtype], x.stride(0), *results, torch.get_num_threads())
+    return found
+
+
+def scale_sums(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """y [M, N] = int32 sums * row_scale [M, 1] * column_scale [N, 1] + bias [N], all contiguous, scales in fp32.
+
+    y is of a dtype that the extension knows. Ask `scales_sums` first.
+    """
+    bias = None if bias is None else bias.float()
+    address = 0 if bias is None else bias.data_ptr()
+    scales = (row_scale.data_ptr(), column_scale.data_ptr(), address)
+    module.scale_sums(*y.shape, sums.data_ptr(), *scales, y.data_ptr(), DTYPES[y.dtype], torch.get_num_threads())
+
+
+def scales_sums(dtype: torch.dtype) -> bool:
+    """True if `scale_sums` is there for results of this dtype."""
+    return active() is not None and hasattr(module, "scale_sums") and dtype in INPUTS
+
+
 def transform_rows(x: Tensor, block_size: int, diagonal: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """x [M, K] -> its transform as by `hadamard` in `dtype` [M, K], computed in fp32; None: not here."""
     if not _reads_rows(x, block_size) or dtype not in INPUTS:

@@ -34,6 +34,8 @@ from hf_quant.kernels.weight import Weight, takes_weight
 
 
 _CHUNK = 2**18  # values of x quantized at a time: temporaries stay in the cache
+_GEMM_ROWS = 256  # of the sums of int8 products at a time
+_MIN_GEMM_ROWS = 64  # oneDNN reorders b at each call
 
 
 def _supports_int8(problem: Problem) -> str | None:
@@ -183,6 +185,8 @@ def int8_scaled_mm_cpu(
     op.check(a, b, a_scale, b_scale, bias, torch.int8)
     if a.shape[0] == 0 or a.shape[1] < 2:
         return op.int8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
+    if a.shape[0] >= _MIN_GEMM_ROWS and native.active() == "avx512" and native.scales_sums(out_dtype):
+        return _by_gemm(a, b, a_scale.contiguous(), b_scale.contiguous(), bias, out_dtype)
     w = Weight(b, b_scale, None, None, "int8", a.shape[1], a.shape[1])
     if out_dtype != torch.float64 and native.serves(w, torch.float32, int8=True):
         how = {"integer": True, "row_scale": a_scale.contiguous(), "out_dtype": out_dtype}
@@ -190,15 +194,31 @@ def int8_scaled_mm_cpu(
     return _int8(a.contiguous(), b, a_scale, b_scale, bias, out_dtype)
 
 
+def _by_gemm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """oneDNN's sums in int32, scaled while they are in the cache: for a b that is new at each call, as in training."""
+    M, N = a.shape[0], b.shape[0]
+    y = torch.empty(M, N, dtype=dtype)
+    sums = torch.empty(min(M, _GEMM_ROWS), N, dtype=torch.int32)
+    for start in range(0, M, _GEMM_ROWS):
+        rows = slice(start, min(start + _GEMM_ROWS, M))
+        part = sums[: rows.stop - start]
+        torch._int_mm(a[rows], b.t(), out=part)
+        native.scale_sums(part, a_scale[rows], b_scale, bias, y[rows])
+    return y
+
+
 @implements(op.fp8_scaled_mm, "CPU", paths=(Path("GEMM of the decoded codes", "any M", _supports_product),))
 def fp8_scaled_mm_cpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
     """Compute `fp8_scaled_mm_reference`; for bf16 output the product is rounded to bf16 before the row scales."""
-    op.check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
+    op.check(a, b, a_scale, b_scale, bias, *op.FLOAT8)
     M, K = a.shape
     if M == 0 or K == 0:
         return op.fp8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
-    codes = _float8_values(a.contiguous(), torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32)
+    dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    codes = _float8_values(a.contiguous(), dtype) if a.dtype == b.dtype else a.to(dtype)
     y = product(codes, Weight(b, b_scale, None, None, "fp8_e4m3", K, K), None)
     return scaled(y, a_scale, None, bias, out_dtype)

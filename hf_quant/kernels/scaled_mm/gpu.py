@@ -174,9 +174,20 @@ def _tile_row(table: Sequence[tuple[int, ...]], M: int, N: int, max_area: int, t
 
 @cached_plan
 def scaled_plan(
-    M: int, N: int, K: int, fp8: bool, output_bytes: int, scale_rows: int, alignment: int, target: Target
+    M: int,
+    N: int,
+    K: int,
+    fp8: bool,
+    output_bytes: int,
+    scale_rows: int,
+    alignment: int,
+    target: Target,
+    largest: float = 448.0**2,
 ) -> ScaledPlan | None:
-    """The plan, None where the dense path serves. `alignment`: K and all rows are multiples of it, up to 16 bytes."""
+    """The plan, None where the dense path serves. `alignment`: K and all rows are multiples of it, up to 16 bytes.
+
+    largest: magnitude of a product of two fp8 codes.
+    """
     if M * N * K == 0 or not _has_units(fp8, target):
         return None
     short_sums = fp8 and target.capability in (89, 90, 120, 121)
@@ -208,8 +219,8 @@ def scaled_plan(
         num_stages -= output_bytes == 4  # room for a stored half in fp32
     chain = triton.cdiv(steps, triton.cdiv(K, _CHAIN)) if chained else steps
     options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": group_m}
-    # 448 * 448 * K is the largest sum; 2**15 leaves fp16 a factor of 2.
-    options |= {"UNIT": 2.0 ** -math.ceil(math.log2(448**2 * K / 2**15)) if chained else 0.0}
+    # largest * K is the largest sum; 2**15 leaves fp16 a factor of 2.
+    options |= {"UNIT": 2.0 ** -math.ceil(math.log2(largest * K / 2**15)) if chained else 0.0}
     options |= {"EVEN_K": tma or K % block_k == 0, "TMA": tma, **common}
     options |= {"num_warps": num_warps, "num_stages": num_stages}
     blocks = min(tiles, target.multiprocessors) if tma else tiles
@@ -227,8 +238,9 @@ def _alignment(a: Tensor, b: Tensor) -> int:
 def scaled_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """(a @ b.T) * a_scale * b_scale.T + bias for codes a [M, K], b [N, K] of one type, on any device and target.
+    """(a @ b.T) * a_scale * b_scale.T + bias for codes a [M, K], b [N, K], on any device and target.
 
+    Both are int8, or float8_e4m3fn; a may be float8_e5m2 beside the latter.
     a_scale [M, 1] fp32; b_scale [N | 1 | ceil(N / 128), 1] in fp32, bf16 or fp16.
     """
     M, K, N = *a.shape, b.shape[0]
@@ -237,7 +249,8 @@ def scaled_product(
         a, b = (codes if codes.stride(1) == 1 else codes.contiguous() for codes in (a, b))
         target = target_of(a.device)
         sizes = (M, N, K, a.dtype != torch.int8, out_dtype.itemsize, scale_rows(tuple(b_scale.shape), N))
-        plan = scaled_plan(*sizes, _alignment(a, b), target)
+        largest = 448.0**2 if a.dtype == b.dtype else 448.0 * torch.finfo(a.dtype).max
+        plan = scaled_plan(*sizes, _alignment(a, b), target, largest)
     if plan is None:
         return _dense_product(a, b, a_scale, b_scale, bias, out_dtype)
     y = torch.empty(M, N, dtype=out_dtype, device=a.device)
@@ -287,7 +300,7 @@ def fp8_scaled_mm_gpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
     """Compute `fp8_scaled_mm_reference`; for bf16 output the dense path rounds sums to bf16 before the scales."""
-    op.check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
+    op.check(a, b, a_scale, b_scale, bias, *op.FLOAT8)
     return scaled_product(a, b, a_scale, b_scale, bias, out_dtype)
 
 

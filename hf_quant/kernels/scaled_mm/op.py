@@ -17,10 +17,17 @@ from hf_quant.kernels.weight_only.op import check as check_weight_only
 from hf_quant.kernels.weight_only.op import check_operands, dequantized, transformed
 
 
-def check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-    """Raise ValueError unless a [M, K], b [N, K] of `dtype`, a_scale [M, 1], b_scale [N, 1] fp32, bias None or [N]."""
-    if a.dtype != dtype or b.dtype != dtype:
-        raise ValueError(f"a is {a.dtype} and b is {b.dtype}; both must be {dtype}")
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *dtypes: torch.dtype) -> None:
+    """Raise ValueError unless a [M, K] is of one of `dtypes`, b [N, K] of the first, a_scale [M, 1] and b_scale [N, 1]
+    fp32, bias None or [N]."""
+    if a.dtype not in dtypes or b.dtype != dtypes[0]:
+        needed = (
+            f"both must be {dtypes[0]}" if len(dtypes) == 1 else f"a must be {dtypes[0]} or {dtypes[1]}, b the first"
+        )
+        raise ValueError(f"a is {a.dtype} and b is {b.dtype}; {needed}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a is {tuple(a.shape)}, b is {tuple(b.shape)}; needs [M, K] and [N, K]")
     M, N = a.shape[0], b.shape[0]
@@ -59,13 +66,16 @@ int8_scaled_mm = define_op("int8_scaled_mm", int8_scaled_mm_reference, _int8_sca
 def fp8_scaled_mm_reference(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """(a @ b.T) * a_scale * b_scale.T + bias; a [M, K], b [N, K] float8_e4m3fn; scales fp32 -> [M, N]."""
-    check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
+    """(a @ b.T) * a_scale * b_scale.T + bias; a [M, K], b [N, K] float8_e4m3fn; scales fp32 -> [M, N].
+
+    a may be float8_e5m2, too, as gradients are.
+    """
+    check(a, b, a_scale, b_scale, bias, *FLOAT8)
     return _scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
 
 
 def _fp8_scaled_mm_fake(a, b, a_scale, b_scale, bias, *, out_dtype):
-    check(a, b, a_scale, b_scale, bias, torch.float8_e4m3fn)
+    check(a, b, a_scale, b_scale, bias, *FLOAT8)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 

@@ -180,6 +180,21 @@ def test_empty_and_no_units():
         int8_scaled_mm_gpu(*_operands(5, 40, 64, torch.float8_e4m3fn), out_dtype=torch.float32)
 
 
+def test_gradients_in_e5m2(monkeypatch):
+    monkeypatch.setattr(gpu, "_CHAIN", 256)
+    for name, M, N, K in (("sm90", 17, 70, 528), ("sm90", 130, 302, 1024), ("sm89", 130, 260, 1024)):
+        a, b, *rest = _operands(M, N, K, torch.float8_e4m3fn)
+        a = _codes(M, K, torch.float8_e5m2)
+        a[0], b[0] = 57344, 448  # the largest sum there is must not overflow
+        with pretend(SMALL[name]):
+            y = fp8_scaled_mm_gpu(a, b, *rest, out_dtype=torch.float32)
+        exact = _exact(a, b, *rest)
+        assert_close(y[0], exact[0], rms=1e-3)
+        assert_close(y[1:], exact[1:], rms=3e-3)
+    with pytest.raises(ValueError, match="a must be torch.float8_e4m3fn or torch.float8_e5m2, b the first"):
+        fp8_scaled_mm_gpu(b, a, *rest, out_dtype=torch.float32)
+
+
 def test_more_unaligned_tiles_than_counters_of_a_stream():
     (launch,) = _launches(20000, 3072, 4098, torch.float8_e4m3fn, TARGETS["sm90"])
     assert launch.grid == (30000, 2) and launch.args[7].shape == (30000,)

@@ -19,6 +19,7 @@
 #include "append.h"
 #include "avx512_attention.h"
 #include "fake.h"
+#include "two_way.h"
 
 namespace hfq {
 namespace avx512 {
@@ -225,7 +226,7 @@ static bool quantize_rows(const RowQuantization& q) {
 
 const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
                          avx512::attention, avx512_portable::quantize, avx512_portable::append, avx512_portable::adam_step,
-                         avx512_portable::fake_quantize};
+                         avx512_portable::fake_quantize, avx512_portable::quantize_two_way, avx512_portable::scale_sums};
 
 }  // namespace hfq
 

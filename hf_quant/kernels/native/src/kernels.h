@@ -159,6 +159,29 @@ struct FakeQuantization {
   int threads;
 };
 
+// x [M, K] to int8 twice, with a scale for each row and for each column: `quantize_rows_and_columns` of hf_quant.
+struct TwoWayQuantization {
+  int64_t M, K;
+  const void* x;
+  int x_dtype;
+  int64_t x_stride;  // of rows, elements
+  int8_t* codes;     // [M, K]
+  float* row_scale;
+  int8_t* codes_t;  // [K, M]
+  float* column_scale;
+  int threads;
+};
+
+// y [M, N] = sums * row_scale * column_scale + bias [N], which may be null.
+struct ScaledSums {
+  int64_t M, N;
+  const int32_t* sums;
+  const float *row_scale, *column_scale, *bias;
+  void* y;
+  int y_dtype;
+  int threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;  // whether Product.compute may be BY_BF16
@@ -171,6 +194,8 @@ struct Kernels {
   void (*append)(const Append&);
   void (*adam_step)(const AdamStep&);
   bool (*fake_quantize)(const FakeQuantization&);
+  bool (*quantize_two_way)(const TwoWayQuantization&);
+  void (*scale_sums)(const ScaledSums&);
 };
 
 extern const Kernels kPortable;

@@ -366,6 +366,42 @@ PyObject* fake_quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return done(ok);
 }
 
+PyObject* quantize_two_way(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  TwoWayQuantization q{};
+  q.M = a.number();
+  q.K = a.number();
+  q.x = a.pointer<const void>();
+  q.x_dtype = a.integer();
+  q.x_stride = a.number();
+  q.codes = a.pointer<int8_t>();
+  q.row_scale = a.pointer<float>();
+  q.codes_t = a.pointer<int8_t>();
+  q.column_scale = a.pointer<float>();
+  q.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  bool ok;
+  Py_BEGIN_ALLOW_THREADS ok = active->quantize_two_way(q);
+  Py_END_ALLOW_THREADS return done(ok);
+}
+
+PyObject* scale_sums(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  ScaledSums s{};
+  s.M = a.number();
+  s.N = a.number();
+  s.sums = a.pointer<const int32_t>();
+  s.row_scale = a.pointer<const float>();
+  s.column_scale = a.pointer<const float>();
+  s.bias = a.pointer<const float>();
+  s.y = a.pointer<void>();
+  s.y_dtype = a.integer();
+  s.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS active->scale_sums(s);
+  Py_END_ALLOW_THREADS return done(true);
+}
+
 // To be counted up when the arguments of a function change.
 PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(10); }
 
@@ -417,6 +453,10 @@ PyMethodDef methods[] = {
      "One step of AdamW on a parameter, see `AdamStep` in kernels.h."},
     {"fake_quantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fake_quantize)), METH_FASTCALL,
      "Weights as they would be stored, see `FakeQuantization` in kernels.h; raises MemoryError."},
+    {"quantize_two_way", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize_two_way)), METH_FASTCALL,
+     "A matrix to int8 by rows and by columns, see `TwoWayQuantization` in kernels.h; raises MemoryError."},
+    {"scale_sums", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(scale_sums)), METH_FASTCALL,
+     "Sums of int8 products to floats, see `ScaledSums` in kernels.h."},
     {"max_head_dim", max_head_dim, METH_NOARGS, "Channels of a head that `attention` and `append` take at most."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},

@@ -19,11 +19,12 @@
 #include "append.h"
 #include "attention.h"
 #include "fake.h"
+#include "two_way.h"
 
 namespace hfq {
 const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
                        neon::attention, neon::quantize, neon::append, neon::adam_step,
-                         neon::fake_quantize};
+                         neon::fake_quantize, neon::quantize_two_way, neon::scale_sums};
 }
 
 // What follows runs on any Arm.

@@ -5,9 +5,10 @@
 #include "append.h"
 #include "attention.h"
 #include "fake.h"
+#include "two_way.h"
 
 namespace hfq {
 const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows,
                          portable::attention, portable::quantize, portable::append, portable::adam_step,
-                         portable::fake_quantize};
+                         portable::fake_quantize, portable::quantize_two_way, portable::scale_sums};
 }

@@ -1,0 +1,15 @@
+"""`quantize_two_way` on CPUs: int8 by the native kernel, fp8, which no CPU multiplies, as the reference does it."""
+
+from torch import Tensor
+
+from hf_quant.kernels import native
+from hf_quant.kernels.dispatch import implements
+from hf_quant.kernels.two_way import op
+
+
+@implements(op.quantize_two_way, "CPU")
+def quantize_two_way_cpu(x: Tensor, *, format: str, scaling: str = "row") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `quantize_two_way_reference`, bit for bit."""
+    op.check(x, format, scaling)
+    found = native.quantize_two_way(x.detach()) if format == "int8" and scaling == "row" else None
+    return op.quantize_two_way_reference(x, format=format, scaling=scaling) if found is None else found

@@ -1,0 +1,167 @@
+"""`quantize_two_way` in Triton: one kernel for the largest magnitudes, one for both kinds of codes.
+
+The first reads the matrix and leaves the largest magnitude of each row and each column by atomic maxima of integers,
+whose order does not count. The second reads it again, tile by tile, and writes the codes of the tile and those of its
+transpose. Memory bounds both: 2 + 2 bytes read and 2 written for each value in bf16, the second read from the L2 cache
+where the matrix fits there.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels.codes import SMALLEST_SCALE
+from hf_quant.kernels.dispatch import implements
+from hf_quant.kernels.gpu.launch import launch, target_of, tl, triton, unavailable_reason
+from hf_quant.kernels.gpu.row_codes import encode
+from hf_quant.kernels.two_way import op
+
+
+_BLOCK_M, _BLOCK_K, _NUM_WARPS = 128, 64, 8
+
+
+@triton.jit
+def _tile(M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    """Rows and columns of this program's tile, and which of its values exist."""
+    blocks = tl.cdiv(K, BLOCK_K)
+    row = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+    if EVEN:
+        mask = tl.full([1, 1], True, tl.int1)
+    else:
+        mask = (row < M)[:, None] & (column < K)[None, :]
+    return row, column, mask
+
+
+@triton.jit
+def _largest_kernel(
+    x,
+    row_top,
+    column_top,
+    M,
+    K,
+    stride,
+    TENSOR: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row, column, mask = _tile(M, K, BLOCK_M, BLOCK_K, EVEN)
+    value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    # As integers magnitudes have the order of their values, NaN last.
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if TENSOR:
+        tl.atomic_max(row_top, tl.max(tl.max(bits, 1), 0))
+    else:
+        tl.atomic_max(row_top + row, tl.max(bits, 1), mask=row < M)
+        tl.atomic_max(column_top + column, tl.max(bits, 0), mask=column < K)
+
+
+@triton.jit
+def _scale(top, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale for a largest magnitude, given as bits of fp32."""
+    scale = tl.div_rn(top.to(tl.float32, bitcast=True), LIMIT)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        power = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(bits < 0x7F800000, power, scale)
+    return tl.where(scale < SMALLEST, 1.0, scale)
+
+
+@triton.jit
+def _code(value, KIND: tl.constexpr, LIMIT: tl.constexpr, CONVERTS: tl.constexpr):
+    """fp32 -> the code of the nearest value of the format, as a byte."""
+    value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+    if KIND == "fp8_e5m2":
+        bits = value.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        # Drop 21 bits of the mantissa, half to even; the exponent's bias goes from 127 to 15.
+        normal = (magnitude + 0xFFFFF + ((magnitude >> 21) & 1) - (112 << 23)) >> 21
+        # Below 2**-14 the grid has steps of 2**-16: the last place of 2**7.
+        small = (tl.abs(value) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+        code = tl.where(magnitude < (113 << 23), small, normal)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    else:
+        return encode(value, KIND != "int8", CONVERTS)
+
+
+@triton.jit
+def _two_way_kernel(
+    x,
+    row_top,
+    column_top,
+    codes,
+    row_scale,
+    codes_t,
+    column_scale,
+    M,
+    K,
+    stride,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    TENSOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row, column, mask = _tile(M, K, BLOCK_M, BLOCK_K, EVEN)
+    if TENSOR:
+        of_row = tl.load(row_top + row * 0)
+        of_column = tl.load(row_top + column * 0)
+    else:
+        of_row = tl.load(row_top + row, mask=row < M, other=0)
+        of_column = tl.load(column_top + column, mask=column < K, other=0)
+    of_row, of_column = _scale(of_row, LIMIT, SMALLEST, POWER_OF_TWO), _scale(of_column, LIMIT, SMALLEST, POWER_OF_TWO)
+    blocks = tl.cdiv(K, BLOCK_K)
+    if tl.program_id(0) % blocks == 0:
+        tl.store(row_scale + row, of_row, mask=row < M)
+    if tl.program_id(0) // blocks == 0:
+        tl.store(column_scale + column, of_column, mask=column < K)
+    at = row.to(tl.int64)
+    value = tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    by_row = _code(value * tl.div_rn(1.0, of_row)[:, None], KIND, LIMIT, CONVERTS)
+    tl.store(codes + at[:, None] * K + column[None, :], by_row, mask=mask)
+    by_column = _code(value * tl.div_rn(1.0, of_column)[None, :], KIND, LIMIT, CONVERTS)
+    places = codes_t + column.to(tl.int64)[:, None] * M + row[None, :]
+    tl.store(places, tl.trans(by_column), mask=tl.trans(mask))
+
+
+@implements(op.quantize_two_way, "XPU")
+@implements(op.quantize_two_way, "CUDA")
+def quantize_two_way_gpu(x: Tensor, *, format: str, scaling: str = "row") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `quantize_two_way_reference`, bit for bit in rows and columns without NaN or inf."""
+    op.check(x, format, scaling)
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    if x.dtype not in floats or x.numel() == 0 or unavailable_reason(x.device) is not None:
+        return op.quantize_two_way_reference(x, format=format, scaling=scaling)
+    M, K = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tops = torch.zeros(M + K, dtype=torch.int32, device=x.device)
+    codes, codes_t = (torch.empty(shape, dtype=torch.int8, device=x.device) for shape in ((M, K), (K, M)))
+    row_scale, column_scale = (torch.empty(size, 1, device=x.device) for size in (M, K))
+    grid = (triton.cdiv(M, _BLOCK_M) * triton.cdiv(K, _BLOCK_K),)
+    options = {"TENSOR": scaling == "tensor", "EVEN": M % _BLOCK_M == 0 and K % _BLOCK_K == 0}
+    options |= {"BLOCK_M": _BLOCK_M, "BLOCK_K": _BLOCK_K, "num_warps": _NUM_WARPS}
+    launch(_largest_kernel, grid, x, tops[:M], tops[M:], M, K, x.stride(0), **options)
+    launch(
+        _two_way_kernel,
+        grid,
+        x,
+        tops[:M],
+        tops[M:],
+        *(codes if format == "int8" else codes.view(torch.uint8), row_scale),
+        *(codes_t if format == "int8" else codes_t.view(torch.uint8), column_scale),
+        M,
+        K,
+        x.stride(0),
+        KIND=format,
+        LIMIT=op.limit_of(format),
+        SMALLEST=SMALLEST_SCALE,
+        CONVERTS=format == "fp8_e4m3" and target_of(x.device).has_fp8_dot,
+        POWER_OF_TWO=scaling == "power_of_two",
+        **options,
+    )
+    dtype = op.DTYPES[format]
+    return codes.view(dtype), row_scale, codes_t.view(dtype), column_scale
