@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hf_quant.planning import QuantPlan, plan
     from hf_quant.quantize import dequantize_, quantize_
     from hf_quant.scheme import PRESETS, LinearScheme, TensorQuant
-    from hf_quant.training import convert_qat_, prepare_qat_
+    from hf_quant.training import TrainingPlan, convert_qat_, finish_training_, prepare_qat_, prepare_training_
 
 _HOME = {
     "Calibration": "calibration",
@@ -43,6 +43,7 @@ _HOME = {
     "QuantizedCache": "kv_cache",
     "QuantizerConfig": "config",
     "TensorQuant": "scheme",
+    "TrainingPlan": "training",
     "auto_plan": "auto",
     "auto_plans": "auto",
     "autoquant": "auto",
@@ -51,6 +52,7 @@ _HOME = {
     "convert_qat_": "training",
     "dequantize_": "quantize",
     "export_compressed_tensors": "convert.compressed_tensors.export",
+    "finish_training_": "training",
     "freeze_": "checkpoint",
     "fuse_activations_": "integrations.diffusers.fused_norms",
     "fuse_projections_": "modules",
@@ -59,6 +61,7 @@ _HOME = {
     "model_card": "cards",
     "plan": "planning",
     "prepare_qat_": "training",
+    "prepare_training_": "training",
     "quantization_map": "checkpoint",
     "quantize_": "quantize",
     "requantize_": "checkpoint",
@@ -81,6 +84,7 @@ __all__ = [
     "QuantizedCache",
     "QuantizerConfig",
     "TensorQuant",
+    "TrainingPlan",
     "__version__",
     "auto_plan",
     "auto_plans",
@@ -90,6 +94,7 @@ __all__ = [
     "convert_qat_",
     "dequantize_",
     "export_compressed_tensors",
+    "finish_training_",
     "freeze_",
     "fuse_activations_",
     "fuse_projections_",
@@ -98,6 +103,7 @@ __all__ = [
     "model_card",
     "plan",
     "prepare_qat_",
+    "prepare_training_",
     "quantization_map",
     "quantize_",
     "requantize_",

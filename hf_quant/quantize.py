@@ -128,7 +128,8 @@ def decide(
     """
     if any(getattr(module, "is_in_training", False) for module in model.modules()):
         raise ValueError(
-            f"this {type(model).__name__} is prepared for training: convert_qat_ makes the quantized model"
+            f"this {type(model).__name__} is prepared for training: convert_qat_ makes the quantized model of it, "
+            "finish_training_ the 16-bit one"
         )
     _check_config(model, config, calibration)
     options = {"tokenizer": tokenizer, "device": device, "progress": progress}

@@ -88,9 +88,15 @@ class Quantization:
         largest = min(self.step, -(-L * N // self.tile_rows) * self.tile_rows) * padded
         self.scratch = torch.empty(3, largest, dtype=torch.float32, device=weight.device).unbind()
 
-    def run(self, choose: Algorithm) -> bool:
-        """Fill the packed tensors; False if the weight has NaN or inf, which makes them worthless."""
-        self._set_global_scale()
+    def run(self, choose: Algorithm, total: Tensor | None = None) -> bool:
+        """Fill the packed tensors; False if the weight has NaN or inf, which makes them worthless.
+
+        total: global scales of the matrices, where there are any, if they are not to be chosen here.
+        """
+        if total is None or self.global_scale is None:
+            self._set_global_scale()
+        else:
+            self.global_scale.copy_(torch.where(total > 0, total, 1.0).view(-1))
         return self._run(choose)
 
     def _set_global_scale(self) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_quant.algorithms.absmax import absmax
 from hf_quant.algorithms.driver import Algorithm, Quantization, empty_packed
 from hf_quant.algorithms.gptq import gptq
+from hf_quant.algorithms.groups import Choice, Groups
 from hf_quant.algorithms.hqq import hqq
 from hf_quant.algorithms.imatrix import imatrix
 from hf_quant.algorithms.mse import mse
@@ -38,17 +39,36 @@ def quantize_matrix(
 ) -> PackedWeight:
     """Quantize weight [..., N, K] (fp16, bf16, fp32) on its device, in row blocks with bounded temporaries.
 
-    `algorithm` is a key of ALGORITHMS, None the default for the format; `name` is what errors call the weight.
+    `algorithm` is a key of ALGORITHMS, None the default for the format; `name` is what errors call the weight. Weights
+    of which a matrix has but one magnitude, and zeros (BitNet's), become exact codes in int2 by the default.
     Raises ValueError on NaN or inf, on an unknown algorithm, and on a weight without elements.
     """
     choose = _algorithm(quant, algorithm)
     _check(weight, name)
+    total = _magnitude_if_ternary(weight) if algorithm is None and quant.format == "int2" and quant.symmetric else None
     packed = empty_packed(weight.shape, quant, weight.device)
     with torch.no_grad():
-        finite = Quantization(weight, quant, packed).run(choose)
+        finite = Quantization(weight, quant, packed).run(choose if total is None else _ternary, total)
     if not finite:
         raise _not_finite(name)
     return packed
+
+
+@torch.no_grad()
+def _magnitude_if_ternary(weight: Tensor) -> Tensor | None:
+    """The magnitude of each matrix [N, K] that holds nothing else, beside zeros; None if one has others."""
+    if weight.device.type == "meta" or not _has_one_magnitude(weight[..., :1, :]):  # most weights end here
+        return None
+    return weight.abs().amax((-2, -1)) if _has_one_magnitude(weight) else None
+
+
+def _has_one_magnitude(weight: Tensor) -> bool:
+    size = weight.abs()
+    return bool(((size == 0) | (size == size.amax((-2, -1), keepdim=True))).all())
+
+
+def _ternary(groups: Groups) -> Choice:
+    return Choice(groups.round_scale(torch.maximum(groups.high, -groups.low)))
 
 
 def solve_matrix(

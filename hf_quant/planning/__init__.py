@@ -3,7 +3,7 @@
 from hf_quant.planning.decide import HOST_RULES, MIN_WEIGHTS, Rules, plan
 from hf_quant.planning.names import MAX_PARTS, fold_names, unfold_name, unfold_names
 from hf_quant.planning.records import PlanEntry, QuantPlan, resolved, schemes_from_list, schemes_to_list
-from hf_quant.planning.table import PLAN_HEADER, format_table, plan_losses, plan_rows, plan_totals
+from hf_quant.planning.table import PLAN_HEADER, format_table, plan_losses, plan_rows, plan_totals, template
 
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "resolved",
     "schemes_from_list",
     "schemes_to_list",
+    "template",
     "unfold_name",
     "unfold_names",
 ]

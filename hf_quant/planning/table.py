@@ -46,7 +46,7 @@ def plan_rows(plan: "QuantPlan") -> list[tuple[str, ...]]:
 def _groups(plan: "QuantPlan") -> "dict[tuple[Any, ...], list[PlanEntry]]":
     groups: dict[tuple[Any, ...], list[PlanEntry]] = {}
     for e in plan.entries.values():
-        key = (_template(e.name) or "(model)", tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None)
+        key = (template(e.name) or "(model)", tuple(e.shapes.values()), e.scheme, e.reason, e.shared_with is None)
         groups.setdefault(key, []).append(e)
     return groups
 
@@ -71,14 +71,14 @@ def plan_totals(plan: "QuantPlan") -> str:
         total += f"\npredicted time: {times}"
     fused: dict[str, int] = {}
     for names in plan.fused:
-        text = " + ".join([_template(names[0]), *(n.rpartition(".")[2] for n in names[1:])])
+        text = " + ".join([template(names[0]), *(n.rpartition(".")[2] for n in names[1:])])
         fused[text] = fused.get(text, 0) + 1
     if fused:
         total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
     return "\n".join([total, *(line for line in (plan.kv_cache, plan.attention, plan.advice) if line is not None)])
 
 
-def _template(name: str) -> str:
+def template(name: str) -> str:
     """Replace the numbers between the dots of a name by "*", except at its beginning."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 

@@ -25,6 +25,7 @@ from hf_quant import (
     QuantLinear,
     QuantPlan,
     TensorQuant,
+    TrainingPlan,
     auto_plan,
     auto_plans,
     autoquant,
@@ -33,6 +34,7 @@ from hf_quant import (
     convert_qat_,
     dequantize_,
     export_compressed_tensors,
+    finish_training_,
     freeze_,
     fuse_activations_,
     fuse_projections_,
@@ -42,6 +44,7 @@ from hf_quant import (
     model_card,
     plan,
     prepare_qat_,
+    prepare_training_,
     quantization_map,
     quantize_,
     requantize_,
@@ -68,6 +71,8 @@ def use(model: nn.Module, folder: Path) -> None:
     assert_type(quantize_(nn.Linear(64, 64), "nf4"), nn.Linear)
     assert_type(prepare_qat_(model, config, learn_scales=False, calibration=["a text"]), QuantPlan)
     assert_type(convert_qat_(nn.Linear(64, 64)), nn.Linear)
+    assert_type(prepare_training_(model, "fp8_row", grad_weight=False, modules={"head": None}), TrainingPlan)
+    assert_type(finish_training_(nn.Linear(64, 64)), nn.Linear)
     quantize_(model, {"weights": "int4", "group_size": 64})
     gptq = QuantizerConfig("nf4", algorithm="gptq", calibration="wiki.txt")
     quantize_(model, gptq, calibration=["a text", "another"], tokenizer=str.split)

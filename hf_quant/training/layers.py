@@ -7,7 +7,8 @@ from torch import Tensor
 from hf_quant.algorithms import geometry
 from hf_quant.modules import route
 from hf_quant.training.functions import FakeQuantize, input_as_seen
-from hf_quant.training.module import KINDS, QatModule
+from hf_quant.training.module import QatModule
+from hf_quant.training.swapped import FAMILIES
 
 
 class QatLinear(QatModule):
@@ -77,4 +78,4 @@ class QatConv(QatModule):
         return self._conv_forward(input, weight, self.bias)
 
 
-KINDS.update(linear=QatLinear, embedding=QatEmbedding, experts=QatExperts, conv=QatConv)
+FAMILIES[QatModule.family] = {"linear": QatLinear, "embedding": QatEmbedding, "experts": QatExperts, "conv": QatConv}

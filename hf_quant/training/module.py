@@ -7,7 +7,6 @@ the dtype that it is stored in, and weights that are the values of their codes u
 """
 
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,12 @@ from hf_quant.config import QuantizerConfig
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import dequantize
 from hf_quant.kernels.codes import BLOCK_SIZE, expand_scale
-from hf_quant.modules import PACKED_NAMES, QuantizedModule, in_basis, packed_key, quantized_class
+from hf_quant.modules import PACKED_NAMES, in_basis, packed_key
 from hf_quant.modules import stored_dtype as integer_dtype
 from hf_quant.modules.rotation import rotated_back
 from hf_quant.scheme import LinearScheme
 from hf_quant.training.functions import FakeQuantize, InBasis, StoredScale
+from hf_quant.training.swapped import LayerInTraining
 
 
 # r = _RATE * qat_log_scale: one learning rate serves weights and scales. Adam moves every value by about its learning
@@ -49,38 +49,16 @@ class Prepared:
     is_on: bool = True
 
 
-class QatModule(nn.Module):
+class QatModule(LayerInTraining):
     """Mixin of all prepared layers. Instances come from `prepare_qat_`, not from a constructor.
 
     Attributes:
         qat: the record of its quantization.
-        host_class: the class that it had before, and has again after `convert_qat_`.
     """
 
-    is_in_training = True  # by which `quantize_` knows such layers
+    family = "Qat"
     qat: Prepared
-    host_class: type[nn.Module]
     _versions: dict[str, tuple[int, int]]  # of weight and log_scale when they were prepared
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
-        # As in QuantizedModule: PEFT builds adapters by `type(base_layer)(in, out, ...)`.
-        return cls.host_class(*args, **kwargs) if args or kwargs else object.__new__(cls)
-
-    def __reduce_ex__(self, protocol: SupportsIndex, /) -> tuple[Any, ...]:
-        return _rebuild, (self.host_class,), self.__dict__
-
-    @property
-    def quantized(self) -> type[QuantizedModule]:
-        """The quantized counterpart of the host's class."""
-        found = quantized_class(self.host_class)
-        assert found is not None  # it was planned
-        return found
-
-    def matrix(self, name: str, weight: Tensor | None = None) -> Tensor:
-        """A weight, its own by default, as a matrix [..., N, K] in the host's basis; a view where that is one."""
-        own = getattr(self, name) if weight is None else weight
-        # `to_matrix` reads only what the host's module has.
-        return self.quantized.to_matrix(self, name, own)  # pyrefly: ignore[bad-argument-type]
 
     def weight_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a weight as the host has it."""
@@ -279,30 +257,3 @@ def _rows(scale: Tensor, N: int) -> Tensor:
     if scale.shape[-2] == 1:
         return scale.expand(*scale.shape[:-2], N, scale.shape[-1])
     return scale.repeat_interleave(BLOCK_SIZE, -2)[..., :N, :]
-
-
-KINDS: dict[str, type[QatModule]] = {}  # by the kind of the quantized counterpart; filled by `layers`
-_CLASSES: dict[type[nn.Module], type[QatModule]] = {}
-
-
-def qat_class(host_class: type[nn.Module]) -> type[QatModule]:
-    """The class that layers of a host's class have in training, as `quantized_class` derives that of codes.
-
-    A subclass's own methods come first: what its `super().forward` reaches is the layer in training.
-    """
-    if host_class not in _CLASSES:
-        quantized = quantized_class(host_class)
-        assert quantized is not None  # it was planned
-        bases: tuple[type, ...] = (KINDS[quantized.kind], host_class)
-        if quantized.kind != "experts" and host_class is not quantized.quantized_base.host_class:
-            bases = (host_class, qat_class(quantized.quantized_base.host_class))
-        _CLASSES[host_class] = type(f"Qat{host_class.__name__}", bases, {"host_class": host_class})
-    return _CLASSES[host_class]
-
-
-# Pickles of whole models hold the name of this function and of this file.
-def _rebuild(host_class: type[nn.Module]) -> nn.Module:
-    """Unpickle: an instance of the class in training, which another process may not have derived yet."""
-    module = host_class.__new__(host_class)
-    module.__class__ = qat_class(host_class)
-    return module

@@ -14,7 +14,8 @@ from hf_quant.modules import QuantizedModule, convert_module_
 from hf_quant.planning import PlanEntry, QuantPlan
 from hf_quant.quantize import check_weight, decide, fuse_as_configured_, notify_observers, share_codes_
 from hf_quant.training import layers as _layers  # noqa: F401 - they register themselves
-from hf_quant.training.module import Prepared, QatModule, qat_class
+from hf_quant.training.module import Prepared, QatModule
+from hf_quant.training.swapped import class_in_training
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -206,7 +207,7 @@ def _codes(
 
 def _swap_class(module: nn.Module, entry: PlanEntry, config: QuantizerConfig) -> QatModule:
     assert entry.scheme is not None  # it is planned
-    module.__class__ = qat_class(type(module))
+    module.__class__ = class_in_training(type(module), QatModule.family)
     assert isinstance(module, QatModule)
     module.qat = Prepared(entry.scheme, entry.algorithm, tuple(entry.shapes), config)
     module._versions = {}

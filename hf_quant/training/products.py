@@ -1,0 +1,163 @@
+"""The product of a linear layer in low-bit training, and its two gradients, each in 8 bits or in 16.
+
+y = Q(x) Q(w)', the gradient of x is Q(g) Q(w), that of w is Q(g)' Q(x); the three sum over K, N and M, and Q has one
+scale for each row of its operand (column, where the operand is transposed) or one for all. Gradients pass through the
+roundings unchanged. The codes of x by columns, not x, are kept for the backward pass.
+"""
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_quant.kernels import fp8_scaled_mm, int8_scaled_mm, quantize_two_way
+from hf_quant.kernels.dispatch import is_plain
+
+
+Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # as `quantize_two_way` returns them
+
+
+class Recipe(NamedTuple):
+    """Formats and scales of the products.
+
+    Attributes:
+        format: of inputs and weights.
+        gradient: format of the gradients of outputs.
+        scaling: as in `quantize_two_way`.
+        grad_weight: False: the gradient of the weight is always computed in 16 bits.
+        is_ternary: weights are -1, 0 or 1 times the mean of their magnitudes.
+    """
+
+    format: str
+    gradient: str
+    scaling: str
+    grad_weight: bool = True
+    is_ternary: bool = False
+
+
+RECIPES = {
+    "int8": Recipe("int8", "int8", "row"),
+    "bitnet": Recipe("int8", "int8", "row", is_ternary=True),
+    "fp8_tensor": Recipe("fp8_e4m3", "fp8_e5m2", "tensor"),
+    "fp8_row": Recipe("fp8_e4m3", "fp8_e4m3", "power_of_two"),
+    "fp8_row_gw16": Recipe("fp8_e4m3", "fp8_e4m3", "power_of_two", grad_weight=False),
+}
+
+
+@torch.no_grad()
+def weight_codes(weight: Tensor, recipe: Recipe) -> Codes:
+    """The codes of a weight [N, K] under a recipe; ternary ones as in https://arxiv.org/abs/2402.17764, 2."""
+    if not recipe.is_ternary:
+        return quantize_two_way(weight, format=recipe.format, scaling=recipe.scaling)
+    N, K = weight.shape
+    scale = weight.float().abs().mean().clamp(min=1e-5).view(1, 1)
+    codes = (weight.float() / scale).round().clamp(-1, 1).to(torch.int8)
+    return codes, scale.repeat(N, 1), codes.t().contiguous(), scale.repeat(K, 1)
+
+
+class _Shared(threading.local):
+    """The codes of the last input, which the layers that read the same tensor share."""
+
+    def __init__(self) -> None:
+        self.source: weakref.ref[Tensor] | None = None
+        self.key: tuple[Any, ...] = ()
+        self.codes: Codes | None = None
+
+    def forget(self, source: "weakref.ref[Tensor]") -> None:
+        if self.source is source:
+            self.source = self.codes = None
+
+
+_shared = _Shared()
+
+
+@torch.no_grad()
+def input_codes(source: Tensor, x: Tensor, recipe: Recipe) -> Codes:
+    """The codes of an input x [..., K], made of `source` by a cast; one call for all that read it in a row."""
+
+    def quantized() -> Codes:
+        return quantize_two_way(x.reshape(-1, x.shape[-1]), format=recipe.format, scaling=recipe.scaling)
+
+    if torch.compiler.is_compiling() or not is_plain(source) or source.is_inference():
+        return quantized()
+    key = source._version, x.dtype, recipe.format, recipe.scaling
+    if _shared.source is None or _shared.source() is not source or _shared.key != key or _shared.codes is None:
+        _shared.codes = quantized()
+        _shared.source, _shared.key = weakref.ref(source, _shared.forget), key
+    return _shared.codes
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: str,
+    in_low_bits: tuple[bool, bool, bool],
+    codes: Codes | None = None,
+    source: Tensor | None = None,
+) -> Tensor:
+    """x [..., K] @ weight [N, K].T + bias [N] -> [..., N] in x's dtype; differentiable, once, in all three.
+
+    in_low_bits: whether the output, the gradient of x and the gradient of the weight are. `codes`: those of the weight
+    now; None: they are computed. source: the tensor that x was cast from, by which products share the codes of x.
+    """
+    output, grad_input, grad_weight = in_low_bits
+    grad_weight = grad_weight and RECIPES[recipe].grad_weight
+    of_x = None
+    if output or (grad_weight and weight.requires_grad and torch.is_grad_enabled()):
+        of_x = input_codes(x if source is None else source, x, RECIPES[recipe])
+    return _Product.apply(x, weight, bias, recipe, output, grad_input, grad_weight, codes, of_x)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, name, output, grad_input, grad_weight, codes, of_x):
+        recipe = RECIPES[name]
+        rows = x.reshape(-1, x.shape[-1])
+        needs_weight = ctx.needs_input_grad[1]
+        if codes is None and (output or grad_input or recipe.is_ternary):
+            codes = weight_codes(weight, recipe)
+        columns = grad_weight and needs_weight
+        dense = codes[0].to(x.dtype) * codes[1].to(x.dtype) if recipe.is_ternary else weight
+        if output:
+            y = _multiply(of_x[0], codes[0], of_x[1], codes[1], bias, x.dtype)
+        else:
+            y = F.linear(rows, dense.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        kept_weight = codes[2:] if grad_input else (dense,)
+        kept_x = () if not needs_weight else of_x[2:] if columns else (rows,)
+        ctx.save_for_backward(*kept_weight, *kept_x)
+        ctx.recipe, ctx.grad_input, ctx.columns, ctx.shape = name, grad_input, columns, x.shape
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        recipe, saved = RECIPES[ctx.recipe], list(ctx.saved_tensors)
+        of_weight = [saved.pop(0) for _ in range(2 if ctx.grad_input else 1)]
+        rows = grad.reshape(-1, grad.shape[-1])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_grad = None
+        if (needs_x and ctx.grad_input) or ctx.columns:
+            of_grad = quantize_two_way(rows, format=recipe.gradient, scaling=recipe.scaling)
+        grad_x = grad_weight = grad_bias = None
+        if needs_x and ctx.grad_input:
+            grad_x = _multiply(of_grad[0], of_weight[0], of_grad[1], of_weight[1], None, grad.dtype)
+        elif needs_x:
+            grad_x = rows @ of_weight[0].to(grad.dtype)
+        if ctx.columns:
+            grad_weight = _multiply(of_grad[2], saved[0], of_grad[3], saved[1], None, ctx.dtypes[0])
+        elif needs_weight:
+            grad_weight = (rows.t() @ saved[0]).to(ctx.dtypes[0])
+        if needs_bias:
+            grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
+        return None if grad_x is None else grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 6
+
+
+def _multiply(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    multiply = int8_scaled_mm if a.dtype == torch.int8 else fp8_scaled_mm
+    return multiply(a, b, a_scale, b_scale, bias, out_dtype=dtype)

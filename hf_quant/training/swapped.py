@@ -1,0 +1,71 @@
+"""Layers in training: the host's modules with other classes, which keep their parameters and their names.
+
+Optimizers, PEFT, FSDP and `state_dict` see what they saw before.
+"""
+
+from typing import Any, SupportsIndex
+
+from torch import Tensor, nn
+
+from hf_quant.modules import QuantizedModule, quantized_class
+
+
+class LayerInTraining(nn.Module):
+    """Mixin of all such layers. Instances come from a change of `__class__`, not from a constructor.
+
+    Attributes:
+        family: the name of the layers that are trained in one way, the prefix of their classes.
+        host_class: the class that the layer had before, and has again afterwards.
+    """
+
+    is_in_training = True  # by which `quantize_` knows such layers
+    family: str
+    host_class: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        # As in QuantizedModule: PEFT builds adapters by `type(base_layer)(in, out, ...)`.
+        return cls.host_class(*args, **kwargs) if args or kwargs else object.__new__(cls)
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> tuple[Any, ...]:
+        return _rebuild, (self.host_class, self.family), self.__dict__
+
+    @property
+    def quantized(self) -> type[QuantizedModule]:
+        """The quantized counterpart of the host's class."""
+        found = quantized_class(self.host_class)
+        assert found is not None  # it was planned
+        return found
+
+    def matrix(self, name: str, weight: Tensor | None = None) -> Tensor:
+        """A weight, its own by default, as a matrix [..., N, K] in the host's basis; a view where that is one."""
+        own = getattr(self, name) if weight is None else weight
+        # `to_matrix` reads only what the host's module has.
+        return self.quantized.to_matrix(self, name, own)  # pyrefly: ignore[bad-argument-type]
+
+
+FAMILIES: dict[str, dict[str, type[LayerInTraining]]] = {}  # {family: {kind of the quantized counterpart: its layer}}
+_CLASSES: dict[tuple[type[nn.Module], str], type[LayerInTraining]] = {}
+
+
+def class_in_training(host_class: type[nn.Module], family: str) -> type[LayerInTraining]:
+    """The class that layers of a host's class have in training, as `quantized_class` derives that of codes.
+
+    A subclass's own methods come first: what its `super().forward` reaches is the layer in training.
+    """
+    key = (host_class, family)
+    if key not in _CLASSES:
+        quantized = quantized_class(host_class)
+        assert quantized is not None  # it was planned
+        bases: tuple[type, ...] = (FAMILIES[family][quantized.kind], host_class)
+        if quantized.kind != "experts" and host_class is not quantized.quantized_base.host_class:
+            bases = (host_class, class_in_training(quantized.quantized_base.host_class, family))
+        _CLASSES[key] = type(f"{family}{host_class.__name__}", bases, {"host_class": host_class})
+    return _CLASSES[key]
+
+
+# Pickles of whole models hold the name of this function and of this file.
+def _rebuild(host_class: type[nn.Module], family: str) -> nn.Module:
+    """Unpickle: an instance of the class in training, which another process may not have derived yet."""
+    module = host_class.__new__(host_class)
+    module.__class__ = class_in_training(host_class, family)
+    return module
