@@ -32,10 +32,11 @@ static inline void transpose16(const int8_t* from, int64_t from_stride, int8_t* 
   for (int i = 0; i < 16; ++i) memcpy(to + i * to_stride, &a[i], 16);
 }
 
+// A value in steps of its scale lies between -127 and 127 but for the last place, or has a scale with which its code
+// means nothing. The minimum keeps the compiler from fusing the product before it with the sum, which rounds once less.
 static inline int8_t int8_code(float value) {
-  float q = value < 127.0f ? value : 127.0f;  // NaN, too
-  q = q > -127.0f ? q : -127.0f;
-  return static_cast<int8_t>(static_cast<int32_t>(float_to_bits(q + 12582912.0f)) - 0x4B400000);
+  const float q = value < 127.0f ? value : 127.0f;
+  return static_cast<int8_t>(float_to_bits(q + 12582912.0f));  // 1.5 * 2**23: the low byte is the integer
 }
 
 static inline uint32_t magnitude(float value) { return float_to_bits(value) & 0x7fffffffu; }
@@ -107,13 +108,15 @@ class TwoWay {
 
   // tile [rows, columns] to rows k.. and columns first.. of codes_t [K, M].
   void store_transposed(const int8_t* tile, int64_t first, int64_t rows, int64_t k, int64_t columns) {
+    alignas(64) int8_t turned[kSide * kSide];  // so that whole lines of the cache are written at once
+    for (int64_t j = 0; j < columns; j += 16)
+      for (int64_t i = 0; i < rows; i += 16) transpose16(tile + i * kSide + j, kSide, turned + j * kSide + i, kSide);
     int8_t* to = q_.codes_t + k * q_.M + first;
-    const int64_t whole_rows = rows / 16 * 16, whole_columns = columns / 16 * 16;
-    for (int64_t j = 0; j < whole_columns; j += 16)
-      for (int64_t i = 0; i < whole_rows; i += 16)
-        transpose16(tile + i * kSide + j, kSide, to + j * q_.M + i, q_.M);
-    for (int64_t j = 0; j < columns; ++j)
-      for (int64_t i = j < whole_columns ? whole_rows : 0; i < rows; ++i) to[j * q_.M + i] = tile[i * kSide + j];
+    if (rows == kSide) {
+      for (int64_t j = 0; j < columns; ++j) memcpy(to + j * q_.M, turned + j * kSide, kSide);
+    } else {
+      for (int64_t j = 0; j < columns; ++j) memcpy(to + j * q_.M, turned + j * kSide, static_cast<size_t>(rows));
+    }
   }
 
   const TwoWayQuantization& q_;
