@@ -28,7 +28,7 @@ from bench_training import ASSET_TEXT, BATCH, HELD_OUT, STEPS, WARM_UP, byte_mod
 from common import curves
 from cpulab.text import library_text
 from cpulab.timing import Turn, command, environment, interleaved, print_table
-from hf_quant import finish_training_, prepare_training_
+from hf_quant import prepare_training_
 from hf_quant.optim import AdamW
 from hf_quant.training.products import RECIPES
 

@@ -78,6 +78,11 @@ class LowBitModule(LayerInTraining):
 
     def multiply(self, input: Tensor, key: str, parameter: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """input [..., K] @ weight [N, K].T + bias, by the layer's recipe; the weight is a part of a parameter."""
+        if hasattr(weight, "full_tensor"):
+            raise ValueError(
+                f"a weight of this {type(self).__name__} is sharded by tensor parallelism, and its parts do not train "
+                "in low bits: shard by fully_shard, or keep such layers in 16 bit by modules="
+            )
         device = input.device.type
         x = autocast(input, device) if torch.is_autocast_enabled(device) else input
         return product(x, weight, bias, *self.low_bit, self._codes(key, parameter, weight), input)
