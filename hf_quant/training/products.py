@@ -75,15 +75,16 @@ _shared = _Shared()
 
 
 @torch.no_grad()
-def input_codes(source: Tensor, x: Tensor, recipe: Recipe) -> Codes:
+def input_codes(source: Tensor, x: Tensor, recipe: Recipe, *, columns: bool) -> Codes:
     """The codes of an input x [..., K], made of `source` by a cast; one call for all that read it in a row."""
 
     def quantized() -> Codes:
-        return quantize_two_way(x.reshape(-1, x.shape[-1]), format=recipe.format, scaling=recipe.scaling)
+        options = {"format": recipe.format, "scaling": recipe.scaling, "columns": columns}
+        return quantize_two_way(x.reshape(-1, x.shape[-1]), **options)
 
     if torch.compiler.is_compiling() or not is_plain(source) or source.is_inference():
         return quantized()
-    key = source._version, x.dtype, recipe.format, recipe.scaling
+    key = source._version, x.dtype, recipe.format, recipe.scaling, columns
     if _shared.source is None or _shared.source() is not source or _shared.key != key or _shared.codes is None:
         _shared.codes = quantized()
         _shared.source, _shared.key = weakref.ref(source, _shared.forget), key
@@ -106,9 +107,10 @@ def product(
     """
     output, grad_input, grad_weight = in_low_bits
     grad_weight = grad_weight and RECIPES[recipe].grad_weight
+    columns = grad_weight and weight.requires_grad and torch.is_grad_enabled()
     of_x = None
-    if output or (grad_weight and weight.requires_grad and torch.is_grad_enabled()):
-        of_x = input_codes(x if source is None else source, x, RECIPES[recipe])
+    if output or columns:
+        of_x = input_codes(x if source is None else source, x, RECIPES[recipe], columns=columns)
     return _Product.apply(x, weight, bias, recipe, output, grad_input, grad_weight, codes, of_x)
 
 
@@ -141,7 +143,8 @@ class _Product(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_grad = None
         if (needs_x and ctx.grad_input) or ctx.columns:
-            of_grad = quantize_two_way(rows, format=recipe.gradient, scaling=recipe.scaling)
+            options = {"format": recipe.gradient, "scaling": recipe.scaling, "columns": ctx.columns}
+            of_grad = quantize_two_way(rows, **options)
         grad_x = grad_weight = grad_bias = None
         if needs_x and ctx.grad_input:
             grad_x = _multiply(of_grad[0], of_weight[0], of_grad[1], of_weight[1], None, grad.dtype)

@@ -43,7 +43,7 @@ def quantize_rows_to_e4m3(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor] | No
     return codes, scales
 
 
-def quantize_two_way(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+def quantize_two_way(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """x [M, K] -> int8 codes, row scales, codes and scales of the transpose, as `quantize_two_way`; None: not here.
 
     An extension that was built before it had the function has none until it is built again.
@@ -52,13 +52,14 @@ def quantize_two_way(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         return None
     M, K = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
+    rows_t = K if columns else 0
     found = (
         torch.empty(M, K, dtype=torch.int8, device="cpu"),
         torch.empty(M, 1, device="cpu"),
-        torch.empty(K, M, dtype=torch.int8, device="cpu"),
-        torch.empty(K, 1, device="cpu"),
+        torch.empty(rows_t, M, dtype=torch.int8, device="cpu"),
+        torch.empty(rows_t, 1, device="cpu"),
     )
-    results = (each.data_ptr() for each in found)
+    results = (each.data_ptr() for each in found)  # 0 for what is empty
     module.quantize_two_way(M, K, x.data_ptr(), DTYPES[x.dtype], x.stride(0), *results, torch.get_num_threads())
     return found
 

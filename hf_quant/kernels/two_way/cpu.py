@@ -8,8 +8,12 @@ from hf_quant.kernels.two_way import op
 
 
 @implements(op.quantize_two_way, "CPU")
-def quantize_two_way_cpu(x: Tensor, *, format: str, scaling: str = "row") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_two_way_cpu(
+    x: Tensor, *, format: str, scaling: str = "row", columns: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `quantize_two_way_reference`, bit for bit."""
     op.check(x, format, scaling)
-    found = native.quantize_two_way(x.detach()) if format == "int8" and scaling == "row" else None
-    return op.quantize_two_way_reference(x, format=format, scaling=scaling) if found is None else found
+    found = native.quantize_two_way(x.detach(), columns=columns) if format == "int8" and scaling == "row" else None
+    return (
+        op.quantize_two_way_reference(x, format=format, scaling=scaling, columns=columns) if found is None else found
+    )

@@ -41,6 +41,7 @@ def _largest_kernel(
     K,
     stride,
     TENSOR: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -53,7 +54,8 @@ def _largest_kernel(
         tl.atomic_max(row_top, tl.max(tl.max(bits, 1), 0))
     else:
         tl.atomic_max(row_top + row, tl.max(bits, 1), mask=row < M)
-        tl.atomic_max(column_top + column, tl.max(bits, 0), mask=column < K)
+        if COLUMNS:
+            tl.atomic_max(column_top + column, tl.max(bits, 0), mask=column < K)
 
 
 @triton.jit
@@ -102,47 +104,49 @@ def _two_way_kernel(
     CONVERTS: tl.constexpr,
     TENSOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     row, column, mask = _tile(M, K, BLOCK_M, BLOCK_K, EVEN)
-    if TENSOR:
-        of_row = tl.load(row_top + row * 0)
-        of_column = tl.load(row_top + column * 0)
-    else:
-        of_row = tl.load(row_top + row, mask=row < M, other=0)
-        of_column = tl.load(column_top + column, mask=column < K, other=0)
-    of_row, of_column = _scale(of_row, LIMIT, SMALLEST, POWER_OF_TWO), _scale(of_column, LIMIT, SMALLEST, POWER_OF_TWO)
+    top = tl.load(row_top + (row * 0 if TENSOR else row), mask=row < M, other=0)
+    of_row = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
     blocks = tl.cdiv(K, BLOCK_K)
     if tl.program_id(0) % blocks == 0:
         tl.store(row_scale + row, of_row, mask=row < M)
-    if tl.program_id(0) // blocks == 0:
-        tl.store(column_scale + column, of_column, mask=column < K)
     at = row.to(tl.int64)
     value = tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     by_row = _code(value * tl.div_rn(1.0, of_row)[:, None], KIND, LIMIT, CONVERTS)
     tl.store(codes + at[:, None] * K + column[None, :], by_row, mask=mask)
-    by_column = _code(value * tl.div_rn(1.0, of_column)[None, :], KIND, LIMIT, CONVERTS)
-    places = codes_t + column.to(tl.int64)[:, None] * M + row[None, :]
-    tl.store(places, tl.trans(by_column), mask=tl.trans(mask))
+    if COLUMNS:
+        top = tl.load(row_top + column * 0 if TENSOR else column_top + column, mask=column < K, other=0)
+        of_column = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
+        if tl.program_id(0) // blocks == 0:
+            tl.store(column_scale + column, of_column, mask=column < K)
+        by_column = _code(value * tl.div_rn(1.0, of_column)[None, :], KIND, LIMIT, CONVERTS)
+        places = codes_t + column.to(tl.int64)[:, None] * M + row[None, :]
+        tl.store(places, tl.trans(by_column), mask=tl.trans(mask))
 
 
 @implements(op.quantize_two_way, "XPU")
 @implements(op.quantize_two_way, "CUDA")
-def quantize_two_way_gpu(x: Tensor, *, format: str, scaling: str = "row") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_two_way_gpu(
+    x: Tensor, *, format: str, scaling: str = "row", columns: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `quantize_two_way_reference`, bit for bit in rows and columns without NaN or inf."""
     op.check(x, format, scaling)
     floats = (torch.float32, torch.bfloat16, torch.float16)
     if x.dtype not in floats or x.numel() == 0 or unavailable_reason(x.device) is not None:
-        return op.quantize_two_way_reference(x, format=format, scaling=scaling)
+        return op.quantize_two_way_reference(x, format=format, scaling=scaling, columns=columns)
     M, K = x.shape
+    rows_t = K if columns else 0
     x = x if x.stride(1) == 1 else x.contiguous()
     tops = torch.zeros(M + K, dtype=torch.int32, device=x.device)
-    codes, codes_t = (torch.empty(shape, dtype=torch.int8, device=x.device) for shape in ((M, K), (K, M)))
-    row_scale, column_scale = (torch.empty(size, 1, device=x.device) for size in (M, K))
+    codes, codes_t = (torch.empty(shape, dtype=torch.int8, device=x.device) for shape in ((M, K), (rows_t, M)))
+    row_scale, column_scale = (torch.empty(size, 1, device=x.device) for size in (M, rows_t))
     grid = (triton.cdiv(M, _BLOCK_M) * triton.cdiv(K, _BLOCK_K),)
-    options = {"TENSOR": scaling == "tensor", "EVEN": M % _BLOCK_M == 0 and K % _BLOCK_K == 0}
+    options = {"TENSOR": scaling == "tensor", "COLUMNS": columns, "EVEN": M % _BLOCK_M == 0 and K % _BLOCK_K == 0}
     options |= {"BLOCK_M": _BLOCK_M, "BLOCK_K": _BLOCK_K, "num_warps": _NUM_WARPS}
     launch(_largest_kernel, grid, x, tops[:M], tops[M:], M, K, x.stride(0), **options)
     launch(

@@ -42,10 +42,11 @@ def scales_of(amax: Tensor, format: str, scaling: str) -> Tensor:
 
 
 def quantize_two_way_reference(
-    x: Tensor, *, format: str, scaling: str = "row"
+    x: Tensor, *, format: str, scaling: str = "row", columns: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [M, K] -> codes [M, K], row_scale [M, 1], codes_t [K, M], column_scale [K, 1]; scales in fp32, all contiguous.
 
+    Without `columns` the last two are [0, M] and [0, 1].
     x ~ codes * row_scale, x.T ~ codes_t * column_scale. format: "int8", "fp8_e4m3" or "fp8_e5m2". scaling: "row", each
     row and each column has its largest magnitude / the format's largest; "power_of_two", that rounded up to a power of
     two; "tensor", all have that of the matrix, and codes_t is the transpose of codes. Scales below 2**-90, as of
@@ -63,12 +64,10 @@ def quantize_two_way_reference(
         scales = [scale.repeat(size, 1) for size in (M, K)]
     else:
         scales = [scales_of(values.abs().amax(dim), format, scaling).view(-1, 1) for dim in (1, 0)]
-    return (
-        _codes(values * (1 / scales[0]), format),
-        scales[0],
-        _codes(values.t() * (1 / scales[1]), format),
-        scales[1],
-    )
+    codes = _codes(values * (1 / scales[0]), format)
+    if not columns:
+        return codes, scales[0], codes.new_empty(0, M), scales[0].new_empty(0, 1)
+    return codes, scales[0], _codes(values.t() * (1 / scales[1]), format), scales[1]
 
 
 def _codes(values: Tensor, format: str) -> Tensor:
@@ -76,12 +75,12 @@ def _codes(values: Tensor, format: str) -> Tensor:
     return (values.round() if format == "int8" else values).to(DTYPES[format]).contiguous()
 
 
-def _quantize_two_way_fake(x, *, format, scaling="row"):
+def _quantize_two_way_fake(x, *, format, scaling="row", columns=True):
     check(x, format, scaling)
-    M, K = x.shape
-    options = {"dtype": DTYPES[format]}
-    scales = (x.new_empty(size, 1, dtype=torch.float32) for size in (M, K))
-    return x.new_empty(M, K, **options), next(scales), x.new_empty(K, M, **options), next(scales)
+    (M, K), options = x.shape, {"dtype": DTYPES[format]}
+    rows_t = K if columns else 0
+    scales = (x.new_empty(size, 1, dtype=torch.float32) for size in (M, rows_t))
+    return x.new_empty(M, K, **options), next(scales), x.new_empty(rows_t, M, **options), next(scales)
 
 
 quantize_two_way = define_op("quantize_two_way", quantize_two_way_reference, _quantize_two_way_fake)

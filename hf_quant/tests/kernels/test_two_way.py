@@ -60,6 +60,8 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(dtype):
             for name in (None, *native.instruction_sets()):
                 with native.using(name):
                     assert same_bits(quantize_two_way(given, format="int8"), expected), (name, M, K)
+                    alone = quantize_two_way(given, format="int8", columns=False)
+                assert same_bits(alone[:2], expected[:2]) and alone[2].shape == (0, M) and alone[3].shape == (0, 1)
 
 
 @pytest.mark.parametrize(("format", "scaling"), CASES)
@@ -69,6 +71,9 @@ def test_the_gpu_kernel_gives_the_reference(format, scaling):
         options = {"format": format, "scaling": scaling}
         expected = op.quantize_two_way_reference(x, **options)
         assert same_bits(gpu.quantize_two_way_gpu(x, **options), expected), (M, K)
+        for quantize in (gpu.quantize_two_way_gpu, op.quantize_two_way_reference):
+            alone = quantize(x, **options, columns=False)
+            assert same_bits(alone[:2], expected[:2]) and alone[2].shape == (0, M) and alone[3].shape == (0, 1)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -92,7 +97,9 @@ def test_empty_matrices_bad_input_and_tracing():
         assert codes.shape == shape and codes_t.shape == shape[::-1]
         assert torch.equal(row_scale, torch.ones(shape[0], 1)) and torch.equal(column_scale, torch.ones(shape[1], 1))
     for format, scaling in CASES:
-        torch.library.opcheck(quantize_two_way, (matrix(5, 7),), {"format": format, "scaling": scaling})
+        for columns in (True, False):
+            options = {"format": format, "scaling": scaling, "columns": columns}
+            torch.library.opcheck(quantize_two_way, (matrix(5, 7),), options)
     with pytest.raises(ValueError, match="format is 'int4'; allowed: int8, fp8_e4m3, fp8_e5m2"):
         quantize_two_way(torch.ones(2, 2), format="int4")
     with pytest.raises(ValueError, match="scaling is 'group'; allowed: row, power_of_two, tensor"):

@@ -167,7 +167,7 @@ struct TwoWayQuantization {
   int64_t x_stride;  // of rows, elements
   int8_t* codes;     // [M, K]
   float* row_scale;
-  int8_t* codes_t;  // [K, M]
+  int8_t* codes_t;  // [K, M], or null: by rows alone
   float* column_scale;
   int threads;
 };

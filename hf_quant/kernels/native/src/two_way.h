@@ -46,10 +46,14 @@ class TwoWay {
   explicit TwoWay(const TwoWayQuantization& q) : q_(q), strips_(ceil_div(q.M, kSide)) {}
 
   bool run() {
+    const int threads = q_.M * q_.K < (1 << 16) ? 1 : q_.threads;
+    if (q_.codes_t == nullptr) {
+      parallel_for(q_.M, threads, [&](int64_t i) { quantize_row(i); });
+      return true;
+    }
     // The largest magnitudes of each strip's columns; as integers they have the order of their values, NaN last.
     tops_ = static_cast<uint32_t*>(thread_scratch(0, static_cast<size_t>(strips_ * q_.K) * 4));
     if (tops_ == nullptr) return false;
-    const int threads = q_.M * q_.K < (1 << 16) ? 1 : q_.threads;
     parallel_for(strips_, threads, [&](int64_t strip) { measure(strip); });
     for (int64_t k = 0; k < q_.K; ++k) {
       uint32_t top = 0;
@@ -65,6 +69,19 @@ class TwoWay {
 
  private:
   int64_t rows_of(int64_t strip) const { return min64(kSide, q_.M - strip * kSide); }
+
+  void quantize_row(int64_t i) {
+    const void* x = static_cast<const char*>(q_.x) + i * q_.x_stride * element_size(q_.x_dtype);
+    float values[kColumns];
+    const float scale = q_.row_scale[i] = int8_row_scale(row_top(x, q_.x_dtype, q_.K, values), nullptr);
+    const float inverse = 1.0f / scale;
+    for (int64_t k = 0; k < q_.K; k += kColumns) {
+      const int64_t count = min64(kColumns, q_.K - k);
+      if (q_.K > kColumns) to_float(x, q_.x_dtype, k, count, values);
+      int8_t* __restrict codes = q_.codes + i * q_.K + k;
+      for (int64_t j = 0; j < count; ++j) codes[j] = int8_code(values[j] * inverse);
+    }
+  }
 
   void measure(int64_t strip) {
     uint32_t* __restrict tops = tops_ + strip * q_.K;
