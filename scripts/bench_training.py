@@ -2,11 +2,17 @@
 
     python scripts/bench_training.py optimizers --threads 1              # ns and bytes per parameter
     python scripts/bench_training.py optimizers --losses --threads 1     # and losses: some minutes for each seed
+    python scripts/bench_training.py qat --threads 1                     # a step of quantization-aware training
+    python scripts/bench_training.py qat --threads 1 --train int4 int2   # and what training recovers: 10 minutes each
+    python scripts/bench_training.py qat --train int2:group_size=64 --model build/real_models/smollm2 --gptq
 
 `optimizers`: a step of each AdamW on the parameters of a transformer layer of width 1024 (11.3M), beside torch's fused
 AdamW in the same run; rows quantized at random, beside rounding to the nearest. `--losses`: the loss on held-out text
 of a byte model of 0.5M parameters that is trained from scratch, beside torch's AdamW with fp32 parameters and states;
 one seed gives the weights, the batches and the random numbers of rounding.
+
+`qat`: a step of each scheme beside a step in bf16 of the same run. `--train`: perplexity, and KL from the 16-bit
+model, of plain rounding, of the default algorithm, of GPTQ with `--gptq`, and after training with the 16-bit teacher.
 """
 
 import argparse
@@ -21,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cpulab import qat
 from cpulab.timing import Turn, command, environment, interleaved, print_table
 from hf_quant.kernels import quantize_rowwise
 from hf_quant.optim import AdamW
@@ -171,10 +178,29 @@ def main() -> None:
     optimizers.add_argument("--seeds", type=int, default=4, help="(%(default)s)")
     optimizers.add_argument("--steps", type=int, default=STEPS, help="of training (%(default)s)")
     optimizers.add_argument("--text", type=Path, default=ASSET_TEXT, help="(default: the text of the tests' model)")
+    trains = commands.add_parser("qat", help="quantization-aware training")
+    trains.add_argument("--threads", type=int, help="of torch (default: torch's)")
+    trains.add_argument("--rounds", type=int, default=10, help="(%(default)s; 0: no times)")
+    trains.add_argument("--tokens", type=int, default=1024, help="of a step (%(default)s)")
+    trains.add_argument("--train", nargs="+", default=[], metavar="SCHEME", help="train with these schemes, too")
+    trains.add_argument("--model", type=Path, default=qat.ASSET, help="a checkpoint (default: the tests' model)")
+    trains.add_argument("--gptq", action="store_true", help="start from GPTQ, and compare with it")
+    trains.add_argument("--steps", type=int, default=500, help="(%(default)s)")
+    trains.add_argument("--length", type=int, default=256, help="of a window (%(default)s)")
+    trains.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+    trains.add_argument("--judge", type=int, default=8192, help="held-out tokens (%(default)s)")
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     print(f"{command()}\n{environment()}, {torch.get_num_threads()} threads\n")
+    if args.command == "qat":
+        if args.rounds:
+            qat.print_times(args.rounds, args.tokens)
+        run = qat.Run(args.steps, args.tokens, args.length, args.learning_rate)
+        if args.train:
+            judged = {"tokens": args.judge, "window": args.length}
+            qat.print_recovered(args.model, args.train, run, **judged, gptq=args.gptq)
+        return
     print_times(args.rounds)
     if args.losses:
         print_losses(args.text, args.seeds, args.steps)

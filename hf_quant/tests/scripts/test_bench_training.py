@@ -3,6 +3,8 @@
 import torch
 
 import bench_training
+from cpulab import qat
+from cpulab.text import library_text
 from hf_quant.optim import AdamW
 
 
@@ -24,3 +26,23 @@ def test_the_byte_model_learns_and_the_optimizer_is_the_one_that_is_named():
     assert optimizer.param_groups[0]["seed"] == 3
     losses = [bench_training.trained_loss(*made, seed=0, text=TEXT, steps=steps) for steps in (1, 12)]
     assert losses[1] < losses[0] - 0.5
+
+
+def test_steps_of_quantization_aware_training_are_timed():
+    found = qat.step_times(1, 16, ("int4", "W4A8"), width=64)
+    assert found.keys() == {qat.BASE, "int4", "W4A8"} and all(seconds > 0 for seconds in found.values())
+
+
+def test_training_recovers_what_plain_rounding_lost(capsys):
+    run = qat.Run(steps=30, tokens=256, length=64, learning_rate=1e-3)
+    found = qat.recovered(qat.ASSET, "int2:group_size=64", run, tokens=512, window=64, gptq=False, log=False)
+    assert list(found) == [qat.BASE, "RTN", "PTQ", "QAT"]
+    assert found["QAT"].kl < found["PTQ"].kl < found["RTN"].kl
+
+
+def test_no_file_that_is_judged_on_is_trained_on():
+    held_out = (qat.ASSET / "eval.txt").read_text()
+    texts = library_text(held_out)
+    assert len(texts) > 500
+    longest = max(texts, key=len)
+    assert longest not in library_text(held_out + longest)
