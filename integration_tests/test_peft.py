@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torch import Tensor, nn
 
 from hf_quant import QuantizerConfig, dequantize_, quantize_
+from hf_quant.integrations.peft import loftq_init_
 from hf_quant.modules import QuantizedModule
 from integration_tests.support.tiny_models import build, inputs
 
@@ -287,6 +288,45 @@ def test_methods_that_begin_with_no_change(config):
     assert losses[-1] < losses[0]
     adapted = logits(model)
     assert change(logits(model.merge_and_unload()), adapted) < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("fields", ["int3", {"weights": "int2", "input_transform": "hadamard"}], ids=str)
+def test_a_start_that_corrects_the_rounding(name, fields):
+    reference = build(name, torch.float32)
+    model = get_peft_model(quantized(fields, name), LoraConfig(r=8, lora_alpha=4, target_modules="all-linear"))
+    ids = inputs(name)["input_ids"]
+    with torch.no_grad():
+        expected, before = (m(ids).logits for m in (reference, model))
+    names = loftq_init_(model, reference)
+    with torch.no_grad():
+        after = model(ids).logits
+    assert change(after, expected) < 0.95 * change(before, expected)
+    assert len(names) == sum(isinstance(m, QuantizedModule) and m.kind == "linear" for m in model.modules())
+    # Rank by rank it is the best correction of the weight.
+    layer = model.get_submodule(f"base_model.model.{names[-1]}")
+    base = layer.get_base_layer()
+    weight = reference.get_submodule(names[-1]).weight
+    error = base.to_matrix("weight", weight - base.dequantize_weight("weight", torch.float32)).detach()
+    update = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    left = (error - update).norm() ** 2
+    best = torch.linalg.svdvals(error)[8:].square().sum()
+    assert best * (1 - 1e-4) <= left <= 1.02 * best
+
+
+def test_a_start_needs_the_weights_that_were_quantized():
+    reference, lora = build("llama", torch.float32), LoraConfig(r=4, target_modules="all-linear")
+    with pytest.raises(ValueError, match="no quantized linear layer of this PeftModel has a LoRA named 'default'"):
+        loftq_init_(get_peft_model(build("llama", torch.float32), lora), reference)
+    model = get_peft_model(quantized("int4"), lora)
+    before = copy.deepcopy(model.state_dict())
+    for wrong in (quantized("int4"), build("gpt2", torch.float32)):
+        with pytest.raises(ValueError, match="the reference has no 16-bit layer model.layers.0.self_attn.q_proj"):
+            loftq_init_(model, wrong)
+    dora = get_peft_model(quantized("int4"), LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    with pytest.raises(ValueError, match="has DoRA"):
+        loftq_init_(dora, reference)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values()))
 
 
 def tied() -> nn.Module:

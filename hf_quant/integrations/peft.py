@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key, uncounted_weights
@@ -50,6 +51,54 @@ def quantized_parameters(model: nn.Module, targets: Iterable[str]) -> dict[str, 
                         f"quantize the model with modules={{{name!r}: None}} to adapt it"
                     )
     return found
+
+
+@torch.no_grad()
+def loftq_init_(model: nn.Module, reference: nn.Module, *, adapter_name: str = "default") -> list[str]:
+    """Start the LoRA of quantized linear layers as the best correction of their rounding; return the names of these.
+
+    A and B become the rank-r approximation of reference weight - dequantized weight, by its largest singular values
+    (Li et al., https://arxiv.org/abs/2310.08659, one step), so that training starts nearer to the 16-bit model. Layers
+    of other kinds keep their start.
+
+    Args:
+        model: a quantized model with LoRA, as `get_peft_model` returns it, not trained yet.
+        reference: the 16-bit model that was quantized, on any device; one weight at a time is moved to the layer's.
+        adapter_name: as PEFT knows it.
+
+    Raises:
+        ValueError: no quantized linear layer has this adapter, one has DoRA, whose magnitudes would be wrong, or the
+            reference has no such layer of the same shape in 16 bit. The model is then unchanged.
+    """
+    known = dict(reference.named_modules())
+    found: dict[str, tuple[Any, QuantizedModule, Tensor]] = {}
+    for name, layer in model.named_modules():
+        if adapter_name not in getattr(layer, "lora_A", {}):
+            continue
+        base = layer.get_base_layer()
+        if not isinstance(base, QuantizedModule) or base.kind != "linear":
+            continue
+        if getattr(layer, "use_dora", {}).get(adapter_name):
+            raise ValueError(f"{name} has DoRA, whose magnitudes are those of its first start: take plain LoRA")
+        own = name.removeprefix("base_model.model.")
+        other = known.get(own)
+        weight = None if isinstance(other, QuantizedModule) else getattr(other, "weight", None)
+        if weight is None or weight.shape != base.weight_shape("weight"):
+            raise ValueError(f"the reference has no 16-bit layer {own} of shape {base.weight_shape('weight')}")
+        found[own] = (layer, base, weight)
+    if not found:
+        raise ValueError(f"no quantized linear layer of this {type(model).__name__} has a LoRA named {adapter_name!r}")
+    for layer, base, weight in found.values():
+        quantized = base.dequantize_weight("weight", torch.float32)
+        error = base.to_matrix("weight", weight.to(quantized.device, torch.float32) - quantized)
+        A, B = layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight
+        with torch.random.fork_rng(devices=[error.device] if error.is_cuda else []):
+            torch.manual_seed(0)
+            left, sizes, right = torch.svd_lowrank(error, q=min(2 * len(A) + 16, *error.shape), niter=4)
+        root = (sizes[: len(A)] / layer.scaling[adapter_name]).sqrt()
+        A.copy_(root.unsqueeze(1) * right[:, : len(A)].t())
+        B.copy_(left[:, : len(A)] * root)
+    return list(found)
 
 
 def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
