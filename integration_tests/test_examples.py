@@ -15,8 +15,9 @@ from hf_quant.modules import QuantizedModule
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
-from peft import LoraConfig, get_peft_model_state_dict  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict  # noqa: E402
 from PIL import Image  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from diffusion.bench import tensor_bytes  # noqa: E402
 from diffusion.models import MODELS, T5_XXL  # noqa: E402
@@ -27,6 +28,7 @@ from integration_tests.support.tiny_pipelines import save_cogvideox, save_flux  
 
 
 EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
+ASSET = Path(__file__).parent / "assets" / "tiny-llama-13m"
 SMALL = ["--steps", "2", "--size", "16"]
 
 
@@ -122,3 +124,28 @@ def test_cogvideox(run_example, tmp_path):
     found = run_example("cogvideox.py", video, "--steps", 2, "--frames", 9, "--size", 32, 48, "--out", out)
     assert quantized_parts(found["pipe"]) == {"transformer", "text_encoder"}
     assert Image.open(out).n_frames == 9 and Image.open(out).size == (48, 32)
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text((ASSET / "eval.txt").read_text()[:20_000])
+    return path
+
+
+def test_recover_with_teacher(run_example, text, tmp_path):
+    out = tmp_path / "out"
+    run_example("recover_with_teacher.py", ASSET, "--text", text, "--steps", 2, "--length", 32, "--out", out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert {str(m.scheme.weight.format) for m in model.modules() if isinstance(m, QuantizedModule)} == {"int2"}
+
+
+def test_qlora(run_example, text, tmp_path):
+    out = tmp_path / "out"
+    found = run_example("qlora.py", ASSET, "--text", text, "--steps", 2, "--length", 32, "--out", out)
+    again = PeftModel.from_pretrained(found["base"], out, adapter_name="again")
+    layer = next(m for m in again.modules() if "again" in getattr(m, "lora_A", {}))
+    assert (
+        torch.equal(layer.lora_A["again"].weight, layer.lora_A["default"].weight)
+        and layer.lora_B["again"].weight.any()
+    )
