@@ -12,7 +12,7 @@ from hf_quant.modules import QuantizedModule, route
 from hf_quant.modules.products import autocast
 from hf_quant.patterns import matches
 from hf_quant.planning import format_table, plan, template
-from hf_quant.training.products import RECIPES, Codes, Recipe, product, weight_codes
+from hf_quant.training.products import RECIPES, Codes, Recipe, may_keep, product, weight_codes
 from hf_quant.training.swapped import FAMILIES, LayerInTraining, class_in_training
 
 
@@ -94,7 +94,7 @@ class LowBitModule(LayerInTraining):
         again. Only then codes are reused: elsewhere weights may change without a new version, as by `.data`. Layers
         keep codes from the first call on that could have reused them.
         """
-        if torch.compiler.is_compiling() or parameter.is_inference() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not may_keep(parameter):
             return None
         is_same = parameter.grad is not None or torch._C._current_graph_task_id() != -1
         self._reuses |= is_same

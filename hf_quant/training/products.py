@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_quant.kernels import fp8_scaled_mm, int8_scaled_mm, quantize_two_way
 from hf_quant.kernels.dispatch import is_plain
@@ -58,6 +59,13 @@ def weight_codes(weight: Tensor, recipe: Recipe) -> Codes:
     return codes, scale.repeat(N, 1), codes.t().contiguous(), scale.repeat(K, 1)
 
 
+def may_keep(x: Tensor) -> bool:
+    """True if what is computed from a tensor now may serve a later call: nothing traces or captures this one."""
+    if torch.compiler.is_compiling() or not is_plain(x) or x.is_inference():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 class _Shared(threading.local):
     """The codes of the last input, which the layers that read the same tensor share."""
 
@@ -82,7 +90,7 @@ def input_codes(source: Tensor, x: Tensor, recipe: Recipe, *, columns: bool) -> 
         options = {"format": recipe.format, "scaling": recipe.scaling, "columns": columns}
         return quantize_two_way(x.reshape(-1, x.shape[-1]), **options)
 
-    if torch.compiler.is_compiling() or not is_plain(source) or source.is_inference():
+    if not may_keep(source):
         return quantized()
     key = source._version, x.dtype, recipe.format, recipe.scaling, columns
     if _shared.source is None or _shared.source() is not source or _shared.key != key or _shared.codes is None:
@@ -136,6 +144,7 @@ class _Product(torch.autograd.Function):
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         recipe, saved = RECIPES[ctx.recipe], list(ctx.saved_tensors)
         of_weight = [saved.pop(0) for _ in range(2 if ctx.grad_input else 1)]

@@ -103,6 +103,14 @@ def test_what_is_switched_off_is_computed_in_16_bit(recipe, switched_off):
     assert (sqnr(found["2.weight"], plain["2.weight"]) > 100) == (off == {"output", "grad_weight"})
 
 
+def test_second_derivatives_are_refused():
+    model, x = mlp(), inputs()
+    prepare_training_(model, min_size=1)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_without_gradients_nothing_is_kept():
     model, x = mlp(), inputs().detach()
     prepare_training_(model, min_size=1)
