@@ -16,7 +16,7 @@ from hf_quant.kernels.gpu.row_codes import encode
 from hf_quant.kernels.two_way import op
 
 
-_BLOCK_M, _BLOCK_K, _NUM_WARPS = 128, 64, 8
+_BLOCK_M, _BLOCK_K, _NUM_WARPS = 64, 64, 4
 
 
 @triton.jit
@@ -72,7 +72,8 @@ def _scale(top, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.co
 @triton.jit
 def _code(value, KIND: tl.constexpr, LIMIT: tl.constexpr, CONVERTS: tl.constexpr):
     """fp32 -> the code of the nearest value of the format, as a byte."""
-    value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+    if KIND != "int8":  # whose values are within half a step of the range, or mean nothing
+        value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
     if KIND == "fp8_e5m2":
         bits = value.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -165,6 +166,7 @@ def quantize_two_way_gpu(
         SMALLEST=SMALLEST_SCALE,
         CONVERTS=format == "fp8_e4m3" and target_of(x.device).has_fp8_dot,
         POWER_OF_TWO=scaling == "power_of_two",
+        enable_fp_fusion=False,  # a product is rounded before it becomes a code
         **options,
     )
     dtype = op.DTYPES[format]
