@@ -147,6 +147,27 @@ def test_an_adapter_in_trainer(tmp_path):
     )
 
 
+def test_training_of_an_adapter_resumes_to_the_bit(tmp_path):
+    """Trainer saves the adapter alone: the weight under it and its scales are those that prepare_qat_ makes again."""
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        model = get_peft_model(build("llama", torch.float32), LoraConfig(r=4, target_modules="all-linear"))
+        prepare_qat_(model, "int3")
+        return model
+
+    whole = distiller(adapted(), tmp_path / "whole")
+    whole.train()
+    resumed = distiller(adapted(), tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert losses(resumed) == losses(whole) and len(set(losses(whole))) == 4
+    start = {name: p for name, p in adapted().named_parameters() if p.requires_grad}
+    trained = dict(whole.model.named_parameters())
+    assert start and not any(torch.equal(p, trained[name]) for name, p in start.items())
+    first, second = (convert_qat_(of.model.merge_and_unload()).state_dict() for of in (whole, resumed))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
 def test_evaluation_gives_the_loss_and_the_logits(tmp_path):
     training = distiller(prepared(), tmp_path)
     found = training.predict(DATA[:4])

@@ -1,4 +1,4 @@
-"""A small language model in 2 bits that learns from its 16-bit self: half an hour on a GPU, a night on a CPU.
+"""A language model in 2 bits that learns from its 16-bit self, from the codes of GPTQ on.
 
 python scripts/examples/recover_with_teacher.py HuggingFaceTB/SmolLM2-135M --text my_texts.txt --out smollm2-int2
 """
