@@ -28,7 +28,7 @@ from bench_training import ASSET_TEXT, BATCH, HELD_OUT, STEPS, WARM_UP, byte_mod
 from common import curves
 from cpulab.text import library_text
 from cpulab.timing import Turn, command, environment, interleaved, print_table
-from hf_quant import prepare_training_
+from hf_quant import finish_training_, prepare_training_
 from hf_quant.optim import AdamW
 from hf_quant.training.products import RECIPES
 
@@ -112,7 +112,7 @@ def print_times(rounds: int) -> None:
 def train(
     model: nn.Module, batch_of: Callable[[int], Tensor], recipe: str, *, steps: int, rate: float, min_size: int
 ) -> list[float]:
-    """Train a model in bf16, with a warm-up and a cosine; return the loss of each step. It ends as a 16-bit model."""
+    """Train a model in bf16, with a warm-up and a cosine; return the loss of each step."""
     if recipe != BASE:
         prepare_training_(model, recipe, min_size=min_size)
     optimizer = AdamW(model.parameters(), lr=rate, weight_decay=0.1, states="bf16")
@@ -146,7 +146,7 @@ def from_scratch(recipe: str, seed: int, text: Tensor, steps: int = STEPS) -> tu
 
 
 def fine_tuned(path: Path, recipe: str, seed: int, args: argparse.Namespace) -> tuple[float, list[float]]:
-    """(held-out loss, losses of the steps) of a checkpoint that is fine-tuned on Python's library."""
+    """(held-out loss of the 16-bit model at the end, losses of the steps) of a checkpoint on Python's library."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = library_text(ASSET_TEXT.read_text())
     ids = torch.tensor([i for part in tokenizer(texts[:400], verbose=False)["input_ids"] for i in part])
@@ -158,6 +158,9 @@ def fine_tuned(path: Path, recipe: str, seed: int, args: argparse.Namespace) -> 
     batch_of = lambda step: rest[torch.arange(step * rows, (step + 1) * rows) % len(rest)]  # noqa: E731
     run = {"steps": args.steps, "rate": args.learning_rate, "min_size": 128}
     losses = train(model, batch_of, recipe, **run)
+    if recipe != BASE:
+        print(f"  {recipe}: held-out loss in its own products {held_out_loss(model, list(held_out.split(4))):.4f}")
+        finish_training_(model)
     return held_out_loss(model, list(held_out.split(4))), losses
 
 
