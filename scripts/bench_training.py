@@ -12,7 +12,8 @@ of a byte model of 0.5M parameters that is trained from scratch, beside torch's 
 one seed gives the weights, the batches and the random numbers of rounding.
 
 `qat`: a step of each scheme beside a step in bf16 of the same run. `--train`: perplexity, and KL from the 16-bit
-model, of plain rounding, of the default algorithm, of GPTQ with `--gptq`, and after training with the 16-bit teacher.
+model, of plain rounding, of the default algorithm, of GPTQ with `--gptq`, and after training with the 16-bit teacher,
+on sources of Python's library, or with `--text own` on text that the teacher writes.
 """
 
 import argparse
@@ -188,6 +189,7 @@ def main() -> None:
     trains.add_argument("--steps", type=int, default=500, help="(%(default)s)")
     trains.add_argument("--length", type=int, default=256, help="of a window (%(default)s)")
     trains.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+    trains.add_argument("--text", choices=qat.TEXTS, default="library", help="to train on (%(default)s)")
     trains.add_argument("--judge", type=int, default=8192, help="held-out tokens (%(default)s)")
     args = parser.parse_args()
     if args.threads is not None:
@@ -196,7 +198,7 @@ def main() -> None:
     if args.command == "qat":
         if args.rounds:
             qat.print_times(args.rounds, args.tokens)
-        run = qat.Run(args.steps, args.tokens, args.length, args.learning_rate)
+        run = qat.Run(args.steps, args.tokens, args.length, args.learning_rate, args.text)
         if args.train:
             judged = {"tokens": args.judge, "window": args.length}
             qat.print_recovered(args.model, args.train, run, **judged, gptq=args.gptq)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel, PreTrainedTokenizerBase
 
 from common.schemes import parse_spec
 from cpulab.text import library_text
 from cpulab.timing import Turn, interleaved, print_table
 from hf_quant import QuantizerConfig, convert_qat_, prepare_qat_, quantize_
+from hf_quant.calibration.sample import sample
 from hf_quant.evaluate import Quality, quality, read_windows
 from hf_quant.integrations.training import output_head
 from hf_quant.optim import AdamW
@@ -24,16 +25,19 @@ from hf_quant.training import distillation_loss
 
 ASSET = Path(__file__).parents[2] / "integration_tests" / "assets" / "tiny-llama-13m"
 BASE, WARM_UP = "bf16", 10
+TEXTS = {"library": "the standard library", "own": "its own text"}
+OWN_TOKENS = 196_608  # 4 minutes of the tests' model on one thread
 TIMED = ("int8", "int4", "int3", "int2", "fp8", "nf4", "int4:input_transform=hadamard", "W4A8")
 
 
 class Run(NamedTuple):
-    """Settings of a training: `tokens` of each step in windows of `length`, with a peak learning rate."""
+    """Settings of a training: `tokens` of each step in windows of `length` of a text, with a peak learning rate."""
 
     steps: int
     tokens: int
     length: int
     learning_rate: float
+    text: str = "library"
     seed: int = 0
 
 
@@ -79,7 +83,10 @@ def print_times(rounds: int, tokens: int) -> None:
 
 
 def train(model: nn.Module, teacher: nn.Module, ids: Tensor, run: Run, *, log: bool = True) -> None:
-    """Bring a prepared model near to its teacher by KL; embeddings and norms stay as they are."""
+    """Bring a prepared model near to its teacher by KL; embeddings and norms stay as they are.
+
+    `ids` [num_tokens] are a text, in which windows begin anywhere, or [windows, length].
+    """
     for name, p in model.named_parameters():
         p.requires_grad_(p.requires_grad and p.dim() > 1 and "embed" not in name and "lm_head" not in name)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -91,8 +98,9 @@ def train(model: nn.Module, teacher: nn.Module, ids: Tensor, run: Run, *, log: b
         cosine = 0.55 + 0.45 * math.cos(math.pi * step / run.steps)
         for group in optimizer.param_groups:
             group["lr"] = run.learning_rate * min(1.0, (step + 1) / WARM_UP) * cosine
-        first = torch.randint(0, ids.numel() - run.length, (run.tokens // run.length, 1), generator=generator)
-        batch = ids[first + torch.arange(run.length)]
+        count = len(ids) if ids.dim() == 2 else len(ids) - run.length
+        first = torch.randint(0, count, (run.tokens // run.length, 1), generator=generator)
+        batch = ids[first[:, 0]] if ids.dim() == 2 else ids[first + torch.arange(run.length)]
         hidden = [last_hidden(m, batch, trains) for m, trains in ((model, True), (teacher, False))]
         loss = distillation_loss(*hidden, *heads, mask=torch.ones(batch.shape, dtype=torch.bool))
         loss.backward()
@@ -111,6 +119,14 @@ def last_hidden(model: nn.Module, batch: Tensor, trains: bool) -> Tensor:
         return model.base_model(input_ids=batch, use_cache=False).last_hidden_state
 
 
+def training_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, run: Run) -> Tensor:
+    """Token ids of the library's sources [num_tokens], or of text that the model writes [windows, length]."""
+    if run.text == "own":
+        return sample(model, min(run.steps * run.tokens, OWN_TOKENS), run.length)
+    texts = library_text((ASSET / "eval.txt").read_text())
+    return torch.tensor([i for part in tokenizer(texts, verbose=False)["input_ids"] for i in part])
+
+
 def recovered(
     path: Path, spec: str, run: Run, *, tokens: int, window: int, gptq: bool, log: bool = True
 ) -> dict[str, Quality]:
@@ -118,10 +134,9 @@ def recovered(
     held_out = ASSET / "eval.txt"
     tokenizer = AutoTokenizer.from_pretrained(path)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    texts = library_text(held_out.read_text())
-    ids = torch.tensor([i for part in tokenizer(texts, verbose=False)["input_ids"] for i in part])
+    ids = training_ids(base, tokenizer, run)
     order = torch.randperm(ids.numel() // run.length, generator=torch.Generator().manual_seed(1))
-    data = ids[: len(order) * run.length].view(-1, run.length)[order[: 16384 // run.length]]
+    data = ids.flatten()[: len(order) * run.length].view(-1, run.length)[order[: 16384 // run.length]]
     judged = read_windows(held_out, tokenizer, window=window, max_tokens=tokens)
     found = {}
 
@@ -145,7 +160,7 @@ def recovered(
 def print_recovered(path: Path, specs: list[str], run: Run, *, tokens: int, window: int, gptq: bool) -> None:
     """Print the table of what training recovers."""
     print(
-        f"\n{path.name}: {run.steps} steps of {run.tokens} tokens of the standard library, KL from the bf16 model, "
+        f"\n{path.name}: {run.steps} steps of {run.tokens} tokens of {TEXTS[run.text]}, KL from the bf16 model, "
         f"learning rate {run.learning_rate:g};\njudged on {tokens} held-out tokens. Recovered: of the distance to "
         "bf16 in the logarithm of perplexity, and in KL\n"
     )

@@ -1,10 +1,14 @@
 """The benchmark of training, at sizes that take seconds: its figures have the order that they must have."""
 
+import copy
+
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bench_training
 from cpulab import qat
 from cpulab.text import library_text
+from hf_quant import prepare_qat_
 from hf_quant.optim import AdamW
 
 
@@ -38,6 +42,20 @@ def test_training_recovers_what_plain_rounding_lost(capsys):
     found = qat.recovered(qat.ASSET, "int2:group_size=64", run, tokens=512, window=64, gptq=False, log=False)
     assert list(found) == [qat.BASE, "RTN", "PTQ", "QAT"]
     assert found["QAT"].kl < found["PTQ"].kl < found["RTN"].kl
+
+
+def test_the_teacher_writes_the_text():
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(qat.ASSET).eval(), AutoTokenizer.from_pretrained(qat.ASSET)
+    run = qat.Run(steps=3, tokens=32, length=16, learning_rate=1e-3, text="own")
+    ids = qat.training_ids(model, tokenizer, run)
+    assert ids.shape == (6, 16) and len(ids.unique()) > 20
+    student, seen = copy.deepcopy(model), []
+    prepare_qat_(student, "int4")
+    model.model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
+    qat.train(student, model, ids, run, log=False)
+    windows = {tuple(row) for row in ids.tolist()}
+    rows = [tuple(row) for call in seen for row in call.tolist()]
+    assert len(rows) == 6 and set(rows) <= windows
 
 
 def test_no_file_that_is_judged_on_is_trained_on():
