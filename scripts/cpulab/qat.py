@@ -26,7 +26,7 @@ from hf_quant.training import distillation_loss
 ASSET = Path(__file__).parents[2] / "integration_tests" / "assets" / "tiny-llama-13m"
 BASE, WARM_UP = "bf16", 10
 TEXTS = {"library": "the standard library", "own": "its own text"}
-OWN_TOKENS = 196_608  # 4 minutes of the tests' model on one thread
+OWN_TOKENS = 196_608  # a model writes one after the other; windows are read again
 TIMED = ("int8", "int4", "int3", "int2", "fp8", "nf4", "int4:input_transform=hadamard", "W4A8")
 
 
