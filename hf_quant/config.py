@@ -59,7 +59,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             for groups, "float8_e4m3fn", which halves their cost (double quantization); None: the format's.
         algorithm: method that chooses scales and codes ("absmax", "mse", "norm", "hqq"; with data, see `calibration`,
             "gptq", the most accurate, and "imatrix"); None: the best data-free one for the format.
-        sparsity: None.
+        sparsity: "2:4": of each four weights in a row the two larger ones are stored, and their places, and the others
+            are zero: 5 bits a weight in 8 bits and 3 in int4, scales apart. See `hf_quant.training.prune_`. None: all.
         input_transform: "hadamard" rotates the input of each layer by a Hadamard matrix with fixed signs, in blocks of
             up to 128 columns, and stores the weight in that basis: outliers are spread before anything is rounded.
             None: where activations are quantized to int8, and with "gptq". "none": nowhere. {"block_size": n}: in

@@ -299,7 +299,9 @@ def _check_choice(model: nn.Module, quant_plan: QuantPlan) -> None:
 
 
 def check_weight(weight: torch.Tensor, name: str) -> None:
-    """Raise ValueError if a weight is on the meta device, or contains NaN or inf."""
+    """Raise ValueError if a weight is sharded, on the meta device, or contains NaN or inf."""
+    if hasattr(weight, "full_tensor"):
+        raise ValueError(f"{name} is sharded: quantize or prepare the model before that, or while it loads")
     if weight.device.type == "meta":
         raise ValueError(f"{name} is on the meta device: load the model's weights before quantizing it")
     # aminmax propagates NaN and inf, in one pass without a temporary. All weights are checked before the first is

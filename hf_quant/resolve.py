@@ -45,9 +45,9 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
     fields = _expand_preset(fields)
     format = FORMATS[fields["weights"]]
     activation = _activation(fields)
-    if fields.get("sparsity") is not None:
-        raise ValueError(f"sparsity is {fields['sparsity']!r}; this version supports None only")
-    algorithm = fields.get("algorithm")
+    sparsity, algorithm = fields.get("sparsity"), fields.get("algorithm")
+    if sparsity not in (None, "2:4"):
+        raise ValueError(f"sparsity is {sparsity!r}; allowed: None, '2:4'")
     if algorithm is not None:
         from hf_quant.algorithms import ALGORITHMS, SOLVERS  # code that most configs do not need
 
@@ -68,11 +68,28 @@ def resolve_scheme(fields: dict[str, Any], dtype: torch.dtype) -> tuple[LinearSc
         scale_dtype=_scale_dtype(fields, granularity, activation, dtype),
     )
     on_cpu = _cpu_activation(fields, weight, activation)
+    if sparsity is not None:
+        _check_sparse(fields, weight, algorithm)
     # fp8 has the same relative error at every magnitude: outliers cost it nothing that a rotation could save.
     has_steps = "int8" in (q.format for q in (activation, on_cpu) if q is not None)
     # A rotation and the corrections of gptq add up: docs/accuracy.md.
-    transform = _input_transform(fields, is_default=has_steps or algorithm == "gptq")
-    return LinearScheme(weight, activation, cpu_activation=on_cpu, input_transform=transform), algorithm
+    transform = _input_transform(fields, is_default=(has_steps or algorithm == "gptq") and sparsity is None)
+    return LinearScheme(weight, activation, sparsity, on_cpu, transform), algorithm
+
+
+def _check_sparse(fields: dict[str, Any], weight: TensorQuant, algorithm: str | None) -> None:
+    """Raise ValueError if something that was asked for would fill the zeros of sparse weights."""
+    from hf_quant.algorithms import SOLVERS
+
+    if not weight.symmetric:
+        raise ValueError(f"sparsity '2:4' needs symmetric weights: {weight.format} with zero points has no code for 0")
+    if algorithm in SOLVERS:
+        raise ValueError(
+            f"sparsity '2:4' with algorithm {algorithm!r}, which moves weights: prune the model by its data "
+            "(hf_quant.training.prune_ with method='wanda'), and leave algorithm out"
+        )
+    if fields.get("input_transform") not in (None, "none"):
+        raise ValueError("sparsity '2:4' with an input_transform: rotated weights have no zeros; leave one out")
 
 
 def fitted(scheme: LinearScheme, fields: dict[str, Any], widths: Iterable[int]) -> tuple[LinearScheme, str | None]:

@@ -1,21 +1,26 @@
 """Training by products in 8 bits under Trainer, PEFT, FSDP2 and DistributedDataParallel."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_quant import finish_training_, prepare_training_
+from hf_quant import finish_training_, prepare_qat_, prepare_training_, quantize_
+from hf_quant.coded_weight import CodedWeight
 from hf_quant.integrations.training import trainer_optimizer
-from hf_quant.training import LowBitModule
+from hf_quant.optim import AdamW, AdamW8bit
+from hf_quant.training import LowBitModule, gather_in_low_bits_, low_bit, products, prune_
 from integration_tests.support.tiny_models import VOCAB, build
 from integration_tests.support.two_processes import Failures, run_in_two_processes, whole
 
@@ -23,6 +28,7 @@ from integration_tests.support.two_processes import Failures, run_in_two_process
 IDS = torch.randint(3, VOCAB, (16, 24), generator=torch.Generator().manual_seed(4))
 DATA = [{"input_ids": ids, "labels": ids} for ids in IDS]
 STEPS = 3
+WEIGHT_CODES = products.weight_codes
 
 
 def prepared(name: str = "llama", recipe: str = "int8", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -42,12 +48,18 @@ def losses(of: Trainer) -> list[float]:
     return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
 
 
-def test_trainer_resumes_to_the_bit(tmp_path):
-    whole_run = trainer(prepared(), tmp_path / "whole")
+@pytest.mark.parametrize("recipe", ["int8", "int8_weights"])
+def test_trainer_resumes_to_the_bit(recipe, tmp_path):
+    whole_run = trainer(prepared(recipe=recipe), tmp_path / "whole")
     whole_run.train()
-    resumed = trainer(prepared(), tmp_path / "resumed")
+    resumed = trainer(prepared(recipe=recipe), tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert losses(resumed) == losses(whole_run) and len(losses(whole_run)) == 4
+    if recipe == "int8_weights":
+        middle = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-4")
+        codes = finish_training_(whole_run.model).state_dict()
+        assert {name: p.dtype for name, p in middle.state_dict().items()} == {n: p.dtype for n, p in codes.items()}
+        assert all(torch.equal(p, codes[name]) for name, p in middle.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -93,49 +105,173 @@ def test_lora(adapter_first, tmp_path):
     assert not any(isinstance(module, LowBitModule) for module in merged.modules())
 
 
-def network() -> nn.Module:
+def network(recipe: str | None = None, dtype: torch.dtype = torch.float32, N: int = 301) -> nn.Module:
     """Rows that two processes cannot halve."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(70, 301), nn.GELU(), nn.Linear(301, 33))
+    model = nn.Sequential(nn.Linear(128, N), nn.GELU(), nn.Linear(N, 97)).to(dtype)
+    if recipe is not None:
+        prepare_training_(model, recipe, min_size=1)
+    return model
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+class Gathered:
+    """Counts the bytes that this process gives to be gathered."""
+
+    def __enter__(self) -> "Gathered":
+        self.bytes, self.patch = 0, pytest.MonkeyPatch()
+        for name in ("all_gather_single", "all_gather_into_tensor"):  # newer and older names
+            if hasattr(dist, name):
+                self.patch.setattr(dist, name, partial(self.count, getattr(dist, name)))
+        return self
+
+    def count(self, call, *args, **kwargs):
+        given = kwargs["input_tensor"] if "input_tensor" in kwargs else args[1]
+        self.bytes += given.nbytes
+        return call(*args, **kwargs)
+
+    def __exit__(self, *_) -> None:
+        self.patch.undo()
+
+
+def codes_by_way_of_rows(weight: torch.Tensor, recipe: products.Recipe) -> products.Codes:
+    """The codes of a weight of which only those of its rows are known, as after they were gathered."""
+    codes, scale, *_ = WEIGHT_CODES(weight, recipe)
+    return WEIGHT_CODES(CodedWeight(codes, scale, weight.dtype), recipe)
+
+
+def int8_weights_in_each_process(directory: Path) -> None:
+    """Steps of one process, to the bit; a checkpoint of two processes in the middle; and what cannot be done."""
+    make = partial(network, "int8_weights", torch.bfloat16)
+    alone, model = make(), sharded(make())
+    optimizers = [AdamW8bit(each.parameters(), lr=1e-3, min_size=0) for each in (alone, model)]
+    for each, optimizer in zip((alone, model), optimizers):
+        run(each, optimizer, range(STEPS))
+    replica = make()
+    replicated = DistributedDataParallel(replica)
+    run(replicated, AdamW8bit(replicated.parameters(), lr=1e-3, min_size=0), range(STEPS))
+    DistributedDataParallel(replica)  # which sends values, and leaves codes as they are
+    assert all(torch.equal(value, alone.state_dict()[key]) for key, value in replica.state_dict().items())
+    state, optimizer_state = get_state_dict(model, optimizers[1])
+    assert {key: whole(value).dtype for key, value in state.items() if key.startswith("0")} == {
+        "0.qdata": torch.int8,
+        "0.scale": torch.int32,
+        "0.bias": torch.bfloat16,
+    }
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=directory / "dcp")
+    model = sharded(make())
+    optimizer = AdamW8bit(model.parameters(), lr=1e-3, min_size=0)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=directory / "dcp")
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    for each, its in ((alone, optimizers[0]), (model, optimizer)):
+        run(each, its, range(STEPS, 2 * STEPS))
+    expected = alone.state_dict()
+    found = {key: whole(value) for key, value in model.state_dict().items()}
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    with pytest.raises(ValueError, match="int8 weights are sharded: gather the model in one process"):
+        finish_training_(model)
+    with pytest.raises(ValueError, match="0.weight is sharded: quantize or prepare the model before that"):
+        prepare_training_(sharded(network()), "int8_weights", min_size=1)
+    for prepare in (prune_, quantize_, prepare_qat_):
+        with pytest.raises(ValueError, match="0.weight is sharded: quantize or prepare the model before that"):
+            prepare(sharded(network()))
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rows: slice = slice(None)) -> list[float]:
+    """The loss of each step."""
+    losses = []
+    for step in steps:
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(step))[rows]
+        loss = model(x.to(next(model.parameters()).dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def train(model: nn.Module, rows: slice) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        x = torch.randn(8, 70, generator=torch.Generator().manual_seed(step))[rows]
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    is_bf16 = next(model.parameters()).dtype == torch.bfloat16  # which torch's optimizers round otherwise in a shard
+    make = partial(AdamW8bit, lr=1e-3) if is_bf16 else partial(torch.optim.SGD, lr=0.1)
+    run(model, make(model.parameters()), range(STEPS), rows)
     return [whole(p.detach()) for p in model.parameters()]
 
 
 def test_two_processes_train_as_one(tmp_path):
+    build("llama", torch.float32).save_pretrained(tmp_path / "llama")
     failures = run_in_two_processes(in_each_process, tmp_path)
     assert not failures, "\n".join(failures)
 
 
 def in_each_process(directory: Path, failures: Failures) -> None:
-    rank = dist.get_rank()
-    for recipe in ("int8", "fp8_row"):
-        alone = network()
-        prepare_training_(alone, recipe, min_size=1)
+    rank, learned = dist.get_rank(), {}
+    for recipe in ("int8", "fp8_row", "fp8_tensor", "bitnet"):
+        alone = network(recipe)
         expected = train(alone, slice(None))
         with failures.of(f"{recipe}, fully_shard of the same rows"):
-            model = network()
-            prepare_training_(model, recipe, min_size=1)
-            fully_shard(model[0])
-            found = train(fully_shard(model), slice(None))
+            found = train(sharded(network(recipe)), slice(None))
             assert all(torch.equal(a, b) for a, b in zip(found, expected))
         with failures.of(f"{recipe}, DistributedDataParallel, half of the rows each"):
-            model = network()
-            prepare_training_(model, recipe, min_size=1)
-            found = train(DistributedDataParallel(model), slice(4 * rank, 4 * rank + 4))
+            found = train(DistributedDataParallel(network(recipe)), slice(4 * rank, 4 * rank + 4))
             # Columns of the inputs have scales of their own in each process.
             assert all(torch.allclose(a, b, rtol=0.02, atol=2e-3) for a, b in zip(found, expected))
-    with failures.of("tensor parallelism"):
-        model = network()
-        prepare_training_(model, "int8", min_size=1)
-        mesh = init_device_mesh("cpu", (2,))
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match="sharded by tensor parallelism"):
-            model(torch.ones(2, 70))
+        with failures.of(f"{recipe}, half of the bytes are gathered"):
+            model = sharded(network(recipe, torch.bfloat16))
+            with Gathered() as before:
+                train(model, slice(None))
+            model = sharded(network(recipe, torch.bfloat16))
+            assert gather_in_low_bits_(model) == ["0.weight", "2.weight"]
+            with Gathered() as after, pytest.MonkeyPatch.context() as patch:
+                found = train(model, slice(None))
+                assert 0 < after.bytes <= 0.52 * before.bytes
+                patch.setattr(products, "weight_codes", codes_by_way_of_rows)
+                patch.setattr(low_bit, "weight_codes", codes_by_way_of_rows)
+                expected = train(network(recipe, torch.bfloat16), slice(None))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    with failures.of("int8 weights"):
+        int8_weights_in_each_process(directory)
+    with failures.of("nothing to gather"):
+        with pytest.raises(ValueError, match="could be gathered in low bits: call prepare_training_, then"):
+            gather_in_low_bits_(network())
+    mesh = init_device_mesh("cpu", (2,))
+    for recipe, rtol in (("int8", 2e-3), ("fp8_row", 1e-6), ("sparse24", 1e-6)):
+        with failures.of(f"{recipe}, tensor parallelism"):
+            alone, model, plain = network(recipe, N=256), network(recipe, N=256), network(N=256)
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            own, expected, other = (
+                run(each, torch.optim.SGD(each.parameters(), lr=0.1, foreach=False), range(STEPS))
+                for each in (model, alone, plain)
+            )
+            assert own == pytest.approx(expected, rel=rtol) and own != pytest.approx(other, rel=1e-4)
+    with failures.of("tensor parallelism, one scale for a matrix"):
+        model = network("fp8_tensor", N=256)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        with pytest.raises(ValueError, match="its parts do not train by 'fp8_tensor': take 'int8' or 'fp8_row'"):
+            model(torch.ones(2, 128))
+    for recipe in (None, "int8"):
+        with failures.of(f"{recipe}, a plan of transformers"):
+            model = AutoModelForCausalLM.from_pretrained(directory / "llama", tp_plan="auto")
+            if recipe is not None:
+                prepare_training_(model, recipe, min_size=1)
+            learned[recipe] = train_llama(model)
+    with failures.of("plans of transformers"):
+        alone = {None: build("llama", torch.float32), "int8": prepared()}
+        for recipe, model in alone.items():
+            assert learned[recipe] == pytest.approx(train_llama(model), rel=1e-6 if recipe is None else 1e-3)
+        assert learned["int8"] != pytest.approx(learned[None], rel=1e-6)
+
+
+def train_llama(model: nn.Module) -> list[float]:
+    optimizer, losses = AdamW(model.parameters(), lr=1e-3), []
+    for step in range(STEPS):
+        loss = model(input_ids=IDS[4 * step : 4 * step + 4], labels=IDS[4 * step : 4 * step + 4]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -163,6 +163,8 @@ class Candidates:
     def __init__(self, model: nn.Module, config: QuantizerConfig) -> None:
         self.config, self.model = config, model
         self.configs = config.candidate_configs()
+        if any(each is not None and each.sparsity is not None for each in self.configs):
+            raise ValueError("candidates are sparse, whose loss is not predicted: leave sparsity out")
         self.plans = [None if each is None else plan(model, each) for each in self.configs]
         # What no input is observed of (convolutions, embeddings) gets the candidate with most bits.
         self.base = max(filter(None, self.plans), key=lambda found: found.nbytes)

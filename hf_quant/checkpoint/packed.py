@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_quant.algorithms import empty_packed
 from hf_quant.checkpoint.header import TensorInfo
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import SMALLEST_SCALE
 from hf_quant.modules import INPUT_SCALE, PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, stored_dtype
+from hf_quant.modules.sparse24 import empty_stored, parts_of
 from hf_quant.scheme import LinearScheme, TensorQuant
 
 
@@ -42,7 +42,7 @@ def expected_tensors(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]]) -
     """Return {parameter name: TensorInfo} of a module whose weights have these matrix shapes [..., N, K]."""
     expected = {}
     for weight, shape in shapes.items():
-        for part, tensor in zip(PACKED_NAMES, empty_packed(shape, scheme.weight, "meta")):
+        for part, tensor in zip(PACKED_NAMES, empty_stored(shape, scheme, "meta")):
             if tensor is not None:
                 expected[packed_key(part, weight)] = TensorInfo(stored_dtype(tensor.dtype), tuple(tensor.shape))
         if scheme.is_static:
@@ -59,12 +59,24 @@ def check_packed(module: QuantizedModule, name: str = "") -> None:
     errors. Every code is read once.
     """
     expected = expected_tensors(module.scheme, {n: module.matrix_shape(n) for n in module.weight_names})
+    columns = {packed_key("qdata", n): module.matrix_shape(n)[-1] for n in module.weight_names}
     for key, info in expected.items():
         where = f"{name}.{key}" if name else key
         tensor = module._parameters.get(key)
         found = None if tensor is None else TensorInfo(tensor.dtype, tuple(tensor.shape))
         check_info(found, info, where)
-        check_values(module.get_parameter(key).detach(), key, module.scheme.weight, where)
+        stored = module.get_parameter(key).detach()
+        if module.scheme.sparsity is not None and key in columns:
+            stored = _checked_places(stored, module.scheme.weight, columns[key], where)
+        check_values(stored, key, module.scheme.weight, where)
+
+
+def _checked_places(stored: Tensor, quant: TensorQuant, K: int, where: str) -> Tensor:
+    """The codes of stored sparse ones, as stored. Raises ValueError if the places of a four are not two, ascending."""
+    values, places = parts_of(stored, quant, K)
+    if bool((places[..., 0] >= places[..., 1]).any()):
+        raise ValueError(f"{where} has places of codes that are not ascending; the file is damaged")
+    return values.view(torch.uint8)
 
 
 def check_info(found: TensorInfo | None, expected: TensorInfo, where: str) -> None:

@@ -17,6 +17,7 @@ from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import PACK
 from hf_quant.kv_cache import KVCacheConfig
 from hf_quant.modules import packed_key
+from hf_quant.modules.sparse24 import columns_of
 from hf_quant.planning import MAX_PARTS, format_table, schemes_from_list
 from hf_quant.scheme import LinearScheme
 
@@ -266,6 +267,8 @@ def _matrix_shape(scheme: LinearScheme, stored: StoredWeight) -> tuple[int, ...]
     if len(qdata.shape) < 2 or scale is None:
         raise ValueError(f"{where} is {qdata}; needs a matrix of {format.name} codes, with a scale beside it")
     *lead, N, width = qdata.shape
+    if scheme.sparsity is not None:
+        return *lead, N, columns_of(quant, width)
     if not format.spec.is_packed:
         return *lead, N, width
     if width % format.bits:

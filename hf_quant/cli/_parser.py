@@ -39,7 +39,7 @@ _EPILOG = """examples:
 # Options of `_add_scheme` that are fields of QuantizerConfig under the same name, besides --weights.
 _FIELDS = (
     *("candidates", "activations", "activation_scale", "cpu_activations", "kv_cache", "attention"),
-    *("granularity", "group_size", "symmetric", "scale_dtype", "algorithm", "input_transform"),
+    *("granularity", "group_size", "symmetric", "scale_dtype", "algorithm", "sparsity", "input_transform"),
 )
 _MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
 
@@ -329,12 +329,11 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
     group.add_argument("--attention", metavar="FORMAT", help="int8: scores of a diffusion model (default: 16 bit)")
     group.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale, 16 to 256")
     group.add_argument("--granularity", metavar="G", help="row, group, tensor or block: what shares a scale")
-    group.add_argument(
-        "--scale-dtype", metavar="DTYPE", help="of the scales, such as float8_e4m3fn for those of groups"
-    )
+    group.add_argument("--scale-dtype", metavar="DTYPE", help="of the scales, e.g. float8_e4m3fn for those of groups")
     group.add_argument(
         "--input-transform", metavar="T", help="hadamard: inputs are rotated; none (default: where they become int8)"
     )
+    group.add_argument("--sparsity", metavar="S", help="2:4: two of each four weights are zero, and not stored")
     group.add_argument("--algorithm", metavar="NAME", help=f"{ALGORITHMS_HELP} (default: the best for the format)")
     group.add_argument(
         "--calibrate",

@@ -19,6 +19,8 @@ from hf_quant.kernels.int8_attention.op import int8_attention
 from hf_quant.kernels.kv_attention import cpu as _kv_attention_cpu  # noqa: F401
 from hf_quant.kernels.kv_attention.op import kv_append, kv_attention
 from hf_quant.kernels.prepack import clear_prepacked, prepacked_bytes, set_prepack_limit
+from hf_quant.kernels.requantize import cpu as _requantize_cpu  # noqa: F401
+from hf_quant.kernels.requantize.op import requantize_rows_
 from hf_quant.kernels.rowwise import cpu as _rowwise_cpu  # noqa: F401
 from hf_quant.kernels.rowwise.op import (
     act_quantize_rowwise,
@@ -43,6 +45,7 @@ implements_lazily("hf_quant.kernels.hadamard.gpu", hadamard, hadamard_quantize_r
 implements_lazily("hf_quant.kernels.int8_attention.gpu", int8_attention)
 implements_lazily("hf_quant.kernels.kv_attention.gpu_append", kv_append)
 implements_lazily("hf_quant.kernels.kv_attention.gpu", kv_attention)
+implements_lazily("hf_quant.kernels.requantize.gpu", requantize_rows_)
 implements_lazily(
     "hf_quant.kernels.rowwise.gpu",
     act_quantize_rowwise,
@@ -80,6 +83,7 @@ __all__ = [
     "quantize_rowwise",
     "quantize_static",
     "quantize_two_way",
+    "requantize_rows_",
     "rms_norm_quantize_rowwise",
     "set_prepack_limit",
     "weight_only_mm",

@@ -9,6 +9,7 @@ from hf_quant.modules._base import (
     register_module,
     restore_module_,
 )
+from hf_quant.modules._classes import runs_its_class, set_class_
 from hf_quant.modules._stored import INPUT_SCALE, PACKED_NAMES, STORED_NAMES, packed_key, stored_dtype
 from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from hf_quant.modules.count import uncounted_weights
@@ -51,6 +52,8 @@ __all__ = [
     "restore_module_",
     "rotated",
     "route",
+    "runs_its_class",
+    "set_class_",
     "share_inputs_",
     "stored_dtype",
     "uncounted_weights",

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from hf_quant.algorithms import SOLVERS, PackedWeight, Statistics, calibrated_matrix, empty_packed, quantize_matrix
+from hf_quant.algorithms import SOLVERS, PackedWeight, Statistics, calibrated_matrix, quantize_matrix
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import clear_prepacked, dequantize
 from hf_quant.kernels.dispatch import check_tracer
+from hf_quant.modules import sparse24
+from hf_quant.modules._classes import set_class_
 from hf_quant.modules._stored import (
     PACKED_NAMES,
     STORED_NAMES,
@@ -165,7 +167,9 @@ class QuantizedModule(StaticInput, nn.Module):
                 f"the scales of this {type(self).__name__} were cast to a floating-point dtype, but their bits are "
                 "what is stored: load the model again, and cast parameters only where parameter.is_floating_point()"
             )
-        if self._float_codes is not None:
+        if self.scheme.sparsity is not None:
+            qdata = sparse24.whole_codes(qdata, quant, self.matrix_shape(name)[-1])
+        elif self._float_codes is not None:
             qdata = qdata.view(self._float_codes)
         return PackedWeight(
             qdata,
@@ -206,7 +210,7 @@ class QuantizedModule(StaticInput, nn.Module):
             self.add_input_scale_(name, packed.qdata.device)
 
     def quantize(self, name: str, weight: Tensor, *, fqn: str | None = None) -> PackedWeight:
-        """Quantize a weight of the host's shape and basis with the module's scheme; nothing is assigned.
+        """Quantize a weight of the host's shape and basis, as the module stores it; nothing is assigned.
 
         Raises ValueError if its shape is not `weight_shape(name)` or it contains NaN or inf.
         """
@@ -228,10 +232,14 @@ class QuantizedModule(StaticInput, nn.Module):
         return found
 
     def quantize_rows(self, matrix: Tensor, *, fqn: str) -> PackedWeight:
-        """Quantize a matrix [..., N, K] in the host's basis: a weight, or a shard of one."""
+        """Quantize a matrix [..., N, K] in the host's basis, as the module stores it: a weight, or a shard of one."""
         algorithm = None if self.algorithm in SOLVERS else self.algorithm  # the inputs are not known any more
         matrix = in_basis(matrix, self.scheme.input_transform)
-        return quantize_matrix(matrix, self.scheme.weight, algorithm, name=fqn)
+        quant, is_sparse = self.scheme.weight, self.scheme.sparsity is not None
+        packed = quantize_matrix(sparse24.pruned(matrix) if is_sparse else matrix, quant, algorithm, name=fqn)
+        if not is_sparse:
+            return packed
+        return packed._replace(qdata=sparse24.compressed(packed.qdata, quant, matrix.shape[-1]))
 
     def dequantize_weight(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the host's shape and basis, in `dtype` (default: compute_dtype)."""
@@ -256,7 +264,7 @@ class QuantizedModule(StaticInput, nn.Module):
         """
         K = self.matrix_shape(name)[-1]
         words = self._parameters[packed_key("qdata", name)].shape[-1]
-        if words == empty_packed((1, K), self.scheme.weight, "meta").qdata.shape[-1]:
+        if words == sparse24.empty_stored((1, K), self.scheme, "meta").qdata.shape[-1]:
             raise ValueError(
                 f"the input is {tuple(x.shape)}, so {x.shape[-1]} wide; this {type(self).__name__} needs [..., {K}]"
             )
@@ -423,7 +431,7 @@ def convert_module_(
         raise ValueError(f"{name or 'module'} is a {host_class.__name__}, which has no quantized counterpart")
     first = next(iter(weights.values()))
     state = dict(module.__dict__)
-    module.__class__ = quantized
+    set_class_(module, quantized)
     module.__dict__.update(
         scheme=scheme,
         algorithm=algorithm,
@@ -440,13 +448,13 @@ def convert_module_(
             if n in packed:
                 continue
             if weight.device.type == "meta":
-                packed[n] = empty_packed(module.matrix_shape(n), scheme.weight, "meta")
+                packed[n] = sparse24.empty_stored(module.matrix_shape(n), scheme, "meta")
             else:
                 source = weight.detach() if device is None else weight.detach().to(device)
                 fqn = f"{name}.{n}" if name else n
                 packed[n] = module.quantize(n, source, fqn=fqn).to(weight.device)
     except BaseException:  # out of memory and Ctrl-C, too, must leave a module that works
-        module.__class__ = host_class
+        set_class_(module, host_class)
         module.__dict__.clear()
         module.__dict__.update(state)
         raise
@@ -472,7 +480,7 @@ def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -
         for part in STORED_NAMES:
             module._parameters.pop(packed_key(part, n), None)
     module.leave_siblings_()
-    module.__class__ = module.host_class
+    set_class_(module, module.host_class)
     requires_grad = module._requires_grad
     for attribute in _OWN_ATTRIBUTES:
         module.__dict__.pop(attribute, None)

@@ -30,6 +30,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def sharded_alike(gradient: Any, p: Any) -> Tensor:
+    """A gradient as it is, or, where tensor parallelism has left it whole or as parts of a sum, sharded as p is."""
+    if getattr(gradient, "placements", None) == getattr(p, "placements", None):
+        return gradient
+    if not hasattr(gradient, "placements"):
+        raise ValueError(f"the gradient of a parameter that is sharded as {p.placements} is no DTensor")
+    return gradient.redistribute(p.device_mesh, p.placements)
+
+
 def place_of(p: Tensor) -> Place:
     """Return the place of a parameter.
 

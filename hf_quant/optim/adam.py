@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_quant.coded_weight import CodedWeight
 from hf_quant.kernels.adam_step.op import BLOCKS, CODECS, FLOATS, STATES, adam_step_
-from hf_quant.optim._place import Place, local, place_of, zeros
+from hf_quant.optim._place import Place, local, place_of, sharded_alike, zeros
 
 
 FORMAT_VERSION = 1  # of state dicts
@@ -93,7 +94,7 @@ class AdamW(Optimizer):
         self, p: Tensor, g: Tensor, stream: int, group: dict[str, Any], calls: dict[tuple[Any, ...], "_Call"]
     ) -> None:
         """Count the step of a parameter and give it to the call that makes it."""
-        state, place = self.state[p], place_of(p)
+        state, place, g = self.state[p], place_of(p), sharded_alike(g, p)
         _check_gradient(p, g)
         kind = _kind(p, group)
         if not state:
@@ -102,7 +103,13 @@ class AdamW(Optimizer):
                 return
         state["step"] += 1
         step = int(state["step"])
-        if local(p).numel() > 0:
+        if local(p).numel() == 0:
+            return
+        if isinstance(local(p), CodedWeight):  # alone, so that one weight at a time is in fp32
+            call = _Call()
+            call.add(p, g, state, place, stream)
+            call.run(group, kind, step)
+        else:
             calls.setdefault((kind, step, p.device), _Call()).add(p, g, state, place, stream)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -187,9 +194,13 @@ class _Call:
         self.origins: list[tuple[int, int, int]] = []
         self.changed: list[Tensor] = []
         self.copies: list[tuple[Tensor, Tensor]] = []  # (what is not contiguous, what is computed in its place)
+        self.coded: list[tuple[CodedWeight, Tensor, int, int]] = []  # (weight, its values in fp32, stream, first row)
 
     def add(self, p: Tensor, g: Tensor, state: dict[str, Any], place: Place, stream: int) -> None:
         data = local(p)
+        if isinstance(data, CodedWeight):
+            coded, data = data, data.dequantized(torch.float32)
+            self.coded.append((coded, data, stream, place.row * (place.shape[1] // p.shape[-1])))
         parts = [data, local(g), *(local(state[name]) for name in ("exp_avg", "exp_avg_sq"))]
         parts += [local(state[name]) for name in _SCALES if name in state]
         for i, (into, part) in enumerate(zip((self.params, self.grads, *self.moments, *self.scales), parts)):
@@ -219,6 +230,9 @@ class _Call:
         )
         for part, computed in self.copies:
             part.copy_(computed.view(part.shape))
+        for coded, values, stream, row in self.coded:
+            low = group["seed"] + stream if group["stochastic_rounding"] else None
+            coded.write_(values, low=low, high=step, row=row)
         # The kernels write past autograd: what was kept of the parameters must not be taken for what they are now.
         torch.autograd.graph.increment_version(self.changed)
 

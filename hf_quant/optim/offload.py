@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hf_quant.coded_weight import CodedWeight
+
 
 _OWN = ("params", "param_names")  # keys of a group that are not options
 
@@ -74,7 +76,10 @@ class CPUOffloadOptimizer(Optimizer):
             )
         if not p.requires_grad:
             return nn.Parameter(torch.empty(0, dtype=p.dtype, device="cpu"), requires_grad=False)
-        host = nn.Parameter(torch.empty_like(p, device="cpu", pin_memory=p.is_cuda))
+        if isinstance(p, CodedWeight):
+            host = nn.Parameter(p.detach().to("cpu", copy=True))
+        else:
+            host = nn.Parameter(torch.empty_like(p, device="cpu", pin_memory=p.is_cuda))
         self._pairs.append((p, host))
         if self._offload_gradients:
             self._hooks.append(p.register_post_accumulate_grad_hook(partial(_move_gradient, host=host)))
@@ -97,7 +102,7 @@ class CPUOffloadOptimizer(Optimizer):
         for p, host in self._pairs:
             if not self._offload_gradients and p.grad is not None:
                 host.grad = p.grad.to("cpu", non_blocking=True, copy=True)
-            if self._seen.get(p) != (p._version, p.data_ptr()):
+            if self._seen.get(p) != _state_of(p):
                 host.copy_(p)
         self._wait()
         self._inner().step()
@@ -105,7 +110,7 @@ class CPUOffloadOptimizer(Optimizer):
             if host.grad is not None:
                 p.copy_(host, non_blocking=True)
                 host.grad = None if not self._offload_gradients else host.grad
-            self._seen[p] = (p._version, p.data_ptr())
+            self._seen[p] = _state_of(p)
         return loss
 
     def _wait(self) -> None:
@@ -135,6 +140,11 @@ class CPUOffloadOptimizer(Optimizer):
         inner.load_state_dict(state_dict)
         for group, host_group in zip(self.param_groups, inner.param_groups, strict=True):
             group.update(_options_of(host_group))
+
+
+def _state_of(p: Tensor) -> tuple[int, int]:
+    """The version and the address of a parameter's memory, which change with its values."""
+    return p._version, (p.codes if isinstance(p, CodedWeight) else p).data_ptr()
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,18 @@ import difflib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hf_quant.algorithms import SOLVERS, empty_packed
+from hf_quant.algorithms import SOLVERS
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.formats import FORMATS
 from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
+from hf_quant.modules.sparse24 import empty_stored
 from hf_quant.patterns import excludes, matches
 from hf_quant.planning.records import PlanEntry, QuantPlan
 from hf_quant.resolve import entry_fields, fitted, resolve_scheme
@@ -290,12 +292,14 @@ class _Decider:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             reason = reason or unfit
+            if scheme.sparsity is not None and any(shape[-1] % 4 for shape in shapes.values()):
+                scheme, reason = replace(scheme, sparsity=None), reason or "not sparse: inputs are no multiple of 4"
             if algorithm in SOLVERS and (kind not in DEFAULT_KINDS or looked_up):
                 reason, algorithm = reason or f"{algorithm} needs inputs of a linear layer: default algorithm", None
         before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
         after = before
         if scheme is not None and source is None:
-            packed = (empty_packed(shape, scheme.weight, "meta") for shape in shapes.values())
+            packed = (empty_stored(shape, scheme, "meta") for shape in shapes.values())
             after = sum(t.nbytes for p in packed for t in p if t is not None) + 4 * len(shapes) * scheme.is_static
         return PlanEntry(name, kind, shapes, dtype, scheme, algorithm, reason, before, after, source)
 

@@ -52,6 +52,7 @@ from hf_quant import (
     unfuse_activations_,
     unfuse_projections_,
 )
+from hf_quant.training import gather_in_low_bits_, prune_
 
 
 def use(model: nn.Module, folder: Path) -> None:
@@ -73,6 +74,8 @@ def use(model: nn.Module, folder: Path) -> None:
     assert_type(convert_qat_(nn.Linear(64, 64)), nn.Linear)
     assert_type(prepare_training_(model, "fp8_row", grad_weight=False, modules={"head": None}), TrainingPlan)
     assert_type(finish_training_(nn.Linear(64, 64)), nn.Linear)
+    assert_type(prune_(nn.Linear(64, 64)), list[str])
+    assert_type(gather_in_low_bits_(nn.Linear(64, 64)), list[str])
     quantize_(model, {"weights": "int4", "group_size": 64})
     gptq = QuantizerConfig("nf4", algorithm="gptq", calibration="wiki.txt")
     quantize_(model, gptq, calibration=["a text", "another"], tokenizer=str.split)

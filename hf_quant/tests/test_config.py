@@ -229,7 +229,10 @@ def test_a_preset_may_be_completed_and_confirmed():
         ({"weights": "int8", "scale_dtype": "float8_e4m3fn"}, r"'float8_e4m3fn' needs granularity 'group'"),
         ({"weights": "int4", "algorithm": "absmx"}, r"unknown algorithm 'absmx'; did you mean 'absmax'"),
         ({"weights": "int4", "algorithm": ["absmax"]}, r"unknown algorithm \['absmax'\]"),
-        ({"weights": "int4", "sparsity": "2:4"}, r"sparsity is '2:4'; this version supports None only"),
+        ({"weights": "int4", "sparsity": "1:2"}, r"sparsity is '1:2'; allowed: None, '2:4'"),
+        ({"weights": "int4", "sparsity": "2:4", "symmetric": False}, "needs symmetric weights: int4 with zero points"),
+        ({"weights": "int4", "sparsity": "2:4", "algorithm": "gptq"}, "'gptq', which moves weights: prune the model"),
+        ({"weights": "int4", "sparsity": "2:4", "input_transform": "hadamard"}, "rotated weights have no zeros"),
         ({"weights": "W8A8", "activations": "fp8"}, r"preset 'W8A8' sets activations='int8', but activations='fp8'"),
         (
             {"weights": "W4A16_ASYM", "symmetric": True},

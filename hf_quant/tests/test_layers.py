@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1]
 # The parts of the package, lowest layer first; scripts/draw_architecture.py draws them into CONTRIBUTING.md.
 LAYERS = (
     ("_boot", "_lazy_ops", "_version", "_wording", "machine", "patterns", "scheme", "weight_proxy", "kernels"),
+    ("coded_weight",),
     ("formats", "optim"),
     ("algorithms", "kv_cache"),
     ("modules", "resolve"),

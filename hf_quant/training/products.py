@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_quant.coded_weight import CodedWeight
 from hf_quant.kernels import fp8_scaled_mm, int8_scaled_mm, quantize_two_way
 from hf_quant.kernels.dispatch import is_plain
 
@@ -25,38 +26,60 @@ class Recipe(NamedTuple):
     """Formats and scales of the products.
 
     Attributes:
-        format: of inputs and weights.
+        format: of inputs and weights; None: 16 bit.
         gradient: format of the gradients of outputs.
         scaling: as in `quantize_two_way`.
         grad_weight: False: the gradient of the weight is always computed in 16 bits.
         is_ternary: weights are -1, 0 or 1 times the mean of their magnitudes.
+        is_sparse: two weights in each four of a row are zero.
+        is_stored: weights are int8 codes, which the optimizer changes; there are no 16-bit ones.
     """
 
-    format: str
-    gradient: str
-    scaling: str
+    format: str | None
+    gradient: str = ""
+    scaling: str = ""
     grad_weight: bool = True
     is_ternary: bool = False
+    is_stored: bool = False
+    is_sparse: bool = False
 
 
 RECIPES = {
     "int8": Recipe("int8", "int8", "row"),
+    "int8_weights": Recipe("int8", "int8", "row", is_stored=True),
     "bitnet": Recipe("int8", "int8", "row", is_ternary=True),
     "fp8_tensor": Recipe("fp8_e4m3", "fp8_e5m2", "tensor"),
     "fp8_row": Recipe("fp8_e4m3", "fp8_e4m3", "power_of_two"),
     "fp8_row_gw16": Recipe("fp8_e4m3", "fp8_e4m3", "power_of_two", grad_weight=False),
+    "sparse24": Recipe(None, is_sparse=True),
 }
 
 
 @torch.no_grad()
 def weight_codes(weight: Tensor, recipe: Recipe) -> Codes:
     """The codes of a weight [N, K] under a recipe; ternary ones as in https://arxiv.org/abs/2402.17764, 2."""
+    if isinstance(weight, CodedWeight):
+        codes, scale = weight.codes, weight.scale
+        if recipe.is_ternary or recipe.scaling == "tensor":
+            return codes, scale, codes.t().contiguous(), scale[:1].repeat(weight.shape[1], 1)
+        values = weight.dequantized()
+        return codes, scale, *quantize_two_way(values, format=recipe.format, scaling=recipe.scaling)[2:]
     if not recipe.is_ternary:
         return quantize_two_way(weight, format=recipe.format, scaling=recipe.scaling)
     N, K = weight.shape
-    scale = weight.float().abs().mean().clamp(min=1e-5).view(1, 1)
-    codes = (weight.float() / scale).round().clamp(-1, 1).to(torch.int8)
+    scale = ternary_scale(weight.float().abs().mean()).view(1, 1)
+    codes = ternary_codes(weight, scale)
     return codes, scale.repeat(N, 1), codes.t().contiguous(), scale.repeat(K, 1)
+
+
+def ternary_scale(mean: Tensor) -> Tensor:
+    """The scale of a ternary weight with this mean of magnitudes."""
+    return mean.clamp(min=1e-5)
+
+
+def ternary_codes(weight: Tensor, scale: Tensor) -> Tensor:
+    """-1, 0 and 1, the nearest to weight / scale: int8."""
+    return (weight.float() / scale).round().clamp(-1, 1).to(torch.int8)
 
 
 def may_keep(x: Tensor) -> bool:
@@ -141,7 +164,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*kept_weight, *kept_x)
         ctx.recipe, ctx.grad_input, ctx.columns, ctx.shape = name, grad_input, columns, x.shape
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return y.view(*x.shape[:-1], weight.shape[0])
+        # Not a view, of which `fully_shard` warns.
+        return torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
     @once_differentiable

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
 from hf_quant.config import QuantizerConfig, as_config
-from hf_quant.modules import QuantizedModule, convert_module_
+from hf_quant.modules import QuantizedModule, convert_module_, runs_its_class, set_class_
 from hf_quant.planning import PlanEntry, QuantPlan
 from hf_quant.quantize import check_weight, decide, fuse_as_configured_, notify_observers, share_codes_
 from hf_quant.training import layers as _layers  # noqa: F401 - they register themselves
@@ -39,7 +39,7 @@ class _Before(NamedTuple):
 
     def restore(self) -> None:
         """Undo every change of the module; the values of its parameters stay."""
-        self.module.__class__ = self.host_class
+        set_class_(self.module, self.host_class)
         self.module.__dict__.clear()
         self.module.__dict__.update(self.attributes)
         self.module._parameters.clear()
@@ -87,13 +87,8 @@ def prepare_qat_(
     device = device if device is not None else config.quantization_device
     options = {"tokenizer": tokenizer, "quant_plan": quant_plan, "device": device, "progress": progress}
     packed, _, quant_plan, config = decide(model, config, calibration, **options)
-    static = [name for name, scheme in quant_plan.schemes.items() if scheme.is_static]
-    if static:
-        raise ValueError(
-            f"{first_few(static)} would have static scales of activations, which are not trained: leave out "
-            "activation_scale='static'"
-        )
     modules = dict(model.named_modules())
+    _check_layers(quant_plan, modules)
     before: list[_Before] = []
     try:
         before += _prepare_wrappers(modules, quant_plan)
@@ -171,8 +166,29 @@ def restore_host_(module: QatModule) -> None:
         del module._parameters[name]
     for attribute in ("qat", "_versions", "scales_of"):
         module.__dict__.pop(attribute, None)
-    # Its type was narrowed by the class that it loses.
-    module.__class__ = module.host_class  # pyrefly: ignore[bad-argument-type]
+    set_class_(module, module.host_class)
+
+
+def _check_layers(quant_plan: QuantPlan, modules: dict[str, nn.Module]) -> None:
+    """Raise ValueError if a planned layer cannot be trained so."""
+    static = [name for name, scheme in quant_plan.schemes.items() if scheme.is_static]
+    if static:
+        raise ValueError(
+            f"{first_few(static)} would have static scales of activations, which are not trained: leave out "
+            "activation_scale='static'"
+        )
+    sparse = [name for name, scheme in quant_plan.schemes.items() if scheme.sparsity is not None]
+    if sparse:
+        raise ValueError(
+            f"{first_few(sparse)} would be sparse, which is not trained here: prune the model, train it by recipe "
+            "'sparse24' of prepare_training_, and quantize_ it then"
+        )
+    hooked = [name for name in quant_plan.quantized if not runs_its_class(modules[name])]
+    if hooked:
+        raise ValueError(
+            f"something has replaced the forward of {first_few(hooked)}, and would go on without what it computes in "
+            "training: prepare the model before that, or keep such layers in 16 bit by modules="
+        )
 
 
 def _check_unprepared(model: nn.Module) -> None:
@@ -191,7 +207,7 @@ def _prepare_wrappers(modules: dict[str, nn.Module], quant_plan: QuantPlan) -> l
         found = next((c for rule in WRAPPERS if (c := rule(modules[holder])) is not None), None)
         if found is not None:
             before.append(_Before.of(modules[holder]))
-            modules[holder].__class__ = found
+            set_class_(modules[holder], found)
     return before
 
 
@@ -207,7 +223,7 @@ def _codes(
 
 def _swap_class(module: nn.Module, entry: PlanEntry, config: QuantizerConfig) -> QatModule:
     assert entry.scheme is not None  # it is planned
-    module.__class__ = class_in_training(type(module), QatModule.family)
+    set_class_(module, class_in_training(type(module), QatModule.family))
     assert isinstance(module, QatModule)
     module.qat = Prepared(entry.scheme, entry.algorithm, tuple(entry.shapes), config)
     module._versions = {}

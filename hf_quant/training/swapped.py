@@ -32,9 +32,7 @@ class LayerInTraining(nn.Module):
     @property
     def quantized(self) -> type[QuantizedModule]:
         """The quantized counterpart of the host's class."""
-        found = quantized_class(self.host_class)
-        assert found is not None  # it was planned
-        return found
+        return counterpart(self.host_class)
 
     def matrix(self, name: str, weight: Tensor | None = None) -> Tensor:
         """A weight, its own by default, as a matrix [..., N, K] in the host's basis; a view where that is one."""
@@ -47,6 +45,13 @@ FAMILIES: dict[str, dict[str, type[LayerInTraining]]] = {}  # {family: {kind of 
 _CLASSES: dict[tuple[type[nn.Module], str], type[LayerInTraining]] = {}
 
 
+def counterpart(host_class: type[nn.Module]) -> type[QuantizedModule]:
+    """The quantized counterpart of the class of a planned layer."""
+    found = quantized_class(host_class)
+    assert found is not None  # it was planned
+    return found
+
+
 def class_in_training(host_class: type[nn.Module], family: str) -> type[LayerInTraining]:
     """The class that layers of a host's class have in training, as `quantized_class` derives that of codes.
 
@@ -54,13 +59,21 @@ def class_in_training(host_class: type[nn.Module], family: str) -> type[LayerInT
     """
     key = (host_class, family)
     if key not in _CLASSES:
-        quantized = quantized_class(host_class)
-        assert quantized is not None  # it was planned
+        quantized = counterpart(host_class)
         bases: tuple[type, ...] = (FAMILIES[family][quantized.kind], host_class)
         if quantized.kind != "experts" and host_class is not quantized.quantized_base.host_class:
             bases = (host_class, class_in_training(quantized.quantized_base.host_class, family))
         _CLASSES[key] = type(f"{family}{host_class.__name__}", bases, {"host_class": host_class})
     return _CLASSES[key]
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise ValueError if a part of a model is quantized, or in training already."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            raise ValueError(f"{name or 'the model'} is quantized: train the 16-bit model, or adapters of this one")
+        if isinstance(module, LayerInTraining):
+            raise ValueError(f"{name or 'the model'} is in training already: finish_training_ or convert_qat_ first")
 
 
 # Pickles of whole models hold the name of this function and of this file.

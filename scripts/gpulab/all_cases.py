@@ -29,7 +29,7 @@ from gpulab.cases import (
     quantized_case,
     scaled_case,
 )
-from gpulab.optimizer_cases import fake_cases, optimizer_cases, two_way_cases
+from gpulab.optimizer_cases import fake_cases, optimizer_cases, requantize_cases, two_way_cases
 
 
 def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
@@ -53,7 +53,7 @@ def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
             found += [attention_case(one, dtype, format) for format in (None, "fp8_e4m3")]
         found += cache_cases(dtype)
     found += [scaled_case("fp8_e5m2", LLAMA[1], M, torch.bfloat16) for M in (64, 4096)]
-    found += optimizer_cases() + fake_cases() + two_way_cases()
+    found += optimizer_cases() + fake_cases() + two_way_cases() + requantize_cases()
     return [case for case in found if ops is None or case.op in ops]
 
 

@@ -31,7 +31,7 @@ from gpulab.cases import (
     reference,
     scaled_case,
 )
-from gpulab.optimizer_cases import adam_case, fake_case, two_way_case, two_way_cases
+from gpulab.optimizer_cases import adam_case, fake_case, requantize_cases, two_way_case, two_way_cases
 from gpulab.timing import installed
 from hf_quant.kernels.adam_step.op import STATES
 from hf_quant.testing import PRODUCT_RMS, rms_error
@@ -105,6 +105,7 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
         for backward in (False, True):
             cases.append(fake_case(format, size(LLAMA[1]), group_size, bf16, backward=backward))
     cases += [*two_way_cases(256 if tiny else 4096), two_way_case("int8", "row", 1001, 77, bf16)]
+    cases += requantize_cases(256 if tiny else 4096)
     cases.append(scaled_case("fp8_e5m2", size(LLAMA[1]), 64, bf16))
     return [case for case in cases if case.op in gpu_ops()]
 
@@ -137,7 +138,7 @@ def _results(call: Callable, arguments: tuple, options: dict[str, Any]) -> list[
     if result is None and lists:
         return lists
     if result is None:
-        return [value for value in copies[3:] if value is not None]
+        return [value for value in copies[3:] or copies if value is not None]  # the first of `kv_append` are read
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
@@ -163,9 +164,9 @@ def compare(case: Case, found: list[Tensor], expected: list[Tensor]) -> str | No
         return f"{wrong} of {len(found)} parameters, gradients and states have other bits" if wrong else None
     if case.op == "kv_append":
         return _compare_caches(found, expected)
-    if case.op == "quantize_two_way":
+    if case.op in ("quantize_two_way", "requantize_rows_"):
         wrong = sum(not _same_bits(value, wanted) for value, wanted in zip(found, expected))
-        return f"{wrong} of 4 results have other bits" if wrong else None
+        return f"{wrong} of {len(found)} results have other bits" if wrong else None
     if case.op.startswith("fake_quantize") and not _same_bits(found[0], expected[0]):
         return "the weights as stored, or their gradients, have other bits"
     if len(found) == 2 and case.op != "kv_attention":  # codes and scales of rows

@@ -86,3 +86,19 @@ def two_way_cases(size: int = 4096) -> list[Case]:
     pairs = (("int8", "row"), ("fp8_e4m3", "power_of_two"), ("fp8_e4m3", "tensor"), ("fp8_e5m2", "tensor"))
     found = [two_way_case(*pair, size, size, torch.bfloat16) for pair in pairs]
     return found + [two_way_case(*pairs[0], 1040, 80, dtype) for dtype in (torch.bfloat16, torch.float32)]
+
+
+def requantize_cases(size: int = 4096) -> list[Case]:
+    """List `requantize_rows_` of a square weight, at random and to nearest, and of rows that fill no block."""
+
+    def case(N: int, K: int, low: int | None) -> Case:
+        def make(device: Any) -> tuple[tuple, dict[str, Any]]:
+            codes = (randn((N, K), torch.float32, device) * 30).clamp(-127, 127).to(torch.int8)
+            scale = randn((N, 1), torch.float32, device).abs() * 0.01 + 0.001
+            values = codes * scale + randn((N, K), torch.float32, device) * scale * 0.01
+            return (codes, scale, values), {"low": low, "high": 3}
+
+        name = f"{N} x {K}{'' if low is not None else ', to nearest'}"
+        return Case("requantize_rows_", name, make, torch.float32, N, 0)
+
+    return [case(size, size, 7), case(size, size, None), case(77, 1040, 7)]

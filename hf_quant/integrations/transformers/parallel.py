@@ -257,6 +257,11 @@ def _check_fits(module: QuantizedModule, weight: str, owner: str, axis: int, pie
     """Raise ValueError unless `pieces` equal pieces of the weight hold whole groups, blocks and words."""
     quant = module.scheme.weight
     N, K = module.matrix_shape(weight)[-2:]
+    if axis == -1 and module.scheme.sparsity is not None:
+        raise ValueError(
+            f"{owner} cannot be split along its input features: {quant} is sparse, and a row lies as one piece. Leave "
+            "sparsity out, or keep this module in 16 bit by `modules={...: None}`"
+        )
     if axis == -1:
         # A group, a block or a word stays together. Group sizes are multiples of 32 or, in nvfp4, divide it.
         packing = PACK if FORMATS[quant.format].spec.is_packed else 1

@@ -11,7 +11,7 @@ OpenMP pool, as many as `torch.set_num_threads` has set.
 """
 
 from hf_quant.kernels.native.extension import active, features, instruction_sets, unavailable_reason, use, using
-from hf_quant.kernels.native.optimizer import adam_step_
+from hf_quant.kernels.native.optimizer import adam_step_, requantize_rows_
 from hf_quant.kernels.native.products import (
     dequantize,
     multiply,
@@ -51,6 +51,7 @@ __all__ = [
     "quantize_rows_to_e4m3",
     "quantize_two_way",
     "quantizes",
+    "requantize_rows_",
     "unsupported_reason",
     "scale_sums",
     "scales_sums",

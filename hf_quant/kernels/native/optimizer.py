@@ -1,4 +1,4 @@
-"""Steps of AdamW by the extension: the bits of `adam_step_`."""
+"""Steps of AdamW by the extension, and int8 weights that they change: `adam_step_` and `requantize_rows_`."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.native.arguments import DTYPES
-from hf_quant.kernels.native.extension import module
+from hf_quant.kernels.native.extension import active, module
 
 
 _STATES = ("fp32", "bf16", "int8", "fp8", "int4")  # in the order of AdamStates
@@ -40,3 +40,13 @@ def adam_step_(
             *(row, column, seed is not None, ((seed or 0) + stream) & 0xFFFFFFFF, step & 0xFFFFFFFF),
             *(factors.data_ptr(), threads),
         )
+
+
+def requantize_rows_(codes: Tensor, scale: Tensor, values: Tensor, *, low: int | None, high: int, row: int) -> bool:
+    """Write values into codes and scales, checked by the caller, as `requantize_rows_` does; False: not here."""
+    if active() is None or not hasattr(module, "requantize_rows"):
+        return False
+    key = ((low or 0) & 0xFFFFFFFF, high & 0xFFFFFFFF)
+    addresses = (codes.data_ptr(), scale.data_ptr(), values.data_ptr())
+    module.requantize_rows(*codes.shape, *addresses, row, low is not None, *key, torch.get_num_threads())
+    return True

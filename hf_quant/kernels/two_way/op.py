@@ -64,13 +64,14 @@ def quantize_two_way_reference(
         scales = [scale.repeat(size, 1) for size in (M, K)]
     else:
         scales = [scales_of(values.abs().amax(dim), format, scaling).view(-1, 1) for dim in (1, 0)]
-    codes = _codes(values * (1 / scales[0]), format)
+    codes = rounded(values * (1 / scales[0]), format)
     if not columns:
         return codes, scales[0], codes.new_empty(0, M), scales[0].new_empty(0, 1)
-    return codes, scales[0], _codes(values.t() * (1 / scales[1]), format), scales[1]
+    return codes, scales[0], rounded(values.t() * (1 / scales[1]), format), scales[1]
 
 
-def _codes(values: Tensor, format: str) -> Tensor:
+def rounded(values: Tensor, format: str) -> Tensor:
+    """fp32 values in units of their scale -> codes: the nearest of the format, contiguous."""
     values = values.clamp(-limit_of(format), limit_of(format))
     return (values.round() if format == "int8" else values).to(DTYPES[format]).contiguous()
 

@@ -71,7 +71,7 @@ def test_the_gpu_kernel_gives_the_reference(format, has_zero):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_it_is_the_value_of_the_codes(format, symmetric):
-    """Of all algorithms whose codes are the nearest; on random weights and on those between two codes."""
+    """The algorithms are all that take the nearest codes; the weights are random, or lie between two codes."""
     if not symmetric and not has_zero_point(format):
         pytest.skip("the format has no zero point")
     group_size = FORMATS[format].group_size or 64
@@ -99,7 +99,7 @@ def test_it_is_the_value_of_the_codes(format, symmetric):
 
 @pytest.mark.parametrize(("format", "has_zero"), cases())
 def test_the_gradients_are_straight_through(format, has_zero):
-    """By autograd over the same sums with the rounding taken as a constant."""
+    """Autograd gives the reference: the same sums, with the rounding taken as a constant."""
     grad, weight, scale, zero = arguments(format, torch.float32, 32, has_zero=has_zero)
     K = weight.shape[-1]
     w, s = weight.double().requires_grad_(), scale.double().requires_grad_()
@@ -123,7 +123,7 @@ def test_the_gradients_are_straight_through(format, has_zero):
 
 
 def test_the_ends_of_the_grids():
-    """What is half a step beyond the last level is inside."""
+    """A value half a step beyond the last level counts as inside."""
     assert op.bounds("int4") == (-8, 7, -8.5, 7.5)
     assert op.bounds("int8") == (-127, 127, -127.5, 127.5)
     assert op.bounds("fp8_e4m3") == (-448, 448, -464, 464)

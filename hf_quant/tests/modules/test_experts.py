@@ -47,13 +47,19 @@ HOSTS = {
 }
 
 
-def experts(host: str, fields="int4", dtype=torch.float32) -> tuple[nn.Module, nn.Module]:
-    """(quantized, the host's class with the dequantized weights); 4 experts, 64 -> 48 -> 64."""
+def plain_experts(host: str) -> nn.Module:
+    """The host's class with random weights; 4 experts, 64 -> 48 -> 64."""
     torch.manual_seed(0)
     cls, _, config = HOSTS[host]
     module = cls(copy.deepcopy(config))
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def experts(host: str, fields="int4", dtype=torch.float32) -> tuple[nn.Module, nn.Module]:
+    """(quantized, the host's class with the dequantized weights)."""
+    module = plain_experts(host)
     quantize_(module.to(dtype), fields)
     return module, dequantize_(copy.deepcopy(module))
 

@@ -18,13 +18,14 @@ from hf_quant.kernels import quantize_two_way
 from hf_quant.optim import AdamW8bit
 from hf_quant.testing import sqnr
 from hf_quant.tests.calibration.test_observe import llama
-from hf_quant.tests.modules.test_experts import HOSTS, routing, tokens
+from hf_quant.tests.modules.test_experts import HOSTS, plain_experts, routing, tokens
 from hf_quant.training import LowBitModule, low_bit, products
 from hf_quant.training.products import RECIPES
 
 
 ASSET = "integration_tests/assets/tiny-llama-13m"
 INT8, FP8 = "hf_quant.int8_scaled_mm", "hf_quant.fp8_scaled_mm"
+EIGHT_BITS = [name for name, recipe in RECIPES.items() if recipe.format is not None]
 DENSE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear")
 
 
@@ -62,7 +63,7 @@ def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad} | {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_product_is_that_of_its_codes(recipe, dtype):
     layer, x, settings = nn.Linear(96, 80).to(dtype), inputs(dtype), RECIPES[recipe]
@@ -168,7 +169,7 @@ def test_scales_of_the_wrong_dimension_are_far_away(monkeypatch):
     assert sqnr(results(model, inputs())["y"], plain["y"]) < 10
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_compiled_as_one_graph(recipe):
     model, x = mlp(), inputs()
     prepare_training_(model, recipe, min_size=1)
@@ -304,11 +305,7 @@ def test_activations_are_kept_in_one_byte():
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("recipe", ["int8", "fp8_row", "bitnet"])
 def test_experts(host, recipe):
-    cls, _, config = HOSTS[host]
-    torch.manual_seed(0)
-    module = cls(copy.deepcopy(config))
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.2)
+    module = plain_experts(host)
     plain, (index, weights) = copy.deepcopy(module), routing(33)
     if recipe == "bitnet":  # beside a module whose weights are ternary already
         prepare_training_(plain, recipe, min_size=1)
@@ -412,8 +409,15 @@ def test_a_small_model_learns_as_in_16_bit():
         assert losses(recipe)[-1] == pytest.approx(plain[-1], rel=0.05)
 
 
+def test_a_layer_that_is_never_called_is_not_planned():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4), "out": nn.Linear(64, 64)})
+    found = prepare_training_(model, min_size=1)
+    assert list(found.layers) == ["out"]
+    assert found.reasons["attention.out_proj"] == "torch's attention multiplies with its weight by itself"
+
+
 def test_what_cannot_be_trained_so():
-    with pytest.raises(ValueError, match="recipe is 'int9'; allowed: int8, bitnet"):
+    with pytest.raises(ValueError, match="recipe is 'int9'; allowed: int8, int8_weights, bitnet"):
         prepare_training_(mlp(), "int9")
     with pytest.raises(ValueError, match="recipe is 'int4'; allowed"):
         prepare_training_(mlp(), modules={"0": "int4"})

@@ -182,6 +182,18 @@ struct ScaledSums {
   int threads;
 };
 
+// Values [N, K] written into int8 codes and scales of rows: `requantize_rows_` of hf_quant.
+struct RowUpdate {
+  int64_t N, K;
+  int8_t* codes;
+  float* scale;
+  const float* values;
+  int64_t row;  // of the whole weight, at which this part of it begins
+  bool stochastic;
+  uint32_t key[2];
+  int threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;  // whether Product.compute may be BY_BF16
@@ -196,6 +208,7 @@ struct Kernels {
   bool (*fake_quantize)(const FakeQuantization&);
   bool (*quantize_two_way)(const TwoWayQuantization&);
   void (*scale_sums)(const ScaledSums&);
+  void (*requantize_rows)(const RowUpdate&);
 };
 
 extern const Kernels kPortable;

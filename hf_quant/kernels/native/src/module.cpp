@@ -402,6 +402,24 @@ PyObject* scale_sums(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return done(true);
 }
 
+PyObject* requantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  RowUpdate u{};
+  u.N = a.number();
+  u.K = a.number();
+  u.codes = a.pointer<int8_t>();
+  u.scale = a.pointer<float>();
+  u.values = a.pointer<const float>();
+  u.row = a.number();
+  u.stochastic = a.integer() != 0;
+  u.key[0] = static_cast<uint32_t>(a.number());
+  u.key[1] = static_cast<uint32_t>(a.number());
+  u.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS active->requantize_rows(u);
+  Py_END_ALLOW_THREADS return done(true);
+}
+
 // To be counted up when the arguments of a function change.
 PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(10); }
 
@@ -457,6 +475,8 @@ PyMethodDef methods[] = {
      "A matrix to int8 by rows and by columns, see `TwoWayQuantization` in kernels.h; raises MemoryError."},
     {"scale_sums", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(scale_sums)), METH_FASTCALL,
      "Sums of int8 products to floats, see `ScaledSums` in kernels.h."},
+    {"requantize_rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(requantize_rows)), METH_FASTCALL,
+     "New values of int8 codes, see `RowUpdate` in kernels.h."},
     {"max_head_dim", max_head_dim, METH_NOARGS, "Channels of a head that `attention` and `append` take at most."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},

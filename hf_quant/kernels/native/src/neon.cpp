@@ -24,7 +24,8 @@
 namespace hfq {
 const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
                        neon::attention, neon::quantize, neon::append, neon::adam_step,
-                         neon::fake_quantize, neon::quantize_two_way, neon::scale_sums};
+                         neon::fake_quantize, neon::quantize_two_way, neon::scale_sums,
+                         neon::requantize_rows};
 }
 
 // What follows runs on any Arm.

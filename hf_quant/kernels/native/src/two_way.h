@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "philox.h"
 #include "portable.h"
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -156,6 +157,44 @@ static void scale_sums(const ScaledSums& s) {
         for (int64_t j = 0; j < count; ++j) values[j] += bias[n + j];
       store_row(values, count, s.y, s.y_dtype, i * s.N + n);
     }
+  });
+}
+
+// Codes between -127 and 127 of a part of a row, `bits` null for the nearest: the others of `requantize_rows_`.
+static inline void requantize(const float* __restrict values, const uint16_t* __restrict bits, int64_t count,
+                              float old_scale, float scale, bool stays, int8_t* __restrict codes) {
+  for (int64_t i = 0; i < count; ++i) {
+    float q = values[i] / scale;
+    q = q < 127.0f ? q : 127.0f;  // NaN, too
+    q = q > -127.0f ? q : -127.0f;
+    if (bits != nullptr) {
+      const float offset = (static_cast<float>(bits[i]) + 0.5f) * bits_to_float((127u - 16u) << 23) - 0.5f;  // exact
+      q += offset;
+    }
+    const int8_t found = int8_code(q);
+    const bool is_same = stays && values[i] == static_cast<float>(codes[i]) * old_scale;
+    codes[i] = is_same ? codes[i] : found;
+  }
+}
+
+static void requantize_rows(const RowUpdate& u) {
+  parallel_for(u.N, u.N * u.K < (1 << 15) ? 1 : u.threads, [&](int64_t n) {
+    const float* values = u.values + n * u.K;
+    uint32_t top = 0;
+    for (int64_t k = 0; k < u.K; ++k) {
+      const uint32_t own = magnitude(values[k]);
+      top = own > top ? own : top;
+    }
+    const float amax = bits_to_float(top), old = u.scale[n], fresh = amax / 120.0f;
+    const bool stays = amax >= old * 60.0f && amax <= old * 127.0f;
+    const float scale = stays ? old : fresh < bits_to_float((127u - 90u) << 23) ? 1.0f : fresh;
+    uint16_t bits[kColumns];
+    for (int64_t k = 0; k < u.K; k += kColumns) {
+      const int64_t count = min64(kColumns, u.K - k);
+      if (u.stochastic) draw_row(u.key, static_cast<uint32_t>(u.row + n), k, count, bits);
+      requantize(values + k, u.stochastic ? bits : nullptr, count, old, scale, stays, u.codes + n * u.K + k);
+    }
+    u.scale[n] = scale;
   });
 }
 
