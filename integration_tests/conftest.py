@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import hf_quant.tests.environment  # noqa: F401  (before torch)
+from hf_quant.tests.graphs import forget_graphs  # noqa: F401
 
 
 ASSET_MODEL = Path(__file__).parent / "assets" / "tiny-llama-13m"

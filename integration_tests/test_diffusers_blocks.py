@@ -308,8 +308,6 @@ def test_compiled_blocks(name, sizes):
     config = QuantizerConfig("W8A8_FP8", attention="int8", fuse_activations=True)
     model = quantize_(make_model(name, BF16), config)
     expected = [run(model, name, size) for size in sizes]
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     blocks = [m for m in model.modules() if type(m).__name__.endswith(("TransformerBlock", "CogVideoXBlock"))]
     backend = "eager" if len(sizes) > 1 else "aot_eager"  # which takes 40 s more for sizes that are symbols
     for block in blocks:

@@ -105,8 +105,6 @@ def test_inductor():
 def test_compiled_blocks(weights, backend):
     expected = run(quantize_(make_model("flux", torch.bfloat16), weights), "flux")
     model = quantize_(make_model("flux", torch.bfloat16), weights)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     model.compile_repeated_blocks(fullgraph=True, backend=backend)
     assert torch.equal(run(model, "flux"), expected)
     counters = torch._dynamo.utils.counters

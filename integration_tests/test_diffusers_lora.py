@@ -268,8 +268,6 @@ def test_hot_swapping_compiles_nothing_new(name, weights, is_fused):
     if is_fused:
         fuse_projections_(model)
     pipe.enable_lora_hotswap(target_rank=8)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     counters, graphs, outputs = torch._dynamo.utils.counters, [], []
     for seed, rank in enumerate((4, 8, 2)):
         pipe.load_lora_weights(adapter_for(name, rank, seed), adapter_name="a", hotswap=seed > 0)

@@ -361,7 +361,6 @@ def test_adapters_are_combined_mixed_and_swapped(tmp_path):
 
     swapped = peft.PeftModel.from_pretrained(quantized("int8"), tmp_path, low_cpu_mem_usage=True)
     hotswap.prepare_model_for_compiled_hotswap(swapped, target_rank=8)
-    torch._dynamo.reset()
     graphs = []
     compiled = torch.compile(swapped, backend=lambda graph, _: graphs.append(graph) or graph)
     for directory, y in zip((tmp_path, tmp_path / "b"), expected):
@@ -407,7 +406,6 @@ def test_an_adapter_over_a_model_that_is_partly_on_disk(scheme, tmp_path, monkey
 
 
 def test_compiled_while_offloaded():
-    torch._dynamo.reset()
     model = quantize_(make_model("flux", torch.bfloat16), "W8A8")
     expected = run(model, "flux")
     model.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=1)

@@ -603,7 +603,6 @@ def test_only_long_prompts_are_read_in_parts(llama, monkeypatch):
 
 def test_a_prompt_in_parts_that_is_compiled(llama, caplog):
     """The second generation compiles nothing, as with transformers' cache."""
-    torch._dynamo.reset()
     model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))
     compile_config = CompileConfig(fullgraph=True, mode=None, backend="aot_eager")
     compile_config._compile_all_devices = True

@@ -262,7 +262,6 @@ def test_compiled_forward_has_one_graph_for_all_lengths(name, weights, backend):
         graphs.append(length)
         return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
 
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend=compile_graph, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for length in range(5, 15):

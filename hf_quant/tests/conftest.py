@@ -10,6 +10,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # Triton kernels run on CPU tensors
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from hf_quant.tests.graphs import forget_graphs  # noqa: E402, F401
+
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with what no correct result contains: NaN, or the largest integer."""

@@ -448,7 +448,6 @@ def test_a_default_device_is_not_ours(instructions):
 
 
 def test_five_lengths_are_one_graph(instructions, calls):
-    torch._dynamo.reset()  # graphs of other tests count as compilations of the same code
     layer = quantize_(torch.nn.Linear(256, 72, dtype=torch.bfloat16), "int4")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)

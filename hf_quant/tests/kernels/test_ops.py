@@ -85,7 +85,6 @@ def test_opcheck(name):
 
 @pytest.mark.parametrize("name", sorted(calls(torch.randn(3, K)).keys() - {"dequantize"}))  # it has no length
 def test_ten_lengths_compile_once(name):
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     op, tensors, options = calls(torch.randn(8, K))[name]
     with_offsets = name.startswith("grouped")

@@ -236,7 +236,6 @@ def test_decoding_compiles_once_whatever_the_length(config):
     caches = [QuantizedCache(model.config, config, max_cache_len=40) for _ in range(2)]
     for cache in caches:
         model(ids[:, :10], past_key_values=cache)
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(model.forward, fullgraph=True, backend=counter)
     for index in range(10, 30):

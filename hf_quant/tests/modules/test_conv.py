@@ -111,7 +111,6 @@ def test_autocast_copies_and_what_builds_a_layer_of_its_type():
 
 @pytest.mark.parametrize("options", [{"padding": 1}, {"padding": "same", "padding_mode": "reflect"}])
 def test_compiles_to_one_graph_for_every_length(options):
-    torch._dynamo.reset()
     layer, _ = conv(1, **options)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
@@ -122,7 +121,6 @@ def test_compiles_to_one_graph_for_every_length(options):
         (grad,), (expected,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(layer(x).sum(), x)
         assert_close(grad, expected, rms=1e-5)
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 def test_second_derivatives_and_forward_mode():

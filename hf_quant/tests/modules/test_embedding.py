@@ -104,7 +104,6 @@ def test_a_table_that_is_rescaled_at_lookup_is_refused():
 
 @pytest.mark.parametrize("fields", ["W4A16_ASYM", "nvfp4"])
 def test_compiles_to_one_graph_for_every_length(fields):
-    torch._dynamo.reset()
     layer = embedding(fields)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
@@ -112,4 +111,3 @@ def test_compiles_to_one_graph_for_every_length(fields):
         ids = torch.arange(length)
         assert torch.equal(compiled(ids), layer(ids))
     assert counter.frame_count == 1
-    torch._dynamo.reset()

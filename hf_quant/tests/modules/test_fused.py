@@ -570,7 +570,6 @@ def counted_graphs() -> tuple[CompileCounterWithBackend, list[int]]:
 
 
 def test_compiled_in_one_graph_for_ten_lengths():
-    torch._dynamo.reset()
     fused, alone = pair(Block())
     backend, products = counted_graphs()
     compiled = torch.compile(fused, backend=backend.compile_fn, fullgraph=True)
@@ -592,7 +591,6 @@ def test_compiled_in_one_graph_for_ten_lengths():
 
 
 def test_compiled_training_and_unproven_sources_compute_alone():
-    torch._dynamo.reset()
     fused, alone = pair(Block(), dtype=torch.float32)
     backend, products = counted_graphs()
     x = rows(2, K, dtype=torch.float32).requires_grad_()

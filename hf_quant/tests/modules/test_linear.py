@@ -461,7 +461,6 @@ def test_an_encoder_layer_with_its_fused_path():
     [("int8", False), ("W4A16_ASYM", False), ("nvfp4", False), ("W4A16", True), ("W8A8", False), ("W8A8", True)],
 )
 def test_compiles_to_one_graph_for_every_length(fields, training):
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = quantize_(nn.Sequential(nn.Linear(160, 136), nn.GELU(), nn.Linear(136, 64, bias=False)), fields)
     counter = CompileCounterWithBackend("aot_eager")
@@ -478,7 +477,6 @@ def test_compiles_to_one_graph_for_every_length(fields, training):
             (expected,) = torch.autograd.grad(forward(x).sum(), x)
             assert_close(grad, expected, rms=1e-5)
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(("weights", "scales"), [("int4", "float8_e4m3fn"), ("int8", "bfloat16")])

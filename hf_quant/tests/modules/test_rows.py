@@ -224,7 +224,6 @@ def test_compiled_siblings_under_autocast():
 @torch.no_grad()
 def test_blocks_compile_once():
     blocks = nn.ModuleList(block() for _ in range(3))
-    torch._dynamo.reset()
     counter, x = Recording(), torch.randn(16, 64)
     for part in blocks:
         part.compile(backend=counter, fullgraph=True)
