@@ -72,6 +72,16 @@ class CodedWeight(Tensor):
         """Bytes of a code: hosts count the memory of a model by it."""
         return self.codes.element_size()
 
+    def share_memory_(self) -> "CodedWeight":
+        """Move codes and scales to memory that other processes can read."""
+        self.codes.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """True if codes and scales lie in memory that other processes can read."""
+        return self.codes.is_shared() and self.scale.is_shared()
+
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], None]:
         """The codes and scales of this process's rows, filled up to as many as the first process has."""
         # What `fully_shard` has cut off is still in memory. Had this method more arguments, inputs of other shapes
@@ -138,7 +148,8 @@ class CodedWeight(Tensor):
             if isinstance(source, CodedWeight):
                 self.codes.copy_(source.codes)
                 self.scale.copy_(source.scale)
-            else:  # as DistributedDataParallel does with the values that it has sent: codes under kept scales stay
+            # DistributedDataParallel writes the values that it has sent, which must change nothing.
+            elif not torch.equal(source, self.dequantized(source.dtype)):
                 self.write_(source.float().expand(self.shape).contiguous(), low=None, high=0, row=0)
             return self
         return self._resized(func, args)

@@ -38,6 +38,8 @@ class Observer(NamedTuple):
     recognizes: Callable[[nn.Module], bool]
     # Called with the resolved config and the given one; both are None after dequantization.
     update: Callable[[nn.Module, QuantizerConfig | None, QuantizerConfig | None], None]
+    # Writes a resolved config into what the host saves, and changes nothing else.
+    record: Callable[[nn.Module, QuantizerConfig], None]
 
 
 OBSERVERS: list[Observer] = []  # filled by `integrations`
@@ -164,19 +166,34 @@ def notify_observers(
 ) -> None:
     """Notify the host observers of `model`, and of host models inside it.
 
-    config: the config of a quantization, None after dequantization. schemes: {module name in `model`: scheme}. Models
-    inside a host's model are skipped, because the outer model saves them.
+    config: the config of a quantization, None after dequantization. schemes: {module name in `model`: scheme}.
     """
-    schemes = schemes or {}
+    for observer, host, own in _hosts(model, schemes or {}):
+        if own or config is None or host is model:
+            observer.update(host, None if config is None else resolved(config, own), config)
+
+
+def record_schemes(model: nn.Module, config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> None:
+    """Have a model, and host models inside it, save the record of layers that hold codes, {module name: scheme}."""
+    for observer, host, own in _hosts(model, schemes):
+        if own:
+            observer.record(host, resolved(config, own))
+
+
+def _hosts(
+    model: nn.Module, schemes: dict[str, LinearScheme]
+) -> Iterator[tuple[Observer, nn.Module, dict[str, LinearScheme]]]:
+    """Yield the host models in a model, or itself, with their observers and the schemes of their modules.
+
+    Models inside a host's model are skipped, because the outer model saves them.
+    """
     for observer in OBSERVERS:
         if observer.recognizes(model):
-            observer.update(model, None if config is None else resolved(config, schemes), config)
+            yield observer, model, schemes
             return
     for name, child in model.named_children():
         prefix = f"{name}."
-        inner = {n.removeprefix(prefix): s for n, s in schemes.items() if n.startswith(prefix)}
-        if inner or config is None:
-            notify_observers(child, config, inner)
+        yield from _hosts(child, {n.removeprefix(prefix): s for n, s in schemes.items() if n.startswith(prefix)})
 
 
 def apply_plan(

@@ -21,6 +21,7 @@ from hf_quant.coded_weight import CodedWeight
 from hf_quant.integrations.training import trainer_optimizer
 from hf_quant.optim import AdamW, AdamW8bit
 from hf_quant.training import LowBitModule, gather_in_low_bits_, low_bit, products, prune_
+from integration_tests.support.tiny_diffusion import make_model
 from integration_tests.support.tiny_models import VOCAB, build
 from integration_tests.support.two_processes import Failures, run_in_two_processes, whole
 
@@ -103,6 +104,40 @@ def test_lora(adapter_first, tmp_path):
     assert moved and all(bool(p.any()) for p in moved)
     merged = finish_training_(model).merge_and_unload()
     assert not any(isinstance(module, LowBitModule) for module in merged.modules())
+
+
+def codes_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The codes of all layers that have some, in training or quantized, by their names without PEFT's."""
+    return {name.replace(".base_layer", ""): p for name, p in model.state_dict().items() if name.endswith("qdata")}
+
+
+@pytest.mark.parametrize("around", ["nothing", "a module", "adapters"])
+def test_checkpoints_of_int8_weights_load_whatever_is_around_the_host(around, tmp_path):
+    host = build("llama", torch.bfloat16)
+    model = {
+        "nothing": lambda: host,
+        "a module": lambda: nn.ModuleDict({"decoder": host, "head": nn.Linear(64, 2)}),
+        "adapters": lambda: get_peft_model(host, LoraConfig(r=4, target_modules=["q_proj"])),
+    }[around]()
+    prepare_training_(model, "int8_weights", min_size=16)
+    if around == "adapters":
+        host = model.unload()
+    host.save_pretrained(tmp_path)
+    loaded, codes = AutoModelForCausalLM.from_pretrained(tmp_path), codes_of(host)
+    found = codes_of(loaded)
+    assert codes and found.keys() == codes.keys() and all(torch.equal(found[name], codes[name]) for name in codes)
+    torch.testing.assert_close(loaded(IDS[:2]).logits, host.eval()(IDS[:2]).logits, rtol=0.1, atol=0.1)
+
+
+def test_checkpoints_of_int8_weights_of_a_diffusion_model(tmp_path):
+    model = make_model("flux", torch.bfloat16)
+    prepare_training_(model, "int8_weights", min_size=16)
+    model.save_pretrained(tmp_path)
+    loaded, codes = type(model).from_pretrained(tmp_path), codes_of(model)
+    found = codes_of(loaded)
+    assert codes and found.keys() == codes.keys() and all(torch.equal(found[name], codes[name]) for name in codes)
+    finish_training_(model)
+    assert all(torch.equal(p, loaded.state_dict()[name]) for name, p in model.state_dict().items())
 
 
 def network(recipe: str | None = None, dtype: torch.dtype = torch.float32, N: int = 301) -> nn.Module:

@@ -47,7 +47,8 @@ class AdamW(Optimizer):
 
     Raises:
         ValueError: an option is out of range, a parameter is neither fp32 nor bf16, or sharded in a way that cuts
-            blocks of states. `step` raises it for gradients that are sparse or in another dtype.
+            blocks of states. `step` raises it for gradients that are sparse or in another dtype, and for
+            weights of int8 codes (`prepare_training_`) without stochastic rounding.
     """
 
     def __init__(
@@ -96,6 +97,11 @@ class AdamW(Optimizer):
         """Count the step of a parameter and give it to the call that makes it."""
         state, place, g = self.state[p], place_of(p), sharded_alike(g, p)
         _check_gradient(p, g)
+        if isinstance(local(p), CodedWeight) and not group["stochastic_rounding"]:
+            raise ValueError(
+                "stochastic_rounding is False, but a weight is stored as int8 codes: rounding to the nearest code "
+                "would lose nearly every update. Leave stochastic_rounding=True for the group of such weights"
+            )
         kind = _kind(p, group)
         if not state:
             state.update(_new_state(p, place, kind))
@@ -231,8 +237,7 @@ class _Call:
         for part, computed in self.copies:
             part.copy_(computed.view(part.shape))
         for coded, values, stream, row in self.coded:
-            low = group["seed"] + stream if group["stochastic_rounding"] else None
-            coded.write_(values, low=low, high=step, row=row)
+            coded.write_(values, low=group["seed"] + stream, high=step, row=row)
         # The kernels write past autograd: what was kept of the parameters must not be taken for what they are now.
         torch.autograd.graph.increment_version(self.changed)
 

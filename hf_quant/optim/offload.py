@@ -100,6 +100,8 @@ class CPUOffloadOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for p, host in self._pairs:
+            if type(p) is not type(host):
+                raise ValueError("a weight has become one of int8 codes since this optimizer was made: make it anew")
             if not self._offload_gradients and p.grad is not None:
                 host.grad = p.grad.to("cpu", non_blocking=True, copy=True)
             if self._seen.get(p) != _state_of(p):

@@ -168,7 +168,9 @@ def test_the_file_is_the_same_every_time(tmp_path):
 def test_observers_hear_of_a_load(tmp_path, monkeypatch):
     saved(tmp_path)
     heard = []
-    monkeypatch.setattr(quantize, "OBSERVERS", [quantize.Observer(lambda m: True, lambda *args: heard.append(args))])
+    monkeypatch.setattr(
+        quantize, "OBSERVERS", [quantize.Observer(lambda m: True, lambda *args: heard.append(args), heard.append)]
+    )
     model = load_quantized_(mlp(), tmp_path)
     assert heard[0][0] is model and heard[0][1].plan is not None
 

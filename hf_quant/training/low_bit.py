@@ -1,5 +1,6 @@
 """`prepare_training_` and `finish_training_`: linear layers and experts that train by products in 8 bits."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -16,21 +17,28 @@ from hf_quant.modules import (
     convert_module_,
     packed_key,
     route,
-    runs_its_class,
     set_class_,
     stored_dtype,
 )
 from hf_quant.modules.products import autocast
 from hf_quant.patterns import matches
-from hf_quant.planning import PlanEntry, format_table, plan, resolved, template
-from hf_quant.quantize import check_weight, notify_observers
+from hf_quant.planning import PlanEntry, format_table, plan, template
+from hf_quant.quantize import check_weight, notify_observers, record_schemes
 from hf_quant.scheme import LinearScheme
 from hf_quant.training.products import RECIPES, Codes, Recipe, may_keep, product, weight_codes
 from hf_quant.training.shards import by_shards
 from hf_quant.training.sparse import Pruned, mask_24
-from hf_quant.training.swapped import FAMILIES, LayerInTraining, check_trainable, class_in_training, counterpart
+from hf_quant.training.swapped import (
+    FAMILIES,
+    LayerInTraining,
+    check_trainable,
+    class_in_training,
+    counterpart,
+    reason_not_called,
+)
 
 
+_logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 PRODUCTS = ("output", "grad_input", "grad_weight")
 MIN_SIZE = 256  # of rows and of columns of a weight, below which quantizing takes what the products save
@@ -100,10 +108,7 @@ class LowBitModule(LayerInTraining):
             self._check_shards(weight)
             return by_shards(input, weight, bias, lambda x, w, b: self.multiply(x, key, parameter, w, b))
         if RECIPES[self.low_bit.recipe].is_sparse:
-            dense = Pruned.apply(weight)
-            return F.linear(
-                input, dense if torch.is_autocast_enabled(input.device.type) else dense.to(input.dtype), bias
-            )
+            return F.linear(input, Pruned.apply(weight), bias)
         device = input.device.type
         x = autocast(input, device) if torch.is_autocast_enabled(device) else input
         return product(x, weight, bias, *self.low_bit, self._codes(key, parameter, weight), input)
@@ -270,7 +275,7 @@ def prepare_training_(
     """
     rules = dict(modules or {})
     for name in (recipe, *filter(None, rules.values())):
-        if name not in RECIPES:
+        if not isinstance(name, str) or name not in RECIPES:
             raise ValueError(f"recipe is {name!r}; allowed: {', '.join(RECIPES)}")
     in_low_bits = (output, grad_input, grad_weight)
     if RECIPES[recipe].is_sparse and not all(in_low_bits):
@@ -288,13 +293,15 @@ def prepare_training_(
     _check_stored(model, stored)
     for name, layer in found.layers.items():
         module = model.get_submodule(name)
+        if name in stored:
+            _store_codes_(module, stored[name])
         set_class_(module, class_in_training(type(module), LowBitModule.family))
         assert isinstance(module, LowBitModule)
         module.low_bit, module._kept, module._reuses = layer, {}, False
-        module.stored_as = None
-        if name in stored:
-            _store_codes_(module, stored[name], config)
-    _record(model, config)
+        scheme = stored[name].scheme if name in stored else None
+        module.stored_as = None if scheme is None else (scheme, config)
+    # A checkpoint of training then loads as a quantized model.
+    record_schemes(model, config, {name: entry.scheme for name, entry in stored.items() if entry.scheme is not None})
     return found
 
 
@@ -317,10 +324,8 @@ def _planned(
             found.reasons[name] = f"a {entry.kind}: only linear layers and experts train in low bits"
         elif smallest < min_size:
             found.reasons[name] = f"smaller than min_size={min_size}"
-        elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-            found.reasons[name] = "torch's attention multiplies with its weight by itself"
-        elif not runs_its_class(model.get_submodule(name)):
-            found.reasons[name] = "something has replaced its forward"
+        elif reason := reason_not_called(model, name, in_evaluation=RECIPES[own].is_ternary or RECIPES[own].is_sparse):
+            found.reasons[name] = reason
         elif RECIPES[own].is_sparse and any(shape[-1] % 4 for shape in entry.shapes.values()):
             found.reasons[name] = "its inputs are no multiple of 4"
         elif RECIPES[own].is_stored and not stores_rows(model.get_submodule(name), entry.shapes):
@@ -388,25 +393,16 @@ def _check_stored(model: nn.Module, stored: Mapping[str, PlanEntry]) -> None:
                 raise ValueError(f"{names[0]} is {parameter.dtype}; int8_weights trains fp32 and bf16 models: cast it")
 
 
-def _store_codes_(module: LowBitModule, entry: PlanEntry, config: QuantizerConfig) -> None:
-    assert entry.scheme is not None  # it was planned
-    module.stored_as = entry.scheme, config
+def _store_codes_(module: nn.Module, entry: PlanEntry) -> None:
+    """Store the weights of a planned layer as codes."""
     for name in entry.shapes:
         weight = module.get_parameter(name)
-        coded = CodedWeight.of(weight)
-        module._parameters[name] = nn.Parameter(coded, requires_grad=weight.requires_grad)
-
-
-def _record(model: nn.Module, config: QuantizerConfig) -> None:
-    """Name the layers of codes in the host's config, by which a checkpoint of training loads as a quantized model."""
-    schemes = {
-        name: module.stored_as[0]
-        for name, module in model.named_modules()
-        if isinstance(module, LowBitModule) and module.stored_as is not None
-    }
-    host = getattr(model, "config", None)
-    if schemes and host is not None and hasattr(host, "to_json_file"):
-        host.quantization_config = resolved(config, schemes)
+        coded = nn.Parameter(CodedWeight.of(weight), requires_grad=weight.requires_grad)
+        try:
+            torch.utils.swap_tensors(weight, coded)  # an optimizer that was made before trains the codes, then
+        except RuntimeError:  # a graph, compiled or of a loss, refers to the weight
+            module._parameters[name] = coded
+            _logger.warning("an optimizer that was made before prepare_training_ must be made anew")
 
 
 def _quantize_stored(module: nn.Module, scheme: LinearScheme, config: QuantizerConfig) -> QuantizerConfig:

@@ -10,12 +10,12 @@ from tqdm.auto import tqdm
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
 from hf_quant.config import QuantizerConfig, as_config
-from hf_quant.modules import QuantizedModule, convert_module_, runs_its_class, set_class_
+from hf_quant.modules import QuantizedModule, convert_module_, set_class_
 from hf_quant.planning import PlanEntry, QuantPlan
 from hf_quant.quantize import check_weight, decide, fuse_as_configured_, notify_observers, share_codes_
 from hf_quant.training import layers as _layers  # noqa: F401 - they register themselves
 from hf_quant.training.module import Prepared, QatModule
-from hf_quant.training.swapped import class_in_training
+from hf_quant.training.swapped import class_in_training, reason_not_called
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -88,7 +88,7 @@ def prepare_qat_(
     options = {"tokenizer": tokenizer, "quant_plan": quant_plan, "device": device, "progress": progress}
     packed, _, quant_plan, config = decide(model, config, calibration, **options)
     modules = dict(model.named_modules())
-    _check_layers(quant_plan, modules)
+    _check_layers(quant_plan, model)
     before: list[_Before] = []
     try:
         before += _prepare_wrappers(modules, quant_plan)
@@ -169,7 +169,7 @@ def restore_host_(module: QatModule) -> None:
     set_class_(module, module.host_class)
 
 
-def _check_layers(quant_plan: QuantPlan, modules: dict[str, nn.Module]) -> None:
+def _check_layers(quant_plan: QuantPlan, model: nn.Module) -> None:
     """Raise ValueError if a planned layer cannot be trained so."""
     static = [name for name, scheme in quant_plan.schemes.items() if scheme.is_static]
     if static:
@@ -183,11 +183,14 @@ def _check_layers(quant_plan: QuantPlan, modules: dict[str, nn.Module]) -> None:
             f"{first_few(sparse)} would be sparse, which is not trained here: prune the model, train it by recipe "
             "'sparse24' of prepare_training_, and quantize_ it then"
         )
-    hooked = [name for name in quant_plan.quantized if not runs_its_class(modules[name])]
-    if hooked:
+    reasons: dict[str, list[str]] = {}
+    for name in quant_plan.quantized:
+        reasons.setdefault(reason_not_called(model, name), []).append(name)
+    reasons.pop("", None)
+    for reason, names in reasons.items():
         raise ValueError(
-            f"something has replaced the forward of {first_few(hooked)}, and would go on without what it computes in "
-            "training: prepare the model before that, or keep such layers in 16 bit by modules="
+            f"{first_few(names)} would not compute in training what it computes when it is converted: {reason}. Keep "
+            "such layers in 16 bit by modules=, or prepare the model before a hook replaces their forward"
         )
 
 

@@ -69,14 +69,17 @@ def prune_(
         progress: True shows a progress bar.
 
     Raises:
-        ValueError: an unknown method, calibration data for "magnitude", statistics of another model, a model that is
-            quantized, in training or sharded, a weight with NaN or inf, or nothing to prune. The model is then
-            unchanged.
+        ValueError: an unknown method, a rule that is no bool, calibration data for "magnitude", statistics of another
+            model, a model that is quantized, in training or sharded, a weight with NaN or inf, or nothing to prune.
+            The model is then unchanged.
     """
     if method not in ("magnitude", "wanda"):
         raise ValueError(f"method is {method!r}; allowed: 'magnitude', 'wanda'")
     if calibration is not None and method == "magnitude":
         raise ValueError("calibration data is given, but method='magnitude' needs none: take method='wanda'")
+    wrong = next((value for value in (modules or {}).values() if value not in (True, False, None)), None)
+    if wrong is not None:
+        raise ValueError(f"modules has {wrong!r}; allowed: True to prune the layers, False or None to leave them")
     check_trainable(model)
     chosen = {pattern: "int8" if is_pruned else None for pattern, is_pruned in (modules or {}).items()}
     config = QuantizerConfig("int8", modules=chosen)

@@ -3,11 +3,12 @@
 Optimizers, PEFT, FSDP and `state_dict` see what they saw before.
 """
 
+import inspect
 from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from hf_quant.modules import QuantizedModule, quantized_class
+from hf_quant.modules import QuantizedModule, quantized_class, runs_its_class
 
 
 class LayerInTraining(nn.Module):
@@ -65,6 +66,27 @@ def class_in_training(host_class: type[nn.Module], family: str) -> type[LayerInT
             bases = (host_class, class_in_training(quantized.quantized_base.host_class, family))
         _CLASSES[key] = type(f"{family}{host_class.__name__}", bases, {"host_class": host_class})
     return _CLASSES[key]
+
+
+def reason_not_called(model: nn.Module, name: str, *, in_evaluation: bool = True) -> str:
+    """The reason why a planned layer in training would not compute all of its outputs; empty if it would.
+
+    in_evaluation: what only happens in evaluation mode without gradients counts, too.
+    """
+    module, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        return "torch's attention multiplies with its weight by itself"
+    if isinstance(parent, nn.TransformerEncoderLayer) and in_evaluation:
+        return "torch's encoder layer multiplies with its weight by itself in evaluation mode"
+    if not runs_its_class(module):
+        return "something has replaced its forward"
+    quantized = counterpart(type(module))
+    own = inspect.unwrap(type(module).forward)
+    is_own = quantized.kind != "experts" and own is not quantized.quantized_base.host_class.forward
+    code = getattr(own, "__code__", None)
+    if is_own and (code is None or "forward" not in code.co_names):  # of `super().forward`
+        return f"the forward of {type(module).__name__} multiplies with its weight by itself"
+    return ""
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -411,7 +411,11 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
     _attach(model, quantizer)
 
 
-_OBSERVER = quantize.Observer(_is_own, _observe)
+def _record(model: nn.Module, config: QuantizerConfig) -> None:
+    model.register_to_config(quantization_config=config)
+
+
+_OBSERVER = quantize.Observer(_is_own, _observe, _record)
 
 
 def register() -> None:

@@ -474,7 +474,11 @@ def _tokenizer_of(model: nn.Module) -> Any:
         return None
 
 
-_OBSERVER = quantize.Observer(_is_own, _observe)
+def _record(model: nn.Module, config: QuantizerConfig) -> None:
+    model.config.quantization_config = config
+
+
+_OBSERVER = quantize.Observer(_is_own, _observe, _record)
 
 
 def register() -> None:

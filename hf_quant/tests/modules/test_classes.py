@@ -90,6 +90,6 @@ def test_a_forward_that_never_reaches_the_class_is_refused():
     assert "something has replaced its forward" in str(prepare_training_(model, min_size=1))
     assert type(model[0]) is nn.Linear
     finish_training_(model)
-    with pytest.raises(ValueError, match="something has replaced the forward of 0, and would go on without"):
+    with pytest.raises(ValueError, match="0 would not compute in training .* something has replaced its forward"):
         prepare_qat_(model, "int4")
     assert type(model[1]) is nn.Linear

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -91,22 +92,87 @@ def test_an_optimizer_that_would_lose_updates_raises(foreach):
 
 
 @pytest.mark.parametrize("states", ["fp32", "int8"])
-def test_small_updates_move_codes_at_random_and_are_lost_to_nearest(states):
-    moved = {}
-    for rounding in (True, False):
-        model = layer(N=256, K=256)
-        before, scale = model.weight.dequantized(torch.float32), model.weight.scale.clone()
-        optimizer = AdamW(
-            [model.weight], lr=1e-5, states=states, stochastic_rounding=rounding, min_size=0, weight_decay=0.0
-        )
-        for _ in range(4):
-            step(model, optimizer, inputs(K=256))
-        change = model.weight.dequantized(torch.float32) - before
-        moved[rounding] = (change != 0).float().mean().item()
-        steps = (4e-5 / scale).mean().item()  # how far four steps of Adam go, in steps of the grid
-        if rounding:
-            assert moved[True] == pytest.approx(steps, rel=0.5) and bool((change.abs() / scale < 4.5).all())
-    assert moved[True] > 0.01 and moved[False] < 0.001
+def test_small_updates_move_codes_at_random(states):
+    model = layer(N=256, K=256)
+    before, scale = model.weight.dequantized(torch.float32), model.weight.scale.clone()
+    optimizer = AdamW([model.weight], lr=1e-5, states=states, min_size=0, weight_decay=0.0)
+    for _ in range(4):
+        step(model, optimizer, inputs(K=256))
+    change = model.weight.dequantized(torch.float32) - before
+    moved = (change != 0).float().mean().item()
+    steps = (4e-5 / scale).mean().item()  # how far four steps of Adam go, in steps of the grid
+    assert moved == pytest.approx(steps, rel=0.5) and bool((change.abs() / scale < 4.5).all()) and moved > 0.01
+
+
+def test_rounding_to_the_nearest_code_is_refused():
+    model = layer()
+    before = copy.deepcopy(model.weight)
+    with pytest.raises(ValueError, match="would lose nearly every update"):
+        step(model, AdamW(model.parameters(), stochastic_rounding=False), inputs())
+    assert same_codes(model.weight, before)
+
+
+def test_equal_weights_of_two_layers_are_not_rounded_alike():
+    one, other = layer(N=256, K=256), layer(N=256, K=256)
+    before = one.weight.codes.clone()
+    optimizer = AdamW([one.weight, other.weight], lr=1e-5, weight_decay=0.0)
+    (one(x := inputs(K=256)).square().mean() + other(x).square().mean()).backward()
+    optimizer.step()
+    moved = [each.weight.codes != before for each in (one, other)]
+    assert moved[0].any() and moved[1].any() and not torch.equal(*moved)
+
+
+def test_an_optimizer_that_was_made_before_trains_the_codes(caplog):
+    model = nn.Linear(96, 80).bfloat16()
+    optimizer, offloaded = AdamW(model.parameters(), lr=1e-3), CPUOffloadOptimizer(model.parameters(), AdamW)
+    model(inputs()).float().square().mean().backward()
+    prepare_training_(model, "int8_weights", min_size=1)
+    assert model.weight.grad is None  # that of the weight before it was rounded
+    codes = model.weight.codes.clone()
+    step(model, optimizer, inputs())
+    assert not torch.equal(model.weight.codes, codes)
+    with pytest.raises(ValueError, match="make it anew"):
+        offloaded.step()
+    watched = nn.Linear(96, 80)
+    reference = weakref.ref(watched.weight)
+    prepare_training_(watched, "int8_weights", min_size=1)
+    assert isinstance(watched.weight, CodedWeight) and not isinstance(reference(), CodedWeight)
+    assert "made before prepare_training_ must be made anew" in caplog.text
+
+
+def test_frozen_layers_stay_frozen_and_memory_can_be_shared():
+    model = nn.Linear(96, 80).requires_grad_(False)
+    prepare_training_(model, "int8_weights", min_size=1)
+    y = model(inputs(dtype=torch.float32))
+    assert not model.weight.requires_grad
+    model.share_memory()
+    assert model.weight.is_shared() and torch.equal(model(inputs(dtype=torch.float32)), y)
+
+
+def test_its_own_values_written_to_a_weight_change_no_code():
+    """As DistributedDataParallel does; 127 * scale in bf16 may be larger than the largest code."""
+    weight = CodedWeight(
+        torch.full((4, 96), 127, dtype=torch.int8), torch.full((4, 1), 1.003 + 2**-9) * 1e-3, torch.bfloat16
+    )
+    assert bool((weight.dequantized().float() > 127 * weight.scale).all())
+    before = copy.deepcopy(weight)
+    weight.copy_(weight.dequantized())
+    assert same_codes(weight, before)
+
+
+def test_what_fails_midway_leaves_layers_that_finish(monkeypatch):
+    model, of = nn.Sequential(nn.Linear(96, 80), nn.Linear(80, 64)).bfloat16(), CodedWeight.of
+
+    def out_of_memory(weight: Tensor) -> CodedWeight:
+        if len(weight) == 64:
+            raise MemoryError
+        return of(weight)
+
+    monkeypatch.setattr(CodedWeight, "of", out_of_memory)
+    with pytest.raises(MemoryError):
+        prepare_training_(model, "int8_weights", min_size=1)
+    assert type(model[1]) is nn.Linear and model(inputs()).shape == (20, 64)
+    assert isinstance(finish_training_(model)[0], QuantLinear)
 
 
 def test_a_step_with_rate_0_and_an_unchanged_weight_keep_their_codes():

@@ -13,7 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hf_quant import convert_qat_, dequantize_, finish_training_, prepare_qat_, prepare_training_, quantize_
+from hf_quant import (
+    QuantizerConfig,
+    convert_qat_,
+    dequantize_,
+    finish_training_,
+    prepare_qat_,
+    prepare_training_,
+    quantize_,
+)
 from hf_quant.kernels import quantize_two_way
 from hf_quant.optim import AdamW8bit
 from hf_quant.testing import sqnr
@@ -409,16 +417,34 @@ def test_a_small_model_learns_as_in_16_bit():
         assert losses(recipe)[-1] == pytest.approx(plain[-1], rel=0.05)
 
 
-def test_a_layer_that_is_never_called_is_not_planned():
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4), "out": nn.Linear(64, 64)})
-    found = prepare_training_(model, min_size=1)
-    assert list(found.layers) == ["out"]
-    assert found.reasons["attention.out_proj"] == "torch's attention multiplies with its weight by itself"
+class Multiplies(nn.Linear):
+    def forward(self, input):
+        return input @ self.weight.T
+
+
+def test_layers_that_would_not_be_called_are_not_planned():
+    model = nn.ModuleDict({"block": nn.TransformerEncoderLayer(64, 4, 64), "own": Multiplies(64, 64)})
+    block = ["block.linear1", "block.linear2"]
+    for recipe, planned in (("int8", block), ("bitnet", [])):
+        model["out"] = nn.Linear(64, 64)
+        found = prepare_training_(model, recipe, min_size=1)
+        assert list(found.layers) == [*planned, "out"]
+        assert found.reasons["block.self_attn.out_proj"] == "torch's attention multiplies with its weight by itself"
+        assert found.reasons["own"] == "the forward of Multiplies multiplies with its weight by itself"
+        finish_training_(model)
+    for name in ("block.self_attn.out_proj", "block.linear1", "own"):
+        rules = {
+            pattern: None for pattern in (*found.reasons, "out") if pattern != name and pattern != "block.self_attn"
+        }
+        with pytest.raises(ValueError, match=f"{name} would not compute in training .* by itself"):
+            prepare_qat_(model, QuantizerConfig("int4", modules=rules))
 
 
 def test_what_cannot_be_trained_so():
     with pytest.raises(ValueError, match="recipe is 'int9'; allowed: int8, int8_weights, bitnet"):
         prepare_training_(mlp(), "int9")
+    with pytest.raises(ValueError, match="recipe is \\['int8'\\]; allowed"):
+        prepare_training_(mlp(), ["int8"])
     with pytest.raises(ValueError, match="recipe is 'int4'; allowed"):
         prepare_training_(mlp(), modules={"0": "int4"})
     with pytest.raises(ValueError, match="computes no product in low bits"):
