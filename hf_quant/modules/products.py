@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 weight_only_mm = direct(kernels.weight_only_mm)
 dynamic_mm = direct(kernels.dynamic_mm)
 quantized_mm = direct(kernels.quantized_mm)
+# Names of this module are found faster than attributes of others.
+_is_compiling, _is_any_autocast = torch.compiler.is_compiling, torch._C._is_any_autocast_enabled
 _OPTIONAL_PARTS = STORED_NAMES[2:]  # zero_point, global_scale, input_scale
 
 
@@ -101,21 +103,22 @@ def layer_product(
     On CPU a product that an earlier call has made ready, with no gradients, subclasses or tracers in sight, takes a
     third of the time.
     """
-    device, K = x.device.type, x.shape[-1]
+    K, scheme = x.shape[-1], module.scheme
     # Packed codes cannot tell: rows of 161 to 192 take as many words.
     if K != module._weight_shapes["weight"][module._input_dim]:
         module.refuse_width(x)
-    if torch.is_autocast_enabled(device):
-        x = autocast(x, device)
-    scheme = module.scheme
-    format, activation, transform = scheme.weight.format, scheme.activation_on(device), scheme.input_transform
-    diagonal = None if transform is None else signs(transform, K, x.device)
-    if not torch.compiler.is_compiling() and is_plain(x) and not needs_grad(x, bias):
-        get = parameters.get
+    format, transform = scheme.weight.format, scheme.input_transform
+    is_compiling = _is_compiling()
+    if (is_compiling or _is_any_autocast()) and torch.is_autocast_enabled(x.device.type):
+        x = autocast(x, x.device.type)
+    if not is_compiling and x.is_cpu and is_plain(x) and not needs_grad(x, bias):
+        diagonal, get = None if transform is None else signs(transform, K, x.device), parameters.get
         weight = (parameters["qdata"], parameters["scale"], *map(get, _OPTIONAL_PARTS))
-        y = ready_product(x, bias, *weight, format=format, activation=activation, input_diagonal=diagonal)
+        y = ready_product(x, bias, weight, format, scheme.activation_on("cpu"), diagonal)
         if y is not None:
             return y
+    activation = scheme.activation_on(x.device.type)
+    diagonal = None if transform is None else signs(transform, K, x.device)
     packed, group_size = module.typed("weight", parameters), scheme.weight.columns_per_scale(K)
     options = {"activation": activation, "format": format, "group_size": group_size}
     return linear(x, packed, bias, None, diagonal, module.static_scale("weight", parameters), **options)

@@ -61,10 +61,12 @@ class Prepared(NamedTuple):
     """The product with one weight for x of one dtype.
 
     `lasts`: it holds none of the weight's tensors, so that later calls find it by them instead of asking the table.
+    `is_native`: x may have any shape [..., K], of which the result has [..., N].
     """
 
     run: Run
     lasts: bool = True
+    is_native: bool = False
 
 
 class CpuPath(NamedTuple):
@@ -85,12 +87,13 @@ class CpuPath(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A product that an earlier call has prepared for all calls with `min_rows` <= M <= `max_rows`."""
+    """A product that an earlier call has prepared for all calls with `min_rows` <= M <= `max_rows`; see `Prepared`."""
 
     format: str
     min_rows: int
     max_rows: int
     run: Run
+    is_native: bool
 
 
 def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
@@ -98,7 +101,7 @@ def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     M = x.shape[0]
     if M == 0:
         return x.new_empty(0, w.N)
-    y = _run_ready(x, bias, w.packed, w.format, None, w.input_diagonal)
+    y = ready_product(x, bias, w.packed, w.format, None, w.input_diagonal)
     if y is not None:
         return y
     min_rows = 1
@@ -113,7 +116,7 @@ def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
         if found is not None:
             run = found.run if path is NATIVE_PATH else _of_transformed(found.run, w.input_diagonal)
             if found.lasts:
-                make_ready(w, x.dtype, None, run, min_rows, path.max_rows)
+                make_ready(w, x.dtype, None, run, min_rows, path.max_rows, is_native=found.is_native)
             return run(x, w.qdata, bias)
     raise AssertionError("the last path takes everything")
 
@@ -126,11 +129,19 @@ def _of_transformed(run: Run, diagonal: Tensor | None) -> Run:
 
 
 def make_ready(
-    w: Weight, dtype: torch.dtype, activation: str | None, run: Run, min_rows: int = 1, max_rows: int = sys.maxsize
+    w: Weight,
+    dtype: torch.dtype,
+    activation: str | None,
+    run: Run,
+    min_rows: int = 1,
+    max_rows: int = sys.maxsize,
+    *,
+    is_native: bool,
 ) -> None:
     """Let `ready_product` find `run` by the tensors of w and its input's scale, as long as they live unchanged."""
     sources = w.tensors if w.input_scale is None else (*w.tensors, w.input_scale)
-    prepack.put(_key(dtype, activation, w.input_diagonal), sources, _Ready(w.format, min_rows, max_rows, run))
+    ready = _Ready(w.format, min_rows, max_rows, run, is_native)
+    prepack.put(_key(dtype, activation, w.input_diagonal), sources, ready)
 
 
 def _key(dtype: torch.dtype, activation: str | None, diagonal: Tensor | None) -> tuple:
@@ -141,32 +152,25 @@ def _key(dtype: torch.dtype, activation: str | None, diagonal: Tensor | None) ->
 def ready_product(
     x: Tensor,
     bias: Tensor | None,
-    *weight: Tensor | None,
-    format: str,
-    activation: str | None = None,
-    input_diagonal: Tensor | None = None,
-) -> Tensor | None:
-    """x [..., K] @ w.T + bias as an earlier call has made it ready, without checks; None if none has.
-
-    `weight` is (qdata, scale, zero_point, global_scale, input_scale); views of the same bytes in another dtype do.
-    """
-    shape = x.shape
-    y = _run_ready(as_rows(x), bias, weight, format, activation, input_diagonal)
-    return y if y is None or len(shape) == 2 else y.view(*shape[:-1], -1)
-
-
-def _run_ready(
-    rows: Tensor,
-    bias: Tensor | None,
     weight: tuple[Tensor | None, ...],
     format: str,
     activation: str | None,
     diagonal: Tensor | None,
 ) -> Tensor | None:
-    ready = prepack.get(_key(rows.dtype, activation, diagonal), weight)
-    if ready is None or ready.format != format or not ready.min_rows <= len(rows) <= ready.max_rows:
+    """x [..., K] @ w.T + bias as an earlier call has made it ready, without checks; None if none has.
+
+    `weight` is (qdata, scale, zero_point, global_scale, input_scale); views of the same bytes in another dtype do.
+    """
+    ready = prepack.get(_key(x.dtype, activation, diagonal), weight)
+    if ready is None or ready.format != format:
         return None
-    return ready.run(rows, weight[0], bias)
+    shape = x.shape
+    if not ready.min_rows <= (shape[0] if len(shape) == 2 else x.numel() // shape[-1]) <= ready.max_rows:
+        return None
+    if ready.is_native:
+        return ready.run(x if x.is_contiguous() else x.contiguous(), weight[0], bias)
+    y = ready.run(as_rows(x), weight[0], bias)
+    return y if len(shape) == 2 else y.view(*shape[:-1], -1)
 
 
 # The native kernels
@@ -184,7 +188,7 @@ def _native(w: Weight, dtype: torch.dtype) -> Prepared | None:
         return None
     whole = w.contiguous()
     if whole is w:
-        return Prepared(native.prepared(w))
+        return Prepared(native.prepared(w), is_native=True)
     return Prepared(lambda x, qdata, bias: native.product(x, whole, bias), lasts=False)
 
 

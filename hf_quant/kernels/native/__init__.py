@@ -14,7 +14,6 @@ from hf_quant.kernels.native.extension import active, features, instruction_sets
 from hf_quant.kernels.native.optimizer import adam_step_, requantize_rows_
 from hf_quant.kernels.native.products import (
     dequantize,
-    multiply,
     prepared,
     product,
     serves,
@@ -43,7 +42,6 @@ __all__ = [
     "fake_quantizes",
     "features",
     "instruction_sets",
-    "multiply",
     "prepared",
     "product",
     "quantize",

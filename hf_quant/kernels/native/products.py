@@ -19,6 +19,8 @@ from hf_quant.kernels.weight import Weight
 
 
 _BY_F32, _BY_BF16, _BY_INT8 = 0, 1, 2
+# Names of this module are found faster than attributes of others.
+_matmul, _num_threads = getattr(module, "matmul", None), torch.get_num_threads
 _MAX_EXACT_K = 65536  # sums of int8 products stay within int32
 _FIT = {bits: f"zero points fit {bits} bits" for bits in range(1, 9)}
 
@@ -63,66 +65,72 @@ def takes_int8(spec: CodeSpec) -> bool:
     return spec.is_integer and spec.bits in (4, 8)
 
 
-def multiply(
-    x: Tensor,
-    N: int,
-    weight: tuple[int, ...],
-    bias: Tensor | None,
-    *,
-    integer: bool = False,
-    row_scale: Tensor | None = None,
-    ends: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    input_diagonal: Tensor | None = None,
-) -> Tensor:
-    """(x [M, K] @ w.T) * row_scale [M, 1] + bias [N] or [E, N] -> [M, N]; `weight` as `weight_arguments` gives it.
-
-    `integer`: in integer sums; x is int8 codes with their row_scale, or its rows are quantized on the way. `ends` [E]
-    int32: the end of each expert's rows; rows past the last end give zeros. `out_dtype`: any, None for that of x; what
-    the extension does not know is rounded from fp32. `input_diagonal`: x is transformed first, in fp32, see `Weight`.
-    The caller has checked everything, and asked `serves`.
-    """
-    M, K = x.shape
-    wanted = x.dtype if out_dtype is None else out_dtype
-    dtype = wanted if wanted in INPUTS else torch.float32
-    y = (torch.empty if ends is None else torch.zeros)(M, N, dtype=dtype, device="cpu")
-    if bias is not None and not bias.is_contiguous():
-        bias = bias.contiguous()
-    if bias is not None and bias.dtype not in INPUTS:
-        bias = bias.float()
-    module.matmul(
-        M,
-        N,
-        K,
-        x.data_ptr(),
-        DTYPES[x.dtype],
-        K,
-        0 if row_scale is None else row_scale.data_ptr(),
-        *((0, 0) if input_diagonal is None else (input_diagonal.data_ptr(), input_diagonal.shape[1])),
-        y.data_ptr(),
-        DTYPES[dtype],
-        0 if bias is None else bias.data_ptr(),
-        0 if bias is None else DTYPES[bias.dtype],
-        0 if ends is None else ends.data_ptr(),
-        torch.get_num_threads(),
-        _BY_INT8 if integer else _BY_BF16 if x.dtype == torch.bfloat16 else _BY_F32,
-        *weight,
-    )
-    return y if dtype == wanted else y.to(wanted)
-
-
-def product(x: Tensor, w: Weight, bias: Tensor | None, **how) -> Tensor:
-    """`multiply` for the tensors of a weight of any strides; x [M, K] contiguous."""
-    w = w.contiguous()
-    return multiply(x, w.N, weight_arguments(w), bias, input_diagonal=w.input_diagonal, **how)
-
-
 def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
-    """`multiply` as a function of (x [M, K] contiguous, qdata, bias, **how) for a contiguous weight, as long as its
-    memory lives: the function holds none of it but `input_diagonal`."""
-    fixed = {"integer": integer, "input_diagonal": w.input_diagonal}
-    N, weight = w.N, weight_arguments(w)
-    return lambda x, qdata, bias, **how: multiply(x, N, weight, bias, **fixed, **how)
+    """The product with a contiguous weight as a function, which must not be called after the weight's memory is gone.
+
+    It computes (x [..., K] contiguous @ w.T) * row_scale [M, 1] + bias [N] or [E, N] -> [..., N] from x,
+    the codes (which it ignores), and the bias. `integer`: in integer sums; x is int8 codes with their row_scale, or
+    its rows are quantized on the way. `ends` [E] int32: the end of each expert's rows, x is [M, K]; rows past the last
+    end give zeros. `out_dtype`: any, None for that of x; what the extension does not know is rounded from fp32. The
+    caller has checked everything, and asked `serves`.
+    """
+    N, K, diagonal = w.N, w.K, w.input_diagonal
+    transform = (0, 0) if diagonal is None else (diagonal.data_ptr(), diagonal.shape[1])
+    weight = module.prepare(N, K, *transform, *weight_arguments(w))
+
+    def run(
+        x: Tensor,
+        qdata: Tensor,
+        bias: Tensor | None,
+        row_scale: Tensor | None = None,
+        ends: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        _diagonal: Tensor | None = diagonal,  # held, as its address is in use
+    ) -> Tensor:
+        given = x.dtype
+        wanted = given if out_dtype is None else out_dtype
+        dtype = wanted if wanted in INPUTS else torch.float32
+        y = _empty(x, N, dtype) if ends is None else torch.zeros(len(x), N, dtype=dtype, device="cpu")
+        if bias is not None:
+            if not bias.is_contiguous():
+                bias = bias.contiguous()
+            if bias.dtype not in INPUTS:
+                bias = bias.float()
+        _matmul(
+            weight,
+            x.numel() // K,
+            x.data_ptr(),
+            DTYPES[given],
+            0 if row_scale is None else row_scale.data_ptr(),
+            y.data_ptr(),
+            DTYPES[dtype],
+            0 if bias is None else bias.data_ptr(),
+            0 if bias is None else DTYPES[bias.dtype],
+            0 if ends is None else ends.data_ptr(),
+            _num_threads(),
+            _BY_INT8 if integer else _BY_BF16 if given is torch.bfloat16 else _BY_F32,
+        )
+        return y if dtype is wanted else y.to(wanted)
+
+    return run
+
+
+def _empty(x: Tensor, N: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialized memory for the result [..., N] of x [..., K]; with strides torch makes it in half the time."""
+    shape = x.shape
+    if len(shape) == 2:
+        size, strides = (shape[0], N), (N, 1)
+    elif len(shape) == 3:
+        size, strides = (shape[0], shape[1], N), (shape[1] * N, N, 1)
+    else:
+        return torch.empty((*shape[:-1], N), dtype=dtype, device="cpu")
+    return x.new_empty_strided(size, strides) if dtype is x.dtype else x.new_empty_strided(size, strides, dtype=dtype)
+
+
+def product(x: Tensor, w: Weight, bias: Tensor | None, *, integer: bool = False, **how) -> Tensor:
+    """`prepared` for one call, with a weight of any strides; x [M, K] contiguous."""
+    w = w.contiguous()
+    return prepared(w, integer=integer)(x, w.qdata, bias, **how)
 
 
 def dequantize(w: Weight, dtype: torch.dtype) -> Tensor:

@@ -72,7 +72,7 @@ def dynamic_product(x: Tensor, w: Weight, bias: Tensor | None, activation: str) 
         if whole is w:
             # Layers that read the same rows share their fp8 codes from so many on.
             max_rows = MIN_SHARED_ROWS - 1 if activation == "fp8_e4m3" else sys.maxsize
-            make_ready(w, x.dtype, activation, run, max_rows=max_rows)
+            make_ready(w, x.dtype, activation, run, max_rows=max_rows, is_native=integer)
         return run(x, whole.qdata, bias)
     wanted, limit = x.dtype, row_max(activation)
     dtype = torch.bfloat16 if wanted == torch.bfloat16 else torch.float32

@@ -93,18 +93,32 @@ void read_weight(Arguments& a, Product& p) {
   p.input_scale = a.pointer<const float>();
 }
 
-PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// A weight, and what all products with it have in common. Its memory must live as long as it is used.
+void forget(PyObject* prepared) { delete static_cast<Product*>(PyCapsule_GetPointer(prepared, nullptr)); }
+
+PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments a(args, count);
   Product p{};
-  p.M = a.number();
   p.N = a.number();
-  p.K = a.number();
-  p.x = a.pointer<const void>();
-  p.x_dtype = a.integer();
-  p.x_stride = a.number();
-  p.row_scale = a.pointer<const float>();
+  p.x_stride = p.K = a.number();
   p.diagonal = a.pointer<const float>();
   p.block = a.number();
+  read_weight(a, p);
+  return a.finish() ? PyCapsule_New(new Product(p), nullptr, forget) : nullptr;
+}
+
+PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const void* prepared = count > 0 ? PyCapsule_GetPointer(args[0], nullptr) : nullptr;
+  if (prepared == nullptr) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too few arguments");
+    return nullptr;
+  }
+  Arguments a(args + 1, count - 1);
+  Product p = *static_cast<const Product*>(prepared);
+  p.M = a.number();
+  p.x = a.pointer<const void>();
+  p.x_dtype = a.integer();
+  p.row_scale = a.pointer<const float>();
   p.y = a.pointer<void>();
   p.y_dtype = a.integer();
   p.bias = a.pointer<const void>();
@@ -112,7 +126,6 @@ PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.ends = a.pointer<const int32_t>();
   p.threads = a.integer();
   p.compute = a.integer();
-  read_weight(a, p);
   if (!a.finish()) return nullptr;
   if (p.compute == BY_BF16 && !(active->by_bf16 && (active != &kAvx512 || has_bf16))) p.compute = BY_F32;
   bool ok;
@@ -421,7 +434,7 @@ PyObject* requantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(10); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(11); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
@@ -456,7 +469,9 @@ PyObject* share_threads(PyObject*, PyObject* address) {
 
 PyMethodDef methods[] = {
     {"matmul", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(matmul)), METH_FASTCALL,
-     "One product, see `Product` in types.h; raises MemoryError."},
+     "One product with a prepared weight, see `Product` in types.h; raises MemoryError."},
+    {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL,
+     "A weight for `matmul`, which does not keep its memory alive."},
     {"dequantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dequantize)), METH_FASTCALL,
      "Weights [experts, N, K], see `Kernels` in kernels.h."},
     {"quantize_rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize_rows)), METH_FASTCALL,
