@@ -36,6 +36,7 @@ class Matmul {
     runs_.count = ceil_div(units_, runs_.length);
     for (int half = 0; half < 2; ++half)
       for (int b = 0; b < 16; ++b) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
+    in_pairs_ = std::is_same<C, Int4ByInt8>::value && p.M <= kStreamRows && Int4Pairs::serves(p, runs_);
   }
 
   bool run() {
@@ -96,7 +97,11 @@ class Matmul {
         memset(codes + p_.K, 0, static_cast<size_t>(units_ * kUnit - p_.K));
         add_sums(codes, i);
         using Element = typename std::conditional<C::X_BYTES == 1, int8_t, int16_t>::type;
-        reorder(codes, reinterpret_cast<Element*>(x_.rows + i * x_.stride));
+        if (in_pairs_) {
+          Int4Pairs::reorder(codes, units_, reinterpret_cast<int8_t*>(x_.rows + i * x_.stride));
+        } else {
+          reorder(codes, reinterpret_cast<Element*>(x_.rows + i * x_.stride));
+        }
       } else {
         float* values = reinterpret_cast<float*>(natural);
         memset(values + (units_ - 1) * kUnit, 0, kUnit * 4);
@@ -121,7 +126,8 @@ class Matmul {
     for (int64_t half = 0; half < 2 * units_; ++half) {
       int32_t sum = 0;
       for (int j = 0; j < kUnit / 2; ++j) sum += codes[half * (kUnit / 2) + j];
-      halves[half / 2 / runs_.length * 8 + half % 2 * 4] += factor * sum;
+      const int64_t u = half / 2, of_run = u / runs_.length * 8 + half % 2 * 4;
+      halves[in_pairs_ ? Int4Pairs::place_of_sum(u, runs_.length) : of_run] += factor * sum;
       groups[group_of(half * (kUnit / 2))] += sum;
     }
   }
@@ -156,8 +162,13 @@ class Matmul {
         const char* ahead = static_cast<const char*>(p_.scale) + (first_scale + g + 8 * p_.scale_stride) * element;
         for (int64_t at = 0; at < groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
         const uint8_t* zeros = p_.zero == nullptr ? nullptr : p_.zero + first_scale;
-        Stream<C>{p_, c_, runs_, x_, weight.qdata + row * p_.row_bytes, scales, zeros}.run(
-            s.first, s.count, u, min64(u + block, units_), out[row - n]);
+        const uint8_t* codes = weight.qdata + row * p_.row_bytes;
+        const int64_t until = min64(u + block, units_);
+        if (in_pairs_) {
+          Int4Pairs{p_, runs_, x_, codes, scales}.run(s.first, s.count, u, until, out[row - n]);
+        } else {
+          Stream<C>{p_, c_, runs_, x_, codes, scales, zeros}.run(s.first, s.count, u, until, out[row - n]);
+        }
       }
     }
     for (int64_t row = n; row < end; ++row) {
@@ -208,6 +219,7 @@ class Matmul {
   Runs runs_{};
   PackedX x_{};
   Segment* segments_ = nullptr;
+  bool in_pairs_;
   uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
 };
 

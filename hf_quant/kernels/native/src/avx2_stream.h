@@ -17,12 +17,100 @@ struct PackedX {
   float* scales;        // [rows]
 };
 
+constexpr int64_t kAhead = 4096;  // bytes of codes that are asked for in advance
+
 // Units whose halves are each of one group: `length` of them at a time (the last run may be shorter). Aligned: of one
 // group both, that of the run's number.
 struct Runs {
   bool aligned;
   int64_t count, length;
   const int32_t* groups;  // [count, 2]
+};
+
+// Codes of 4 bits without zero points, in groups of 32, 64 or 128 columns, with integer x: two units at a time, the
+// first in the lower half of a vector. A byte has two neighbours, so that x lies with the even columns of both units
+// before the odd ones. That takes half as many instructions for a weight as a unit at a time.
+struct Int4Pairs {
+  const Product& p;
+  const Runs& runs;
+  const PackedX& x;
+  const uint8_t* row;
+  const float* scales;
+
+  static bool serves(const Product& p, const Runs& runs) {
+    const bool is_short = runs.length == 1 || runs.length == 2 || runs.length == 4;
+    const bool is_whole = p.K % (max64(2, runs.length) * kUnit) == 0;
+    return p.groups > 1 && runs.aligned && is_short && is_whole && p.zero == nullptr;
+  }
+  static void reorder(const int8_t* values, int64_t units, int8_t* to) {
+    for (int64_t u = 0; u < units; u += 2, values += 2 * kUnit, to += 2 * kUnit)
+      for (int j = 0; j < kUnit; ++j) {
+        to[j] = values[2 * j];
+        to[kUnit + j] = values[2 * j + 1];
+      }
+  }
+  // Where the sum of a unit of x goes among the half sums: units of one group are added up.
+  static int64_t place_of_sum(int64_t u, int64_t length) {
+    return length == 1 ? u / 2 * 8 + u % 2 * 4 : u / length * 8;
+  }
+
+  // As `Stream::run`.
+  template <int MB, int LENGTH>
+  void run(int64_t first, int64_t u, int64_t end, float* out) const {
+    constexpr int PAIRS = LENGTH > 2 ? LENGTH / 2 : 1;
+    const uint8_t* from = row + u * 16;
+    const char* from_x = x.rows + first * x.stride + u * kUnit;
+    const int32_t* sums = x.half_sums + first * runs.count * 8 + place_of_sum(u, LENGTH);
+    const float* scale = scales + u / LENGTH;
+    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const __m256i twice = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    __m256 y[MB];
+#pragma GCC unroll 4
+    for (int i = 0; i < MB; ++i) y[i] = _mm256_setzero_ps();
+    for (; u < end; u += 2 * PAIRS, sums += 8, scale += LENGTH == 1 ? 2 : 1) {
+      __m256i part[MB];
+#pragma GCC unroll 2
+      for (int pair = 0; pair < PAIRS; ++pair, from += 32, from_x += 2 * kUnit) {
+        _mm_prefetch(reinterpret_cast<const char*>(from) + (MB > 1 ? 2 * p.row_bytes : kAhead), _MM_HINT_T0);
+        const __m256i codes = load_vector(from);
+        const __m256i even = _mm256_and_si256(codes, low), odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
+#pragma GCC unroll 4
+        for (int i = 0; i < MB; ++i) {
+          const __m256i own = _mm256_add_epi16(_mm256_maddubs_epi16(even, load_vector(from_x + i * x.stride)),
+                                               _mm256_maddubs_epi16(odd, load_vector(from_x + i * x.stride + kUnit)));
+          part[i] = pair == 0 ? own : _mm256_add_epi16(part[i], own);
+        }
+      }
+      const __m256 two = _mm256_castsi256_ps(_mm256_set1_epi64x(load<int64_t>(scale, 0)));
+      const __m256 factor = LENGTH == 1 ? _mm256_permutevar8x32_ps(two, twice) : _mm256_broadcast_ss(scale);
+#pragma GCC unroll 4
+      for (int i = 0; i < MB; ++i) {
+        const __m256i sum =
+            _mm256_add_epi32(_mm256_madd_epi16(part[i], ones), load_vector(sums + i * runs.count * 8));
+        y[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), factor, y[i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < MB; ++i) out[i] += reduce(y[i]);
+  }
+
+  template <int MB>
+  void run(int64_t first, int64_t u, int64_t end, float* out) const {
+    switch (runs.length) {
+      case 1: return run<MB, 1>(first, u, end, out);
+      case 2: return run<MB, 2>(first, u, end, out);
+      default: return run<MB, 4>(first, u, end, out);
+    }
+  }
+
+  void run(int64_t first, int64_t count, int64_t u, int64_t end, float* out) const {
+    switch (count) {
+      case 1: return run<1>(first, u, end, out);
+      case 2: return run<2>(first, u, end, out);
+      case 3: return run<3>(first, u, end, out);
+      default: return run<4>(first, u, end, out);
+    }
+  }
 };
 
 // One row of an expert's weight with rows of x.
@@ -43,7 +131,8 @@ struct Stream {
   template <int MB, bool ALIGNED, int LENGTH>
   void run(int64_t first, int64_t u, int64_t end, float* out) const {
     // Several, so that the latency of sums is hidden; short runs follow each other without waiting.
-    constexpr int CHAINS = LENGTH > 0 && LENGTH <= 2 ? 1 : MB == 1 ? C::V : C::V > 1 ? 2 : 1;
+    constexpr int LONG = MB == 1 ? C::V : C::V > 1 ? 2 : 1, SHORT = MB == 1 && C::V > 2 ? 2 : 1;
+    constexpr int CHAINS = LENGTH > 0 && LENGTH <= 2 ? SHORT : LONG;
     const int64_t full = min64(p.row_bytes / L::BYTES, end);
     const uint8_t* from = row + u * L::BYTES;
     const char* from_x = x.rows + first * x.stride + u * (C::V * 32);
@@ -78,7 +167,7 @@ struct Stream {
       for (int i = 0; i < MB; ++i) {
 #pragma GCC unroll 4
         for (int j = 1; j < CHAINS; ++j) part[i][0] = C::join(part[i][0], part[i][j]);
-        sums[i] = C::add(sums[i], part[i][0]);
+        sums[i] = C::INTEGER || LENGTH == 0 ? C::add(sums[i], part[i][0]) : typename C::Sum(part[i][0]);
       }
     };
     auto begin_run = [&](int64_t r) HFQ_LAMBDA {
