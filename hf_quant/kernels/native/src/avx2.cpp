@@ -165,9 +165,9 @@ class Matmul {
         const uint8_t* codes = weight.qdata + row * p_.row_bytes;
         const int64_t until = min64(u + block, units_);
         if (in_pairs_) {
-          Int4Pairs{p_, runs_, x_, codes, scales}.run(s.first, s.count, u, until, out[row - n]);
+          run_rows(Int4Pairs{p_, runs_, x_, codes, scales}, s.first, s.count, u, until, out[row - n]);
         } else {
-          Stream<C>{p_, c_, runs_, x_, codes, scales, zeros}.run(s.first, s.count, u, until, out[row - n]);
+          run_rows(Stream<C>{p_, c_, runs_, x_, codes, scales, zeros}, s.first, s.count, u, until, out[row - n]);
         }
       }
     }

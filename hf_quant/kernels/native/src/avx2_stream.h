@@ -27,6 +27,17 @@ struct Runs {
   const int32_t* groups;  // [count, 2]
 };
 
+// A row of the weight, a `Stream` or `Int4Pairs`, with `count` rows of x, up to four.
+template <class Row>
+static inline void run_rows(const Row& row, int64_t first, int64_t count, int64_t u, int64_t end, float* out) {
+  switch (count) {
+    case 1: return row.template run<1>(first, u, end, out);
+    case 2: return row.template run<2>(first, u, end, out);
+    case 3: return row.template run<3>(first, u, end, out);
+    default: return row.template run<4>(first, u, end, out);
+  }
+}
+
 // Codes of 4 bits without zero points, in groups of 32, 64 or 128 columns, with integer x: two units at a time, the
 // first in the lower half of a vector. A byte has two neighbours, so that x lies with the even columns of both units
 // before the odd ones. That takes half as many instructions for a weight as a unit at a time.
@@ -100,15 +111,6 @@ struct Int4Pairs {
       case 1: return run<MB, 1>(first, u, end, out);
       case 2: return run<MB, 2>(first, u, end, out);
       default: return run<MB, 4>(first, u, end, out);
-    }
-  }
-
-  void run(int64_t first, int64_t count, int64_t u, int64_t end, float* out) const {
-    switch (count) {
-      case 1: return run<1>(first, u, end, out);
-      case 2: return run<2>(first, u, end, out);
-      case 3: return run<3>(first, u, end, out);
-      default: return run<4>(first, u, end, out);
     }
   }
 };
@@ -237,16 +239,6 @@ struct Stream {
         }
       }
       out[i] += reduce(y[i]);
-    }
-  }
-
-  // With `count` rows of x, up to four.
-  void run(int64_t first, int64_t count, int64_t u, int64_t end, float* out) const {
-    switch (count) {
-      case 1: return run<1>(first, u, end, out);
-      case 2: return run<2>(first, u, end, out);
-      case 3: return run<3>(first, u, end, out);
-      default: return run<4>(first, u, end, out);
     }
   }
 
