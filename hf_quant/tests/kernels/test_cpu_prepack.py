@@ -115,7 +115,13 @@ def test_the_limit():
         set_prepack_limit(-1)
 
 
-@pytest.mark.parametrize("quant", [INT4, TensorQuant("int8", "row"), TensorQuant("nf4", "group", 64)], ids=str)
+INT8 = pytest.param(
+    TensorQuant("int8", "row"),
+    marks=pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="prepacked for CPUs with VNNI only"),
+)
+
+
+@pytest.mark.parametrize("quant", [INT4, INT8, TensorQuant("nf4", "group", 64)], ids=str)
 def test_without_prepacked_weights_the_products_are_right(quant):
     packed, options = packed_case(quant, N, K)
     weight = decode_slowly(packed, quant, K)
@@ -154,7 +160,8 @@ def test_results_follow_a_weight_that_changes_in_place():
 def test_modules_do_not_see_it():
     from hf_quant import quantize_
 
-    layer = quantize_(torch.nn.Sequential(torch.nn.Linear(K, N, dtype=torch.bfloat16)), "int8")
+    layer = quantize_(torch.nn.Sequential(torch.nn.Linear(K, N, dtype=torch.bfloat16)), "nf4")
+    stored = sum(part.numel() * part.element_size() for part in layer.parameters())
     x = torch.randn(8, K).bfloat16()
     with torch.no_grad():
         keys, size = set(layer.state_dict()), len(pickle.dumps(layer))
@@ -163,7 +170,7 @@ def test_modules_do_not_see_it():
         assert set(layer.state_dict()) == keys and len(pickle.dumps(layer)) == size
         buffer = io.BytesIO()
         torch.save(layer.state_dict(), buffer)
-        assert buffer.tell() < 1.5 * N * K + 20000
+        assert buffer.tell() < stored + 20000
         assert torch.equal(copy.deepcopy(layer)(x), y)
         assert torch.equal(pickle.loads(pickle.dumps(layer))(x), y)
 

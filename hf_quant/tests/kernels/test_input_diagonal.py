@@ -114,9 +114,8 @@ def test_a_product_is_ready_for_its_own_diagonal_only(activation):
     assert torch.equal(results[0], results[3])
     if native.active() is not None:
         for factors, y in zip((first, second, None), results):
-            given = {"format": "int8", "activation": activation, "input_diagonal": factors}
-            assert torch.equal(ready_product(x, None, *packed, **given), y)
-        assert ready_product(x, None, *packed, **given | {"input_diagonal": first.clone()}) is None
+            assert torch.equal(ready_product(x, None, packed, "int8", activation, factors), y)
+        assert ready_product(x, None, packed, "int8", activation, first.clone()) is None
 
 
 @pytest.mark.usefixtures("poison_empty", "cpu_kernels")

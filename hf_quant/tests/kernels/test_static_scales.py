@@ -139,12 +139,14 @@ def test_a_product_is_ready_for_its_own_scale_only():
     assert not torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
     assert torch.equal(results[0], results[3])
     if native.active() is not None:
-        given = {"format": "int8", "activation": "int8"}
-        assert torch.equal(ready_product(x, None, *packed, first, **given), results[0])
-        assert ready_product(x, None, *packed, first.clone(), **given) is None
-        assert ready_product(x, None, *packed, None, **given) is None
+
+        def ready(scale):
+            return ready_product(x, None, (*packed, scale), "int8", "int8", None)
+
+        assert torch.equal(ready(first), results[0])
+        assert ready(first.clone()) is None and ready(None) is None
         first.mul_(3)  # a change in place: what was made ready is not used
-        assert ready_product(x, None, *packed, first, **given) is None
+        assert ready(first) is None
         assert torch.equal(dynamic_mm(x, *packed, None, None, first, activation="int8", **options), results[1])
 
 
