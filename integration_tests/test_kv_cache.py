@@ -4,12 +4,14 @@ import copy
 import functools
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import psutil
@@ -494,8 +496,7 @@ def peak_while(call):
     return peak - before
 
 
-def test_a_long_prompt_is_read_in_parts():
-    """Only the codes and one part take memory: there is no mask and no 16-bit cache of the whole prompt."""
+def bytes_of_a_long_prompt(length):
     fields = {
         **LM,
         "head_dim": 128,
@@ -505,12 +506,19 @@ def test_a_long_prompt_is_read_in_parts():
     }
     model = make(Kind("LlamaForCausalLM", "LlamaConfig", fields))
     model.eval()
-    prompt, length = ids(1, 12288), 12288
+    prompt = ids(1, length)
     config = {"format": "int4", "prefill_chunk_size": 256}
     hf_quant.quantize_(model, QuantizerConfig(None, kv_cache=config))
     options = {**GREEDY, "max_new_tokens": 2, "min_new_tokens": 2}
     model.generate(prompt[:, :600], **options)
-    taken = peak_while(lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
+    return peak_while(lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
+
+
+def test_a_long_prompt_is_read_in_parts():
+    """Only the codes and one part take memory: there is no mask and no 16-bit cache of the whole prompt."""
+    length = 12288
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # no garbage of other tests
+        taken = pool.submit(bytes_of_a_long_prompt, length).result()
     codes = 2 * 4 * length * KVCacheConfig("int4").bytes_per_token(128)
     plain = 2 * 4 * length * 128 * 4
     assert taken < 3 * codes + 24e6 < plain
