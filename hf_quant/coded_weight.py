@@ -149,7 +149,7 @@ class CodedWeight(Tensor):
                 self.codes.copy_(source.codes)
                 self.scale.copy_(source.scale)
             # DistributedDataParallel writes the values that it has sent, which must change nothing.
-            elif not torch.equal(source, self.dequantized(source.dtype)):
+            elif not torch.equal(source := source.to(self.device), self.dequantized(source.dtype)):
                 self.write_(source.float().expand(self.shape).contiguous(), low=None, high=0, row=0)
             return self
         return self._resized(func, args)

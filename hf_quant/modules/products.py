@@ -111,14 +111,13 @@ def layer_product(
     is_compiling = _is_compiling()
     if (is_compiling or _is_any_autocast()) and torch.is_autocast_enabled(x.device.type):
         x = autocast(x, x.device.type)
+    diagonal = None if transform is None else signs(transform, K, x.device)
     if not is_compiling and x.is_cpu and is_plain(x) and not needs_grad(x, bias):
-        diagonal, get = None if transform is None else signs(transform, K, x.device), parameters.get
-        weight = (parameters["qdata"], parameters["scale"], *map(get, _OPTIONAL_PARTS))
+        weight = (parameters["qdata"], parameters["scale"], *map(parameters.get, _OPTIONAL_PARTS))
         y = ready_product(x, bias, weight, format, scheme.activation_on("cpu"), diagonal)
         if y is not None:
             return y
     activation = scheme.activation_on(x.device.type)
-    diagonal = None if transform is None else signs(transform, K, x.device)
     packed, group_size = module.typed("weight", parameters), scheme.weight.columns_per_scale(K)
     options = {"activation": activation, "format": format, "group_size": group_size}
     return linear(x, packed, bias, None, diagonal, module.static_scale("weight", parameters), **options)

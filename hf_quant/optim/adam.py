@@ -80,6 +80,10 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    _check_gradient(p, p.grad, group)
         stream = 0
         for group in self.param_groups:
             calls: dict[tuple[Any, ...], _Call] = {}
@@ -96,12 +100,6 @@ class AdamW(Optimizer):
     ) -> None:
         """Count the step of a parameter and give it to the call that makes it."""
         state, place, g = self.state[p], place_of(p), sharded_alike(g, p)
-        _check_gradient(p, g)
-        if isinstance(local(p), CodedWeight) and not group["stochastic_rounding"]:
-            raise ValueError(
-                "stochastic_rounding is False, but a weight is stored as int8 codes: rounding to the nearest code "
-                "would lose nearly every update. Leave stochastic_rounding=True for the group of such weights"
-            )
         kind = _kind(p, group)
         if not state:
             state.update(_new_state(p, place, kind))
@@ -356,9 +354,14 @@ def _check_group(group: dict[str, Any]) -> None:
             )
 
 
-def _check_gradient(p: Tensor, g: Tensor) -> None:
+def _check_gradient(p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
     if g.layout != torch.strided or g.dtype not in FLOATS:
         raise ValueError(
             f"the gradient of a parameter of shape {tuple(p.shape)} is {g.dtype}, {g.layout}; allowed: "
             "dense gradients in torch.float32 or torch.bfloat16 (sparse=False for embeddings)"
+        )
+    if isinstance(local(p), CodedWeight) and not group["stochastic_rounding"]:
+        raise ValueError(
+            "stochastic_rounding is False, but a weight is stored as int8 codes: rounding to the nearest code "
+            "would lose nearly every update. Leave stochastic_rounding=True for the group of such weights"
         )

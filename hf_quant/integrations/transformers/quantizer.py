@@ -444,6 +444,10 @@ def _is_own(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
+def _record(model: nn.Module, config: QuantizerConfig) -> None:
+    model.config.quantization_config = config
+
+
 def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
     """Update a transformers model's own records after `quantize_` and `dequantize_`."""
     if config is None:
@@ -456,7 +460,7 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
     tie_codes(model)
     quantizer = TransformersQuantizer(config, pre_quantized=False)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
-    model.config.quantization_config = config
+    _record(model, config)
     _attach(model)
     generation.attach(model)
 
@@ -472,10 +476,6 @@ def _tokenizer_of(model: nn.Module) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         return None
-
-
-def _record(model: nn.Module, config: QuantizerConfig) -> None:
-    model.config.quantization_config = config
 
 
 _OBSERVER = quantize.Observer(_is_own, _observe, _record)

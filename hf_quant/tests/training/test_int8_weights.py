@@ -105,11 +105,13 @@ def test_small_updates_move_codes_at_random(states):
 
 
 def test_rounding_to_the_nearest_code_is_refused():
-    model = layer()
-    before = copy.deepcopy(model.weight)
+    model = nn.Sequential(nn.Linear(96, 96).bfloat16(), layer())
+    before = copy.deepcopy(model)
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "stochastic_rounding": False}]
     with pytest.raises(ValueError, match="would lose nearly every update"):
-        step(model, AdamW(model.parameters(), stochastic_rounding=False), inputs())
-    assert same_codes(model.weight, before)
+        step(model, AdamW(groups), inputs())
+    assert same_codes(model[1].weight, before[1].weight)
+    assert torch.equal(model[0].weight, before[0].weight)  # no group has made its step
 
 
 def test_equal_weights_of_two_layers_are_not_rounded_alike():
@@ -150,7 +152,7 @@ def test_frozen_layers_stay_frozen_and_memory_can_be_shared():
 
 
 def test_its_own_values_written_to_a_weight_change_no_code():
-    """As DistributedDataParallel does; 127 * scale in bf16 may be larger than the largest code."""
+    """DistributedDataParallel writes them; 127 * scale in bf16 may be larger than the largest code."""
     weight = CodedWeight(
         torch.full((4, 96), 127, dtype=torch.int8), torch.full((4, 1), 1.003 + 2**-9) * 1e-3, torch.bfloat16
     )
