@@ -12,6 +12,8 @@ from hf_quant.kernels.fake_quantize import cpu as _fake_quantize_cpu  # noqa: F4
 from hf_quant.kernels.fake_quantize.op import fake_quantize, fake_quantize_backward
 from hf_quant.kernels.grouped_mm import cpu as _grouped_mm_cpu  # noqa: F401
 from hf_quant.kernels.grouped_mm.op import grouped_mm, grouped_mm_backward
+from hf_quant.kernels.grouped_scaled_mm import cpu as _grouped_scaled_mm_cpu  # noqa: F401
+from hf_quant.kernels.grouped_scaled_mm.op import grouped_scaled_mm, grouped_scaled_sums
 from hf_quant.kernels.hadamard import cpu as _hadamard_cpu  # noqa: F401
 from hf_quant.kernels.hadamard.op import differentiable_hadamard, hadamard, hadamard_quantize_rowwise
 from hf_quant.kernels.int8_attention import cpu as _int8_attention_cpu  # noqa: F401
@@ -41,6 +43,7 @@ implements_lazily("hf_quant.kernels.adam_step.gpu", adam_step_)
 implements_lazily("hf_quant.kernels.fake_quantize.gpu", fake_quantize, fake_quantize_backward)
 implements_lazily("hf_quant.kernels.grouped_mm.gpu_backward", grouped_mm_backward)
 implements_lazily("hf_quant.kernels.grouped_mm.gpu", grouped_mm)
+implements_lazily("hf_quant.kernels.grouped_scaled_mm.gpu", grouped_scaled_mm, grouped_scaled_sums)
 implements_lazily("hf_quant.kernels.hadamard.gpu", hadamard, hadamard_quantize_rowwise)
 implements_lazily("hf_quant.kernels.int8_attention.gpu", int8_attention)
 implements_lazily("hf_quant.kernels.kv_attention.gpu_append", kv_append)
@@ -71,6 +74,8 @@ __all__ = [
     "fp8_scaled_mm",
     "grouped_mm",
     "grouped_mm_backward",
+    "grouped_scaled_mm",
+    "grouped_scaled_sums",
     "hadamard",
     "hadamard_quantize_rowwise",
     "int8_attention",

@@ -25,7 +25,7 @@ from hf_quant.patterns import matches
 from hf_quant.planning import PlanEntry, format_table, plan, template
 from hf_quant.quantize import check_weight, notify_observers, record_schemes
 from hf_quant.scheme import LinearScheme
-from hf_quant.training.products import RECIPES, Codes, Recipe, may_keep, product, weight_codes
+from hf_quant.training.products import RECIPES, Codes, Recipe, grouped_product, may_keep, product, weight_codes
 from hf_quant.training.shards import by_shards
 from hf_quant.training.sparse import Pruned, mask_24
 from hf_quant.training.swapped import (
@@ -49,6 +49,12 @@ class LayerProducts(NamedTuple):
 
     recipe: str
     in_low_bits: tuple[bool, bool, bool]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all three products are in 8 bits."""
+        recipe = RECIPES[self.recipe]
+        return all(self.in_low_bits) and recipe.format is not None and recipe.grad_weight
 
     def __str__(self) -> str:
         if RECIPES[self.recipe].is_sparse:
@@ -215,15 +221,25 @@ class LowBitLinear(LowBitModule):
 
 
 class LowBitExperts(LowBitModule):
-    """Fused experts in low-bit training; one product for each expert."""
+    """Fused experts in low-bit training: grouped products, or one for each expert where some are in 16 bit."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_experts = self.down_proj.shape[0]
 
         def project(name: str, x: Tensor, offsets: Tensor) -> Tensor:
-            parameter, weights = getattr(self, name), self.matrix(name).unbind()
-            biases = getattr(self, f"{name}_bias") if getattr(self, "has_bias", False) else [None] * num_experts
-            ends = [0, *offsets.tolist()]
+            parameter, weight = getattr(self, name), self.matrix(name)
+            bias = getattr(self, f"{name}_bias") if getattr(self, "has_bias", False) else None
+            if hasattr(weight, "full_tensor"):
+                self._check_shards(weight)
+            if self.low_bit.is_whole:
+                x = autocast(x, x.device.type) if torch.is_autocast_enabled(x.device.type) else x
+                codes = self._codes(name, parameter, weight)
+                return grouped_product(x, weight, bias, offsets, self.low_bit.recipe, codes)
+            ends, weights, biases = (
+                [0, *offsets.tolist()],
+                weight.unbind(),
+                [None] * num_experts if bias is None else bias,
+            )
             y = [
                 self.multiply(x[ends[e] : ends[e + 1]], f"{name}.{e}", parameter, weights[e], biases[e])
                 for e in range(num_experts)

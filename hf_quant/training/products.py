@@ -2,7 +2,8 @@
 
 y = Q(x) Q(w)', the gradient of x is Q(g) Q(w), that of w is Q(g)' Q(x); the three sum over K, N and M, and Q has one
 scale for each row of its operand (column, where the operand is transposed) or one for all. Gradients pass through the
-roundings unchanged. The codes of x by columns, not x, are kept for the backward pass.
+roundings unchanged. The codes of x by columns, not x, are kept for the backward pass. Fused experts are the same with
+one matrix for each group of rows, in grouped products.
 """
 
 import threading
@@ -15,8 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_quant.coded_weight import CodedWeight
-from hf_quant.kernels import fp8_scaled_mm, int8_scaled_mm, quantize_two_way
+from hf_quant.kernels import (
+    fp8_scaled_mm,
+    grouped_scaled_mm,
+    grouped_scaled_sums,
+    int8_scaled_mm,
+    quantize_two_way,
+)
 from hf_quant.kernels.dispatch import is_plain
+from hf_quant.kernels.two_way.op import filled_up
 
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # as `quantize_two_way` returns them
@@ -57,19 +65,33 @@ RECIPES = {
 
 @torch.no_grad()
 def weight_codes(weight: Tensor, recipe: Recipe) -> Codes:
-    """The codes of a weight [N, K] under a recipe; ternary ones as in https://arxiv.org/abs/2402.17764, 2."""
+    """The codes of a weight [N, K], or of experts' [E, N, K], under a recipe.
+
+    Ternary ones are as in https://arxiv.org/abs/2402.17764, 2.
+    """
     if isinstance(weight, CodedWeight):
         codes, scale = weight.codes, weight.scale
-        if recipe.is_ternary or recipe.scaling == "tensor":
-            return codes, scale, codes.t().contiguous(), scale[:1].repeat(weight.shape[1], 1)
-        values = weight.dequantized()
-        return codes, scale, *quantize_two_way(values, format=recipe.format, scaling=recipe.scaling)[2:]
-    if not recipe.is_ternary:
-        return quantize_two_way(weight, format=recipe.format, scaling=recipe.scaling)
-    N, K = weight.shape
-    scale = ternary_scale(weight.float().abs().mean()).view(1, 1)
-    codes = ternary_codes(weight, scale)
-    return codes, scale.repeat(N, 1), codes.t().contiguous(), scale.repeat(K, 1)
+    elif recipe.is_ternary:
+        scale = ternary_scale(weight.float().abs().mean((-2, -1), keepdim=True))
+        codes, scale = ternary_codes(weight, scale), scale.expand(*weight.shape[:-1], 1).contiguous()
+    else:
+        return _two_way(weight, recipe)
+    if recipe.is_ternary or recipe.scaling == "tensor":
+        columns = codes.mT.contiguous()
+        return codes, scale, columns, scale[..., :1, :].expand(*columns.shape[:-1], 1).contiguous()
+    return codes, scale, *_two_way(weight.dequantized(), recipe)[2:]
+
+
+def _two_way(weight: Tensor, recipe: Recipe) -> Codes:
+    """`quantize_two_way` of a weight [N, K], or of each expert's in [E, N, K]."""
+    options = {"format": recipe.format, "scaling": recipe.scaling}
+    if weight.dim() == 2:
+        return quantize_two_way(weight, **options)
+    E, N, K = weight.shape
+    ends, rows = torch.arange(N, E * N + 1, N, dtype=torch.int32, device=weight.device), filled_up(N)
+    codes, scale, codes_t, scale_t = quantize_two_way(weight.reshape(-1, K), ends, **options)
+    columns = codes_t[: E * K * rows].view(E, K, rows)[..., :N]
+    return codes.view(E, N, K), scale.view(E, N, 1), columns, scale_t
 
 
 def ternary_scale(mean: Tensor) -> Tensor:
@@ -190,6 +212,50 @@ class _Product(torch.autograd.Function):
         if needs_bias:
             grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
         return None if grad_x is None else grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 6
+
+
+def grouped_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, recipe: str, codes: Codes | None = None
+) -> Tensor:
+    """x [M, K], sorted by expert, @ weight [E, N, K] of each -> [M, N] in x's dtype; differentiable as `product`.
+
+    Rows offsets[e - 1] to offsets[e] belong to expert e; those behind the last give zeros. bias: [E, N]. All three
+    products are in low bits, and the host does not read how many rows an expert has.
+    """
+    return _GroupedProduct.apply(x, weight, bias, offsets, recipe, codes)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, offsets, name, codes):
+        recipe = RECIPES[name]
+        codes = weight_codes(weight, recipe) if codes is None else codes
+        options = {"format": recipe.format, "scaling": recipe.scaling, "columns": ctx.needs_input_grad[1]}
+        of_x = quantize_two_way(x, offsets, **options)
+        y = grouped_scaled_mm(of_x[0], codes[0], of_x[1], codes[1], bias, offsets, out_dtype=x.dtype)
+        ctx.save_for_backward(offsets, *codes[2:], *of_x[2:])
+        ctx.recipe, ctx.dtypes = name, (weight.dtype, None if bias is None else bias.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        recipe, (offsets, *saved), M = RECIPES[ctx.recipe], ctx.saved_tensors, len(grad)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            options = {"format": recipe.gradient, "scaling": recipe.scaling, "columns": needs_weight}
+            of_grad = quantize_two_way(grad, offsets, **options)
+        if needs_x:
+            grad_x = grouped_scaled_mm(of_grad[0], saved[0], of_grad[1], saved[1], None, offsets, out_dtype=grad.dtype)
+        if needs_weight:
+            how = {"M": M, "out_dtype": ctx.dtypes[0]}
+            grad_weight = grouped_scaled_sums(of_grad[2], saved[2], of_grad[3], saved[3], offsets, **how)
+        if needs_bias:
+            expert = torch.searchsorted(offsets, torch.arange(M, dtype=torch.int32, device=grad.device), right=True)
+            of_expert = expert == torch.arange(len(offsets), device=grad.device)[:, None]
+            grad_bias = (of_expert.float() @ grad.float()).to(ctx.dtypes[1])
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _multiply(

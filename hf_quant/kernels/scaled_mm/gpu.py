@@ -114,7 +114,7 @@ def supports_scaled(problem: Problem) -> str | None:
     reason = _codes_unsupported_reason(problem)
     if reason is not None or not torch.cuda.is_available():
         return reason
-    if not _has_units(problem.format != "int8", target_of(torch.device("cuda", 0))):
+    if not has_units(problem.format != "int8", target_of(torch.device("cuda", 0))):
         return f"the GPU has no matrix units for {problem.format} (int8: sm80, gfx9 and newer; fp8: sm89 and newer)"
     return None
 
@@ -133,7 +133,7 @@ def _codes_unsupported_reason(problem: Problem) -> str | None:
     return None
 
 
-def _has_units(fp8: bool, target: Target) -> bool:
+def has_units(fp8: bool, target: Target) -> bool:
     """True if the matrix units take the codes, by way of Triton."""
     return target.has_fp8_dot if fp8 else target.has_int8_dot
 
@@ -188,7 +188,7 @@ def scaled_plan(
 
     largest: magnitude of a product of two fp8 codes.
     """
-    if M * N * K == 0 or not _has_units(fp8, target):
+    if M * N * K == 0 or not has_units(fp8, target):
         return None
     short_sums = fp8 and target.capability in (89, 90, 120, 121)
     common = {"SCALE_ROWS": scale_rows, "ALIGN": alignment if alignment < 16 else 1}
@@ -319,8 +319,8 @@ def _product_of_codes(
 ) -> Tensor:
     activation = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
     problem = Problem(w.format, w.group_size, w.N, w.K, out_dtype, w.zero_point is None, activation)
-    has_units = _has_units(w.format != "int8", target_of(codes.device))
-    if _codes_unsupported_reason(problem) is None and w.global_scale is None and has_units:
+    multiplies = has_units(w.format != "int8", target_of(codes.device))
+    if _codes_unsupported_reason(problem) is None and w.global_scale is None and multiplies:
         y = scaled_product(as_rows(codes), w.qdata, row_scale.view(-1, 1), w.scale, bias, out_dtype)
         return y.view(*codes.shape[:-1], w.N)
     y = fused_mm(codes, w, bias, row_scale, dtype=out_dtype)

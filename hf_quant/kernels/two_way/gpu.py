@@ -3,7 +3,8 @@
 The first reads the matrix and leaves the largest magnitude of each row and each column by atomic maxima of integers,
 whose order does not count. The second reads it again, tile by tile, and writes the codes of the tile and those of its
 transpose. Memory bounds both: 2 + 2 bytes read and 2 written for each value in bf16, the second read from the L2 cache
-where the matrix fits there.
+where the matrix fits there. With groups of rows no tile has rows of two; programs find theirs as in `grouped_mm`, and
+nothing is read on the host.
 """
 
 import torch
@@ -13,6 +14,7 @@ from hf_quant.kernels.codes import SMALLEST_SCALE
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.gpu.launch import launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.gpu.row_codes import encode
+from hf_quant.kernels.grouped_mm.gpu import rows_of_tile
 from hf_quant.kernels.two_way import op
 
 
@@ -20,21 +22,47 @@ _BLOCK_M, _BLOCK_K, _NUM_WARPS = 64, 64, 4
 
 
 @triton.jit
-def _tile(M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """Rows and columns of this program's tile, and which of its values exist."""
+def block_of_group(offsets, group, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
+    """(first row, rows filled up to a multiple of 16, all those of the groups before) of a group, see `blocks_of`."""
+    e = tl.arange(0, EXPERTS_PADDED)
+    end = tl.load(offsets + e, mask=e < EXPERTS, other=0)
+    begin = tl.load(offsets + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
+    units = (tl.maximum(end - begin, 0) + 15) // 16
+    first = tl.sum(tl.where(e == group, begin, 0), 0)
+    size, start = tl.sum(tl.where(e == group, units, 0), 0), tl.sum(tl.where(e < group, units, 0), 0)
+    return first, size * 16, start.to(tl.int64) * 16
+
+
+@triton.jit
+def _tile(
+    offsets,
+    M,
+    K,
+    EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """(group, rows, columns, end of the rows, which values exist) of this program's tile; EXPERTS 0: one group."""
     blocks = tl.cdiv(K, BLOCK_K)
-    row = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = tl.program_id(0) // blocks
+    group, first, end = 0, tile * BLOCK_M, M
+    if EXPERTS > 0:
+        group, first, end = rows_of_tile(offsets, tile, M, BLOCK_M, EXPERTS, EXPERTS_PADDED)
+    row = first + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
     if EVEN:
         mask = tl.full([1, 1], True, tl.int1)
     else:
-        mask = (row < M)[:, None] & (column < K)[None, :]
-    return row, column, mask
+        mask = (row < end)[:, None] & (column < K)[None, :]
+    return group, row, column, end, mask
 
 
 @triton.jit
 def _largest_kernel(
     x,
+    offsets,
     row_top,
     column_top,
     M,
@@ -42,20 +70,22 @@ def _largest_kernel(
     stride,
     TENSOR: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    row, column, mask = _tile(M, K, BLOCK_M, BLOCK_K, EVEN)
+    group, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
     value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     # As integers magnitudes have the order of their values, NaN last.
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if TENSOR:
-        tl.atomic_max(row_top, tl.max(tl.max(bits, 1), 0))
+        tl.atomic_max(row_top + group, tl.max(tl.max(bits, 1), 0))
     else:
-        tl.atomic_max(row_top + row, tl.max(bits, 1), mask=row < M)
+        tl.atomic_max(row_top + row, tl.max(bits, 1), mask=row < end)
         if COLUMNS:
-            tl.atomic_max(column_top + column, tl.max(bits, 0), mask=column < K)
+            tl.atomic_max(column_top + group * K + column, tl.max(bits, 0), mask=column < K)
 
 
 @triton.jit
@@ -90,6 +120,7 @@ def _code(value, KIND: tl.constexpr, LIMIT: tl.constexpr, CONVERTS: tl.constexpr
 @triton.jit
 def _two_way_kernel(
     x,
+    offsets,
     row_top,
     column_top,
     codes,
@@ -106,56 +137,79 @@ def _two_way_kernel(
     TENSOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    row, column, mask = _tile(M, K, BLOCK_M, BLOCK_K, EVEN)
-    top = tl.load(row_top + (row * 0 if TENSOR else row), mask=row < M, other=0)
+    group, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
+    top = tl.load(row_top + (row * 0 + group if TENSOR else row), mask=row < end, other=0)
     of_row = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
+    at, has_group = row.to(tl.int64), True
+    if EXPERTS > 0:
+        has_group = group < EXPERTS
+        of_row = tl.where(has_group, of_row, 1.0)
     blocks = tl.cdiv(K, BLOCK_K)
     if tl.program_id(0) % blocks == 0:
-        tl.store(row_scale + row, of_row, mask=row < M)
-    at = row.to(tl.int64)
+        tl.store(row_scale + row, of_row, mask=row < end)
     value = tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if EXPERTS > 0:
+        value = tl.where(has_group, value, 0.0)
     by_row = _code(value * tl.div_rn(1.0, of_row)[:, None], KIND, LIMIT, CONVERTS)
     tl.store(codes + at[:, None] * K + column[None, :], by_row, mask=mask)
-    if COLUMNS:
-        top = tl.load(row_top + column * 0 if TENSOR else column_top + column, mask=column < K, other=0)
-        of_column = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
-        if tl.program_id(0) // blocks == 0:
-            tl.store(column_scale + column, of_column, mask=column < K)
+    if COLUMNS and has_group:
+        tops = row_top + column * 0 + group if TENSOR else column_top + group * K + column
+        of_column = _scale(tl.load(tops, mask=column < K, other=0), LIMIT, SMALLEST, POWER_OF_TWO)
         by_column = _code(value * tl.div_rn(1.0, of_column)[None, :], KIND, LIMIT, CONVERTS)
-        places = codes_t + column.to(tl.int64)[:, None] * M + row[None, :]
+        if EXPERTS > 0:
+            begin, size, before = block_of_group(offsets, group, EXPERTS, EXPERTS_PADDED)
+            codes_t += before * K
+        else:
+            begin, size = 0, M
+        if tl.min(row, 0) == begin:
+            tl.store(column_scale + group * K + column, of_column, mask=column < K)
+        places = codes_t + column.to(tl.int64)[:, None] * size + (row - begin)[None, :]
         tl.store(places, tl.trans(by_column), mask=tl.trans(mask))
 
 
 @implements(op.quantize_two_way, "XPU")
 @implements(op.quantize_two_way, "CUDA")
 def quantize_two_way_gpu(
-    x: Tensor, *, format: str, scaling: str = "row", columns: bool = True
+    x: Tensor, offsets: Tensor | None = None, *, format: str, scaling: str = "row", columns: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `quantize_two_way_reference`, bit for bit in rows and columns without NaN or inf."""
-    op.check(x, format, scaling)
+    op.check(x, offsets, format, scaling)
     floats = (torch.float32, torch.bfloat16, torch.float16)
     if x.dtype not in floats or x.numel() == 0 or unavailable_reason(x.device) is not None:
-        return op.quantize_two_way_reference(x, format=format, scaling=scaling, columns=columns)
+        return op.quantize_two_way_reference(x, offsets, format=format, scaling=scaling, columns=columns)
     M, K = x.shape
-    rows_t = K if columns else 0
+    rows_t, E = K if columns else 0, 0 if offsets is None else len(offsets)
     x = x if x.stride(1) == 1 else x.contiguous()
-    tops = torch.zeros(M + K, dtype=torch.int32, device=x.device)
-    codes, codes_t = (torch.empty(shape, dtype=torch.int8, device=x.device) for shape in ((M, K), (rows_t, M)))
-    row_scale, column_scale = (torch.empty(size, 1, device=x.device) for size in (M, rows_t))
-    grid = (triton.cdiv(M, _BLOCK_M) * triton.cdiv(K, _BLOCK_K),)
-    options = {"TENSOR": scaling == "tensor", "COLUMNS": columns, "EVEN": M % _BLOCK_M == 0 and K % _BLOCK_K == 0}
+    first = max(M, E + 1)  # of the columns' maxima
+    tops = torch.zeros(first + (E + 1) * K, dtype=torch.int32, device=x.device)
+    codes, row_scale = torch.empty(M, K, dtype=torch.int8, device=x.device), torch.empty(M, 1, device=x.device)
+    if offsets is None:
+        codes_t = torch.empty(rows_t, M, dtype=torch.int8, device=x.device)
+        column_scale, tiles = torch.empty(rows_t, 1, device=x.device), triton.cdiv(M, _BLOCK_M)
+    else:
+        offsets = offsets.contiguous()
+        # Where the groups' rows end is not known here: what fills them up is zero from the start.
+        codes_t = torch.zeros(rows_t * op.padded_rows(M, E), dtype=torch.int8, device=x.device)
+        column_scale, tiles = torch.ones(E, rows_t, 1, device=x.device), M // _BLOCK_M + min(E, M) + 1
+    grid = (tiles * triton.cdiv(K, _BLOCK_K),)
+    is_even = offsets is None and M % _BLOCK_M == 0 and K % _BLOCK_K == 0
+    options = {"TENSOR": scaling == "tensor", "COLUMNS": columns, "EVEN": is_even}
+    options |= {"EXPERTS": E, "EXPERTS_PADDED": triton.next_power_of_2(E) if E else 0}
     options |= {"BLOCK_M": _BLOCK_M, "BLOCK_K": _BLOCK_K, "num_warps": _NUM_WARPS}
-    launch(_largest_kernel, grid, x, tops[:M], tops[M:], M, K, x.stride(0), **options)
+    launch(_largest_kernel, grid, x, offsets, tops[:first], tops[first:], M, K, x.stride(0), **options)
     launch(
         _two_way_kernel,
         grid,
         x,
-        tops[:M],
-        tops[M:],
+        offsets,
+        tops[:first],
+        tops[first:],
         *(codes if format == "int8" else codes.view(torch.uint8), row_scale),
         *(codes_t if format == "int8" else codes_t.view(torch.uint8), column_scale),
         M,

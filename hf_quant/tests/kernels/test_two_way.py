@@ -76,6 +76,27 @@ def test_the_gpu_kernel_gives_the_reference(format, scaling):
             assert same_bits(alone[:2], expected[:2]) and alone[2].shape == (0, M) and alone[3].shape == (0, 1)
 
 
+@pytest.mark.parametrize(("format", "scaling"), CASES)
+def test_groups_are_matrices_of_their_own(format, scaling):
+    """With empty groups, one of one row, and rows behind the last."""
+    x, offsets, options = matrix(200, 70), torch.tensor([0, 1, 97, 97, 193]), {"format": format, "scaling": scaling}
+    offsets = offsets.to(torch.int32)
+    expected = op.quantize_two_way_reference(x, offsets, **options)
+    codes, row_scale, codes_t, column_scale = expected
+    blocks = {e: (rows, block) for e, rows, block in op.blocks_of(codes_t, 70, offsets)}
+    assert list(blocks) == [1, 2, 4] and [block.shape[1] for _, block in blocks.values()] == [16, 96, 96]
+    for e, (rows, block) in blocks.items():
+        own, size = op.quantize_two_way_reference(x[rows], **options), rows.stop - rows.start
+        assert same_bits((codes[rows], row_scale[rows], block[:, :size].contiguous(), column_scale[e]), own)
+        assert not block[:, size:].float().any()
+    assert not codes[193:].float().any() and bool((row_scale[193:] == 1).all() and (column_scale[[0, 3]] == 1).all())
+    spread = torch.stack([offsets, -offsets], 1)[:, 0]
+    for quantize in (quantize_two_way, gpu.quantize_two_way_gpu):
+        assert same_bits(quantize(x, spread, **options), expected)
+        alone = quantize(x, offsets, **options, columns=False)
+        assert same_bits(alone[:2], expected[:2]) and alone[2].shape == (0,) and alone[3].shape == (5, 0, 1)
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("quantize", [op.quantize_two_way_reference, quantize_two_way, gpu.quantize_two_way_gpu])
 @pytest.mark.parametrize("scaling", op.SCALINGS)
@@ -99,10 +120,13 @@ def test_empty_matrices_bad_input_and_tracing():
     for format, scaling in CASES:
         for columns in (True, False):
             options = {"format": format, "scaling": scaling, "columns": columns}
-            torch.library.opcheck(quantize_two_way, (matrix(5, 7),), options)
+            for offsets in (None, torch.tensor([2, 2, 4], dtype=torch.int32)):
+                torch.library.opcheck(quantize_two_way, (matrix(5, 7), offsets), options)
     with pytest.raises(ValueError, match="format is 'int4'; allowed: int8, fp8_e4m3, fp8_e5m2"):
         quantize_two_way(torch.ones(2, 2), format="int4")
     with pytest.raises(ValueError, match="scaling is 'group'; allowed: row, power_of_two, tensor"):
         quantize_two_way(torch.ones(2, 2), format="int8", scaling="group")
     with pytest.raises(ValueError, match=r"x is \(2,\) torch.float32; needs a floating-point matrix"):
         quantize_two_way(torch.ones(2), format="int8")
+    with pytest.raises(ValueError, match=r"offsets is \(1,\) torch.int64; needs \[E\] torch.int32"):
+        quantize_two_way(torch.ones(2, 2), torch.tensor([2]), format="int8")

@@ -22,17 +22,19 @@ from hf_quant import (
     prepare_training_,
     quantize_,
 )
+from hf_quant.coded_weight import CodedWeight
 from hf_quant.kernels import quantize_two_way
 from hf_quant.optim import AdamW8bit
 from hf_quant.testing import sqnr
 from hf_quant.tests.calibration.test_observe import llama
 from hf_quant.tests.modules.test_experts import HOSTS, plain_experts, routing, tokens
 from hf_quant.training import LowBitModule, low_bit, products
-from hf_quant.training.products import RECIPES
+from hf_quant.training.products import RECIPES, grouped_product, product
 
 
 ASSET = "integration_tests/assets/tiny-llama-13m"
 INT8, FP8 = "hf_quant.int8_scaled_mm", "hf_quant.fp8_scaled_mm"
+GROUPED = "hf_quant.grouped_scaled_mm", "hf_quant.grouped_scaled_sums"
 EIGHT_BITS = [name for name, recipe in RECIPES.items() if recipe.format is not None]
 DENSE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear")
 
@@ -326,9 +328,48 @@ def test_experts(host, recipe):
             y = each(x, index, weights)
             y.square().sum().backward()
         found.append((y, x.grad, *(p.grad for p in each.parameters())))
-    assert calls.products() == (4 * 2 * 3, 0)
+    biases = 2 if host == "gpt_oss" else 0  # their gradients are sums
+    assert calls.products() == (0, biases) and [calls.counts[name] for name in GROUPED] == [2 * 2, 2]
     for own, wanted in zip(found[1], found[0]):
         assert 20 < sqnr(own, wanted) < 60
+
+
+@pytest.mark.parametrize("recipe", [name for name in EIGHT_BITS if RECIPES[name].grad_weight])
+def test_grouped_products_are_those_of_each_expert(recipe):
+    """Of experts with no, one and many rows, and rows of no expert, as expert parallelism leaves them."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(size, generator=generator) for size in ((45, 96), (4, 80, 96), (4, 80))]
+    offsets, both = torch.tensor([1, 1, 33, 40], dtype=torch.int32), ([], [])
+    for found, is_grouped in zip(both, (True, False)):
+        x, weight, bias = (each.clone().requires_grad_() for each in given)
+        own = CodedWeight.of(weight.detach()).requires_grad_() if RECIPES[recipe].is_stored else weight
+        if is_grouped:
+            y = grouped_product(x, own, bias, offsets, recipe)
+            assert not y[40:].any()
+        else:
+            ends, each = [0, *offsets.tolist()], own.unbind()
+            parts = [slice(*ends[e : e + 2]) for e in range(4)]
+            y = torch.cat([product(x[p], each[e], bias[e], recipe, (True,) * 3) for e, p in enumerate(parts)])
+            y = torch.cat([y, y.new_zeros(5, 80)])
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).sin())
+        found += [y.detach(), x.grad, bias.grad, own.grad]
+    for own, wanted in zip(*both):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+    assert not both[0][3][1].any() and not both[0][1][40:].any()  # an expert without rows, and rows without one
+
+
+def test_experts_compiled_as_one_graph():
+    module, (index, weights), x = plain_experts("qwen3_moe"), routing(33), tokens(33).requires_grad_()
+    prepare_training_(module, min_size=1)
+    expected = module(x, index, weights)
+    expected.square().sum().backward()
+    wanted = [p.grad.clone() for p in (x, *module.parameters())]
+    x.grad = None
+    module.zero_grad()
+    y = torch.compile(module, fullgraph=True, backend="aot_eager")(x, index, weights)
+    y.square().sum().backward()
+    for own, eager in zip((y, x.grad, *(p.grad for p in module.parameters())), (expected, *wanted)):
+        assert sqnr(own, eager) > 60
 
 
 def test_the_plan_says_which_layers_and_why_not():
@@ -390,7 +431,7 @@ def test_bitnet_weights_become_codes_of_int2_without_loss(dtype):
     for fields in ("int2", {"weights": "int2", "group_size": 128, "scale_dtype": "float32"}):
         assert torch.equal(dequantize_(quantize_(copy.deepcopy(layer), fields)).weight, layer.weight)
     with torch.no_grad():
-        layer.weight[0, 0] *= 1.5  # one weight of another size: the default
+        layer.weight[0, 0] = 1.5 * layer.weight.abs().max()  # one weight of another size: the default
     assert not torch.equal(dequantize_(quantize_(copy.deepcopy(layer), "int2")).weight, layer.weight)
 
 

@@ -1,0 +1,1 @@
+"""Products of experts in low-bit training: codes with codes."""
