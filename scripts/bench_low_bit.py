@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from bench_training import ASSET_TEXT, BATCH, HELD_OUT, STEPS, WARM_UP, byte_model, loss_of, sample
 from common import curves
@@ -60,6 +61,29 @@ def linear_times(rounds: int, linears: tuple[tuple[int, int, int], ...] = LINEAR
     }
 
 
+def experts_times(rounds: int, tokens: int = 2048, K: int = 1024, N: int = 512) -> dict[str, dict[str, float]]:
+    """`linear_times` of eight gated experts K -> N -> K, of which each token goes through two."""
+    config = MixtralConfig(hidden_size=K, intermediate_size=N, num_local_experts=8, num_experts_per_tok=2)
+    config._experts_implementation = "grouped_mm"
+    index, weights = torch.rand(tokens, 8).topk(2).indices, torch.rand(tokens, 2).bfloat16()
+    grad = torch.randn(tokens, K).bfloat16()
+
+    def turn(recipe: str) -> Turn:
+        module, x = MixtralExperts(config).bfloat16(), torch.randn(tokens, K).bfloat16().requires_grad_()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        if recipe != BASE:
+            prepare_training_(module, recipe)
+
+        def run() -> None:
+            module(x, index, weights).backward(grad)
+            module.gate_up_proj.grad = module.down_proj.grad = x.grad = None
+
+        return Turn(run, 1, 0)
+
+    return {f"{tokens} tokens, {K} -> {N} -> {K}": interleaved({kind: turn(kind) for kind in (BASE, "int8")}, rounds)}
+
+
 def llama(width: int = 768, layers: int = 12) -> LlamaForCausalLM:
     """A Llama in bf16, of 98M parameters by default."""
     torch.manual_seed(0)
@@ -95,9 +119,10 @@ def step_times(
 
 
 def print_times(rounds: int) -> None:
-    """Print both tables of times."""
+    """Print the tables of times."""
     for title, found in (
         ("forward and backward of a linear layer, bf16", linear_times(rounds)),
+        ("forward and backward of 8 experts, 2 for each token, bf16", experts_times(rounds)),
         ("a step of a Llama of 98M parameters, AdamW with 8-bit states", step_times(max(rounds // 3, 2))),
     ):
         rows = {

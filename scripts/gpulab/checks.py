@@ -31,7 +31,7 @@ from gpulab.cases import (
     reference,
     scaled_case,
 )
-from gpulab.optimizer_cases import adam_case, fake_case, requantize_cases, two_way_case, two_way_cases
+from gpulab.optimizer_cases import adam_case, experts_cases, fake_case, requantize_cases, two_way_case, two_way_cases
 from gpulab.timing import installed
 from hf_quant.kernels.adam_step.op import STATES
 from hf_quant.testing import PRODUCT_RMS, rms_error
@@ -106,6 +106,7 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
             cases.append(fake_case(format, size(LLAMA[1]), group_size, bf16, backward=backward))
     cases += [*two_way_cases(256 if tiny else 4096), two_way_case("int8", "row", 1001, 77, bf16)]
     cases += requantize_cases(256 if tiny else 4096)
+    cases += [case for M in (5, 200) for case in experts_cases(size(EXPERTS[2]), M)]
     cases.append(scaled_case("fp8_e5m2", size(LLAMA[1]), 64, bf16))
     return [case for case in cases if case.op in gpu_ops()]
 
@@ -200,7 +201,7 @@ def _compare_caches(found: list[Tensor], expected: list[Tensor]) -> str | None:
     return None
 
 
-_FP8_SUMS = ("dynamic_mm", "quantized_mm", "fp8_scaled_mm", "grouped_mm")
+_FP8_SUMS = ("dynamic_mm", "quantized_mm", "fp8_scaled_mm", "grouped_mm", "grouped_scaled_mm", "grouped_scaled_sums")
 
 
 def check_no_recompilation(device: torch.device, *, tiny: bool = False) -> str | None:

@@ -1,11 +1,13 @@
 """Calls of training that kernels are proven on: steps of optimizers on a block's parameters, weights as stored."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpulab.cases import LLAMA, OFF_TILE, Case, Linear, randn
+from gpulab.cases import LLAMA, OFF_TILE, Case, Linear, randn, rows_per_expert
+from hf_quant.kernels import quantize_two_way
 from hf_quant.kernels.adam_step.op import BLOCKS, CODECS, STATES
 
 
@@ -86,6 +88,38 @@ def two_way_cases(size: int = 4096) -> list[Case]:
     pairs = (("int8", "row"), ("fp8_e4m3", "power_of_two"), ("fp8_e4m3", "tensor"), ("fp8_e5m2", "tensor"))
     found = [two_way_case(*pair, size, size, torch.bfloat16) for pair in pairs]
     return found + [two_way_case(*pairs[0], 1040, 80, dtype) for dtype in (torch.bfloat16, torch.float32)]
+
+
+def experts_cases(linear: Linear, tokens: int) -> list[Case]:
+    """List the calls of experts in training, for each pair of formats that a recipe has."""
+    M, (E, N, K), bf16 = tokens * linear.per_token, (linear.experts, linear.N, linear.K), torch.bfloat16
+    place = f"{linear.name} M={tokens}"
+
+    def quantize(device: Any) -> tuple[tuple, dict[str, Any]]:
+        offsets = rows_per_expert(linear, tokens, device)
+        return (randn((M, K), bf16, device), offsets), {"format": "int8", "scaling": "row"}
+
+    def rows(formats: tuple[str, str], device: Any) -> tuple[tuple, dict[str, Any]]:
+        a, a_scale, *_ = quantize_two_way(randn((M, K), bf16, device), format=formats[0], columns=False)
+        b, b_scale, *_ = quantize_two_way(randn((E * N, K), bf16, device), format=formats[1], columns=False)
+        bias = randn((E, N), bf16, device) if formats[0] == "int8" else None
+        weight = b.view(E, N, K), a_scale, b_scale.view(E, N, 1)
+        return (a, *weight, bias, rows_per_expert(linear, tokens, device)), {"out_dtype": bf16}
+
+    def sums(formats: tuple[str, str], device: Any) -> tuple[tuple, dict[str, Any]]:
+        offsets = rows_per_expert(linear, tokens, device)
+        of_g, of_x = (
+            quantize_two_way(randn((M, size), bf16, device), offsets, format=format)[2:]
+            for size, format in zip((N, K), formats)
+        )
+        return (of_g[0], of_x[0], of_g[1], of_x[1], offsets), {"M": M, "out_dtype": bf16}
+
+    found = [Case("quantize_two_way", f"int8, groups of rows, {place}", quantize, bf16, M, 0)]
+    for formats in (("int8", "int8"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e4m3")):
+        for op, make in (("grouped_scaled_mm", rows), ("grouped_scaled_sums", sums)):
+            name = f"{formats[0]} x {formats[1]}, {place}"
+            found.append(Case(op, name, partial(make, formats), bf16, M, 2 * M * N * K))
+    return found
 
 
 def requantize_cases(size: int = 4096) -> list[Case]:

@@ -14,13 +14,10 @@ from torch import Tensor
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.grouped_mm.gpu import rows_of_tile
-from hf_quant.kernels.grouped_mm.op import rows_of_experts
 from hf_quant.kernels.grouped_scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu import has_units
-from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled
-from hf_quant.kernels.scaled_mm.op import fp8_scaled_mm, int8_scaled_mm
+from hf_quant.kernels.scaled_mm.gpu_kernels import scaled
 from hf_quant.kernels.two_way.gpu import block_of_group
-from hf_quant.kernels.two_way.op import blocks_of
 
 
 _CHAIN = 4096  # codes of fp8 that the matrix unit sums up before fp32 does
@@ -122,7 +119,7 @@ def _grouped_scaled_mm_kernel(
         if HAS_BIAS:
             bias += expert * N
         row_scale = tl.load(a_scale + m, mask=m < end_row, other=0.0)
-        value = _scaled(total, row_scale, b_scale + expert * N, bias, n, N, 1, HAS_BIAS)
+        value = scaled(total, row_scale, b_scale + expert * N, bias, n, N, 1, HAS_BIAS)
         tl.store(out, value.to(y.dtype.element_ty), mask=mask)
 
 
@@ -153,21 +150,24 @@ def _grouped_scaled_sums_kernel(
     right = b + before * K + tl.minimum(k, K - 1).to(tl.int64)[:, None] * size + m[None, :]
     total = _sums(left, right, size, BLOCK_N, BLOCK_K, BLOCK_M, False, CHAIN)
     row_scale = tl.load(a_scale + expert * N + n, mask=n < N, other=0.0)
-    value = _scaled(total, row_scale, b_scale + expert * K, None, k, K, 1, False)
+    value = scaled(total, row_scale, b_scale + expert * K, None, k, K, 1, False)
     out = y + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
     tl.store(out, value.to(y.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
-def _tiles(rows: int, target: Target) -> dict[str, int]:
-    """The smaller side of a tile, for that many rows of it, the step of the sum, warps and stages."""
-    block = 16 if rows <= 16 else 64 if rows <= 64 else 128
-    large = target.shared_memory >= 2**17
-    stages = (4 if large else 3) if target.is_nvidia else 2
-    return {"block": block, "step": 128 if large else 64, "num_warps": 8 if block == 128 else 4, "num_stages": stages}
+def _operands(a: Tensor, b: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+    """Codes as the matrix units take them: where they take no such codes in fp16, which holds all of them exactly."""
+    if not has_units(a.dtype != torch.int8, target):
+        a, b = a.to(torch.float16), b.to(torch.float16)
+    return (a if a.stride(-1) == 1 else a.contiguous()), (b if b.stride(-1) == 1 else b.contiguous())
 
 
-def _unavailable(a: Tensor) -> bool:
-    return unavailable_reason(a.device) is not None or not has_units(a.dtype != torch.int8, target_of(a.device))
+def _tiles(rows: int, itemsize: int, target: Target) -> dict[str, int]:
+    """One side of a tile, for that many rows of it, the step of the sum, warps and stages; the other side is 128."""
+    block, is_large = 64 if rows <= 64 else 128, target.shared_memory >= 2**17
+    stages = (4 if is_large else 3) if target.is_nvidia else 2
+    step = (128 if is_large else 64) // itemsize
+    return {"block": block, "step": step, "num_warps": 8 if block == 128 else 4, "num_stages": stages}
 
 
 @implements(op.grouped_scaled_mm, "XPU")
@@ -182,18 +182,14 @@ def grouped_scaled_mm_gpu(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `grouped_scaled_mm_reference`; expert by expert where the GPU has no matrix units for the codes."""
+    """Compute `grouped_scaled_mm_reference`."""
     op.check(a, b, a_scale, b_scale, bias, offsets)
     (M, K), (E, N, _) = a.shape, b.shape
-    if M * N * K == 0 or _unavailable(a):
-        multiply = int8_scaled_mm if a.dtype == torch.int8 else fp8_scaled_mm
-        y = torch.zeros(M, N, dtype=out_dtype, device=a.device)
-        for e, rows in rows_of_experts(offsets):
-            own_bias = None if bias is None else bias[e]
-            y[rows] = multiply(a[rows], b[e], a_scale[rows], b_scale[e], own_bias, out_dtype=out_dtype)
-        return y
-    a, b = (each if each.stride(-1) == 1 else each.contiguous() for each in (a, b))
-    tiles = _tiles(triton.cdiv(M, min(E, M)), target_of(a.device))
+    if M * N * K == 0 or unavailable_reason(a.device) is not None:
+        return op.grouped_scaled_mm_reference(a, b, a_scale, b_scale, bias, offsets, out_dtype=out_dtype)
+    is_fp8, target = a.dtype != torch.int8, target_of(a.device)
+    a, b = _operands(a, b, target)
+    tiles = _tiles(triton.cdiv(M, min(E, M)), a.element_size(), target)
     block_m, block_k = tiles.pop("block"), tiles.pop("step")
     tiles_m = M // block_m + min(E, M) + 1
     y = torch.empty(M, N, dtype=out_dtype, device=a.device)
@@ -220,7 +216,7 @@ def grouped_scaled_mm_gpu(
         EXPERTS=E,
         EXPERTS_PADDED=triton.next_power_of_2(E),
         EVEN_K=K % block_k == 0,
-        CHAIN=_CHAIN // block_k if a.dtype != torch.int8 and K > _CHAIN else 0,
+        CHAIN=_CHAIN // block_k if is_fp8 and K > _CHAIN else 0,
         HAS_BIAS=bias is not None,
         **tiles,
     )
@@ -232,28 +228,26 @@ def grouped_scaled_mm_gpu(
 def grouped_scaled_sums_gpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *, M: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """Compute `grouped_scaled_sums_reference`; expert by expert where the GPU has no matrix units for the codes."""
+    """Compute `grouped_scaled_sums_reference`."""
     op.check_sums(a, b, a_scale, b_scale, offsets, M=M)
     E, N, K = len(offsets), a_scale.shape[1], b_scale.shape[1]
-    if M * N * K == 0 or _unavailable(a):
-        multiply = int8_scaled_mm if a.dtype == torch.int8 else fp8_scaled_mm
-        y = torch.zeros(E, N, K, dtype=out_dtype, device=a.device)
-        for (e, _, left), (_, _, right) in zip(blocks_of(a, N, offsets), blocks_of(b, K, offsets)):
-            y[e] = multiply(left, right, a_scale[e], b_scale[e], None, out_dtype=out_dtype)
-        return y
-    tiles = _tiles(N, target_of(a.device))
+    if M * N * K == 0 or unavailable_reason(a.device) is not None:
+        return op.grouped_scaled_sums_reference(a, b, a_scale, b_scale, offsets, M=M, out_dtype=out_dtype)
+    is_fp8, target = a.dtype != torch.int8, target_of(a.device)
+    a, b = _operands(a, b, target)
+    tiles = _tiles(N, a.element_size(), target)
     block_n, step = tiles.pop("block"), tiles.pop("step")
     y = torch.empty(E, N, K, dtype=out_dtype, device=a.device)
     launch(
         _grouped_scaled_sums_kernel,
         (triton.cdiv(K, 128), triton.cdiv(N, block_n), E),
-        *(a.contiguous(), b.contiguous(), a_scale.contiguous(), b_scale.contiguous(), offsets.contiguous(), y, N, K),
+        *(a, b, a_scale.contiguous(), b_scale.contiguous(), offsets.contiguous(), y, N, K),
         BLOCK_N=block_n,
         BLOCK_K=128,
         BLOCK_M=step,
         EXPERTS=E,
         EXPERTS_PADDED=triton.next_power_of_2(E),
-        CHAIN=_CHAIN // step if a.dtype != torch.int8 and M > _CHAIN else 0,
+        CHAIN=_CHAIN // step if is_fp8 and M > _CHAIN else 0,
         **tiles,
     )
     return y

@@ -4,7 +4,7 @@ from hf_quant.kernels.gpu.launch import tl, triton
 
 
 @triton.jit
-def _scaled(total, row_scale, b_scale, bias, n, N, SCALE_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr):
+def scaled(total, row_scale, b_scale, bias, n, N, SCALE_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Sums of products [M, N] -> fp32 sums * row_scale [M] * b_scale [N] + bias [N]; SCALE_ROWS 0: one b_scale."""
     value = total.to(tl.float32) * row_scale[:, None]
     if SCALE_ROWS == 0:
@@ -94,7 +94,7 @@ def _scaled_mm_split_kernel(
             tl.store(counters + tile, 0)
     if last:
         row_scale = tl.load(a_scale + m, mask=m < M, other=0.0)
-        value = _scaled(tl.trans(total), row_scale, b_scale, bias, n, N, SCALE_ROWS, HAS_BIAS)
+        value = scaled(tl.trans(total), row_scale, b_scale, bias, n, N, SCALE_ROWS, HAS_BIAS)
         out = y + m.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(out, value.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
@@ -161,7 +161,7 @@ def _store_part(
 ):
     """Write WIDTH columns of a tile: y[m0:, n0:]."""
     n = n0 + tl.arange(0, WIDTH)
-    value = _scaled(total, row_scale, b_scale, bias, n, N, SCALE_ROWS, HAS_BIAS).to(y.dtype.element_ty)
+    value = scaled(total, row_scale, b_scale, bias, n, N, SCALE_ROWS, HAS_BIAS).to(y.dtype.element_ty)
     if TMA:
         y_desc.store([m0, n0], value)
     else:

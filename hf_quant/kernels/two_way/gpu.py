@@ -44,7 +44,10 @@ def _tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """(group, rows, columns, end of the rows, which values exist) of this program's tile; EXPERTS 0: one group."""
+    """(group, first row, rows, columns, end of the group's rows, which values exist) of this program's tile.
+
+    EXPERTS 0: one group.
+    """
     blocks = tl.cdiv(K, BLOCK_K)
     tile = tl.program_id(0) // blocks
     group, first, end = 0, tile * BLOCK_M, M
@@ -56,7 +59,7 @@ def _tile(
         mask = tl.full([1, 1], True, tl.int1)
     else:
         mask = (row < end)[:, None] & (column < K)[None, :]
-    return group, row, column, end, mask
+    return group, first, row, column, end, mask
 
 
 @triton.jit
@@ -76,7 +79,7 @@ def _largest_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    group, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
+    group, _, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
     value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     # As integers magnitudes have the order of their values, NaN last.
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -143,7 +146,7 @@ def _two_way_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    group, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
+    group, first, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
     top = tl.load(row_top + (row * 0 + group if TENSOR else row), mask=row < end, other=0)
     of_row = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
     at, has_group = row.to(tl.int64), True
@@ -165,11 +168,16 @@ def _two_way_kernel(
         if EXPERTS > 0:
             begin, size, before = block_of_group(offsets, group, EXPERTS, EXPERTS_PADDED)
             codes_t += before * K
+            column_scale += group * K
+            inner = tl.multiple_of(first - begin, BLOCK_M)
         else:
-            begin, size = 0, M
-        if tl.min(row, 0) == begin:
-            tl.store(column_scale + group * K + column, of_column, mask=column < K)
-        places = codes_t + column.to(tl.int64)[:, None] * size + (row - begin)[None, :]
+            inner, size = first, M
+        if inner == 0:
+            tl.store(column_scale + column, of_column, mask=column < K)
+        inner += tl.arange(0, BLOCK_M)
+        if not EVEN:  # with what fills up a group: whole vectors
+            mask = (inner < size)[:, None] & (column < K)[None, :]
+        places = codes_t + column.to(tl.int64)[:, None] * size + inner[None, :]
         tl.store(places, tl.trans(by_column), mask=tl.trans(mask))
 
 

@@ -56,7 +56,7 @@ def test_rows_of_experts(counts, formats):
         for compute in (op.grouped_scaled_mm_reference, grouped_scaled_mm):
             # CPUs round sums of fp8 codes to bf16 before they are scaled.
             assert_close(compute(*args, out_dtype=dtype), exact, rms=rms)
-        for target in ("sm80", "sm90", "gfx942"):  # sm80 and gfx942 multiply fp8 expert by expert
+        for target in ("sm80", "sm90", "gfx942"):  # sm80 and gfx942 multiply fp8 codes in fp16
             with pretend(TARGETS[target]):
                 assert_close(gpu.grouped_scaled_mm_gpu(*args, out_dtype=dtype), exact, rms=rms)
     y = grouped_scaled_mm(*args, out_dtype=torch.float32)

@@ -15,7 +15,8 @@ def test_times_of_layers_and_of_steps():
     found = bench_low_bit.linear_times(1, ((64, 96, 64),)) | bench_low_bit.step_times(
         1, ((1, 16),), bench_low_bit.llama(256, 1)
     )
-    assert list(found) == ["64 tokens, 96 -> 64", "1 x 16 tokens"]
+    found |= bench_low_bit.experts_times(1, 16, 256, 256)
+    assert list(found) == ["64 tokens, 96 -> 64", "1 x 16 tokens", "16 tokens, 256 -> 256 -> 256"]
     assert all(seconds > 0 for of in found.values() for seconds in of.values())
 
 
