@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from hf_quant.algorithms import SOLVERS, Statistics
 from hf_quant.calibration.data import LENGTH, NUM_TOKENS, OWN_LENGTH, Data, of_rows, prepare
+from hf_quant.calibration.fp32 import fast_products
 from hf_quant.calibration.gradients import CallRecorder, Sensitivity, sensitivities
 from hf_quant.calibration.observe import KINDS, CacheObserver, Moments, Observer
 from hf_quant.calibration.sample import sample
@@ -166,7 +167,7 @@ class Calibration:
                 self._attach(names)
                 self.model.eval()
                 try:
-                    with torch.no_grad():
+                    with torch.no_grad(), fast_products():
                         for number, run in enumerate(data.runs(self._observes_output(names))):
                             run(self.model)
                             self._check(f" in batch {number}")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_quant.calibration.fp32 import fast_products
 from hf_quant.calibration.observe import product_of_experts, replace_forward, rows_of_experts
 from hf_quant.kernels import quantize_rowwise, quantize_static
 from hf_quant.kernels.codes import row_max
@@ -175,8 +176,9 @@ def record_calls(model: nn.Module, runs: Iterator[Callable[[nn.Module], Any]]) -
     model.eval()
     recorder.attach()
     try:
-        for run in runs:
-            run(model)
+        with fast_products():
+            for run in runs:
+                run(model)
     finally:
         recorder.detach()
         model.train(is_training)
@@ -331,7 +333,7 @@ def sensitivities(
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     count, is_kl = 0, False
     observer = GradientObserver(model, transforms, roundings or {})
-    with _without_parameter_gradients(model), observer, torch.enable_grad():
+    with _without_parameter_gradients(model), observer, torch.enable_grad(), fast_products():
         for number_of_call, call in enumerate(calls):
             observer.part = number_of_call % num_parts
             kwargs = {n: v for n, v in call.kwargs.items() if n != "logits_to_keep"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_quant.calibration.fp32 import fast_products
 from hf_quant.evaluate import check_causal
 
 
@@ -44,7 +45,7 @@ def sample(
     rows = []
     devices = [device] if device.type == "cuda" else []
     bar = tqdm(total=count * (length - 1), desc="Writing text", unit="tok", disable=not progress)
-    with bar, torch.random.fork_rng(devices=devices):
+    with bar, torch.random.fork_rng(devices=devices), fast_products():
         torch.manual_seed(seed)
         model.eval()
         try:
