@@ -30,8 +30,15 @@ class _ProductsInFp32(TorchDispatchMode):
         if func not in _PRODUCTS or not args[0].is_cpu or args[0].dtype not in (torch.bfloat16, torch.float16):
             return func(*args, **kwargs)
         dtype = args[0].dtype
-        args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype == dtype else x, (args, kwargs))
-        return tree_map_only(Tensor, lambda y: y.to(dtype), func(*args, **kwargs))
+
+        def widened(x: Tensor) -> Tensor:
+            return x.float() if x.dtype == dtype else x
+
+        def rounded(y: Tensor) -> Tensor:
+            return y.to(dtype)
+
+        args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+        return tree_map_only(Tensor, rounded, func(*args, **kwargs))
 
 
 def fast_products() -> AbstractContextManager[Any]:
