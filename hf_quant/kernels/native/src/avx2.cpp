@@ -37,6 +37,7 @@ class Matmul {
     for (int half = 0; half < 2; ++half)
       for (int b = 0; b < 16; ++b) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
     in_pairs_ = std::is_same<C, Int4ByInt8>::value && p.M <= kStreamRows && Int4Pairs::serves(p, runs_);
+    if constexpr (kHasPlanes) in_planes_ = p.M <= kStreamRows && Planes<C>::serves(p);
   }
 
   bool run() {
@@ -67,6 +68,8 @@ class Matmul {
  private:
   static constexpr int64_t kChunk = 240;  // rows of x that are packed at once
   static constexpr int64_t kStreamed = 64;  // rows of the weight that a task streams
+  static constexpr bool kHasPlanes = !C::INTEGER && L::BYTES <= 16;  // at most 4 bits a code
+  static constexpr int64_t kMostPlanes = 4;
 
   int64_t group_of(int64_t k) const { return p_.groups == 1 ? 0 : min64(k / p_.group_size, p_.groups - 1); }
 
@@ -106,7 +109,11 @@ class Matmul {
         float* values = reinterpret_cast<float*>(natural);
         memset(values + (units_ - 1) * kUnit, 0, kUnit * 4);
         load_floats(x, dtype, 0, p_.K, values);
-        reorder(values, reinterpret_cast<float*>(x_.rows + i * x_.stride));
+        float* to = reinterpret_cast<float*>(x_.rows + i * x_.stride);
+        if constexpr (kHasPlanes) {
+          if (in_planes_) return Planes<C>::reorder(values, units_, to);
+        }
+        reorder(values, to);
       }
     });
     return ok;
@@ -151,7 +158,8 @@ class Matmul {
     float out[kStreamed][kStreamRows] = {};
     // Several rows of x meet the rows block by block, so that they stay in the L1 cache.
     const int64_t fit = s.count == 1 ? units_ : kStreamedX / (s.count * C::V * 32);
-    const int64_t block = p_.groups == 1 ? fit : max64(fit / runs_.length, 1) * runs_.length;
+    const int64_t whole = max64(p_.groups == 1 ? 1 : runs_.length, in_planes_ ? kMostPlanes : 1);
+    const int64_t block = max64(fit / whole, 1) * whole;
     for (int64_t u = 0; u < units_; u += block) {
       const int64_t g = group_of(u * kUnit), groups = group_of((u + block) * kUnit - 1) - g + 1;
       for (int64_t row = n; row < end; ++row) {
@@ -164,6 +172,12 @@ class Matmul {
         const uint8_t* zeros = p_.zero == nullptr ? nullptr : p_.zero + first_scale;
         const uint8_t* codes = weight.qdata + row * p_.row_bytes;
         const int64_t until = min64(u + block, units_);
+        if constexpr (kHasPlanes) {
+          if (in_planes_) {
+            run_rows(Planes<C>{p_, c_, x_, codes, scales}, s.first, s.count, u, until, out[row - n]);
+            continue;
+          }
+        }
         if (in_pairs_) {
           run_rows(Int4Pairs{p_, runs_, x_, codes, scales}, s.first, s.count, u, until, out[row - n]);
         } else {
@@ -219,7 +233,7 @@ class Matmul {
   Runs runs_{};
   PackedX x_{};
   Segment* segments_ = nullptr;
-  bool in_pairs_;
+  bool in_pairs_, in_planes_ = false;
   uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
 };
 

@@ -19,7 +19,9 @@ namespace avx2 {
 
 constexpr int kUnit = 32;
 
-// Loaders: BYTES of a unit in memory; byte b of either half gets its code `code(b)`.
+// Loaders: BYTES of a unit in memory; byte b of either half gets its code `code(b)`. Those of codes of 4 bits and less
+// also bring PLANES units at a time into as many vectors, in fewer instructions: byte b of vector s gets code
+// PLANES * b + s.
 
 // A value for each half.
 HFQ_INLINE __m256i in_halves(__m256i first, __m256i second) { return _mm256_blend_epi32(first, second, 0xF0); }
@@ -33,6 +35,13 @@ struct Packed4 {
     const __m256i twice = in_halves(first, _mm256_set1_epi64x(hfq::load<int64_t>(p, 1)));
     return _mm256_and_si256(_mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 4, 0, 4)), _mm256_set1_epi8(15));
   }
+
+  static constexpr int PLANES = 2;
+  HFQ_INLINE void planes(const uint8_t* p, __m256i* to) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), low = _mm256_set1_epi8(15);
+    to[0] = _mm256_and_si256(codes, low);
+    to[1] = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
+  }
 };
 
 struct Packed2 {
@@ -43,6 +52,18 @@ struct Packed2 {
     const __m256i first = _mm256_set1_epi32(hfq::load<int32_t>(p, 0));
     const __m256i spread = in_halves(first, _mm256_set1_epi32(hfq::load<int32_t>(p, 1)));
     return _mm256_and_si256(_mm256_srlv_epi32(spread, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6)), _mm256_set1_epi8(3));
+  }
+
+  static constexpr int PLANES = 4;
+  HFQ_INLINE void planes(const uint8_t* p, __m256i* to) {
+    split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), to);
+  }
+  HFQ_INLINE void split(__m256i codes, __m256i* to) {
+    const __m256i low = _mm256_set1_epi8(3);
+    to[0] = _mm256_and_si256(codes, low);
+    to[1] = _mm256_and_si256(_mm256_srli_epi16(codes, 2), low);
+    to[2] = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
+    to[3] = _mm256_and_si256(_mm256_srli_epi16(codes, 6), low);
   }
 };
 
@@ -59,6 +80,21 @@ struct Packed3 {
     const __m256i third = _mm256_shuffle_epi8(_mm256_set1_epi32(hfq::load<int32_t>(p + 8, 0)), from);
     const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(third, bit), bit);
     return _mm256_or_si256(Packed2::load(p), _mm256_and_si256(set, _mm256_set1_epi8(4)));
+  }
+
+  static constexpr int PLANES = 4;
+  HFQ_INLINE void planes(const uint8_t* p, __m256i* to) {
+    auto word = [p](int unit) HFQ_LAMBDA { return hfq::load<int64_t>(p + unit * BYTES, 0); };
+    auto thirds = [p](int unit) HFQ_LAMBDA { return hfq::load<int32_t>(p + unit * BYTES + 8, 0); };
+    Packed2::split(_mm256_setr_epi64x(word(0), word(1), word(2), word(3)), to);
+    // The third bits of the four codes of a byte, as a byte.
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_setr_epi32(thirds(0), thirds(1), thirds(2), thirds(3)));
+    const __m256i bits = _mm256_and_si256(_mm256_or_si256(wide, _mm256_slli_epi16(wide, 4)), _mm256_set1_epi8(15));
+    const __m256i third = _mm256_set1_epi8(4);
+    to[0] = _mm256_or_si256(to[0], _mm256_and_si256(_mm256_slli_epi16(bits, 2), third));
+    to[1] = _mm256_or_si256(to[1], _mm256_and_si256(_mm256_slli_epi16(bits, 1), third));
+    to[2] = _mm256_or_si256(to[2], _mm256_and_si256(bits, third));
+    to[3] = _mm256_or_si256(to[3], _mm256_and_si256(_mm256_srli_epi16(bits, 1), third));
   }
 };
 

@@ -115,6 +115,87 @@ struct Int4Pairs {
   }
 };
 
+// Codes of 4 bits and less without zero points, with x in fp32: as many units at a time as make whole vectors.
+template <class C>
+struct Planes {
+  using L = typename C::Loader;
+  static constexpr int UNITS = L::PLANES, WIDTH = UNITS * kUnit;
+  const Product& p;
+  const C& c;
+  const PackedX& x;
+  const uint8_t* row;
+  const float* scales;
+
+  static bool serves(const Product& p) {
+    const bool fits = p.group_size % 16 == 0 && (WIDTH % p.group_size == 0 || p.group_size % WIDTH == 0);
+    return p.zero == nullptr && p.K % WIDTH == 0 && (p.groups == 1 || fits);
+  }
+  // The byte of a plane that element e of vector j is made of.
+  static constexpr int byte_of(int j, int e) { return 16 * (e / 4) + 8 * (j / 2) + 2 * (e % 4) + j % 2; }
+
+  static void reorder(const float* values, int64_t units, float* to) {
+    for (int64_t u = 0; u < units; u += UNITS, values += WIDTH)
+      for (int s = 0; s < UNITS; ++s)
+        for (int j = 0; j < 4; ++j)
+          for (int e = 0; e < 8; ++e) *to++ = values[UNITS * byte_of(j, e) + s];
+  }
+
+  // As `Stream::run`.
+  template <int MB>
+  void run(int64_t first, int64_t u, int64_t end, float* out) const {
+    constexpr int SUMS = MB == 1 ? 4 : 2;  // of a row of x; those of either half of the bytes are scaled alike
+    const int64_t group = p.groups == 1 ? p.K : p.group_size;
+    const int64_t steps = max64(group / WIDTH, 1), groups = max64(WIDTH / group, 1);
+    const uint8_t* from = row + u * L::BYTES;
+    const char* from_x = x.rows + first * x.stride + u * (kUnit * 4);
+    const float* scale = scales + u * kUnit / group;
+    alignas(32) int32_t places[2][8];
+    for (int half = 0; half < 2; ++half)
+      for (int e = 0; e < 8; ++e) places[half][e] = static_cast<int32_t>(UNITS * byte_of(2 * half, e) / group);
+    const __m256i low = load_vector(places[0]), high = load_vector(places[1]);
+    const typename C::Table table = c.table(0);
+    __m256 y[MB];
+#pragma GCC unroll 4
+    for (int i = 0; i < MB; ++i) y[i] = _mm256_setzero_ps();
+    for (; u < end; scale += groups) {
+      __m256 part[MB][SUMS];
+#pragma GCC unroll 4
+      for (int i = 0; i < MB; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < SUMS; ++j) part[i][j] = _mm256_setzero_ps();
+      for (int64_t step = 0; step < steps && u < end; ++step, u += UNITS, from += UNITS * L::BYTES) {
+        _mm_prefetch(reinterpret_cast<const char*>(from) + (MB > 1 ? 2 * p.row_bytes : kAhead), _MM_HINT_T0);
+        __m256i planes[UNITS];
+        L::planes(from, planes);
+#pragma GCC unroll 4
+        for (int s = 0; s < UNITS; ++s, from_x += 4 * 32) {
+          __m256 value[4];
+          c.values(planes[s], table, value);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j)
+#pragma GCC unroll 4
+            for (int i = 0; i < MB; ++i) {
+              __m256& sum = part[i][SUMS == 4 ? j : j / 2];
+              sum = C::dot(sum, load_vector(from_x + i * x.stride + j * 32), value[j]);
+            }
+        }
+      }
+      const __m256 own = _mm256_loadu_ps(scale);
+      const __m256 of_low = _mm256_permutevar8x32_ps(own, low), of_high = _mm256_permutevar8x32_ps(own, high);
+#pragma GCC unroll 4
+      for (int i = 0; i < MB; ++i) {
+        const bool four = SUMS == 4;
+        const __m256 first_half = four ? _mm256_add_ps(part[i][0], part[i][1]) : part[i][0];
+        const __m256 second_half = four ? _mm256_add_ps(part[i][2], part[i][SUMS - 1]) : part[i][1];
+        y[i] = _mm256_fmadd_ps(first_half, of_low, y[i]);
+        y[i] = _mm256_fmadd_ps(second_half, of_high, y[i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < MB; ++i) out[i] += reduce(y[i]);
+  }
+};
+
 // One row of an expert's weight with rows of x.
 template <class C>
 struct Stream {
