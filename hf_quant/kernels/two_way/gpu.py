@@ -147,34 +147,38 @@ def _two_way_kernel(
     BLOCK_K: tl.constexpr,
 ):
     group, first, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
-    top = tl.load(row_top + (row * 0 + group if TENSOR else row), mask=row < end, other=0)
-    of_row = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
-    at, has_group = row.to(tl.int64), True
     if EXPERTS > 0:
-        has_group = group < EXPERTS
-        of_row = tl.where(has_group, of_row, 1.0)
+        column_top += group * K
+        if TENSOR:
+            row_top += group
+    top = tl.load(row_top + (row * 0 if TENSOR else row), mask=row < end, other=0)
+    of_row = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
+    if EXPERTS > 0:
+        of_row = tl.where(group < EXPERTS, of_row, 1.0)
     blocks = tl.cdiv(K, BLOCK_K)
     if tl.program_id(0) % blocks == 0:
         tl.store(row_scale + row, of_row, mask=row < end)
+    at = row.to(tl.int64)
     value = tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if EXPERTS > 0:
-        value = tl.where(has_group, value, 0.0)
+        value = tl.where(group < EXPERTS, value, 0.0)
     by_row = _code(value * tl.div_rn(1.0, of_row)[:, None], KIND, LIMIT, CONVERTS)
     tl.store(codes + at[:, None] * K + column[None, :], by_row, mask=mask)
-    if COLUMNS and has_group:
-        tops = row_top + column * 0 + group if TENSOR else column_top + group * K + column
+    if COLUMNS:
+        tops = row_top + column * 0 if TENSOR else column_top + column
         of_column = _scale(tl.load(tops, mask=column < K, other=0), LIMIT, SMALLEST, POWER_OF_TWO)
         by_column = _code(value * tl.div_rn(1.0, of_column)[None, :], KIND, LIMIT, CONVERTS)
         if EXPERTS > 0:
             begin, size, before = block_of_group(offsets, group, EXPERTS, EXPERTS_PADDED)
             codes_t += before * K
             column_scale += group * K
-            inner = tl.multiple_of(first - begin, BLOCK_M)
+            # Rows of no group have a block without rows, to which nothing is written.
+            is_first, inner = (first == begin) & (size > 0), first - begin
+            inner = tl.multiple_of(inner, BLOCK_M) + tl.arange(0, BLOCK_M)
         else:
-            inner, size = first, M
-        if inner == 0:
+            is_first, inner, size = tl.program_id(0) // blocks == 0, row, M
+        if is_first:
             tl.store(column_scale + column, of_column, mask=column < K)
-        inner += tl.arange(0, BLOCK_M)
         if not EVEN:  # with what fills up a group: whole vectors
             mask = (inner < size)[:, None] & (column < K)[None, :]
         places = codes_t + column.to(tl.int64)[:, None] * size + inner[None, :]

@@ -95,6 +95,8 @@ def test_groups_are_matrices_of_their_own(format, scaling):
         assert same_bits(quantize(x, spread, **options), expected)
         alone = quantize(x, offsets, **options, columns=False)
         assert same_bits(alone[:2], expected[:2]) and alone[2].shape == (0,) and alone[3].shape == (5, 0, 1)
+        codes, *_, column_scale = quantize(x, offsets * 0, **options)  # no group has a row
+        assert not codes.float().any() and bool((column_scale == 1).all())
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
