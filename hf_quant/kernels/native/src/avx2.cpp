@@ -44,7 +44,8 @@ class Matmul {
     const int64_t chunk = min64(p_.M, kChunk);
     x_.stride = units_ * kUnit * C::X_BYTES + 64;
     // segments | packed rows | groups of runs | sums | row scales
-    const int64_t segment_bytes = chunk * static_cast<int64_t>(sizeof(Segment)), rows_bytes = chunk * x_.stride;
+    const int64_t segment_bytes = ceil_div(chunk * static_cast<int64_t>(sizeof(Segment)), 64) * 64;
+    const int64_t rows_bytes = chunk * x_.stride;
     const int64_t run_bytes = runs_.count * 8, sums = C::INTEGER ? chunk * (runs_.count * 8 + p_.groups) : 0;
     char* memory = static_cast<char*>(
         thread_scratch(0, static_cast<size_t>(segment_bytes + rows_bytes + run_bytes + sums * 4 + chunk * 4)));
