@@ -34,36 +34,65 @@ def block_of_group(offsets, group, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.con
 
 
 @triton.jit
-def _tile(
+def _tile(M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    """Rows and columns of this program's tile, and which of its values exist."""
+    blocks = tl.cdiv(K, BLOCK_K)
+    row = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+    if EVEN:
+        mask = tl.full([1, 1], True, tl.int1)
+    else:
+        mask = (row < M)[:, None] & (column < K)[None, :]
+    return row, column, mask
+
+
+@triton.jit
+def _tile_of_group(
     offsets,
     M,
     K,
     EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
-    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """(group, first row, rows, columns, end of the group's rows, which values exist) of this program's tile.
-
-    EXPERTS 0: one group.
-    """
+    """(group, first row, rows, columns, end of the group's rows, which values exist) of this program's tile."""
     blocks = tl.cdiv(K, BLOCK_K)
     tile = tl.program_id(0) // blocks
-    group, first, end = 0, tile * BLOCK_M, M
-    if EXPERTS > 0:
-        group, first, end = rows_of_tile(offsets, tile, M, BLOCK_M, EXPERTS, EXPERTS_PADDED)
+    group, first, end = rows_of_tile(offsets, tile, M, BLOCK_M, EXPERTS, EXPERTS_PADDED)
     row = first + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
-    if EVEN:
-        mask = tl.full([1, 1], True, tl.int1)
-    else:
-        mask = (row < end)[:, None] & (column < K)[None, :]
-    return group, first, row, column, end, mask
+    return group, first, row, column, end, (row < end)[:, None] & (column < K)[None, :]
 
 
 @triton.jit
 def _largest_kernel(
+    x,
+    row_top,
+    column_top,
+    M,
+    K,
+    stride,
+    TENSOR: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row, column, mask = _tile(M, K, BLOCK_M, BLOCK_K, EVEN)
+    value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    # As integers magnitudes have the order of their values, NaN last.
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if TENSOR:
+        tl.atomic_max(row_top, tl.max(tl.max(bits, 1), 0))
+    else:
+        tl.atomic_max(row_top + row, tl.max(bits, 1), mask=row < M)
+        if COLUMNS:
+            tl.atomic_max(column_top + column, tl.max(bits, 0), mask=column < K)
+
+
+@triton.jit
+def _largest_of_groups_kernel(
     x,
     offsets,
     row_top,
@@ -75,11 +104,10 @@ def _largest_kernel(
     COLUMNS: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
-    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    group, _, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
+    group, _, row, column, end, mask = _tile_of_group(offsets, M, K, EXPERTS, EXPERTS_PADDED, BLOCK_M, BLOCK_K)
     value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     # As integers magnitudes have the order of their values, NaN last.
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -123,6 +151,49 @@ def _code(value, KIND: tl.constexpr, LIMIT: tl.constexpr, CONVERTS: tl.constexpr
 @triton.jit
 def _two_way_kernel(
     x,
+    row_top,
+    column_top,
+    codes,
+    row_scale,
+    codes_t,
+    column_scale,
+    M,
+    K,
+    stride,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    TENSOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row, column, mask = _tile(M, K, BLOCK_M, BLOCK_K, EVEN)
+    top = tl.load(row_top + (row * 0 if TENSOR else row), mask=row < M, other=0)
+    of_row = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
+    blocks = tl.cdiv(K, BLOCK_K)
+    if tl.program_id(0) % blocks == 0:
+        tl.store(row_scale + row, of_row, mask=row < M)
+    at = row.to(tl.int64)
+    value = tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    by_row = _code(value * tl.div_rn(1.0, of_row)[:, None], KIND, LIMIT, CONVERTS)
+    tl.store(codes + at[:, None] * K + column[None, :], by_row, mask=mask)
+    if COLUMNS:
+        top = tl.load(row_top + column * 0 if TENSOR else column_top + column, mask=column < K, other=0)
+        of_column = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
+        if tl.program_id(0) // blocks == 0:
+            tl.store(column_scale + column, of_column, mask=column < K)
+        by_column = _code(value * tl.div_rn(1.0, of_column)[None, :], KIND, LIMIT, CONVERTS)
+        places = codes_t + column.to(tl.int64)[:, None] * M + row[None, :]
+        tl.store(places, tl.trans(by_column), mask=tl.trans(mask))
+
+
+@triton.jit
+def _groups_kernel(
+    x,
     offsets,
     row_top,
     column_top,
@@ -142,47 +213,35 @@ def _two_way_kernel(
     COLUMNS: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
-    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    group, first, row, column, end, mask = _tile(offsets, M, K, EXPERTS, EXPERTS_PADDED, EVEN, BLOCK_M, BLOCK_K)
-    if EXPERTS > 0:
-        column_top += group * K
-        if TENSOR:
-            row_top += group
+    group, first, row, column, end, mask = _tile_of_group(offsets, M, K, EXPERTS, EXPERTS_PADDED, BLOCK_M, BLOCK_K)
+    column_top += group * K
+    if TENSOR:
+        row_top += group
     top = tl.load(row_top + (row * 0 if TENSOR else row), mask=row < end, other=0)
-    of_row = _scale(top, LIMIT, SMALLEST, POWER_OF_TWO)
-    if EXPERTS > 0:
-        of_row = tl.where(group < EXPERTS, of_row, 1.0)
+    of_row = tl.where(group < EXPERTS, _scale(top, LIMIT, SMALLEST, POWER_OF_TWO), 1.0)
     blocks = tl.cdiv(K, BLOCK_K)
     if tl.program_id(0) % blocks == 0:
         tl.store(row_scale + row, of_row, mask=row < end)
     at = row.to(tl.int64)
     value = tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    if EXPERTS > 0:
-        value = tl.where(group < EXPERTS, value, 0.0)
+    value = tl.where(group < EXPERTS, value, 0.0)
     by_row = _code(value * tl.div_rn(1.0, of_row)[:, None], KIND, LIMIT, CONVERTS)
     tl.store(codes + at[:, None] * K + column[None, :], by_row, mask=mask)
     if COLUMNS:
         tops = row_top + column * 0 if TENSOR else column_top + column
         of_column = _scale(tl.load(tops, mask=column < K, other=0), LIMIT, SMALLEST, POWER_OF_TWO)
         by_column = _code(value * tl.div_rn(1.0, of_column)[None, :], KIND, LIMIT, CONVERTS)
-        if EXPERTS > 0:
-            begin, size, before = block_of_group(offsets, group, EXPERTS, EXPERTS_PADDED)
-            codes_t += before * K
-            column_scale += group * K
-            # Rows of no group have a block without rows, to which nothing is written.
-            is_first, inner = (first == begin) & (size > 0), first - begin
-            inner = tl.multiple_of(inner, BLOCK_M) + tl.arange(0, BLOCK_M)
-        else:
-            is_first, inner, size = tl.program_id(0) // blocks == 0, row, M
-        if is_first:
-            tl.store(column_scale + column, of_column, mask=column < K)
-        if not EVEN:  # with what fills up a group: whole vectors
-            mask = (inner < size)[:, None] & (column < K)[None, :]
-        places = codes_t + column.to(tl.int64)[:, None] * size + inner[None, :]
-        tl.store(places, tl.trans(by_column), mask=tl.trans(mask))
+        # Rows of no group have a block without rows, to which nothing is written.
+        begin, size, before = block_of_group(offsets, group, EXPERTS, EXPERTS_PADDED)
+        if (first == begin) & (size > 0):
+            tl.store(column_scale + group * K + column, of_column, mask=column < K)
+        inner = tl.multiple_of(first - begin, BLOCK_M) + tl.arange(0, BLOCK_M)
+        places = codes_t + before * K + column.to(tl.int64)[:, None] * size + inner[None, :]
+        # With what fills up a group: whole vectors.
+        tl.store(places, tl.trans(by_column), mask=(column < K)[:, None] & (inner < size)[None, :])
 
 
 @implements(op.quantize_two_way, "XPU")
@@ -210,16 +269,19 @@ def quantize_two_way_gpu(
         codes_t = torch.zeros(rows_t * op.padded_rows(M, E), dtype=torch.int8, device=x.device)
         column_scale, tiles = torch.ones(E, rows_t, 1, device=x.device), M // _BLOCK_M + min(E, M) + 1
     grid = (tiles * triton.cdiv(K, _BLOCK_K),)
-    is_even = offsets is None and M % _BLOCK_M == 0 and K % _BLOCK_K == 0
-    options = {"TENSOR": scaling == "tensor", "COLUMNS": columns, "EVEN": is_even}
-    options |= {"EXPERTS": E, "EXPERTS_PADDED": triton.next_power_of_2(E) if E else 0}
-    options |= {"BLOCK_M": _BLOCK_M, "BLOCK_K": _BLOCK_K, "num_warps": _NUM_WARPS}
-    launch(_largest_kernel, grid, x, offsets, tops[:first], tops[first:], M, K, x.stride(0), **options)
+    options = {"TENSOR": scaling == "tensor", "COLUMNS": columns, "BLOCK_M": _BLOCK_M, "BLOCK_K": _BLOCK_K}
+    kernels, given = (_largest_kernel, _two_way_kernel), ()
+    if offsets is None:
+        options |= {"EVEN": M % _BLOCK_M == 0 and K % _BLOCK_K == 0, "num_warps": _NUM_WARPS}
+    else:
+        kernels, given = (_largest_of_groups_kernel, _groups_kernel), (offsets,)
+        options |= {"EXPERTS": E, "EXPERTS_PADDED": triton.next_power_of_2(E), "num_warps": 2 * _NUM_WARPS}
+    launch(kernels[0], grid, x, *given, tops[:first], tops[first:], M, K, x.stride(0), **options)
     launch(
-        _two_way_kernel,
+        kernels[1],
         grid,
         x,
-        offsets,
+        *given,
         tops[:first],
         tops[first:],
         *(codes if format == "int8" else codes.view(torch.uint8), row_scale),
