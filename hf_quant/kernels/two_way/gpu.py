@@ -275,7 +275,8 @@ def quantize_two_way_gpu(
         options |= {"EVEN": M % _BLOCK_M == 0 and K % _BLOCK_K == 0, "num_warps": _NUM_WARPS}
     else:
         kernels, given = (_largest_of_groups_kernel, _groups_kernel), (offsets,)
-        options |= {"EXPERTS": E, "EXPERTS_PADDED": triton.next_power_of_2(E), "num_warps": 2 * _NUM_WARPS}
+        num_warps = 2 * _NUM_WARPS if target_of(x.device).is_nvidia else _NUM_WARPS  # of 32 lanes, or of 64
+        options |= {"EXPERTS": E, "EXPERTS_PADDED": triton.next_power_of_2(E), "num_warps": num_warps}
     launch(kernels[0], grid, x, *given, tops[:first], tops[first:], M, K, x.stride(0), **options)
     launch(
         kernels[1],
