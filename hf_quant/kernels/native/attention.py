@@ -121,22 +121,22 @@ def append(
     k_frame = None if k_frame is None else k_frame.contiguous()
     module.append(
         *(B, H, end - skipped, start, layout(spec), DTYPES[k.dtype]),
-        *_appended(k, rotates_keys, k_frame, *keys),
-        *_appended(v, rotates_values, None, *values),
+        *appended_arguments(k, rotates_keys, k_frame, *keys),
+        *appended_arguments(v, rotates_values, None, *values),
         torch.get_num_threads(),
     )
 
 
-def _appended(
-    x: Tensor, rotates: bool, frame: Tensor | None, codes: Tensor, scale: Tensor, offset: Tensor | None
+def appended_arguments(
+    x: Tensor | int, rotates: bool, frame: Tensor | None, codes: Tensor, scale: Tensor, offset: Tensor | None
 ) -> tuple[int, ...]:
+    """Arguments of the extension for new keys or values x [B, H, S, D] and their cache; x may be D alone."""
     return (
-        x.shape[3],
+        x if isinstance(x, int) else x.shape[3],
         scale.shape[3],
         rotates,
         0 if frame is None else frame.data_ptr(),
-        x.data_ptr(),
-        *x.stride(),
+        *((0, 0, 0, 0, 0) if isinstance(x, int) else (x.data_ptr(), *x.stride())),
         codes.element_size(),
         codes.data_ptr(),
         *codes.stride(),

@@ -74,9 +74,7 @@ def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
     end give zeros. `out_dtype`: any, None for that of x; what the extension does not know is rounded from fp32. The
     caller has checked everything, and asked `serves`.
     """
-    N, K, diagonal = w.N, w.K, w.input_diagonal
-    transform = (0, 0) if diagonal is None else (diagonal.data_ptr(), diagonal.shape[1])
-    weight = module.prepare(N, K, *transform, *weight_arguments(w))
+    N, K, diagonal, weight = w.N, w.K, w.input_diagonal, prepare(w)
 
     def run(
         x: Tensor,
@@ -108,11 +106,22 @@ def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
             0 if bias is None else DTYPES[bias.dtype],
             0 if ends is None else ends.data_ptr(),
             _num_threads(),
-            _BY_INT8 if integer else _BY_BF16 if given is torch.bfloat16 else _BY_F32,
+            compute_mode(given, integer=integer),
         )
         return y if dtype is wanted else y.to(wanted)
 
     return run
+
+
+def prepare(w: Weight) -> object:
+    """A contiguous weight for the extension: its addresses, which must not be used after its memory is gone."""
+    transform = (0, 0) if w.input_diagonal is None else (w.input_diagonal.data_ptr(), w.input_diagonal.shape[1])
+    return module.prepare(w.N, w.K, *transform, *weight_arguments(w))
+
+
+def compute_mode(dtype: torch.dtype, *, integer: bool) -> int:
+    """The extension's number of how products with x of a dtype are computed; `integer` as in `prepared`."""
+    return _BY_INT8 if integer else _BY_BF16 if dtype is torch.bfloat16 else _BY_F32
 
 
 def _empty(x: Tensor, N: int, dtype: torch.dtype) -> Tensor:

@@ -194,6 +194,49 @@ struct RowUpdate {
   int threads;
 };
 
+// y = x / sqrt(mean of x**2 + eps) * weight for each of `rows` rows [width]: RMSNorm (https://arxiv.org/abs/1910.07467).
+struct NormRows {
+  int64_t rows, width;
+  const void* x;
+  void* y;  // may be x
+  int dtype;
+  const void* weight;  // null: ones
+  int weight_dtype;
+  float eps;
+  bool plus_one;  // multiplied by 1 + weight
+  bool rounds;    // to dtype before the weight
+  int threads;
+};
+
+// Pairs of channels that a rotary embedding (https://arxiv.org/abs/2104.09864) turns, and their place in cos and sin.
+enum TurnedPairs : int {
+  HALVES,     // c and c + turned / 2; at c
+  NEIGHBORS,  // 2 i and 2 i + 1; at c
+  NEIGHBORS_BY_PAIR,  // the same; at i
+};
+
+// x [rows, heads, width] in place: the first `turned` channels of each head become x * cos + pair of x * sin.
+struct TurnRows {
+  int64_t rows, heads, width, turned;
+  void* x;
+  int dtype;
+  const void *cos, *sin;
+  int angle_dtype;
+  int64_t stride;  // elements of cos and sin from row to row
+  int pairs;
+  bool rounds;  // products to dtype, before they are added
+};
+
+enum Activation : int { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU };
+
+// y [count] = activation(x), rounded, * up; up may be null.
+struct GateRows {
+  int64_t count;
+  const void *x, *up;
+  void* y;
+  int dtype, activation, threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;  // whether Product.compute may be BY_BF16
@@ -209,6 +252,9 @@ struct Kernels {
   bool (*quantize_two_way)(const TwoWayQuantization&);
   void (*scale_sums)(const ScaledSums&);
   void (*requantize_rows)(const RowUpdate&);
+  void (*norm_rows)(const NormRows&);
+  void (*turn_rows)(const TurnRows&);
+  void (*gate_rows)(const GateRows&);
 };
 
 extern const Kernels kPortable;

@@ -1,9 +1,7 @@
 // The Python module: numbers in, nothing but numbers and names out. Its callers check every argument.
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030A0000
-#include <Python.h>
-
+#include "arguments.h"
+#include "block.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -36,41 +34,7 @@ void find_kernels() {
   active = available[0];
 }
 
-// The arguments of a call, one after the other.
-class Arguments {
- public:
-  Arguments(PyObject* const* args, Py_ssize_t count) : args_(args), left_(count) {}
-
-  int64_t number() {
-    if (left_ == 0) {
-      if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too few arguments");
-      return 0;
-    }
-    --left_;
-    return PyLong_AsLongLong(*args_++);
-  }
-  int integer() { return static_cast<int>(number()); }
-  template <class T>
-  T* pointer() {
-    return reinterpret_cast<T*>(static_cast<intptr_t>(number()));
-  }
-  // Whether all were integers and none is left.
-  bool finish() {
-    if (PyErr_Occurred()) return false;
-    if (left_ == 0) return true;
-    PyErr_SetString(PyExc_TypeError, "too many arguments");
-    return false;
-  }
-
- private:
-  PyObject* const* args_;
-  Py_ssize_t left_;
-};
-
-PyObject* done(bool ok) {
-  if (!ok) return PyErr_NoMemory();
-  Py_RETURN_NONE;
-}
+bool multiplies_bf16() { return active->by_bf16 && has_bf16; }
 
 // What a weight is told by: `weight_arguments` of the Python side.
 void read_weight(Arguments& a, Product& p) {
@@ -127,7 +91,7 @@ PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.threads = a.integer();
   p.compute = a.integer();
   if (!a.finish()) return nullptr;
-  if (p.compute == BY_BF16 && !(active->by_bf16 && (active != &kAvx512 || has_bf16))) p.compute = BY_F32;
+  if (p.compute == BY_BF16 && !multiplies_bf16()) p.compute = BY_F32;
   bool ok;
   Py_BEGIN_ALLOW_THREADS ok = active->matmul(p);
   Py_END_ALLOW_THREADS return done(ok);
@@ -433,8 +397,123 @@ PyObject* requantize_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_END_ALLOW_THREADS return done(true);
 }
 
+// A block of a model, see `Block` in block.h; what its steps point to must live as long as it is used.
+Block* block_of(PyObject* capsule) { return static_cast<Block*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+void forget_block(PyObject* capsule) { delete block_of(capsule); }
+
+// The number of arguments, then width and dtype of each buffer.
+PyObject* new_block(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  const size_t num_arguments = static_cast<size_t>(a.number());
+  std::vector<BlockBuffer> buffers;
+  for (Py_ssize_t i = 1; i + 1 < count; i += 2) {
+    const int64_t width = a.number();
+    buffers.push_back({width, a.integer()});
+  }
+  return a.finish() ? PyCapsule_New(new Block(std::move(buffers), num_arguments), nullptr, forget_block) : nullptr;
+}
+
+// Adds a step to a block: its kind, buffers, and numbers of its own; a product begins with a prepared weight.
+PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Block* block = count > 1 ? block_of(args[0]) : nullptr;
+  if (block == nullptr) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too few arguments");
+    return nullptr;
+  }
+  BlockStep step{};
+  if (args[1] != Py_None) {
+    const void* prepared = PyCapsule_GetPointer(args[1], nullptr);
+    if (prepared == nullptr) return nullptr;
+    step.product = *static_cast<const Product*>(prepared);
+  }
+  Arguments a(args + 2, count - 2);
+  step.kind = static_cast<BlockStep::Kind>(a.integer());
+  for (int& from : step.from) from = a.integer();
+  step.to = a.integer();
+  switch (step.kind) {
+    case BlockStep::PRODUCT:
+      step.product.bias = a.pointer<const void>();
+      step.product.bias_dtype = a.integer();
+      step.product.compute = a.integer();
+      break;
+    case BlockStep::NORM:
+      step.norm.width = a.number();
+      step.norm.weight = a.pointer<const void>();
+      step.norm.weight_dtype = a.integer();
+      step.norm.eps = bits_to_float(static_cast<uint32_t>(a.number()));
+      step.norm.plus_one = a.integer() != 0;
+      step.norm.rounds = a.integer() != 0;
+      break;
+    case BlockStep::TURN:
+      step.turn.width = a.number();
+      step.turn.turned = a.number();
+      step.turn.pairs = a.integer();
+      step.turn.rounds = a.integer() != 0;
+      break;
+    case BlockStep::GATE: step.gate.activation = a.integer(); break;
+    default:
+      step.heads = a.number();
+      step.shared_heads = a.number();
+      step.scale = bits_to_float(static_cast<uint32_t>(a.number()));
+  }
+  if (!a.finish()) return nullptr;
+  block->add(step);
+  Py_RETURN_NONE;
+}
+
+void forget_cache(PyObject* capsule) { delete static_cast<BlockCache*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+PyObject* prepare_cache(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  BlockCache cache{};
+  cache.layout = a.integer();
+  cache.levels = a.pointer<const float>();
+  cache.equally_spaced = a.integer() != 0;
+  cache.first = a.pointer<const float>();
+  read_appended(a, cache.k);
+  read_appended(a, cache.v);
+  return a.finish() ? PyCapsule_New(new BlockCache(cache), nullptr, forget_cache) : nullptr;
+}
+
+// A block, a cache or None, and the numbers of the call, last the addresses of the block's arguments.
+PyObject* run_block(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const Block* block = count > 1 ? block_of(args[0]) : nullptr;
+  if (block == nullptr) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too few arguments");
+    return nullptr;
+  }
+  BlockCall call{};
+  call.by_bf16 = multiplies_bf16();
+  Arguments a(args + 2, count - 2);
+  call.M = a.number();
+  call.threads = a.integer();
+  call.angle_stride = a.number();
+  if (args[1] != Py_None) {
+    call.cache = static_cast<const BlockCache*>(PyCapsule_GetPointer(args[1], nullptr));
+    if (call.cache == nullptr) return nullptr;
+    call.column = a.number();
+    call.tokens = a.number();
+    call.has_first = a.integer() != 0;
+    call.mask = a.pointer<const void>();
+    call.mask_dtype = a.integer();
+    call.mask_batch = a.number();
+    call.mask_head = a.number();
+  }
+  void* arguments[kMaxBlockArguments];
+  if (block->num_arguments() > kMaxBlockArguments) {
+    PyErr_SetString(PyExc_TypeError, "too many arguments of a block");
+    return nullptr;
+  }
+  for (size_t i = 0; i < block->num_arguments(); ++i) arguments[i] = a.pointer<void>();
+  if (!a.finish()) return nullptr;
+  bool ok;
+  Py_BEGIN_ALLOW_THREADS ok = block->run(*active, call, arguments);
+  Py_END_ALLOW_THREADS return done(ok);
+}
+
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(11); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(12); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
@@ -457,7 +536,7 @@ PyObject* use(PyObject*, PyObject* name) {
 }
 
 PyObject* has_bf16_dot(PyObject*, PyObject*) {
-  return PyBool_FromLong(active == available[0] && has_bf16 && active->by_bf16);
+  return PyBool_FromLong(multiplies_bf16());
 }
 
 PyObject* share_threads(PyObject*, PyObject* address) {
@@ -492,6 +571,14 @@ PyMethodDef methods[] = {
      "Sums of int8 products to floats, see `ScaledSums` in kernels.h."},
     {"requantize_rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(requantize_rows)), METH_FASTCALL,
      "New values of int8 codes, see `RowUpdate` in kernels.h."},
+    {"new_block", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(new_block)), METH_FASTCALL,
+     "A block of a model without steps, see `Block` in block.h."},
+    {"add_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add_step)), METH_FASTCALL,
+     "Adds a step to a block, see `BlockStep` in block.h."},
+    {"prepare_cache", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare_cache)), METH_FASTCALL,
+     "The tensors of a layer of a cache for `run_block`, which does not keep their memory alive."},
+    {"run_block", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_block)), METH_FASTCALL,
+     "Runs a block, see `BlockCall` in block.h; raises MemoryError."},
     {"max_head_dim", max_head_dim, METH_NOARGS, "Channels of a head that `attention` and `append` take at most."},
     {"interface", interface, METH_NOARGS, "Version of the arguments of the functions."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "Names of the instruction sets that can be used, best first."},

@@ -1,0 +1,208 @@
+"""`FusedBlock`: the native block of one module, and the class that calls it where the host's `forward` would run.
+
+A module's class becomes a subclass of the same name. Its `forward` runs the native block on a CPU where nothing watches
+(gradients, hooks, tracers, autocast), and the host's `forward` everywhere else. A block is made at the first such call,
+from the module as it is then, by a trial: both compute the same random input, and must agree to the rounding of the
+dtype. It is made again after a parameter or a layer was replaced.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from hf_quant.kernels.dispatch import is_plain
+from hf_quant.kernels.native.blocks import Block
+from hf_quant.kernels.native.products import serves, takes_int8
+from hf_quant.kernels.weight import Weight
+from hf_quant.modules import QuantLinear
+from hf_quant.modules.rotation import signs
+
+
+logger = logging.getLogger(__name__)
+MAX_ROWS = 32  # of an input; prompts are arithmetic, and their buffers large
+_MAX_TRIALS = 4  # a host that swaps parameters call by call (offloading) is left alone
+_STATE = "_hf_quant_block"
+
+
+class Unproven(Exception):
+    """A host's module computes something else than the block that was made for it, or cannot be served."""
+
+
+class Watch:
+    """What a block was made from: it is run only while all of that is in its place."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        """Watch modules, of which the first calls the others."""
+        self.modules, self.entries = modules[1:], []
+        first = modules[0]
+        for name, child in first._modules.items():
+            self.entries.append((first._modules, name, child))
+        self.tensors: list[tuple[Tensor, int]] = []
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                self.entries.append((module._parameters, name, parameter))
+                if parameter is not None:
+                    self.tensors.append((parameter, parameter.data_ptr()))
+
+    def holds(self) -> bool:
+        """True if no parameter and no layer was replaced, and nothing watches the layers' calls."""
+        for own, name, value in self.entries:
+            if own.get(name) is not value:
+                return False
+        for tensor, address in self.tensors:
+            if tensor.data_ptr() != address:
+                return False
+        for module in self.modules:
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+                return False
+        return not (nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
+
+
+class State:
+    """The blocks of one module, by dtype; copies and pickles of the module begin without."""
+
+    def __init__(self) -> None:
+        self.found: dict[torch.dtype, Any] = {}
+        self.trials = 0
+        self.reason: str | None = None  # why there is none
+
+    def __reduce__(self) -> tuple:
+        return State, ()
+
+    def block(self, module: nn.Module, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
+        """The block of a module for inputs of a dtype, None if it has none: `make` makes it, or raises Unproven."""
+        found = self.found.get(dtype)
+        if found is not None and found.watch.holds():
+            return found
+        if self.trials >= _MAX_TRIALS:
+            return None
+        self.trials += 1
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                found = make()
+        except Exception as error:  # a host's own code runs in the trial: whatever it raises, it is not our block
+            self.trials, self.reason, found = _MAX_TRIALS, str(error) or type(error).__name__, None
+            logger.debug("%s is computed as by its host: %s", type(module).__name__, self.reason)
+        if found is not None and not found.watch.holds():  # hooks: its layers are watched
+            found = None
+        self.found[dtype] = found
+        return found
+
+
+def is_served(x: Any) -> bool:
+    """True if a native block may compute with x in place of a host's ops: nothing records or changes what they do."""
+    return (
+        not torch.is_grad_enabled()
+        and isinstance(x, Tensor)
+        and x.is_cpu
+        and is_plain(x)
+        and x.is_contiguous()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+@cache
+def block_class(host: type[nn.Module], run: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of a host's class whose `forward` returns `run(module, state, *args, **kwargs)`, unless that is None."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = run(self, self.__dict__[_STATE], *args, **kwargs)
+        return host.forward(self, *args, **kwargs) if found is None else found
+
+    def reduce(self: nn.Module, protocol: int) -> tuple:
+        return _rebuild, (host, run), self.__dict__
+
+    forward.__wrapped__ = host.forward  # its signature
+    names = {"forward": forward, "__reduce_ex__": reduce, "_hf_quant_block_of": host, "__module__": host.__module__}
+    return type(host.__name__, (host,), names)
+
+
+def _rebuild(host: type[nn.Module], run: Callable[..., Any]) -> nn.Module:
+    return object.__new__(block_class(host, run))
+
+
+def fuse_(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Let a module run its native block where it can; `run` as in `block_class`."""
+    module.__class__ = block_class(type(module), run)
+    module.__dict__[_STATE] = State()
+
+
+def unfuse_(module: nn.Module) -> None:
+    """Undo `fuse_`."""
+    if module.__dict__.pop(_STATE, None) is not None:
+        module.__class__ = type(module)._hf_quant_block_of
+
+
+def is_fused(module: nn.Module) -> bool:
+    """True if `fuse_` was called with the module."""
+    return _STATE in module.__dict__
+
+
+def reason_of(module: nn.Module) -> str | None:
+    """Why a fused module is computed by its host, None if it is not, or has not been tried."""
+    return module.__dict__[_STATE].reason
+
+
+def add_product(block: Block, x: int, to: int, layer: nn.Module, rows: slice | None = None) -> None:
+    """Add the product of a quantized layer, or of a part of its outputs, to a block. Raises Unproven."""
+    weight, bias, integer = _weight_of(layer, block.dtype)
+    if rows is not None:
+        if weight.scale.shape[-2] != weight.N:
+            raise Unproven("a part of a weight whose rows share scales")
+        parts = [part if part is None else part[rows] for part in weight[:3]]
+        weight = weight._replace(**dict(zip(("qdata", "scale", "zero_point"), parts)))
+        bias = None if bias is None else bias[rows]
+    block.product(x, to, weight, bias, integer=integer)
+
+
+def _weight_of(layer: nn.Module, dtype: torch.dtype) -> tuple[Weight, Tensor | None, bool]:
+    """A layer's weight, its bias, and whether its products are sums of integers. Raises Unproven."""
+    if not isinstance(layer, QuantLinear) or type(layer).forward is not QuantLinear.forward:
+        raise Unproven(f"{type(layer).__name__} is no quantized linear layer")
+    scheme, K, parameters = layer.scheme, layer.in_features, layer._parameters
+    packed, activation = layer.packed(), scheme.activation_on("cpu")
+    if scheme.sparsity is not None or any(p is not None and not is_plain(p.data) for p in parameters.values()):
+        raise Unproven("a sparse or sharded weight")
+    if not packed.qdata.is_cpu:
+        raise Unproven("a weight on another device")
+    diagonal = None if scheme.input_transform is None else signs(scheme.input_transform, K, packed.qdata.device)
+    group_size = scheme.weight.columns_per_scale(K)
+    scale = layer.static_scale("weight", parameters)
+    weight = Weight(*packed, scheme.weight.format, group_size, K, diagonal, scale)
+    integer = activation == "int8" and takes_int8(weight.spec)
+    if activation is not None and not integer:
+        raise Unproven(f"{activation} inputs of {scheme.weight.format}")
+    if weight.contiguous() is not weight or not serves(weight, dtype, int8=integer):
+        raise Unproven("a weight that the native kernels do not multiply")
+    bias = parameters["bias"]
+    if bias is not None and not (bias.is_contiguous() and bias.dtype in (dtype, torch.float32)):
+        raise Unproven("a bias of another dtype")
+    return weight, bias, integer
+
+
+def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normally distributed values for a trial, without a change of the process's random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def difference(ours: Tensor, host: Any) -> float:
+    """The largest difference of two results, in units of the dtype's rounding of the host's largest value.
+
+    Infinite if the host's is no tensor of that shape and dtype.
+    """
+    if not isinstance(host, Tensor) or host.shape != ours.shape or host.dtype != ours.dtype:
+        return float("inf")
+    largest = host.float().abs().max().item()
+    found = (ours.float() - host.float()).abs().max().item()
+    found = found / max(largest * torch.finfo(ours.dtype).eps, 1e-30)
+    return found if found == found else float("inf")
+
+
+TOLERANCE = {torch.bfloat16: 2.0, torch.float16: 4.0, torch.float32: 64.0}  # units of `difference`

@@ -1,0 +1,110 @@
+"""A feed-forward block as one native call: down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_quant.integrations.transformers.blocks.base import (
+    MAX_ROWS,
+    TOLERANCE,
+    State,
+    Unproven,
+    Watch,
+    add_product,
+    difference,
+    is_served,
+    random_rows,
+)
+from hf_quant.kernels.native.blocks import Block
+from hf_quant.modules import QuantLinear
+
+
+_FUNCTIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+_ACTS = ("act_fn", "activation_fn", "act", "activation", "hidden_act_fn")
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_JOINED = (("gate_up_proj", "down_proj"),)
+_PLAIN = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """True if a module has the layers of a feed-forward block, quantized, and an activation; a trial shows what it is."""
+    return _layers(module) is not None and _act_of(module) is not None
+
+
+def _layers(module: nn.Module) -> tuple[str, tuple[nn.Module, ...]] | None:
+    linears = {name: child for name, child in module._modules.items() if isinstance(child, QuantLinear)}
+    for kind, found in (("gated", _GATED), ("joined", _JOINED), ("plain", _PLAIN)):
+        for names in found:
+            if set(names) == set(linears):
+                return kind, tuple(linears[name] for name in names)
+    return None
+
+
+def _act_of(module: nn.Module) -> Any:
+    return next((act for name in _ACTS if callable(act := getattr(module, name, None))), None)
+
+
+def _activation(module: nn.Module) -> str:
+    x = torch.linspace(-8, 8, 1001)
+    y = _act_of(module)(x)
+    for name, function in _FUNCTIONS.items():
+        if isinstance(y, Tensor) and torch.allclose(y, function(x), rtol=1e-5, atol=1e-5):
+            return name
+    raise Unproven(f"the activation function of {type(module).__name__} is none that hf_quant knows")
+
+
+class MLPBlock:
+    """The native block of a feed-forward block for x of one dtype."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        kind, layers = _layers(module)
+        self.watch, activation = Watch(module, *layers), _activation(module)
+        first, last = layers[0], layers[-1]
+        self.K, self.N = first.in_features, last.out_features
+        width = last.in_features
+        self.block = block = Block(dtype, self.K, self.N)
+        gate = block.buffer(width)
+        up = None if kind == "plain" else block.buffer(width)
+        if kind == "joined":
+            add_product(block, 0, gate, first, slice(0, width))
+            add_product(block, 0, up, first, slice(width, 2 * width))
+        else:
+            add_product(block, 0, gate, first)
+            if up is not None:
+                add_product(block, 0, up, layers[1])
+        block.gate(gate, up, gate, activation)
+        add_product(block, gate, 1, last)
+        block.finish()
+        probe = random_rows(1, 2, self.K, dtype=dtype)
+        error = difference(self(probe), type(module)._hf_quant_block_of.forward(module, probe))
+        if not error <= TOLERANCE[dtype]:
+            raise Unproven(f"{type(module).__name__} computes something else: off by {error:.3g} roundings")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        y = x.new_empty(*shape[:-1], self.N)
+        self.block(x.numel() // self.K, x.data_ptr(), y.data_ptr())
+        return y
+
+
+def run_mlp(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The output for x [..., K], None where the host has to compute it."""
+    if len(args) != 1 or kwargs or module.training:
+        return None
+    x = args[0]
+    if not is_served(x) or x.dtype not in TOLERANCE:
+        return None
+    K = x.shape[-1]
+    if not 0 < x.numel() <= MAX_ROWS * K:
+        return None
+    block = state.block(module, x.dtype, lambda: MLPBlock(module, x.dtype))
+    return None if block is None or block.K != K else block(x)

@@ -1,0 +1,131 @@
+"""Blocks of a model for few rows: products and what lies between them as one call of the extension.
+
+A `Block` is put together once from steps over buffers [M, width], all of one dtype; results are rounded to it where ops
+of torch would round them. The caller keeps all tensors that the steps read alive while the block is used, and has
+checked that the extension computes them (`products.serves`, `attention.unsupported_reason`).
+"""
+
+import struct
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels.codes import CodeSpec
+from hf_quant.kernels.native.arguments import DTYPES, layout, levels
+from hf_quant.kernels.native.attention import appended_arguments
+from hf_quant.kernels.native.extension import module
+from hf_quant.kernels.native.products import compute_mode, prepare
+from hf_quant.kernels.weight import Weight
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu")
+PAIRS = ("halves", "neighbors", "neighbors_by_pair")  # of a rotary embedding: see `TurnedPairs` in kernels.h
+_PRODUCT, _NORM, _TURN, _GATE, _APPEND, _ATTEND = range(6)
+_run, _num_threads = getattr(module, "run_block", None), torch.get_num_threads
+
+
+class Block:
+    """Steps over buffers [M, width] of one dtype, which are named by numbers.
+
+    Attributes:
+        dtype: of all buffers.
+        held: tensors of the block's own that its steps read.
+    """
+
+    def __init__(self, dtype: torch.dtype, *arguments: int) -> None:
+        """Begin a block whose first buffers, of these widths, are the arguments of its calls."""
+        self.dtype, self.held = dtype, []
+        self._num_arguments, self._widths, self._steps = len(arguments), list(arguments), []
+        self._block = None
+
+    def buffer(self, width: int) -> int:
+        """Add a buffer in scratch."""
+        self._widths.append(width)
+        return len(self._widths) - 1
+
+    def product(self, x: int, to: int, w: Weight, bias: Tensor | None, *, integer: bool) -> None:
+        """Compute x @ w.T + bias; `integer` as in `products.prepared`."""
+        self.held += [w.input_diagonal, bias]
+        bias_numbers = (0, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
+        mode = compute_mode(self.dtype, integer=integer)
+        self._steps.append((prepare(w), _PRODUCT, x, -1, -1, to, *bias_numbers, mode))
+
+    def norm(self, x: int, to: int, weight: Tensor | None, eps: float, *, plus_one: bool, rounds: bool) -> None:
+        """RMSNorm of each part of x as wide as `weight` [width], or of its rows without one.
+
+        `plus_one`: the weight is 1 + `weight`. `rounds`: x is rounded to the dtype before it is multiplied with it.
+        """
+        self.held.append(weight)
+        numbers = (self._widths[x], 0, 0) if weight is None else (len(weight), weight.data_ptr(), DTYPES[weight.dtype])
+        self._steps.append((None, _NORM, x, -1, -1, to, *numbers, _bits(eps), plus_one, rounds))
+
+    def turn(self, x: int, cos: int, sin: int, *, head_dim: int, pairs: str, rounds: bool) -> None:
+        """Turn the heads in x by a rotary embedding, in place; buffers cos and sin [1 or M, turned channels].
+
+        `rounds`: both products are rounded to the dtype before they are added.
+        """
+        turned = self._widths[cos]
+        self._steps.append((None, _TURN, x, cos, sin, x, head_dim, turned, PAIRS.index(pairs), rounds))
+
+    def gate(self, x: int, up: int | None, to: int, activation: str) -> None:
+        """Compute activation(x) * up, or activation(x)."""
+        self._steps.append((None, _GATE, x, -1 if up is None else up, -1, to, ACTIVATIONS.index(activation)))
+
+    def append(self, k: int, v: int, num_heads: int) -> None:
+        """Write keys and values of one new token of each of M sequences into the cache of the call."""
+        self._steps.append((None, _APPEND, k, v, -1, -1, num_heads, num_heads, 0))
+
+    def attend(self, q: int, to: int, num_heads: int, num_key_value_heads: int, scale: float) -> None:
+        """Compute the attention of one new token of each of M sequences to the cache of the call."""
+        self._steps.append((None, _ATTEND, q, -1, -1, to, num_heads, num_key_value_heads, _bits(scale)))
+
+    def finish(self) -> "Block":
+        """Make the block ready to be called."""
+        number = DTYPES[self.dtype]
+        self._block = module.new_block(self._num_arguments, *(n for width in self._widths for n in (width, number)))
+        for step in self._steps:
+            module.add_step(self._block, *step)
+        return self
+
+    def __call__(self, M: int, *addresses: int, angle_stride: int = 0) -> None:
+        """Run the steps for M rows; `addresses` of the arguments, whose rows are contiguous."""
+        _run(self._block, None, M, _num_threads(), angle_stride, *addresses)
+
+    def with_cache(
+        self, M: int, angle_stride: int, cache: object, place: tuple[int, int, bool], mask: Tensor | None, *addresses: int
+    ) -> None:
+        """Run the steps with a prepared cache. `place`: its first column in use, the number of its tokens with the new
+        one, and whether its column 0 holds the first token. mask: bool or fp32 [M, 1 or heads, 1, tokens]."""
+        if mask is None:
+            numbers = (0, 0, 0, 0)
+        else:
+            number = DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype]
+            numbers = (mask.data_ptr(), number, *mask.stride()[:2])
+        _run(self._block, cache, M, _num_threads(), angle_stride, *place, *numbers, *addresses)
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("I", struct.pack("f", value))[0]
+
+
+def prepare_cache(
+    keys: tuple[Tensor, Tensor, Tensor | None],
+    values: tuple[Tensor, Tensor, Tensor | None],
+    spec: CodeSpec,
+    head_dims: tuple[int, int],
+    *,
+    rotates_keys: bool,
+    rotates_values: bool,
+    k_frame: Tensor | None,
+    k_first: Tensor | None,
+) -> object:
+    """A layer of a cache for `Block.with_cache`: keys and values (codes, scale, offset) for all of its columns.
+
+    It holds addresses only. Tokens of codes, k_frame and k_first are contiguous, offsets lie as scales do.
+    """
+    return module.prepare_cache(
+        *(layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer),
+        0 if k_first is None else k_first.data_ptr(),
+        *appended_arguments(head_dims[0], rotates_keys, k_frame, *keys),
+        *appended_arguments(head_dims[1], rotates_values, None, *values),
+    )

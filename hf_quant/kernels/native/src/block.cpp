@@ -1,0 +1,160 @@
+#include "block.h"
+
+#include "parallel.h"
+
+namespace hfq {
+
+namespace {
+
+int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
+
+Cache read_of(const AppendedHeads& heads, const BlockCall& call) {
+  const int64_t first = call.column * heads.scale_token * element_size(heads.scale_dtype);
+  Cache cache{};
+  cache.codes = heads.codes + call.column * heads.code_token;
+  cache.code_batch = heads.code_batch;
+  cache.code_head = heads.code_head;
+  cache.code_token = heads.code_token;
+  cache.scale = static_cast<const char*>(heads.scale) + first;
+  cache.offset = heads.offset == nullptr ? nullptr : static_cast<const char*>(heads.offset) + first;
+  cache.scale_dtype = heads.scale_dtype;
+  cache.scale_batch = heads.scale_batch;
+  cache.scale_head = heads.scale_head;
+  cache.scale_token = heads.scale_token;
+  cache.scale_group = heads.scale_group;
+  return cache;
+}
+
+}  // namespace
+
+bool Block::run(const Kernels& kernels, const BlockCall& call, void* const* arguments) const {
+  std::vector<void*> at(arguments, arguments + num_arguments_);
+  int64_t bytes = 0;
+  for (size_t i = num_arguments_; i < buffers_.size(); ++i)
+    bytes += whole_lines(call.M * buffers_[i].width * element_size(buffers_[i].dtype));
+  int64_t heads = 0;
+  for (const BlockStep& step : steps_) heads = max64(heads, step.heads);
+  char* scratch = static_cast<char*>(thread_scratch(3, static_cast<size_t>(bytes + call.M * heads * 4)));
+  if (scratch == nullptr) return false;
+  float* lse = reinterpret_cast<float*>(scratch + bytes);
+  for (size_t i = num_arguments_; i < buffers_.size(); ++i) {
+    at.push_back(scratch);
+    scratch += whole_lines(call.M * buffers_[i].width * element_size(buffers_[i].dtype));
+  }
+  for (const BlockStep& step : steps_)
+    if (!run(kernels, call, step, at.data(), lse)) return false;
+  return true;
+}
+
+bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
+                float* lse) const {
+  const int from = step.from[0], to = step.to;
+  switch (step.kind) {
+    case BlockStep::PRODUCT: {
+      Product p = step.product;
+      p.M = call.M;
+      p.x = at[from];
+      p.x_dtype = buffers_[from].dtype;
+      p.y = at[to];
+      p.y_dtype = buffers_[to].dtype;
+      p.threads = call.threads;
+      if (p.compute == BY_BF16 && !call.by_bf16) p.compute = BY_F32;
+      return kernels.matmul(p);
+    }
+    case BlockStep::NORM: {
+      NormRows n = step.norm;
+      n.rows = call.M * buffers_[from].width / n.width;
+      n.x = at[from];
+      n.y = at[to];
+      n.dtype = buffers_[from].dtype;
+      n.threads = call.threads;
+      kernels.norm_rows(n);
+      return true;
+    }
+    case BlockStep::TURN: {
+      TurnRows t = step.turn;
+      t.rows = call.M;
+      t.heads = buffers_[to].width / t.width;
+      t.x = at[to];
+      t.dtype = buffers_[to].dtype;
+      t.cos = at[step.from[1]];
+      t.sin = at[step.from[2]];
+      t.angle_dtype = buffers_[step.from[1]].dtype;
+      t.stride = call.angle_stride;
+      kernels.turn_rows(t);
+      return true;
+    }
+    case BlockStep::GATE: {
+      GateRows g = step.gate;
+      g.count = call.M * buffers_[from].width;
+      g.x = at[from];
+      g.up = step.from[1] < 0 ? nullptr : at[step.from[1]];
+      g.y = at[to];
+      g.dtype = buffers_[from].dtype;
+      g.threads = call.threads;
+      kernels.gate_rows(g);
+      return true;
+    }
+    case BlockStep::APPEND: append(kernels, call, step, at); return true;
+    default: return attend(kernels, call, step, at, lse);
+  }
+}
+
+// Row b of the keys and values is the new token of sequence b.
+void Block::append(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at) const {
+  Append p{};
+  p.B = call.M;
+  p.H = step.shared_heads;
+  p.S = 1;
+  p.start = call.column + call.tokens - 1;
+  p.layout = call.cache->layout;
+  p.x_dtype = buffers_[step.from[0]].dtype;
+  p.k = call.cache->k;
+  p.v = call.cache->v;
+  AppendedHeads* both[] = {&p.k, &p.v};
+  for (int i = 0; i < 2; ++i) {
+    both[i]->x = at[step.from[i]];
+    both[i]->x_batch = p.H * both[i]->D;
+    both[i]->x_head = both[i]->x_token = both[i]->D;
+  }
+  p.threads = call.threads;
+  kernels.append(p);
+}
+
+bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
+                   float* lse) const {
+  const BlockCache& cache = *call.cache;
+  Attention p{};
+  p.B = call.M;
+  p.H = step.heads;
+  p.H_kv = step.shared_heads;
+  p.S = 1;
+  p.T = call.tokens;
+  p.D = cache.k.D;
+  p.layout = cache.layout;
+  p.levels = cache.levels;
+  p.equally_spaced = cache.equally_spaced;
+  p.groups = cache.k.groups;
+  p.group_size = p.D / p.groups;
+  p.q = at[step.from[0]];
+  p.q_dtype = buffers_[step.from[0]].dtype;
+  p.q_batch = p.y_batch = p.H * p.D;
+  p.q_head = p.q_position = p.y_head = p.y_position = p.D;
+  p.rotates = cache.k.rotates;
+  p.rotates_values = cache.v.rotates;
+  p.frame = cache.k.frame;
+  p.first = call.has_first ? cache.first : nullptr;
+  p.y = at[step.to];
+  p.lse = lse;
+  p.k = read_of(cache.k, call);
+  p.v = read_of(cache.v, call);
+  p.mask = call.mask;
+  p.mask_dtype = call.mask_dtype;
+  p.mask_batch = call.mask_batch;
+  p.mask_head = call.mask_head;
+  p.scale = step.scale;
+  p.threads = call.threads;
+  return kernels.attention(p);
+}
+
+}  // namespace hfq

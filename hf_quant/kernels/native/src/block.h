@@ -1,0 +1,73 @@
+// A block of a model for few rows of x: products and what lies between them, one step after the other in one call.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+
+namespace hfq {
+
+constexpr size_t kMaxBlockArguments = 8;
+
+// Values [M, width]. The first ones are the block's arguments, the others lie in scratch.
+struct BlockBuffer {
+  int64_t width;
+  int dtype;
+};
+
+struct BlockStep {
+  enum Kind : int { PRODUCT, NORM, TURN, GATE, APPEND, ATTEND } kind;
+  int from[3], to;  // buffers; -1: none
+  Product product;
+  NormRows norm;
+  TurnRows turn;
+  GateRows gate;
+  int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values
+  float scale;                  // ATTEND: of the scores
+};
+
+// The tensors of one layer of a cache, which must live as long as it is used.
+struct BlockCache {
+  int layout;
+  const float* levels;
+  bool equally_spaced;
+  AppendedHeads k, v;
+  const float* first;  // what is added to the first key, see Attention
+};
+
+// What differs from call to call.
+struct BlockCall {
+  int64_t M;
+  int threads;
+  bool by_bf16;             // whether products may compute BY_BF16
+  const BlockCache* cache;  // null: no step needs one
+  int64_t column, tokens;   // of the cache: the first one in use, and how many are with the new one
+  bool has_first;           // column 0 holds the first key
+  const void* mask;         // as in Attention, [M, H or 1, 1, tokens]
+  int mask_dtype;
+  int64_t mask_batch, mask_head;
+  int64_t angle_stride;  // elements of cos and sin from row to row
+};
+
+class Block {
+ public:
+  Block(std::vector<BlockBuffer> buffers, size_t num_arguments)
+      : buffers_(std::move(buffers)), num_arguments_(num_arguments) {}
+
+  size_t num_arguments() const { return num_arguments_; }
+  size_t num_buffers() const { return buffers_.size(); }
+  void add(const BlockStep& step) { steps_.push_back(step); }
+  // `arguments`: the addresses of the block's arguments. Returns false if there is no memory.
+  bool run(const Kernels& kernels, const BlockCall& call, void* const* arguments) const;
+
+ private:
+  bool run(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at, float* lse) const;
+  bool attend(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at, float* lse) const;
+  void append(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at) const;
+
+  std::vector<BlockBuffer> buffers_;
+  size_t num_arguments_;
+  std::vector<BlockStep> steps_;
+};
+
+}  // namespace hfq

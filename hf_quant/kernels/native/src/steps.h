@@ -1,0 +1,158 @@
+// What lies between the products of a block of a model: norms, rotary embeddings, activation functions. Values are
+// rounded where the ops of torch round them.
+#pragma once
+
+#include <cmath>
+
+#include "attention.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "portable.h"
+
+namespace hfq {
+namespace HFQ_SET {
+
+constexpr int64_t kStepValues = 1024;  // that are computed at once
+
+static HFQ_LOOP void round_values(int64_t count, int dtype, float* __restrict values) {
+  if (dtype == BF16)
+    for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(float_to_bf16(values[i]));
+  if (dtype == F16)
+    for (int64_t i = 0; i < count; ++i) values[i] = f16_to_float(float_to_f16(values[i]));
+}
+
+static HFQ_LOOP float sum_of_squares(const float* __restrict values, int64_t count) {
+  float sums[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16)
+    for (int j = 0; j < 16; ++j) sums[j] += values[i + j] * values[i + j];
+  for (; i < count; ++i) sums[i % 16] += values[i] * values[i];
+  for (int half = 8; half > 0; half /= 2)
+    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+  return sums[0];
+}
+
+static HFQ_LOOP void scale_values(int64_t count, float factor, float* __restrict values) {
+  for (int64_t i = 0; i < count; ++i) values[i] *= factor;
+}
+
+static HFQ_LOOP void multiply_values(const float* __restrict by, int64_t count, float more, float* __restrict values) {
+  for (int64_t i = 0; i < count; ++i) values[i] *= by[i] + more;
+}
+
+static void norm_rows(const NormRows& n) {
+  parallel_for(n.rows, n.rows * n.width < (1 << 15) ? 1 : n.threads, [&](int64_t row) {
+    float values[kStepValues], weight[kStepValues];
+    float squares = 0.0f;
+    for (int64_t k = 0; k < n.width; k += kStepValues) {
+      const int64_t count = min64(kStepValues, n.width - k);
+      to_float(n.x, n.dtype, row * n.width + k, count, values);
+      squares += sum_of_squares(values, count);
+    }
+    const float factor = 1.0f / std::sqrt(squares / static_cast<float>(n.width) + n.eps);
+    for (int64_t k = 0; k < n.width; k += kStepValues) {
+      const int64_t count = min64(kStepValues, n.width - k);
+      if (n.width > kStepValues) to_float(n.x, n.dtype, row * n.width + k, count, values);
+      scale_values(count, factor, values);
+      if (n.rounds) round_values(count, n.dtype, values);
+      if (n.weight != nullptr) {
+        to_float(n.weight, n.weight_dtype, k, count, weight);
+        multiply_values(weight, count, n.plus_one ? 1.0f : 0.0f, values);
+      }
+      store_row(values, count, n.y, n.dtype, row * n.width + k);
+    }
+  });
+}
+
+static HFQ_LOOP void add_values(const float* __restrict more, int64_t count, float* __restrict values) {
+  for (int64_t i = 0; i < count; ++i) values[i] += more[i];
+}
+
+static void turn_rows(const TurnRows& t) {
+  float cos[kMaxHeadDim], sin[kMaxHeadDim], own[kMaxHeadDim], pairs[kMaxHeadDim];
+  const int64_t half = t.turned / 2, angles = t.pairs == NEIGHBORS_BY_PAIR ? half : t.turned;
+  for (int64_t row = 0; row < t.rows; ++row) {
+    to_float(t.cos, t.angle_dtype, row * t.stride, angles, cos);
+    to_float(t.sin, t.angle_dtype, row * t.stride, angles, sin);
+    if (t.pairs == NEIGHBORS_BY_PAIR)
+      for (int64_t c = t.turned - 1; c >= 0; --c) {
+        cos[c] = cos[c / 2];
+        sin[c] = sin[c / 2];
+      }
+    for (int64_t h = 0; h < t.heads; ++h) {
+      const int64_t first = (row * t.heads + h) * t.width;
+      to_float(t.x, t.dtype, first, t.turned, own);
+      if (t.pairs == HALVES) {
+        for (int64_t c = 0; c < half; ++c) pairs[c] = -own[c + half];
+        for (int64_t c = 0; c < half; ++c) pairs[c + half] = own[c];
+      } else {
+        for (int64_t c = 0; c < t.turned; c += 2) {
+          pairs[c] = -own[c + 1];
+          pairs[c + 1] = own[c];
+        }
+      }
+      multiply_values(cos, t.turned, 0.0f, own);
+      multiply_values(sin, t.turned, 0.0f, pairs);
+      if (t.rounds) {
+        round_values(t.turned, t.dtype, own);
+        round_values(t.turned, t.dtype, pairs);
+      }
+      add_values(pairs, t.turned, own);
+      store_row(own, t.turned, t.x, t.dtype, first);
+    }
+  }
+}
+
+// 1 / (1 + e**-x)
+static inline float sigmoid(float x) {
+  const float small = exp_of_negative(x < 0.0f ? x : -x), one = 1.0f + small;
+  return (x < 0.0f ? small : 1.0f) / one;
+}
+
+// x times the normal distribution's probability of less than x: the complementary error function by formula 7.1.26 of
+// Abramowitz and Stegun, to 1.5e-7.
+static inline float gelu(float x) {
+  const float z = (x < 0.0f ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+  const float series = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+  const float beyond = 0.5f * series * exp_of_negative(-z * z);
+  return x * (x < 0.0f ? beyond : 1.0f - beyond);
+}
+
+static HFQ_LOOP void activate(int activation, int64_t count, float* __restrict x) {
+  switch (activation) {
+    case SILU:
+      for (int64_t i = 0; i < count; ++i) x[i] *= sigmoid(x[i]);
+      return;
+    case GELU:
+      for (int64_t i = 0; i < count; ++i) x[i] = gelu(x[i]);
+      return;
+    case GELU_TANH:  // (1 + tanh u) / 2 = sigmoid(2 u)
+      for (int64_t i = 0; i < count; ++i) x[i] *= sigmoid(1.5957691216f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
+      return;
+    case QUICK_GELU:
+      for (int64_t i = 0; i < count; ++i) x[i] *= sigmoid(1.702f * x[i]);
+      return;
+    default:
+      for (int64_t i = 0; i < count; ++i) x[i] = x[i] < 0.0f ? 0.0f : x[i];
+      if (activation == RELU_SQUARED)
+        for (int64_t i = 0; i < count; ++i) x[i] *= x[i];
+  }
+}
+
+static void gate_rows(const GateRows& g) {
+  parallel_for(ceil_div(g.count, kStepValues), g.count < (1 << 14) ? 1 : g.threads, [&](int64_t task) {
+    float values[kStepValues], up[kStepValues];
+    const int64_t first = task * kStepValues, count = min64(kStepValues, g.count - first);
+    to_float(g.x, g.dtype, first, count, values);
+    activate(g.activation, count, values);
+    if (g.up != nullptr) {
+      round_values(count, g.dtype, values);
+      to_float(g.up, g.dtype, first, count, up);
+      multiply_values(up, count, 0.0f, values);
+    }
+    store_row(values, count, g.y, g.dtype, first);
+  });
+}
+
+}  // namespace HFQ_SET
+}  // namespace hfq
