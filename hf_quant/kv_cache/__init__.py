@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._attention import attend
     from hf_quant.kv_cache._cache import QuantizedCache, is_quantized, quantized_layers, register_attention
     from hf_quant.kv_cache._config import KVCacheConfig
+    from hf_quant.kv_cache._interface import recorded_attention
     from hf_quant.kv_cache._layers import QuantizedLayer
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
     from hf_quant.kv_cache._states import QuantizedStates
+    from hf_quant.kv_cache._token import NextToken, next_token
 
 _HOME = {
     "KVCacheConfig": "_config",
+    "NextToken": "_token",
     "QuantizedCache": "_cache",
     "QuantizedLayer": "_layers",
     "QuantizedStates": "_states",
@@ -26,12 +29,15 @@ _HOME = {
     "check_generates": "_sizes",
     "describe": "_sizes",
     "is_quantized": "_cache",
+    "next_token": "_token",
     "quantized_layers": "_cache",
+    "recorded_attention": "_interface",
     "register_attention": "_cache",
 }
 
 __all__ = [
     "KVCacheConfig",
+    "NextToken",
     "QuantizedCache",
     "QuantizedLayer",
     "QuantizedStates",
@@ -40,7 +46,9 @@ __all__ = [
     "check_generates",
     "describe",
     "is_quantized",
+    "next_token",
     "quantized_layers",
+    "recorded_attention",
     "register_attention",
 ]
 

@@ -6,7 +6,9 @@ more name in that registry, for models whose config asks for a quantized cache: 
 [B, 1, S, T], as "sdpa" creates it, "hf_quant" takes a mask of the padding only, [B, T].
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -23,6 +25,7 @@ from hf_quant.kv_cache._states import QuantizedStates
 
 NAME = "hf_quant"
 LARGE_MASK = 2**24  # bytes; smaller masks are created as for "sdpa"
+_local = threading.local()
 _WRAPPED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -110,6 +113,9 @@ def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
+        recorder = getattr(_local, "recorder", None)
+        if recorder is not None:
+            return recorder(query, key, value, {"dropout": dropout, "scaling": scaling, **kwargs}), None
         if isinstance(key, QuantizedStates) and key.exact is not None:
             key = key.exact  # the model may have computed new values from those in the cache
             exact = value.exact if isinstance(value, QuantizedStates) else None
@@ -126,6 +132,19 @@ def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
         return host(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
     return forward
+
+
+@contextmanager
+def recorded_attention(recorder: Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]) -> Iterator[None]:
+    """In this thread, call `recorder(query, key, value, options)` in place of attention functions: the result of one.
+
+    Only of those that can read codes, see `register`.
+    """
+    _local.recorder = recorder
+    try:
+        yield
+    finally:
+        _local.recorder = None
 
 
 def _attend(

@@ -248,6 +248,15 @@ class GrowingStorage(CodeStorage):
         self._end += S
         self._recent = max(self._recent, self._end - self.config.recent_tokens)
 
+    def _start_of_next(self) -> int:
+        """Return the position of the first token that the next one attends to."""
+        return self._start
+
+    def _count_token(self) -> None:
+        """Count a token that was written into the columns of the next one."""
+        self._end += 1
+        self._recent = max(self._recent, self._end - self.config.recent_tokens)
+
     def _remove(self, count: int) -> None:
         self._end = max(self._end - count, self._start)
         self._recent = min(self._recent, self._end)  # else the ring would begin behind tokens that come next
@@ -348,6 +357,15 @@ class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
         if not self.record_past:
             self._trim()
         return seen
+
+    def _start_of_next(self) -> int:
+        return max(self._start, self._end - self.sliding_window + 1)
+
+    def _count_token(self) -> None:
+        super()._count_token()
+        self.cumulative_length = self._end
+        if not self.record_past:
+            self._trim()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and the tokens that have left the window."""

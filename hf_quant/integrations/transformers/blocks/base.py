@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from hf_quant.kernels.dispatch import is_plain
+from hf_quant.kernels.native import active
 from hf_quant.kernels.native.blocks import Block
 from hf_quant.kernels.native.products import serves, takes_int8
 from hf_quant.kernels.weight import Weight
@@ -100,6 +101,7 @@ def is_served(x: Any) -> bool:
         not torch.is_grad_enabled()
         and isinstance(x, Tensor)
         and x.is_cpu
+        and active() is not None
         and is_plain(x)
         and x.is_contiguous()
         and not torch.compiler.is_compiling()

@@ -1,0 +1,285 @@
+"""The attention of one new token as one native call: projections, norms of heads, rotary embedding, append, attention.
+
+The host's module is tried with an attention function that only records: its queries, keys and values, the scale of the
+scores and everything else that it asks for. The block must compute the same queries, keys and values, at a low and at a
+high position, and the same output from the same result of the attention. What happens in between is the attention of
+`kv_cache`, which the host would call, too.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant.integrations.transformers.blocks.base import (
+    MAX_ROWS,
+    TOLERANCE,
+    State,
+    Unproven,
+    Watch,
+    add_product,
+    difference,
+    is_served,
+    random_rows,
+)
+from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
+from hf_quant.kernels.native.blocks import PAIRS, Block
+from hf_quant.kv_cache import next_token, recorded_attention
+from hf_quant.modules import QuantLinear
+
+
+_PROJECTIONS = (("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "k_proj", "v_proj", "out_proj"))
+_JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"))
+_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+_POSITIONS = (3, 200_001)  # of the trials
+# Of a call: what does not change its result. All else is left to the host.
+_IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
+_NEUTRAL = {"dropout": 0.0, "is_causal": True}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """True if a module has quantized projections of an attention with a cache; a trial shows what it is."""
+    return _layers(module) is not None and isinstance(getattr(module, "layer_idx", None), int)
+
+
+def _layers(module: nn.Module) -> tuple[nn.Module, ...] | None:
+    linears = {name: child for name, child in module._modules.items() if isinstance(child, QuantLinear)}
+    for names in _PROJECTIONS + _JOINED:
+        if set(names) == set(linears):
+            return tuple(linears[name] for name in names)
+    return None
+
+
+def _norms(module: nn.Module) -> tuple[nn.Module, ...]:
+    for names in _NORMS:
+        found = [module._modules.get(name) for name in names]
+        if all(norm is not None and is_norm(norm) for norm in found):
+            return tuple(found)
+    return ()
+
+
+class _Sizes(NamedTuple):
+    heads: int
+    shared_heads: int  # of keys and values
+    D: int
+    turned: int  # channels that the rotary embedding turns, 0: none
+
+
+class _Recorded(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]  # of the attention function
+    output: Tensor
+
+
+class _NoCache:
+    """A cache that returns what it is given."""
+
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
+class AttentionBlock:
+    """The native block of an attention module for x of one dtype."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
+        layers, norms = _layers(module), _norms(module)
+        self.watch, self.dtype = Watch(module, *layers, *norms), dtype
+        self.implementation = module.config._attn_implementation
+        self.K, self.N = layers[0].in_features, layers[-1].out_features
+        D = module.head_dim
+        if len(layers) == 4:
+            heads, shared = layers[0].out_features // D, layers[1].out_features // D
+        else:
+            heads = layers[1].in_features // D
+            shared = (layers[0].out_features // D - heads) // 2
+        self.sizes = _Sizes(heads, shared, D, turned)
+        norm_options = [NormBlock(norm, _width(norm, D), dtype).options for norm in norms]
+        self.window: int | None = None
+        self.norms = list(zip(norms, norm_options))
+        self.scale = self._prove(module)
+        self.block = self._made(layers, attends=True)
+
+    def _made(self, layers: tuple[nn.Module, ...], *, attends: bool, pairs: str = "", rounds: bool = False) -> Block:
+        """The block, or the part of it that ends with queries, keys and values as its arguments."""
+        pairs, rounds = (pairs, rounds) if pairs else self.turn
+        (heads, shared, D, turned), angles = self.sizes, max(self.sizes.turned, 1)
+        widths = (heads * D, shared * D, shared * D)
+        if attends:
+            block = Block(self.dtype, self.K, angles, angles, self.N)
+            q, k, v = (block.buffer(width) for width in widths)
+        else:
+            block = Block(self.dtype, self.K, angles, angles, *widths)
+            q, k, v = 3, 4, 5
+        if len(layers) == 4:
+            for layer, to in zip(layers, (q, k, v)):
+                add_product(block, 0, to, layer)
+        else:
+            start = 0
+            for to, width in zip((q, k, v), widths):
+                add_product(block, 0, to, layers[0], slice(start, start + width))
+                start += width
+        for (norm, options), x in zip(self.norms, (q, k)):
+            NormBlock.add_to(block, norm, x, x, options)
+        if turned:
+            for x in (q, k):
+                block.turn(x, 1, 2, head_dim=D, pairs=pairs, rounds=rounds)
+        if attends:
+            y = block.buffer(heads * D)
+            block.append(k, v, shared)
+            block.attend(q, y, heads, shared, self.scale)
+            add_product(block, y, 3, layers[-1])
+        return block.finish()
+
+    def _prove(self, module: nn.Module) -> float:
+        """Find the rotary embedding by trial, and return the scale of the scores. Raises Unproven."""
+        heads, shared, D, turned = self.sizes
+        layers, dtype = _layers(module), self.dtype
+        found = []
+        for seed, position in enumerate(_POSITIONS):
+            x = random_rows(2, 1, self.K, dtype=dtype, seed=seed)
+            angles = random_rows(2, 1, max(turned, 1), dtype=torch.float32, seed=seed + 10)
+            angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
+            found.append((x, angles.cos().to(dtype), angles.sin().to(dtype), position))
+        records = [_record(module, *trial, dtype) for trial in found]
+        best = float("inf")
+        for pairs in PAIRS if turned else PAIRS[:1]:
+            for rounds in (True, False) if turned else (True,):
+                block = self._made(layers, attends=False, pairs=pairs, rounds=rounds)
+                error = max(self._error(block, *trial[:3], record) for trial, record in zip(found, records))
+                if error < best:
+                    best, self.turn = error, (pairs, rounds)
+        if not best <= TOLERANCE[dtype]:
+            raise Unproven(f"{type(module).__name__} has other queries or keys: off by {best:.3g} roundings")
+        for record in records:
+            self._check_options(module, record.options)
+            y = layers[-1](_attention_result(record.q).reshape(2, 1, heads * D))
+            if not difference(y, record.output) <= TOLERANCE[dtype]:
+                raise Unproven(f"{type(module).__name__} makes something else of the result of the attention")
+        scales = {record.options.get("scaling") for record in records}
+        scale = scales.pop()
+        if scales:
+            raise Unproven(f"the scale of the scores in {type(module).__name__} depends on the position")
+        return D**-0.5 if scale is None else float(scale)
+
+    def _error(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, record: _Recorded) -> float:
+        heads, shared, D, turned = self.sizes
+        results = [torch.empty(2, count, 1, D, dtype=self.dtype) for count in (heads, shared, shared)]
+        addresses = [tensor.data_ptr() for tensor in (x, cos, sin, *results)]
+        block(2, *addresses, angle_stride=turned)
+        pairs = zip(results, (record.q, record.k, record.v))
+        return max(difference(own, theirs) for own, theirs in pairs)
+
+    def _check_options(self, module: nn.Module, options: dict[str, Any]) -> None:
+        for name, value in options.items():
+            if name in ("scaling", *_IGNORED) or value is None or value is False:
+                continue
+            if name == "sliding_window":
+                self.window = value
+            elif value != _NEUTRAL.get(name):
+                raise Unproven(f"{type(module).__name__} asks the attention for {name}")
+
+    def __call__(self, x: Tensor, angles: Any, mask: Any, layer: Any) -> Tensor | None:
+        """The output for one token x [B, 1, K] of each sequence, which is added to the layer of a cache."""
+        heads, shared, D, turned = self.sizes
+        B, addresses, stride = x.shape[0], (0, 0), 0
+        if turned:
+            cos, sin = angles
+            if not _fit(cos, sin, B, turned, self.dtype):
+                return None
+            addresses, stride = (cos.data_ptr(), sin.data_ptr()), turned if cos.shape[0] > 1 else 0
+        token = next_token(layer, B, shared, D, self.dtype)
+        if token is None:
+            return None
+        tokens = token.place[1]
+        if self.window is not None and tokens > self.window:
+            return None
+        if mask is not None:
+            mask = _usable(mask, B, heads, tokens)
+            if mask is None:
+                return None
+        y = x.new_empty(B, 1, self.N)
+        self.block.with_cache(B, stride, token.cache, token.place, mask, x.data_ptr(), *addresses, y.data_ptr())
+        token.done()
+        return y
+
+
+def _width(norm: nn.Module, D: int) -> int:
+    weight = getattr(norm, "weight", None)
+    return D if weight is None else len(weight)
+
+
+def _attention_result(q: Tensor) -> Tensor:
+    """What the recording attention function returns, [B, S, H, D]."""
+    B, H, S, D = q.shape
+    return random_rows(B, S, H, D, dtype=q.dtype, seed=77)
+
+
+def _record(module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: int, dtype: torch.dtype) -> _Recorded:
+    """What the host's module asks the attention function for, and what it makes of its result."""
+    seen: list[tuple] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        seen.append((q.clone(), k.clone(), v.clone(), options))
+        return _attention_result(q)
+
+    positions = torch.full((2, 1), position)
+    host = type(module)._hf_quant_block_of.forward
+    with recorded_attention(record):
+        output = host(
+            module,
+            hidden_states=x,
+            position_embeddings=(cos, sin),
+            attention_mask=None,
+            past_key_values=_NoCache(),
+            position_ids=positions,
+            cache_position=positions[0],
+        )
+    if len(seen) != 1 or not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
+        raise Unproven(f"{type(module).__name__} does not call one attention function, or returns more than its output")
+    return _Recorded(*seen[0], output[0])
+
+
+def _fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype) -> bool:
+    """True if cos and sin are of one token [1 or B, 1, turned], as the block reads them."""
+    for angle in (cos, sin):
+        if angle.shape != (cos.shape[0], 1, turned) or angle.dtype != dtype or not angle.is_contiguous():
+            return False
+    return cos.shape[0] in (1, B)
+
+
+def _usable(mask: Any, B: int, heads: int, tokens: int) -> Tensor | None:
+    """A mask [B, 1 or heads, 1, tokens] as the block reads it, None if it is of another kind."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] != 1 or mask.shape[3] < tokens:
+        return None
+    mask = mask[..., :tokens]
+    mask = mask if mask.dtype == torch.bool else mask.float()
+    mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    return mask.expand(B, heads, 1, tokens) if mask.shape[0] in (1, B) and mask.shape[1] in (1, heads) else None
+
+
+def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
+    """The module's result for one token, None where the host has to compute it."""
+    x, past = kwargs.get("hidden_states"), kwargs.get("past_key_values")
+    if args or past is None or module.training or not is_served(x) or x.dim() != 3 or x.shape[1] != 1:
+        return None
+    if x.dtype not in TOLERANCE or not 0 < x.shape[0] <= MAX_ROWS:
+        return None
+    for name, value in kwargs.items():
+        if name not in _TAKEN and value is not None and value is not False:
+            return None
+    angles = kwargs.get("position_embeddings")
+    turned = angles[0].shape[-1] if isinstance(angles, tuple) else 0
+    block = state.block(module, x.dtype, lambda: AttentionBlock(module, x.dtype, turned))
+    if block is None or block.K != x.shape[2] or block.implementation != module.config._attn_implementation:
+        return None
+    if (0 if angles is None else block.sizes.turned) != block.sizes.turned or getattr(past, "offloading", False):
+        return None
+    layers = getattr(past, "layers", ())
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+    y = None if layer is None else block(x, angles, kwargs.get("attention_mask"), layer)
+    return None if y is None else (y, None)
+
+
+_TAKEN = {"hidden_states", "past_key_values", "position_embeddings", "attention_mask", *_IGNORED}

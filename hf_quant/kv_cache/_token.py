@@ -1,0 +1,84 @@
+"""`next_token`: a growing layer of a cache, for a native block that writes one token into it and attends to all."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.native.attention import append_unsupported_reason, attention_unsupported_reason
+from hf_quant.kernels.native.blocks import prepare_cache
+from hf_quant.kv_cache._config import scale_dtype
+from hf_quant.kv_cache._layers import GrowingStorage, QuantizedHybridLayer, QuantizedLayer, QuantizedSlidingWindowLayer
+
+
+_SERVED = (QuantizedLayer, QuantizedHybridLayer, QuantizedSlidingWindowLayer)
+
+
+class NextToken(NamedTuple):
+    """The place of one new token of each sequence, there but not yet counted.
+
+    Attributes:
+        cache, place: as `Block.with_cache` takes them.
+        done: to be called once the token is written.
+    """
+
+    cache: object
+    place: tuple[int, int, bool]
+    done: Callable[[], None]
+
+
+class _Prepared:
+    """Addresses of the tensors of a layer; a copy of the layer begins without."""
+
+    def __init__(self) -> None:
+        self.codes: torch.Tensor | None = None
+        self.cache: object = None
+
+    def __reduce__(self) -> tuple:
+        return _Prepared, ()
+
+
+def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -> NextToken | None:
+    """Make room in a layer for one token of each of B sequences, with `num_heads` keys and values of D channels.
+
+    None if this layer takes new tokens only through its `update`: it is of another kind, empty, keeps tokens in
+    16 bit, or its sequences, heads or dtype are others.
+    """
+    if type(layer) not in _SERVED or not layer.is_initialized or not layer._end or layer.k_window is not None:
+        return None
+    if layer.k_codes.shape[:2] != (B, num_heads) or not layer.k_codes.is_cpu:
+        return None
+    keys, values = layer.key_kind, layer.value_kind
+    if not keys.D == values.D == D or not keys.dtype == values.dtype == dtype:
+        return None
+    layer._reserve(1)
+    prepared = layer.__dict__.setdefault("_prepared", _Prepared())
+    if prepared.codes is not layer.k_codes:
+        prepared.cache = _prepare(layer)
+        prepared.codes = layer.k_codes
+    if prepared.cache is None:
+        return None
+    start = layer._start_of_next()
+    place = (layer._first + start - layer._start, layer._end + 1 - start, start == 0 and layer.k_first is not None)
+    return NextToken(prepared.cache, place, layer._count_token)
+
+
+def _prepare(layer: GrowingStorage) -> object:
+    """A layer's tensors as native blocks read them, None if they cannot."""
+    keys, values = layer.key_kind, layer.value_kind
+    spec, group_size = CODES[keys.format], keys.D // layer.k_pairs.shape[3]
+    numbers = scale_dtype(keys.dtype)
+    reasons = (
+        attention_unsupported_reason(keys.dtype, keys.D, group_size, numbers),
+        append_unsupported_reason(keys.dtype, keys.D, numbers),
+    )
+    tensors = (layer.k_codes, layer.v_codes, layer.k_pairs, layer.v_pairs, layer.k_frame)
+    if any(reasons) or layer.k_pairs.shape != layer.v_pairs.shape or not all(t.is_contiguous() for t in tensors):
+        return None
+    parts = [
+        (codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None)
+        for codes, pairs in ((layer.k_codes, layer.k_pairs), (layer.v_codes, layer.v_pairs))
+    ]
+    rotates = {"rotates_keys": keys.rotated, "rotates_values": values.rotated}
+    return prepare_cache(*parts, spec, (keys.D, values.D), **rotates, k_frame=layer.k_frame, k_first=layer.k_first)
