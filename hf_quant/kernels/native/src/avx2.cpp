@@ -38,7 +38,10 @@ class Matmul {
     for (int half = 0; half < 2; ++half)
       for (int b = 0; b < 16; ++b) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
     in_pairs_ = std::is_same<C, Int4ByInt8>::value && p.M <= kStreamRows && Int4Pairs::serves(p, runs_);
-    if constexpr (kHasPlanes) in_planes_ = p.M <= kStreamRows && Planes<C>::serves(p);
+    if constexpr (kHasPlanes) {
+      in_planes_ = p.M <= kStreamRows && Planes<C>::serves(p);
+      if (in_planes_) plane_groups_ = Planes<C>::groups_of(p);
+    }
   }
 
   bool run() {
@@ -154,9 +157,13 @@ class Matmul {
   }
 
   bool stream(const Segment& s, int64_t first, int64_t n, int64_t end) const {
-    float* scales = static_cast<float*>(thread_scratch(2, static_cast<size_t>(p_.groups + 8) * 4));
-    if (scales == nullptr) return false;
+    // The scales of all rows are converted at once where a row of x needs no blocks, else row by row.
+    const bool at_once = s.count == 1 && p_.scale_rows == 1 && p_.scale_stride == p_.groups;
+    const int64_t num_scales = at_once ? (end - n) * p_.groups : p_.groups;
+    float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(num_scales + 8) * 4));
+    if (memory == nullptr) return false;
     const Weight weight = weight_of(s.expert);
+    if (at_once) load_floats(p_.scale, p_.scale_dtype, scale_of_row(p_, weight, n), num_scales, memory);
     float out[kStreamed][kStreamRows] = {};
     // Several rows of x meet the rows block by block, so that they stay in the L1 cache.
     const int64_t fit = s.count == 1 ? units_ : kStreamedX / (s.count * C::V * 32);
@@ -166,17 +173,20 @@ class Matmul {
       const int64_t g = group_of(u * kUnit), groups = group_of((u + block) * kUnit - 1) - g + 1;
       for (int64_t row = n; row < end; ++row) {
         const int64_t first_scale = scale_of_row(p_, weight, row);
-        load_floats(p_.scale, p_.scale_dtype, first_scale + g, groups, scales + g);
-        // The CPU does not foresee that scales are read block by block.
-        const int64_t element = element_size(p_.scale_dtype);
-        const char* ahead = static_cast<const char*>(p_.scale) + (first_scale + g + 8 * p_.scale_stride) * element;
-        for (int64_t at = 0; at < groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
+        const float* scales = at_once ? memory + (row - n) * p_.groups : memory;
+        if (!at_once) {
+          load_floats(p_.scale, p_.scale_dtype, first_scale + g, groups, memory + g);
+          // The CPU does not foresee that scales are read block by block.
+          const int64_t element = element_size(p_.scale_dtype);
+          const char* ahead = static_cast<const char*>(p_.scale) + (first_scale + g + 8 * p_.scale_stride) * element;
+          for (int64_t at = 0; at < groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
+        }
         const uint8_t* zeros = p_.zero == nullptr ? nullptr : p_.zero + first_scale;
         const uint8_t* codes = weight.qdata + row * p_.row_bytes;
         const int64_t until = min64(u + block, units_);
         if constexpr (kHasPlanes) {
           if (in_planes_) {
-            run_rows(Planes<C>{p_, c_, x_, codes, scales}, s.first, s.count, u, until, out[row - n]);
+            run_rows(Planes<C>{p_, c_, plane_groups_, x_, codes, scales}, s.first, s.count, u, until, out[row - n]);
             continue;
           }
         }
@@ -187,19 +197,29 @@ class Matmul {
         }
       }
     }
-    for (int64_t row = n; row < end; ++row) {
-      const float added = bias(s, row);
-      const bool sums = C::INTEGER && p_.groups == 1;
-      for (int64_t i = 0; i < s.count; ++i) {
-        float value = out[row - n][i];
-        if (sums)  // exact, as long as K <= 65536
-          value = static_cast<float>(static_cast<int32_t>(float_to_bits(value))) *
-                  load_as_float(p_.scale, p_.scale_dtype, scale_of_row(p_, weight, row));
-        store_float(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + row,
-                    value * (global(s) * x_.scales[s.first + i]) + added);
-      }
-    }
+    store(s, first, n, end, weight, out);
     return true;
+  }
+
+  // Sums of rows n..end of the weight, scaled by what is left, to y.
+  void store(const Segment& s, int64_t first, int64_t n, int64_t end, const Weight& weight,
+             const float (*out)[kStreamRows]) const {
+    const int64_t count = end - n;
+    const bool sums = C::INTEGER && p_.groups == 1;
+    float added[kStreamed], scale[kStreamed], y[kStreamed];
+    for (int64_t r = 0; r < count; ++r) added[r] = bias(s, n + r);
+    for (int64_t r = 0; sums && r < count; ++r)
+      scale[r] = load_as_float(p_.scale, p_.scale_dtype, scale_of_row(p_, weight, n + r));
+    for (int64_t i = 0; i < s.count; ++i) {
+      const float factor = global(s) * x_.scales[s.first + i];
+      if (sums) {  // exact, as long as K <= 65536
+        for (int64_t r = 0; r < count; ++r)
+          y[r] = static_cast<float>(static_cast<int32_t>(float_to_bits(out[r][i]))) * scale[r] * factor + added[r];
+      } else {
+        for (int64_t r = 0; r < count; ++r) y[r] = out[r][i] * factor + added[r];
+      }
+      store_floats(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + n, count, y);
+    }
   }
 
   bool panel(const Segment& s, int64_t first, int64_t n, int64_t end) const {
@@ -235,6 +255,7 @@ class Matmul {
   Runs runs_{};
   PackedX x_{};
   Segment* segments_ = nullptr;
+  PlaneGroups plane_groups_;
   bool in_pairs_, in_planes_ = false;
   uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
 };

@@ -115,6 +115,12 @@ struct Int4Pairs {
   }
 };
 
+// How whole vectors of units lie among the groups of a row: the same for all rows.
+struct PlaneGroups {
+  int64_t size, steps, count;  // columns of a group; vectors of a group, or groups of a vector, at least 1
+  alignas(32) int32_t low[8], high[8];  // of each element of a sum of either half of the bytes: its group
+};
+
 // Codes of 4 bits and less without zero points, with x in fp32: as many units at a time as make whole vectors.
 template <class C>
 struct Planes {
@@ -122,6 +128,7 @@ struct Planes {
   static constexpr int UNITS = L::PLANES, WIDTH = UNITS * kUnit;
   const Product& p;
   const C& c;
+  const PlaneGroups& groups;
   const PackedX& x;
   const uint8_t* row;
   const float* scales;
@@ -129,6 +136,17 @@ struct Planes {
   static bool serves(const Product& p) {
     const bool fits = p.group_size % 16 == 0 && (WIDTH % p.group_size == 0 || p.group_size % WIDTH == 0);
     return p.zero == nullptr && p.K % WIDTH == 0 && (p.groups == 1 || fits);
+  }
+  static PlaneGroups groups_of(const Product& p) {
+    PlaneGroups groups;
+    groups.size = p.groups == 1 ? p.K : p.group_size;
+    groups.steps = max64(groups.size / WIDTH, 1);
+    groups.count = max64(WIDTH / groups.size, 1);
+    for (int e = 0; e < 8; ++e) {
+      groups.low[e] = static_cast<int32_t>(UNITS * byte_of(0, e) / groups.size);
+      groups.high[e] = static_cast<int32_t>(UNITS * byte_of(2, e) / groups.size);
+    }
+    return groups;
   }
   // The byte of a plane that element e of vector j is made of.
   static constexpr int byte_of(int j, int e) { return 16 * (e / 4) + 8 * (j / 2) + 2 * (e % 4) + j % 2; }
@@ -144,20 +162,16 @@ struct Planes {
   template <int MB>
   void run(int64_t first, int64_t u, int64_t end, float* out) const {
     constexpr int SUMS = MB == 1 ? 4 : 2;  // of a row of x; those of either half of the bytes are scaled alike
-    const int64_t group = p.groups == 1 ? p.K : p.group_size;
-    const int64_t steps = max64(group / WIDTH, 1), groups = max64(WIDTH / group, 1);
+    const int64_t steps = groups.steps;
     const uint8_t* from = row + u * L::BYTES;
     const char* from_x = x.rows + first * x.stride + u * (kUnit * 4);
-    const float* scale = scales + u * kUnit / group;
-    alignas(32) int32_t places[2][8];
-    for (int half = 0; half < 2; ++half)
-      for (int e = 0; e < 8; ++e) places[half][e] = static_cast<int32_t>(UNITS * byte_of(2 * half, e) / group);
-    const __m256i low = load_vector(places[0]), high = load_vector(places[1]);
+    const float* scale = u == 0 ? scales : scales + u * kUnit / groups.size;
+    const __m256i low = load_vector(groups.low), high = load_vector(groups.high);
     const typename C::Table table = c.table(0);
     __m256 y[MB];
 #pragma GCC unroll 4
     for (int i = 0; i < MB; ++i) y[i] = _mm256_setzero_ps();
-    for (; u < end; scale += groups) {
+    for (; u < end; scale += groups.count) {
       __m256 part[MB][SUMS];
 #pragma GCC unroll 4
       for (int i = 0; i < MB; ++i)
