@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_quant.convert.compressed_tensors.export import export_compressed_tensors
     from hf_quant.convert.importer import import_checkpoint
     from hf_quant.formats import FORMATS
-    from hf_quant.integrations.diffusers.fused_norms import fuse_activations_, unfuse_activations_
+    from hf_quant.integrations.activations import fuse_activations_, unfuse_activations_
     from hf_quant.integrations.transformers.graphs import capture_generate
     from hf_quant.kv_cache import KVCacheConfig, QuantizedCache
     from hf_quant.modules import QuantEmbedding, QuantExperts, QuantLinear, fuse_projections_, unfuse_projections_
@@ -54,7 +54,7 @@ _HOME = {
     "export_compressed_tensors": "convert.compressed_tensors.export",
     "finish_training_": "training",
     "freeze_": "checkpoint",
-    "fuse_activations_": "integrations.diffusers.fused_norms",
+    "fuse_activations_": "integrations.activations",
     "fuse_projections_": "modules",
     "import_checkpoint": "convert.importer",
     "load_quantized_": "checkpoint",
@@ -66,7 +66,7 @@ _HOME = {
     "quantize_": "quantize",
     "requantize_": "checkpoint",
     "save_quantized": "checkpoint",
-    "unfuse_activations_": "integrations.diffusers.fused_norms",
+    "unfuse_activations_": "integrations.activations",
     "unfuse_projections_": "modules",
 }
 

@@ -35,6 +35,7 @@ class Rules(NamedTuple):
     keep: Mapping[str, str]  # modules that stay in 16 bit, unless `modules_to_not_convert` is given
     weight_only: Mapping[str, str]  # modules whose inputs are not quantized
     attention: str | None = None  # one line on 8-bit attention; None: no attention of the model can be quantized
+    blocks: str | None = None  # one line on the modules that are computed in one call; None: there are none
 
 
 HOST_RULES: list[Callable[[nn.Module], Rules | None]] = []  # filled by `integrations`; None: not that host's model
@@ -85,7 +86,9 @@ def plan(
     fused = [] if config.fuse_projections is False else planned_projections(model, weights)
     fused_on = "every device" if config.fuse_projections else "GPUs"
     cache = None if config.kv_cache is None else describe(model, KVCacheConfig.of(config.kv_cache))
-    return QuantPlan(entries, other, fused, fused_on, cache, attention, decider.lifted, _advice(model, entries))
+    return QuantPlan(
+        entries, other, fused, fused_on, cache, attention, decider.lifted, _advice(model, entries), decider.blocks()
+    )
 
 
 def _advice(model: nn.Module, entries: list[PlanEntry]) -> str | None:
@@ -185,6 +188,10 @@ class _Decider:
                 "attention could be in 8 bit: leave it out (in language models kv_cache quantizes keys and values)"
             )
         return None if self.config.attention is None else self.rules.attention
+
+    def blocks(self) -> str | None:
+        """Return one line on the modules that are computed in one call, or None."""
+        return None if self.config.fuse_activations is False else self.rules.blocks
 
     def weights(self, name: str) -> dict[str, nn.Parameter]:
         _, module, quantized = self.candidates[name]

@@ -91,6 +91,7 @@ class QuantPlan:
         fused_on: devices on which they share it: "every device", or "GPUs".
         kv_cache: one line on the quantized KV cache of `generate`; None: 16 bit.
         attention: one line on 8-bit attention; None: 16 bit.
+        blocks: one line on the modules between the products that are computed in one call; None: there are none.
         lifted: {module that is quantized only because `modules_to_not_convert` is given: reason of its exclusion}.
         advice: one line on a scheme with more bits; None: there is none.
         scores: {module: predicted loss of the model by its quantization}, after a search.
@@ -110,11 +111,12 @@ class QuantPlan:
         attention: str | None = None,
         lifted: dict[str, str] | None = None,
         advice: str | None = None,
+        blocks: str | None = None,
     ) -> None:
         self.entries = {entry.name: entry for entry in entries}
         self.bytes_other, self.lifted = bytes_other, dict(lifted or {})
         self.fused, self.fused_on, self.kv_cache, self.attention = list(fused), fused_on, kv_cache, attention
-        self.advice = advice
+        self.advice, self.blocks = advice, blocks
         self.scores: dict[str, float] = {}
         self.is_kl: bool | None = None
         self.seconds: dict[str, float] = {}

@@ -7,7 +7,6 @@ read them.
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from hf_quant.modules import QuantLinear
 from hf_quant.modules.inputs.lazy import LazyAct, LazyInput, LazyNorm
 
 
-_Model = TypeVar("_Model", bound=nn.Module)
 _MODELS = "diffusers.models."  # where all of these classes are; Z-Image has a FeedForward of its own
 _NORMS_OF_STREAMS = ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context")
 # {class of a block: its norms}.
@@ -103,43 +101,10 @@ def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
     return x.device.type in ("cuda", "xpu") if fuses is None else fuses
 
 
-def fuse_activations_(model: _Model) -> _Model:
-    """Compute norms and activation functions of a diffusion model together with the quantization after them.
-
-    In place, on every device; returns the model. Without it that is so on GPUs only, or as
-    `QuantizerConfig(fuse_activations=...)` says when a model is quantized; a checkpoint does not keep it. Results are
-    the same but for rounding; what needs a gradient, and autocast, compute as before. `unfuse_activations_` is the way
-    back, on GPUs, too.
-
-    Raises ValueError if no layer that quantizes its input stands behind a norm or activation function in a block that
-    hf_quant knows (see `integrations.diffusers_fused`).
-    """
-    if not set_fusion_(model, True):
-        reason = (
-            "no block that hf_quant knows" if quantizes_activations(model) else "no layer that quantizes its input"
-        )
-        raise ValueError(f"nothing to fuse in this {type(model).__name__}: it has {reason}")
-    _remember(model, True)
-    return model
-
-
-def unfuse_activations_(model: _Model) -> _Model:
-    """Compute norms and activation functions by themselves again, and return the model."""
-    restore_activations_(model)
-    _remember(model, False)
-    return model
-
-
-def _remember(model: nn.Module, fuses: bool) -> None:
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None:  # layers of it may be quantized or dequantized later
-        quantizer._fuse_activations = fuses
-
-
 def set_fusion_(model: nn.Module, fuses: bool | None) -> int:
     """Fuse on every device (True), on GPUs (None) or nowhere (False), and return the number of modules.
 
-    See `fuse_activations_`.
+    See `hf_quant.fuse_activations_`.
     """
     restore_activations_(model)
     targets = [] if fuses is False else list(_targets(model))

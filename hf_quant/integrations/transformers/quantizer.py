@@ -38,6 +38,7 @@ from hf_quant.integrations.loading import (
 )
 from hf_quant.integrations.methods import Wrapper, attach_methods, count_weights, detach_methods, refuse_training
 from hf_quant.integrations.transformers import generation
+from hf_quant.integrations.transformers.blocks import describe_blocks, fuse_blocks_, unfuse_blocks_
 from hf_quant.integrations.transformers.names import (
     check_names,
     keep_layout,
@@ -56,7 +57,7 @@ from hf_quant.integrations.transformers.parallel import (
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.patterns import matches
-from hf_quant.planning import plan, resolved, schemes_from_list
+from hf_quant.planning import HOST_RULES, Rules, plan, resolved, schemes_from_list
 from hf_quant.quantize import dequantize_, fuse_as_configured_, quantize_
 from hf_quant.resolve import SCHEME_FIELDS, fields_of, resolve_scheme
 from hf_quant.scheme import LinearScheme
@@ -143,9 +144,10 @@ class TransformersQuantizer(HfQuantizer):
             if self.calibrates:
                 self._prepare_calibration(model)
                 return model
-            fuse_projections = self.quantization_config.fuse_projections
+            given = self.quantization_config
             self.quantization_config = prepare_from_config(model, self._without_attention(model))
-            self.quantization_config.fuse_projections = fuse_projections
+            for name in RUNTIME_FIELDS:
+                setattr(self.quantization_config, name, getattr(given, name))
         tie_codes(model)
         prepare_parallel(model)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -219,7 +221,6 @@ class TransformersQuantizer(HfQuantizer):
         if self.pre_quantized:
             _refuse_missing(model, self.stored)
             self.stored = set()
-        fuse_projections = self.quantization_config.fuse_projections
         for name, parameter in model.named_parameters():
             expected = self.shapes.pop(name, parameter.shape)
             if parameter.shape != expected:  # with any quantizer, older versions load tensors of a wrong shape
@@ -237,7 +238,9 @@ class TransformersQuantizer(HfQuantizer):
                 stored = [p for p in module._parameters.values() if p is not None]
                 if not any(p.is_meta or is_dtensor(p) for p in stored):  # neither offloaded nor sharded
                     check_packed(module, name)
-        fuse_as_configured_(model, fuse_projections)
+        fuse_as_configured_(model, self.quantization_config.fuse_projections)
+        if self.quantization_config.fuse_activations is not False:
+            fuse_blocks_(model)
         for name in ("quantization_device", *RUNTIME_FIELDS):  # settings of this load, not of the checkpoint
             setattr(self.quantization_config, name, None)
         model.config.quantization_config = self.quantization_config
@@ -451,6 +454,7 @@ def _record(model: nn.Module, config: QuantizerConfig) -> None:
 def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
     """Update a transformers model's own records after `quantize_` and `dequantize_`."""
     if config is None:
+        unfuse_blocks_(model)
         tie_weights(model)
         if getattr(model, "hf_quantizer", None) is not None:
             model.hf_quantizer.remove_quantization_config(model)
@@ -463,6 +467,8 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
     _record(model, config)
     _attach(model)
     generation.attach(model)
+    if given is None or given.fuse_activations is not False:
+        fuse_blocks_(model)
 
 
 def _tokenizer_of(model: nn.Module) -> Any:
@@ -491,6 +497,7 @@ def register() -> None:
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (QuantizerConfig,)
     if _OBSERVER not in quantize.OBSERVERS:
         quantize.OBSERVERS.append(_OBSERVER)
+        HOST_RULES.append(lambda model: Rules({}, {}, blocks=describe_blocks(model)) if _is_own(model) else None)
         TOKENIZERS.append(_tokenizer_of)
 
 

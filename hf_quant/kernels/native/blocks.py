@@ -1,7 +1,7 @@
 """Blocks of a model for few rows: products and what lies between them as one call of the extension.
 
-A `Block` is put together once from steps over buffers [M, width], all of one dtype; results are rounded to it where ops
-of torch would round them. The caller keeps all tensors that the steps read alive while the block is used, and has
+A `Block` is put together once from steps over buffers [M, width], all of one dtype; results are rounded to it where
+ops of torch would round them. The caller keeps all tensors that the steps read alive while the block is used, and has
 checked that the extension computes them (`products.serves`, `attention.unsupported_reason`).
 """
 
@@ -92,7 +92,13 @@ class Block:
         _run(self._block, None, M, _num_threads(), angle_stride, *addresses)
 
     def with_cache(
-        self, M: int, angle_stride: int, cache: object, place: tuple[int, int, bool], mask: Tensor | None, *addresses: int
+        self,
+        M: int,
+        angle_stride: int,
+        cache: object,
+        place: tuple[int, int, bool],
+        mask: Tensor | None,
+        *addresses: int,
     ) -> None:
         """Run the steps with a prepared cache. `place`: its first column in use, the number of its tokens with the new
         one, and whether its column 0 holds the first token. mask: bool or fp32 [M, 1 or heads, 1, tokens]."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_quant import kv_cache  # its layers, and what imports models, only when they are used
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
     TOLERANCE,
@@ -24,7 +25,6 @@ from hf_quant.integrations.transformers.blocks.base import (
 )
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
 from hf_quant.kernels.native.blocks import PAIRS, Block
-from hf_quant.kv_cache import next_token, recorded_attention
 from hf_quant.modules import QuantLinear
 
 
@@ -37,13 +37,13 @@ _IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states
 _NEUTRAL = {"dropout": 0.0, "is_causal": True}
 
 
-def is_attention(module: nn.Module) -> bool:
-    """True if a module has quantized projections of an attention with a cache; a trial shows what it is."""
-    return _layers(module) is not None and isinstance(getattr(module, "layer_idx", None), int)
+def is_attention(module: nn.Module, linear: type[nn.Module]) -> bool:
+    """True if a module has layers of a class, named as in attention with a cache; a trial shows what it computes."""
+    return _layers(module, linear) is not None and isinstance(getattr(module, "layer_idx", None), int)
 
 
-def _layers(module: nn.Module) -> tuple[nn.Module, ...] | None:
-    linears = {name: child for name, child in module._modules.items() if isinstance(child, QuantLinear)}
+def _layers(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> tuple[nn.Module, ...] | None:
+    linears = {name: child for name, child in module._modules.items() if isinstance(child, linear)}
     for names in _PROJECTIONS + _JOINED:
         if set(names) == set(linears):
             return tuple(linears[name] for name in names)
@@ -86,7 +86,7 @@ class AttentionBlock:
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
         layers, norms = _layers(module), _norms(module)
         self.watch, self.dtype = Watch(module, *layers, *norms), dtype
-        self.implementation = module.config._attn_implementation
+        self.implementation = implementation_of(module)
         self.K, self.N = layers[0].in_features, layers[-1].out_features
         D = module.head_dim
         if len(layers) == 4:
@@ -189,7 +189,7 @@ class AttentionBlock:
             if not _fit(cos, sin, B, turned, self.dtype):
                 return None
             addresses, stride = (cos.data_ptr(), sin.data_ptr()), turned if cos.shape[0] > 1 else 0
-        token = next_token(layer, B, shared, D, self.dtype)
+        token = kv_cache.next_token(layer, B, shared, D, self.dtype)
         if token is None:
             return None
         tokens = token.place[1]
@@ -224,9 +224,10 @@ def _record(module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: in
         seen.append((q.clone(), k.clone(), v.clone(), options))
         return _attention_result(q)
 
+    kv_cache.register_attention()
     positions = torch.full((2, 1), position)
     host = type(module)._hf_quant_block_of.forward
-    with recorded_attention(record):
+    with kv_cache.recorded_attention(record):
         output = host(
             module,
             hidden_states=x,
@@ -237,7 +238,9 @@ def _record(module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: in
             cache_position=positions[0],
         )
     if len(seen) != 1 or not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
-        raise Unproven(f"{type(module).__name__} does not call one attention function, or returns more than its output")
+        raise Unproven(
+            f"{type(module).__name__} does not call one attention function, or returns more than its output"
+        )
     return _Recorded(*seen[0], output[0])
 
 
@@ -259,6 +262,13 @@ def _usable(mask: Any, B: int, heads: int, tokens: int) -> Tensor | None:
     return mask.expand(B, heads, 1, tokens) if mask.shape[0] in (1, B) and mask.shape[1] in (1, heads) else None
 
 
+def implementation_of(module: nn.Module) -> str | None:
+    """The name of the attention function that a module's config asks for."""
+    attributes = module.config.__dict__  # its own access to attributes takes microseconds
+    key = "_attn_implementation_internal"
+    return attributes[key] if key in attributes else module.config._attn_implementation
+
+
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """The module's result for one token, None where the host has to compute it."""
     x, past = kwargs.get("hidden_states"), kwargs.get("past_key_values")
@@ -272,7 +282,7 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
     angles = kwargs.get("position_embeddings")
     turned = angles[0].shape[-1] if isinstance(angles, tuple) else 0
     block = state.block(module, x.dtype, lambda: AttentionBlock(module, x.dtype, turned))
-    if block is None or block.K != x.shape[2] or block.implementation != module.config._attn_implementation:
+    if block is None or block.K != x.shape[2] or block.implementation != implementation_of(module):
         return None
     if (0 if angles is None else block.sizes.turned) != block.sizes.turned or getattr(past, "offloading", False):
         return None

@@ -41,8 +41,7 @@ class Watch:
         """Watch modules, of which the first calls the others."""
         self.modules, self.entries = modules[1:], []
         first = modules[0]
-        for name, child in first._modules.items():
-            self.entries.append((first._modules, name, child))
+        self.entries += [(first._modules, name, child) for name, child in first._modules.items()]
         self.tensors: list[tuple[Tensor, int]] = []
         for module in modules:
             for name, parameter in module._parameters.items():
@@ -87,10 +86,10 @@ class State:
             with torch.inference_mode(False), torch.no_grad():
                 found = make()
         except Exception as error:  # a host's own code runs in the trial: whatever it raises, it is not our block
-            self.trials, self.reason, found = _MAX_TRIALS, str(error) or type(error).__name__, None
+            self.reason, found = str(error) or type(error).__name__, None
             logger.debug("%s is computed as by its host: %s", type(module).__name__, self.reason)
-        if found is not None and not found.watch.holds():  # hooks: its layers are watched
-            found = None
+        if found is not None and not found.watch.holds():
+            self.reason, found = "its layers have hooks", None
         self.found[dtype] = found
         return found
 
@@ -98,23 +97,22 @@ class State:
 def is_served(x: Any) -> bool:
     """True if a native block may compute with x in place of a host's ops: nothing records or changes what they do."""
     return (
-        not torch.is_grad_enabled()
-        and isinstance(x, Tensor)
+        isinstance(x, Tensor)
         and x.is_cpu
         and active() is not None
         and is_plain(x)
         and x.is_contiguous()
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
 
 
 @cache
 def block_class(host: type[nn.Module], run: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of a host's class whose `forward` returns `run(module, state, *args, **kwargs)`, unless that is None."""
+    """A subclass of a host's class; its `forward` returns `run(module, state, *args, **kwargs)`, unless that is None."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = run(self, self.__dict__[_STATE], *args, **kwargs)
+        is_tried = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        found = run(self, self.__dict__[_STATE], *args, **kwargs) if is_tried else None
         return host.forward(self, *args, **kwargs) if found is None else found
 
     def reduce(self: nn.Module, protocol: int) -> tuple:

@@ -35,13 +35,13 @@ _JOINED = (("gate_up_proj", "down_proj"),)
 _PLAIN = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
 
 
-def is_mlp(module: nn.Module) -> bool:
-    """True if a module has the layers of a feed-forward block, quantized, and an activation; a trial shows what it is."""
-    return _layers(module) is not None and _act_of(module) is not None
+def is_mlp(module: nn.Module, linear: type[nn.Module]) -> bool:
+    """True if a module has layers of a class, named as in a feed-forward block; a trial shows what it computes."""
+    return _layers(module, linear) is not None and _act_of(module) is not None
 
 
-def _layers(module: nn.Module) -> tuple[str, tuple[nn.Module, ...]] | None:
-    linears = {name: child for name, child in module._modules.items() if isinstance(child, QuantLinear)}
+def _layers(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> tuple[str, tuple[nn.Module, ...]] | None:
+    linears = {name: child for name, child in module._modules.items() if isinstance(child, linear)}
     for kind, found in (("gated", _GATED), ("joined", _JOINED), ("plain", _PLAIN)):
         for names in found:
             if set(names) == set(linears):
