@@ -1095,6 +1095,99 @@ class AdamCase : RandomCall {
   Memory param, grad, factors;
 };
 
+// Norms, rotary embeddings and activations of rows: each value to a few roundings of plain fp64.
+class StepsCase : RandomCall {
+ public:
+  explicit StepsCase(Random& random) : RandomCall(random) {
+    rows = 1 + random.below(4);
+    heads = 1 + random.below(5);
+    width = 2 * (1 + random.below(random.one_in(4) ? kMaxHeadDim / 2 : 40));
+    turned = random.one_in(2) ? width : 2 * (1 + random.below(width / 2));
+    dtype = random.of<int>({F32, BF16, F16});
+    angle_dtype = random.of<int>({F32, dtype});
+    pairs = random.of<int>({HALVES, NEIGHBORS, NEIGHBORS_BY_PAIR});
+    activation = random.of<int>({SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU});
+    plus_one = random.one_in(2);
+    rounds = random.one_in(2);
+    threads = static_cast<int>(1 + random.below(3));
+    const auto some = [&] { return 3 * random_.between(-1, 1); };
+    const auto angle = [&] { return random_.between(-1, 1); };
+    fill(x, rows * heads * width, dtype, false, some);
+    fill(up, rows * heads * width, dtype, false, some);
+    fill(weight, width, dtype, false, some);
+    fill(cos, rows * turned, angle_dtype, false, angle);
+    fill(sin, rows * turned, angle_dtype, false, angle);
+  }
+
+  bool passes(const Kernels& kernels) {
+    current = std::string(kernels.name) + " steps: rows=" + std::to_string(rows) + " heads=" + std::to_string(heads) +
+              " width=" + std::to_string(width) + " turned=" + std::to_string(turned) + " dtype=" +
+              std::to_string(dtype) + " pairs=" + std::to_string(pairs) + " activation=" + std::to_string(activation);
+    const int64_t count = rows * heads * width;
+    Memory y = make(count * element_size(dtype), false);
+    const float eps = 1e-5f;
+    kernels.norm_rows({rows * heads, width, x->data, y->data, dtype, weight->data, dtype, eps, plus_one, rounds, threads});
+    for (int64_t row = 0; row < rows * heads; ++row) {
+      double squares = 0;
+      for (int64_t c = 0; c < width; ++c) squares += x->at(row * width + c, dtype) * x->at(row * width + c, dtype);
+      for (int64_t c = 0; c < width; ++c) {
+        const double factor = weight->at(c, dtype) + (plus_one ? 1 : 0);
+        const double value = x->at(row * width + c, dtype) / std::sqrt(squares / width + eps) * factor;
+        if (!near(y->at(row * width + c, dtype), value, std::fabs(value))) return wrong(kernels, "a norm");
+      }
+    }
+    memcpy(y->data, x->data, static_cast<size_t>(count * element_size(dtype)));
+    kernels.turn_rows({rows, heads, width, turned, y->data, dtype, cos->data, sin->data, angle_dtype, turned, pairs, rounds});
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t c = i % width, first = i - c, row = i / width / heads, half = turned / 2;
+      double value = x->at(i, dtype), size = std::fabs(value);
+      if (c < turned) {
+        const int64_t other = pairs == HALVES ? (c < half ? c + half : c - half) : c ^ 1;
+        const bool is_first = pairs == HALVES ? c < half : c % 2 == 0;
+        const int64_t at = row * turned + (pairs == NEIGHBORS_BY_PAIR ? c / 2 : c);
+        const double own = value * cos->at(at, angle_dtype);
+        const double more = x->at(first + other, dtype) * sin->at(at, angle_dtype);
+        value = is_first ? own - more : own + more;
+        size = std::fabs(own) + std::fabs(more);
+      }
+      if (!near(y->at(i, dtype), value, size)) return wrong(kernels, "a rotary embedding");
+    }
+    const bool gated = rows % 2 == 0;
+    kernels.gate_rows({count, x->data, gated ? up->data : nullptr, y->data, dtype, activation, threads});
+    for (int64_t i = 0; i < count; ++i) {
+      const double factor = gated ? up->at(i, dtype) : 1, value = activated(x->at(i, dtype)) * factor;
+      if (!near(y->at(i, dtype), value, std::fabs(value), 5e-7 * std::fabs(factor)))
+        return wrong(kernels, "an activation");
+    }
+    return true;
+  }
+
+ private:
+  double activated(double v) const {
+    switch (activation) {
+      case SILU: return v / (1 + std::exp(-v));
+      case GELU: return 0.5 * v * (1 + std::erf(v * std::sqrt(0.5)));
+      case GELU_TANH: return 0.5 * v * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
+      case QUICK_GELU: return v / (1 + std::exp(-1.702 * v));
+      default: return v < 0 ? 0 : activation == RELU ? v : v * v;
+    }
+  }
+  // Three roundings to the dtype, and some of fp32.
+  bool near(double found, double value, double size, double more = 0) const {
+    const double step = dtype == BF16 ? 0x1p-8 : dtype == F16 ? 0x1p-11 : 0x1p-22;
+    return std::fabs(found - value) <= 3.5 * step * size + more + (dtype == F16 ? 1e-7 : 1e-30);
+  }
+  bool wrong(const Kernels& kernels, const char* what) const {
+    fprintf(stderr, "%s: %s is off\n", kernels.name, what);
+    return false;
+  }
+
+  int64_t rows, heads, width, turned;
+  int dtype, angle_dtype, pairs, activation, threads;
+  bool plus_one, rounds;
+  Memory x, up, weight, cos, sin;
+};
+
 }  // namespace
 
 #ifdef GUARD_SCRATCH
@@ -1144,9 +1237,10 @@ int main(int argc, char** argv) {
       QuantizationCase weight(random);
       AppendCase appended(random);
       AdamCase adam(random);
+      StepsCase steps(random);
       for (const Kernels* kernels : sets) {
         if (it.passes(*kernels) && attention.passes(*kernels) && weight.passes(*kernels) &&
-            appended.passes(*kernels) && adam.passes(*kernels))
+            appended.passes(*kernels) && adam.passes(*kernels) && steps.passes(*kernels))
           continue;
         print_current();
         failed = true;

@@ -38,7 +38,7 @@ from hf_quant.integrations.loading import (
 )
 from hf_quant.integrations.methods import Wrapper, attach_methods, count_weights, detach_methods, refuse_training
 from hf_quant.integrations.transformers import generation
-from hf_quant.integrations.transformers.blocks import describe_blocks, fuse_blocks_, unfuse_blocks_
+from hf_quant.integrations.transformers.blocks import block_rules, fuse_blocks_as_configured_, unfuse_blocks_
 from hf_quant.integrations.transformers.names import (
     check_names,
     keep_layout,
@@ -57,7 +57,7 @@ from hf_quant.integrations.transformers.parallel import (
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.patterns import matches
-from hf_quant.planning import HOST_RULES, Rules, plan, resolved, schemes_from_list
+from hf_quant.planning import HOST_RULES, plan, resolved, schemes_from_list
 from hf_quant.quantize import dequantize_, fuse_as_configured_, quantize_
 from hf_quant.resolve import SCHEME_FIELDS, fields_of, resolve_scheme
 from hf_quant.scheme import LinearScheme
@@ -144,10 +144,9 @@ class TransformersQuantizer(HfQuantizer):
             if self.calibrates:
                 self._prepare_calibration(model)
                 return model
-            given = self.quantization_config
+            of_this_process = {name: getattr(self.quantization_config, name) for name in RUNTIME_FIELDS}
             self.quantization_config = prepare_from_config(model, self._without_attention(model))
-            for name in RUNTIME_FIELDS:
-                setattr(self.quantization_config, name, getattr(given, name))
+            self.quantization_config.__dict__.update(of_this_process)
         tie_codes(model)
         prepare_parallel(model)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -239,8 +238,7 @@ class TransformersQuantizer(HfQuantizer):
                 if not any(p.is_meta or is_dtensor(p) for p in stored):  # neither offloaded nor sharded
                     check_packed(module, name)
         fuse_as_configured_(model, self.quantization_config.fuse_projections)
-        if self.quantization_config.fuse_activations is not False:
-            fuse_blocks_(model)
+        fuse_blocks_as_configured_(model, self.quantization_config)
         for name in ("quantization_device", *RUNTIME_FIELDS):  # settings of this load, not of the checkpoint
             setattr(self.quantization_config, name, None)
         model.config.quantization_config = self.quantization_config
@@ -428,8 +426,7 @@ def _refuse_resize(model: nn.Module, host: Callable, *args: Any, **kwargs: Any) 
     return host(*args, **kwargs)
 
 
-# The host itself refuses `half` and `float`. Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with
-# `_upload_modified_files`, after the host has written its card.
+# The host refuses `half` and `float` itself, and ends an upload with `_upload_modified_files`, after writing its card.
 _WRAPPERS: dict[str, Wrapper] = {
     "to": _refuse_cast,
     "bfloat16": partial(_refuse_dtype, dtype=torch.bfloat16),
@@ -467,8 +464,7 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
     _record(model, config)
     _attach(model)
     generation.attach(model)
-    if given is None or given.fuse_activations is not False:
-        fuse_blocks_(model)
+    fuse_blocks_as_configured_(model, given)
 
 
 def _tokenizer_of(model: nn.Module) -> Any:
@@ -497,7 +493,7 @@ def register() -> None:
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (QuantizerConfig,)
     if _OBSERVER not in quantize.OBSERVERS:
         quantize.OBSERVERS.append(_OBSERVER)
-        HOST_RULES.append(lambda model: Rules({}, {}, blocks=describe_blocks(model)) if _is_own(model) else None)
+        HOST_RULES.append(lambda model: block_rules(model) if _is_own(model) else None)
         TOKENIZERS.append(_tokenizer_of)
 
 

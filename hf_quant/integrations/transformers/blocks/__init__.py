@@ -1,4 +1,4 @@
-"""Blocks of transformers' models, each computed by one native call on a CPU: norms, feed-forward, attention of a token.
+"""Blocks of transformers' models, each one native call on a CPU: norms, feed-forward, attention of one new token.
 
 Decoding a token on a CPU takes as long between the products as in them: each op of torch and each call of a module
 costs some microseconds. `fuse_blocks_` gives the modules that lie there a native block; `base` says when it is used.
@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from hf_quant.config import QuantizerConfig
 from hf_quant.integrations.transformers.blocks.attention import is_attention, run_attention
 from hf_quant.integrations.transformers.blocks.base import fuse_, is_fused, reason_of, unfuse_
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp, run_mlp
 from hf_quant.integrations.transformers.blocks.norm import is_norm, run_norm
 from hf_quant.modules import QuantizedModule, QuantLinear
+from hf_quant.planning import Rules
 
 
 _KINDS = ((is_norm, run_norm), (is_mlp, run_mlp), (is_attention, run_attention))
@@ -42,13 +44,17 @@ def block_reasons(model: nn.Module) -> dict[str, str | None]:
     return {name: reason_of(module) for name, module in model.named_modules() if is_fused(module)}
 
 
-def describe_blocks(model: nn.Module) -> str | None:
-    """One line of a plan: the modules that may get a block once the model's linear layers are quantized."""
+def fuse_blocks_as_configured_(model: nn.Module, config: QuantizerConfig) -> None:
+    """`fuse_blocks_`, unless `QuantizerConfig.fuse_activations` is False."""
+    if config.fuse_activations is not False:
+        fuse_blocks_(model)
+
+
+def block_rules(model: nn.Module) -> Rules:
+    """The rules of a plan: one line on the modules that may get a block once the linear layers are quantized."""
     counts = Counter(type(module).__name__ for module, _ in _candidates(model, nn.Linear))
-    if not counts:
-        return None
     found = ", ".join(f"{name} ({count})" for name, count in counts.items())
-    return f"one call each on CPUs, where a trial agrees: {found}"
+    return Rules({}, {}, blocks=f"one call each on CPUs, where a trial agrees: {found}" if found else None)
 
 
 def _candidates(model: nn.Module, linear: type[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
@@ -58,4 +64,4 @@ def _candidates(model: nn.Module, linear: type[nn.Module]) -> Iterator[tuple[nn.
                 yield module, run
 
 
-__all__ = ["block_reasons", "describe_blocks", "fuse_blocks_", "unfuse_blocks_"]
+__all__ = ["block_reasons", "block_rules", "fuse_blocks_", "fuse_blocks_as_configured_", "unfuse_blocks_"]

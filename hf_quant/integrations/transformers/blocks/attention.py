@@ -1,9 +1,9 @@
 """The attention of one new token as one native call: projections, norms of heads, rotary embedding, append, attention.
 
-The host's module is tried with an attention function that only records: its queries, keys and values, the scale of the
-scores and everything else that it asks for. The block must compute the same queries, keys and values, at a low and at a
-high position, and the same output from the same result of the attention. What happens in between is the attention of
-`kv_cache`, which the host would call, too.
+The host's module is tried with an attention function that only records: its queries, keys and values, the scale of
+the scores and everything else that it asks for. The block must compute the same queries, keys and values, at a low and
+at a high position, and the same output from the same result of the attention. What happens in between is the attention
+of `kv_cache`, which the host would call, too.
 """
 
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class AttentionBlock:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
         layers, norms = _layers(module), _norms(module)
-        self.watch, self.dtype = Watch(module, *layers, *norms), dtype
+        self.watch, self.dtype = Watch(module), dtype
         self.implementation = implementation_of(module)
         self.K, self.N = layers[0].in_features, layers[-1].out_features
         D = module.head_dim
@@ -97,14 +97,14 @@ class AttentionBlock:
         self.sizes = _Sizes(heads, shared, D, turned)
         norm_options = [NormBlock(norm, _width(norm, D), dtype).options for norm in norms]
         self.window: int | None = None
+        self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms = list(zip(norms, norm_options))
         self.scale = self._prove(module)
         self.block = self._made(layers, attends=True)
 
-    def _made(self, layers: tuple[nn.Module, ...], *, attends: bool, pairs: str = "", rounds: bool = False) -> Block:
+    def _made(self, layers: tuple[nn.Module, ...], *, attends: bool) -> Block:
         """The block, or the part of it that ends with queries, keys and values as its arguments."""
-        pairs, rounds = (pairs, rounds) if pairs else self.turn
-        (heads, shared, D, turned), angles = self.sizes, max(self.sizes.turned, 1)
+        (heads, shared, D, _), angles = self.sizes, max(self.sizes.turned, 1)
         widths = (heads * D, shared * D, shared * D)
         if attends:
             block = Block(self.dtype, self.K, angles, angles, self.N)
@@ -122,7 +122,8 @@ class AttentionBlock:
                 start += width
         for (norm, options), x in zip(self.norms, (q, k)):
             NormBlock.add_to(block, norm, x, x, options)
-        if turned:
+        if self.turn is not None:
+            pairs, rounds = self.turn
             for x in (q, k):
                 block.turn(x, 1, 2, head_dim=D, pairs=pairs, rounds=rounds)
         if attends:
@@ -143,13 +144,13 @@ class AttentionBlock:
             angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
             found.append((x, angles.cos().to(dtype), angles.sin().to(dtype), position))
         records = [_record(module, *trial, dtype) for trial in found]
-        best = float("inf")
-        for pairs in PAIRS if turned else PAIRS[:1]:
-            for rounds in (True, False) if turned else (True,):
-                block = self._made(layers, attends=False, pairs=pairs, rounds=rounds)
-                error = max(self._error(block, *trial[:3], record) for trial, record in zip(found, records))
-                if error < best:
-                    best, self.turn = error, (pairs, rounds)
+        ways = [None, *((pairs, rounds) for pairs in PAIRS for rounds in (True, False))] if turned else [None]
+        errors = []
+        for self.turn in ways:
+            block = self._made(layers, attends=False)
+            errors.append(max(self._error(block, *trial[:3], record) for trial, record in zip(found, records)))
+        best = min(errors)
+        self.turn = ways[errors.index(best)]
         if not best <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} has other queries or keys: off by {best:.3g} roundings")
         for record in records:
@@ -211,13 +212,13 @@ def _width(norm: nn.Module, D: int) -> int:
 
 
 def _attention_result(q: Tensor) -> Tensor:
-    """What the recording attention function returns, [B, S, H, D]."""
+    """The result of the recording attention function, [B, S, H, D]."""
     B, H, S, D = q.shape
     return random_rows(B, S, H, D, dtype=q.dtype, seed=77)
 
 
 def _record(module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: int, dtype: torch.dtype) -> _Recorded:
-    """What the host's module asks the attention function for, and what it makes of its result."""
+    """Record what the host's module asks the attention function for, and what it makes of its result."""
     seen: list[tuple] = []
 
     def record(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:

@@ -1,9 +1,9 @@
 """`FusedBlock`: the native block of one module, and the class that calls it where the host's `forward` would run.
 
-A module's class becomes a subclass of the same name. Its `forward` runs the native block on a CPU where nothing watches
-(gradients, hooks, tracers, autocast), and the host's `forward` everywhere else. A block is made at the first such call,
-from the module as it is then, by a trial: both compute the same random input, and must agree to the rounding of the
-dtype. It is made again after a parameter or a layer was replaced.
+A module gets a subclass of its class, of the same name, whose `forward` runs the native block on a CPU where nothing
+watches (no gradient, hook, tracer or autocast), and the host's `forward` everywhere else. A block is made at the
+first such call, from the module as it is then, by a trial: both compute the same random input, and must agree to the
+rounding of the dtype. It is made again after a parameter or a layer was replaced.
 """
 
 import logging
@@ -35,19 +35,20 @@ class Unproven(Exception):
 
 
 class Watch:
-    """What a block was made from: it is run only while all of that is in its place."""
+    """The parameters and layers that a block was made from: it is run only while all of them are in their places."""
 
-    def __init__(self, *modules: nn.Module) -> None:
-        """Watch modules, of which the first calls the others."""
-        self.modules, self.entries = modules[1:], []
-        first = modules[0]
-        self.entries += [(first._modules, name, child) for name, child in first._modules.items()]
+    def __init__(self, module: nn.Module) -> None:
+        """Watch a module and its children. Raises Unproven if a child has hooks: a trial would call them."""
+        self.children = [child for child in module._modules.values() if child is not None]
+        self.entries = [(module._modules, name, child) for name, child in module._modules.items()]
         self.tensors: list[tuple[Tensor, int]] = []
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                self.entries.append((module._parameters, name, parameter))
+        for owner in (module, *self.children):
+            for name, parameter in owner._parameters.items():
+                self.entries.append((owner._parameters, name, parameter))
                 if parameter is not None:
                     self.tensors.append((parameter, parameter.data_ptr()))
+        if not self.holds():
+            raise Unproven("its layers have hooks")
 
     def holds(self) -> bool:
         """True if no parameter and no layer was replaced, and nothing watches the layers' calls."""
@@ -57,7 +58,7 @@ class Watch:
         for tensor, address in self.tensors:
             if tensor.data_ptr() != address:
                 return False
-        for module in self.modules:
+        for module in self.children:
             if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
                 return False
         return not (nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
@@ -85,11 +86,9 @@ class State:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 found = make()
-        except Exception as error:  # a host's own code runs in the trial: whatever it raises, it is not our block
+        except Exception as error:  # noqa: BLE001  a host's own code runs in the trial: whatever it raises, it is not our block
             self.reason, found = str(error) or type(error).__name__, None
             logger.debug("%s is computed as by its host: %s", type(module).__name__, self.reason)
-        if found is not None and not found.watch.holds():
-            self.reason, found = "its layers have hooks", None
         self.found[dtype] = found
         return found
 
@@ -108,7 +107,7 @@ def is_served(x: Any) -> bool:
 
 @cache
 def block_class(host: type[nn.Module], run: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of a host's class; its `forward` returns `run(module, state, *args, **kwargs)`, unless that is None."""
+    """A subclass of a host's class whose `forward` is `run(module, state, *args, **kwargs)`, unless that is None."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_tried = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
@@ -145,7 +144,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def reason_of(module: nn.Module) -> str | None:
-    """Why a fused module is computed by its host, None if it is not, or has not been tried."""
+    """The reason why a fused module is computed by its host, None if it is not, or has not been tried."""
     return module.__dict__[_STATE].reason
 
 

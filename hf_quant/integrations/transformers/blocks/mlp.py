@@ -67,7 +67,7 @@ class MLPBlock:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         kind, layers = _layers(module)
-        self.watch, activation = Watch(module, *layers), _activation(module)
+        self.watch, activation = Watch(module), _activation(module)
         first, last = layers[0], layers[-1]
         self.K, self.N = first.in_features, last.out_features
         width = last.in_features

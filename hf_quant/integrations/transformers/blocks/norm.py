@@ -22,7 +22,7 @@ _SIZES = (1e-3, 0.03, 1.0, 30.0)  # of the rows of a trial: eps counts for the s
 
 
 def is_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
-    """True if a module may be an RMSNorm: it has one weight at most, and an epsilon. A trial shows what it computes."""
+    """True if a module may be an RMSNorm: one weight at most, and an epsilon; a trial shows what it computes."""
     is_named = type(module).__name__.endswith("RMSNorm") or getattr(module, "kernel_layer_name", None) == "RMSNorm"
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
     return is_named and names <= {"weight"} and not module._modules and _eps_of(module) is not None

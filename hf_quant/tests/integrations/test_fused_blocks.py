@@ -1,0 +1,244 @@
+"""Blocks of transformers on CPUs: the results of the host, where the host's code runs instead, and the way back."""
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_quant import (
+    QuantizedCache,
+    QuantizerConfig,
+    dequantize_,
+    fuse_activations_,
+    plan,
+    quantize_,
+    unfuse_activations_,
+)
+from hf_quant.integrations.transformers.blocks import base, block_reasons
+from hf_quant.kernels import native
+from hf_quant.kv_cache import next_token
+
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIG = {"weights": "int4", "cpu_activations": "int8", "kv_cache": "int8", "modules_to_not_convert": ["lm_head"]}
+# {model type: (further fields, modules that have a block)}.
+FAMILIES = {
+    "llama": ({}, 9),
+    "qwen3": ({}, 13),  # norms of heads
+    "gemma3_text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 17),  # 1 + weight
+    "phi3": ({}, 9),  # joined projections
+    "olmo2": ({}, 13),  # norms of whole rows
+    "cohere": ({}, 4),  # neighbors are turned
+    "glm4": ({"num_key_value_heads": 2}, 13),  # and of these the half
+    "starcoder2": ({}, 4),  # no gate
+    "smollm3": ({"no_rope_layers": [1, 0]}, 9),  # a layer without rotary embedding
+}
+needs_native = pytest.mark.skipif(not native.active(), reason="the native kernels are not built")
+pytestmark = needs_native
+
+
+def make(kind: str = "llama", config=None, dtype=torch.bfloat16, **fields) -> PreTrainedModel:
+    torch.manual_seed(0)
+    given = AutoConfig.for_model(kind, **{**SMALL, **fields})
+    model = AutoModelForCausalLM.from_config(given, dtype=dtype).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn_like(parameter) / 4
+    model.generation_config.eos_token_id = None
+    return quantize_(model, CONFIG if config is None else config)
+
+
+def prompt(rows: int = 1, length: int = 7) -> torch.Tensor:
+    return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def generate(model, ids, **options):
+    return model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
+
+
+def decode(model, ids, cache) -> torch.Tensor:
+    """Logits of one token after the others."""
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+        return model(ids[:, -1:], past_key_values=cache).logits
+
+
+def states(model):
+    return [module.__dict__[base._STATE] for module in model.modules() if base.is_fused(module)]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tokens_of_the_host(kind):
+    fields, count = FAMILIES[kind]
+    model = make(kind, **fields)
+    ids, mask = prompt(3), torch.ones(3, 7, dtype=torch.long)
+    mask[0, :3] = mask[2, :1] = 0
+    alone, batch = generate(model, ids[:1]), generate(model, ids, attention_mask=mask)
+    assert block_reasons(model) == dict.fromkeys(block_reasons(model)) and len(states(model)) == count
+    assert all(state.found for state in states(model))
+    logits = decode(model, ids, QuantizedCache(model.config, "int8"))
+    unfuse_activations_(model)
+    assert torch.equal(generate(model, ids[:1]), alone) and torch.equal(
+        generate(model, ids, attention_mask=mask), batch
+    )
+    expected = decode(model, ids, QuantizedCache(model.config, "int8"))
+    assert ((logits - expected).float().norm() / expected.float().norm()) < 0.01
+
+
+@pytest.mark.parametrize("cache", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_caches_of_every_format(cache, dtype):
+    model = make(config={**CONFIG, "kv_cache": cache}, dtype=dtype)
+    ids = prompt(2, 30)
+    found = decode(model, ids, QuantizedCache(model.config, cache))
+    assert all(state.found for state in states(model))
+    expected = decode(unfuse_activations_(model), ids, QuantizedCache(model.config, cache))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+def test_beams_and_copies_of_the_cache(llama):
+    fuse_activations_(llama)
+    ids = prompt(2)
+    beams = generate(llama, ids, num_beams=3)
+    cache = QuantizedCache(llama.config, "int8")
+    first = decode(llama, ids, cache)
+    copied = copy.deepcopy(cache)
+    with torch.no_grad():
+        more = [llama(ids[:, :1], past_key_values=of).logits for of in (cache, copied)]
+    assert torch.equal(*more) and cache.get_seq_length() == copied.get_seq_length() == 8
+    cache.crop(-2)
+    with torch.no_grad():
+        assert torch.equal(llama(ids[:, -1:], past_key_values=cache).logits, first)
+    assert torch.equal(generate(unfuse_activations_(llama), ids, num_beams=3), beams)
+    fuse_activations_(llama)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        ("ministral3", {}, "other queries or keys"),  # queries are scaled by their position
+        ("bitnet", {}, "makes something else of the result"),  # a norm before the last projection
+        ("hunyuan_v1_dense", {}, "other queries or keys"),  # norms behind the rotary embedding
+        ("gemma2", {"attn_implementation": "eager"}, "does not call one attention function"),
+        ("llama", {"hidden_act": "tanh"}, "activation function"),
+    ],
+)
+def test_what_is_computed_otherwise_stays_with_the_host(kind, fields, reason):
+    model = make(kind, **fields)
+    found = generate(model, prompt(2))
+    assert any(reason in (text or "") for text in block_reasons(model).values())
+    assert torch.equal(generate(unfuse_activations_(model), prompt(2)), found)
+
+
+def test_hooks_and_replaced_layers_are_noticed():
+    model = make()
+    expected, layer = generate(model, prompt()), model.model.layers[0]
+    seen = []
+    handle = layer.mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(generate(model, prompt()), expected) and len(seen) == 12
+    handle.remove()
+    layer.mlp.down_proj.weight = torch.zeros(128, 192, dtype=torch.bfloat16)
+    layer.self_attn.o_proj.weight = torch.zeros(128, 128, dtype=torch.bfloat16)
+    layer.post_attention_layernorm.weight = nn.Parameter(torch.ones(128, dtype=torch.bfloat16) * 3)
+    x = torch.randn(1, 1, 128).bfloat16()
+    with torch.no_grad():
+        assert not layer.mlp(x).any() and layer.mlp.__dict__[base._STATE].found
+        assert layer.post_attention_layernorm(x).float().square().mean().sqrt() == pytest.approx(3, rel=0.05)
+    changed = generate(model, prompt())
+    assert torch.equal(generate(unfuse_activations_(model), prompt()), changed)
+
+
+def test_gradients_autocast_prompts_and_torch_kernels_go_by_the_host(llama, monkeypatch):
+    mlp, norm = llama.model.layers[0].mlp, llama.model.norm
+    calls = []
+    monkeypatch.setattr("hf_quant.kernels.native.blocks._run", lambda *given: calls.append(given))
+    x = torch.randn(1, 2, 128, requires_grad=True, dtype=torch.bfloat16)
+    mlp(norm(x)).sum().backward()
+    assert x.grad is not None
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mlp(x.float())
+        mlp(torch.randn(1, base.MAX_ROWS + 1, 128).bfloat16())
+        with native.using(None):
+            norm(x)
+        assert not calls
+        norm(x)
+    assert calls
+
+
+def test_compiled_models_hold_no_block(llama):
+    x = torch.randn(1, 2, 128).bfloat16()
+    with torch.no_grad():
+        expected = llama.model.layers[0].mlp(x)
+        found = torch.compile(llama.model.layers[0].mlp, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_copies_pickles_and_checkpoints(tmp_path):
+    model = make()
+    expected = generate(model, prompt())
+    kinds = [type(module).__name__ for module in model.modules()]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(generate(other, prompt()), expected) and all(state.found for state in states(other))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [type(module).__name__ for module in loaded.modules()] == kinds
+    assert torch.equal(generate(loaded, prompt()), expected) and all(state.found for state in states(loaded))
+    config = QuantizerConfig(**CONFIG, fuse_activations=False)
+    assert not states(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+    plain = dequantize_(model)
+    assert not states(plain) and [type(m).__name__ for m in plain.modules()][:5] == kinds[:5]
+    assert isinstance(plain.model.norm, type(AutoModelForCausalLM.from_config(plain.config).model.norm))
+    death = weakref.ref(loaded.model.layers[0].mlp)
+    del loaded
+    assert death() is None
+
+
+def test_config_plan_and_errors():
+    config = {**CONFIG, "fuse_activations": False}
+    assert not states(make(config=config))
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
+    assert "one call each on CPUs, where a trial agrees: LlamaAttention (2), LlamaMLP (2), LlamaRMSNorm (5)" in str(
+        plan(plain, CONFIG)
+    )
+    assert "one call each" not in str(plan(plain, config))
+    with pytest.raises(ValueError, match="nothing to fuse in this LlamaForCausalLM"):
+        fuse_activations_(plain)
+
+
+def test_next_token_only_of_layers_in_use(llama):
+    cache = QuantizedCache(llama.config, "int8")
+    layer, sizes = cache.layers[0], (2, 2, 32, torch.bfloat16)
+    assert next_token(layer, *sizes) is None  # empty
+    decode(llama, prompt(2), cache)
+    token = next_token(layer, *sizes)
+    assert token.place == (0, 8, True) and layer.get_seq_length() == 7
+    token.done()
+    assert layer.get_seq_length() == 8
+    for other in ((1, 2, 32, torch.bfloat16), (2, 4, 32, torch.bfloat16), (2, 2, 16, torch.bfloat16)):
+        assert next_token(layer, *other) is None
+    assert next_token(layer, 2, 2, 32, torch.float32) is None and next_token(object(), *sizes) is None
+    static = QuantizedCache(llama.config, "int8", max_cache_len=32)
+    decode(llama, prompt(2), static)
+    assert next_token(static.layers[0], *sizes) is None
