@@ -117,6 +117,19 @@ def test_caches_of_every_format(cache, dtype):
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "cache", [None, "static", {"format": "int8", "recent_tokens": 4}, {"format": "int8", "sink_tokens": 2}], ids=str
+)
+def test_other_caches_are_written_by_themselves(kind, cache):
+    fields = {k: v for k, v in FAMILIES[kind][0].items() if cache != "static"}
+    model = make(kind, {**CONFIG, "kv_cache": cache if isinstance(cache, dict) else None}, **fields)
+    options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    found = generate(model, prompt(2), **options)
+    assert all(state.found for state in states(model))
+    assert torch.equal(generate(unfuse_activations_(model), prompt(2), **options), found)
+
+
 def test_beams_and_copies_of_the_cache(llama):
     fuse_activations_(llama)
     ids = prompt(2)

@@ -3,7 +3,7 @@
 The host's module is tried with an attention function that only records: its queries, keys and values, the scale of
 the scores and everything else that it asks for. The block must compute the same queries, keys and values, at a low and
 at a high position, and the same output from the same result of the attention. What happens in between is the attention
-of `kv_cache`, which the host would call, too.
+of `kv_cache`, as the host would call it; for other caches the host's own function is called.
 """
 
 from typing import Any, NamedTuple
@@ -74,9 +74,9 @@ class _Recorded(NamedTuple):
 
 
 class _NoCache:
-    """A cache that returns what it is given."""
+    """A cache that returns what it is given; it takes no more arguments than the block gives."""
 
-    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         return k, v
 
 
@@ -96,11 +96,12 @@ class AttentionBlock:
             shared = (layers[0].out_features // D - heads) // 2
         self.sizes = _Sizes(heads, shared, D, turned)
         norm_options = [NormBlock(norm, _width(norm, D), dtype).options for norm in norms]
-        self.window: int | None = None
+        self.options: dict[str, Any] = {}  # of the attention function
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms = list(zip(norms, norm_options))
         self.scale = self._prove(module)
-        self.block = self._made(layers, attends=True)
+        self.block, self.projections = self._made(layers, attends=True), self._made(layers, attends=False)
+        self.last = layers[-1]
 
     def _made(self, layers: tuple[nn.Module, ...], *, attends: bool) -> Block:
         """The block, or the part of it that ends with queries, keys and values as its arguments."""
@@ -176,13 +177,12 @@ class AttentionBlock:
         for name, value in options.items():
             if name in ("scaling", *_IGNORED) or value is None or value is False:
                 continue
-            if name == "sliding_window":
-                self.window = value
-            elif value != _NEUTRAL.get(name):
+            if name != "sliding_window" and value != _NEUTRAL.get(name):
                 raise Unproven(f"{type(module).__name__} asks the attention for {name}")
+            self.options[name] = value
 
-    def __call__(self, x: Tensor, angles: Any, mask: Any, layer: Any) -> Tensor | None:
-        """The output for one token x [B, 1, K] of each sequence, which is added to the layer of a cache."""
+    def __call__(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
+        """The output for one token x [B, 1, K] of each sequence, which is added to a cache; None: left to the host."""
         heads, shared, D, turned = self.sizes
         B, addresses, stride = x.shape[0], (0, 0), 0
         if turned:
@@ -190,20 +190,34 @@ class AttentionBlock:
             if not _fit(cos, sin, B, turned, self.dtype):
                 return None
             addresses, stride = (cos.data_ptr(), sin.data_ptr()), turned if cos.shape[0] > 1 else 0
-        token = kv_cache.next_token(layer, B, shared, D, self.dtype)
-        if token is None:
-            return None
-        tokens = token.place[1]
-        if self.window is not None and tokens > self.window:
-            return None
+        index, layers, token = module.layer_idx, getattr(past, "layers", ()), None
+        if index < len(layers) and not past.offloading:
+            token = kv_cache.next_token(layers[index], B, shared, D, self.dtype)
+        if token is None or token.place[1] > self.options.get("sliding_window", token.place[1]):
+            return self._by_host(module, x, addresses, stride, mask, past)
         if mask is not None:
-            mask = _usable(mask, B, heads, tokens)
+            mask = _usable(mask, B, heads, token.place[1])
             if mask is None:
                 return None
         y = x.new_empty(B, 1, self.N)
         self.block.with_cache(B, stride, token.cache, token.place, mask, x.data_ptr(), *addresses, y.data_ptr())
         token.done()
         return y
+
+    def _by_host(
+        self, module: nn.Module, x: Tensor, angles: tuple[int, int], stride: int, mask: Any, past: Any
+    ) -> Tensor:
+        """The same by the cache's own `update` and the host's attention function."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        heads, shared, D, _ = self.sizes
+        q, k, v = (x.new_empty(len(x), count, 1, D) for count in (heads, shared, shared))
+        addresses = (x.data_ptr(), *angles, q.data_ptr(), k.data_ptr(), v.data_ptr())
+        self.projections(len(x), *addresses, angle_stride=stride)
+        k, v = past.update(k, v, module.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[self.implementation]
+        y, _ = attend(module, q, k, v, mask, scaling=self.scale, **self.options)
+        return self.last(y.reshape(len(x), 1, heads * D))
 
 
 def _width(norm: nn.Module, D: int) -> int:
@@ -285,11 +299,9 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
     block = state.block(module, x.dtype, lambda: AttentionBlock(module, x.dtype, turned))
     if block is None or block.K != x.shape[2] or block.implementation != implementation_of(module):
         return None
-    if (0 if angles is None else block.sizes.turned) != block.sizes.turned or getattr(past, "offloading", False):
+    if turned != block.sizes.turned:
         return None
-    layers = getattr(past, "layers", ())
-    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
-    y = None if layer is None else block(x, angles, kwargs.get("attention_mask"), layer)
+    y = block(module, x, angles, kwargs.get("attention_mask"), past)
     return None if y is None else (y, None)
 
 
