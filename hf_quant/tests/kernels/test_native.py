@@ -458,3 +458,23 @@ def test_five_lengths_are_one_graph(instructions, calls):
             x = normal(M, 256, seed=M).bfloat16()
             assert torch.equal(compiled(x), layer(x))
     assert counter.frame_count == 1 and len(calls) == 10
+
+
+@pytest.mark.parametrize("format", ["int4", "int3", "int2"])
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("values", ["outliers", "tiny", "huge", "zero", "nan", "inf"])
+def test_bf16_rows_of_every_magnitude(instructions, format, M, values):
+    """Few rows in bf16 may be multiplied in fixed point: nothing of that shows."""
+    quant = TensorQuant(format, "group", 32, symmetric=True, scale_dtype="float32")
+    packed, x = random_packed(quant, 40, 512, 0), normal(M, 512, seed=1)
+    x[:, 5] *= {"outliers": 3e3, "nan": float("nan"), "inf": float("inf")}.get(values, 1.0)
+    x = (x * {"tiny": 1e-30, "huge": 1e30, "zero": 0.0}.get(values, 1.0)).bfloat16()
+    options = options_of(quant, 40, 512)
+    y = weight_only_mm(x, *packed, None, **options).double()
+    w = dequantize_reference(*packed, **options, K=512, dtype=torch.float32).double()
+    expected = x.double() @ w.T
+    if values in ("nan", "inf"):
+        assert torch.equal(y.isfinite(), expected.isfinite())
+    else:
+        largest = x.double().abs().view(M, -1, 16).amax(-1).repeat_interleave(16, 1)  # of the neighbours
+        assert ((y - expected).abs() <= 2**-8 * expected.abs() + 2**-15 * (largest @ w.abs().T)).all()

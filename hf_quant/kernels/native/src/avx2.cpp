@@ -40,6 +40,7 @@ class Matmul {
     in_pairs_ = std::is_same<C, Int4ByInt8>::value && p.M <= kStreamRows && Int4Pairs::serves(p, runs_);
     if constexpr (kHasPlanes) {
       in_planes_ = p.M <= kStreamRows && Planes<C>::serves(p);
+      in_fixed_ = in_planes_ && FixedPlanes<C>::serves(p);
       if (in_planes_) plane_groups_ = Planes<C>::groups_of(p);
     }
   }
@@ -65,7 +66,12 @@ class Matmul {
       groups[half] = static_cast<int32_t>(group_of(half / 2 * runs_.length * kUnit + half % 2 * kUnit / 2));
     for (int64_t first = 0; first < p_.M; first += kChunk) {
       const int64_t count = min64(kChunk, p_.M - first);
-      if (!pack(first, count) || !multiply(first, count)) return false;
+      if (!pack(first, count)) {
+        if (!in_fixed_) return false;
+        in_fixed_ = false;  // x is not finite
+        if (!pack(first, count)) return false;
+      }
+      if (!multiply(first, count)) return false;
     }
     return true;
   }
@@ -116,6 +122,10 @@ class Matmul {
         load_floats(x, dtype, 0, p_.K, values);
         float* to = reinterpret_cast<float*>(x_.rows + i * x_.stride);
         if constexpr (kHasPlanes) {
+          if (in_fixed_) {
+            if (!FixedPlanes<C>::pack(p_, values, reinterpret_cast<char*>(to))) ok = false;
+            return;
+          }
           if (in_planes_) return Planes<C>::reorder(values, units_, to);
         }
         reorder(values, to);
@@ -185,6 +195,10 @@ class Matmul {
         const uint8_t* codes = weight.qdata + row * p_.row_bytes;
         const int64_t until = min64(u + block, units_);
         if constexpr (kHasPlanes) {
+          if (in_fixed_) {
+            run_rows(FixedPlanes<C>{p_, plane_groups_, x_, codes, scales}, s.first, s.count, u, until, out[row - n]);
+            continue;
+          }
           if (in_planes_) {
             run_rows(Planes<C>{p_, c_, plane_groups_, x_, codes, scales}, s.first, s.count, u, until, out[row - n]);
             continue;
@@ -256,7 +270,7 @@ class Matmul {
   PackedX x_{};
   Segment* segments_ = nullptr;
   PlaneGroups plane_groups_;
-  bool in_pairs_, in_planes_ = false;
+  bool in_pairs_, in_planes_ = false, in_fixed_ = false;
   uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
 };
 
