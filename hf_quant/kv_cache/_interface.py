@@ -140,11 +140,12 @@ def recorded_attention(recorder: Callable[[Tensor, Tensor, Tensor, dict[str, Any
 
     Only of those that can read codes, see `register`.
     """
+    outer = getattr(_local, "recorder", None)
     _local.recorder = recorder
     try:
         yield
     finally:
-        _local.recorder = None
+        _local.recorder = outer
 
 
 def _attend(

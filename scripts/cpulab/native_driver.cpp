@@ -1159,6 +1159,11 @@ class StepsCase : RandomCall {
       if (!near(y->at(i, dtype), value, std::fabs(value), 5e-7 * std::fabs(factor)))
         return wrong(kernels, "an activation");
     }
+    kernels.add_rows({count, x->data, up->data, y->data, dtype});
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = x->at(i, dtype) + up->at(i, dtype);
+      if (!near(y->at(i, dtype), value, std::fabs(value))) return wrong(kernels, "a sum");
+    }
     return true;
   }
 

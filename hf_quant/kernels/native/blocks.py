@@ -6,6 +6,7 @@ checked that the extension computes them (`products.serves`, `attention.unsuppor
 """
 
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from hf_quant.kernels.weight import Weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu")
 PAIRS = ("halves", "neighbors", "neighbors_by_pair")  # of a rotary embedding: see `TurnedPairs` in kernels.h
-_PRODUCT, _NORM, _TURN, _GATE, _APPEND, _ATTEND = range(6)
+_PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND = range(7)
 _run, _num_threads = getattr(module, "run_block", None), torch.get_num_threads
+# (entries, numbers, empty): True if dict.get(key) is the value for each three of `entries`, each function of `numbers`
+# returns the number behind it, and all of `empty` are.
+unchanged: Callable[[tuple, tuple, tuple], bool] = getattr(module, "unchanged", None)
 
 
 class Block:
@@ -70,6 +74,10 @@ class Block:
     def gate(self, x: int, up: int | None, to: int, activation: str) -> None:
         """Compute activation(x) * up, or activation(x)."""
         self._steps.append((None, _GATE, x, -1 if up is None else up, -1, to, ACTIVATIONS.index(activation)))
+
+    def add(self, x: int, more: int, to: int) -> None:
+        """Compute x + more."""
+        self._steps.append((None, _ADD, x, more, -1, to))
 
     def append(self, k: int, v: int, num_heads: int) -> None:
         """Write keys and values of one new token of each of M sequences into the cache of the call."""

@@ -6,6 +6,7 @@ at a high position, and the same output from the same result of the attention. W
 of `kv_cache`, as the host would call it; for other caches the host's own function is called.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +66,15 @@ class _Sizes(NamedTuple):
     turned: int  # channels that the rotary embedding turns, 0: none
 
 
-class _Recorded(NamedTuple):
+class Recorded(NamedTuple):
+    """A call of a host's module: what it asked the attention function for, what it was given, what it returned."""
+
     q: Tensor
     k: Tensor
     v: Tensor
     options: dict[str, Any]  # of the attention function
-    output: Tensor
+    result: Tensor  # [B, S, H, D]
+    output: Any
 
 
 class _NoCache:
@@ -84,10 +88,12 @@ class AttentionBlock:
     """The native block of an attention module for x of one dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
-        layers, norms = _layers(module), _norms(module)
-        self.watch, self.dtype = Watch(module), dtype
-        self.implementation = implementation_of(module)
+        self.watch, self.dtype, self.layers = Watch(module), dtype, _layers(module)
+        self.implementation, self.index = implementation_of(module), module.layer_idx
+        layers = self.layers
         self.K, self.N = layers[0].in_features, layers[-1].out_features
+        if self.N != self.K:
+            raise Unproven("the output is of another width than the input")
         D = module.head_dim
         if len(layers) == 4:
             heads, shared = layers[0].out_features // D, layers[1].out_features // D
@@ -95,82 +101,88 @@ class AttentionBlock:
             heads = layers[1].in_features // D
             shared = (layers[0].out_features // D - heads) // 2
         self.sizes = _Sizes(heads, shared, D, turned)
-        norm_options = [NormBlock(norm, _width(norm, D), dtype).options for norm in norms]
+        self.widths = (heads * D, shared * D, shared * D)
+        self.norms = [NormBlock(norm, _width(norm, D), dtype) for norm in _norms(module)]
         self.options: dict[str, Any] = {}  # of the attention function
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
-        self.norms = list(zip(norms, norm_options))
         self.scale = self._prove(module)
-        self.block, self.projections = self._made(layers, attends=True), self._made(layers, attends=False)
-        self.last = layers[-1]
+        self.projections = self._projections()
+        angles = max(turned, 1)
+        self.block = Block(dtype, self.K, angles, angles, self.N)
+        self.add_to(self.block, 0, 3)
+        self.block.finish()
 
-    def _made(self, layers: tuple[nn.Module, ...], *, attends: bool) -> Block:
-        """The block, or the part of it that ends with queries, keys and values as its arguments."""
-        (heads, shared, D, _), angles = self.sizes, max(self.sizes.turned, 1)
-        widths = (heads * D, shared * D, shared * D)
-        if attends:
-            block = Block(self.dtype, self.K, angles, angles, self.N)
-            q, k, v = (block.buffer(width) for width in widths)
-        else:
-            block = Block(self.dtype, self.K, angles, angles, *widths)
-            q, k, v = 3, 4, 5
+    def add_projections(self, block: Block, x: int, to: tuple[int, int, int]) -> None:
+        """Add the steps from x to queries, keys and values; cos and sin are the arguments 1 and 2 of the block."""
+        layers = self.layers
         if len(layers) == 4:
-            for layer, to in zip(layers, (q, k, v)):
-                add_product(block, 0, to, layer)
+            for layer, target in zip(layers, to):
+                add_product(block, x, target, layer)
         else:
             start = 0
-            for to, width in zip((q, k, v), widths):
-                add_product(block, 0, to, layers[0], slice(start, start + width))
+            for target, width in zip(to, self.widths):
+                add_product(block, x, target, layers[0], slice(start, start + width))
                 start += width
-        for (norm, options), x in zip(self.norms, (q, k)):
-            NormBlock.add_to(block, norm, x, x, options)
+        for norm, target in zip(self.norms, to):
+            norm.add_to(block, target, target)
         if self.turn is not None:
             pairs, rounds = self.turn
-            for x in (q, k):
-                block.turn(x, 1, 2, head_dim=D, pairs=pairs, rounds=rounds)
-        if attends:
-            y = block.buffer(heads * D)
-            block.append(k, v, shared)
-            block.attend(q, y, heads, shared, self.scale)
-            add_product(block, y, 3, layers[-1])
+            for target in to[:2]:
+                block.turn(target, 1, 2, head_dim=self.sizes.D, pairs=pairs, rounds=rounds)
+
+    def add_to(self, block: Block, x: int, to: int) -> None:
+        """Add all steps, from x to the output."""
+        heads, shared, _, _ = self.sizes
+        q, k, v = (block.buffer(width) for width in self.widths)
+        y = block.buffer(self.widths[0])
+        self.add_projections(block, x, (q, k, v))
+        block.append(k, v, shared)
+        block.attend(q, y, heads, shared, self.scale)
+        add_product(block, y, to, self.layers[-1])
+
+    def _projections(self) -> Block:
+        """The block from x to queries, keys and values, which are its last arguments."""
+        angles = max(self.sizes.turned, 1)
+        block = Block(self.dtype, self.K, angles, angles, *self.widths)
+        self.add_projections(block, 0, (3, 4, 5))
         return block.finish()
 
     def _prove(self, module: nn.Module) -> float:
         """Find the rotary embedding by trial, and return the scale of the scores. Raises Unproven."""
         heads, shared, D, turned = self.sizes
-        layers, dtype = _layers(module), self.dtype
-        found = []
-        for seed, position in enumerate(_POSITIONS):
-            x = random_rows(2, 1, self.K, dtype=dtype, seed=seed)
-            angles = random_rows(2, 1, max(turned, 1), dtype=torch.float32, seed=seed + 10)
-            angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
-            found.append((x, angles.cos().to(dtype), angles.sin().to(dtype), position))
-        records = [_record(module, *trial, dtype) for trial in found]
+        layers, dtype = self.layers, self.dtype
+        found = [probe(self.K, turned, position, dtype) for position in _POSITIONS]
+        host = type(module)._hf_quant_block_of.forward
+        records = [record(host, module, *trial) for trial in found]
+        if any(not isinstance(r.output, tuple) or len(r.output) != 2 or r.output[1] is not None for r in records):
+            raise Unproven(f"{type(module).__name__} returns more than its output")
         ways = [None, *((pairs, rounds) for pairs in PAIRS for rounds in (True, False))] if turned else [None]
         errors = []
         for self.turn in ways:
-            block = self._made(layers, attends=False)
-            errors.append(max(self._error(block, *trial[:3], record) for trial, record in zip(found, records)))
+            block = self._projections()
+            errors.append(max(self.error(block, *trial[:3], of) for trial, of in zip(found, records)))
         best = min(errors)
         self.turn = ways[errors.index(best)]
         if not best <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} has other queries or keys: off by {best:.3g} roundings")
-        for record in records:
-            self._check_options(module, record.options)
-            y = layers[-1](_attention_result(record.q).reshape(2, 1, heads * D))
-            if not difference(y, record.output) <= TOLERANCE[dtype]:
+        for of in records:
+            self._check_options(module, of.options)
+            y = layers[-1](of.result.reshape(2, 1, heads * D))
+            if not difference(y, of.output[0]) <= TOLERANCE[dtype]:
                 raise Unproven(f"{type(module).__name__} makes something else of the result of the attention")
-        scales = {record.options.get("scaling") for record in records}
+        scales = {of.options.get("scaling") for of in records}
         scale = scales.pop()
         if scales:
             raise Unproven(f"the scale of the scores in {type(module).__name__} depends on the position")
         return D**-0.5 if scale is None else float(scale)
 
-    def _error(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, record: _Recorded) -> float:
+    def error(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, recorded: Recorded) -> float:
+        """The `difference` of a block's queries, keys and values, which are its last arguments, from recorded ones."""
         heads, shared, D, turned = self.sizes
         results = [torch.empty(2, count, 1, D, dtype=self.dtype) for count in (heads, shared, shared)]
         addresses = [tensor.data_ptr() for tensor in (x, cos, sin, *results)]
         block(2, *addresses, angle_stride=turned)
-        pairs = zip(results, (record.q, record.k, record.v))
+        pairs = zip(results, (recorded.q, recorded.k, recorded.v))
         return max(difference(own, theirs) for own, theirs in pairs)
 
     def _check_options(self, module: nn.Module, options: dict[str, Any]) -> None:
@@ -183,41 +195,44 @@ class AttentionBlock:
 
     def __call__(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
         """The output for one token x [B, 1, K] of each sequence, which is added to a cache; None: left to the host."""
+        turned = self.sizes.turned
+        if turned and not fit(*angles, len(x), turned, self.dtype):
+            return None
+        y = self.with_codes(self.block, x, angles, mask, past)
+        return self._by_host(module, x, angles, mask, past) if y is None else y
+
+    def with_codes(self, block: Block, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
+        """Run a block with the arguments (x, cos, sin, y) that ends in a quantized cache, None if it cannot."""
         heads, shared, D, turned = self.sizes
-        B, addresses, stride = x.shape[0], (0, 0), 0
-        if turned:
-            cos, sin = angles
-            if not _fit(cos, sin, B, turned, self.dtype):
-                return None
-            addresses, stride = (cos.data_ptr(), sin.data_ptr()), turned if cos.shape[0] > 1 else 0
-        index, layers, token = module.layer_idx, getattr(past, "layers", ()), None
-        if index < len(layers) and not past.offloading:
-            token = kv_cache.next_token(layers[index], B, shared, D, self.dtype)
+        B, layers = len(x), getattr(past, "layers", ())
+        if self.index >= len(layers) or past.offloading:
+            return None
+        token = kv_cache.next_token(layers[self.index], B, shared, D, self.dtype)
         if token is None or token.place[1] > self.options.get("sliding_window", token.place[1]):
-            return self._by_host(module, x, addresses, stride, mask, past)
+            return None
         if mask is not None:
             mask = _usable(mask, B, heads, token.place[1])
             if mask is None:
                 return None
-        y = x.new_empty(B, 1, self.N)
-        self.block.with_cache(B, stride, token.cache, token.place, mask, x.data_ptr(), *addresses, y.data_ptr())
+        y = torch.empty_like(x)
+        cos, sin, stride = _addresses(angles, turned)
+        block.with_cache(B, stride, token.cache, token.place, mask, x.data_ptr(), cos, sin, y.data_ptr())
         token.done()
         return y
 
-    def _by_host(
-        self, module: nn.Module, x: Tensor, angles: tuple[int, int], stride: int, mask: Any, past: Any
-    ) -> Tensor:
-        """The same by the cache's own `update` and the host's attention function."""
+    def _by_host(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
+        """The output by the cache's own `update` and the host's attention function."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        heads, shared, D, _ = self.sizes
+        heads, shared, D, turned = self.sizes
         q, k, v = (x.new_empty(len(x), count, 1, D) for count in (heads, shared, shared))
-        addresses = (x.data_ptr(), *angles, q.data_ptr(), k.data_ptr(), v.data_ptr())
+        cos, sin, stride = _addresses(angles, turned)
+        addresses = (x.data_ptr(), cos, sin, q.data_ptr(), k.data_ptr(), v.data_ptr())
         self.projections(len(x), *addresses, angle_stride=stride)
         k, v = past.update(k, v, module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.implementation]
         y, _ = attend(module, q, k, v, mask, scaling=self.scale, **self.options)
-        return self.last(y.reshape(len(x), 1, heads * D))
+        return self.layers[-1](y.reshape(len(x), 1, heads * D))
 
 
 def _width(norm: nn.Module, D: int) -> int:
@@ -225,24 +240,28 @@ def _width(norm: nn.Module, D: int) -> int:
     return D if weight is None else len(weight)
 
 
-def _attention_result(q: Tensor) -> Tensor:
-    """The result of the recording attention function, [B, S, H, D]."""
-    B, H, S, D = q.shape
-    return random_rows(B, S, H, D, dtype=q.dtype, seed=77)
+def probe(K: int, turned: int, position: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Random arguments of a trial: (x [2, 1, K], cos and sin [2, 1, turned], position)."""
+    x = random_rows(2, 1, K, dtype=dtype, seed=position)
+    angles = random_rows(2, 1, max(turned, 1), dtype=torch.float32, seed=position + 1)
+    angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
+    return x, angles.cos().to(dtype), angles.sin().to(dtype), position
 
 
-def _record(module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: int, dtype: torch.dtype) -> _Recorded:
-    """Record what the host's module asks the attention function for, and what it makes of its result."""
+def record(
+    host: Callable[..., Any], module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: int
+) -> Recorded:
+    """Call a host's `forward` with an attention function that records. Raises Unproven if it is not called once."""
     seen: list[tuple] = []
 
-    def record(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        seen.append((q.clone(), k.clone(), v.clone(), options))
-        return _attention_result(q)
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        B, H, S, D = q.shape
+        seen.append((q.clone(), k.clone(), v.clone(), options, random_rows(B, S, H, D, dtype=q.dtype, seed=77)))
+        return seen[-1][-1]
 
     kv_cache.register_attention()
     positions = torch.full((2, 1), position)
-    host = type(module)._hf_quant_block_of.forward
-    with kv_cache.recorded_attention(record):
+    with kv_cache.recorded_attention(attend):
         output = host(
             module,
             hidden_states=x,
@@ -252,19 +271,25 @@ def _record(module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: in
             position_ids=positions,
             cache_position=positions[0],
         )
-    if len(seen) != 1 or not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
-        raise Unproven(
-            f"{type(module).__name__} does not call one attention function, or returns more than its output"
-        )
-    return _Recorded(*seen[0], output[0])
+    if len(seen) != 1:
+        raise Unproven(f"{type(module).__name__} does not call one attention function")
+    return Recorded(*seen[0], output)
 
 
-def _fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype) -> bool:
+def fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype) -> bool:
     """True if cos and sin are of one token [1 or B, 1, turned], as the block reads them."""
     for angle in (cos, sin):
         if angle.shape != (cos.shape[0], 1, turned) or angle.dtype != dtype or not angle.is_contiguous():
             return False
     return cos.shape[0] in (1, B)
+
+
+def _addresses(angles: Any, turned: int) -> tuple[int, int, int]:
+    """(addresses of cos and sin, elements from row to row)."""
+    if not turned:
+        return 0, 0, 0
+    cos, sin = angles
+    return cos.data_ptr(), sin.data_ptr(), turned if cos.shape[0] > 1 else 0
 
 
 def _usable(mask: Any, B: int, heads: int, tokens: int) -> Tensor | None:
@@ -284,24 +309,33 @@ def implementation_of(module: nn.Module) -> str | None:
     return attributes[key] if key in attributes else module.config._attn_implementation
 
 
+def is_one_token(x: Any, kwargs: dict[str, Any]) -> bool:
+    """True if a module is called for one token of each sequence, with a cache and nothing that blocks do not know."""
+    if kwargs.get("past_key_values") is None or not is_served(x) or x.dim() != 3 or x.shape[1] != 1:
+        return False
+    if x.dtype not in TOLERANCE or not 0 < x.shape[0] <= MAX_ROWS:
+        return False
+    return all(name in _TAKEN or value is None or value is False for name, value in kwargs.items())
+
+
+def turned_by(angles: Any) -> int:
+    """The number of channels that cos and sin turn, 0 without them."""
+    return angles[0].shape[-1] if isinstance(angles, tuple) else 0
+
+
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """The module's result for one token, None where the host has to compute it."""
-    x, past = kwargs.get("hidden_states"), kwargs.get("past_key_values")
-    if args or past is None or module.training or not is_served(x) or x.dim() != 3 or x.shape[1] != 1:
+    x = kwargs.get("hidden_states")
+    if args or module.training or not is_one_token(x, kwargs):
         return None
-    if x.dtype not in TOLERANCE or not 0 < x.shape[0] <= MAX_ROWS:
-        return None
-    for name, value in kwargs.items():
-        if name not in _TAKEN and value is not None and value is not False:
-            return None
     angles = kwargs.get("position_embeddings")
-    turned = angles[0].shape[-1] if isinstance(angles, tuple) else 0
+    turned = turned_by(angles)
     block = state.block(module, x.dtype, lambda: AttentionBlock(module, x.dtype, turned))
     if block is None or block.K != x.shape[2] or block.implementation != implementation_of(module):
         return None
     if turned != block.sizes.turned:
         return None
-    y = block(module, x, angles, kwargs.get("attention_mask"), past)
+    y = block(module, x, angles, kwargs.get("attention_mask"), kwargs["past_key_values"])
     return None if y is None else (y, None)
 
 

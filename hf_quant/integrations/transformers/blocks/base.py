@@ -17,7 +17,7 @@ from torch.nn.modules import module as nn_module
 
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native import active
-from hf_quant.kernels.native.blocks import Block
+from hf_quant.kernels.native.blocks import Block, unchanged
 from hf_quant.kernels.native.products import serves, takes_int8
 from hf_quant.kernels.weight import Weight
 from hf_quant.modules import QuantLinear
@@ -37,31 +37,30 @@ class Unproven(Exception):
 class Watch:
     """The parameters and layers that a block was made from: it is run only while all of them are in their places."""
 
-    def __init__(self, module: nn.Module) -> None:
-        """Watch a module and its children. Raises Unproven if a child has hooks: a trial would call them."""
-        self.children = [child for child in module._modules.values() if child is not None]
-        self.entries = [(module._modules, name, child) for name, child in module._modules.items()]
-        self.tensors: list[tuple[Tensor, int]] = []
-        for owner in (module, *self.children):
-            for name, parameter in owner._parameters.items():
-                self.entries.append((owner._parameters, name, parameter))
+    def __init__(self, *modules: nn.Module) -> None:
+        """Watch modules and their children. Raises Unproven if a child has hooks: a trial would call them."""
+        entries: list[Any] = []
+        numbers: list[Any] = []
+        empty: list[Any] = [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
+        children = {id(child): child for module in modules for child in module._modules.values() if child is not None}
+        for module in modules:
+            for name, child in module._modules.items():
+                entries += [module._modules, name, child]
+        for child in children.values():
+            entries += [child.__dict__, "forward", None]
+            empty += [child._forward_hooks, child._forward_pre_hooks]
+        for module in {**{id(module): module for module in modules}, **children}.values():
+            for name, parameter in module._parameters.items():
+                entries += [module._parameters, name, parameter]
                 if parameter is not None:
-                    self.tensors.append((parameter, parameter.data_ptr()))
+                    numbers += [parameter.data_ptr, parameter.data_ptr()]
+        self.places = (tuple(entries), tuple(numbers), tuple(empty))
         if not self.holds():
             raise Unproven("its layers have hooks")
 
     def holds(self) -> bool:
         """True if no parameter and no layer was replaced, and nothing watches the layers' calls."""
-        for own, name, value in self.entries:
-            if own.get(name) is not value:
-                return False
-        for tensor, address in self.tensors:
-            if tensor.data_ptr() != address:
-                return False
-        for module in self.children:
-            if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-                return False
-        return not (nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
+        return unchanged(*self.places)
 
 
 class State:

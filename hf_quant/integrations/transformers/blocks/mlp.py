@@ -66,28 +66,32 @@ class MLPBlock:
     """The native block of a feed-forward block for x of one dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        kind, layers = _layers(module)
-        self.watch, activation = Watch(module), _activation(module)
-        first, last = layers[0], layers[-1]
-        self.K, self.N = first.in_features, last.out_features
-        width = last.in_features
-        self.block = block = Block(dtype, self.K, self.N)
-        gate = block.buffer(width)
-        up = None if kind == "plain" else block.buffer(width)
-        if kind == "joined":
-            add_product(block, 0, gate, first, slice(0, width))
-            add_product(block, 0, up, first, slice(width, 2 * width))
-        else:
-            add_product(block, 0, gate, first)
-            if up is not None:
-                add_product(block, 0, up, layers[1])
-        block.gate(gate, up, gate, activation)
-        add_product(block, gate, 1, last)
-        block.finish()
+        self.watch, self.activation = Watch(module), _activation(module)
+        self.kind, self.layers = _layers(module)
+        self.K, self.N = self.layers[0].in_features, self.layers[-1].out_features
+        self.block = Block(dtype, self.K, self.N)
+        self.add_to(self.block, 0, 1)
+        self.block.finish()
         probe = random_rows(1, 2, self.K, dtype=dtype)
         error = difference(self(probe), type(module)._hf_quant_block_of.forward(module, probe))
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} computes something else: off by {error:.3g} roundings")
+
+    def add_to(self, block: Block, x: int, to: int) -> None:
+        """Add the steps to a block."""
+        first, last = self.layers[0], self.layers[-1]
+        width = last.in_features
+        gate = block.buffer(width)
+        up = None if self.kind == "plain" else block.buffer(width)
+        if self.kind == "joined":
+            add_product(block, x, gate, first, slice(0, width))
+            add_product(block, x, up, first, slice(width, 2 * width))
+        else:
+            add_product(block, x, gate, first)
+            if up is not None:
+                add_product(block, x, up, self.layers[1])
+        block.gate(gate, up, gate, self.activation)
+        add_product(block, gate, to, last)
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = x.shape

@@ -38,31 +38,30 @@ class NormBlock:
 
     def __init__(self, module: nn.Module, width: int, dtype: torch.dtype) -> None:
         self.watch, self.width, self.dtype = Watch(module), width, dtype
+        self.weight, self.eps = getattr(module, "weight", None), _eps_of(module)
         host = type(module)._hf_quant_block_of if hasattr(type(module), "_hf_quant_block_of") else type(module)
         probe = torch.cat([random_rows(1, 1, width, dtype=dtype, seed=i) * size for i, size in enumerate(_SIZES)])
         probe = probe.to(dtype)
         expected = host.forward(module, probe)
-        best = float("inf")
-        for plus_one in (False, True):
-            for rounds in (True, False):
-                self._make(module, plus_one, rounds)
-                rows = zip(self(probe).unbind(), expected.unbind())
-                error = max(difference(own, row) for own, row in rows)
-                if error < best:
-                    best, self.options = error, {"plus_one": plus_one, "rounds": rounds}
+        ways = [{"plus_one": plus_one, "rounds": rounds} for plus_one in (False, True) for rounds in (True, False)]
+        errors = []
+        for self.options in ways:
+            self._make()
+            errors.append(max(difference(own, row) for own, row in zip(self(probe).unbind(), expected.unbind())))
+        best = min(errors)
+        self.options = ways[errors.index(best)]
         if not best <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} is no RMSNorm that hf_quant knows: off by {best:.3g} roundings")
-        self._make(module, **self.options)
+        self._make()
 
-    def _make(self, module: nn.Module, plus_one: bool, rounds: bool) -> None:
+    def _make(self) -> None:
         self.block = Block(self.dtype, self.width, self.width)
-        self.add_to(self.block, module, 0, 1, {"plus_one": plus_one, "rounds": rounds})
+        self.add_to(self.block, 0, 1)
         self.block.finish()
 
-    @staticmethod
-    def add_to(block: Block, module: nn.Module, x: int, to: int, options: dict[str, bool]) -> None:
+    def add_to(self, block: Block, x: int, to: int) -> None:
         """Add the norm to a block."""
-        block.norm(x, to, getattr(module, "weight", None), _eps_of(module), **options)
+        block.norm(x, to, self.weight, self.eps, **self.options)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = torch.empty_like(x)

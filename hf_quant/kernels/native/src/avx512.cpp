@@ -228,7 +228,7 @@ static bool quantize_rows(const RowQuantization& q) {
 const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
                          avx512::attention, avx512_portable::quantize, avx512_portable::append, avx512_portable::adam_step,
                          avx512_portable::fake_quantize, avx512_portable::quantize_two_way, avx512_portable::scale_sums,
-                         avx512_portable::requantize_rows, avx512_portable::norm_rows, avx512_portable::turn_rows, avx512_portable::gate_rows};
+                         avx512_portable::requantize_rows, avx512_portable::norm_rows, avx512_portable::turn_rows, avx512_portable::gate_rows, avx512_portable::add_rows};
 
 }  // namespace hfq
 

@@ -95,6 +95,9 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
       kernels.gate_rows(g);
       return true;
     }
+    case BlockStep::ADD:
+      kernels.add_rows({call.M * buffers_[to].width, at[from], at[step.from[1]], at[to], buffers_[to].dtype});
+      return true;
     case BlockStep::APPEND: append(kernels, call, step, at); return true;
     default: return attend(kernels, call, step, at, lse);
   }

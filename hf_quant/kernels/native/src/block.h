@@ -16,7 +16,7 @@ struct BlockBuffer {
 };
 
 struct BlockStep {
-  enum Kind : int { PRODUCT, NORM, TURN, GATE, APPEND, ATTEND } kind;
+  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND } kind;
   int from[3], to;  // buffers; -1: none
   Product product;
   NormRows norm;

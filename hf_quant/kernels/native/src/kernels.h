@@ -237,6 +237,14 @@ struct GateRows {
   int dtype, activation, threads;
 };
 
+// y [count] = x + more
+struct AddRows {
+  int64_t count;
+  const void *x, *more;
+  void* y;
+  int dtype;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;  // whether Product.compute may be BY_BF16
@@ -255,6 +263,7 @@ struct Kernels {
   void (*norm_rows)(const NormRows&);
   void (*turn_rows)(const TurnRows&);
   void (*gate_rows)(const GateRows&);
+  void (*add_rows)(const AddRows&);
 };
 
 extern const Kernels kPortable;

@@ -452,6 +452,7 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.turn.rounds = a.integer() != 0;
       break;
     case BlockStep::GATE: step.gate.activation = a.integer(); break;
+    case BlockStep::ADD: break;
     default:
       step.heads = a.number();
       step.shared_heads = a.number();
@@ -460,6 +461,34 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!a.finish()) return nullptr;
   block->add(step);
   Py_RETURN_NONE;
+}
+
+// Whether what a block was made from is in its place: tuples of (dict, key, value or None for none), of (function that
+// returns a number, the number), and of dicts that must be empty. In Python this takes as long as a small product.
+PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "takes three tuples");
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i + 2 < PyTuple_Size(args[0]); i += 3) {
+    PyObject* found = PyDict_GetItemWithError(PyTuple_GetItem(args[0], i), PyTuple_GetItem(args[0], i + 1));
+    if (PyErr_Occurred()) return nullptr;
+    if ((found == nullptr ? Py_None : found) != PyTuple_GetItem(args[0], i + 2)) Py_RETURN_FALSE;
+  }
+  for (Py_ssize_t i = 0; i + 1 < PyTuple_Size(args[1]); i += 2) {
+    PyObject* found = PyObject_CallObject(PyTuple_GetItem(args[1], i), nullptr);
+    if (found == nullptr) return nullptr;
+    const long long number = PyLong_AsLongLong(found), expected = PyLong_AsLongLong(PyTuple_GetItem(args[1], i + 1));
+    Py_DecRef(found);
+    if (PyErr_Occurred()) return nullptr;
+    if (number != expected) Py_RETURN_FALSE;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_Size(args[2]); ++i) {
+    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(args[2], i));
+    if (size < 0) return nullptr;
+    if (size > 0) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
 }
 
 void forget_cache(PyObject* capsule) { delete static_cast<BlockCache*>(PyCapsule_GetPointer(capsule, nullptr)); }
@@ -513,7 +542,7 @@ PyObject* run_block(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(12); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(13); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
@@ -575,6 +604,8 @@ PyMethodDef methods[] = {
      "A block of a model without steps, see `Block` in block.h."},
     {"add_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add_step)), METH_FASTCALL,
      "Adds a step to a block, see `BlockStep` in block.h."},
+    {"unchanged", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(unchanged)), METH_FASTCALL,
+     "Whether dicts hold the same objects, functions return the same numbers, and dicts are empty."},
     {"prepare_cache", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare_cache)), METH_FASTCALL,
      "The tensors of a layer of a cache for `run_block`, which does not keep their memory alive."},
     {"run_block", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_block)), METH_FASTCALL,

@@ -26,7 +26,7 @@ namespace hfq {
 const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
                        neon::attention, neon::quantize, neon::append, neon::adam_step,
                          neon::fake_quantize, neon::quantize_two_way, neon::scale_sums,
-                         neon::requantize_rows, neon::norm_rows, neon::turn_rows, neon::gate_rows};
+                         neon::requantize_rows, neon::norm_rows, neon::turn_rows, neon::gate_rows, neon::add_rows};
 }
 
 // What follows runs on any Arm.

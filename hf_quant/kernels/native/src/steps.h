@@ -154,5 +154,16 @@ static void gate_rows(const GateRows& g) {
   });
 }
 
+static void add_rows(const AddRows& a) {
+  float values[kStepValues], more[kStepValues];
+  for (int64_t first = 0; first < a.count; first += kStepValues) {
+    const int64_t count = min64(kStepValues, a.count - first);
+    to_float(a.x, a.dtype, first, count, values);
+    to_float(a.more, a.dtype, first, count, more);
+    add_values(more, count, values);
+    store_row(values, count, a.y, a.dtype, first);
+  }
+}
+
 }  // namespace HFQ_SET
 }  // namespace hfq
