@@ -94,9 +94,11 @@ class QuantizerConfig(QuantizationConfigMixin):
         fuse_projections: True: linear layers that read the same tensor share one product if no gradient is needed,
             see `hf_quant.fuse_projections_`; None: on a GPU, for inference. Runtime setting; not stored in the
             checkpoint.
-        fuse_activations: True: norms and activation functions of diffusion models are computed together with the
-            quantization of their output, in the blocks that hf_quant knows; None: on GPUs. Runtime setting; not
-            stored in the checkpoint.
+        fuse_activations: False: what lies between the products of a model is computed by the host's own modules. Else,
+            in models of transformers on CPUs, norms, feed-forward blocks, the attention of one new token and whole
+            layers are one native call each, see `hf_quant.fuse_activations_`; in diffusion models norms and activation
+            functions are computed together with the quantization of their output, with None on GPUs, with True on
+            every device. Runtime setting; not stored in the checkpoint.
 
     Raises:
         ValueError: on unknown fields, formats and combinations.

@@ -6,6 +6,7 @@
     python scripts/bench_generate.py --compile --head --formats int8 int4   # with a quantized output embedding
     python scripts/bench_generate.py --graphs --device cuda   # decoding captured, by hf_quant.capture_generate
     python scripts/bench_generate.py --threads 1 --clock cpu  # on a machine that others use, too
+    python scripts/bench_generate.py --threads 1 --head --formats int4 W4A8 --kv-cache int8 --only-both --unfused
     python scripts/bench_generate.py --context 8192 --kv-cache int8 int4 --formats int4     # quantized KV caches
     python scripts/bench_generate.py --shape llama-3.1-8b --device cuda --graphs --context 131072 --kv-cache int4 \
         --formats int4 --only-both
@@ -146,9 +147,13 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
         for cache in (None, *args.kv_cache):
             if (weights is None and cache is None) or (args.only_both and (weights is None or cache is None)):
                 continue
-            config = QuantizerConfig(weights, kv_cache=cache, **({} if weights is None else keep))
             name = (weights or "bf16") + ("" if cache is None else f", {cache} cache")
-            todo[name] = lambda model, config=config: quantize_(model, config)
+            for fuses in (False, None) if args.unfused and weights is not None else (None,):
+                config = QuantizerConfig(
+                    weights, kv_cache=cache, fuse_activations=fuses, **({} if weights is None else keep)
+                )
+                title = name if fuses is None else f"{name}, unfused"
+                todo[title] = lambda model, config=config: quantize_(model, config)
     if args.rivals:
         for name, (package, function) in RIVALS.items():
             if installed(package):
@@ -242,6 +247,7 @@ def main() -> None:
     parser.add_argument(
         "--only-both", action="store_true", help="no format without a cache, no cache without a format"
     )
+    parser.add_argument("--unfused", action="store_true", help="with fuse_activations=False, too")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if args.threads is not None:

@@ -46,7 +46,7 @@ def _names(module: nn.Module) -> tuple[str | None, ...] | None:
     children = module._modules
     if "self_attn" not in children or "mlp" not in children:
         return None
-    norms = set(children) - {"self_attn", "mlp"}
+    norms = {name for name, child in children.items() if not isinstance(child, nn.Dropout)} - {"self_attn", "mlp"}
     found = next((names for names in _NORMS if norms == set(names) - {None}), None)
     return found if found is not None and all(is_norm(children[name]) for name in norms) else None
 
