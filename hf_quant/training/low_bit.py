@@ -235,11 +235,8 @@ class LowBitExperts(LowBitModule):
                 x = autocast(x, x.device.type) if torch.is_autocast_enabled(x.device.type) else x
                 codes = self._codes(name, parameter, weight)
                 return grouped_product(x, weight, bias, offsets, self.low_bit.recipe, codes)
-            ends, weights, biases = (
-                [0, *offsets.tolist()],
-                weight.unbind(),
-                [None] * num_experts if bias is None else bias,
-            )
+            ends, weights = [0, *offsets.tolist()], weight.unbind()
+            biases = [None] * num_experts if bias is None else bias
             y = [
                 self.multiply(x[ends[e] : ends[e + 1]], f"{name}.{e}", parameter, weights[e], biases[e])
                 for e in range(num_experts)

@@ -78,7 +78,7 @@ def test_the_gpu_kernel_gives_the_reference(format, scaling):
 
 @pytest.mark.parametrize(("format", "scaling"), CASES)
 def test_groups_are_matrices_of_their_own(format, scaling):
-    """With empty groups, one of one row, and rows behind the last."""
+    """Some groups are empty, one has one row, and rows lie behind the last."""
     x, offsets, options = matrix(200, 70), torch.tensor([0, 1, 97, 97, 193]), {"format": format, "scaling": scaling}
     offsets = offsets.to(torch.int32)
     expected = op.quantize_two_way_reference(x, offsets, **options)

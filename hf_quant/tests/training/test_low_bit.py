@@ -336,7 +336,7 @@ def test_experts(host, recipe):
 
 @pytest.mark.parametrize("recipe", [name for name in EIGHT_BITS if RECIPES[name].grad_weight])
 def test_grouped_products_are_those_of_each_expert(recipe):
-    """Of experts with no, one and many rows, and rows of no expert, as expert parallelism leaves them."""
+    """Experts have no, one and many rows, and some rows are of no expert, as expert parallelism leaves them."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(size, generator=generator) for size in ((45, 96), (4, 80, 96), (4, 80))]
     offsets, both = torch.tensor([1, 1, 33, 40], dtype=torch.int32), ([], [])

@@ -88,9 +88,11 @@ class AttentionBlock:
     """The native block of an attention module for x of one dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
-        self.watch, self.dtype, self.layers = Watch(module), dtype, _layers(module)
+        layers = _layers(module)
+        if layers is None:
+            raise Unproven("its layers were replaced")
+        self.watch, self.dtype, self.layers = Watch(module), dtype, layers
         self.implementation, self.index = implementation_of(module), module.layer_idx
-        layers = self.layers
         self.K, self.N = layers[0].in_features, layers[-1].out_features
         if self.N != self.K:
             raise Unproven("the output is of another width than the input")
@@ -205,7 +207,7 @@ class AttentionBlock:
         """Run a block with the arguments (x, cos, sin, y) that ends in a quantized cache, None if it cannot."""
         heads, shared, D, turned = self.sizes
         B, layers = len(x), getattr(past, "layers", ())
-        if self.index >= len(layers) or past.offloading:
+        if self.index >= len(layers) or getattr(past, "offloading", False):
             return None
         token = kv_cache.next_token(layers[self.index], B, shared, D, self.dtype)
         if token is None or token.place[1] > self.options.get("sliding_window", token.place[1]):

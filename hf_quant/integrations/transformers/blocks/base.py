@@ -26,7 +26,7 @@ from hf_quant.modules.rotation import signs
 
 logger = logging.getLogger(__name__)
 MAX_ROWS = 32  # of an input; prompts are arithmetic, and their buffers large
-_MAX_TRIALS = 4  # a host that swaps parameters call by call (offloading) is left alone
+_MOST_WAITS = 12  # trials after which the number of calls until the next one does not double any more
 _STATE = "_hf_quant_block"
 
 
@@ -64,11 +64,15 @@ class Watch:
 
 
 class State:
-    """The blocks of one module, by dtype; copies and pickles of the module begin without."""
+    """The blocks of one module, by dtype; copies and pickles of the module begin without.
+
+    After a trial that failed the next one waits for ever more calls: a host that swaps parameters call by call
+    (offloading) is left alone, and a module whose hooks or adapter are gone gets its block back.
+    """
 
     def __init__(self) -> None:
         self.found: dict[torch.dtype, Any] = {}
-        self.trials = 0
+        self.trials = self.waits = 0
         self.reason: str | None = None  # why there is none
 
     def __reduce__(self) -> tuple:
@@ -77,18 +81,23 @@ class State:
     def block(self, module: nn.Module, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
         """The block of a module for inputs of a dtype, None if it has none: `make` makes it, or raises Unproven."""
         found = self.found.get(dtype)
-        if found is not None and found.watch.holds():
-            return found
-        if self.trials >= _MAX_TRIALS:
+        if found is not None:
+            if found.watch.holds():
+                return found
+            del self.found[dtype]  # it holds parameters that were replaced
+            self.waits = 2 ** min(self.trials, _MOST_WAITS) - 2
+        if self.waits:
+            self.waits -= 1
             return None
         self.trials += 1
         try:
             with torch.inference_mode(False), torch.no_grad():
                 found = make()
-        except Exception as error:  # noqa: BLE001  a host's own code runs in the trial: whatever it raises, it is not our block
-            self.reason, found = str(error) or type(error).__name__, None
+        except Exception as error:  # noqa: BLE001  (a host's own code runs in the trial)
+            self.reason, self.waits = str(error) or type(error).__name__, 2 ** min(self.trials, _MOST_WAITS)
             logger.debug("%s is computed as by its host: %s", type(module).__name__, self.reason)
-        self.found[dtype] = found
+            return None
+        self.reason, self.found[dtype] = None, found
         return found
 
 
@@ -121,6 +130,7 @@ def block_class(host: type[nn.Module], run: Callable[..., Any]) -> type[nn.Modul
     return type(host.__name__, (host,), names)
 
 
+# Pickles of whole models hold the names of this function, of the functions `run`, and of their files.
 def _rebuild(host: type[nn.Module], run: Callable[..., Any]) -> nn.Module:
     return object.__new__(block_class(host, run))
 

@@ -66,8 +66,11 @@ class MLPBlock:
     """The native block of a feed-forward block for x of one dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        found = _layers(module)
+        if found is None:
+            raise Unproven("its layers were replaced")
         self.watch, self.activation = Watch(module), _activation(module)
-        self.kind, self.layers = _layers(module)
+        self.kind, self.layers = found
         self.K, self.N = self.layers[0].in_features, self.layers[-1].out_features
         self.block = Block(dtype, self.K, self.N)
         self.add_to(self.block, 0, 1)
