@@ -36,7 +36,8 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CONFIG = {"weights": "int4", "cpu_activations": "int8", "kv_cache": "int8", "modules_to_not_convert": ["lm_head"]}
+# In fp32, and with inputs that are not rounded: rounding turns the last bits of a norm into differences one can see.
+CONFIG = {"weights": "int4", "kv_cache": "int8", "modules_to_not_convert": ["lm_head"]}
 # {model type: (further fields, modules that have a block)}.
 FAMILIES = {
     "llama": ({}, 11),
@@ -53,7 +54,7 @@ needs_native = pytest.mark.skipif(not native.active(), reason="the native kernel
 pytestmark = needs_native
 
 
-def make(kind: str = "llama", config=None, dtype=torch.bfloat16, **fields) -> PreTrainedModel:
+def make(kind: str = "llama", config=None, dtype=torch.float32, **fields) -> PreTrainedModel:
     torch.manual_seed(0)
     given = AutoConfig.for_model(kind, **{**SMALL, **fields})
     model = AutoModelForCausalLM.from_config(given, dtype=dtype).eval()
@@ -107,14 +108,15 @@ def test_tokens_of_the_host(kind):
 
 
 @pytest.mark.parametrize("cache", ["int8", "fp8", "int4", "int2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_caches_of_every_format(cache, dtype):
-    model = make(config={**CONFIG, "kv_cache": cache}, dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_caches_and_inputs_of_every_kind(cache, dtype, activations):
+    model = make(config={**CONFIG, "kv_cache": cache, "cpu_activations": activations}, dtype=dtype)
     ids = prompt(2, 30)
     found = decode(model, ids, QuantizedCache(model.config, cache))
-    assert all(state.found for state in states(model))
+    assert all(state.found for state in states(model)) and found.dtype == dtype
     expected = decode(unfuse_activations_(model), ids, QuantizedCache(model.config, cache))
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+    assert ((found - expected).float().norm() / expected.float().norm()) < (0.1 if activations else 0.03)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
@@ -171,10 +173,10 @@ def test_hooks_and_replaced_layers_are_noticed():
     handle = layer.mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
     assert torch.equal(generate(model, prompt()), expected) and len(seen) == 12
     handle.remove()
-    layer.mlp.down_proj.weight = torch.zeros(128, 192, dtype=torch.bfloat16)
-    layer.self_attn.o_proj.weight = torch.zeros(128, 128, dtype=torch.bfloat16)
-    layer.post_attention_layernorm.weight = nn.Parameter(torch.ones(128, dtype=torch.bfloat16) * 3)
-    x = torch.randn(1, 1, 128).bfloat16()
+    layer.mlp.down_proj.weight = torch.zeros(128, 192)
+    layer.self_attn.o_proj.weight = torch.zeros(128, 128)
+    layer.post_attention_layernorm.weight = nn.Parameter(torch.ones(128) * 3)
+    x = torch.randn(1, 1, 128)
     with torch.no_grad():
         assert not any(layer.mlp(x).any() for _ in range(64)) and layer.mlp.__dict__[base._STATE].found
         assert layer.post_attention_layernorm(x).float().square().mean().sqrt() == pytest.approx(3, rel=0.05)
@@ -206,13 +208,13 @@ def test_gradients_autocast_prompts_and_torch_kernels_go_by_the_host(llama, monk
     mlp, norm = llama.model.layers[0].mlp, llama.model.norm
     calls = []
     monkeypatch.setattr("hf_quant.kernels.native.blocks._run", lambda *given: calls.append(given))
-    x = torch.randn(1, 2, 128, requires_grad=True, dtype=torch.bfloat16)
+    x = torch.randn(1, 2, 128, requires_grad=True)
     mlp(norm(x)).sum().backward()
     assert x.grad is not None
     with torch.no_grad():
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            mlp(x.float())
-        mlp(torch.randn(1, base.MAX_ROWS + 1, 128).bfloat16())
+            mlp(x.detach())
+        mlp(torch.randn(1, base.MAX_ROWS + 1, 128))
         with native.using(None):
             norm(x)
         assert not calls
@@ -221,7 +223,7 @@ def test_gradients_autocast_prompts_and_torch_kernels_go_by_the_host(llama, monk
 
 
 def test_compiled_models_hold_no_block(llama):
-    x = torch.randn(1, 2, 128).bfloat16()
+    x = torch.randn(1, 2, 128)
     with torch.no_grad():
         expected = llama.model.layers[0].mlp(x)
         found = torch.compile(llama.model.layers[0].mlp, backend="eager", fullgraph=True)(x)
@@ -261,16 +263,16 @@ def test_config_plan_and_errors():
 
 def test_next_token_only_of_layers_in_use(llama):
     cache = QuantizedCache(llama.config, "int8")
-    layer, sizes = cache.layers[0], (2, 2, 32, torch.bfloat16)
+    layer, sizes = cache.layers[0], (2, 2, 32, torch.float32)
     assert next_token(layer, *sizes) is None  # empty
     decode(llama, prompt(2), cache)
     token = next_token(layer, *sizes)
     assert token.place == (0, 8, True) and layer.get_seq_length() == 7
     token.done()
     assert layer.get_seq_length() == 8
-    for other in ((1, 2, 32, torch.bfloat16), (2, 4, 32, torch.bfloat16), (2, 2, 16, torch.bfloat16)):
+    for other in ((1, 2, 32, torch.float32), (2, 4, 32, torch.float32), (2, 2, 16, torch.float32)):
         assert next_token(layer, *other) is None
-    assert next_token(layer, 2, 2, 32, torch.float32) is None and next_token(object(), *sizes) is None
+    assert next_token(layer, 2, 2, 32, torch.bfloat16) is None and next_token(object(), *sizes) is None
     static = QuantizedCache(llama.config, "int8", max_cache_len=32)
     decode(llama, prompt(2), static)
     assert next_token(static.layers[0], *sizes) is None

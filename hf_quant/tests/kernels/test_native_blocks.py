@@ -128,4 +128,5 @@ def test_products_in_a_block_are_those_of_the_layers(config):
     add_product(block, h, 1, model[1])
     run(block, x, y)
     with torch.no_grad():
-        assert_near(y, model[1](F.silu(model[0](x))), 2)
+        expected = model[1](F.silu(model[0](x))).float()
+    assert (y.float() - expected).norm() < 0.02 * expected.norm()
