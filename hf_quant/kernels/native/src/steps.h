@@ -21,16 +21,66 @@ static HFQ_LOOP void round_values(int64_t count, int dtype, float* __restrict va
     for (int64_t i = 0; i < count; ++i) values[i] = f16_to_float(float_to_f16(values[i]));
 }
 
-static HFQ_LOOP float sum_of_squares(const float* __restrict values, int64_t count) {
-  float sums[16] = {};
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16)
-    for (int j = 0; j < 16; ++j) sums[j] += values[i + j] * values[i + j];
-  for (; i < count; ++i) sums[i % 16] += values[i] * values[i];
-  for (int half = 8; half > 0; half /= 2)
-    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
-  return sums[0];
+static HFQ_LOOP void square_values(int64_t count, float* __restrict values) {
+  for (int64_t i = 0; i < count; ++i) values[i] *= values[i];
 }
+
+// The sum of a row in the order of torch's own, for the same bits: four vectors side by side, in levels of which each
+// takes what 16 or more of the one below have added up (cascade_sum in ATen/native/cpu/SumKernel.cpp).
+class RowSum {
+ public:
+  explicit RowSum(int64_t width) {
+    int64_t power = 0;
+    while ((int64_t{1} << power) < width / kStep) ++power;
+    power_ = max64(4, power / kLevels);
+    left_ = width / kStep;
+  }
+
+  // The next values of the row; all parts but the last one are whole steps.
+  HFQ_LOOP void add(const float* __restrict values, int64_t count) {
+    int64_t at = 0;
+    for (; at + kStep <= count; at += kStep) {
+      for (int64_t i = 0; i < kStep; ++i) sums_[0][i] += values[at + i];
+      --left_;
+      if (++added_ % (int64_t{1} << power_) == 0) carry();
+    }
+    if (left_ > 0 || at == count) return;
+    merge();
+    for (; at + kLanes <= count; at += kLanes)
+      for (int64_t i = 0; i < kLanes; ++i) sums_[0][i] += values[at + i];
+    for (; at < count; ++at) tail_ += values[at];
+  }
+
+  float total() {
+    merge();
+    for (int64_t k = 1; k < 4; ++k)
+      for (int64_t i = 0; i < kLanes; ++i) sums_[0][i] += sums_[0][k * kLanes + i];
+    for (int64_t i = 0; i < kLanes; ++i) tail_ += sums_[0][i];
+    return tail_;
+  }
+
+ private:
+  static constexpr int64_t kLevels = 4, kStep = 4 * kLanes;
+
+  void carry() {
+    for (int64_t level = 1; level < kLevels; ++level) {
+      add_level(level, level - 1);
+      memset(sums_[level - 1], 0, sizeof sums_[0]);
+      if ((added_ & (((int64_t{1} << power_) - 1) << (level * power_))) != 0) return;
+    }
+  }
+  void merge() {
+    for (int64_t level = 1; level < kLevels && !merged_; ++level) add_level(0, level);
+    merged_ = true;
+  }
+  void add_level(int64_t to, int64_t from) {
+    for (int64_t i = 0; i < kStep; ++i) sums_[to][i] += sums_[from][i];
+  }
+
+  float sums_[kLevels][kStep] = {}, tail_ = 0.0f;
+  int64_t power_, left_, added_ = 0;
+  bool merged_ = false;
+};
 
 static HFQ_LOOP void scale_values(int64_t count, float factor, float* __restrict values) {
   for (int64_t i = 0; i < count; ++i) values[i] *= factor;
@@ -43,16 +93,17 @@ static HFQ_LOOP void multiply_values(const float* __restrict by, int64_t count, 
 static void norm_rows(const NormRows& n) {
   parallel_for(n.rows, n.rows * n.width < (1 << 15) ? 1 : n.threads, [&](int64_t row) {
     float values[kStepValues], weight[kStepValues];
-    float squares = 0.0f;
+    RowSum squares(n.width);
     for (int64_t k = 0; k < n.width; k += kStepValues) {
       const int64_t count = min64(kStepValues, n.width - k);
       to_float(n.x, n.dtype, row * n.width + k, count, values);
-      squares += sum_of_squares(values, count);
+      square_values(count, values);
+      squares.add(values, count);
     }
-    const float factor = 1.0f / std::sqrt(squares / static_cast<float>(n.width) + n.eps);
+    const float factor = 1.0f / std::sqrt(squares.total() / static_cast<float>(n.width) + n.eps);
     for (int64_t k = 0; k < n.width; k += kStepValues) {
       const int64_t count = min64(kStepValues, n.width - k);
-      if (n.width > kStepValues) to_float(n.x, n.dtype, row * n.width + k, count, values);
+      to_float(n.x, n.dtype, row * n.width + k, count, values);
       scale_values(count, factor, values);
       if (n.rounds) round_values(count, n.dtype, values);
       if (n.weight != nullptr) {
