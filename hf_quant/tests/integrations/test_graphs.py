@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_quant import capture_generate, fuse_projections_, quantize_
+from hf_quant import capture_generate, fuse_projections_, quantize_, unfuse_activations_
 from hf_quant.integrations.transformers.graphs.capture import DecodeGraphs, _rounded
 from hf_quant.integrations.transformers.graphs.decode import CudaGraphs
 from hf_quant.integrations.transformers.graphs.state import globals_of
@@ -56,7 +56,7 @@ def make(name: str = "llama", config="int4", fused: bool = True) -> nn.Module:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.3)
     if config is not None:
-        quantize_(model, config)
+        unfuse_activations_(quantize_(model, config))  # on GPUs there are no native blocks
     model.generation_config.eos_token_id = None
     return fuse_projections_(model) if fused and config is not None else model
 
