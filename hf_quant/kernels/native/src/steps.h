@@ -25,6 +25,13 @@ static HFQ_LOOP void square_values(int64_t count, float* __restrict values) {
   for (int64_t i = 0; i < count; ++i) values[i] *= values[i];
 }
 
+// Lanes of the vectors that torch adds rows in: those of AVX2 with AVX-512, too.
+#if defined(__x86_64__)
+constexpr int64_t kTorchLanes = 8;
+#else
+constexpr int64_t kTorchLanes = 4;
+#endif
+
 // The sum of a row in the order of torch's own, for the same bits: four vectors side by side, in levels of which each
 // takes what 16 or more of the one below have added up (cascade_sum in ATen/native/cpu/SumKernel.cpp).
 class RowSum {
@@ -46,21 +53,21 @@ class RowSum {
     }
     if (left_ > 0 || at == count) return;
     merge();
-    for (; at + kLanes <= count; at += kLanes)
-      for (int64_t i = 0; i < kLanes; ++i) sums_[0][i] += values[at + i];
+    for (; at + kTorchLanes <= count; at += kTorchLanes)
+      for (int64_t i = 0; i < kTorchLanes; ++i) sums_[0][i] += values[at + i];
     for (; at < count; ++at) tail_ += values[at];
   }
 
   float total() {
     merge();
     for (int64_t k = 1; k < 4; ++k)
-      for (int64_t i = 0; i < kLanes; ++i) sums_[0][i] += sums_[0][k * kLanes + i];
-    for (int64_t i = 0; i < kLanes; ++i) tail_ += sums_[0][i];
+      for (int64_t i = 0; i < kTorchLanes; ++i) sums_[0][i] += sums_[0][k * kTorchLanes + i];
+    for (int64_t i = 0; i < kTorchLanes; ++i) tail_ += sums_[0][i];
     return tail_;
   }
 
  private:
-  static constexpr int64_t kLevels = 4, kStep = 4 * kLanes;
+  static constexpr int64_t kLevels = 4, kStep = 4 * kTorchLanes;
 
   void carry() {
     for (int64_t level = 1; level < kLevels; ++level) {
