@@ -81,11 +81,9 @@ class State:
     def block(self, module: nn.Module, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
         """The block of a module for inputs of a dtype, None if it has none: `make` makes it, or raises Unproven."""
         found = self.found.get(dtype)
-        if found is not None:
-            if found.watch.holds():
-                return found
-            del self.found[dtype]  # it holds parameters that were replaced
-            self.waits = 2 ** min(self.trials, _MOST_WAITS) - 2
+        if found is not None and found.watch.holds():
+            self.reason = None  # an adapter or a hook may be gone again
+            return found
         if self.waits:
             self.waits -= 1
             return None
@@ -97,7 +95,7 @@ class State:
             self.reason, self.waits = str(error) or type(error).__name__, 2 ** min(self.trials, _MOST_WAITS)
             logger.debug("%s is computed as by its host: %s", type(module).__name__, self.reason)
             return None
-        self.reason, self.found[dtype] = None, found
+        self.reason, self.found[dtype], self.waits = None, found, 2 ** min(self.trials, _MOST_WAITS) - 2
         return found
 
 
