@@ -1,6 +1,5 @@
 """`next_token`: a growing layer of a cache, for a native block that writes one token into it and attends to all."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,21 @@ class NextToken(NamedTuple):
 
     Attributes:
         cache, place: as `Block.with_cache` takes them.
-        done: to be called once the token is written.
+        layer, end: the layer of the cache, and the position of the token.
     """
 
     cache: object
     place: tuple[int, int, bool]
-    done: Callable[[], None]
+    layer: GrowingStorage
+    end: int
+
+    def is_next(self) -> bool:
+        """True if the layer has changed nothing since."""
+        return self.layer._end == self.end and self.layer._prepared.cache is self.cache
+
+    def done(self) -> None:
+        """Count the token, once it is written."""
+        self.layer._count_token()
 
 
 class _Prepared:
@@ -61,7 +69,7 @@ def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -
         return None
     start = layer._start_of_next()
     place = (layer._first + start - layer._start, layer._end + 1 - start, start == 0 and layer.k_first is not None)
-    return NextToken(prepared.cache, place, layer._count_token)
+    return NextToken(prepared.cache, place, layer, layer._end)
 
 
 def _prepare(layer: GrowingStorage) -> object:

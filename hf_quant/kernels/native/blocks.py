@@ -6,7 +6,7 @@ checked that the extension computes them (`products.serves`, `attention.unsuppor
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from hf_quant.kernels.weight import Weight
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu")
 PAIRS = ("halves", "neighbors", "neighbors_by_pair")  # of a rotary embedding: see `TurnedPairs` in kernels.h
 _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND = range(7)
-_run, _num_threads = getattr(module, "run_block", None), torch.get_num_threads
-# (entries, numbers, empty): True if dict.get(key) is the value for each three of `entries`, each function of `numbers`
-# returns the number behind it, and all of `empty` are.
-unchanged: Callable[[tuple, tuple, tuple], bool] = getattr(module, "unchanged", None)
+_run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
+_num_threads = torch.get_num_threads
+# Of each (entries, numbers, empty, addresses): True if dict.get(key) is the value for each three of `entries`, each
+# function of `numbers` returns the number behind it, and all of `empty` are; `addresses` are prefetched.
+unchanged: Callable[..., bool] = getattr(module, "unchanged", None)
 
 
 class Block:
@@ -110,12 +111,33 @@ class Block:
     ) -> None:
         """Run the steps with a prepared cache. `place`: its first column in use, the number of its tokens with the new
         one, and whether its column 0 holds the first token. mask: bool or fp32 [M, 1 or heads, 1, tokens]."""
-        if mask is None:
-            numbers = (0, 0, 0, 0)
-        else:
-            number = DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype]
-            numbers = (mask.data_ptr(), number, *mask.stride()[:2])
-        _run(self._block, cache, M, _num_threads(), angle_stride, *place, *numbers, *addresses)
+        _run(self._block, cache, M, _num_threads(), angle_stride, *place, *_mask_numbers(mask), *addresses)
+
+
+def run_in_turn(
+    blocks: Sequence[Block],
+    M: int,
+    angle_stride: int,
+    caches: tuple[object, ...],
+    places: Sequence[tuple[int, int, bool]],
+    mask: Tensor | None,
+    *addresses: int,
+) -> None:
+    """Run blocks with the arguments (x, cos, sin, y) one after the other, each on the result of the one before.
+
+    `caches`, `places` and `mask` as in `Block.with_cache`; `addresses`: of the first x, of cos, of sin, and of the
+    results of all blocks, one after the other.
+    """
+    handles = tuple([block._block for block in blocks])
+    numbers = [number for place in places for number in place]
+    _run_in_turn(handles, caches, M, _num_threads(), angle_stride, *_mask_numbers(mask), *addresses, *numbers)
+
+
+def _mask_numbers(mask: Tensor | None) -> tuple[int, int, int, int]:
+    if mask is None:
+        return 0, 0, 0, 0
+    number = DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype]
+    return (mask.data_ptr(), number, *mask.stride()[:2])
 
 
 def _bits(value: float) -> int:

@@ -18,7 +18,7 @@ from hf_quant import (
     quantize_,
     unfuse_activations_,
 )
-from hf_quant.integrations.transformers.blocks import base, block_reasons
+from hf_quant.integrations.transformers.blocks import ahead, base, block_reasons
 from hf_quant.kernels import native
 from hf_quant.kv_cache import next_token
 
@@ -202,6 +202,80 @@ def test_adapters_come_and_go():
     for _ in range(4):
         assert torch.equal(generate(model, prompt()), expected)
     assert not calls and block_reasons(model)["model.layers.0"] is None
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """The number of layers of each native call that computes several."""
+    counts, real = [], ahead.run_in_turn
+    monkeypatch.setattr(
+        ahead, "run_in_turn", lambda blocks, *given: (counts.append(len(blocks)), real(blocks, *given))
+    )
+    return counts
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_layers_are_computed_ahead(rows, inference):
+    kind = ["sliding_attention"] * 3 + ["full_attention"]
+    for name, fields, count in (("llama", {}, 4), ("gemma3_text", {"sliding_window": 8, "layer_types": kind}, 3)):
+        model = make(name, **{"num_hidden_layers": 4, **fields})
+        with torch.inference_mode(inference):
+            found = generate(model, prompt(3), attention_mask=torch.tensor([[0] * 3 + [1] * 4, [1] * 7, [1] * 7]))
+            # One step each for the trials, for the links, and for rows of which the first link was missing.
+            assert rows and set(rows) == {count} and len(rows) >= 8
+            unfuse_activations_(model)
+            mask = torch.tensor([[0] * 3 + [1] * 4, [1] * 7, [1] * 7])
+            assert torch.equal(generate(model, prompt(3), attention_mask=mask), found)
+        rows.clear()
+
+
+def in_place(module, args, y):
+    y.mul_(1.25)
+
+
+def replaced(module, args, y):
+    return y * 1.25
+
+
+def by_argument(module, args, kwargs):
+    return args, {**kwargs, "position_ids": kwargs["position_ids"].clone()}
+
+
+@pytest.mark.parametrize("hook", [in_place, replaced, by_argument])
+def test_hosts_that_change_what_lies_between_layers(rows, hook):
+    model = make(num_hidden_layers=4)
+    generate(model, prompt())
+    rows.clear()
+    layer = model.model.layers[1]
+    if hook is by_argument:
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
+    else:
+        layer.register_forward_hook(hook)
+    found = generate(model, prompt())
+    assert rows[0] == 4 and 4 not in rows[1:] and 2 in rows[1:]  # one step in vain, then two parts
+    assert torch.equal(generate(unfuse_activations_(model), prompt()), found)
+
+
+def test_layers_left_out_and_replaced(rows):
+    model = make(num_hidden_layers=4)
+    expected = generate(model, prompt())
+    cache = QuantizedCache(model.config, "int8")
+    decode(model, prompt(), cache)
+    rows.clear()
+    model.config.num_hidden_layers = 2
+    with torch.no_grad():
+        model(prompt()[:, :1], past_key_values=cache)
+    assert rows == [4] and [layer.get_seq_length() for layer in cache.layers] == [8, 8, 7, 7]
+    model.config.num_hidden_layers = 4
+    assert torch.equal(generate(model, prompt()), expected)
+    model.model.layers[2] = layer = copy.deepcopy(model.model.layers[1])
+    layer.self_attn.layer_idx, layer.self_attn.config = 2, model.config
+    model.model.layers[3].mlp.down_proj.weight = torch.randn(128, 192)
+    found = generate(model, prompt())
+    for _ in range(4):  # trials wait
+        assert torch.equal(generate(model, prompt()), found)
+    assert rows[-1] == 4 and not torch.equal(found, expected)
+    assert torch.equal(generate(unfuse_activations_(model), prompt()), found)
 
 
 def test_gradients_autocast_prompts_and_torch_kernels_go_by_the_host(llama, monkeypatch):

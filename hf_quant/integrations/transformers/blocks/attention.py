@@ -203,21 +203,29 @@ class AttentionBlock:
         y = self.with_codes(self.block, x, angles, mask, past)
         return self._by_host(module, x, angles, mask, past) if y is None else y
 
-    def with_codes(self, block: Block, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
-        """Run a block with the arguments (x, cos, sin, y) that ends in a quantized cache, None if it cannot."""
-        heads, shared, D, turned = self.sizes
-        B, layers = len(x), getattr(past, "layers", ())
+    def next_token(self, past: Any, B: int) -> kv_cache.NextToken | None:
+        """The place of the next token in a quantized cache, None if it is none, or is longer than the window."""
+        layers = getattr(past, "layers", ())
         if self.index >= len(layers) or getattr(past, "offloading", False):
             return None
-        token = kv_cache.next_token(layers[self.index], B, shared, D, self.dtype)
+        sizes = self.sizes
+        token = kv_cache.next_token(layers[self.index], B, sizes.shared_heads, sizes.D, self.dtype)
         if token is None or token.place[1] > self.options.get("sliding_window", token.place[1]):
             return None
+        return token
+
+    def with_codes(self, block: Block, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
+        """Run a block with the arguments (x, cos, sin, y) that ends in a quantized cache, None if it cannot."""
+        B = len(x)
+        token = self.next_token(past, B)
+        if token is None:
+            return None
         if mask is not None:
-            mask = _usable(mask, B, heads, token.place[1])
+            mask = usable(mask, B, self.sizes.heads, token.place[1])
             if mask is None:
                 return None
         y = torch.empty_like(x)
-        cos, sin, stride = _addresses(angles, turned)
+        cos, sin, stride = addresses_of(angles, self.sizes.turned)
         block.with_cache(B, stride, token.cache, token.place, mask, x.data_ptr(), cos, sin, y.data_ptr())
         token.done()
         return y
@@ -228,7 +236,7 @@ class AttentionBlock:
 
         heads, shared, D, turned = self.sizes
         q, k, v = (x.new_empty(len(x), count, 1, D) for count in (heads, shared, shared))
-        cos, sin, stride = _addresses(angles, turned)
+        cos, sin, stride = addresses_of(angles, turned)
         addresses = (x.data_ptr(), cos, sin, q.data_ptr(), k.data_ptr(), v.data_ptr())
         self.projections(len(x), *addresses, angle_stride=stride)
         k, v = past.update(k, v, module.layer_idx)
@@ -286,7 +294,7 @@ def fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype) -> bo
     return cos.shape[0] in (1, B)
 
 
-def _addresses(angles: Any, turned: int) -> tuple[int, int, int]:
+def addresses_of(angles: Any, turned: int) -> tuple[int, int, int]:
     """(addresses of cos and sin, elements from row to row)."""
     if not turned:
         return 0, 0, 0
@@ -294,7 +302,7 @@ def _addresses(angles: Any, turned: int) -> tuple[int, int, int]:
     return cos.data_ptr(), sin.data_ptr(), turned if cos.shape[0] > 1 else 0
 
 
-def _usable(mask: Any, B: int, heads: int, tokens: int) -> Tensor | None:
+def usable(mask: Any, B: int, heads: int, tokens: int) -> Tensor | None:
     """A mask [B, 1 or heads, 1, tokens] as the block reads it, None if it is of another kind."""
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] != 1 or mask.shape[3] < tokens:
         return None

@@ -7,6 +7,8 @@ rounding of the dtype. It is made again after a parameter or a layer was replace
 """
 
 import logging
+import struct
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -27,6 +29,7 @@ from hf_quant.modules.rotation import signs
 logger = logging.getLogger(__name__)
 MAX_ROWS = 32  # of an input; prompts are arithmetic, and their buffers large
 _MOST_WAITS = 12  # trials after which the number of calls until the next one does not double any more
+_IMPL_BYTES = 256  # of a tensor in memory, about
 _STATE = "_hf_quant_block"
 
 
@@ -41,6 +44,7 @@ class Watch:
         """Watch modules and their children. Raises Unproven if a child has hooks: a trial would call them."""
         entries: list[Any] = []
         numbers: list[Any] = []
+        tensors: list[Tensor] = []
         empty: list[Any] = [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
         children = {id(child): child for module in modules for child in module._modules.values() if child is not None}
         for module in modules:
@@ -54,9 +58,21 @@ class Watch:
                 entries += [module._parameters, name, parameter]
                 if parameter is not None:
                     numbers += [parameter.data_ptr, parameter.data_ptr()]
-        self.places = (tuple(entries), tuple(numbers), tuple(empty))
+                    tensors.append(parameter)
+        read = [id(part) for part in (*entries[::3], *numbers, *empty, *tensors)]
+        for tensor in tensors:  # what `data_ptr` reads
+            impl, storage = tensor._cdata, tensor.untyped_storage()._cdata
+            read += [*range(impl, impl + _IMPL_BYTES, 64), storage]
+        self.places = ((tuple(entries), tuple(numbers), tuple(empty), struct.pack(f"{len(read)}Q", *read)),)
         if not self.holds():
             raise Unproven("its layers have hooks")
+
+    @classmethod
+    def of_all(cls, watches: "list[Watch]") -> "Watch":
+        """One watch in place of several."""
+        watch = object.__new__(cls)
+        watch.places = tuple(place for each in watches for place in each.places)
+        return watch
 
     def holds(self) -> bool:
         """True if no parameter and no layer was replaced, and nothing watches the layers' calls."""
@@ -74,9 +90,16 @@ class State:
         self.found: dict[torch.dtype, Any] = {}
         self.trials = self.waits = 0
         self.reason: str | None = None  # why there is none
+        # Of a layer of a decoder, see `ahead`: the layer that is called next, and the row that this one begins.
+        self.follower: weakref.ref | None = None
+        self.row: Any = None
 
     def __reduce__(self) -> tuple:
         return State, ()
+
+    def following(self) -> nn.Module | None:
+        """The module that is remembered as the follower."""
+        return None if self.follower is None else self.follower()
 
     def block(self, module: nn.Module, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
         """The block of a module for inputs of a dtype, None if it has none: `make` makes it, or raises Unproven."""
@@ -148,6 +171,11 @@ def unfuse_(module: nn.Module) -> None:
 def is_fused(module: nn.Module) -> bool:
     """True if `fuse_` was called with the module."""
     return _STATE in module.__dict__
+
+
+def state_of(module: nn.Module) -> State | None:
+    """The state of a fused module."""
+    return module.__dict__.get(_STATE)
 
 
 def reason_of(module: nn.Module) -> str | None:

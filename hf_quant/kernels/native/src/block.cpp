@@ -31,7 +31,7 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, void* const* argu
   std::vector<void*> at(arguments, arguments + num_arguments_);
   int64_t bytes = 0;
   for (size_t i = num_arguments_; i < buffers_.size(); ++i)
-    bytes += whole_lines(call.M * buffers_[i].width * element_size(buffers_[i].dtype));
+    bytes += whole_lines(bytes_of(i, call.M));
   int64_t heads = 0;
   for (const BlockStep& step : steps_) heads = max64(heads, step.heads);
   char* scratch = static_cast<char*>(thread_scratch(3, static_cast<size_t>(bytes + call.M * heads * 4)));
@@ -39,7 +39,7 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, void* const* argu
   float* lse = reinterpret_cast<float*>(scratch + bytes);
   for (size_t i = num_arguments_; i < buffers_.size(); ++i) {
     at.push_back(scratch);
-    scratch += whole_lines(call.M * buffers_[i].width * element_size(buffers_[i].dtype));
+    scratch += whole_lines(bytes_of(i, call.M));
   }
   for (const BlockStep& step : steps_)
     if (!run(kernels, call, step, at.data(), lse)) return false;

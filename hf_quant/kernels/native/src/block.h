@@ -56,6 +56,9 @@ class Block {
 
   size_t num_arguments() const { return num_arguments_; }
   size_t num_buffers() const { return buffers_.size(); }
+  int64_t bytes_of(size_t buffer, int64_t M) const {
+    return M * buffers_[buffer].width * element_size(buffers_[buffer].dtype);
+  }
   void add(const BlockStep& step) { steps_.push_back(step); }
   // `arguments`: the addresses of the block's arguments. Returns false if there is no memory.
   bool run(const Kernels& kernels, const BlockCall& call, void* const* arguments) const;
