@@ -39,10 +39,10 @@ class Quality(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Speed of `generate` at batch 1."""
+    """Speed of `generate`."""
 
-    prefill: float  # seconds from the call to the first token (median)
-    decode: float  # tokens per second after the first token (from the median interval)
+    prefill: float  # seconds from the call to the first token of each sequence (median)
+    decode: float  # tokens per second of all sequences after the first token (from the median interval)
 
 
 def read_ids(path: Path | str, tokenizer: Callable[[str], Any] | None = None) -> Tensor:
@@ -219,17 +219,18 @@ def generation_speed(
     new_tokens: int = 32,
     rounds: int = 3,
     warm_up: int = 1,
+    batch_size: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     progress: bool = False,
 ) -> dict[str, Speed]:
-    """Time greedy `generate` at batch 1 on random prompts, the models in turns.
+    """Time greedy `generate` on `batch_size` random prompts, the models in turns.
 
     `warm_up` generations of 2 tokens come first: CPU paths repack each weight when prefill and decode first use it.
     `clock` returns seconds: `time.perf_counter`, or `time.thread_time` (with one torch thread), which does not count
     the time in which another process had the core. Raises ValueError on fewer than 2 new tokens.
     """
-    if new_tokens < 2 or rounds < 1 or prompt_tokens < 1:
-        raise ValueError(f"{prompt_tokens=}, {new_tokens=}, {rounds=}; needs at least 1, 2 and 1")
+    if new_tokens < 2 or rounds < 1 or prompt_tokens < 1 or batch_size < 1:
+        raise ValueError(f"{prompt_tokens=}, {new_tokens=}, {rounds=}, {batch_size=}; needs at least 1, 2, 1 and 1")
     generator = torch.Generator().manual_seed(0)
     times: dict[str, list[list[float]]] = {name: [] for name in models}
     for name, model in models.items():
@@ -237,7 +238,7 @@ def generation_speed(
     for round in tqdm(range(-warm_up, rounds), desc="Generating", disable=not progress, leave=False):
         for name, model in models.items():
             vocab = model.config.get_text_config().vocab_size
-            prompt = torch.randint(0, vocab, (1, prompt_tokens), generator=generator).to(model.device)
+            prompt = torch.randint(0, vocab, (batch_size, prompt_tokens), generator=generator).to(model.device)
             count = 2 if round < 0 else new_tokens
             stamps = _Stamps(clock)
             model.generate(
@@ -254,7 +255,7 @@ def generation_speed(
     return {
         name: Speed(
             statistics.median(t[1] - t[0] for t in found),
-            1 / statistics.median(b - a for t in found for a, b in zip(t[1:], t[2:])),
+            batch_size / statistics.median(b - a for t in found for a, b in zip(t[1:], t[2:])),
         )
         for name, found in times.items()
     }

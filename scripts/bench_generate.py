@@ -1,7 +1,8 @@
-"""Speed of `generate`, batch 1: 16 bit, our formats and, where they are installed, other libraries, in one process.
+"""Speed of `generate`: 16 bit, our formats and, where they are installed, other libraries and engines, in turns.
 
     python scripts/bench_generate.py                          # the figures of docs/cpu.md
-    python scripts/bench_generate.py --rivals                 # with torchao, optimum-quanto, bitsandbytes
+    python scripts/bench_generate.py --rivals                 # with all libraries and engines that are installed
+    python scripts/bench_generate.py --rivals llama.cpp vLLM --head --formats int4 W4A8 --kv-cache int8 --batch 8
     python scripts/bench_generate.py --compile --formats int8 int4
     python scripts/bench_generate.py --compile --head --formats int8 int4   # with a quantized output embedding
     python scripts/bench_generate.py --graphs --device cuda   # decoding captured, by hf_quant.capture_generate
@@ -16,13 +17,17 @@ vocabulary 32000), of another --shape, or a directory given by --model. Every li
 16 bit; ours quantizes it with --head. The models take turns, one generation each; the medians count: of the time to
 the first token, and of the interval between tokens. With --kv-cache the 16-bit model and each format are measured
 with each quantized cache, too (--only-both: only formats with a cache, next to 16 bit with one of 16 bit). --context
-is the length of the prompt; memory is then measured as well: a generation's peak beside the weights.
+is the length of the prompt; memory is then measured as well: a generation's peak beside the weights. --rivals adds
+torchao, optimum-quanto and bitsandbytes as far as they are installed, llama.cpp, if the packages llama-cpp-python and
+gguf are (a Llama on the CPU), and vLLM's CPU build, if `make engines` has installed it (wall time only, because it
+runs in a process of its own); or those of them whose names begin as given.
 """
 
 import argparse
 import copy
 import importlib.util
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +37,9 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from common import vllm_engine
 from common.checkout import commit
+from common.engine import Engine
 from hf_quant import QuantizerConfig, capture_generate, quantize_
 from hf_quant.evaluate import PeakMemory, bits_per_weight, generation_speed, machine
 from hf_quant.integrations.loading import trim_memory
@@ -139,6 +146,11 @@ def installed(package: str) -> bool:
     return all(importlib.util.find_spec(".".join(parts[: i + 1])) is not None for i in range(len(parts)))
 
 
+def wanted(name: str, args: argparse.Namespace) -> bool:
+    """Return True if --rivals asks for this one."""
+    return not args.rivals or name.startswith(tuple(args.rivals))
+
+
 def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, nn.Module], dict[str, float]]:
     """({name: model}, {name: seconds to quantize it}), the 16-bit one first."""
     keep = {"modules_to_not_convert": []} if args.head else {}
@@ -154,8 +166,10 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
                 )
                 title = name if fuses is None else f"{name}, unfused"
                 todo[title] = lambda model, config=config: quantize_(model, config)
-    if args.rivals:
+    if args.rivals is not None:
         for name, (package, function) in RIVALS.items():
+            if not wanted(name, args):
+                continue
             if installed(package):
                 todo[name] = function
             else:
@@ -173,6 +187,34 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
     return models, seconds
 
 
+def make_engines(base: nn.Module, args: argparse.Namespace, work: Path) -> dict[str, Engine]:
+    """{name: engine}: llama.cpp in two formats, vLLM in 16 bit and in two schemes, as far as they are installed."""
+    sizes = {"batch_size": args.batch, "context": args.prompt_tokens + args.new_tokens}
+    todo: dict[str, Callable[[], Engine]] = {}
+    if installed("llama_cpp") and installed("gguf"):
+        from common.llama_engine import LlamaCpp
+
+        for kind in ("Q4_0", "Q8_0"):
+            todo[f"llama.cpp {kind}"] = lambda kind=kind: LlamaCpp(base, work / f"{kind}.gguf", kind, **sizes)
+    elif wanted("llama.cpp", args):
+        print("llama.cpp: the packages llama-cpp-python and gguf are not installed")
+    if args.clock == "wall" and vllm_engine.PYTHON.exists():
+        for scheme in (None, "W8A8", "W4A16"):
+            name = "vLLM " + (scheme or "bf16")
+            todo[name] = lambda scheme=scheme: vllm_engine.Vllm(copy.deepcopy(base), scheme, **sizes)
+    elif wanted("vLLM", args):
+        print("vLLM: `make engines` installs it; it is measured in wall time only")
+    found = {}
+    for name, make in todo.items():
+        if not wanted(name, args):
+            continue
+        try:
+            found[name] = make()
+        except (RuntimeError, ValueError) as error:
+            print(f"{name}: {error}")
+    return found
+
+
 def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argparse.Namespace) -> str:
     """Measure, and make the table."""
     memory = {name: () for name in models} if args.context is None else peaks(models, args)
@@ -182,6 +224,7 @@ def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argpar
         new_tokens=args.new_tokens,
         rounds=args.rounds,
         warm_up=3 if args.compile or args.graphs else 1,
+        batch_size=args.batch,
         clock=time.thread_time if args.clock == "cpu" else time.perf_counter,
         progress=sys.stderr.isatty(),
     )
@@ -190,11 +233,12 @@ def report(models: dict[str, nn.Module], seconds: dict[str, float], args: argpar
     rows[0] += ("x bf16",) if args.context is None else ("x bf16", "peak GB beside the weights", "weights GB")
     for name, speed in speeds.items():
         bits = bits_per_weight(models[name])
+        quantized = f"{seconds[name]:.1f}" if name in seconds and name != "bf16" else ""
         rows.append(
             (
                 name,
                 "16.00" if name == "bf16" else "" if bits is None else f"{bits:.2f}",
-                "" if name == "bf16" else f"{seconds[name]:.1f}",
+                quantized,
                 f"{speed.prefill * 1e3:.0f}",
                 f"{base.prefill / speed.prefill:.2f}",
                 f"{speed.decode:.1f}",
@@ -210,7 +254,7 @@ def peaks(models: dict[str, nn.Module], args: argparse.Namespace) -> dict[str, t
     found = {}
     for name, model in models.items():
         trim_memory()  # what the one before has freed would serve this one
-        prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), device=model.device)
+        prompt = torch.randint(0, model.config.vocab_size, (args.batch, args.prompt_tokens), device=model.device)
         with PeakMemory(model.device) as peak:
             mask = torch.ones_like(prompt)
             model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=2, min_new_tokens=2)
@@ -234,7 +278,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the random model (default: its shape's)")
     parser.add_argument("--formats", nargs="*", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
     parser.add_argument("--head", action="store_true", help="quantize the output embedding, too")
-    parser.add_argument("--rivals", action="store_true", help="measure other libraries, too, where installed")
+    parser.add_argument("--rivals", nargs="*", metavar="NAME", help="measure others, too, where installed (or these)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences at a time (default: 1)")
     parser.add_argument("--compile", action="store_true", help="torch.compile, with a static cache")
     parser.add_argument("--graphs", action="store_true", help="replay decoding from CUDA graphs; needs --device cuda")
     parser.add_argument("--device", default="cpu")
@@ -261,12 +306,19 @@ def main() -> None:
     print(f"python {' '.join(sys.argv)}")
     print(f"{machine()}; commit {commit()}; {args.clock} time")
     count = sum(p.numel() for p in base.parameters())
-    print(f"{type(base).__name__}, {count / 1e6:.0f}M parameters, batch 1, {args.rounds} rounds", flush=True)
+    print(
+        f"{type(base).__name__}, {count / 1e6:.0f}M parameters, batch {args.batch}, {args.rounds} rounds", flush=True
+    )
     models, seconds = make_variants(base, args)
     if args.compile:
         compile_(models)
     graphs = [capture_generate(model) for model in models.values()] if args.graphs else []
-    print(f"\n{report(models, seconds, args)}")
+    with tempfile.TemporaryDirectory() as work:
+        has_engines = args.rivals is not None and args.context is None and args.device == "cpu"
+        engines = make_engines(base, args, Path(work)) if has_engines else {}
+        print(f"\n{report({**models, **engines}, seconds, args)}")
+        for engine in engines.values():
+            engine.close()
     for name, captured in zip(models, graphs):
         print(f"{name}: {captured}")
 
