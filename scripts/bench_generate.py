@@ -153,7 +153,6 @@ def wanted(name: str, args: argparse.Namespace) -> bool:
 
 def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, nn.Module], dict[str, float]]:
     """({name: model}, {name: seconds to quantize it}), the 16-bit one first."""
-    keep = {"modules_to_not_convert": []} if args.head else {}
     todo: dict[str, Callable[[nn.Module], object]] = {}
     for weights in (*args.formats, None):
         for cache in (None, *args.kv_cache):
@@ -161,9 +160,8 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
                 continue
             name = (weights or "bf16") + ("" if cache is None else f", {cache} cache")
             for fuses in (False, None) if args.unfused and weights is not None else (None,):
-                config = QuantizerConfig(
-                    weights, kv_cache=cache, fuse_activations=fuses, **({} if weights is None else keep)
-                )
+                heads = {HEAD: weights} if args.head and weights is not None else None  # by name: it may be tied
+                config = QuantizerConfig(weights, kv_cache=cache, fuse_activations=fuses, modules=heads)
                 title = name if fuses is None else f"{name}, unfused"
                 todo[title] = lambda model, config=config: quantize_(model, config)
     if args.rivals is not None:

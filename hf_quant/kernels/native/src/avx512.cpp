@@ -18,6 +18,7 @@
 #include "adam.h"
 #include "append.h"
 #include "avx512_attention.h"
+#include "avx512_fixed.h"
 #include "fake.h"
 #include "steps.h"
 #include "two_way.h"
@@ -193,7 +194,7 @@ static bool by_float(const Product& p) {
   return p.compute == BY_BF16 ? Matmul<ByBf16<D>>(p).run() : Matmul<ByF32<D>>(p).run();
 }
 
-static bool matmul(const Product& p) {
+static bool matmul_in_blocks(const Product& p) {
   if (p.compute == BY_INT8)
     return p.layout == PACKED4 ? Matmul<ByInt8<Packed4Unsigned>>(p).run() : Matmul<ByInt8<BytesUnsigned>>(p).run();
   switch (p.layout) {
@@ -205,6 +206,11 @@ static bool matmul(const Product& p) {
     case BYTES_FLOAT: return by_float<BytesFloat>(p);
     default: return by_float<BytesInt>(p);
   }
+}
+
+static bool matmul(const Product& p) {
+  const FixedProduct fixed = fixed_product(p);
+  return fixed == nullptr ? matmul_in_blocks(p) : fixed(p, matmul_in_blocks);
 }
 
 static bool quantize_rows(const RowQuantization& q) {

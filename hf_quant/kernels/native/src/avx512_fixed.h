@@ -1,0 +1,490 @@
+// Few rows of x in bf16 times codes that are integers: x in fixed point of 16 bits, as two bytes, with a power of two for
+// each lane of 32 bits in a block of codes. What lies within 2**-7 of the largest value of its lane is exact, the rest to
+// 2**-15 of that; the sums are exact. Products of bytes take half of the time that those of bf16 do, whose codes have to
+// become words, too.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "avx512_dot.h"
+
+namespace hfq {
+namespace avx512 {
+
+// Decoders: BLOCK codes, BYTES bytes, become VECS vectors of unsigned bytes; byte i of vector j is made of code VECS * i + j,
+// so that a lane of 32 bits has 4 * VECS neighbours, which are of one group.
+
+// 4 bits, as they are.
+struct Fixed4 {
+  static constexpr int BLOCK = 128, VECS = 2, BYTES = 64, COUNT = 16;
+
+  explicit Fixed4(const Product&) {}
+  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
+    const __m512i bytes = load_bytes(p, m.low), mask = _mm512_set1_epi8(15);
+    value[0] = _mm512_and_si512(bytes, mask);
+    value[1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
+  }
+};
+
+// 4 bits whose levels are halves of integers, as those of fp4: twice the level, plus OFFSET.
+struct Fixed4Halves : Fixed4 {
+  static constexpr int OFFSET = 12;
+  __m512i table;
+
+  static bool fits(const Product& p) {
+    for (int i = 0; i < COUNT; ++i) {
+      const float twice = 2.0f * p.levels[i];
+      if (!(twice >= -OFFSET && twice <= 127.0f) || twice != static_cast<float>(static_cast<int>(twice))) return false;
+    }
+    return true;
+  }
+  explicit Fixed4Halves(const Product& p) : Fixed4(p) {
+    alignas(64) uint8_t bytes[64];
+    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(2.0f * p.levels[i % 16] + OFFSET);
+    table = _mm512_load_si512(bytes);
+  }
+  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
+    Fixed4::codes(p, m, value);
+    for (int j = 0; j < VECS; ++j) value[j] = _mm512_shuffle_epi8(table, value[j]);
+  }
+};
+
+struct Fixed2 {
+  static constexpr int BLOCK = 256, VECS = 4, BYTES = 64, COUNT = 4;
+
+  explicit Fixed2(const Product&) {}
+  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
+    const __m512i bytes = load_bytes(p, m.low), mask = _mm512_set1_epi8(3);
+    value[0] = _mm512_and_si512(bytes, mask);
+    value[1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 2), mask);
+    value[2] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
+    value[3] = _mm512_and_si512(_mm512_srli_epi16(bytes, 6), mask);
+  }
+};
+
+// Units of 32 codes are 8 bytes with the low two bits and 4 bytes with the third.
+struct Fixed3 {
+  static constexpr int BLOCK = 256, VECS = 4, BYTES = 96, COUNT = 8;
+  __m512i low_places, third_places;
+
+  explicit Fixed3(const Product&) {
+    alignas(64) uint8_t low[64], third[64];
+    for (int i = 0; i < 64; ++i) {
+      low[i] = static_cast<uint8_t>(i / 8 * 12 + i % 8);
+      third[i] = static_cast<uint8_t>(i / 8 * 12 + 8 + i % 8 / 2);
+    }
+    low_places = _mm512_load_si512(low);
+    third_places = _mm512_load_si512(third);
+  }
+  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
+    const __m512i a = load_bytes(p, m.low), b = load_bytes(p + 64, m.high & 0xffffffffu);
+    const __m512i low = _mm512_permutex2var_epi8(a, low_places, b);
+    const __m512i both = _mm512_permutex2var_epi8(a, third_places, b);  // of this byte and its neighbour
+    // The third bit of code 4 i + j is bit 2 + j of byte i.
+    const __m512i third =
+        _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaaull, _mm512_slli_epi16(both, 2), _mm512_srli_epi16(both, 2));
+    value[0] = join(low, third);
+    value[1] = join(_mm512_srli_epi16(low, 2), _mm512_srli_epi16(third, 1));
+    value[2] = join(_mm512_srli_epi16(low, 4), _mm512_srli_epi16(third, 2));
+    value[3] = join(_mm512_srli_epi16(low, 6), _mm512_srli_epi16(third, 3));
+  }
+  // 0xCA: first ? second : third operand
+  HFQ_INLINE __m512i join(__m512i low, __m512i third) {
+    const __m512i bits = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), low, third, 0xCA);
+    return _mm512_and_si512(bits, _mm512_set1_epi8(7));
+  }
+};
+
+struct Fixed8 {
+  static constexpr int BLOCK = 64, VECS = 1, BYTES = 64, COUNT = 256;
+
+  explicit Fixed8(const Product&) {}
+  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
+    value[0] = _mm512_xor_si512(load_bytes(p, m.low), _mm512_set1_epi8(-128));
+  }
+};
+
+HFQ_INLINE __m512i dot_bytes(__m512i sum, __m512i x, __m512i codes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));  // see ByInt8::dot
+  return sum;
+}
+
+// GCC 12 would load again for each use, and there are two loads a cycle.
+HFQ_INLINE __m512i load_once(const void* from) {
+  __m512i value = _mm512_loadu_si512(from);
+  asm("" : "+v"(value));
+  return value;
+}
+
+// x of a block: for each vector of codes the high bytes and the low ones, then of each lane the sum, times -OFFSET or
+// with zero points times -1, and the value of 1.
+template <class F>
+struct FixedBlock {
+  static constexpr int64_t SUMS = F::VECS * 128, UNITS = SUMS + 64, BYTES = UNITS + 64;
+};
+
+// The larger of each value and the other ones of its lane, of 4 * VECS neighbours.
+template <int VECS>
+HFQ_INLINE __m512i largest_of_lane(__m512i v) {
+  v = _mm512_max_epu32(v, _mm512_shuffle_epi32(v, static_cast<_MM_PERM_ENUM>(0xB1)));
+  v = _mm512_max_epu32(v, _mm512_shuffle_epi32(v, static_cast<_MM_PERM_ENUM>(0x4E)));
+  if (VECS > 1) v = _mm512_max_epu32(v, _mm512_shuffle_i32x4(v, v, 0xB1));
+  if (VECS > 2) v = _mm512_max_epu32(v, _mm512_shuffle_i32x4(v, v, 0x4E));
+  return v;
+}
+
+// Bytes 0, 1, .. VECS - 1 of each VECS neighbours to VECS vectors, from the BLOCK bytes at `from`.
+template <int VECS>
+HFQ_INLINE void deal_bytes(const char* from, __m512i (&to)[VECS]) {
+  for (int j = 0; j < VECS; ++j) {
+    if (VECS == 1) {
+      to[j] = _mm512_loadu_si512(from);
+    } else if (VECS == 2) {
+      const __m512i a = _mm512_srli_epi16(_mm512_loadu_si512(from), 8 * j);
+      const __m512i b = _mm512_srli_epi16(_mm512_loadu_si512(from + 64), 8 * j);
+      to[j] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
+    } else {
+      alignas(64) char bytes[64];
+      for (int i = 0; i < 4; ++i)
+        _mm_store_si128(reinterpret_cast<__m128i*>(bytes + 16 * i),
+                        _mm512_cvtepi32_epi8(_mm512_srli_epi32(_mm512_loadu_si512(from + 64 * i), 8 * j)));
+      to[j] = _mm512_load_si512(bytes);
+    }
+  }
+}
+
+// A row of x, in `dtype`; false if a value is not finite. `unit` times a code is twice or once its level.
+template <class F>
+static bool pack_fixed(const Product& p, const void* x, int dtype, int32_t factor, float unit, char* to) {
+  constexpr int LANE = 4 * F::VECS;
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  __mmask16 finite = 0xffff;
+  for (int64_t k = 0; k < p.K; k += F::BLOCK, to += FixedBlock<F>::BYTES) {
+    alignas(64) char high[F::BLOCK], low[F::BLOCK];
+    float* units = reinterpret_cast<float*>(to + FixedBlock<F>::UNITS);
+    for (int at = 0; at < F::BLOCK; at += 16) {
+      const __m512 values = load_x(x, dtype, k + at, p.K - k - at);
+      const __m512i bits = _mm512_castps_si512(values);
+      // As integers magnitudes have the order of their values. The sum is of the next power of two where a value of 16 bits
+      // would not fit two bytes with signs.
+      const __m512i largest = largest_of_lane<F::VECS>(_mm512_and_si512(bits, magnitude));
+      __m512i exponent = _mm512_srli_epi32(_mm512_add_epi32(largest, _mm512_set1_epi32(1 << 16)), 23);
+      finite &= _mm512_cmplt_epu32_mask(exponent, _mm512_set1_epi32(255));
+      exponent = _mm512_max_epu32(exponent, _mm512_set1_epi32(16));
+      const __m512i inverse = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254 + 14), exponent), 23);
+      __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(values, as_float(inverse)));
+      value = _mm512_min_epi32(value, _mm512_set1_epi32(32639));
+      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+      _mm_store_si128(reinterpret_cast<__m128i*>(high + at), _mm512_cvtepi32_epi8(upper));
+      _mm_store_si128(reinterpret_cast<__m128i*>(low + at), _mm512_cvtepi32_epi8(value));
+      const __m512 own = _mm512_mul_ps(
+          as_float(_mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(14)), 23)), _mm512_set1_ps(unit));
+      constexpr __mmask16 FIRST = LANE == 4 ? 0x1111 : LANE == 8 ? 0x0101 : 0x0001;  // one of each lane
+      _mm512_mask_compressstoreu_ps(units + at / LANE, FIRST, own);
+    }
+    __m512i parts[2][F::VECS], sums[2];
+    deal_bytes<F::VECS>(high, parts[0]);
+    deal_bytes<F::VECS>(low, parts[1]);
+    for (int part = 0; part < 2; ++part) {
+      sums[part] = _mm512_setzero_si512();
+      for (int j = 0; j < F::VECS; ++j) {
+        _mm512_storeu_si512(to + (2 * j + part) * 64, parts[part][j]);
+        sums[part] = dot_bytes(sums[part], parts[part][j], _mm512_set1_epi8(1));
+      }
+    }
+    const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
+    _mm512_storeu_si512(to + FixedBlock<F>::SUMS, _mm512_mullo_epi32(sum, _mm512_set1_epi32(factor)));
+  }
+  return finite == 0xffff;
+}
+
+// R rows of the weight, `gap` bytes apart, with MB rows of x, `stride` bytes apart.
+template <class F, int R, int MB, bool ZEROS>
+struct FixedRows {
+  const Product& p;
+  const F& decoder;
+  const LaneGroups& lanes;
+  const uint8_t* w;
+  int64_t gap;
+  const char* x;
+  int64_t stride;
+  const float* scales;  // those of row r start r * room floats on
+  int64_t room;
+  const uint8_t* zeros;  // those of row r start r * zero_gap on
+  int64_t zero_gap;
+
+  HFQ_METHOD void block(Masks m, int64_t b, int64_t ahead, __m512 (&y)[R][MB]) const {
+    const __m512i relative = _mm512_loadu_si512(lanes.relative + 16 * b);
+    const int64_t g = lanes.first[b];
+    __m512i codes[R][F::VECS], zero[R];
+    __m512 scale[R];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      const uint8_t* from = w + r * gap + b * F::BYTES;
+      _mm_prefetch(reinterpret_cast<const char*>(from) + ahead, _MM_HINT_T1);
+      if (F::BYTES > 64) _mm_prefetch(reinterpret_cast<const char*>(from) + ahead + 64, _MM_HINT_T1);
+      decoder.codes(from, m, codes[r]);
+      scale[r] = _mm512_permutexvar_ps(relative, _mm512_loadu_ps(scales + r * room + g));
+      if (ZEROS) zero[r] = _mm512_permutexvar_epi32(relative, load_zeros(zeros + r * zero_gap, g, p.groups - g));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < MB; ++i) {
+      const char* own = x + i * stride + b * FixedBlock<F>::BYTES;
+      const __m512i sums = load_once(own + FixedBlock<F>::SUMS);
+      const __m512 unit = as_float(load_once(own + FixedBlock<F>::UNITS));
+      __m512i high[R], low[R];
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+        high[r] = _mm512_setzero_si512();
+        low[r] = ZEROS ? _mm512_mullo_epi32(sums, zero[r]) : sums;
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < F::VECS; ++j) {
+        const __m512i upper = load_once(own + 128 * j), lower = load_once(own + 128 * j + 64);
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+          high[r] = dot_bytes(high[r], upper, codes[r][j]);
+          low[r] = dot_bytes(low[r], lower, codes[r][j]);
+        }
+      }
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+        const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
+        y[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(unit, scale[r]), y[r][i]);
+      }
+    }
+  }
+
+  // out[r][i] = the dot product of row r with row i of x, scaled.
+  HFQ_METHOD void run(float (&out)[R][MB]) const {
+    const Masks all = {~__mmask64{0}, ~__mmask64{0}};
+    const int64_t blocks = ceil_div(p.K, F::BLOCK), full = min64(p.row_bytes / F::BYTES, blocks);
+    // What is asked for in advance must not be what a neighbour reads.
+    const int64_t ahead = R * p.row_bytes > kAhead ? R * p.row_bytes : kAhead;
+    __m512 y[R][MB];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < MB; ++i) y[r][i] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < full; ++b) block(all, b, ahead, y);
+    if (full < blocks) block(masks_of(p.row_bytes - full * F::BYTES), full, ahead, y);
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < MB; ++i) out[r][i] = _mm512_reduce_add_ps(y[r][i]);
+  }
+};
+
+// Up to which number of rows of x this wins over other ways. Intel's dot products of bf16 take three times as long as those
+// of bytes (Sapphire Rapids; older CPUs have none), AMD's do not.
+static int64_t max_fixed_rows() {
+  static const bool has_fast_bf16 = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") != 0;
+  }();
+  return has_fast_bf16 ? 4 : int64_t{1} << 62;
+}
+
+constexpr int64_t kFixedChunk = 64;         // rows of x that are packed at once
+constexpr int64_t kFixedBytes = 1 << 20;    // which stay in the L2 cache
+
+template <class F, bool ZEROS>
+class FixedMatmul {
+ public:
+  // `offset`: the code of zero; `unit`: the difference of the levels of two neighbouring codes.
+  FixedMatmul(const Product& p, int32_t offset, float unit) : p_(p), decoder_(p), offset_(offset), unit_(unit) {}
+
+  // `other` computes the rows of x that are not finite.
+  bool run(bool (*other)(const Product&)) {
+    const int64_t blocks = ceil_div(p_.K, F::BLOCK);
+    stride_ = blocks * FixedBlock<F>::BYTES + 64;
+    const int64_t chunk = min64(p_.M, min64(kFixedChunk, max64(kFixedBytes / stride_, 4)));
+    // packed rows | lane groups | segments | which rows are finite
+    const int64_t rows_bytes = chunk * stride_, lane_bytes = ceil_div(blocks * 68, 64) * 64;
+    char* memory = static_cast<char*>(thread_scratch(
+        0, static_cast<size_t>(rows_bytes + lane_bytes) + static_cast<size_t>(chunk) * (sizeof(Segment) + 1)));
+    if (memory == nullptr) return false;
+    rows_ = memory;
+    int32_t *relative = reinterpret_cast<int32_t*>(memory + rows_bytes), *first = relative + 16 * blocks;
+    lanes_ = {relative, first};
+    for (int64_t b = 0; b < blocks; ++b) {
+      first[b] = static_cast<int32_t>(group_of(b * F::BLOCK));
+      for (int lane = 0; lane < 16; ++lane)
+        relative[16 * b + lane] = static_cast<int32_t>(group_of(b * F::BLOCK + 4 * F::VECS * lane)) - first[b];
+    }
+    segments_ = reinterpret_cast<Segment*>(memory + rows_bytes + lane_bytes);
+    finite_ = reinterpret_cast<bool*>(segments_ + chunk);
+    std::vector<int64_t> left;
+    for (int64_t first = 0; first < p_.M; first += chunk) {
+      const int64_t count = min64(chunk, p_.M - first);
+      if (!pack(first, count) || !multiply(first, split_by_experts(p_, first, count, segments_))) return false;
+      for (int64_t i = 0; i < count; ++i)
+        if (!finite_[i]) left.push_back(first + i);
+    }
+    for (int64_t row : left)
+      if (!compute(row, other)) return false;
+    return true;
+  }
+
+ private:
+  int64_t group_of(int64_t k) const { return p_.groups == 1 ? 0 : min64(k / p_.group_size, p_.groups - 1); }
+
+  bool pack(int64_t first, int64_t count) const {
+    std::atomic<bool> ok{true};
+    parallel_for(count, count * p_.K < (1 << 16) ? 1 : p_.threads, [&](int64_t i) {
+      const void* x = static_cast<const char*>(p_.x) + (first + i) * p_.x_stride * element_size(p_.x_dtype);
+      int dtype = p_.x_dtype;
+      if (p_.block != 0) {
+        float* values = static_cast<float*>(thread_scratch(1, static_cast<size_t>(p_.K) * 4));
+        if (values == nullptr) {
+          ok = false;
+          return;
+        }
+        avx512_portable::transform_row(x, dtype, p_.K, p_.diagonal, p_.block, values);
+        x = values;
+        dtype = F32;
+      }
+      finite_[i] = pack_fixed<F>(p_, x, dtype, ZEROS ? -1 : -offset_, unit_, rows_ + i * stride_);
+    });
+    return ok;
+  }
+
+  bool multiply(int64_t first, int64_t num_segments) const {
+    const int64_t panels = ceil_div(p_.N, kPanel);
+    std::atomic<bool> ok{true};
+    parallel_for(num_segments * panels, p_.threads, [&](int64_t task) {
+      const int64_t n = task % panels * kPanel;
+      if (!multiply(segments_[task / panels], first, n, min64(n + kPanel, p_.N))) ok = false;
+    });
+    return ok;
+  }
+
+  // Row i of x by another way.
+  bool compute(int64_t i, bool (*other)(const Product&)) const {
+    int64_t expert = 0;
+    for (; p_.ends != nullptr && expert < p_.experts && i >= p_.ends[expert];) ++expert;
+    if (p_.ends != nullptr && expert == p_.experts) return true;  // of no expert
+    const int64_t first = expert * p_.expert_scale, of_bias = expert * p_.expert_bias;
+    Product row = p_;
+    row.M = 1;
+    row.x = static_cast<const char*>(p_.x) + i * p_.x_stride * element_size(p_.x_dtype);
+    row.y = static_cast<char*>(p_.y) + i * p_.N * element_size(p_.y_dtype);
+    row.row_scale = p_.row_scale == nullptr ? nullptr : p_.row_scale + i;
+    row.qdata = p_.qdata + expert * p_.expert_qdata;
+    row.scale = static_cast<const char*>(p_.scale) + first * element_size(p_.scale_dtype);
+    row.zero = p_.zero == nullptr ? nullptr : p_.zero + first;
+    row.global_scale = p_.global_scale == nullptr ? nullptr : p_.global_scale + expert;
+    if (p_.bias != nullptr) row.bias = static_cast<const char*>(p_.bias) + of_bias * element_size(p_.bias_dtype);
+    row.ends = nullptr;
+    return other(row);
+  }
+
+  // Rows n..end of the weight, two at a time, with the rows of a segment.
+  bool multiply(const Segment& s, int64_t first, int64_t n, int64_t end) const {
+    float* scales = static_cast<float*>(thread_scratch(2, static_cast<size_t>(dot_scratch(p_)) * 4));
+    if (scales == nullptr) return false;
+    for (; n < end; n += 2) {
+      const int64_t count = min64(2, end - n);
+      for (int64_t r = 0; r < count; ++r) load_scales_of(s, n + r, scales + r * scale_room(p_));
+      for (int64_t i = 0; i < s.count; i += 4) {
+        switch (min64(s.count - i, 4) + 4 * (count - 1)) {
+          case 1: rows<1, 1>(s, first, n, i, scales); break;
+          case 2: rows<1, 2>(s, first, n, i, scales); break;
+          case 3: rows<1, 3>(s, first, n, i, scales); break;
+          case 4: rows<1, 4>(s, first, n, i, scales); break;
+          case 5: rows<2, 1>(s, first, n, i, scales); break;
+          case 6: rows<2, 2>(s, first, n, i, scales); break;
+          case 7: rows<2, 3>(s, first, n, i, scales); break;
+          default: rows<2, 4>(s, first, n, i, scales);
+        }
+      }
+    }
+    return true;
+  }
+
+  void load_scales_of(const Segment& s, int64_t n, float* to) const {
+    const int64_t first = s.expert * p_.expert_scale + scale_of_row(p_, n), element = element_size(p_.scale_dtype);
+    load_scales(p_.scale, p_.scale_dtype, first, p_.groups, to);
+    const char* ahead = static_cast<const char*>(p_.scale) + (first + kRowsAhead * p_.scale_stride) * element;
+    for (int64_t at = 0; at < p_.groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
+  }
+
+  template <int R, int MB>
+  void rows(const Segment& s, int64_t first, int64_t n, int64_t i0, const float* scales) const {
+    const int64_t scale = scale_of_row(p_, n), x = s.first + i0, y = first + x;
+    const FixedRows<F, R, MB, ZEROS> all{p_,
+                                         decoder_,
+                                         lanes_,
+                                         p_.qdata + s.expert * p_.expert_qdata + n * p_.row_bytes,
+                                         p_.row_bytes,
+                                         rows_ + x * stride_,
+                                         stride_,
+                                         scales,
+                                         scale_room(p_),
+                                         ZEROS ? p_.zero + s.expert * p_.expert_scale + scale : nullptr,
+                                         scale_of_row(p_, n + R - 1) - scale};
+    float out[R][MB];
+    all.run(out);
+    const float global = p_.global_scale == nullptr ? 1.0f : p_.global_scale[s.expert];
+    for (int r = 0; r < R; ++r) {
+      const float bias =
+          p_.bias == nullptr ? 0.0f : load_as_float(p_.bias, p_.bias_dtype, s.expert * p_.expert_bias + n + r);
+      for (int i = 0; i < MB; ++i) {
+        const float factor = p_.row_scale == nullptr ? global : global * p_.row_scale[y + i];
+        store_float(p_.y, p_.y_dtype, (y + i) * p_.N + n + r, out[r][i] * factor + bias);
+      }
+    }
+  }
+
+  const Product& p_;
+  const F decoder_;
+  const int32_t offset_;
+  const float unit_;
+  LaneGroups lanes_{};
+  char* rows_ = nullptr;
+  int64_t stride_ = 0;
+  Segment* segments_ = nullptr;
+  bool* finite_ = nullptr;
+};
+
+template <class F>
+static bool fixed_codes(const Product& p, bool (*other)(const Product&)) {
+  return p.zero == nullptr ? FixedMatmul<F, false>(p, F::COUNT / 2, 1.0f).run(other)
+                           : FixedMatmul<F, true>(p, 0, 1.0f).run(other);
+}
+
+// Whether the levels are those of integers: codes less their zero point, or less half their number.
+static bool has_integers(const Product& p, int count) {
+  const int offset = p.zero == nullptr ? count / 2 : 0;
+  for (int i = 0; i < count; ++i)
+    if (p.levels[i] != static_cast<float>(i - offset)) return false;
+  return true;
+}
+
+// The function that computes a product in fixed point, null if it is to be computed otherwise. It gets another one for rows
+// of x that are not finite.
+using FixedProduct = bool (*)(const Product&, bool (*other)(const Product&));
+
+static FixedProduct fixed_product(const Product& p) {
+  if (p.compute == BY_INT8 || p.x_dtype != BF16 || p.M > max_fixed_rows()) return nullptr;
+  switch (p.layout) {
+    case PACKED2: return has_integers(p, 4) ? fixed_codes<Fixed2> : nullptr;
+    case PACKED3: return has_integers(p, 8) ? fixed_codes<Fixed3> : nullptr;
+    case PACKED4:
+      if (has_integers(p, 16)) return fixed_codes<Fixed4>;
+      if (p.zero != nullptr || !Fixed4Halves::fits(p)) return nullptr;
+      return [](const Product& p, bool (*other)(const Product&)) {
+        return FixedMatmul<Fixed4Halves, false>(p, Fixed4Halves::OFFSET, 0.5f).run(other);
+      };
+    case BYTES_INT:
+      if (p.zero != nullptr) return nullptr;
+      return [](const Product& p, bool (*other)(const Product&)) {
+        return FixedMatmul<Fixed8, false>(p, 128, 1.0f).run(other);
+      };
+    default: return nullptr;
+  }
+}
+
+}  // namespace avx512
+}  // namespace hfq
