@@ -70,7 +70,8 @@ class Matmul {
         lane_first[b] = static_cast<int32_t>(b * D::BLOCK / p_.group_size);
         for (int lane = 0; lane < 16; ++lane)
           relative[16 * b + lane] =
-              static_cast<int32_t>((b * D::BLOCK + D::lane_code(lane)) / p_.group_size) - lane_first[b];
+              static_cast<int32_t>(min64((b * D::BLOCK + D::lane_code(lane)) / p_.group_size, p_.groups - 1)) -
+              lane_first[b];
       }
     }
     for (int64_t first = 0; first < p_.M; first += kChunk) {
@@ -132,13 +133,15 @@ class Matmul {
       const int64_t n = task % panels * kPanel;
       const Weight weight = weight_of(segment.expert);
       if (segment.count <= max_dot_rows<C>()) {
-        float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(dot_scratch(p_)) * 4));
+        float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p_)) * 4));
         if (memory == nullptr) {
           ok = false;
           return;
         }
-        dot(DotPanel<C>{p_, decoder_, weight, x_, lanes_, memory, segment.first, first + segment.first, segment.count},
-            n, min64(n + kPanel, p_.N));
+        const int64_t end = min64(n + kPanel, p_.N);
+        const RowScales scales(p_, segment.expert * p_.expert_scale, n, end, memory);
+        dot(DotPanel<C>{p_, decoder_, weight, x_, lanes_, scales, segment.first, first + segment.first, segment.count}, n,
+            end);
       } else {
         bool done;
         if constexpr (C::LANE_ZEROS) {

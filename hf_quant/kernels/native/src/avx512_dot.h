@@ -194,9 +194,64 @@ struct DotRows {
   }
 };
 
-// Floats that the scales of a row take, with a vector to spare, and those that `dot_panel` needs for two rows.
-HFQ_INLINE int64_t scale_room(const Product& p) { return ceil_div(p.groups, kScalesAtOnce) * kScalesAtOnce + 16; }
-HFQ_INLINE int64_t dot_scratch(const Product& p) { return 2 * scale_room(p); }
+// First of the scales (and zero points) of row n.
+HFQ_INLINE int64_t scale_of_row(const Product& p, int64_t n) { return n / p.scale_rows * p.scale_stride; }
+
+constexpr int kPanel = 64;  // rows of the weight that a task takes
+
+// Scales of rows of a panel as fp32, each row's with a vector to spare behind it. Those of short rows, which lie side by side,
+// are converted all at once; else those of two rows at a time.
+class RowScales {
+ public:
+  static int64_t floats(const Product& p) {
+    return is_at_once(p) ? kPanel * p.groups + kScalesAtOnce + 16 : 2 * room(p);
+  }
+  // `first`: of the expert, in elements. `memory`: `floats` of them.
+  RowScales(const Product& p, int64_t first, int64_t n, int64_t end, float* memory)
+      : p_(p), first_(first), at_once_(is_at_once(p)), n_(n), memory_(memory) {
+    if (at_once_)
+      load_scales(p.scale, p.scale_dtype, first + n * p.groups, (end - n) * p.groups, memory);
+  }
+  // Makes the scales of rows n and n + distance ready.
+  HFQ_METHOD void load(int64_t n, int64_t distance) const {
+    if (at_once_) return;
+    load_row(n, memory_);
+    if (distance > 0) load_row(n + distance, memory_ + room(p_));
+  }
+  HFQ_METHOD const float* of(int64_t n) const { return at_once_ ? memory_ + (n - n_) * p_.groups : memory_; }
+  HFQ_METHOD int64_t gap(int64_t distance) const { return at_once_ ? distance * p_.groups : distance > 0 ? room(p_) : 0; }
+
+ private:
+  static bool is_at_once(const Product& p) {
+    return p.groups <= kScalesAtOnce && p.scale_rows == 1 && p.scale_stride == p.groups;
+  }
+  HFQ_INLINE int64_t room(const Product& p) { return ceil_div(p.groups, kScalesAtOnce) * kScalesAtOnce + 16; }
+  void load_row(int64_t n, float* to) const {
+    const int64_t first = first_ + scale_of_row(p_, n), element = element_size(p_.scale_dtype);
+    load_scales(p_.scale, p_.scale_dtype, first, p_.groups, to);
+    // Those of a later row come in good time, too.
+    const char* ahead = static_cast<const char*>(p_.scale) + (first + kRowsAhead * p_.scale_stride) * element;
+    for (int64_t at = 0; at < p_.groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
+  }
+
+  const Product& p_;
+  const int64_t first_;
+  const bool at_once_;
+  const int64_t n_;
+  float* const memory_;
+};
+
+// y of rows n..end of the weight with one row of x: `sums`, scaled by what is left, plus the bias.
+HFQ_INLINE void store_column(const Product& p, const float* sums, float factor, int64_t bias_first, int64_t n, int64_t end,
+                             int64_t row) {
+  for (int64_t r = n; r < end; r += 16) {
+    const __mmask16 mask = end - r >= 16 ? 0xffff : static_cast<__mmask16>((1u << (end - r)) - 1);
+    const __m512 bias =
+        p.bias == nullptr ? _mm512_setzero_ps() : load_scales(p.bias, p.bias_dtype, bias_first + r, end - r);
+    const __m512 sum = _mm512_maskz_loadu_ps(mask, sums + r - n);
+    store_y(p.y, p.y_dtype, row * p.N + r, mask, _mm512_fmadd_ps(sum, _mm512_set1_ps(factor), bias));
+  }
+}
 
 // What the rows of a panel share.
 template <class C>
@@ -206,16 +261,13 @@ struct DotPanel {
   const Weight& weight;
   const PackedX& px;
   const LaneGroups& lanes;
-  float* memory;  // `dot_scratch` floats
+  const RowScales& scales;
   int64_t first_x, first_y, count;
 };
 
-// First of the scales (and zero points) of row n.
-HFQ_INLINE int64_t scale_of_row(const Product& p, int64_t n) { return n / p.scale_rows * p.scale_stride; }
-
-// Rows n and, for R = 2, n + distance of the weight with MB rows of x from i0 on.
+// Sums of rows n and, for R = 2, n + distance of the weight with MB rows of x from i0 on, scaled by the groups' scales.
 template <class C, int R, int MB, Grouping GROUPING>
-static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0) {
+static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0, float (&out)[R][MB]) {
   const Product& p = a.p;
   const int64_t x = a.first_x + i0, first = scale_of_row(p, n);
   DotRows<C, R, MB, GROUPING> rows{p,
@@ -225,15 +277,23 @@ static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t 
                                    distance * p.row_bytes,
                                    a.px.rows + x * a.px.stride,
                                    a.px.stride,
-                                   a.memory,
-                                   scale_room(p),
+                                   a.scales.of(n),
+                                   a.scales.gap(distance),
                                    a.weight.zero == nullptr ? nullptr : a.weight.zero + first,
                                    scale_of_row(p, n + distance) - first,
                                    C::INTEGER ? a.px.lane_sums + x * a.px.units * 16 : nullptr,
                                    a.px.units * 16};
-  float out[R][MB];
   rows.run(out);
-  for (int r = 0; r < R; ++r) {
+}
+
+// The same to y.
+template <class C, int MB, Grouping GROUPING>
+static void dot_pair_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0) {
+  const Product& p = a.p;
+  const int64_t x = a.first_x + i0;
+  float out[2][MB];
+  dot_rows<C, 2, MB, GROUPING>(a, n, distance, i0, out);
+  for (int r = 0; r < 2; ++r) {
     const int64_t row = n + r * distance;
     const float bias =
         a.weight.bias == nullptr ? 0.0f : load_as_float(a.weight.bias, p.bias_dtype, a.weight.bias_first + row);
@@ -245,26 +305,16 @@ static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t 
   }
 }
 
-template <class C>
-static void load_scales_of(const DotPanel<C>& a, int64_t n, int r) {
-  const int64_t first = scale_of_row(a.p, n);
-  load_scales(a.weight.scale, a.p.scale_dtype, first, a.p.groups, a.memory + r * scale_room(a.p));
-  const int64_t element = element_size(a.p.scale_dtype);  // those of a later row come in good time, too
-  const char* ahead = static_cast<const char*>(a.weight.scale) + (first + kRowsAhead * a.p.scale_stride) * element;
-  for (int64_t at = 0; at < a.p.groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
-}
-
 // Rows n and n + distance of the weight with all rows of x, two at least.
 template <class C, Grouping GROUPING>
 static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance) {
-  load_scales_of<C>(a, n, 0);
-  load_scales_of<C>(a, n + distance, 1);
+  a.scales.load(n, distance);
   for (int64_t i = 0; i < a.count;) {
     const int64_t left = a.count - i, rows = left <= 4 ? left : left == 5 ? 3 : 4;  // never 4 + 1
     switch (rows) {
-      case 2: dot_rows<C, 2, 2, GROUPING>(a, n, distance, i); break;
-      case 3: dot_rows<C, 2, 3, GROUPING>(a, n, distance, i); break;
-      default: dot_rows<C, 2, 4, GROUPING>(a, n, distance, i);
+      case 2: dot_pair_rows<C, 2, GROUPING>(a, n, distance, i); break;
+      case 3: dot_pair_rows<C, 3, GROUPING>(a, n, distance, i); break;
+      default: dot_pair_rows<C, 4, GROUPING>(a, n, distance, i);
     }
     i += rows;
   }
@@ -274,16 +324,23 @@ static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance) {
 template <class C, Grouping GROUPING>
 static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
   if (a.count == 1) {
+    float sums[kPanel], pair[2][1], one[1][1];
+    int64_t row = n;
     // Of longer rows, what is prefetched for one would be what the other reads.
-    for (; n + 1 < end && 2 * a.p.row_bytes <= kAhead; n += 2) {
-      load_scales_of<C>(a, n, 0);
-      load_scales_of<C>(a, n + 1, 1);
-      dot_rows<C, 2, 1, GROUPING>(a, n, 1, 0);
+    for (; row + 1 < end && 2 * a.p.row_bytes <= kAhead; row += 2) {
+      a.scales.load(row, 1);
+      dot_rows<C, 2, 1, GROUPING>(a, row, 1, 0, pair);
+      sums[row - n] = pair[0][0];
+      sums[row - n + 1] = pair[1][0];
     }
-    for (; n < end; ++n) {
-      load_scales_of<C>(a, n, 0);
-      dot_rows<C, 1, 1, GROUPING>(a, n, 0, 0);
+    for (; row < end; ++row) {
+      a.scales.load(row, 0);
+      dot_rows<C, 1, 1, GROUPING>(a, row, 0, 0, one);
+      sums[row - n] = one[0][0];
     }
+    float factor = a.weight.global_scale;
+    if (a.px.row_scale != nullptr) factor *= a.px.row_scale[a.first_x];
+    store_column(a.p, sums, factor, a.weight.bias_first, n, end, a.first_y);
     return;
   }
   const int64_t distance = (end - n + 1) / 2;  // of an odd number the one in the middle is computed twice

@@ -382,59 +382,55 @@ class FixedMatmul {
 
   // Rows n..end of the weight, two at a time, with the rows of a segment.
   bool multiply(const Segment& s, int64_t first, int64_t n, int64_t end) const {
-    float* scales = static_cast<float*>(thread_scratch(2, static_cast<size_t>(dot_scratch(p_)) * 4));
-    if (scales == nullptr) return false;
-    for (; n < end; n += 2) {
-      const int64_t count = min64(2, end - n);
-      for (int64_t r = 0; r < count; ++r) load_scales_of(s, n + r, scales + r * scale_room(p_));
-      for (int64_t i = 0; i < s.count; i += 4) {
-        switch (min64(s.count - i, 4) + 4 * (count - 1)) {
-          case 1: rows<1, 1>(s, first, n, i, scales); break;
-          case 2: rows<1, 2>(s, first, n, i, scales); break;
-          case 3: rows<1, 3>(s, first, n, i, scales); break;
-          case 4: rows<1, 4>(s, first, n, i, scales); break;
-          case 5: rows<2, 1>(s, first, n, i, scales); break;
-          case 6: rows<2, 2>(s, first, n, i, scales); break;
-          case 7: rows<2, 3>(s, first, n, i, scales); break;
-          default: rows<2, 4>(s, first, n, i, scales);
+    float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p_)) * 4));
+    if (memory == nullptr) return false;
+    const RowScales scales(p_, s.expert * p_.expert_scale, n, end, memory);
+    float sums[4][kPanel];
+    // The scales of few rows stay where they are for all rows of x; else they are converted again for each four.
+    for (int64_t i = 0; i < s.count; i += 4) {
+      const int64_t count = min64(s.count - i, 4);
+      for (int64_t row = n; row < end; row += 2) {
+        scales.load(row, end - row > 1 ? 1 : 0);
+        switch (count + 4 * (min64(end - row, 2) - 1)) {
+          case 1: rows<1, 1>(s, row, i, scales, sums, row - n); break;
+          case 2: rows<1, 2>(s, row, i, scales, sums, row - n); break;
+          case 3: rows<1, 3>(s, row, i, scales, sums, row - n); break;
+          case 4: rows<1, 4>(s, row, i, scales, sums, row - n); break;
+          case 5: rows<2, 1>(s, row, i, scales, sums, row - n); break;
+          case 6: rows<2, 2>(s, row, i, scales, sums, row - n); break;
+          case 7: rows<2, 3>(s, row, i, scales, sums, row - n); break;
+          default: rows<2, 4>(s, row, i, scales, sums, row - n);
         }
+      }
+      for (int64_t j = 0; j < count; ++j) {
+        const int64_t y = first + s.first + i + j;
+        float factor = p_.global_scale == nullptr ? 1.0f : p_.global_scale[s.expert];
+        if (p_.row_scale != nullptr) factor *= p_.row_scale[y];
+        store_column(p_, sums[j], factor, s.expert * p_.expert_bias, n, end, y);
       }
     }
     return true;
   }
 
-  void load_scales_of(const Segment& s, int64_t n, float* to) const {
-    const int64_t first = s.expert * p_.expert_scale + scale_of_row(p_, n), element = element_size(p_.scale_dtype);
-    load_scales(p_.scale, p_.scale_dtype, first, p_.groups, to);
-    const char* ahead = static_cast<const char*>(p_.scale) + (first + kRowsAhead * p_.scale_stride) * element;
-    for (int64_t at = 0; at < p_.groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
-  }
-
   template <int R, int MB>
-  void rows(const Segment& s, int64_t first, int64_t n, int64_t i0, const float* scales) const {
-    const int64_t scale = scale_of_row(p_, n), x = s.first + i0, y = first + x;
+  void rows(const Segment& s, int64_t n, int64_t i, const RowScales& scales, float (&sums)[4][kPanel],
+            int64_t at) const {
+    const int64_t scale = scale_of_row(p_, n);
     const FixedRows<F, R, MB, ZEROS> all{p_,
                                          decoder_,
                                          lanes_,
                                          p_.qdata + s.expert * p_.expert_qdata + n * p_.row_bytes,
                                          p_.row_bytes,
-                                         rows_ + x * stride_,
+                                         rows_ + (s.first + i) * stride_,
                                          stride_,
-                                         scales,
-                                         scale_room(p_),
+                                         scales.of(n),
+                                         scales.gap(1),
                                          ZEROS ? p_.zero + s.expert * p_.expert_scale + scale : nullptr,
                                          scale_of_row(p_, n + R - 1) - scale};
     float out[R][MB];
     all.run(out);
-    const float global = p_.global_scale == nullptr ? 1.0f : p_.global_scale[s.expert];
-    for (int r = 0; r < R; ++r) {
-      const float bias =
-          p_.bias == nullptr ? 0.0f : load_as_float(p_.bias, p_.bias_dtype, s.expert * p_.expert_bias + n + r);
-      for (int i = 0; i < MB; ++i) {
-        const float factor = p_.row_scale == nullptr ? global : global * p_.row_scale[y + i];
-        store_float(p_.y, p_.y_dtype, (y + i) * p_.N + n + r, out[r][i] * factor + bias);
-      }
-    }
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < MB; ++j) sums[j][at + r] = out[r][j];
   }
 
   const Product& p_;

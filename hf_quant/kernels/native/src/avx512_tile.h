@@ -7,7 +7,6 @@
 namespace hfq {
 namespace avx512 {
 
-constexpr int kPanel = 64;           // rows of the weight
 constexpr int kPanelBytes = 65536;   // what a panel takes at most: it stays in the L2 cache
 constexpr int kTileRows = 6;         // rows of x
 
