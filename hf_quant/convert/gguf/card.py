@@ -1,5 +1,6 @@
 """The origin of a GGUF file by its metadata: base model, licence, languages."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,11 @@ def origin_fields(data: dict[str, Any]) -> dict[str, Any]:
         found["general.base_model.0.organization"] = name.partition("/")[0]
         found["general.base_model.0.repo_url"] = f"{_HUB}{name}"
     return found
+
+
+def copy_licences(source: Path, target: Path) -> None:
+    """Copy the texts of licences from one directory into another."""
+    for pattern in ("LICENSE*", "NOTICE*"):
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)

@@ -1,6 +1,5 @@
 """Make checkpoints of hf_quant from GGUF files, the files of llama.cpp and Ollama."""
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from hf_quant.convert.files import check_out, empty_model, read_config, staged, 
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
 from hf_quant.convert.gguf.architectures import ARCHITECTURES, FACTORS, Architecture, complete_
 from hf_quant.convert.gguf.blocks import TYPES, unpack
-from hf_quant.convert.gguf.card import original_card
+from hf_quant.convert.gguf.card import copy_licences, original_card
 from hf_quant.convert.gguf.files import PLAIN, Gguf, GgufTensors
 from hf_quant.convert.gguf.vocabulary import save_tokenizer
 from hf_quant.resolve import entry_fields, resolve_scheme
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 
 SUFFIX = ".gguf"
-_LICENCES = ("LICENSE*", "NOTICE*")
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -77,9 +75,7 @@ def import_gguf(
             raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None
         foreign.notes.extend(save_tokenizer(file, made))
         original_card(file, path.parent, hub_id(_repository(where)), token).save(made / CARD)
-        for pattern in _LICENCES:
-            for licence in path.parent.glob(pattern):
-                shutil.copyfile(licence, made / licence.name)
+        copy_licences(path.parent, made)
         with staged(made, out, place) as target:
             origin = {"method": "gguf", "name": hub_id(_repository(where))}
             write_foreign(target, read_config(made), plain, foreign, model, where=where, origin=origin)
