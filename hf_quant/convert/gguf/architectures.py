@@ -9,7 +9,7 @@ Names are those of the package gguf (`gguf.get_tensor_name_map`). What differs i
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -199,14 +199,24 @@ _KNOWN = {
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
 }
+_BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
 
 
-def complete_(config: Any, found: Architecture, metadata: dict[str, Any], divisors: Tensor | None) -> None:
+def complete_(
+    config: Any, found: Architecture, metadata: dict[str, Any], tensors: Container[str], divisors: Tensor | None
+) -> None:
     """Set what transformers leaves out when it makes a config of a GGUF file's metadata {key: value}.
 
-    `divisors` is the tensor `rope_freqs.weight`, if there is one. Raises ValueError if the file has a hyperparameter
+    `tensors` are the names in the file, `divisors` the tensor `rope_freqs.weight`, if there is one. Raises ValueError if the file has a hyperparameter
     that is unknown, or that the model of transformers does not have.
     """
+    for name, tensor in _BIASES.items():
+        if hasattr(config, name):
+            setattr(config, name, tensor in tensors)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # defaults of the host for another vocabulary
+        number = getattr(config, name)
+        if isinstance(number, int) and number >= config.vocab_size:
+            setattr(config, name, None)
     own = {key.removeprefix(f"{found.name}."): v for key, v in metadata.items() if key.startswith(f"{found.name}.")}
     unknown = sorted(own.keys() - _KNOWN)
     if unknown:

@@ -167,9 +167,11 @@ def type_for(scheme: LinearScheme, K: int) -> str:
         raise Inexpressible('its input is rotated, which llama.cpp does not compute: quantize with input_transform="none"')
     if scheme.sparsity is not None:
         raise Inexpressible(f"{scheme.sparsity} sparsity has no type in GGUF")
+    if quant == TYPES["Q6_K"].quant and K % TYPES["Q6_K"].size == 0:  # as an import has them
+        return "Q6_K"
     kind = {"int4": "Q4_0" if quant.symmetric else "Q4_1", "int8": "Q8_0", "mxfp4": "MXFP4"}.get(quant.format)
     if kind is None:
-        raise Inexpressible(f"no type of GGUF holds {quant.format}: quantize it to int4, int8 or mxfp4")
+        raise Inexpressible(f"{quant.format} is not written: quantize it to int4, int8 or mxfp4")
     if quant.granularity == "block" or quant.columns_per_scale(K) % BLOCK:
         raise Inexpressible(f"{quant} has scales for other weights than the {BLOCK} of a block: take group_size={BLOCK}")
     if K % BLOCK:
@@ -183,6 +185,8 @@ def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
     Raises Inexpressible if a scale is no fp16 number.
     """
     codes = FORMATS[quant.format].unpack(packed.qdata, K)
+    if kind == "Q6_K":
+        return _to_q6_k(codes, packed.scale)
     N, scale = codes.shape[0], packed.scale
     codes = codes.reshape(N, K // BLOCK, BLOCK)
 
@@ -212,3 +216,42 @@ def _halves(exact: Tensor) -> Tensor:
             f"{exact[wrong][0].item():.9g} is one: quantize it with scale_dtype='float16'"
         )
     return stored.contiguous().view(torch.uint8).view(*exact.shape, 2)
+
+
+def _to_q6_k(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return int8 codes [N, K] with fp32 scales of 16 as rows of Q6_K. Raises Inexpressible if they are no such ones."""
+    N, K = codes.shape
+    q, s = codes.view(-1, 16, 16), scale.double().view(-1, 16)
+    s = torch.where((q == 0).all(-1), 0.0, s)
+    super_scale, factors = _factored(s)
+    # One of 32 was -32 with a negative scale; so is each of -128, which is the largest magnitude of a factor.
+    turned = (q == 32).any(-1) | (factors == 128)
+    q = torch.where(turned[..., None], -q, q)
+    if bool(((q < -32) | (q > 31)).any()):
+        raise Inexpressible("its codes have more than 6 bits: groups of 16 are written as Q6_K only")
+    factors = torch.where(turned, -factors, factors).to(torch.int8)
+    unsigned = (q + 32).view(torch.uint8).view(-1, 2, 128)
+    low, high = unsigned & 15, (unsigned >> 4).view(-1, 2, 4, 32)
+    pairs = (low[..., :64] | low[..., 64:] << 4).flatten(1)
+    fours = (high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6).flatten(1)
+    return torch.cat([pairs, fours, factors.view(torch.uint8), _halves(super_scale)], -1).view(N, -1)
+
+
+def _factored(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp64 scales [blocks, 16], none negative, as (fp16 numbers in fp64 [blocks], integers up to 128).
+
+    Raises Inexpressible if there are none: the largest scale is such a number times an integer, which is searched.
+    """
+    largest, found, factors = scale.amax(1), torch.zeros(len(scale), dtype=torch.float64), torch.zeros_like(scale)
+    left = torch.nonzero(largest > 0).flatten()
+    for factor in range(128, 0, -1):
+        if left.numel() == 0:
+            break
+        unit = (largest[left] / factor).half().double()
+        times = scale[left] / torch.where(unit == 0, 1.0, unit)[:, None]
+        exact = (unit > 0) & (times == times.round()).all(1) & (times.amax(1) == factor)
+        found[left[exact]], factors[left[exact]] = unit[exact], times[exact]
+        left = left[~exact]
+    if left.numel():
+        raise Inexpressible(f"the scales of {left.numel()} of its blocks of 256 are no fp16 number times integers")
+    return found, factors

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 ENGINES = ("llama.cpp", "Ollama")
-_FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "MXFP4": 38}  # gguf.LlamaFileType
+_FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q6_K": 18, "MXFP4": 38}  # gguf.LlamaFileType
 _NAMES = {dtype: kind for kind, dtype in PLAIN.items()}
 _SHOWN = 10  # reasons in one error
 

@@ -152,7 +152,7 @@ def _config(file: Gguf, found: Architecture) -> Any:
     if config.model_type not in found.model_types:
         raise ValueError(f"transformers makes a {config.model_type} model of a {found.name} file")
     divisors = file.read(FACTORS) if FACTORS in file.tensors else None
-    complete_(config, found, file.values(f"{found.name}."), divisors)
+    complete_(config, found, file.values(f"{found.name}."), file.tensors, divisors)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return config
 
