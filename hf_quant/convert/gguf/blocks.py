@@ -223,18 +223,21 @@ def _to_q6_k(codes: Tensor, scale: Tensor) -> Tensor:
     N, K = codes.shape
     q, s = codes.view(-1, 16, 16), scale.double().view(-1, 16)
     s = torch.where((q == 0).all(-1), 0.0, s)
-    super_scale, factors = _factored(s)
-    # One of 32 was -32 with a negative scale; so is each of -128, which is the largest magnitude of a factor.
-    turned = (q == 32).any(-1) | (factors == 128)
-    q = torch.where(turned[..., None], -q, q)
-    if bool(((q < -32) | (q > 31)).any()):
+    unit, factors = _factored(s)
+    # A group has codes from -32 to 31, or, turned, from -31 to 32 with a negative factor. Factors end at -128 and 127.
+    is_low, is_high, is_largest = (q == -32).any(-1), (q == 32).any(-1), factors == 128
+    unit = torch.where((is_largest & is_low).any(-1), -unit, unit)
+    is_turned = is_high | (is_largest & (unit > 0)[:, None])
+    q = torch.where(is_turned[..., None], -q, q)
+    factors = torch.where(is_turned, -factors, factors) * unit.sign()[:, None]
+    if bool(((q < -32) | (q > 31)).any() | (factors > 127).any()):
         raise Inexpressible("its codes have more than 6 bits: groups of 16 are written as Q6_K only")
-    factors = torch.where(turned, -factors, factors).to(torch.int8)
+    factors = factors.to(torch.int8)
     unsigned = (q + 32).view(torch.uint8).view(-1, 2, 128)
     low, high = unsigned & 15, (unsigned >> 4).view(-1, 2, 4, 32)
     pairs = (low[..., :64] | low[..., 64:] << 4).flatten(1)
     fours = (high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6).flatten(1)
-    return torch.cat([pairs, fours, factors.view(torch.uint8), _halves(super_scale)], -1).view(N, -1)
+    return torch.cat([pairs, fours, factors.view(torch.uint8), _halves(unit)], -1).view(N, -1)
 
 
 def _factored(scale: Tensor) -> tuple[Tensor, Tensor]:
