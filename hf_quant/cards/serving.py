@@ -4,7 +4,7 @@ import json
 from typing import NamedTuple
 
 from hf_quant.cards.source import CardSource
-from hf_quant.cards.text import Markdown, code
+from hf_quant.cards.text import Markdown, code, size
 from hf_quant.cards.usage import PLACEHOLDER, auto_class, usage
 from hf_quant.kv_cache import KVCacheConfig
 
@@ -36,6 +36,8 @@ class Export(NamedTuple):
     formats: tuple[str, ...]  # storage formats of compressed-tensors, or types of GGUF
     reader: str  # argument of `export_compressed_tensors`, or "gguf"
     engines: tuple[str, ...]  # keys of _ENGINES that serve it
+    file: str = ""  # of GGUF: its name
+    nbytes: int = 0  # of GGUF: of its tensors
 
     @property
     def container(self) -> str:
@@ -71,12 +73,12 @@ def _install(name: str, export: Export) -> str:
     """Return the commands that import an export again."""
     if export.container != "gguf":
         return f"pip install hf-quant\nhf-quant import {name} OUT"
-    return f"pip install 'hf-quant[gguf]'\nhf-quant import {name}/FILE.gguf OUT"
+    return f"pip install 'hf-quant[gguf]'\nhf-quant import {name}/{export.file} OUT"
 
 
 def _served(source: CardSource, export: Export) -> Markdown:
     if export.container == "gguf":
-        return Markdown("No engine was run on it when it was written.")
+        return Markdown(f"The file has {size(export.nbytes)} of tensors. No engine was run on it when it was written.")
     text = "transformers reads it where compressed-tensors is installed, and decodes it to 16 bit."
     if export.reader == "engines":
         releases = " and ".join(_ENGINES[engine][0] for engine in export.engines)
@@ -101,7 +103,9 @@ def reproduce(command: tuple[str, str], export: Export) -> tuple[str, str]:
     if export.container == "gguf":
         if language == "sh":
             return language, f"{text}\nhf-quant export OUT EXPORTED --format gguf"
-        lines = text.replace("from hf_quant import QuantizerConfig", "from hf_quant import QuantizerConfig, export_gguf")
+        lines = text.replace(
+            "from hf_quant import QuantizerConfig", "from hf_quant import QuantizerConfig, export_gguf"
+        )
         return language, f'{lines}\nexport_gguf("OUT", "EXPORTED")'
     reader = "" if export.reader == "engines" else f" --reader {export.reader}"
     if language == "sh":

@@ -164,7 +164,9 @@ def type_for(scheme: LinearScheme, K: int) -> str:
     """Return the type that holds weights [N, K] of a scheme, if their scales fit it. Raises Inexpressible."""
     quant = scheme.weight
     if scheme.input_transform is not None:
-        raise Inexpressible('its input is rotated, which llama.cpp does not compute: quantize with input_transform="none"')
+        raise Inexpressible(
+            'its input is rotated, which llama.cpp does not compute: quantize with input_transform="none"'
+        )
     if scheme.sparsity is not None:
         raise Inexpressible(f"{scheme.sparsity} sparsity has no type in GGUF")
     if quant == TYPES["Q6_K"].quant and K % TYPES["Q6_K"].size == 0:  # as an import has them
@@ -173,7 +175,9 @@ def type_for(scheme: LinearScheme, K: int) -> str:
     if kind is None:
         raise Inexpressible(f"{quant.format} is not written: quantize it to int4, int8 or mxfp4")
     if quant.granularity == "block" or quant.columns_per_scale(K) % BLOCK:
-        raise Inexpressible(f"{quant} has scales for other weights than the {BLOCK} of a block: take group_size={BLOCK}")
+        raise Inexpressible(
+            f"{quant} has scales for other weights than the {BLOCK} of a block: take group_size={BLOCK}"
+        )
     if K % BLOCK:
         raise Inexpressible(f"blocks of {BLOCK} do not divide its {K} columns")
     return kind

@@ -98,14 +98,14 @@ def export_gguf(
                 plan = _plan(found, files)
             except ValueError as error:
                 raise ValueError(f"{found.where} cannot be written as GGUF: {error}") from None
-            export = Export(plan.kinds, "gguf", ENGINES)
+            name = (repo_id or str(out.resolve())).replace("\\", "/").rpartition("/")[2]
+            suffix = f"-{plan.kinds[0]}"
+            file = name if name.lower().endswith(suffix.lower()) else f"{name}{suffix}"
+            export = Export(plan.kinds, "gguf", ENGINES, f"{file}.gguf", plan.nbytes)
             options = {"measurements": measured, "repo_id": repo_id, "token": token}
             card = converted_card(found.path, found.path, origin=found.origin, export=export, **options)
-            name = (repo_id or str(out.resolve())).replace("\\", "/").rpartition("/")[2]
             plan.metadata |= {"general.name": name, **origin_fields(card.data.to_dict())}
-            suffix = f"-{plan.kinds[0]}"
-            stem = name if name.lower().endswith(suffix.lower()) else f"{name}{suffix}"
-            _write(plan, target / f"{stem}.gguf", found.where)
+            _write(plan, target / f"{file}.gguf", found.where)
             card.save(target / CARD)
     return tuple(plan.notes)
 
@@ -117,6 +117,12 @@ class _Entry(NamedTuple):
     kind: str
     shape: tuple[int, ...]  # of its values
     read: Callable[[], Tensor]  # its bytes or floating-point numbers. Raises Inexpressible
+
+    @property
+    def nbytes(self) -> int:
+        gguf = gguf_package()
+        size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]]
+        return torch.Size(self.shape).numel() // size * nbytes
 
 
 @dataclass
@@ -136,6 +142,11 @@ class _Plan:
             if entry.kind not in PLAIN:
                 sizes[entry.kind] += torch.Size(entry.shape).numel()
         return tuple(kind for kind, _ in sizes.most_common())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.entries)
 
 
 def _plan(found: Source, files: TensorFiles) -> _Plan:
@@ -237,10 +248,9 @@ def _write(plan: _Plan, path: Path, where: str) -> None:
         _add(writer, key, value)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(_FILE_TYPES[plan.kinds[0]])
-    for name, kind, shape, _ in plan.entries:
-        size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        count = torch.Size(shape).numel() // size * nbytes
-        writer.add_tensor_info(name, shape, None, count, gguf.GGMLQuantizationType[kind])
+    for entry in plan.entries:
+        kind = gguf.GGMLQuantizationType[entry.kind]
+        writer.add_tensor_info(entry.name, entry.shape, None, entry.nbytes, kind)
     refused = {}
     try:
         writer.write_header_to_file()

@@ -129,7 +129,11 @@ def _prepare(file: Gguf, found: Architecture, made: Path) -> tuple[dict[str, str
         shape, needed = file.shape(own), tuple(model.state_dict()[name].shape)
         if shape != needed:
             raise ValueError(f"{own} is {list(shape)}; {type(model).__name__} needs {list(needed)} by its metadata")
-    orders = {name: order for name, own in names.items() if (order := found.order(name, config, file.shape(own)[0])) is not None}
+    orders = {
+        name: order
+        for name, own in names.items()
+        if (order := found.order(name, config, file.shape(own)[0])) is not None
+    }
     offsets = dict.fromkeys(filter(found.shifts, names), found.offset)
     plain = GgufTensors(file, names, orders, offsets)
     config.dtype = _dtype(file, names, plain)
@@ -190,7 +194,9 @@ def _weights(
             scheme, algorithm = resolve_scheme(fields, model.dtype)
             if scheme != LinearScheme(scheme.weight):
                 raise ValueError(f"requantize gives {scheme}; needs a scheme of weights alone, in their own basis")
-            weights.append(ForeignWeight(module, scheme, (N, K), (name,), partial(_rounded, plain, name, scheme, algorithm)))
+            weights.append(
+                ForeignWeight(module, scheme, (N, K), (name,), partial(_rounded, plain, name, scheme, algorithm))
+            )
         refused.setdefault(reason or "", []).append(own)
     exact = refused.pop("", [])
     if refused and fields is None:
@@ -201,13 +207,16 @@ def _weights(
         )
     if not exact and not refused:
         raise ValueError("none of its tensors is quantized: quantize it by from_pretrained(..., gguf_file=...)")
-    notes = [f"{kind}: {count} weights are larger than in the file, to be exact" for kind, count in larger.items()]
-    count = sum(map(len, refused.values()))
-    if count:
-        notes.append(f"{count} weights were rounded again, as you asked: {', '.join(sorted(refused))}")
+    notes = [
+        f"{count} weights of {kind} take more bytes than in the file: no format of its bits holds them exactly"
+        for kind, count in larger.items()
+    ]
+    notes += [f"{len(found)} weights were rounded again, to {fields}: {why}" for why, found in refused.items()]
     if model.dtype == torch.float32:
-        notes.append("the model's dtype is float32, in which all of the file's numbers are exact: dtype= of "
-                     "from_pretrained takes another one")
+        notes.append(
+            "the model's dtype is float32, in which all of the file's numbers are exact: dtype= of "
+            "from_pretrained takes another one"
+        )
     return Foreign(weights, set(), notes)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from hf_quant.checkpoint import one_line
 from hf_quant.convert.gguf.files import Gguf
@@ -62,7 +62,7 @@ def vocabulary(source: Path, size: int) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model": "llama" if pieces else "gpt2",
         "pre": "default" if pieces else _split_of(stored),
-        "tokens": [f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)],
+        "tokens": [_spelled(token, i, added, pieces) for i, token in enumerate(tokens)],
         "token_type": [
             _UNUSED if token is None else _kind(token, i, added, unknown, pieces) for i, token in enumerate(tokens)
         ],
@@ -82,6 +82,13 @@ def vocabulary(source: Path, size: int) -> dict[str, Any]:
     found = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     template = tokenizer.chat_template
     return found if not isinstance(template, str) else found | {"tokenizer.chat_template": template}
+
+
+def _spelled(token: str | None, number: int, added: dict[int, int], pieces: bool) -> str:
+    """Return a token as the file has it: those that are found in the text before it is split have its spaces."""
+    if token is None:
+        return f"[PAD{number}]"
+    return token.replace(_SPACE, " ") if pieces and added.get(number) == _USER else token
 
 
 def _kind(token: str, number: int, added: dict[int, int], unknown: int | None, pieces: bool) -> int:
@@ -133,14 +140,23 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _adds_space(stored: dict[str, Any]) -> bool:
-    """Return True if a space is put before the text."""
-    parts = [stored["normalizer"], stored["pre_tokenizer"]]
-    parts += [inner for part in parts if part for inner in part.get("normalizers", part.get("pretokenizers", ()))]
-    kinds = [part for part in parts if part]
-    return any(
-        part["type"] == "Prepend" or (part["type"] == "Metaspace" and part.get("prepend_scheme") != "never")
-        for part in kinds
-    )
+    """Return True if a space is put before the text. Raises ValueError if anything else is done to it."""
+    adds = False
+    for part in (*_parts(stored["normalizer"], "normalizers"), *_parts(stored["pre_tokenizer"], "pretokenizers")):
+        kind = part["type"]
+        is_space = part.get("pattern") == {"String": " "}  # Split: there is none left where spaces are replaced
+        if (kind == "Prepend" and part["prepend"] == _SPACE) or kind == "Metaspace":
+            adds = adds or part.get("prepend_scheme") != "never"
+        elif not (is_space and (kind == "Split" or (kind == "Replace" and part["content"] == _SPACE))):
+            raise ValueError(f"its tokenizer does {json.dumps(part)[:200]} to text, which llama.cpp does not compute")
+    return adds
+
+
+def _parts(stored: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer."""
+    if stored is None:
+        return []
+    return stored[name] if stored["type"] == "Sequence" else [stored]
 
 
 def save_tokenizer(file: Gguf, target: Path) -> list[str]:
@@ -160,6 +176,11 @@ def save_tokenizer(file: Gguf, target: Path) -> list[str]:
         backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
     if name == "llama-bpe":
         backend.model.ignore_merges = True
+    if kind == "llama" and file.architecture not in ("gemma3", "phi3"):  # which transformers knows
+        # As llama.cpp: a space before the text, and before what follows a special token.
+        steps = [normalizers.Prepend(_SPACE)] if file.value("tokenizer.ggml.add_space_prefix", True) else []
+        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+        backend.pre_tokenizer = None
     tokenizer.save_pretrained(target)
     return []
 
