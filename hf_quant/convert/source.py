@@ -1,4 +1,4 @@
-"""The checkpoint that an export reads: a directory, a repository on the Hub, or a model in memory that is saved first."""
+"""The checkpoint that an export reads: a directory, a repository on the Hub, or a model in memory, saved first."""
 
 import contextlib
 from collections.abc import Iterator

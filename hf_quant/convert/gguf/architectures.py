@@ -207,8 +207,8 @@ def complete_(
 ) -> None:
     """Set what transformers leaves out when it makes a config of a GGUF file's metadata {key: value}.
 
-    `tensors` are the names in the file, `divisors` the tensor `rope_freqs.weight`, if there is one. Raises ValueError if the file has a hyperparameter
-    that is unknown, or that the model of transformers does not have.
+    `tensors` are the names in the file, `divisors` the tensor `rope_freqs.weight`, if there is one. Raises ValueError
+    if the file has a hyperparameter that is unknown, or that the model of transformers does not have.
     """
     for name, tensor in _BIASES.items():
         if hasattr(config, name):

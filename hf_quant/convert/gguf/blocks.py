@@ -1,7 +1,7 @@
 """Convert the blocks of GGUF's types to codes and scales and back: no value is rounded.
 
-A row of a weight is a sequence of blocks, each with its scales and codes
-(https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h; values by `dequantize_row_*` of ggml-quants.c):
+A row of a weight is a sequence of blocks, each with its scales and codes; layout and values are those of
+https://github.com/ggml-org/llama.cpp/tree/master/ggml/src: ggml-common.h, `dequantize_row_*` in ggml-quants.c.
 
     Q4_0    32 codes of 4 bits, one fp16 scale: int4
     Q4_1    the same with an fp16 minimum: int4 with zero points, if the minimum is a multiple of the scale
@@ -57,14 +57,17 @@ def unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
     codes, scale, zero_point = known.decode(rows.view(rows.shape[0], -1, known.nbytes))
     format = FORMATS[known.quant.format]
     zero = 0 if codes.dtype == torch.int8 else 2 ** (format.bits - 1)
-    size = known.quant.columns_per_scale(K)
+
+    def expanded(values: Tensor) -> Tensor:
+        return expand_scale(values, len(codes), K, known.quant.columns_per_scale(K)).expand_as(codes)
+
     if known.quant.format != "mxfp4" and bool((empty := scale == 0).any()):
         # All weights of the group are 0: so they are with codes of 0 and any scale; ours are never 0.
-        filler = zero if zero_point is None else expand_scale(zero_point, len(codes), K, size)
-        codes = torch.where(expand_scale(empty, len(codes), K, size), filler, codes)
+        filler = zero if zero_point is None else expanded(zero_point)
+        codes = torch.where(expanded(empty), filler, codes)
         scale = torch.where(empty, 1.0, scale)
     if codes.dtype == torch.int8 and bool((negative := scale < 0).any()):  # which int8 has not
-        negative = expand_scale(negative, len(codes), K, size)
+        negative = expanded(negative)
         if bool((codes[negative] == -128).any()):
             raise Inexpressible("a group with a negative scale has a code of -128, and int8 has no 128")
         codes, scale = torch.where(negative, -codes, codes), scale.abs()
@@ -73,7 +76,7 @@ def unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     """Return the fp16 number at a byte of each block [N, blocks]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+    return blocks[..., at : at + 2].clone(memory_format=torch.contiguous_format).view(torch.float16).squeeze(-1)
 
 
 def _nibbles(pairs: Tensor) -> Tensor:
@@ -101,11 +104,16 @@ def _q5_0(blocks: Tensor) -> Codes:
 
 
 def _q8_0(blocks: Tensor) -> Codes:
-    return Codes(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
+    return Codes(
+        blocks[..., 2:].clone(memory_format=torch.contiguous_format).view(torch.int8).flatten(1), _half(blocks, 0)
+    )
 
 
 def _mxfp4(blocks: Tensor) -> Codes:
-    return Codes(_nibbles(blocks[..., 1:]).flatten(1), blocks[..., 0].contiguous().view(torch.float8_e8m0fnu))
+    return Codes(
+        _nibbles(blocks[..., 1:]).flatten(1),
+        blocks[..., 0].clone(memory_format=torch.contiguous_format).view(torch.float8_e8m0fnu),
+    )
 
 
 def _q3_k(blocks: Tensor) -> Codes:
@@ -124,7 +132,10 @@ def _q6_k(blocks: Tensor) -> Codes:
     places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> places & 3).flatten(-2)
     codes = (low | high << 4).view(torch.int8) - 32
-    return Codes(codes.flatten(1), _products(blocks, 208, blocks[..., 192:208].contiguous().view(torch.int8)))
+    return Codes(
+        codes.flatten(1),
+        _products(blocks, 208, blocks[..., 192:208].clone(memory_format=torch.contiguous_format).view(torch.int8)),
+    )
 
 
 def _iq4_nl(blocks: Tensor) -> Codes:
@@ -174,12 +185,12 @@ def type_for(scheme: LinearScheme, K: int) -> str:
     kind = {"int4": "Q4_0" if quant.symmetric else "Q4_1", "int8": "Q8_0", "mxfp4": "MXFP4"}.get(quant.format)
     if kind is None:
         raise Inexpressible(f"{quant.format} is not written: quantize it to int4, int8 or mxfp4")
+    if K % BLOCK:
+        raise Inexpressible(f"blocks of {BLOCK} do not divide its {K} columns")
     if quant.granularity == "block" or quant.columns_per_scale(K) % BLOCK:
         raise Inexpressible(
             f"{quant} has scales for other weights than the {BLOCK} of a block: take group_size={BLOCK}"
         )
-    if K % BLOCK:
-        raise Inexpressible(f"blocks of {BLOCK} do not divide its {K} columns")
     return kind
 
 
@@ -219,11 +230,11 @@ def _halves(exact: Tensor) -> Tensor:
             f"{int(wrong.sum())} of its {wrong.numel()} scales (or minima) are no fp16 numbers, "
             f"{exact[wrong][0].item():.9g} is one: quantize it with scale_dtype='float16'"
         )
-    return stored.contiguous().view(torch.uint8).view(*exact.shape, 2)
+    return stored.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(*exact.shape, 2)
 
 
 def _to_q6_k(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return int8 codes [N, K] with fp32 scales of 16 as rows of Q6_K. Raises Inexpressible if they are no such ones."""
+    """Return int8 codes [N, K] with fp32 scales of 16 as rows of Q6_K. Raises Inexpressible if they are others."""
     N, K = codes.shape
     q, s = codes.view(-1, 16, 16), scale.double().view(-1, 16)
     s = torch.where((q == 0).all(-1), 0.0, s)

@@ -68,8 +68,8 @@ def export_gguf(
     llama, mistral, qwen2, qwen3, gemma3 and phi3 are written, with their tokenizers.
 
     Args:
-        model: a quantized model of transformers, or the directory of its checkpoint, or its name on the Hub. A model in
-            memory has no tokenizer: save both into a directory, and give that.
+        model: a quantized model of transformers, or the directory of its checkpoint, or its name on the Hub. In memory
+            it has no tokenizer: save both into a directory, and give that.
         out: a directory that does not exist yet, or is empty; it appears when it is complete. In it are a file of the
             directory's name, or the name of `repo_id`, and of its type, as OUT-Q4_0.gguf, and a model card.
         measurements: of the model's quality, for the card, see `hf_quant.cards.measurements`.
@@ -300,7 +300,7 @@ def _notes(config: "QuantizerConfig", plan: _Plan, model: "PreTrainedModel") -> 
         yield "the quantized KV cache is left out: llama.cpp has its own (--cache-type-k, --cache-type-v)"
     schemes = {module.scheme for module in model.modules() if isinstance(module, QuantizedModule)}
     if any(scheme.activation is not None or scheme.cpu_activation is not None for scheme in schemes):
-        yield "the scheme of inputs is left out: llama.cpp quantizes inputs to 8 bits in blocks on CPUs, by its own rule"
+        yield "the scheme of inputs is left out: on CPUs llama.cpp quantizes inputs to 8 bits by its own rule"
     window = getattr(model.config, "sliding_window", None)
     if plan.architecture.name in ("llama", "phi3") and window:
         yield f"llama.cpp attends to all tokens; this model attends to {window}, which differs in longer texts"

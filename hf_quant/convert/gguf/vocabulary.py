@@ -160,7 +160,7 @@ def _parts(stored: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def save_tokenizer(file: Gguf, target: Path) -> list[str]:
-    """Write the tokenizer of a GGUF file into a directory as transformers makes it; return notes on what is missing."""
+    """Write the tokenizer of a GGUF file into a directory, as transformers makes it; return what is missing."""
     kind, name = file.value("tokenizer.ggml.model"), file.value("tokenizer.ggml.pre", "default")
     if kind in (None, "none", "no_vocab"):
         return ["the file holds no tokenizer"]
