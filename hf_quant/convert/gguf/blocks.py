@@ -74,9 +74,14 @@ def unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
     return PackedWeight(format.pack(codes), scale.contiguous(), zero_point, None)
 
 
+def _viewed(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of bits as another dtype; a view fails on the strides that a tensor of one row may have."""
+    return stored.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def _half(blocks: Tensor, at: int) -> Tensor:
     """Return the fp16 number at a byte of each block [N, blocks]."""
-    return blocks[..., at : at + 2].clone(memory_format=torch.contiguous_format).view(torch.float16).squeeze(-1)
+    return _viewed(blocks[..., at : at + 2], torch.float16).squeeze(-1)
 
 
 def _nibbles(pairs: Tensor) -> Tensor:
@@ -104,15 +109,13 @@ def _q5_0(blocks: Tensor) -> Codes:
 
 
 def _q8_0(blocks: Tensor) -> Codes:
-    return Codes(
-        blocks[..., 2:].clone(memory_format=torch.contiguous_format).view(torch.int8).flatten(1), _half(blocks, 0)
-    )
+    return Codes(_viewed(blocks[..., 2:], torch.int8).flatten(1), _half(blocks, 0))
 
 
 def _mxfp4(blocks: Tensor) -> Codes:
     return Codes(
         _nibbles(blocks[..., 1:]).flatten(1),
-        blocks[..., 0].clone(memory_format=torch.contiguous_format).view(torch.float8_e8m0fnu),
+        _viewed(blocks[..., 0], torch.float8_e8m0fnu),
     )
 
 
@@ -134,7 +137,7 @@ def _q6_k(blocks: Tensor) -> Codes:
     codes = (low | high << 4).view(torch.int8) - 32
     return Codes(
         codes.flatten(1),
-        _products(blocks, 208, blocks[..., 192:208].clone(memory_format=torch.contiguous_format).view(torch.int8)),
+        _products(blocks, 208, _viewed(blocks[..., 192:208], torch.int8)),
     )
 
 
@@ -230,7 +233,7 @@ def _halves(exact: Tensor) -> Tensor:
             f"{int(wrong.sum())} of its {wrong.numel()} scales (or minima) are no fp16 numbers, "
             f"{exact[wrong][0].item():.9g} is one: quantize it with scale_dtype='float16'"
         )
-    return stored.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(*exact.shape, 2)
+    return _viewed(stored, torch.uint8).view(*exact.shape, 2)
 
 
 def _to_q6_k(codes: Tensor, scale: Tensor) -> Tensor:

@@ -207,11 +207,9 @@ def _weights(
         )
     if not exact and not refused:
         raise ValueError("none of its tensors is quantized: quantize it by from_pretrained(..., gguf_file=...)")
-    notes = [
-        f"{count} weights of {kind} take more bytes than in the file: no format of its bits holds them exactly"
-        for kind, count in larger.items()
-    ]
-    notes += [f"{len(found)} weights were rounded again, to {fields}: {why}" for why, found in refused.items()]
+    why = "no format of its bits holds them exactly"
+    notes = [f"weights of {kind} take more bytes than in the file: {why} ({n})" for kind, n in larger.items()]
+    notes += [f"weights were rounded again to {fields}: {why} ({len(found)})" for why, found in refused.items()]
     if model.dtype == torch.float32:
         notes.append(
             "the model's dtype is float32, in which all of the file's numbers are exact: dtype= of "
