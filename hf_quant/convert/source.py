@@ -36,21 +36,20 @@ def source_of(
     Raises ValueError if it is not quantized by hf_quant, has adapters, or `out` holds anything.
     """
     if isinstance(model, str | Path):
-        path = local_checkpoint(model, revision=revision, token=token)
-        fields, where = _fields_of(path, str(model)), str(model)
-    else:
-        if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"model is a {type(model).__name__}; needs a model of transformers, or a directory")
-        where = f"this {type(model).__name__}"
-        if getattr(model.config, "quantization_config", None) is None:
-            raise ValueError(f"{where} is not quantized: quantize_ it first")
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise ValueError(f"{where} has adapters, which would be lost: merge or remove them first")
-        check_out(out)  # before anything is written
-    with workspace(out) as place:
-        if isinstance(model, str | Path):
+        path, where = local_checkpoint(model, revision=revision, token=token), str(model)
+        fields = _fields_of(path, where)
+        with workspace(out) as place:
             yield Source(path, where, fields, place, None)
-            return
+        return
+    where = f"this {type(model).__name__}"
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}; needs a model of transformers, or a directory")
+    if getattr(model.config, "quantization_config", None) is None:
+        raise ValueError(f"{where} is not quantized: quantize_ it first")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"{where} has adapters, which would be lost: merge or remove them first")
+    check_out(out)  # before anything is written
+    with workspace(out) as place:
         path = place / "saved"
         model.save_pretrained(path, max_shard_size=_SHARD_SIZE)
         yield Source(path, where, _fields_of(path, where), place, origin_of(model))

@@ -42,9 +42,8 @@ class Architecture(NamedTuple):
         """Return {name of a parameter in transformers: name in GGUF}. Raises ValueError if one has none."""
         gguf = gguf_package()
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-        found, known = {}, gguf.get_tensor_name_map(kinds[self.name], layers)
-        for name in model.state_dict():
-            found[name] = known.get_name(name, try_suffixes=_SUFFIXES)
+        known = gguf.get_tensor_name_map(kinds[self.name], layers)
+        found = {name: known.get_name(name, try_suffixes=_SUFFIXES) for name in model.state_dict()}
         lost = [name for name, in_gguf in found.items() if in_gguf is None]
         if lost:
             raise ValueError(f"{lost[0]} of this {type(model).__name__} has no name in files of {self.name}")

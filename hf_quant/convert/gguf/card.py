@@ -30,7 +30,7 @@ def original_card(file: Gguf, directory: Path, repo_id: str | None, token: str |
         card = find_card(repo_id or directory, token=token)
     except NotOnHub:
         card = None
-    stated = {} if card is None else card.data.to_dict()
+    stated: dict[str, Any] = {} if card is None else card.data.to_dict()
     data = {**_metadata(file), **{field: value for field, value in stated.items() if value is not None}}
     return ModelCard(f"---\n{yaml.safe_dump(data)}---\n")
 

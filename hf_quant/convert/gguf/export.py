@@ -162,7 +162,8 @@ def _plan(found: Source, files: TensorFiles) -> _Plan:
     plan = _Plan(architecture, metadata | vocabulary(found.path, model.config.vocab_size))
     tied, rename = tied_modules(model), renamer(model)
     check_names(model, files.tensors, prepare_from_checkpoint(model, config, files.tensors, rename, tied))
-    entries, refused = {}, {}
+    entries: dict[str, _Entry] = {}
+    refused: dict[str, str] = {}
     for name, entry in _quantized(model, files, architecture, names, rename):
         if isinstance(entry, str):
             refused[name] = entry
@@ -223,8 +224,8 @@ def _blocks(
         key = packed_key(part, weight)
         full = f"{prefix}.{key}"
         if full in files.tensors:
-            parameters[key] = files.read(full)
-            check_values(parameters[key], key, quant, full)
+            parameters[key] = stored = files.read(full)
+            check_values(stored, key, quant, full)
     packed: PackedWeight = module.typed(weight, parameters)
     rows = pack(kind, packed, quant, module.matrix_shape(weight)[-1])
     return rows if order is None else rows[order]

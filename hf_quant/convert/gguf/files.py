@@ -84,7 +84,8 @@ class GgufTensors(TensorFiles):
     ) -> None:
         """Arguments: {name in transformers: name in the file}, its order of rows, and what is subtracted from it."""
         self._file, self._names, self._orders, self._offsets = file, names, orders, offsets
-        self.files, self.tensors = {}, {}
+        self.tensors = {}
+        shards: list[dict[str, TensorInfo]] = []
         size = _SHARD
         for name, own in names.items():
             data = file.tensors[own].data
@@ -92,10 +93,11 @@ class GgufTensors(TensorFiles):
             shape = file.shape(own) if file.kind(own) in PLAIN else tuple(data.shape)
             self.tensors[name] = TensorInfo(dtype, shape)
             if size + data.nbytes > _SHARD:
-                shard = self.files.setdefault(file.path.with_name(f"{file.path.name}-{len(self.files)}"), {})
+                shards.append({})
                 size = 0
-            shard[name] = self.tensors[name]
+            shards[-1][name] = self.tensors[name]
             size += data.nbytes
+        self.files = {file.path.with_name(f"{file.path.name}-{i}"): shard for i, shard in enumerate(shards)}
 
     def __exit__(self, *exception: object) -> None:
         """Nothing is open."""

@@ -26,7 +26,7 @@ _QWEN2 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # {(splits before merges, True if a word that is a token is taken whole): name in llama.cpp}
-_SPLITS = {
+_SPLITS: dict[tuple[tuple[str, ...], bool], str] = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGITS, _GPT2), False): "smollm",
     ((_LLAMA3,), True): "llama-bpe",
