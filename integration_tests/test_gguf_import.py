@@ -194,6 +194,17 @@ def test_factors_of_llama_3_become_its_rotation(tmp_path):
     assert rope["original_max_position_embeddings"] == length
 
 
+def test_a_file_that_transformers_takes_for_mistral_has_no_window(tmp_path):
+    metadata = {**llama_metadata(), "general.name": "mistral"}
+    path = write_gguf(tmp_path / "m.gguf", metadata, llama_tensors({"*": "Q8_0"}))
+    import_checkpoint(path, tmp_path / "out")
+    fields = json.loads((tmp_path / "out/config.json").read_text())
+    assert (fields["model_type"], fields["sliding_window"]) == ("mistral", None)
+    path = write_gguf(path, {**metadata, "llama.attention.sliding_window": 64}, llama_tensors({"*": "Q8_0"}))
+    with pytest.raises(ValueError, match="with attention.sliding_window, which is not read here"):
+        import_checkpoint(path, tmp_path / "other")
+
+
 def test_large_files_are_written_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_files, "_SHARD", 100_000)
     path = write_gguf(tmp_path / "m.gguf", llama_metadata(), llama_tensors({"*": "Q8_0"}))

@@ -194,7 +194,7 @@ def _query_scalar(config: Any) -> int:
 _KNOWN = {
     *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
     *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
-    *("attention.key_length", "attention.value_length", "attention.sliding_window"),
+    *("attention.key_length", "attention.value_length"),
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
 }
@@ -217,7 +217,8 @@ def complete_(
         if isinstance(number, int) and number >= config.vocab_size:
             setattr(config, name, None)
     own = {key.removeprefix(f"{found.name}."): v for key, v in metadata.items() if key.startswith(f"{found.name}.")}
-    unknown = sorted(own.keys() - _KNOWN)
+    window = {"attention.sliding_window"} if found.name in ("gemma3", "phi3") else set()
+    unknown = sorted(own.keys() - _KNOWN - window)
     if unknown:
         raise ValueError(f"it is a {found.name} model with {', '.join(unknown[:5])}, which is not read here")
     D = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
@@ -242,6 +243,8 @@ def complete_(
         rope.update(_llama3(divisors, D, float(rope["rope_theta"])))
     if found.name == "gemma3":
         config.query_pre_attn_scalar = _query_scalar(config)
+    elif hasattr(config, "sliding_window"):  # mistral has a default
+        config.sliding_window = own.get("attention.sliding_window") or None
     reason = next(_differences(found, config), None)
     if reason is not None:
         raise ValueError(f"transformers makes a model of it of which llama.cpp computes another one: {reason}")

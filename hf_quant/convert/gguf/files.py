@@ -36,6 +36,8 @@ class Gguf:
         except _BROKEN as error:
             raise ValueError(f"{path} cannot be read as GGUF: {one_line(error)}") from None
         self.path = path
+        if self._reader.byte_order != "I":
+            raise ValueError(f"{path} has another byte order than this machine")
         odd = next((name for name in self.tensors if not name.isprintable() or len(name) > _MAX_NAME), None)
         if odd is not None:
             raise ValueError(f"{path} names a tensor {shorten(repr(odd))}")

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight, quantize_matrix
 from hf_quant.cards import CARD, converted_card, hub_id
+from hf_quant.cards.base import is_directory
 from hf_quant.checkpoint import local_path, one_line, workspace
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.convert.files import check_out, empty_model, read_config, staged, write_config
@@ -41,10 +42,9 @@ def gguf_of(source: str | Path) -> Path | str | None:
     """
     if str(source).endswith(SUFFIX):
         return source
-    place = Path(source)
-    if not place.is_dir() or (place / "config.json").is_file():
+    if not is_directory(source) or (Path(source) / "config.json").is_file():
         return None
-    found = sorted(place.glob(f"*{SUFFIX}"))
+    found = sorted(Path(source).glob(f"*{SUFFIX}"))
     if len(found) > 1:
         raise ValueError(f"{source} holds {first_few([path.name for path in found])}: name one of them")
     return found[0] if found else None

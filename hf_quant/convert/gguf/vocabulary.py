@@ -187,6 +187,8 @@ def save_tokenizer(file: Gguf, target: Path) -> list[str]:
 
 def _known_splits() -> set[str]:
     """Return the names for which transformers, or this file, splits as llama.cpp does."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    return {"default", "gpt-2", "smollm", *GGUF_PRE_TOKENIZER_SPLITS}
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known
+    except ImportError:  # of releases that split all text alike
+        known = ()
+    return {"default", "gpt-2", "smollm", *known}
