@@ -14,7 +14,7 @@ from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight, quantize_matrix
 from hf_quant.cards import CARD, converted_card, hub_id
 from hf_quant.cards.base import is_directory
-from hf_quant.checkpoint import local_path, one_line, workspace
+from hf_quant.checkpoint import expected_tensors, local_path, one_line, workspace
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.convert.files import check_out, empty_model, read_config, staged, write_config
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
@@ -90,7 +90,8 @@ def _repository(where: str) -> str:
 
 def _download(source: str | Path, revision: str | None, token: str | bool | None) -> Path:
     """Return the path of a file on this machine, or of the Hub's cache. Raises ValueError if there is none."""
-    if isinstance(source, Path) or Path(source).exists() or str(source).count("/") < 2:
+    is_here = isinstance(source, Path) or Path(source).exists() or Path(source).is_absolute()
+    if is_here or str(source).count("/") < 2:
         if revision is not None:
             local_path(Path(source).parent, revision)  # raises
         return Path(source)
@@ -182,8 +183,9 @@ def _weights(
         kind = file.kind(own)
         if kind in PLAIN:
             continue
-        module, _, leaf = name.rpartition(".")
-        N, K = file.shape(own)  # others are never in blocks, in these architectures
+        if len(file.shape(own)) != 2:
+            raise ValueError(f"{own} is {kind} of the shape {list(file.shape(own))}; only matrices are in blocks")
+        module, (N, K) = name.removesuffix(".weight"), file.shape(own)
         reason = _reason(kind, plain, name, K)
         if reason is None:
             scheme = LinearScheme(TYPES[kind].quant)
@@ -220,15 +222,13 @@ def _weights(
 
 def _bits(scheme: LinearScheme) -> float:
     """Return the bits that a weight takes, with its share of the scales."""
-    from hf_quant.checkpoint import expected_tensors
-
     return 8 * sum(info.nbytes for info in expected_tensors(scheme, {"weight": (1, 256)}).values()) / 256
 
 
 def _reason(kind: str, plain: GgufTensors, name: str, K: int) -> str | None:
     """Return the reason why a tensor of a type has no exact form, or None."""
     if kind not in TYPES:
-        return f"{kind} has a minimum, or a grid, that no format of hf_quant holds exactly"
+        return f"no format of hf_quant holds {kind} exactly, which has a minimum or a grid of its own"
     if kind == "Q4_1":  # it depends on the values
         try:
             unpack(kind, plain.read(name), K)
