@@ -129,7 +129,7 @@ def test_schemes_without_a_type_are_refused_with_the_way_out(fields, message):
 def test_scales_that_would_be_rounded_are_refused():
     quant = resolve_scheme({"weights": "int8", "scale_dtype": "float32"}, torch.float32)[0].weight
     packed = quantize_matrix(torch.randn(N, K), quant)
-    with pytest.raises(ValueError, match="are no fp16 numbers, .* scale_dtype='float16'"):
+    with pytest.raises(ValueError, match="are no fp16 numbers: quantize it with scale_dtype='float16'"):
         pack("Q8_0", packed, quant, K)
     halved = packed._replace(scale=packed.scale.half().float())
     assert torch.equal(
@@ -156,5 +156,5 @@ def test_minima_that_are_no_multiples_of_the_scale_are_refused():
         unpack("Q4_1", torch.from_numpy(rows), K)
     quant = replace(TYPES["Q4_1"].quant, scale_dtype="bfloat16")
     packed = quantize_matrix(torch.randn(N, K), quant)  # 8 digits of a scale times 4 of a zero point
-    with pytest.raises(ValueError, match=r"scales \(or minima\) are no fp16 numbers"):
+    with pytest.raises(ValueError, match="are no fp16 numbers"):
         pack("Q4_1", packed, quant, K)

@@ -27,6 +27,7 @@ from hf_quant.kernels.codes import expand_scale
 from hf_quant.scheme import LinearScheme, TensorQuant
 
 
+_CHUNK = 2**20  # weights at a time, which bounds the temporaries
 BLOCK = 32  # codes that share a scale in the types that are written
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # kvalues_iq4nl of ggml-common.h
 
@@ -53,6 +54,17 @@ class Type(NamedTuple):
 
 def unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
     """Return the weight [N, K] of rows of blocks, uint8 [N, bytes], of a type of TYPES. Raises Inexpressible."""
+    parts = [_unpack(kind, part, K) for part in rows.split(_rows_at_a_time(K))]
+    zero_points = [part.zero_point for part in parts if part.zero_point is not None]
+    qdata, scale = torch.cat([part.qdata for part in parts]), torch.cat([part.scale for part in parts])
+    return PackedWeight(qdata, scale, torch.cat(zero_points) if zero_points else None, None)
+
+
+def _rows_at_a_time(K: int) -> int:
+    return max(_CHUNK // K, 1)
+
+
+def _unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
     known = TYPES[kind]
     codes, scale, zero_point = known.decode(rows.view(rows.shape[0], -1, known.nbytes))
     format = FORMATS[known.quant.format]
@@ -71,7 +83,7 @@ def unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
         if bool((codes[negative] == -128).any()):
             raise Inexpressible("a group with a negative scale has a code of -128, and int8 has no 128")
         codes, scale = torch.where(negative, -codes, codes), scale.abs()
-    return PackedWeight(format.pack(codes), scale.contiguous(), zero_point, None)
+    return PackedWeight(format.pack(codes), scale, zero_point, None)
 
 
 def _viewed(stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,6 +214,15 @@ def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
 
     Raises Inexpressible if a scale is no fp16 number.
     """
+    N, rows = packed.qdata.shape[0], _rows_at_a_time(K)
+    whole = [part if part is None or len(part) != N else part.split(rows) for part in packed]
+    parts = []
+    for i in range(-(-N // rows)):
+        parts.append(_pack(kind, PackedWeight(*(p[i] if isinstance(p, tuple) else p for p in whole)), quant, K))
+    return torch.cat(parts)
+
+
+def _pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
     codes = FORMATS[quant.format].unpack(packed.qdata, K)
     if kind == "Q6_K":
         return _to_q6_k(codes, packed.scale)
@@ -227,12 +248,8 @@ def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
 def _halves(exact: Tensor) -> Tensor:
     """Return fp16 numbers [N, blocks] as bytes [N, blocks, 2]. Raises Inexpressible if one is rounded."""
     stored = exact.half()
-    wrong = stored.double() != exact
-    if bool(wrong.any()):
-        raise Inexpressible(
-            f"{int(wrong.sum())} of its {wrong.numel()} scales (or minima) are no fp16 numbers, "
-            f"{exact[wrong][0].item():.9g} is one: quantize it with scale_dtype='float16'"
-        )
+    if not torch.equal(stored.double(), exact):
+        raise Inexpressible("its scales (or minima) are no fp16 numbers: quantize it with scale_dtype='float16'")
     return _viewed(stored, torch.uint8).view(*exact.shape, 2)
 
 
@@ -274,5 +291,7 @@ def _factored(scale: Tensor) -> tuple[Tensor, Tensor]:
         found[left[exact]], factors[left[exact]] = unit[exact], times[exact]
         left = left[~exact]
     if left.numel():
-        raise Inexpressible(f"the scales of {left.numel()} of its blocks of 256 are no fp16 number times integers")
+        raise Inexpressible(
+            "the scales of 256 weights are no fp16 number times integers: as Q6_K they would be rounded"
+        )
     return found, factors
