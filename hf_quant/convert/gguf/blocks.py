@@ -214,11 +214,16 @@ def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
 
     Raises Inexpressible if a scale is no fp16 number.
     """
-    N, rows = packed.qdata.shape[0], _rows_at_a_time(K)
-    whole = [part if part is None or len(part) != N else part.split(rows) for part in packed]
-    parts = []
-    for i in range(-(-N // rows)):
-        parts.append(_pack(kind, PackedWeight(*(p[i] if isinstance(p, tuple) else p for p in whole)), quant, K))
+    N, count = packed.qdata.shape[0], _rows_at_a_time(K)
+    parts: list[Tensor] = []
+    for first in range(0, N, count):
+
+        def rows(stored: Tensor, at: slice = slice(first, first + count)) -> Tensor:
+            return stored[at] if len(stored) == N else stored  # of one scale for all rows
+
+        zero_point = None if packed.zero_point is None else rows(packed.zero_point)
+        part = PackedWeight(rows(packed.qdata), rows(packed.scale), zero_point, packed.global_scale)
+        parts.append(_pack(kind, part, quant, K))
     return torch.cat(parts)
 
 
