@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_quant.algorithms import PackedWeight, quantize_matrix
+from hf_quant.convert.gguf import blocks
 from hf_quant.convert.gguf.blocks import TYPES, pack, type_for, unpack
 from hf_quant.kernels import dequantize
 from hf_quant.resolve import resolve_scheme
@@ -32,8 +33,10 @@ def multiples(rows: np.ndarray) -> np.ndarray:
     return blocks.reshape(N, -1)
 
 
+@pytest.mark.parametrize("rows_at_a_time", [3, N])
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_value_of_a_type_arrives(kind):
+def test_every_value_of_a_type_arrives(kind, rows_at_a_time, monkeypatch):
+    monkeypatch.setattr(blocks, "_CHUNK", rows_at_a_time * K)
     rows = random_rows(kind, N, K)
     rows = multiples(rows) if kind == "Q4_1" else rows
     rows[0, :100] = 0  # of most types: a scale of 0
@@ -100,7 +103,8 @@ def test_a_row_with_a_negative_scale_of_int8_turns_its_codes_and_cannot_hold_128
         ({"weights": "mxfp4"}, "MXFP4"),
     ],
 )
-def test_schemes_of_this_package_are_written_without_rounding(fields, kind):
+def test_schemes_of_this_package_are_written_without_rounding(fields, kind, monkeypatch):
+    monkeypatch.setattr(blocks, "_CHUNK", 3 * 192)
     scheme, _ = resolve_scheme(fields, torch.bfloat16)
     width = 192
     assert type_for(scheme, width) == kind

@@ -13,6 +13,7 @@ from hf_quant import import_checkpoint
 from hf_quant.cards import read_card
 from hf_quant.cli import main
 from hf_quant.convert.gguf import files as gguf_files
+from hf_quant.convert.gguf import imports
 from hf_quant.modules import QuantizedModule
 from integration_tests.support.gguf_files import llama_metadata, llama_tensors, write_gguf
 
@@ -150,6 +151,10 @@ def _with(**changes):
         (_with(llama__rope__dimension_count=32), "it rotates 32 of the 64 channels of a head"),
         (_with(llama__rope__scaling__type="longrope"), "of the kind 'longrope'; readable: linear, yarn"),
         (_with(llama__feed_forward_length=512), r"ffn_gate.weight is \[256, 256\]; .* needs \[512, 256\]"),
+        (
+            lambda _, t: t.update({"output_norm.weight": ("Q8_0", np.zeros(272, np.uint8))}),
+            r"output_norm.weight is Q8_0 of the shape \[256\]; only matrices are in blocks",
+        ),
         (_with(split__count=3), "is one of 3 parts: join them"),
         (lambda _, t: t.update({"blk.0.extra.weight": t["output_norm.weight"]}), "it holds blk.0.extra.weight, which"),
         (lambda _, t: t.update({"rope_freqs.weight": ("F32", np.full(32, 2, "f4"))}), "are not those of Llama 3"),
@@ -163,6 +168,23 @@ def test_what_has_no_exact_form_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         import_checkpoint(path, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_file_on_the_hub_is_named_behind_its_repository(tmp_path, monkeypatch):
+    path, asked = write_gguf(tmp_path / "m.gguf", llama_metadata(), llama_tensors({"*": "Q8_0"})), []
+
+    def download(name, file, **options):
+        asked.append((name, file, options["revision"]))
+        return str(path)
+
+    monkeypatch.setattr(imports, "hf_hub_download", download)
+    monkeypatch.setattr("hf_quant.convert.gguf.card.find_card", lambda name, token: None)
+    import_checkpoint("user/name/deep/m.gguf", tmp_path / "out", revision="v1")
+    assert asked == [("user/name", "deep/m.gguf", "v1")]
+    fields = json.loads((tmp_path / "out/config.json").read_text())
+    assert fields["quantization_config"]["imported_from"] == {"method": "gguf", "name": "user/name"}
+    with pytest.raises(ValueError, match="is on this machine and has no revision 'v1'"):
+        import_checkpoint(path, tmp_path / "other", revision="v1")
 
 
 def test_damaged_files_are_refused(tmp_path):
