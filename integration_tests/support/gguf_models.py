@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_quant import QuantizerConfig, quantize_
-from hf_quant.convert.gguf.vocabulary import _LLAMA3, _QWEN2
+from hf_quant.convert.gguf.vocabulary import LLAMA3, QWEN2
 
 
 ASSET = Path(__file__).parents[1] / "assets" / "tiny-llama-13m"
@@ -80,9 +80,9 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
         return pre_tokenizers.Sequence(parts)
 
     digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole])
-    llama3 = split(_LLAMA3)
+    llama3 = split(LLAMA3)
     made = tokenizers.Tokenizer(models.BPE())
-    kinds = {"gpt-2": whole, "smollm": digits, "llama-bpe": llama3, "dbrx": llama3, "qwen2": split(_QWEN2)}
+    kinds = {"gpt-2": whole, "smollm": digits, "llama-bpe": llama3, "dbrx": llama3, "qwen2": split(QWEN2)}
     made.pre_tokenizer, made.decoder = kinds[kind], decoders.ByteLevel()
     special, alphabet = ["<|end|>", "<|start|>"], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

@@ -17,11 +17,11 @@ from hf_quant.convert.gguf.files import Gguf
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # gguf.TokenType
 _GPT2, _DIGITS = "gpt-2", "digits"
-_LLAMA3 = (
+LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = (
+QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -29,9 +29,9 @@ _QWEN2 = (
 _SPLITS: dict[tuple[tuple[str, ...], bool], str] = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGITS, _GPT2), False): "smollm",
-    ((_LLAMA3,), True): "llama-bpe",
-    ((_LLAMA3,), False): "dbrx",
-    ((_QWEN2,), False): "qwen2",
+    ((LLAMA3,), True): "llama-bpe",
+    ((LLAMA3,), False): "dbrx",
+    ((QWEN2,), False): "qwen2",
 }
 _SPACE = "\u2581"
 
