@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_quant.checkpoint import freeze_, load_quantized_, quantization_map, requantize_, save_quantized
     from hf_quant.config import QuantizerConfig
     from hf_quant.convert.compressed_tensors.export import export_compressed_tensors
+    from hf_quant.convert.gguf.export import export_gguf
     from hf_quant.convert.importer import import_checkpoint
     from hf_quant.formats import FORMATS
     from hf_quant.integrations.activations import fuse_activations_, unfuse_activations_
@@ -52,6 +53,7 @@ _HOME = {
     "convert_qat_": "training",
     "dequantize_": "quantize",
     "export_compressed_tensors": "convert.compressed_tensors.export",
+    "export_gguf": "convert.gguf.export",
     "finish_training_": "training",
     "freeze_": "checkpoint",
     "fuse_activations_": "integrations.activations",
@@ -94,6 +96,7 @@ __all__ = [
     "convert_qat_",
     "dequantize_",
     "export_compressed_tensors",
+    "export_gguf",
     "finish_training_",
     "freeze_",
     "fuse_activations_",

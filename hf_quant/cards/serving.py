@@ -4,7 +4,7 @@ import json
 from typing import NamedTuple
 
 from hf_quant.cards.source import CardSource
-from hf_quant.cards.text import Markdown, code
+from hf_quant.cards.text import Markdown, code, size
 from hf_quant.cards.usage import PLACEHOLDER, auto_class, usage
 from hf_quant.kv_cache import KVCacheConfig
 
@@ -13,6 +13,8 @@ from hf_quant.kv_cache import KVCacheConfig
 _ENGINES = {
     "vLLM": ("vLLM 0.33", "vllm serve {}"),
     "SGLang": ("SGLang 0.5.23", "python -m sglang.launch_server --model-path {}"),
+    "llama.cpp": ("llama.cpp", "llama-server -hf {}"),
+    "Ollama": ("Ollama", "ollama run hf.co/{}"),
 }
 # The schemes and the engine of `make engines` (constraints-engines.txt).
 _RUN = "exports of a small Llama in W4A16, W4A16_ASYM, W8A8 and W8A8_FP8 were run in vLLM 0.32.0, on a CPU"
@@ -22,6 +24,7 @@ KV_CACHE_OPTIONS = {
     name: f"--kv-cache-dtype {name.removesuffix('_e4m3')}_per_token_head" for name in ("int8", "fp8_e4m3", "int4")
 }
 
+_CONTAINERS = {"compressed-tensors": "the format of compressed-tensors", "gguf": "GGUF"}  # {tag: words}
 
 # Auto classes of models that engines serve; they have few other models.
 _SERVED = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq"}
@@ -30,15 +33,22 @@ _SERVED = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForS
 class Export(NamedTuple):
     """The format and the readers of an exported checkpoint."""
 
-    formats: tuple[str, ...]  # storage formats of compressed-tensors
-    reader: str  # argument of `export_compressed_tensors`
+    formats: tuple[str, ...]  # storage formats of compressed-tensors, or types of GGUF
+    reader: str  # argument of `export_compressed_tensors`, or "gguf"
     engines: tuple[str, ...]  # keys of _ENGINES that serve it
+    file: str = ""  # of GGUF: its name
+    nbytes: int = 0  # of GGUF: of its tensors
+
+    @property
+    def container(self) -> str:
+        """The format of the file, as a tag of the Hub."""
+        return "gguf" if self.reader == "gguf" else "compressed-tensors"
 
 
 def tags(source: CardSource, export: Export, tags: list[str]) -> list[str]:
     """Return the tags for the Hub, made from the tags of the checkpoint that was exported."""
     kept = [tag for tag in tags if tag != "hf_quant"]
-    return ["compressed-tensors", *kept, *map(str.lower, _serving(source, export))]
+    return [export.container, *kept, *map(str.lower, _serving(source, export))]
 
 
 def _serving(source: CardSource, export: Export) -> tuple[str, ...]:
@@ -53,13 +63,22 @@ def sections(source: CardSource, export: Export, repo_id: str | None, task: str 
     return {
         "serve": Markdown(commands) if commands else None,
         "served": _served(source, export),
-        "install": Markdown(f"pip install hf-quant\nhf-quant import {name} OUT"),
+        "install": Markdown(_install(name, export)),
         "usage": Markdown(usage(source, "OUT", None, task)),
-        "container": Markdown(f"in the format of compressed-tensors ({', '.join(map(code, export.formats))})"),
+        "container": Markdown(f"in {_CONTAINERS[export.container]} ({', '.join(map(code, export.formats))})"),
     }
 
 
+def _install(name: str, export: Export) -> str:
+    """Return the commands that import an export again."""
+    if export.container != "gguf":
+        return f"pip install hf-quant\nhf-quant import {name} OUT"
+    return f"pip install 'hf-quant[gguf]'\nhf-quant import {name}/{export.file} OUT"
+
+
 def _served(source: CardSource, export: Export) -> Markdown:
+    if export.container == "gguf":
+        return Markdown(f"The file has {size(export.nbytes)} of tensors. No engine was run on it when it was written.")
     text = "transformers reads it where compressed-tensors is installed, and decodes it to 16 bit."
     if export.reader == "engines":
         releases = " and ".join(_ENGINES[engine][0] for engine in export.engines)
@@ -81,6 +100,13 @@ def _served(source: CardSource, export: Export) -> Markdown:
 def reproduce(command: tuple[str, str], export: Export) -> tuple[str, str]:
     """Return (language, text) of the snippet that makes this export, from the snippet that makes its source."""
     language, text = command
+    if export.container == "gguf":
+        if language == "sh":
+            return language, f"{text}\nhf-quant export OUT EXPORTED --format gguf"
+        lines = text.replace(
+            "from hf_quant import QuantizerConfig", "from hf_quant import QuantizerConfig, export_gguf"
+        )
+        return language, f'{lines}\nexport_gguf("OUT", "EXPORTED")'
     reader = "" if export.reader == "engines" else f" --reader {export.reader}"
     if language == "sh":
         return language, f"{text}\nhf-quant export OUT EXPORTED{reader}"

@@ -263,8 +263,8 @@ def refuse_file(source: Path | str) -> None:
     hint = ""
     if is_gguf:
         hint = (
-            ". transformers unpacks a GGUF file, from_pretrained(DIR, gguf_file=NAME, "
-            "quantization_config=GgufConfig(dequantize=True)), and save_pretrained makes a 16-bit model of it"
+            ". hf-quant import makes a checkpoint of a GGUF file, and transformers unpacks one to 16 bits, "
+            "from_pretrained(DIR, gguf_file=NAME, quantization_config=GgufConfig(dequantize=True))"
         )
     here = "is a file" if _exists(source) else "is no file here"
     raise ValueError(f"{source} {here}; a model is a directory, or USER/NAME on the Hub{hint}")

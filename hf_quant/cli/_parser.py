@@ -33,6 +33,7 @@ _EPILOG = """examples:
   hf-quant card llama-int4 --base-model meta-llama/Llama-3.1-8B
   hf-quant export llama-w4a16 llama-served
   hf-quant import llama-gptq llama-int4
+  hf-quant export llama-int4 llama-gguf --format gguf
   hf-quant demo
   hf-quant doctor
 """
@@ -197,26 +198,37 @@ def _add_card(commands, common) -> None:
 
 
 def _add_export(commands, common) -> None:
-    help = "write a quantized checkpoint in the format of serving engines (vLLM, SGLang), every weight as it is"
+    help = "write a quantized checkpoint for vLLM and SGLang, or for llama.cpp and Ollama, every weight as it is"
     parser = _add_command(commands, common, "export", ("_convert", "export"), help)
     _add_conversion(parser, "directory of a quantized transformers model, or USER/NAME on the Hub")
     parser.add_argument("--repo", metavar="USER/NAME", help="where OUT is going to be on the Hub, for its model card")
     _add_measurements(parser)
     parser.add_argument(
-        "--format", choices=("compressed-tensors",), default="compressed-tensors", help="(default: compressed-tensors)"
+        "--format",
+        choices=("compressed-tensors", "gguf"),
+        default="compressed-tensors",
+        help="vLLM and SGLang read compressed-tensors, llama.cpp and Ollama gguf (default: compressed-tensors)",
     )
     parser.add_argument(
         "--reader",
         choices=("engines", "transformers"),
-        default="engines",
         help="engines compute several layers as one and restrict how these are quantized (default: engines)",
     )
 
 
 def _add_import(commands, common) -> None:
-    help = "make a quantized checkpoint from one of GPTQ, AWQ or compressed-tensors, every weight as it is"
+    help = "make a quantized checkpoint from one of GPTQ, AWQ, compressed-tensors or GGUF, every weight as it is"
     parser = _add_command(commands, common, "import", ("_convert", "import_"), help)
-    _add_conversion(parser, "directory of the other library's checkpoint, or USER/NAME on the Hub")
+    _add_conversion(
+        parser,
+        "directory of the other library's checkpoint, or USER/NAME on the Hub; FILE.gguf, or USER/NAME/FILE.gguf",
+    )
+    parser.add_argument(
+        "--requantize",
+        metavar="FORMAT",
+        help="round those weights of a GGUF file again that no format holds exactly (Q4_K, Q5_K, ...), e.g. int8, or "
+        "int8,group_size=32; without it they are refused",
+    )
 
 
 def _add_conversion(parser: argparse.ArgumentParser, help: str) -> None:
@@ -370,14 +382,18 @@ def parse_module(entry: str) -> tuple[str, str | dict[str, Any] | None]:
     match = _MODULE_ENTRY.fullmatch(entry)
     if match is None:
         raise ValueError(f"--module {entry!r}: needs PATTERN=FORMAT, or PATTERN=FORMAT,field=value,...")
-    pattern, (format, *fields) = match[1], match[2].split(",")
+    format, *fields = match[2].split(",")
     if format.lower() == "none":
         if fields:
             raise ValueError(f"--module {entry!r}: none keeps 16 bit and takes no fields")
-        return pattern, None
-    if not fields:
-        return pattern, format
-    return pattern, {"weights": format, **dict(_parse_field(field) for field in fields)}
+        return match[1], None
+    return match[1], parse_scheme(match[2])
+
+
+def parse_scheme(text: str) -> str | dict[str, Any]:
+    """Parse "int4,group_size=64" into {"weights": "int4", "group_size": 64}, and "int4" into itself."""
+    format, *fields = text.split(",")
+    return {"weights": format, **dict(_parse_field(field) for field in fields)} if fields else format
 
 
 def _positive(text: str) -> int:

@@ -1,1 +1,1 @@
-"""Conversion of other libraries' checkpoints, bit for bit: `import_checkpoint`, `export_compressed_tensors`."""
+"""Conversion of other libraries' checkpoints, bit for bit: `import_checkpoint` and the exports."""

@@ -1,4 +1,4 @@
-"""Make checkpoints of hf_quant from GPTQ, AWQ and compressed-tensors; every weight keeps its value."""
+"""Make checkpoints of hf_quant from GPTQ, AWQ, compressed-tensors and GGUF; every weight keeps its value."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,7 @@ from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
 from hf_quant.convert.experts import merge_experts
 from hf_quant.convert.files import OWN_CONFIGS, TensorFiles, empty_model, local_checkpoint, read_config, staged
 from hf_quant.convert.foreign import Foreign, write_foreign
+from hf_quant.convert.gguf.imports import gguf_of, import_gguf
 from hf_quant.convert.gptq_awq import read_awq, read_gptq
 
 
@@ -24,9 +25,14 @@ _READERS: dict[str, Callable[[TensorFiles, dict[str, Any], torch.dtype | None], 
 
 
 def import_checkpoint(
-    source: str | Path, out: str | Path, *, revision: str | None = None, token: str | bool | None = None
+    source: str | Path,
+    out: str | Path,
+    *,
+    requantize: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> tuple[str, ...]:
-    """Make a checkpoint of hf_quant from one that GPTQ, AWQ or compressed-tensors has quantized.
+    """Make a checkpoint of hf_quant from one that GPTQ, AWQ or compressed-tensors has quantized, or a GGUF file.
 
     Codes, scales and zero points are repacked, never rounded; scales keep their dtype, even if the model has another.
     The checkpoint is read file by file, and no weight is decoded. `from_pretrained` then loads the result onto
@@ -37,10 +43,18 @@ def import_checkpoint(
         compressed-tensors  pack-quantized int4 and int8, int-quantized, float-quantized (channel, tensor, block),
                             naive-quantized fp8 and int8, nvfp4-pack-quantized and mxfp4-pack-quantized without
                             quantized inputs
+        GGUF                Q4_0, Q8_0, MXFP4, Q5_0, Q3_K, Q6_K, IQ4_NL, IQ4_XS; Q4_1 if its minima are multiples of
+                            its scales; models of llama, qwen2, qwen3, gemma3 and phi3
+
+    Types of GGUF with a minimum (Q4_K, Q5_K, ...) have no exact form here: they are refused, unless `requantize` says
+    how to round them.
 
     Args:
-        source: the other library's checkpoint: a directory, or USER/NAME on the Hub.
+        source: the other library's checkpoint: a directory, or USER/NAME on the Hub; a file NAME.gguf, or
+            USER/NAME/FILE.gguf on the Hub.
         out: a directory that does not exist yet, or is empty; it appears when it is complete.
+        requantize: GGUF only: format, preset or dict of scheme fields, e.g. "int8", to which weights without an exact
+            form are rounded again. None: they are refused.
         revision: of a repository on the Hub.
         token: for the Hub.
 
@@ -51,6 +65,11 @@ def import_checkpoint(
         ValueError: if the checkpoint is of another kind, or something in it has no exact counterpart, with the reason.
     """
     where, out = str(source), Path(out)
+    gguf = gguf_of(source)
+    if gguf is not None:
+        return import_gguf(gguf, out, requantize=requantize, revision=revision, token=token)
+    if requantize is not None:
+        raise ValueError(f"requantize is {requantize!r}, but {where} is no GGUF file: it is imported without rounding")
     source = local_checkpoint(source, revision=revision, token=token)
     fields = read_config(source)
     method, own = _detect(source, fields, where)

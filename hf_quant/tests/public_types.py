@@ -34,6 +34,7 @@ from hf_quant import (
     convert_qat_,
     dequantize_,
     export_compressed_tensors,
+    export_gguf,
     finish_training_,
     freeze_,
     fuse_activations_,
@@ -106,6 +107,7 @@ def use(model: nn.Module, folder: Path) -> None:
         graphs.release()
     model_card(model, {"bits_per_weight": 4.1}, repo_id="user/name").save(folder / "README.md")
     export_compressed_tensors(model, folder, reader="transformers")
+    assert_type(export_gguf(model, folder, repo_id="user/name"), tuple[str, ...])
     x = torch.randn(4, 64)
     assert_type(kernels.quantize_rowwise(x, format="int8"), tuple[torch.Tensor, torch.Tensor])
     assert_type(kernels.hadamard(x, block_size=64), torch.Tensor)

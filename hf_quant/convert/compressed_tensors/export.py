@@ -8,18 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
 
-from hf_quant.cards import CARD, Export, Measurements, converted_card, origin_of
+from hf_quant.cards import CARD, Export, Measurements, converted_card
 from hf_quant.cards.base import check_hub_id
 from hf_quant.cards.measurements import as_measurements
-from hf_quant.checkpoint import workspace
-from hf_quant.config import QuantMethod
 from hf_quant.convert.compressed_tensors.export_plan import READERS, plan_export, write_export
-from hf_quant.convert.files import TensorFiles, check_out, local_checkpoint, read_config, staged
-
-
-_SHARD_SIZE = "5GB"  # one file is in memory beside the model
+from hf_quant.convert.files import TensorFiles, staged
+from hf_quant.convert.source import source_of
 
 
 def export_compressed_tensors(
@@ -74,55 +69,18 @@ def export_compressed_tensors(
 
     # A card of the export shows the quality of its weights, not the speed or memory of hf_quant's kernels.
     measured = Measurements(quality=figures.quality, bits_per_weight=figures.bits_per_weight)
-    options = {"reader": reader, "measurements": measured, "repo_id": repo_id, "token": token}
-    if isinstance(model, str | Path):
-        return _write(local_checkpoint(model, revision=revision, token=token), out, str(model), **options)
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model is a {type(model).__name__}; needs a model of transformers, or a directory")
-    if getattr(model.config, "quantization_config", None) is None:
-        raise ValueError(f"this {type(model).__name__} is not quantized: quantize_ it first")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(f"this {type(model).__name__} has adapters, which would be lost: merge or remove them first")
-    check_out(out)  # before anything is written
-    with workspace(out) as place:
-        model.save_pretrained(place / "saved", max_shard_size=_SHARD_SIZE)
-        saved, where = place / "saved", f"this {type(model).__name__}"
-        return _write(saved, out, where, origin=origin_of(model), place=place, **options)
-
-
-def _write(
-    source: Path,
-    out: Path,
-    where: str,
-    *,
-    reader: str,
-    measurements: Measurements,
-    repo_id: str | None,
-    token: str | bool | None,
-    origin: tuple[str | None, bool] | None = None,
-    place: Path | None = None,
-) -> tuple[str, ...]:
-    """Export the checkpoint in the directory `source` to `out`, and return the notes for the user.
-
-    `where` is the name of the source in errors, `origin` the result of `origin_of` for a model in memory, and `place`
-    the workspace of `out` if the caller has it already.
-    """
-    fields = read_config(source)
-    method = (fields.get("quantization_config") or {}).get("quant_method")
-    if method != QuantMethod.HF_QUANT:
-        found = "not quantized" if method is None else f"quantized by {method}"
-        raise ValueError(f"{where} is {found}; needs a checkpoint that hf_quant has quantized")
-    with staged(source, out, place) as target, TensorFiles(source) as files:
-        plan = plan_export(source, files, reader, where)
-        card = converted_card(
-            source,
-            source,
-            origin=origin,
-            export=Export(plan.formats, reader, plan.engines),
-            measurements=measurements,
-            repo_id=repo_id,
-            token=token,
-        )
-        write_export(plan, files, target, fields, where)
-        card.save(target / CARD)
+    with source_of(model, out, revision=revision, token=token) as found:
+        with staged(found.path, out, found.place) as target, TensorFiles(found.path) as files:
+            plan = plan_export(found.path, files, reader, found.where)
+            card = converted_card(
+                found.path,
+                found.path,
+                origin=found.origin,
+                export=Export(plan.formats, reader, plan.engines),
+                measurements=measured,
+                repo_id=repo_id,
+                token=token,
+            )
+            write_export(plan, files, target, found.fields, found.where)
+            card.save(target / CARD)
     return tuple(plan.notes)

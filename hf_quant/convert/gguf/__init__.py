@@ -1,0 +1,1 @@
+"""GGUF, the files of llama.cpp and Ollama: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
