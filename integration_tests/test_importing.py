@@ -182,8 +182,8 @@ def test_tensors_that_cannot_be_imported(method, fields, changes, message, llama
         ("awq", {"zero_point": False}, "zero_point False"),
         (
             "gptq",
-            {"quant_method": "bitsandbytes"},
-            "by 'bitsandbytes'; can be imported: gptq, awq",
+            {"quant_method": "quark"},
+            "by 'quark'; can be imported: gptq, awq",
         ),
         ("gptq", {"quant_method": "hf_quant"}, "is a checkpoint of hf_quant already"),
         ("gptq", {"quant_method": "compressed-tensors"}, "config_groups None; needs 'compressed' and a table"),

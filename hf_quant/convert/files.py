@@ -72,22 +72,25 @@ class TensorFiles:
             raise ValueError(f"{file} cannot be read: {one_line(error)}") from None
 
 
-def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str, Tensor]]) -> None:
+def rewrite(
+    source: TensorFiles, target: Path, convert: Callable[[str], dict[str, Tensor]], *, stem: str = "model"
+) -> None:
     """Write a checkpoint of as many files as the source has, one after the other: no more than one is in memory.
 
-    `convert` maps the name of a tensor to the tensors that replace it: itself, several, or none.
+    `convert` maps the name of a tensor to the tensors that replace it: itself, several, or none. `stem` begins the
+    names of the files.
     """
     written: dict[str, str] = {}
     total, count = 0, len(source.files)
     for number, tensors in enumerate(source.files.values(), 1):
-        name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        name = f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
         converted = {key: value for old in tensors for key, value in convert(old).items()}
         save_file(converted, target / name, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in converted.values())
         written.update(dict.fromkeys(converted, name))
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": written}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (target / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def check_out(out: Path) -> None:
@@ -151,8 +154,8 @@ def local_checkpoint(source: str | Path, *, revision: str | None = None, token: 
     return Path(found)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Return the fields of a transformers checkpoint's config.json. Raises ValueError on adapters, or without one."""
+def read_config(directory: Path, *, hosts: tuple[str, ...] = ("transformers",)) -> dict[str, Any]:
+    """Return the fields of config.json of a checkpoint of `hosts`. Raises ValueError on adapters, or without one."""
     path = directory / CONFIG
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; needs a checkpoint's directory with its {CONFIG}")
@@ -163,7 +166,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if (directory / _ADAPTERS).is_file():
         raise ValueError(f"{directory} has adapters ({_ADAPTERS}), which would be lost: merge or remove them first")
     fields = Directory(directory).load_json(path.name)
-    if "_class_name" in fields:
+    if "_class_name" in fields and "diffusers" not in hosts:
         name = shorten(repr(fields["_class_name"]).strip("'"))
         raise ValueError(f"{directory} holds a {name} of diffusers; needs a model of transformers")
     return fields

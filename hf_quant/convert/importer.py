@@ -1,26 +1,18 @@
 """Make checkpoints of hf_quant from GPTQ, AWQ and compressed-tensors; every weight keeps its value."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_quant.cards import CARD, converted_card, hub_id
-from hf_quant.checkpoint import Directory, one_line, shorten
-from hf_quant.config import QuantMethod
-from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
+from hf_quant.checkpoint import one_line
 from hf_quant.convert.experts import merge_experts
-from hf_quant.convert.files import OWN_CONFIGS, TensorFiles, empty_model, local_checkpoint, read_config, staged
-from hf_quant.convert.foreign import Foreign, write_foreign
-from hf_quant.convert.gptq_awq import read_awq, read_gptq
-
-
-_READERS: dict[str, Callable[[TensorFiles, dict[str, Any], torch.dtype | None], Foreign]] = {
-    "gptq": read_gptq,
-    "awq": read_awq,
-    "compressed-tensors": read_compressed_tensors,
-}
+from hf_quant.convert.files import TensorFiles, local_checkpoint, read_config, staged
+from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
+from hf_quant.convert.hosts import Empty, empty_host
+from hf_quant.convert.readers import READERS, detect
 
 
 def import_checkpoint(
@@ -52,38 +44,42 @@ def import_checkpoint(
     """
     where, out = str(source), Path(out)
     source = local_checkpoint(source, revision=revision, token=token)
-    fields = read_config(source)
-    method, own = _detect(source, fields, where)
-    name = fields.get("dtype") or fields.get("torch_dtype")
-    dtype = getattr(torch, str(name), None)
-    dtype = dtype if isinstance(dtype, torch.dtype) else None
+    fields = read_config(source, hosts=("transformers", "diffusers"))
+    method, own = detect(source, fields, where)
     with staged(source, out) as target, TensorFiles(source) as files:
         try:
-            found = _READERS[method](files, own, dtype)
-            model = empty_model(source)
-            found = found._replace(weights=merge_experts(model, found.weights))
+            host = empty_host(source, fields, files.tensors)
+            found = READERS[method](files, own, host.dtype if host.is_diffusers else _stated_dtype(fields))
+            found = _for_host(found, host)
         except ValueError as error:
             raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None
         origin = {"method": method, "name": hub_id(str(source))}
-        write_foreign(target, fields, files, found, model, where=where, origin=origin)
+        write_foreign(target, fields, files, found, host, where=where, origin=origin)
         converted_card(target, source, token=token).save(target / CARD)
     return tuple(found.notes)
 
 
-def _detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """Return (method, its fields) of a quantized checkpoint. Raises ValueError if the method is unsupported."""
-    own = fields.get("quantization_config") or fields.get("compression_config")
-    method = None
-    if isinstance(own, dict):
-        method = str(own.get("quant_method", "compressed-tensors" if "config_groups" in own else "gptq"))
-    else:
-        for file, known in OWN_CONFIGS.items():
-            if (source / file).is_file():
-                method, own = known, Directory(source).load_json(file)
-    if method is None or not isinstance(own, dict):
-        raise ValueError(f"{where} is not quantized: `hf-quant quantize` makes a checkpoint of it")
-    if method == QuantMethod.HF_QUANT:
-        raise ValueError(f"{where} is a checkpoint of hf_quant already")
-    if method not in _READERS:
-        raise ValueError(f"{where} is quantized by {shorten(repr(method))}; can be imported: {', '.join(_READERS)}")
-    return method, own
+def _stated_dtype(fields: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a config of transformers names, or None."""
+    dtype = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _for_host(found: Foreign, host: Empty) -> Foreign:
+    """Return what the host's model has, experts fused as it has them. Raises ValueError as `merge_experts`."""
+    used = [weight for weight in found.weights if host.uses(f"{weight.module}.{weight.name}")]
+    dropped = {key for weight in found.weights for key in weight.keys} - {
+        key for weight in used for key in weight.keys
+    }
+    notes = found.notes
+    if dropped:
+        notes = [
+            *notes,
+            f"layers that {type(host.model).__name__} does not use are left out, {min(dropped)} among them",
+        ]
+    weights = used if host.is_diffusers else merge_experts(host.model, used)
+    return Foreign(weights, found.dropped | dropped, notes)
+
+
+def _keys(weights: list[ForeignWeight]) -> Iterator[str]:
+    return (key for weight in weights for key in weight.keys)

@@ -1,0 +1,52 @@
+"""The libraries whose checkpoints can be imported: how each is recognized, and the reader of its tensors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_quant.checkpoint import Directory, shorten
+from hf_quant.config import QuantMethod
+from hf_quant.convert.bitsandbytes import read_bitsandbytes
+from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
+from hf_quant.convert.files import OWN_CONFIGS, TensorFiles
+from hf_quant.convert.foreign import Foreign
+from hf_quant.convert.gptq_awq import read_awq, read_gptq
+
+
+Reader = Callable[[TensorFiles, dict[str, Any], torch.dtype | None], Foreign]
+
+# By the `quant_method` of config.json.
+READERS: dict[str, Reader] = {
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "bitsandbytes": read_bitsandbytes,
+}
+
+
+def detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+    """Return (method, its fields) of a quantized checkpoint. Raises ValueError if the method is unsupported."""
+    own = fields.get("quantization_config") or fields.get("compression_config")
+    method = None
+    if isinstance(own, dict):
+        method = str(own.get("quant_method") or _unnamed(own))
+    else:
+        for file, known in OWN_CONFIGS.items():
+            if (source / file).is_file():
+                method, own = known, Directory(source).load_json(file)
+    if method is None or not isinstance(own, dict):
+        raise ValueError(f"{where} is not quantized: `hf-quant quantize` makes a checkpoint of it")
+    if method == QuantMethod.HF_QUANT:
+        raise ValueError(f"{where} is a checkpoint of hf_quant already")
+    if method not in READERS:
+        raise ValueError(f"{where} is quantized by {shorten(repr(method))}; can be imported: {', '.join(READERS)}")
+    return method, own
+
+
+def _unnamed(own: dict[str, Any]) -> str:
+    """Return the method of a quantization_config without its name, as the first releases of the libraries wrote it."""
+    if "config_groups" in own:
+        return "compressed-tensors"
+    return "bitsandbytes" if own.get("load_in_8bit") or own.get("load_in_4bit") else "gptq"

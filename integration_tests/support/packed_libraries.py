@@ -1,0 +1,98 @@
+"""Checkpoints as other libraries store them, packed by hand, each with the weights that its library would decode.
+
+A packer makes one layer: `(N, K, dtype, seed) -> ({name in the module: tensor}, the weight meant)`. The formulas are
+those of the libraries, in ops of torch; nothing here uses the package's own formats.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from integration_tests.support.foreign_checkpoints import config_of, load_all
+
+
+Packer = Callable[[int, int, torch.dtype, int], tuple[dict[str, Tensor], Tensor]]
+NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+def packed_checkpoint(
+    path: Path,
+    source: Path,
+    own: dict[str, Any] | None,
+    pack: Packer,
+    *,
+    is_packed: Callable[[str], bool] = lambda key: key.endswith("_proj.weight"),
+    join: str = ".",
+    metadata: dict[str, str] | None = None,
+) -> dict[str, Tensor]:
+    """Replace weights of `source` by what `pack` makes; returns the weights meant, by module."""
+    path.mkdir()
+    tensors, config, meant = load_all(source), config_of(source), {}
+    default = tensors[next(iter(tensors))].dtype
+    for seed, key in enumerate([key for key in tensors if is_packed(key)]):
+        module = key.removesuffix(".weight")
+        N, K = tensors.pop(key).shape
+        parts, meant[module] = pack(N, K, default, seed)
+        tensors |= {f"{module}{join}{name}": part.contiguous() for name, part in parts.items()}
+    stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
+    save_file(tensors, path / f"{stem}.safetensors", metadata={"format": "pt", **(metadata or {})})
+    if own is not None:
+        config["quantization_config"] = own
+    (path / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+def randint(seed: int, low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uniform(seed: int, *shape: int) -> Tensor:
+    """Scales, fp32, in [0.001, 0.02]; two of them are 0."""
+    found = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.019 + 0.001
+    found.view(-1)[1:3] = 0
+    return found
+
+
+def json_bytes(fields: dict[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+def bnb_nf4(*, nested: bool = False, block: int = 64, storage: torch.dtype = torch.uint8, kind: str = "nf4") -> Packer:
+    """bitsandbytes in 4 bits: blocks of the flattened weight, the first code of a byte in its high half."""
+
+    def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        codes, blocks = randint(seed, 0, 16, N * K), -(-N * K // block)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": str(dtype)[6:], "shape": [N, K]}
+        parts = {"weight.quant_map": torch.tensor(NF4)}
+        if nested:
+            offset, stored = 0.01, randint(seed, 0, 256, blocks).to(torch.uint8)
+            levels, outer = torch.linspace(-1, 1, 256), uniform(seed, -(-blocks // 256)).abs() / 4 + 0.001
+            absmax = levels[stored.int()] * outer.repeat_interleave(256)[:blocks] + torch.tensor(offset)
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            parts |= {"weight.absmax": stored, "weight.nested_absmax": outer, "weight.nested_quant_map": levels}
+        else:
+            absmax = parts["weight.absmax"] = uniform(seed, blocks)
+        pairs = codes.to(torch.uint8).view(-1, 2)
+        parts["weight"] = (pairs[:, 0] << 4 | pairs[:, 1]).view(storage)[:, None]
+        parts[f"weight.quant_state.bitsandbytes__{kind}"] = json_bytes(state)
+        values = torch.tensor(NF4)[codes] * absmax.repeat_interleave(block)[: N * K]
+        return parts, values.view(N, K).to(dtype)
+
+    return pack
+
+
+def bnb_int8(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """LLM.int8: codes of rows, and the largest magnitude of each, which fp16 has computed."""
+    codes = randint(seed, -127, 128, N, K).to(torch.int8)
+    largest = (uniform(seed, N) * 30).half().float()
+    parts = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, (codes * largest[:, None] * 7.874015718698502e-3).to(dtype)

@@ -1,0 +1,155 @@
+"""Checkpoints of bitsandbytes, ..., packed by hand, become ours without rounding, and load and save unchanged."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_quant import import_checkpoint
+from hf_quant.checkpoint import inspect_checkpoint
+from hf_quant.modules import QuantizedModule
+from integration_tests.support import packed_libraries as packed
+from integration_tests.support.foreign_checkpoints import config_of, load_all, make_llama, mismatches, weights_of
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama") / "bf16")
+
+
+def check_import(path: Path, out: Path, meant: dict[str, torch.Tensor], scheme: str, bits: float) -> nn.Module:
+    """The import decodes to exactly what was meant, has the size that its format needs, and is saved as it is."""
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert mismatches(meant, weights_of(model))[0] == 0
+    assert {str(m.scheme) for m in model.modules() if isinstance(m, QuantizedModule)} == {scheme}
+    rows = [row for row in inspect_checkpoint(out).rows if row.scheme is not None]
+    assert 8 * sum(row.nbytes for row in rows) / sum(row.num_weights for row in rows) == pytest.approx(bits, abs=0.001)
+    assert model(input_ids=torch.arange(8)[None]).logits.isfinite().all()
+    model.save_pretrained(out.parent / "again")
+    before, after = ({k: v for k, v in load_all(p).items() if v.numel()} for p in (out, out.parent / "again"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    kept = {key: tensor for key, tensor in load_all(path).items() if "_proj" not in key}
+    assert kept and all(torch.equal(before[key], tensor) for key, tensor in kept.items())
+    return model
+
+
+def refused(path: Path, out: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        import_checkpoint(path, out)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 1000 and not out.exists()
+    return message
+
+
+def edit(path: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """Replace tensors of a checkpoint; None removes one."""
+    tensors = {**load_all(path), **changes}
+    save_file({k: v for k, v in tensors.items() if v is not None}, path / "model.safetensors", {"format": "pt"})
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+# bitsandbytes.
+
+BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+BNB8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "scheme", "bits"),
+    [
+        ({}, "nf4 g64", 4.5),
+        ({"nested": True}, "nf4 g64", 4.5),
+        ({"storage": torch.bfloat16}, "nf4 g64", 4.5),
+        ({"block": 256}, "nf4 g256", None),
+    ],
+)
+def test_nf4_of_bitsandbytes(options, scheme, bits, llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, BNB4, packed.bnb_nf4(**options))
+    notes = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert [note for note in notes if "quantized themselves" in note] == list(notes)
+    assert len(notes) == ("nested" in options)
+    if bits is not None:
+        check_import(tmp_path / "in", tmp_path / "out", meant, scheme, bits)
+    else:  # rows of 128 share a block with their neighbour
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+        assert mismatches(meant, weights_of(model))[0] == 0
+        assert {str(m.scheme) for m in model.modules() if isinstance(m, QuantizedModule)} == {"nf4 row"}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "quantized by bitsandbytes, imported by hf_quant" in card
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_int8_of_bitsandbytes(dtype, tmp_path):
+    source = make_llama(tmp_path / "source", dtype)
+    meant = packed.packed_checkpoint(tmp_path / "in", source, BNB8, packed.bnb_int8)
+    (note,) = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert note == "inputs stay in 16 bit; bitsandbytes rounds all but its outliers to 8 bits"
+    check_import(tmp_path / "in", tmp_path / "out", meant, "int8 row", 8.222)
+
+
+def test_a_reader_that_swaps_the_halves_of_bytes_would_be_seen(llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, BNB4, packed.bnb_nf4())
+    stored = load_all(tmp_path / "in")[f"{UP}.weight"]
+    edit(tmp_path / "in", {f"{UP}.weight": stored >> 4 | stored << 4})
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    found = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
+    assert (found.pop(UP) != meant.pop(UP)).float().mean() > 0.5
+    assert mismatches(meant, found)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{UP}.weight.absmax": None}, "up_proj.weight.absmax is missing"),
+        ({f"{UP}.weight": None}, "up_proj.weight is missing; 256 x 128 codes of 4 bits need 16384 bytes"),
+        ({f"{UP}.weight": torch.zeros(9, 1, dtype=torch.uint8)}, r"up_proj.weight is \[9, 1\] uint8"),
+        ({f"{UP}.weight.quant_map": torch.arange(16.0)}, "quant_map has other levels than NF4"),
+        ({f"{UP}.weight.absmax": torch.full((512,), torch.inf)}, "up_proj.scale is corrupt"),
+        ({f"{UP}.weight.quant_state.bitsandbytes__nf4": None}, "up_proj.weight.* is a shard missing"),
+        ({f"{UP}.weight.quant_state.bitsandbytes__nf4": packed.json_bytes({"shape": 3})}, "needs a blocksize and a"),
+        ({f"{UP}.weight.quant_state.bitsandbytes__nf4": torch.ones(20_000, dtype=torch.uint8)}, "20000 bytes of JSON"),
+        ({f"{UP}.weight_format": torch.tensor(2, dtype=torch.uint8)}, "order of another release's GPU kernels"),
+        ({f"{UP}.SCB": torch.ones(256)}, r"up_proj.weight is \[16384, 1\] uint8; needs"),
+    ],
+)
+def test_tensors_of_bitsandbytes_that_cannot_be(changes, message, llama, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", llama, BNB4, packed.bnb_nf4())
+    edit(tmp_path / "in", changes)
+    found = refused(tmp_path / "in", tmp_path / "out")
+    assert re.search(message, found), found
+
+
+def test_levels_and_groups_of_bitsandbytes_that_have_no_form(llama, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", llama, BNB4, packed.bnb_nf4(kind="fp4"))
+    assert "no format of hf_quant has the levels of bitsandbytes' FP4" in refused(tmp_path / "in", tmp_path / "out")
+    shutil.rmtree(tmp_path / "in")
+    odd = make_llama(tmp_path / "odd", hidden_size=136, head_dim=32)
+    packed.packed_checkpoint(tmp_path / "in", odd, BNB4, packed.bnb_nf4())
+    assert "have the common divisor 8; hf_quant has groups of 16" in refused(tmp_path / "in", tmp_path / "out")
+
+
+def test_blocks_that_no_row_is_a_multiple_of(tmp_path):
+    """The greatest common divisor of 64 and 96 is 32: each scale is stored up to twice, the weights are the same."""
+    source = make_llama(tmp_path / "source", hidden_size=96, head_dim=32)
+    meant = packed.packed_checkpoint(tmp_path / "in", source, BNB4, packed.bnb_nf4(nested=True))
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert mismatches(meant, weights_of(model))[0] == 0
+    assert {str(m.scheme) for m in model.modules() if isinstance(m, QuantizedModule)} == {"nf4 g32", "nf4 g64"}
+
+
+def test_a_config_without_the_name_of_its_method(llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, {"load_in_8bit": True}, packed.bnb_int8)
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    found = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
+    assert mismatches(meant, found)[0] == 0
+    assert config_of(tmp_path / "out")["quantization_config"]["imported_from"]["method"] == "bitsandbytes"
+    assert json.loads((tmp_path / "in" / "config.json").read_text())["quantization_config"] == {"load_in_8bit": True}
