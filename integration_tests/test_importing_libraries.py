@@ -16,6 +16,7 @@ from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.modules import QuantizedModule
 from integration_tests.support import packed_libraries as packed
 from integration_tests.support.foreign_checkpoints import config_of, load_all, make_llama, mismatches, weights_of
+from integration_tests.support.tiny_models import build
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +154,46 @@ def test_a_config_without_the_name_of_its_method(llama, tmp_path):
     assert mismatches(meant, found)[0] == 0
     assert config_of(tmp_path / "out")["quantization_config"]["imported_from"]["method"] == "bitsandbytes"
     assert json.loads((tmp_path / "in" / "config.json").read_text())["quantization_config"] == {"load_in_8bit": True}
+
+
+# The mxfp4 of gpt-oss.
+
+
+def test_experts_of_gpt_oss(tmp_path):
+    build("gpt_oss").save_pretrained(tmp_path / "source")
+    meant = packed.gpt_oss(tmp_path / "in", tmp_path / "source")
+    assert import_checkpoint(tmp_path / "in", tmp_path / "out") == ()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for key, weight in meant.items():
+        name, _, leaf = key.rpartition(".")
+        module = model.get_submodule(name)
+        assert module.scheme.weight.format == "mxfp4" and torch.equal(module.dequantize_weight(leaf), weight)
+    theirs = {key: tensor for key, tensor in load_all(tmp_path / "in").items() if "_blocks" in key or "_scales" in key}
+    rows = [row for row in inspect_checkpoint(tmp_path / "out").rows if row.scheme is not None]
+    assert sum(row.nbytes for row in rows) == sum(tensor.nbytes for tensor in theirs.values())
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype="auto")
+        for key, weight in meant.items():
+            plain.get_parameter(key).copy_(weight)
+        ids = torch.arange(8)[None]
+        assert (model(input_ids=ids).logits - plain(input_ids=ids).logits).abs().max() < 0.05
+    model.save_pretrained(tmp_path / "again")
+    before, after = load_all(tmp_path / "out"), load_all(tmp_path / "again")
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items() if tensor.numel())
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "message"),
+    [
+        ("scales", None, "gate_up_proj_scales is missing"),
+        ("blocks", None, "gate_up_proj_scales, but not all that belongs to it"),
+        ("blocks", torch.zeros(4, 256, 8, dtype=torch.uint8), "needs .experts, rows, groups, 16."),
+        ("scales", torch.full((4, 256, 2), 255, dtype=torch.uint8), "scale_gate_up_proj is corrupt"),
+    ],
+)
+def test_tensors_of_gpt_oss_that_cannot_be(part, tensor, message, tmp_path):
+    build("gpt_oss").save_pretrained(tmp_path / "source")
+    packed.gpt_oss(tmp_path / "in", tmp_path / "source")
+    edit(tmp_path / "in", {f"model.layers.0.mlp.experts.gate_up_proj_{part}": tensor})
+    found = refused(tmp_path / "in", tmp_path / "out")
+    assert re.search(message, found), found

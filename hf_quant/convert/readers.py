@@ -13,6 +13,7 @@ from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
 from hf_quant.convert.files import OWN_CONFIGS, TensorFiles
 from hf_quant.convert.foreign import Foreign
 from hf_quant.convert.gptq_awq import read_awq, read_gptq
+from hf_quant.convert.mxfp4 import read_mxfp4
 
 
 Reader = Callable[[TensorFiles, dict[str, Any], torch.dtype | None], Foreign]
@@ -23,6 +24,7 @@ READERS: dict[str, Reader] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "bitsandbytes": read_bitsandbytes,
+    "mxfp4": read_mxfp4,
 }
 
 

@@ -96,3 +96,24 @@ def bnb_int8(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, T
     largest = (uniform(seed, N) * 30).half().float()
     parts = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
     return parts, (codes * largest[:, None] * 7.874015718698502e-3).to(dtype)
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def gpt_oss(path: Path, source: Path) -> dict[str, Tensor]:
+    """Store the experts [E, K, N] of a gpt-oss model as blocks of [E, N, K]; returns the weights meant, by name."""
+    path.mkdir()
+    tensors, config, meant = load_all(source), config_of(source), {}
+    for seed, key in enumerate([key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]):
+        E, K, N = tensors[key].shape
+        codes, exponents = randint(seed, 0, 16, E, N, K), randint(seed, 117, 127, E, N, K // 32)
+        values = E2M1[codes] * torch.ldexp(torch.tensor(1.0), exponents - 127).repeat_interleave(32, -1)
+        meant[key] = values.transpose(1, 2).to(tensors.pop(key).dtype)
+        pairs = codes.to(torch.uint8).view(E, N, K // 32, 16, 2)
+        tensors[f"{key}_blocks"] = pairs[..., 0] | pairs[..., 1] << 4
+        tensors[f"{key}_scales"] = exponents.to(torch.uint8)
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return meant
