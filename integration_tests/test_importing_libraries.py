@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from hf_quant import import_checkpoint
 from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.modules import QuantizedModule
 from integration_tests.support import packed_libraries as packed
 from integration_tests.support.foreign_checkpoints import config_of, load_all, make_llama, mismatches, weights_of
+from integration_tests.support.tiny_diffusion import load, make_model, run
 from integration_tests.support.tiny_models import build
 
 
@@ -197,3 +198,148 @@ def test_tensors_of_gpt_oss_that_cannot_be(part, tensor, message, tmp_path):
     edit(tmp_path / "in", {f"model.layers.0.mlp.experts.gate_up_proj_{part}": tensor})
     found = refused(tmp_path / "in", tmp_path / "out")
     assert re.search(message, found), found
+
+
+# fp8.
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
+BLOCKS = {**FP8, "weight_block_size": [128, 128]}
+STATIC = {**FP8, "activation_scheme": "static", "weight_block_size": None}
+BOUNDED = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+PER_TOKEN = "fp8_e4m3 activations"
+
+
+@pytest.mark.parametrize(
+    ("own", "packer", "scheme", "bits", "noted"),
+    [
+        (BLOCKS, packed.fp8("block", name="weight_scale_inv"), f"block, {PER_TOKEN}", 8.0023, "not per 128 values"),
+        (
+            {**BLOCKS, "scale_fmt": "ue8m0"},
+            packed.fp8("block", name="weight_scale_inv", scale_dtype=torch.float8_e8m0fnu),
+            *(f"block, {PER_TOKEN}", 8.0023, "not per 128 values"),
+        ),
+        (
+            STATIC,
+            packed.fp8("tensor", name="weight_scale_inv", static="activation_scale", scale_dtype=torch.bfloat16),
+            *(f"tensor, {PER_TOKEN}, static", 8.003, None),
+        ),
+        (STATIC, packed.fp8("tensor", static="input_scale"), f"tensor, {PER_TOKEN}, static", 8.003, None),
+        (FP8, packed.fp8("tensor"), f"tensor, {PER_TOKEN}", 8.0021, "not with one for all tokens"),
+        (BOUNDED, packed.fp8("row"), f"row, {PER_TOKEN}", 8.2222, "no input is clipped"),
+    ],
+)
+def test_fp8(own, packer, scheme, bits, noted, llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, own, packer)
+    notes = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert (len(notes) == 1 and noted in notes[0]) if noted is not None else notes == ()
+    model = check_import(tmp_path / "in", tmp_path / "out", meant, f"fp8_e4m3 {scheme}", bits)
+    if "static" in scheme:
+        (scale,) = [t for k, t in load_all(tmp_path / "in").items() if k in (f"{UP}.activation_scale", f"{UP}.input_scale")]
+        assert model.get_submodule(UP).static_scale() == scale.float()
+
+
+@pytest.mark.parametrize("extent", ["block", "tensor"])
+def test_experts_in_fp8(extent, tmp_path):
+    """Layers of single experts are fused; of one scale for a layer each row of gate and up gets its own."""
+    source = build("qwen3_moe").save_pretrained(tmp_path / "source") or tmp_path / "source"
+    own = BLOCKS if extent == "block" else STATIC
+    static = None if extent == "block" else "input_scale"
+    packer = packed.fp8(extent, name="weight_scale_inv" if extent == "block" else "weight_scale", static=static)
+    meant = packed.packed_checkpoint(tmp_path / "in", source, own, packer, is_packed=lambda key: ".experts." in key)
+    if extent == "block":  # 64 rows of gate and 64 of up cannot be blocks of 128
+        assert "have a scale of their own each" in refused(tmp_path / "in", tmp_path / "out")
+        return
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    assert str(experts.scheme) == "fp8_e4m3 row, fp8_e4m3 activations, static"
+    for e in range(2):
+        parts = [meant[f"model.layers.0.mlp.experts.{e}.{name}_proj"] for name in ("gate", "up", "down")]
+        assert torch.equal(experts.dequantize_weight("gate_up_proj")[e], torch.cat(parts[:2]))
+        assert torch.equal(experts.dequantize_weight("down_proj")[e], parts[2])
+
+
+def test_layers_that_the_model_does_not_use_are_left_out(tmp_path):
+    """Layers for speculative decoding, which transformers passes over."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    heads = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    config = DeepseekV3Config(vocab_size=96, **sizes, **heads, first_k_dense_replace=1, n_routed_experts=8)
+    DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(source := tmp_path / "source")
+    packer = packed.fp8("block", name="weight_scale_inv")
+    meant = packed.packed_checkpoint(
+        tmp_path / "in", source, BLOCKS, packer, is_packed=lambda key: "self_attn.o_proj.weight" in key
+    )
+    parts, _ = packer(128, 128, torch.bfloat16, 0)
+    edit(tmp_path / "in", {f"model.layers.61.self_attn.o_proj.{name}": part for name, part in parts.items()})
+    notes = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert "layers that DeepseekV3ForCausalLM does not use are left out, model.layers.61.self_attn.o_proj" in notes[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert mismatches(meant, weights_of(model))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "message"),
+    [
+        ({**BLOCKS, "weight_block_size": [1, 32]}, {}, "its weight_block_size is .1, 32."),
+        ({**BLOCKS, "activation_scheme": "x"}, {}, "its activation_scheme is 'x'"),
+        (BLOCKS, {f"{UP}.weight_scale_inv": None}, "up_proj.weight as .*, but no scale for it"),
+        (BLOCKS, {f"{UP}.weight": None}, "up_proj.weight is missing"),
+        (BLOCKS, {f"{UP}.weight_scale_inv": torch.ones(2, 2)}, r"up_proj.weight_scale_inv is \[2, 2\] float32; needs"),
+        (BLOCKS, {f"{UP}.weight_scale_inv": torch.full((2, 1), torch.nan)}, "up_proj.scale is corrupt"),
+        (BLOCKS, {f"{UP}.activation_scale": torch.ones(7)}, r"up_proj.activation_scale is \[7\] float32"),
+    ],
+)
+def test_fp8_that_cannot_be(own, changes, message, llama, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", llama, own, packed.fp8("block", name="weight_scale_inv"))
+    edit(tmp_path / "in", changes)
+    found = refused(tmp_path / "in", tmp_path / "out")
+    assert re.search(message, found), found
+
+
+# Models of diffusers.
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    path = tmp_path_factory.mktemp("flux") / "bf16"
+    make_model("flux", torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def is_of_block(key: str) -> bool:
+    return "transformer_blocks" in key and key.endswith(".weight") and "norm" not in key
+
+
+def check_flux(out: Path, meant: dict[str, torch.Tensor]) -> nn.Module:
+    model = load(out)
+    assert mismatches(meant, weights_of(model))[0] == 0
+    assert run(model, "flux").isfinite().all()
+    model.save_pretrained(out.parent / "again")
+    before, after = ({k: v for k, v in load_all(p).items() if v.numel()} for p in (out, out.parent / "again"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    return model
+
+
+@pytest.mark.parametrize(("own", "packer"), [(BNB4, packed.bnb_nf4(nested=True)), (BNB8, packed.bnb_int8)])
+def test_models_of_diffusers(own, packer, flux, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", flux, own, packer, is_packed=is_of_block)
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    check_flux(tmp_path / "out", meant)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("README.md", "config.json", "diffusion_pytorch_model.safetensors")
+    }
+
+
+def test_models_of_diffusers_that_cannot_be(flux, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", flux, BNB4, packed.bnb_nf4(), is_packed=is_of_block)
+    fields = config_of(tmp_path / "in")
+    for changes, message in (
+        ({"_class_name": "Nothing"}, "it is a 'Nothing', which is no model of diffusers"),
+        ({"_class_name": ["x"]}, "which is no model of diffusers"),
+        ({"num_layers": 0}, "transformer_blocks.* that FluxTransformer2DModel of diffusers does not have"),
+        ({"num_layers": "x"}, "diffusers cannot make a FluxTransformer2DModel"),
+        ({"quantization_config": None}, "is not quantized"),
+    ):
+        (tmp_path / "in" / "config.json").write_text(json.dumps({**fields, **changes}))
+        found = refused(tmp_path / "in", tmp_path / "out")
+        assert re.search(message, found), found

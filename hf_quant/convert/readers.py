@@ -12,6 +12,7 @@ from hf_quant.convert.bitsandbytes import read_bitsandbytes
 from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
 from hf_quant.convert.files import OWN_CONFIGS, TensorFiles
 from hf_quant.convert.foreign import Foreign
+from hf_quant.convert.fp8 import read_fp8
 from hf_quant.convert.gptq_awq import read_awq, read_gptq
 from hf_quant.convert.mxfp4 import read_mxfp4
 
@@ -25,6 +26,8 @@ READERS: dict[str, Reader] = {
     "compressed-tensors": read_compressed_tensors,
     "bitsandbytes": read_bitsandbytes,
     "mxfp4": read_mxfp4,
+    "fp8": read_fp8,
+    "fbgemm_fp8": read_fp8,
 }
 
 

@@ -98,6 +98,28 @@ def bnb_int8(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, T
     return parts, (codes * largest[:, None] * 7.874015718698502e-3).to(dtype)
 
 
+def fp8(
+    extent: str, *, name: str = "weight_scale", scale_dtype: torch.dtype = torch.float32, static: str | None = None
+) -> Packer:
+    """Codes of one byte, times a scale of "block" (128 x 128), "row" or "tensor"; `static` names a scale of inputs."""
+
+    def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        bits = randint(seed, 0, 256, N, K)
+        bits[(bits & 127) == 127] = 5  # NaN
+        codes = bits.to(torch.uint8).view(torch.float8_e4m3fn)
+        shape = {"block": (-(-N // 128), -(-K // 128)), "row": (N, 1), "tensor": ()}[extent]
+        scale = (uniform(seed, *shape) if shape else torch.tensor(0.01 + seed / 1000)).to(scale_dtype)
+        parts = {"weight": codes, name: scale}
+        if static is not None:
+            parts[static] = torch.tensor(0.05).to(scale_dtype)
+        spread = scale.float()
+        if extent == "block":
+            spread = spread.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+        return parts, (codes.float() * spread).to(dtype)
+
+    return pack
+
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
