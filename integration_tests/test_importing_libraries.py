@@ -234,7 +234,9 @@ def test_fp8(own, packer, scheme, bits, noted, llama, tmp_path):
     assert (len(notes) == 1 and noted in notes[0]) if noted is not None else notes == ()
     model = check_import(tmp_path / "in", tmp_path / "out", meant, f"fp8_e4m3 {scheme}", bits)
     if "static" in scheme:
-        (scale,) = [t for k, t in load_all(tmp_path / "in").items() if k in (f"{UP}.activation_scale", f"{UP}.input_scale")]
+        (scale,) = [
+            t for k, t in load_all(tmp_path / "in").items() if k in (f"{UP}.activation_scale", f"{UP}.input_scale")
+        ]
         assert model.get_submodule(UP).static_scale() == scale.float()
 
 

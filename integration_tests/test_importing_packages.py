@@ -4,8 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
+from hf_quant import import_checkpoint
 from integration_tests.support import packed_libraries as packed
+from integration_tests.support.foreign_checkpoints import config_of, make_llama, mismatches, weights_of
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -28,3 +32,48 @@ def test_bitsandbytes_decodes_int8_alike():
     functional = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes").functional
     parts, meant = packed.bnb_int8(64, 192, torch.float16, 0)
     assert torch.equal(functional.int8_vectorwise_dequant(parts["weight"], parts["SCB"]).half(), meant)
+
+
+def _llama(tmp_path):
+    make_llama(tmp_path / "bf16")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype="auto")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8_dynamic", "fp8", "int4", "mxfp4"])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_what_torchao_saves(kind, pickled, tmp_path):
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support", reason="needs torchao 0.14")
+    from torchao.prototype.mx_formats.inference_workflow import MXDynamicActivationMXWeightConfig
+
+    config = {
+        "int8": lambda: quantization.Int8WeightOnlyConfig(),
+        "int8_dynamic": lambda: quantization.Int8DynamicActivationInt8WeightConfig(),
+        "fp8": lambda: quantization.Float8WeightOnlyConfig(),
+        "int4": lambda: quantization.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=quantization.PerGroup(32)
+        ),
+        "mxfp4": lambda: MXDynamicActivationMXWeightConfig(
+            activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2
+        ),
+    }[kind]()
+    model = _llama(tmp_path)
+    is_layer = lambda module, name: isinstance(module, torch.nn.Linear) and name.endswith("_proj")  # noqa: E731
+    try:
+        quantization.quantize_(model, config, filter_fn=is_layer)
+    except (AssertionError, RuntimeError) as error:
+        pytest.skip(f"torchao needs a GPU for it: {error}")
+    state = {key: tensor.detach() for key, tensor in model.state_dict().items() if key != "lm_head.weight"}
+    meant = {key.removesuffix(".weight"): t.dequantize() for key, t in state.items() if key.endswith("_proj.weight")}
+    (tmp_path / "in").mkdir()
+    own = {"quant_method": "torchao", "quant_type": {"default": {"_type": type(config).__name__}}}
+    fields = {**config_of(tmp_path / "bf16"), "quantization_config": own}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(fields))
+    if pickled:
+        torch.save(state, tmp_path / "in" / "pytorch_model.bin")
+    else:
+        tensors, metadata = support.flatten_tensor_state_dict(state)
+        save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt", **metadata})
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    found = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
+    assert mismatches(meant, found)[0] == 0

@@ -135,15 +135,23 @@ def is_side_file(path: Path, *, but: Iterable[str]) -> bool:
     return path.is_file() and any(map(path.match, SIDE_FILES)) and not any(map(path.match, left_out))
 
 
-def local_checkpoint(source: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
+def local_checkpoint(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    weights: str = "*.safetensors",
+) -> Path:
     """Return the directory of a checkpoint: the given one, or the Hub's cache of USER/NAME after a download.
+
+    `weights` is the pattern of the files that hold its tensors.
 
     Raises ValueError if the Hub has no such model, or it cannot be reached and the cache has none of it.
     """
     path = local_path(source, revision)
     if path is not None:
         return path
-    patterns = [*SIDE_FILES, "*.safetensors", "README.md"]
+    patterns = [*SIDE_FILES, weights, "README.md"]
     try:
         found = snapshot_download(
             str(source), revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]

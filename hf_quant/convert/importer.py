@@ -9,10 +9,10 @@ import torch
 from hf_quant.cards import CARD, converted_card, hub_id
 from hf_quant.checkpoint import one_line
 from hf_quant.convert.experts import merge_experts
-from hf_quant.convert.files import TensorFiles, local_checkpoint, read_config, staged
+from hf_quant.convert.files import local_checkpoint, read_config, staged
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
 from hf_quant.convert.hosts import Empty, empty_host
-from hf_quant.convert.readers import READERS, detect
+from hf_quant.convert.readers import PICKLES, READERS, detect, is_pickled, opened
 
 
 def import_checkpoint(
@@ -42,11 +42,13 @@ def import_checkpoint(
     Raises:
         ValueError: if the checkpoint is of another kind, or something in it has no exact counterpart, with the reason.
     """
-    where, out = str(source), Path(out)
+    name, where, out = source, str(source), Path(out)
     source = local_checkpoint(source, revision=revision, token=token)
     fields = read_config(source, hosts=("transformers", "diffusers"))
     method, own = detect(source, fields, where)
-    with staged(source, out) as target, TensorFiles(source) as files:
+    if is_pickled(source, method):
+        source = local_checkpoint(name, revision=revision, token=token, weights=PICKLES)
+    with staged(source, out) as target, opened(source, method) as files:
         try:
             host = empty_host(source, fields, files.tensors)
             found = READERS[method](files, own, host.dtype if host.is_diffusers else _stated_dtype(fields))

@@ -6,9 +6,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo
 from hf_quant.convert.files import TensorFiles
-from hf_quant.kernels.codes import BLOCK_SIZE
+from hf_quant.kernels.codes import BLOCK_SIZE, packed_words
 from hf_quant.resolve import GROUP_SIZES
 
 
@@ -45,15 +46,16 @@ def tensor_info(
 def groups_of(module: str, K: int, block: int) -> tuple[str, int | None, int]:
     """Return (granularity, group_size, columns of a scale) for blocks of consecutive values of rows of K.
 
-    Where a block does not divide a row, or has more than one, the greatest common divisor serves: the same scale is
-    stored several times. Raises ValueError if hf_quant has no such groups.
+    Where a block does not divide a row, has more than one, or is larger than hf_quant's groups, the largest group that
+    divides both serves: the same scale is stored several times. Raises ValueError if there is none.
     """
-    columns = gcd(K, block)
-    if columns == K:
+    common = gcd(K, block)
+    if common == K:
         return "row", None, K
-    if columns not in GROUP_SIZES:
+    columns = max((size for size in GROUP_SIZES if common % size == 0), default=None)
+    if columns is None:
         raise ValueError(
-            f"{module} has one scale for {block} values and {K} columns, which have the common divisor {columns}; "
+            f"{module} has one scale for {block} values and {K} columns, which have the common divisor {common}; "
             f"hf_quant has groups of {', '.join(map(str, GROUP_SIZES))}"
         )
     return "group", columns, columns
@@ -86,3 +88,16 @@ def without_zero_scales(
 def rows_of_scale(N: int, granularity: str) -> int:
     """Return the number of rows that share a scale."""
     return {"block": BLOCK_SIZE, "tensor": N}.get(granularity, 1)
+
+
+def fp4_words(pairs: Tensor) -> Tensor:
+    """Return bytes [..., K / 2] of two 4-bit codes each, the first in the low half, as int32 words of hf_quant."""
+    K = pairs.shape[-1] * 2
+    padded = torch.nn.functional.pad(pairs, (0, packed_words(K, 4) * 4 - K // 2))
+    return padded.clone(memory_format=torch.contiguous_format).view(torch.int32)
+
+
+def nvfp4_weight(pairs: Tensor, scale: Tensor, total: Tensor) -> PackedWeight:
+    """Return an nvfp4 weight of e2m1 codes [N, K / 2], e4m3 scales [N, K / 16] and one fp32 scale."""
+    pairs, scale = without_zero_scales(pairs, scale, 8)
+    return PackedWeight(fp4_words(pairs), scale, None, total.float().reshape(1))

@@ -1,8 +1,8 @@
 """Read the mxfp4 of gpt-oss: experts [E, N, K] in blocks of 32 along K, with a power of two each.
 
 Layout (https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/mxfp4.py):
-`<weight>_blocks` uint8 [E, N, K / 32, 16], two e2m1 codes to a byte, the first in the low half; `<weight>_scales` uint8
-[E, N, K / 32], the exponents, biased by 127. These are the bytes of hf_quant's mxfp4. The rows of gate and up
+`<weight>_blocks` uint8 [E, N, K / 32, 16], two e2m1 codes to a byte, the first in the low half; `<weight>_scales`
+uint8 [E, N, K / 32], the exponents, biased by 127. These are the bytes of hf_quant's mxfp4. The rows of gate and up
 alternate, as they do in the 16-bit model.
 """
 

@@ -15,6 +15,8 @@ from hf_quant.convert.foreign import Foreign
 from hf_quant.convert.fp8 import read_fp8
 from hf_quant.convert.gptq_awq import read_awq, read_gptq
 from hf_quant.convert.mxfp4 import read_mxfp4
+from hf_quant.convert.torchao.pickles import PickledFiles
+from hf_quant.convert.torchao.tensors import read_torchao
 
 
 Reader = Callable[[TensorFiles, dict[str, Any], torch.dtype | None], Foreign]
@@ -28,7 +30,20 @@ READERS: dict[str, Reader] = {
     "mxfp4": read_mxfp4,
     "fp8": read_fp8,
     "fbgemm_fp8": read_fp8,
+    "torchao": read_torchao,
 }
+
+PICKLES = "*.bin"
+
+
+def is_pickled(source: Path, method: str) -> bool:
+    """Return True if a checkpoint has to be in pickled files: those of torchao alone are read."""
+    return method == "torchao" and not any(source.glob("*.safetensors"))
+
+
+def opened(source: Path, method: str) -> TensorFiles:
+    """Open the tensors of a checkpoint. Raises ValueError if a file is missing or damaged."""
+    return PickledFiles(source) if is_pickled(source, method) else TensorFiles(source)
 
 
 def detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:

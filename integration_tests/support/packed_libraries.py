@@ -127,7 +127,9 @@ def gpt_oss(path: Path, source: Path) -> dict[str, Tensor]:
     """Store the experts [E, K, N] of a gpt-oss model as blocks of [E, N, K]; returns the weights meant, by name."""
     path.mkdir()
     tensors, config, meant = load_all(source), config_of(source), {}
-    for seed, key in enumerate([key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]):
+    for seed, key in enumerate(
+        [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    ):
         E, K, N = tensors[key].shape
         codes, exponents = randint(seed, 0, 16, E, N, K), randint(seed, 117, 127, E, N, K // 32)
         values = E2M1[codes] * torch.ldexp(torch.tensor(1.0), exponents - 127).repeat_interleave(32, -1)
