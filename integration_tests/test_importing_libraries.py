@@ -298,6 +298,66 @@ def test_fp8_that_cannot_be(own, changes, message, llama, tmp_path):
     assert re.search(message, found), found
 
 
+# optimum-quanto.
+
+QUANTO = {"quant_method": "quanto", "weights": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("packer", "scheme", "bits"),
+    [
+        (packed.quanto_whole(torch.int8), "int8 row", 8.111),
+        (packed.quanto_whole(torch.float8_e4m3fn), "fp8_e4m3 row", 8.111),
+        (packed.quanto_whole(torch.float8_e5m2), "fp8_e5m2 row", 8.111),
+        (packed.quanto_grouped(4, 64), "int4 g64 asym", 4.375),
+        (packed.quanto_grouped(2, 32), "int2 g32 asym", 2.75),
+    ],
+)
+def test_quanto(packer, scheme, bits, llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, QUANTO, packer)
+    assert import_checkpoint(tmp_path / "in", tmp_path / "out") == ()
+    check_import(tmp_path / "in", tmp_path / "out", meant, scheme, bits)
+
+
+def test_quanto_by_its_own_file(llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, None, packed.quanto_whole(torch.int8))
+    (tmp_path / "in" / "quanto_qmap.json").write_text(json.dumps({UP: {"weights": "qint8", "activations": "qint8"}}))
+    edit(tmp_path / "in", {f"{UP}.input_scale": torch.tensor(0.5)})
+    (note,) = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert note.startswith("inputs and outputs stay in 16 bit")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert mismatches(meant, weights_of(model))[0] == 0
+    assert not (tmp_path / "out" / "quanto_qmap.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("packer", "changes", "message"),
+    [
+        (packed.quanto_grouped(4, 64, integer=False), {}, "which no grid of hf_quant does. Shifts that are integers"),
+        (packed.quanto_grouped(4, 64), {f"{UP}.weight._shift": None}, "weight._shift is missing"),
+        (packed.quanto_grouped(4, 64), {f"{UP}.weight._scale": torch.ones(3, 1)}, "weight._scale is .3, 1. float32"),
+        (packed.quanto_grouped(4, 64), {f"{UP}.weight._data._data": None}, "has .*up_proj.weight._scale, but not all"),
+        (
+            packed.quanto_grouped(4, 64),
+            {f"{UP}.weight._data._data": torch.zeros(3, 64, dtype=torch.uint8)},
+            "_data._data is .3, 64. uint8 beside shifts",
+        ),
+        (
+            packed.quanto_grouped(4, 64),
+            {f"{UP}.weight._shift": torch.full((512, 1), 16, dtype=torch.uint8)},
+            "shifts outside of the 16 codes",
+        ),
+        (packed.quanto_whole(torch.int8), {f"{UP}.weight._scale": None}, "weight._scale is missing"),
+        (packed.quanto_whole(torch.int8), {f"{UP}.weight._data": None}, "weight._scale, but not all that belongs"),
+    ],
+)
+def test_quanto_that_cannot_be(packer, changes, message, llama, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", llama, QUANTO, packer)
+    edit(tmp_path / "in", changes)
+    found = refused(tmp_path / "in", tmp_path / "out")
+    assert re.search(message, found), found
+
+
 # Models of diffusers.
 
 
@@ -322,7 +382,14 @@ def check_flux(out: Path, meant: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("own", "packer"), [(BNB4, packed.bnb_nf4(nested=True)), (BNB8, packed.bnb_int8)])
+@pytest.mark.parametrize(
+    ("own", "packer"),
+    [
+        (BNB4, packed.bnb_nf4(nested=True)),
+        (BNB8, packed.bnb_int8),
+        ({"quant_method": "quanto", "weights_dtype": "float8"}, packed.quanto_whole(torch.float8_e4m3fn)),
+    ],
+)
 def test_models_of_diffusers(own, packer, flux, tmp_path):
     meant = packed.packed_checkpoint(tmp_path / "in", flux, own, packer, is_packed=is_of_block)
     import_checkpoint(tmp_path / "in", tmp_path / "out")

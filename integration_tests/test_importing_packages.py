@@ -77,3 +77,38 @@ def test_what_torchao_saves(kind, pickled, tmp_path):
     import_checkpoint(tmp_path / "in", tmp_path / "out")
     found = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
     assert mismatches(meant, found)[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["qint8", "qfloat8", "qint4"])
+def test_what_quanto_saves(kind, tmp_path):
+    quanto = pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+    model = _llama(tmp_path)
+    quanto.quantize(model, weights=kind, exclude="lm_head")
+    quanto.freeze(model)
+    names = [name for name, module in model.named_modules() if isinstance(module, quanto.QLinear)]
+    meant = {name: model.get_submodule(name).weight.dequantize() for name in names}
+    (tmp_path / "in").mkdir()
+    state = {key: tensor for key, tensor in model.state_dict().items() if key != "lm_head.weight"}
+    save_file(state, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "in" / "quanto_qmap.json").write_text(json.dumps(quanto.quantization_map(model)))
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config_of(tmp_path / "bf16")))
+    if kind == "qint4":
+        with pytest.raises(ValueError, match="Shifts that are integers"):
+            import_checkpoint(tmp_path / "in", tmp_path / "out")
+        return
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    found = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
+    assert mismatches(meant, found)[0] == 0
+
+
+def test_quanto_decodes_groups_alike():
+    quanto = pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+    from optimum.quanto.tensor.packed import PackedTensor
+    from optimum.quanto.tensor.weights import WeightQBitsTensor
+
+    for bits, kind in ((4, quanto.qint4), (2, quanto.qint2)):
+        parts, meant = packed.quanto_grouped(bits, 64)(128, 192, torch.bfloat16, 0)
+        data = PackedTensor(parts["weight._data._data"], bits, (384, 64), (64, 1))
+        scale, shift = parts["weight._scale"], parts["weight._shift"]
+        weight = WeightQBitsTensor(kind, 0, 64, (128, 192), (192, 1), data, scale, shift)
+        assert torch.equal(weight.dequantize(), meant)

@@ -35,7 +35,12 @@ SIDE_FILES = (
 CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"  # of PEFT
 # Files beside config.json in which older checkpoints of other libraries describe their quantization, and its method.
-OWN_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+OWN_CONFIGS = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quanto_qmap.json": "quanto",
+    "quantization_map.json": "quanto",
+}
 _NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json")  # a new checkpoint has its own
 
 

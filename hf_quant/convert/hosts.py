@@ -36,6 +36,13 @@ class Empty(NamedTuple):
         """Return False for a tensor that the host passes over, such as those of layers for speculative decoding."""
         return not any(re.search(pattern, name) for pattern in self.unused)
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a 16-bit weight by its name in the checkpoint, or None if the model has none."""
+        try:
+            return tuple(self.model.get_parameter(self.rename(name)).shape)
+        except AttributeError:
+            return None
+
     def check_names(self, keys: Iterable[str], names: list[str]) -> None:
         """Raise ValueError if the host would not find the codes of the modules `names` under these keys."""
         if not self.is_diffusers:

@@ -12,7 +12,7 @@ from hf_quant.convert.experts import merge_experts
 from hf_quant.convert.files import local_checkpoint, read_config, staged
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
 from hf_quant.convert.hosts import Empty, empty_host
-from hf_quant.convert.readers import PICKLES, READERS, detect, is_pickled, opened
+from hf_quant.convert.readers import PICKLES, detect, is_pickled, opened, read
 
 
 def import_checkpoint(
@@ -51,7 +51,7 @@ def import_checkpoint(
     with staged(source, out) as target, opened(source, method) as files:
         try:
             host = empty_host(source, fields, files.tensors)
-            found = READERS[method](files, own, host.dtype if host.is_diffusers else _stated_dtype(fields))
+            found = read(method, files, own, host, host.dtype if host.is_diffusers else _stated_dtype(fields))
             found = _for_host(found, host)
         except ValueError as error:
             raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None

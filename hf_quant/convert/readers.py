@@ -14,7 +14,9 @@ from hf_quant.convert.files import OWN_CONFIGS, TensorFiles
 from hf_quant.convert.foreign import Foreign
 from hf_quant.convert.fp8 import read_fp8
 from hf_quant.convert.gptq_awq import read_awq, read_gptq
+from hf_quant.convert.hosts import Empty
 from hf_quant.convert.mxfp4 import read_mxfp4
+from hf_quant.convert.quanto import read_quanto
 from hf_quant.convert.torchao.pickles import PickledFiles
 from hf_quant.convert.torchao.tensors import read_torchao
 
@@ -32,8 +34,16 @@ READERS: dict[str, Reader] = {
     "fbgemm_fp8": read_fp8,
     "torchao": read_torchao,
 }
-
+QUANTO = "quanto"
+METHODS = (*READERS, QUANTO)
 PICKLES = "*.bin"
+
+
+def read(method: str, files: TensorFiles, fields: dict[str, Any], host: Empty, dtype: torch.dtype | None) -> Foreign:
+    """Read the weights of a checkpoint of `method`. Raises ValueError with the reason if one is unsupported."""
+    if method == QUANTO:  # its groups do not show where a row ends
+        return read_quanto(files, host.shape_of)
+    return READERS[method](files, fields, dtype)
 
 
 def is_pickled(source: Path, method: str) -> bool:
@@ -60,8 +70,8 @@ def detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict[
         raise ValueError(f"{where} is not quantized: `hf-quant quantize` makes a checkpoint of it")
     if method == QuantMethod.HF_QUANT:
         raise ValueError(f"{where} is a checkpoint of hf_quant already")
-    if method not in READERS:
-        raise ValueError(f"{where} is quantized by {shorten(repr(method))}; can be imported: {', '.join(READERS)}")
+    if method not in METHODS:
+        raise ValueError(f"{where} is quantized by {shorten(repr(method))}; can be imported: {', '.join(METHODS)}")
     return method, own
 
 

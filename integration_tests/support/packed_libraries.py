@@ -120,6 +120,37 @@ def fp8(
     return pack
 
 
+def quanto_whole(kind: torch.dtype) -> Packer:
+    """quanto's qint8 and qfloat8: one scale for each row, in the model's dtype, in which quanto multiplies."""
+
+    def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        bits = randint(seed, 0, 256, N, K).to(torch.uint8)
+        codes = (bits if kind == torch.int8 else bits & 0x77).view(kind)
+        scale = uniform(seed, N, 1).to(dtype)
+        ones = {"input_scale": torch.ones(()), "output_scale": torch.ones(())}
+        parts = {"weight._data": codes, "weight._scale": scale, **ones}
+        return parts, scale * (codes if kind == torch.int8 else codes.to(dtype))
+
+    return pack
+
+
+def quanto_grouped(bits: int, group: int, *, integer: bool = True) -> Packer:
+    """quanto's qint4 and qint2: the codes of a byte are a part of the rows apart; shifts are zero points, or not."""
+
+    def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        rows, each = N * K // group, 8 // bits
+        codes = randint(seed, 0, 2**bits, rows, group).to(torch.uint8)
+        scale, shift = uniform(seed, rows, 1).to(dtype), randint(seed, 0, 2**bits, rows, 1).to(torch.uint8)
+        packed = torch.zeros(rows // each, group, dtype=torch.uint8)
+        for i, part in enumerate(codes.split(rows // each)):
+            packed |= part << bits * i
+        stored = shift if integer else (shift * scale).to(dtype)
+        parts = {"weight._data._data": packed, "weight._scale": scale, "weight._shift": stored}
+        return parts, (scale * (codes.to(torch.int8) - shift.to(torch.int8))).view(N, K)
+
+    return pack
+
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
