@@ -112,3 +112,13 @@ def test_quanto_decodes_groups_alike():
         scale, shift = parts["weight._scale"], parts["weight._shift"]
         weight = WeightQBitsTensor(kind, 0, 64, (128, 192), (192, 1), data, scale, shift)
         assert torch.equal(weight.dequantize(), meant)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_hqq_decodes_alike(bits):
+    quantizer = pytest.importorskip("hqq.core.quantize", reason="needs hqq").Quantizer
+    parts, meant = packed.hqq(bits, 64)(64, 192, torch.bfloat16, 0)
+    names = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8"}
+    meta = {"scale": parts["scale"], "zero": parts["zero"], "packing": names[bits], "shape": (64, 192), "axis": 1}
+    meta |= {"nbits": bits, "group_size": 64, "view_as_float": False, "compute_dtype": torch.bfloat16}
+    assert torch.equal(quantizer.dequantize(parts["W_q"], meta), meant)

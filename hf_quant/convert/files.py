@@ -40,6 +40,7 @@ OWN_CONFIGS = {
     "quant_config.json": "awq",
     "quanto_qmap.json": "quanto",
     "quantization_map.json": "quanto",
+    "hf_quant_config.json": "modelopt",
 }
 _NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json")  # a new checkpoint has its own
 

@@ -28,7 +28,8 @@ _PARTS = {
     *("input_scale", "input_zero_point"),
     *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4", "SCB"),
     *("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),
-    *("weight_scale_inv", "activation_scale", "weight_scale_2", "_data", "_scale", "_shift", "W_q", "meta"),
+    *("weight_scale_inv", "activation_scale", "weight_scale_2", "_data", "_scale", "_shift"),
+    *("W_q", "zero", "packing", "nbits", "_weight_qdata", "_weight_scale"),
 }
 
 

@@ -81,7 +81,7 @@ def _weight(
     # Of a small weight [128, 128] block and tensor are the same.
     dtypes = (*FLOATS, torch.float8_e8m0fnu)
     info = tensor_info(files, scale_key, dtypes, [shape for given in shapes.values() for shape in given])
-    order = ("row", "tensor", "block") if scale_key.endswith("weight_scale") else ("block", "tensor", "row")
+    order = ("row", "block", "tensor") if scale_key.endswith("weight_scale") else ("block", "tensor", "row")
     granularity = next(name for name in order if info.shape in shapes[name])
     is_power = info.dtype == torch.float8_e8m0fnu  # powers of two, which fp32 holds as they are
     kept = "float32" if is_power else str(info.dtype).removeprefix("torch.")

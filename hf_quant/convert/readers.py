@@ -8,6 +8,7 @@ import torch
 
 from hf_quant.checkpoint import Directory, shorten
 from hf_quant.config import QuantMethod
+from hf_quant.convert.auto_round import read_auto_round
 from hf_quant.convert.bitsandbytes import read_bitsandbytes
 from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
 from hf_quant.convert.files import OWN_CONFIGS, TensorFiles
@@ -15,6 +16,8 @@ from hf_quant.convert.foreign import Foreign
 from hf_quant.convert.fp8 import read_fp8
 from hf_quant.convert.gptq_awq import read_awq, read_gptq
 from hf_quant.convert.hosts import Empty
+from hf_quant.convert.hqq import read_hqq
+from hf_quant.convert.modelopt import read_modelopt
 from hf_quant.convert.mxfp4 import read_mxfp4
 from hf_quant.convert.quanto import read_quanto
 from hf_quant.convert.torchao.pickles import PickledFiles
@@ -33,6 +36,11 @@ READERS: dict[str, Reader] = {
     "fp8": read_fp8,
     "fbgemm_fp8": read_fp8,
     "torchao": read_torchao,
+    "hqq": read_hqq,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
 }
 QUANTO = "quanto"
 METHODS = (*READERS, QUANTO)
@@ -66,6 +74,7 @@ def detect(source: Path, fields: dict[str, Any], where: str) -> tuple[str, dict[
         for file, known in OWN_CONFIGS.items():
             if (source / file).is_file():
                 method, own = known, Directory(source).load_json(file)
+                break
     if method is None or not isinstance(own, dict):
         raise ValueError(f"{where} is not quantized: `hf-quant quantize` makes a checkpoint of it")
     if method == QuantMethod.HF_QUANT:

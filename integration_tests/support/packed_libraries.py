@@ -151,6 +151,47 @@ def quanto_grouped(bits: int, group: int, *, integer: bool = True) -> Packer:
     return pack
 
 
+def hqq(bits: int, group: int, *, axis: int = 1, fraction: float = 0.0, as_float: bool = False) -> Packer:
+    """HQQ: codes of one integer are a part of the groups apart, the first in its highest bits; fields are tensors."""
+    name, shifts = {
+        8: ("8bit_u8", [0]),
+        4: ("4bit_u8", [4, 0]),
+        3: ("3bit_32", list(range(27, -1, -3))),
+        2: ("2bit_u8", [6, 4, 2, 0]),
+    }[bits]
+
+    def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        groups, integer = N * K // group, torch.int32 if bits == 3 else torch.uint8
+        codes, scale = randint(seed, 0, 2**bits, groups, group), uniform(seed, groups, 1).to(dtype)
+        zero = torch.full((groups, 1), 128) if bits == 8 else randint(seed, 0, 2**bits, groups, 1)
+        rows = -(-groups // len(shifts))
+        padded = torch.zeros(rows * len(shifts), group, dtype=integer)
+        padded[:groups] = codes.to(integer)
+        stored = torch.zeros(rows, group, dtype=integer)
+        for shift, part in zip(shifts, padded.split(rows)):
+            stored |= part << shift
+        meta = {"axis": axis, "nbits": bits, "view_as_float": as_float, "quant_scale": False, "quant_zero": False}
+        parts = {key: torch.tensor(int(value), dtype=torch.int32) for key, value in meta.items()}
+        parts |= {"packing": torch.tensor(list(name.encode()), dtype=torch.uint8), "shape": torch.tensor([N, K])}
+        parts |= {
+            "W_q": stored.view(dtype) if as_float else stored,
+            "scale": scale,
+            "zero": (zero + fraction).to(dtype),
+        }
+        return parts, ((codes.to(dtype) - zero.to(dtype)) * scale).reshape(N, K)
+
+    return pack
+
+
+def modelopt_nvfp4(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """ModelOpt's NVFP4: e2m1 codes, an e4m3 scale for each 16, one fp32 scale, and one of the input."""
+    codes, scale = randint(seed, 0, 16, N, K), uniform(seed, N, K // 16).mul(1e4).to(torch.float8_e4m3fn)
+    pairs, total = codes.to(torch.uint8).view(N, K // 2, 2), torch.tensor(0.00071)
+    parts = {"weight": pairs[..., 0] | pairs[..., 1] << 4, "weight_scale": scale, "weight_scale_2": total}
+    meant = (E2M1[codes] * (scale.float() * total).repeat_interleave(16, 1)).to(dtype)
+    return {**parts, "input_scale": torch.tensor(0.01)}, meant
+
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
