@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from hf_quant import import_checkpoint
+from hf_quant import QuantizerConfig, import_checkpoint
 from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.modules import QuantizedModule
 from integration_tests.support import packed_libraries as packed
@@ -356,6 +356,30 @@ def test_quanto_that_cannot_be(packer, changes, message, llama, tmp_path):
     edit(tmp_path / "in", changes)
     found = refused(tmp_path / "in", tmp_path / "out")
     assert re.search(message, found), found
+
+
+# `from_pretrained` with our config does not round codes again.
+
+
+@pytest.mark.parametrize(
+    ("own", "packer"),
+    [
+        (BNB4, packed.bnb_nf4()),
+        (FP8, packed.fp8("tensor")),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, packed.fp8("tensor", static="input_scale")),
+        ({"quant_method": "unknown"}, packed.bnb_int8),
+    ],
+)
+def test_loading_with_our_config_names_the_import(own, packer, llama, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", llama, own, packer)
+    with pytest.raises(ValueError, match="`hf-quant import MODEL OUT`.*every weight as it is"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=QuantizerConfig("int8"))
+
+
+def test_diffusers_with_our_config_names_the_import(flux, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", flux, BNB4, packed.bnb_nf4(), is_packed=is_of_block)
+    with pytest.raises(ValueError, match="quantized by 'bitsandbytes' already.*`hf-quant import MODEL OUT`"):
+        load(tmp_path / "in", quantization_config=QuantizerConfig("int8"))
 
 
 # Models of diffusers.
