@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import FluxPipeline
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
@@ -18,6 +19,7 @@ from integration_tests.support import packed_libraries as packed
 from integration_tests.support.foreign_checkpoints import config_of, load_all, make_llama, mismatches, weights_of
 from integration_tests.support.tiny_diffusion import load, make_model, run
 from integration_tests.support.tiny_models import build
+from integration_tests.support.tiny_pipelines import save_flux
 
 
 @pytest.fixture(scope="module")
@@ -436,3 +438,30 @@ def test_models_of_diffusers_that_cannot_be(flux, tmp_path):
         (tmp_path / "in" / "config.json").write_text(json.dumps({**fields, **changes}))
         found = refused(tmp_path / "in", tmp_path / "out")
         assert re.search(message, found), found
+
+
+def test_pipelines(tmp_path):
+    """Of a pipeline the components of another library are imported, and the others are what they were."""
+    source = save_flux(tmp_path / "source")
+    shutil.copytree(source, tmp_path / "in")
+    for part in ("transformer", "text_encoder_2"):
+        shutil.rmtree(tmp_path / "in" / part)
+    meant = packed.packed_checkpoint(
+        tmp_path / "in" / "transformer", source / "transformer", BNB4, packed.bnb_nf4(), is_packed=is_of_block
+    )
+    text = packed.packed_checkpoint(
+        *(tmp_path / "in" / "text_encoder_2", source / "text_encoder_2", BNB8, packed.bnb_int8),
+        is_packed=lambda key: "SelfAttention" in key and key.endswith(("q.weight", "o.weight")),
+    )
+    (tmp_path / "in" / "README.md").write_text("---\nbase_model: me/base\nlicense: mit\n---\n")
+    (note,) = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert note.startswith("text_encoder_2: inputs stay in 16 bit")
+    pipe = FluxPipeline.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
+    assert mismatches(meant, weights_of(pipe.transformer))[0] == 0
+    assert mismatches(text, weights_of(pipe.text_encoder_2))[0] == 0
+    for name in ("vae", "text_encoder", "tokenizer", "scheduler"):
+        for path in (tmp_path / "in" / name).iterdir():
+            assert path.read_bytes() == (tmp_path / "out" / name / path.name).read_bytes()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "license: mit" in card and "quantized by bitsandbytes, imported by hf_quant" in card
+    assert "is a pipeline without a component" in refused(source, tmp_path / "second")

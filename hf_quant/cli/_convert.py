@@ -26,7 +26,7 @@ def import_(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace, notes: tuple[str, ...]) -> None:
-    size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in args.out.rglob("*.safetensors"))
     print(f"{args.out}: {size / 1e6:.2f} MB; every weight is what it was in {args.checkpoint}")
     for note in notes:
         print(f"note: {note}")

@@ -126,13 +126,18 @@ def staged(source: Path, out: Path, place: Path | None = None) -> Iterator[Path]
         out = out.resolve()
         directory = place / "checkpoint"
         directory.mkdir()
-        for path in sorted(source.iterdir()):
-            if is_side_file(path, but=OWN_CONFIGS):
-                shutil.copyfile(path, directory / path.name)
+        copy_side_files(source, directory)
         yield directory
         if out.is_dir():
             out.rmdir()
         directory.rename(out)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy tokenizer files, licences and the like, but not what other libraries' configs say of codes."""
+    for path in sorted(source.iterdir()):
+        if is_side_file(path, but=OWN_CONFIGS):
+            shutil.copyfile(path, target / path.name)
 
 
 def is_side_file(path: Path, *, but: Iterable[str]) -> bool:
@@ -158,13 +163,20 @@ def local_checkpoint(
     if path is not None:
         return path
     patterns = [*SIDE_FILES, weights, "README.md"]
+    return download(str(source), patterns, ["*/*"], revision=revision, token=token)
+
+
+def download(
+    name: str, allowed: list[str], ignored: list[str], *, revision: str | None, token: str | bool | None
+) -> Path:
+    """Download files of USER/NAME by their patterns. Raises ValueError as `local_checkpoint`."""
     try:
         found = snapshot_download(
-            str(source), revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]
+            name, revision=revision, token=token, allow_patterns=allowed, ignore_patterns=ignored
         )
     except (HFValidationError, HTTPError, OSError):  # the Hub's errors are long, with links and request ids
-        open_folder(source, revision=revision, token=token)  # raises an error of one line
-        raise ValueError(f"{source} could not be downloaded from the Hub: try again, what is here is kept") from None
+        open_folder(name, revision=revision, token=token)  # raises an error of one line
+        raise ValueError(f"{name} could not be downloaded from the Hub: try again, what is here is kept") from None
     return Path(found)
 
 

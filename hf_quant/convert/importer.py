@@ -1,5 +1,6 @@
 """Make checkpoints of hf_quant from GPTQ, AWQ and compressed-tensors; every weight keeps its value."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ import torch
 from hf_quant.cards import CARD, converted_card, hub_id
 from hf_quant.checkpoint import one_line
 from hf_quant.convert.experts import merge_experts
-from hf_quant.convert.files import local_checkpoint, read_config, staged
+from hf_quant.convert.files import copy_side_files, local_checkpoint, read_config, staged
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
 from hf_quant.convert.hosts import Empty, empty_host
+from hf_quant.convert.pipelines import is_foreign, is_pipeline, local_pipeline
 from hf_quant.convert.readers import PICKLES, detect, is_pickled, opened, read
+
+
+HOSTS = ("transformers", "diffusers")
 
 
 def import_checkpoint(
@@ -42,23 +47,54 @@ def import_checkpoint(
     Raises:
         ValueError: if the checkpoint is of another kind, or something in it has no exact counterpart, with the reason.
     """
-    name, where, out = source, str(source), Path(out)
-    source = local_checkpoint(source, revision=revision, token=token)
-    fields = read_config(source, hosts=("transformers", "diffusers"))
+    where, out = str(source), Path(out)
+    if is_pipeline(source, revision=revision, token=token):
+        path = local_pipeline(source, revision=revision, token=token)
+        with staged(path, out) as target:
+            notes = _import_parts(path, target, where)
+            converted_card(target, path, token=token).save(target / CARD)
+        return notes
+    path = local_checkpoint(source, revision=revision, token=token)
+    method, _ = detect(path, read_config(path, hosts=HOSTS), where)
+    if is_pickled(path, method):
+        path = local_checkpoint(source, revision=revision, token=token, weights=PICKLES)
+    with staged(path, out) as target:
+        notes = _import_model(path, target, where, hub_id(str(path)))
+        converted_card(target, path, token=token).save(target / CARD)
+    return notes
+
+
+def _import_model(source: Path, target: Path, where: str, origin: str | None) -> tuple[str, ...]:
+    """Write the weights and the config of one model into a directory. Returns and raises as `import_checkpoint`."""
+    fields = read_config(source, hosts=HOSTS)
     method, own = detect(source, fields, where)
-    if is_pickled(source, method):
-        source = local_checkpoint(name, revision=revision, token=token, weights=PICKLES)
-    with staged(source, out) as target, opened(source, method) as files:
+    with opened(source, method) as files:
         try:
             host = empty_host(source, fields, files.tensors)
             found = read(method, files, own, host, host.dtype if host.is_diffusers else _stated_dtype(fields))
             found = _for_host(found, host)
         except ValueError as error:
             raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None
-        origin = {"method": method, "name": hub_id(str(source))}
-        write_foreign(target, fields, files, found, host, where=where, origin=origin)
-        converted_card(target, source, token=token).save(target / CARD)
+        write_foreign(target, fields, files, found, host, where=where, origin={"method": method, "name": origin})
     return tuple(found.notes)
+
+
+def _import_parts(source: Path, target: Path, where: str) -> tuple[str, ...]:
+    """Write the components of a pipeline: those of another library imported, the others as they are."""
+    notes: list[str] = []
+    imported = False
+    for part in sorted(path for path in source.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        if is_foreign(part):
+            (target / part.name).mkdir()
+            copy_side_files(part, target / part.name)
+            found = _import_model(part, target / part.name, f"{where}/{part.name}", hub_id(str(source)))
+            notes += [f"{part.name}: {note}" for note in found]
+            imported = True
+        else:
+            shutil.copytree(part, target / part.name)
+    if not imported:
+        raise ValueError(f"{where} is a pipeline without a component that another library has quantized")
+    return tuple(notes)
 
 
 def _stated_dtype(fields: dict[str, Any]) -> torch.dtype | None:
