@@ -216,7 +216,7 @@ PER_TOKEN = "fp8_e4m3 activations"
     [
         (BLOCKS, packed.fp8("block", name="weight_scale_inv"), f"block, {PER_TOKEN}", 8.0023, "not per 128 values"),
         (
-            {**BLOCKS, "scale_fmt": "ue8m0"},
+            {**BLOCKS, "modules_to_convert": None},
             packed.fp8("block", name="weight_scale_inv", scale_dtype=torch.float8_e8m0fnu),
             *(f"block, {PER_TOKEN}", 8.0023, "not per 128 values"),
         ),

@@ -100,14 +100,14 @@ def _state(files: TensorFiles, name: str, module: str) -> _Blocks:
     if info.nbytes > _MAX_STATE:
         raise ValueError(f"{name} has {info.nbytes} bytes of JSON; at most {_MAX_STATE} can be right")
     state = parse_json(bytes(files.read(name).tolist()), name)
-    block, shape, nested = state.get("blocksize"), state.get("shape"), state.get("nested_blocksize")
-    numbers = [block, *(shape if isinstance(shape, list) else [None]), *([] if nested is None else [nested])]
-    offset = state.get("nested_offset", 0.0)
-    if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(offset, float | int):
+    given, nested, offset = state.get("shape"), state.get("nested_blocksize"), state.get("nested_offset", 0.0)
+    block, shape = state.get("blocksize", 0), given if isinstance(given, list) else []
+    numbers = [block, *shape, 1 if nested is None else nested]
+    if not shape or not all(type(n) is int and n > 0 for n in numbers) or not isinstance(offset, float | int):
         raise ValueError(f"{name} has {shorten(str(state))}; needs a blocksize and a shape of positive integers")
     if len(shape) != 2:
         raise ValueError(f"{module} has a weight of {shape}; needs a matrix")
-    return _Blocks(block, tuple(shape), nested, float(offset))
+    return _Blocks(block, (shape[0], shape[1]), nested, float(offset))
 
 
 def _unpack_four(files: TensorFiles, prefix: str, layout: _Blocks, columns: int) -> PackedWeight:

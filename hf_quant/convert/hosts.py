@@ -21,7 +21,7 @@ CLASS_NAME = "_class_name"  # the field of configs of diffusers
 class Empty(NamedTuple):
     """A model on the meta device, and the names of its tensors in a checkpoint."""
 
-    model: nn.Module
+    model: Any  # a PreTrainedModel, or a ModelMixin of diffusers
     stem: str  # of the host's weight files
     dtype: torch.dtype
     rename: Callable[[str], str]  # names in the checkpoint -> names in the model
@@ -72,12 +72,13 @@ def _diffusers_model(fields: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     import diffusers
 
     name = fields[CLASS_NAME]
-    cls = getattr(diffusers, name, None) if isinstance(name, str) else None
+    cls: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not isinstance(cls, type) or not issubclass(cls, diffusers.ModelMixin):
         raise ValueError(f"it is a {shorten(repr(name))}, which is no model of diffusers {diffusers.__version__}")
     own = {key: value for key, value in fields.items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
-            return cls.from_config(own).to(dtype)
+            made: nn.Module = getattr(cls, "from_config")(own)  # noqa: B009  (its stub does not have it)
+            return made.to(dtype)
     except Exception as error:  # noqa: BLE001  (each class of the host has its own for fields that cannot be)
         raise ValueError(f"diffusers cannot make a {name}: {type(error).__name__}: {one_line(error)}") from None

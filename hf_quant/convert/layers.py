@@ -1,4 +1,4 @@
-"""What readers of other libraries' layers share: their tensors, checked, and scales that are 0."""
+"""Helpers of the readers of other libraries' layers: their tensors, checked, and scales that are 0."""
 
 from collections.abc import Iterable
 from math import gcd
@@ -36,9 +36,9 @@ def tensor_info(
     wanted = " or ".join(str(list(shape)) for shape in shapes) or (
         "a tensor" if dims is None else f"{dims} dimensions"
     )
-    is_right = info is not None and info.dtype in dtypes and 0 not in info.shape
-    if is_right and (not shapes or info.shape in shapes) and (dims is None or len(info.shape) == dims):
-        return info
+    if info is not None and info.dtype in dtypes and 0 not in info.shape:
+        if (not shapes or info.shape in shapes) and (dims is None or len(info.shape) == dims):
+            return info
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise ValueError(f"{name} is {info or 'missing'}; needs {wanted} of {names}")
 

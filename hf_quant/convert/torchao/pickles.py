@@ -96,9 +96,13 @@ class _Subclass(Tensor):
     """Stand-in for a tensor subclass of torchao; its tensors are attributes."""
 
     kind = ""
+    # torch's own way to have no override; its stub has another signature.
+    # pyrefly: ignore[bad-override]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
+    # torch's documented signature; its stub lacks `func`.
+    # pyrefly: ignore[bad-override]
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError(f"a {cls.kind} is read, not computed with")
 
@@ -225,7 +229,7 @@ def _field(value: Any) -> Any:
     """Return a field as torchao writes it in JSON."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple, torch.Size):
         return [_field(part) for part in value]
     if isinstance(value, _Object):
         fields = {name: _field(part) for name, part in value.__dict__.items() if name != "_args"}

@@ -65,7 +65,9 @@ def read_torchao(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype 
     records = files.records if isinstance(files, PickledFiles) else stored_records(files)
     if not records:
         raise ValueError("no file of it describes a tensor subclass of torchao: no layer of it is quantized")
-    weights, notes, dropped = [], set(), set()
+    weights: list[ForeignWeight] = []
+    notes: set[str] = set()
+    dropped: set[str] = set()
     for record in records:
         found = _classify(record)
         weights.append(_KINDS[record.kind](files, found))
@@ -109,7 +111,8 @@ def _classify(record: Record) -> _Weight:
 
 
 def _matrix(files: TensorFiles, weight: _Weight, dtypes: list[torch.dtype]) -> tuple[int, int]:
-    return tensor_info(files, weight.key("qdata"), dtypes, dims=2).shape
+    N, K = tensor_info(files, weight.key("qdata"), dtypes, dims=2).shape
+    return N, K
 
 
 def _extent(files: TensorFiles, weight: _Weight, N: int, K: int) -> tuple[str, int | None, int, TensorInfo]:
