@@ -263,6 +263,34 @@ def test_experts_in_fp8(extent, tmp_path):
         assert torch.equal(experts.dequantize_weight("down_proj")[e], parts[2])
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_fused_experts_in_fp8(static, tmp_path):
+    """As transformers itself holds them: one tensor for all experts, with its blocks, or scales, beside it."""
+    build("qwen3_moe").save_pretrained(tmp_path / "source")
+    tensors, meant = load_all(tmp_path / "source"), {}
+    name = "model.layers.0.mlp.experts"
+    for leaf, (N, K) in {"gate_up_proj": (64, 64), "down_proj": (64, 32)}.items():
+        layers = [packed.fp8("block", name="scale")(N, K, torch.bfloat16, seed) for seed in range(4)]
+        scales = [parts["scale"] + 0.01 for parts, _ in layers]
+        values = [parts["weight"] for parts, _ in layers]
+        tensors[f"{name}.{leaf}"], tensors[f"{name}.{leaf}_scale_inv"] = torch.stack(values), torch.stack(scales)
+        meant[leaf] = torch.stack([(v.float() * s).bfloat16() for v, s in zip(values, scales)])
+        if static:
+            tensors[f"{name}.{leaf}_activation_scale"] = torch.full((4,), 0.5)
+    tensors = {k: v for k, v in tensors.items() if not re.match(rf"{re.escape(name)}\.[0-9]", k)}
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    fields = {**config_of(tmp_path / "source"), "quantization_config": STATIC if static else BLOCKS}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(fields))
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    experts = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").get_submodule(name)
+    assert all(torch.equal(experts.dequantize_weight(leaf), weight) for leaf, weight in meant.items())
+    assert experts.scheme.is_static == static
+    if static:
+        edit(tmp_path / "in", {f"{name}.down_proj_activation_scale": torch.arange(1, 5) / 8})
+        assert "has one static scale of its input in hf_quant" in refused(tmp_path / "in", tmp_path / "second")
+
+
 def test_layers_that_the_model_does_not_use_are_left_out(tmp_path):
     """Layers for speculative decoding, which transformers passes over."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}

@@ -1,4 +1,4 @@
-"""Make checkpoints of hf_quant from GPTQ, AWQ and compressed-tensors; every weight keeps its value."""
+"""Make checkpoints of hf_quant from those of other libraries; every weight keeps its value."""
 
 import shutil
 from collections.abc import Iterator
@@ -23,20 +23,29 @@ HOSTS = ("transformers", "diffusers")
 def import_checkpoint(
     source: str | Path, out: str | Path, *, revision: str | None = None, token: str | bool | None = None
 ) -> tuple[str, ...]:
-    """Make a checkpoint of hf_quant from one that GPTQ, AWQ or compressed-tensors has quantized.
+    """Make a checkpoint of hf_quant from one that another library has quantized; the library is not needed.
 
     Codes, scales and zero points are repacked, never rounded; scales keep their dtype, even if the model has another.
     The checkpoint is read file by file, and no weight is decoded. `from_pretrained` then loads the result onto
-    hf_quant's kernels. Its README.md names the base model and the licence that the original's card names.
+    hf_quant's kernels. Its README.md names the base model and the licence that the original's card names. Models of
+    transformers and diffusers are imported, and pipelines of diffusers, whose other components are copied.
 
         gptq                4 and 8 bits, format versions 1 and 2, columns in their own order
         awq                 4 bits, version "gemm"
         compressed-tensors  pack-quantized int4 and int8, int-quantized, float-quantized (channel, tensor, block),
                             naive-quantized fp8 and int8, nvfp4-pack-quantized and mxfp4-pack-quantized without
                             quantized inputs
+        bitsandbytes        NF4 with plain and quantized scales, LLM.int8
+        mxfp4               experts of gpt-oss
+        fp8, fbgemm_fp8     float8_e4m3fn in blocks of 128 x 128, by rows or per tensor, inputs dynamic or static
+        torchao             int8, intx, fp8, mxfp8, mxfp4 and nvfp4 subclasses, in safetensors files or pickles
+        quanto              qint8, qfloat8, qint4 and qint2 with integer shifts
+        hqq                 axis 1 with zero points that are integers
+        auto-round          packed as GPTQ or AWQ
+        modelopt            FP8 and NVFP4
 
     Args:
-        source: the other library's checkpoint: a directory, or USER/NAME on the Hub.
+        source: the other library's checkpoint, a model or a pipeline: a directory, or USER/NAME on the Hub.
         out: a directory that does not exist yet, or is empty; it appears when it is complete.
         revision: of a repository on the Hub.
         token: for the Hub.
