@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_quant import import_checkpoint
+from hf_quant.checkpoint import FOREIGN_METHODS
+from hf_quant.convert.readers import METHODS
 from integration_tests.support import packed_libraries as packed
 from integration_tests.support.foreign_checkpoints import (
     config_of,
@@ -70,6 +72,10 @@ def test_hqq_that_cannot_be(packer, changes, message, llama, tmp_path):
     edit(tmp_path / "in", changes)
     found = refused(tmp_path / "in", tmp_path / "out")
     assert re.search(message, found), found
+
+
+def test_the_methods_that_errors_name_are_those_that_are_read():
+    assert set(FOREIGN_METHODS) == set(METHODS)
 
 
 # AutoRound.

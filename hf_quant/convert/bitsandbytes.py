@@ -153,6 +153,8 @@ def _row_scales(largest: Tensor, dtype: torch.dtype, module: str) -> Tensor:
         bits, left = scale.view(torch.int32).clone(), torch.ones(len(part), dtype=torch.bool)
         for step in sorted(range(-_NEIGHBOURS, _NEIGHBOURS + 1), key=abs):
             candidate = (bits + step).clamp_(min=0).view(torch.float32)
+            if not bool(left.any()):
+                break
             found = left & ((codes * candidate).to(dtype) == wanted).all(1)
             scale[found] = candidate[found]
             left &= ~found

@@ -115,15 +115,10 @@ def _stated_dtype(fields: dict[str, Any]) -> torch.dtype | None:
 def _for_host(found: Foreign, host: Empty) -> Foreign:
     """Return what the host's model has, experts fused as it has them. Raises ValueError as `merge_experts`."""
     used = [weight for weight in found.weights if host.uses(f"{weight.module}.{weight.name}")]
-    dropped = {key for weight in found.weights for key in weight.keys} - {
-        key for weight in used for key in weight.keys
-    }
-    notes = found.notes
+    dropped, notes = set(_keys(found.weights)) - set(_keys(used)), found.notes
     if dropped:
-        notes = [
-            *notes,
-            f"layers that {type(host.model).__name__} does not use are left out, {min(dropped)} among them",
-        ]
+        unused = f"layers that {type(host.model).__name__} does not use are left out, {min(dropped)} among them"
+        notes = [*notes, unused]
     weights = used if host.is_diffusers else merge_experts(host.model, used)
     return Foreign(weights, found.dropped | dropped, notes)
 
