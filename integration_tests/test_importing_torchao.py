@@ -11,8 +11,12 @@ from transformers import AutoModelForCausalLM
 from hf_quant import import_checkpoint
 from integration_tests.support import packed_torchao as torchao
 from integration_tests.support.foreign_checkpoints import load_all, make_llama, mismatches, weights_of
-from integration_tests.support.tiny_diffusion import make_model
+from integration_tests.support.hub_server import Hub
+from integration_tests.support.tiny_diffusion import load, make_model
+from integration_tests.support.tiny_pipelines import save_flux
 from integration_tests.test_importing_libraries import UP, check_flux, check_import, refused
+from integration_tests.test_model_cards import files_of
+from integration_tests.test_model_cards import run as run_with_hub
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +189,33 @@ def test_metadata_that_cannot_be(llama, tmp_path):
         save_file(tensors, file, metadata={"format": "pt", **metadata})
         found = refused(tmp_path / "in", tmp_path / "out")
         assert message in found, found
+
+
+FROM_THE_HUB = """
+from hf_quant import import_checkpoint
+
+import_checkpoint("me/llama", "llama")
+import_checkpoint("me/flux", "flux")
+"""
+
+
+def test_pickles_on_the_hub(llama, tmp_path):
+    """They are downloaded where there is nothing else, of a model and of one component of a pipeline."""
+    meant = torchao.torchao_checkpoint(tmp_path / "in", llama, torchao.int8, pickled=True)
+    pipeline = save_flux(tmp_path / "pipeline")
+    plain, ends = tmp_path / "plain", ("attn.to_q.weight", "proj_mlp.weight")
+    (pipeline / "transformer").rename(plain)
+    weights = torchao.torchao_checkpoint(pipeline / "transformer", plain, torchao.int8, pickled=True, ends=ends)
+    (pipeline / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"not needed")
+    with Hub() as hub:
+        hub.add("me/llama", files_of(tmp_path / "in"))
+        hub.add(
+            "me/flux",
+            {**files_of(pipeline), "flux.safetensors": b"not needed", "README.md": b"---\nlicense: mit\n---\n"},
+        )
+        run_with_hub(FROM_THE_HUB, hub, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype="auto")
+    assert mismatches(meant, weights_of(model))[0] == 0
+    assert mismatches(weights, weights_of(load(tmp_path / "flux" / "transformer")))[0] == 0
+    assert not any((tmp_path / "flux").rglob("*.bin")) and not (tmp_path / "flux" / "flux.safetensors").exists()
+    assert "license: mit" in (tmp_path / "flux" / "README.md").read_text()

@@ -33,6 +33,7 @@ SIDE_FILES = (
     *("vocab*", "merges*", "dict.txt", "bpe.codes", "LICENSE*", "NOTICE*"),
 )
 CONFIG = "config.json"
+PICKLES = "*.bin"
 _ADAPTERS = "adapter_config.json"  # of PEFT
 # Files beside config.json in which older checkpoints of other libraries describe their quantization, and its method.
 OWN_CONFIGS = {

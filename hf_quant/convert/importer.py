@@ -10,11 +10,11 @@ import torch
 from hf_quant.cards import CARD, converted_card, hub_id
 from hf_quant.checkpoint import one_line
 from hf_quant.convert.experts import merge_experts
-from hf_quant.convert.files import copy_side_files, local_checkpoint, read_config, staged
+from hf_quant.convert.files import PICKLES, copy_side_files, local_checkpoint, read_config, staged
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
 from hf_quant.convert.hosts import Empty, empty_host
 from hf_quant.convert.pipelines import is_foreign, is_pipeline, local_pipeline
-from hf_quant.convert.readers import PICKLES, detect, is_pickled, opened, read
+from hf_quant.convert.readers import detect, is_pickled, opened, read
 
 
 HOSTS = ("transformers", "diffusers")

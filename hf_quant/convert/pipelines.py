@@ -4,11 +4,11 @@ from pathlib import Path
 
 from hf_quant.checkpoint import Directory, local_path, open_folder
 from hf_quant.config import QuantMethod
-from hf_quant.convert.files import CONFIG, OWN_CONFIGS, download
+from hf_quant.convert.files import CONFIG, OWN_CONFIGS, PICKLES, download
 
 
 _INDEX = "model_index.json"
-# Files of components; variants, pickles and exports for other runtimes stay on the Hub.
+# Files of components; variants, exports for other runtimes, and pickles where they are not needed stay on the Hub.
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm")
 
 
@@ -32,7 +32,13 @@ def local_pipeline(source: str | Path, *, revision: str | None = None, token: st
     if path is not None:
         return path
     allowed = [_INDEX, "README.md", "LICENSE*", *(f"*/{pattern}" for pattern in _FILES)]
-    return download(str(source), allowed, ["*/*/*", "*.fp16.*", "*.non_ema.*"], revision=revision, token=token)
+    ignored = ["*/*/*", "*.fp16.*", "*.non_ema.*"]
+    path = download(str(source), allowed, ignored, revision=revision, token=token)
+    pickled = [part.name for part in sorted(path.iterdir()) if is_foreign(part) and not any(part.glob(_FILES[1]))]
+    if not pickled:
+        return path
+    allowed += [f"{name}/{PICKLES}" for name in pickled]
+    return download(str(source), allowed, ignored, revision=revision, token=token)
 
 
 def is_foreign(part: Path) -> bool:

@@ -44,7 +44,6 @@ READERS: dict[str, Reader] = {
 }
 QUANTO = "quanto"
 METHODS = (*READERS, QUANTO)
-PICKLES = "*.bin"
 
 
 def read(method: str, files: TensorFiles, fields: dict[str, Any], host: Empty, dtype: torch.dtype | None) -> Foreign:
