@@ -102,12 +102,12 @@ def test_pickles_that_are_not_opened(llama, tmp_path, capsys):
     file = tmp_path / "in" / "pytorch_model.bin"
     torch.save({"x": _Harm()}, file)
     message = refused(tmp_path / "in", tmp_path / "out")
-    assert "print, which is none of them" in message
+    assert "print', which is none of them" in message
     assert "must not run" not in capsys.readouterr().out
     torch.save([torch.zeros(1)], file)
     assert "holds a list; needs a table of tensors" in refused(tmp_path / "in", tmp_path / "out")
     torch.save({"x": 3}, file)
-    assert "has x as a int; needs a tensor" in refused(tmp_path / "in", tmp_path / "out")
+    assert "has 'x' as a int; needs a tensor" in refused(tmp_path / "in", tmp_path / "out")
     torch.save({"x": torch.zeros(1)}, file)
     assert "no layer of it is quantized" in refused(tmp_path / "in", tmp_path / "out")
     file.write_bytes(b"\x80\x02no")
@@ -152,6 +152,7 @@ def replaced(record: torchao.Subclass, **changes) -> torchao.Subclass:
         (torchao.intx(4, 32, True), {"qdata": torch.full((256, 128), 8, dtype=torch.int8)}, "codes outside of int4"),
         (torchao.intx(4, 32, True), {"zero_point": torch.full((256, 4), 0.5)}, "has fractions"),
         (torchao.intx(4, 32, True), {"zero_point": torch.full((256, 4), 9)}, "zero points outside"),
+        (torchao.intx(4, 32, True), {"target_dtype": torch.uint4}, "has uint4 codes; readable: int1, int2"),
         (torchao.intx(6, 32, True), {"zero_point": torch.full((256, 4), 1)}, "int8 has no zero point"),
         (torchao.float8("row"), {"block_size": [2, 128]}, "one scale for 2 x 128"),
         (torchao.fp4("MXTensor"), {"block_size": 16}, "codes in blocks of 16"),

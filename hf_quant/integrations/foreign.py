@@ -61,9 +61,11 @@ def refuse_codes(model: nn.Module, files: Iterable[str] | None, rename: Callable
             continue
         tensors = read_header(file)
         for key, info in tensors.items():
+            if info.dtype.itemsize > 1:
+                continue
             name = rename(key)
             module = modules.get(name.removesuffix(".weight"))
-            if not name.endswith(".weight") or info.dtype.itemsize > 1 or module is None:
+            if not name.endswith(".weight") or module is None:
                 continue
             prefix = key.removesuffix("weight")
             has_scale = any(f"{prefix}{scale}" in tensors for scale in _SCALES)

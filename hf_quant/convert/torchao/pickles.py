@@ -155,7 +155,7 @@ class PickledFiles(TensorFiles):
         elif isinstance(value, Tensor):
             self._put(name, value)
         else:
-            raise ValueError(f"{file} has {shorten(name)} as a {type(value).__name__}; needs a tensor")
+            raise ValueError(f"{file} has {shorten(repr(name))} as a {type(value).__name__}; needs a tensor")
 
     def _put(self, name: str, tensor: Tensor) -> None:
         if tensor.is_meta or tensor.layout != torch.strided:
@@ -200,7 +200,7 @@ def _load(file: Path) -> dict[str, Any]:
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError, AttributeError, OSError, ValueError) as error:
         named = _GLOBAL.search(str(error))
-        reason = one_line(error) if named is None else f"it names {shorten(named[1])}, which is none of them"
+        reason = one_line(error) if named is None else f"it names {shorten(repr(named[1]))}, which is none of them"
         raise ValueError(f"{file} is a pickle, and only tensors and classes of torchao are read: {reason}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__}; needs a table of tensors")

@@ -38,7 +38,10 @@ _REFUSED = {
         ("Int4PreshuffledTensor", "Int4PlainInt32Tensor"), "its codes are in the order of a device's kernels"
     ),
 }
-_INT_FORMATS = {1: "int2", 2: "int2", 3: "int3", 4: "int4"}  # others are stored as int8
+_INT_FORMATS = {
+    **{"int1": "int2", "int2": "int2", "int3": "int3", "int4": "int4"},
+    **dict.fromkeys(("int5", "int6", "int7", "int8"), "int8"),  # torchao stores a byte for each
+}
 _INT8_INPUT, _FP8_INPUT = TensorQuant("int8", "row"), TensorQuant("fp8_e4m3", "row")
 _STATIC_INPUT = TensorQuant("int8", "tensor", dynamic=False)
 _IN_16_BIT = "inputs stay in 16 bit where torchao quantizes them in a way that hf_quant does not have"
@@ -95,8 +98,9 @@ def _classify(record: Record) -> _Weight:
     if record.kind in ("MXTensor", "NVFP4Tensor"):
         return _Weight(record, "", None, () if given is None else (_IN_16_BIT,))
     target = str(fields.get("target_dtype") or "int8")
-    bits = int(target.removeprefix("int")) if target.removeprefix("int") in "12345678" else 8
-    format = _INT_FORMATS.get(bits, "int8")
+    if target not in _INT_FORMATS:
+        raise ValueError(f"{name} has {shorten(target)} codes; readable: {', '.join(_INT_FORMATS)}")
+    format = _INT_FORMATS[target]
     if "act_quant_scale" in record.parts:
         if "act_quant_zero_point" in record.parts:
             raise ValueError(f"{name} has a static zero point of its input; hf_quant has symmetric scales")
