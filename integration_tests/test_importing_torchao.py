@@ -59,13 +59,16 @@ def test_flattened_subclasses(pack, scheme, bits, note, llama, tmp_path):
     check_import(tmp_path / "in", tmp_path / "out", meant, scheme, bits)
 
 
-@pytest.mark.parametrize("pack", [torchao.int8, torchao.intx(4, 32, False), torchao.float8("row"), torchao.affine])
+@pytest.mark.parametrize(
+    "pack", [torchao.int8, torchao.intx(4, 32, False), torchao.float8("row"), torchao.affine, torchao.affine4]
+)
 def test_pickles_without_torchao(pack, llama, tmp_path):
     meant = torchao.torchao_checkpoint(tmp_path / "in", llama, pack, pickled=True)
     assert [path.name for path in (tmp_path / "in").glob("*.bin")] == ["pytorch_model.bin"]
     assert import_checkpoint(tmp_path / "in", tmp_path / "out") == ()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert mismatches(meant, weights_of(model))[0] == 0
+    assert pack is not torchao.affine4 or model.get_submodule(UP).scheme.weight.format == "int4"
     stored = load_all(tmp_path / "out")
     kept = {key: tensor for key, tensor in load_all(llama).items() if "_proj" not in key}
     assert all(torch.equal(stored[key], tensor) for key, tensor in kept.items())

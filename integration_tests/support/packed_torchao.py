@@ -137,10 +137,11 @@ def torchao_checkpoint(path: Path, source: Path, pack: Any, *, pickled: bool = F
 
 
 @contextlib.contextmanager
-def fake_torchao() -> Iterator[types.ModuleType]:
+def fake_torchao() -> Iterator[dict[str, type]]:
     """Modules named as torchao's, whose classes a pickle names; the package itself may be installed or not."""
     names = {"torchao": (), "torchao.quantization": ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")}
-    names |= {"torchao.dtypes.uintx.plain_layout": ("PlainAQTTensorImpl",), "torchao.dtypes": (), "os2": ("Unknown",)}
+    names |= {"torchao.dtypes.uintx.plain_layout": ("PlainAQTTensorImpl",), "torchao.dtypes": ()}
+    names |= {"torchao.dtypes.uintx.q_dq_layout": ("QDQTensorImpl",)}
     names |= {"torchao.dtypes.affine_quantized_tensor": ("AffineQuantizedTensor",), "torchao.dtypes.uintx": ()}
     before = {name: sys.modules.get(name) for name in names}
     for name, classes in names.items():
@@ -165,9 +166,8 @@ def wrapped(modules: Any, record: Subclass, dtype: torch.dtype) -> Tensor:
     """The record as an object of a class that is named as torchao's."""
     made = torch.Tensor._make_wrapper_subclass(modules[record.kind], record.meant.shape, dtype=dtype)
     if record.kind == "AffineQuantizedTensor":
-        inner = torch.Tensor._make_wrapper_subclass(
-            modules["PlainAQTTensorImpl"], record.meant.shape, dtype=torch.int8
-        )
+        kind = modules["PlainAQTTensorImpl" if record.fields["quant_min"] is None else "QDQTensorImpl"]
+        inner = torch.Tensor._make_wrapper_subclass(kind, record.meant.shape, dtype=torch.int8)
         inner.__dict__.update(record.tensors)
         made.tensor_impl = inner
         made.__dict__.update(record.fields)
@@ -185,3 +185,15 @@ def affine(N: int, K: int, dtype: torch.dtype, seed: int) -> Subclass:
     tensors = {"int_data": found.tensors["qdata"], "scale": scale.view(N), "zero_point": zeros}
     meant = (found.tensors["qdata"].float() * scale.float()).to(dtype)
     return Subclass("AffineQuantizedTensor", {"block_size": (1, K), "quant_min": None}, tensors, meant)
+
+
+def affine4(N: int, K: int, dtype: torch.dtype, seed: int) -> Subclass:
+    """The same of 4 bits, with a byte for each code."""
+    found = affine(N, K, dtype, seed)
+    codes = found.tensors["int_data"] >> 4
+    meant = (codes.float() * found.tensors["scale"].float()[:, None]).to(dtype)
+    return found._replace(
+        fields={**found.fields, "quant_min": -8, "quant_max": 7},
+        tensors={**found.tensors, "int_data": codes},
+        meant=meant,
+    )

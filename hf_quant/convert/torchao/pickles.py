@@ -43,6 +43,7 @@ _TENSORS = {
     "torchao.dtypes.affine_quantized_tensor": ("AffineQuantizedTensor",),
     "torchao.dtypes": ("AffineQuantizedTensor",),
     "torchao.dtypes.uintx.plain_layout": ("PlainAQTTensorImpl",),
+    "torchao.dtypes.uintx.q_dq_layout": ("QDQTensorImpl",),
     "torchao.dtypes.uintx.tensor_core_tiled_layout": ("TensorCoreTiledAQTTensorImpl",),
     "torchao.dtypes.uintx.int4_cpu_layout": ("Int4CPUAQTTensorImpl",),
     "torchao.dtypes.floatx.float8_layout": ("Float8AQTTensorImpl",),
@@ -63,6 +64,7 @@ _OBJECTS = {
     "torchao.dtypes.utils": ("PlainLayout", "Layout"),
     "torchao.dtypes.uintx.tensor_core_tiled_layout": ("TensorCoreTiledLayout",),
     "torchao.dtypes.uintx.int4_cpu_layout": ("Int4CPULayout",),
+    "torchao.dtypes.uintx.q_dq_layout": ("QDQLayout",),
     "torchao.dtypes.floatx.float8_layout": ("Float8Layout",),
     f"{_QUANT}.quant_api": (
         *("_int8_symm_per_token_reduced_range_quant", "_int8_asymm_per_token_quant"),
@@ -74,7 +76,7 @@ _ENUMS = {
     "MappingType": {1: "SYMMETRIC", 2: "SYMMETRIC_NO_CLIPPING_ERR", 3: "ASYMMETRIC"},
     "ZeroPointDomain": {1: "INT", 2: "FLOAT", 3: "NONE"},
 }
-_PLAIN = "PlainAQTTensorImpl"
+_PLAIN = ("PlainAQTTensorImpl", "QDQTensorImpl")
 _WITH_INPUT = "LinearActivationQuantizedTensor"
 _FILES = ("pytorch_model", "diffusion_pytorch_model", "model")
 
@@ -219,7 +221,7 @@ def _described(value: _Subclass) -> tuple[str, dict[str, Any], dict[str, Tensor]
         return kind, {**fields, "input_quant_func": getattr(given, "kind", str(type(given).__name__))}, tensors
     impl = own.pop("tensor_impl", None)
     if isinstance(impl, _Subclass):
-        kind = kind if type(impl).kind == _PLAIN else type(impl).kind
+        kind = kind if type(impl).kind in _PLAIN else type(impl).kind
         own |= {{"int_data": "qdata", "float8_data": "qdata"}.get(k, k): v for k, v in impl.__dict__.items()}
     tensors = {name: part for name, part in own.items() if type(part) is Tensor}
     return kind, {name: _field(part) for name, part in own.items() if name not in tensors}, tensors

@@ -42,6 +42,7 @@ _INT_FORMATS = {
     **{"int1": "int2", "int2": "int2", "int3": "int3", "int4": "int4"},
     **dict.fromkeys(("int5", "int6", "int7", "int8"), "int8"),  # torchao stores a byte for each
 }
+_BOUNDS: dict[Any, str] = {(-8, 7): "int4", (-4, 3): "int3", (-2, 1): "int2"}
 _INT8_INPUT, _FP8_INPUT = TensorQuant("int8", "row"), TensorQuant("fp8_e4m3", "row")
 _STATIC_INPUT = TensorQuant("int8", "tensor", dynamic=False)
 _IN_16_BIT = "inputs stay in 16 bit where torchao quantizes them in a way that hf_quant does not have"
@@ -97,7 +98,8 @@ def _classify(record: Record) -> _Weight:
         return _Weight(record, "", None if given is None else _FP8_INPUT, notes)
     if record.kind in ("MXTensor", "NVFP4Tensor"):
         return _Weight(record, "", None, () if given is None else (_IN_16_BIT,))
-    target = str(fields.get("target_dtype") or "int8")
+    bounds = (fields.get("quant_min"), fields.get("quant_max"))  # of older releases
+    target = str(fields.get("target_dtype") or _BOUNDS.get(bounds, "int8"))
     if target not in _INT_FORMATS:
         raise ValueError(f"{name} has {shorten(target)} codes; readable: {', '.join(_INT_FORMATS)}")
     format = _INT_FORMATS[target]
