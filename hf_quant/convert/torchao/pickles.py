@@ -6,10 +6,10 @@ what the pickle has, and computes nothing. torchao is not needed.
 """
 
 import contextlib
-import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         with _only_stand_ins():
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError, AttributeError, OSError, ValueError) as error:
+    except (UnpicklingError, RuntimeError, EOFError, TypeError, AttributeError, OSError, ValueError) as error:
         named = _GLOBAL.search(str(error))
         reason = one_line(error) if named is None else f"it names {shorten(repr(named[1]))}, which is none of them"
         raise ValueError(f"{file} is a pickle, and only tensors and classes of torchao are read: {reason}") from None
