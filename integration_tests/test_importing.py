@@ -182,8 +182,8 @@ def test_tensors_that_cannot_be_imported(method, fields, changes, message, llama
         ("awq", {"zero_point": False}, "zero_point False"),
         (
             "gptq",
-            {"quant_method": "bitsandbytes"},
-            "by 'bitsandbytes'; can be imported: gptq, awq",
+            {"quant_method": "quark"},
+            "by 'quark'; can be imported: gptq, awq",
         ),
         ("gptq", {"quant_method": "hf_quant"}, "is a checkpoint of hf_quant already"),
         ("gptq", {"quant_method": "compressed-tensors"}, "config_groups None; needs 'compressed' and a table"),
@@ -377,6 +377,7 @@ def test_compressed_tensors_that_cannot_be_imported(tmp_path):
 
 
 MOE_SCHEMES = {
+    "nvfp4": {"weights": "nvfp4"},
     "int4": {"weights": "W4A16", "group_size": 32},
     "int4_asym": {"weights": "W4A16", "group_size": 32, "symmetric": False},
     "w8a8": {"weights": "W8A8", "input_transform": "none"},
@@ -448,6 +449,8 @@ def test_experts_that_cannot_be_one_tensor(tmp_path):
             import_checkpoint(tmp_path / "in", tmp_path / "out")
     shutil.rmtree(tmp_path / "in")
     exported_moe(tmp_path, "qwen3_moe", weights="nvfp4")
+    name = "model__layers__0__mlp__experts__2__gate_proj__weight_global_scale"
+    edit_tensors(tmp_path / "in", **{name: torch.tensor([0.5])})
     with pytest.raises(ValueError, match="its 2 parts have a scale of their own each"):
         import_checkpoint(tmp_path / "in", tmp_path / "out")
 

@@ -20,6 +20,7 @@ from hf_quant.checkpoint.packed import (
 from hf_quant.checkpoint.staging import workspace
 from hf_quant.checkpoint.store import CONFIG_NAME, config_of, load_quantized_, save_quantized
 from hf_quant.checkpoint.summary import (
+    FOREIGN_METHODS,
     CheckpointRow,
     CheckpointSummary,
     find_config,
@@ -34,6 +35,7 @@ from hf_quant.checkpoint.untrusted import one_line, parse_json, shorten
 __all__ = [
     "CONFIG_NAME",
     "DTYPES",
+    "FOREIGN_METHODS",
     "CheckpointRow",
     "CheckpointSummary",
     "Directory",

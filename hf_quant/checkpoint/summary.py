@@ -192,6 +192,13 @@ def summarize(
     return CheckpointSummary(config, tuple(rows), num_files)
 
 
+# By `quant_method`: the libraries whose checkpoints `hf-quant import` reads.
+FOREIGN_METHODS = (
+    *("compressed-tensors", "gptq", "awq", "auto-round", "intel/auto-round", "bitsandbytes", "torchao", "quanto"),
+    *("hqq", "mxfp4", "fp8", "fbgemm_fp8", "modelopt", "modelopt_fp4"),
+)
+
+
 def find_config(source: Path | str) -> QuantizerConfig:
     """Read the QuantizerConfig of a directory or a repository of the Hub, saved by a host or by `save_quantized`."""
     folder = open_folder(source)
@@ -213,7 +220,7 @@ def _find_config(folder: Folder, names: list[str]) -> QuantizerConfig:
         if not isinstance(fields, dict):
             raise ValueError(f"{where} has no quantization_config: the model is not quantized")
         method = fields.get("quant_method")
-        if method in ("compressed-tensors", "gptq", "awq"):
+        if method in FOREIGN_METHODS:
             raise ValueError(f"{folder.name} is quantized by {method}: `hf-quant import` reads it")
     try:
         return config_from_fields(fields)

@@ -33,7 +33,7 @@ def import_(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace, notes: tuple[str, ...], which: str = "every weight") -> None:
-    size = sum(path.stat().st_size for kind in ("safetensors", "gguf") for path in args.out.glob(f"*.{kind}"))
+    size = sum(path.stat().st_size for kind in ("safetensors", "gguf") for path in args.out.rglob(f"*.{kind}"))
     print(f"{args.out}: {size / 1e6:.2f} MB; {which} is what it was in {args.checkpoint}")
     for note in notes:
         print(f"note: {note}")

@@ -217,7 +217,7 @@ def _add_export(commands, common) -> None:
 
 
 def _add_import(commands, common) -> None:
-    help = "make a quantized checkpoint from one of GPTQ, AWQ, compressed-tensors or GGUF, every weight as it is"
+    help = "make a quantized checkpoint from one of bitsandbytes, GPTQ, AWQ, GGUF and others, every weight as it is"
     parser = _add_command(commands, common, "import", ("_convert", "import_"), help)
     _add_conversion(
         parser,

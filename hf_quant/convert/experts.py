@@ -1,6 +1,7 @@
 """Merge experts that another library stores one by one into the fused weights of transformers 5."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,15 +67,16 @@ def _fuse(name: str, parts: dict[tuple[int, int], ForeignWeight]) -> ForeignWeig
     if len(kinds) > 1:
         raise ValueError(f"{name} is one tensor in hf_quant, but its experts are quantized differently: {kinds}")
     N, K = first.shape
-    quant = first.scheme.weight
-    blocks = quant.granularity == "block" and N % BLOCK_SIZE
-    if count > 1 and (quant.granularity == "tensor" or quant.format == "nvfp4" or blocks):
+    scheme = first.scheme
+    if count > 1 and scheme.weight.granularity == "block" and N % BLOCK_SIZE:
         raise ValueError(f"{name} is one tensor in hf_quant, but its {count} parts have a scale of their own each")
+    if scheme.weight.granularity == "tensor":  # gate and up have a scale each, here repeated for their rows
+        scheme = replace(scheme, weight=replace(scheme.weight, granularity="row"))
     keys = tuple(key for row in ordered for weight in row for key in weight.keys)
     module, _, leaf = name.rpartition(".")
     input_scale = None if first.input_scale is None else partial(_common_input_scale, name, ordered)
     shape = (experts, count * N, K)
-    return ForeignWeight(module, first.scheme, shape, keys, partial(_stack, ordered), leaf, input_scale)
+    return ForeignWeight(module, scheme, shape, keys, partial(_stack, name, ordered), leaf, input_scale)
 
 
 def _common_input_scale(name: str, ordered: list[list[ForeignWeight]]) -> Tensor:
@@ -85,9 +87,17 @@ def _common_input_scale(name: str, ordered: list[list[ForeignWeight]]) -> Tensor
     return scales[0]
 
 
-def _stack(ordered: list[list[ForeignWeight]]) -> PackedWeight:
-    """Concatenate parts along rows, and stack experts along a new first dimension."""
-    rows = [[weight.unpack() for weight in row] for row in ordered]
+def _stack(name: str, ordered: list[list[ForeignWeight]]) -> PackedWeight:
+    """Concatenate parts along rows, and stack experts along a new first dimension.
+
+    Raises ValueError if parts that share a global scale here have different ones.
+    """
+    rows = [[_by_rows(weight) for weight in row] for row in ordered]
+    for row in rows:
+        if any(packed.global_scale is not None and packed.global_scale != row[0].global_scale for packed in row):
+            raise ValueError(
+                f"{name} is one tensor in hf_quant, but its {len(row)} parts have a scale of their own each"
+            )
     zero_points = [[part for packed in row if (part := packed.zero_point) is not None] for row in rows]
     global_scales = [part for row in rows if (part := row[0].global_scale) is not None]
 
@@ -100,3 +110,11 @@ def _stack(ordered: list[list[ForeignWeight]]) -> PackedWeight:
         stack(zero_points) if zero_points[0] else None,
         torch.cat(global_scales) if global_scales else None,
     )
+
+
+def _by_rows(weight: ForeignWeight) -> PackedWeight:
+    """Read a weight [N, K]; a scale of all of it is repeated for each row."""
+    packed = weight.unpack()
+    if weight.scheme.weight.granularity != "tensor":
+        return packed
+    return packed._replace(scale=packed.scale.expand(weight.shape[0], 1))

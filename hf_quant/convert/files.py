@@ -33,9 +33,16 @@ SIDE_FILES = (
     *("vocab*", "merges*", "dict.txt", "bpe.codes", "LICENSE*", "NOTICE*"),
 )
 CONFIG = "config.json"
+PICKLES = "*.bin"
 _ADAPTERS = "adapter_config.json"  # of PEFT
 # Files beside config.json in which older checkpoints of other libraries describe their quantization, and its method.
-OWN_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+OWN_CONFIGS = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quanto_qmap.json": "quanto",
+    "quantization_map.json": "quanto",
+    "hf_quant_config.json": "modelopt",
+}
 _NOT_SIDE_FILES = (CONFIG, "*.index.json", "*weights*.json")  # a new checkpoint has its own
 
 
@@ -72,22 +79,25 @@ class TensorFiles:
             raise ValueError(f"{file} cannot be read: {one_line(error)}") from None
 
 
-def rewrite(source: TensorFiles, target: Path, convert: Callable[[str], dict[str, Tensor]]) -> None:
+def rewrite(
+    source: TensorFiles, target: Path, convert: Callable[[str], dict[str, Tensor]], *, stem: str = "model"
+) -> None:
     """Write a checkpoint of as many files as the source has, one after the other: no more than one is in memory.
 
-    `convert` maps the name of a tensor to the tensors that replace it: itself, several, or none.
+    `convert` maps the name of a tensor to the tensors that replace it: itself, several, or none. `stem` begins the
+    names of the files.
     """
     written: dict[str, str] = {}
     total, count = 0, len(source.files)
     for number, tensors in enumerate(source.files.values(), 1):
-        name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        name = f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
         converted = {key: value for old in tensors for key, value in convert(old).items()}
         save_file(converted, target / name, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in converted.values())
         written.update(dict.fromkeys(converted, name))
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": written}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (target / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def check_out(out: Path) -> None:
@@ -117,13 +127,18 @@ def staged(source: Path, out: Path, place: Path | None = None) -> Iterator[Path]
         out = out.resolve()
         directory = place / "checkpoint"
         directory.mkdir()
-        for path in sorted(source.iterdir()):
-            if is_side_file(path, but=OWN_CONFIGS):
-                shutil.copyfile(path, directory / path.name)
+        copy_side_files(source, directory)
         yield directory
         if out.is_dir():
             out.rmdir()
         directory.rename(out)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy tokenizer files, licences and the like, but not what other libraries' configs say of codes."""
+    for path in sorted(source.iterdir()):
+        if is_side_file(path, but=OWN_CONFIGS):
+            shutil.copyfile(path, target / path.name)
 
 
 def is_side_file(path: Path, *, but: Iterable[str]) -> bool:
@@ -132,27 +147,42 @@ def is_side_file(path: Path, *, but: Iterable[str]) -> bool:
     return path.is_file() and any(map(path.match, SIDE_FILES)) and not any(map(path.match, left_out))
 
 
-def local_checkpoint(source: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
+def local_checkpoint(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    weights: str = "*.safetensors",
+) -> Path:
     """Return the directory of a checkpoint: the given one, or the Hub's cache of USER/NAME after a download.
+
+    `weights` is the pattern of the files that hold its tensors.
 
     Raises ValueError if the Hub has no such model, or it cannot be reached and the cache has none of it.
     """
     path = local_path(source, revision)
     if path is not None:
         return path
-    patterns = [*SIDE_FILES, "*.safetensors", "README.md"]
+    patterns = [*SIDE_FILES, weights, "README.md"]
+    return download(str(source), patterns, ["*/*"], revision=revision, token=token)
+
+
+def download(
+    name: str, allowed: list[str], ignored: list[str], *, revision: str | None, token: str | bool | None
+) -> Path:
+    """Download files of USER/NAME by their patterns. Raises ValueError as `local_checkpoint`."""
     try:
         found = snapshot_download(
-            str(source), revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]
+            name, revision=revision, token=token, allow_patterns=allowed, ignore_patterns=ignored
         )
     except (HFValidationError, HTTPError, OSError):  # the Hub's errors are long, with links and request ids
-        open_folder(source, revision=revision, token=token)  # raises an error of one line
-        raise ValueError(f"{source} could not be downloaded from the Hub: try again, what is here is kept") from None
+        open_folder(name, revision=revision, token=token)  # raises an error of one line
+        raise ValueError(f"{name} could not be downloaded from the Hub: try again, what is here is kept") from None
     return Path(found)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Return the fields of a transformers checkpoint's config.json. Raises ValueError on adapters, or without one."""
+def read_config(directory: Path, *, hosts: tuple[str, ...] = ("transformers",)) -> dict[str, Any]:
+    """Return the fields of config.json of a checkpoint of `hosts`. Raises ValueError on adapters, or without one."""
     path = directory / CONFIG
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; needs a checkpoint's directory with its {CONFIG}")
@@ -163,7 +193,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if (directory / _ADAPTERS).is_file():
         raise ValueError(f"{directory} has adapters ({_ADAPTERS}), which would be lost: merge or remove them first")
     fields = Directory(directory).load_json(path.name)
-    if "_class_name" in fields:
+    if "_class_name" in fields and "diffusers" not in hosts:
         name = shorten(repr(fields["_class_name"]).strip("'"))
         raise ValueError(f"{directory} holds a {name} of diffusers; needs a model of transformers")
     return fields

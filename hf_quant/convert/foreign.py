@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,12 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo, check_info, check_values, expected_tensors
 from hf_quant.config import QuantizerConfig
 from hf_quant.convert.files import TensorFiles, rewrite, write_config
+from hf_quant.convert.hosts import Empty
 from hf_quant.integrations.loading import prepare_from_checkpoint
-from hf_quant.integrations.transformers.names import check_names, renamer, tied_modules
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key, stored_dtype
 from hf_quant.planning import schemes_to_list
 from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 # Names of tensors that belong to quantized layers.
@@ -30,6 +26,10 @@ _PARTS = {
     *("qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx"),
     *("input_scale", "input_zero_point"),
+    *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4", "SCB"),
+    *("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),
+    *("weight_scale_inv", "activation_scale", "weight_scale_2", "_data", "_scale", "_shift"),
+    *("W_q", "zero", "packing", "nbits", "_weight_qdata", "_weight_scale"),
 }
 
 
@@ -64,12 +64,12 @@ def write_foreign(
     fields: dict[str, Any],
     files: TensorFiles,
     found: Foreign,
-    model: "PreTrainedModel",
+    host: Empty,
     *,
     where: str,
     origin: dict[str, str | None],
 ) -> None:
-    """Write the checkpoint of `model`, which is on the meta device.
+    """Write the checkpoint of a model.
 
     `where` is the name of the source in errors, `origin` the value of `imported_from` in the config.
 
@@ -79,7 +79,7 @@ def write_foreign(
     config = _config_of(found.weights)
     config.imported_from = origin
     consumed = {key for weight in found.weights for key in weight.keys} | found.dropped
-    _check_model(files, found.weights, config, consumed, model, where)
+    _check_model(files, found.weights, config, consumed, host, where)
     # A linear layer, if there is one: see `checkpoint.guard_entry`.
     guarded = min(found.weights, key=lambda weight: weight.name != "weight")
 
@@ -87,11 +87,11 @@ def write_foreign(
         if name in weights:
             tensors = _stored(weights[name])
             if weights[name] is guarded:
-                tensors[f"{guarded.module}.{guarded.name}"] = torch.empty(0, dtype=model.dtype)
+                tensors[f"{guarded.module}.{guarded.name}"] = torch.empty(0, dtype=host.dtype)
             return tensors
         return {} if name in consumed else {name: files.read(name)}
 
-    rewrite(files, target, convert)
+    rewrite(files, target, convert, stem=host.stem)
     kept = {name: value for name, value in fields.items() if name != "compression_config"}
     write_config(target, {**kept, "quantization_config": config.to_dict()})
 
@@ -119,14 +119,14 @@ def _check_model(
     weights: list[ForeignWeight],
     config: QuantizerConfig,
     consumed: set[str],
-    model: "PreTrainedModel",
+    host: Empty,
     where: str,
 ) -> None:
     """Raise ValueError unless the model has a layer of the right shape for every weight, and no part is left over."""
     keys = {key: info for key, info in files.tensors.items() if key not in consumed}
     for weight in weights:
         keys.update(weight.expected)
-    rename, parameters = renamer(model), dict(model.named_parameters())
+    model, rename, parameters = host.model, host.rename, dict(host.model.named_parameters())
     for key, info in files.tensors.items():  # what is left over of a quantized layer would be copied as a weight
         if key in consumed:
             continue
@@ -136,16 +136,16 @@ def _check_model(
         is_code = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
         if parameter is not None and parameter.is_floating_point() and is_code:
             raise ValueError(f"{where} has {key} as {info}, but no scale for it; is a shard missing?")
-    names = prepare_from_checkpoint(model, config, keys, rename, tied_modules(model))
+    names = prepare_from_checkpoint(model, config, keys, rename, host.tied)
     modules = dict(model.named_modules())
     owners = {w.module: rename(f"{w.module}.{w.name}").rpartition(".")[0] for w in weights}
     lost = [module for module, owner in owners.items() if not isinstance(modules.get(owner), QuantizedModule)]
     if lost:
         raise ValueError(
             f"{where} has {len(lost)} quantized layers, {lost[0]} among them, that {type(model).__name__} of "
-            "transformers does not have: they cannot be imported"
+            f"{'diffusers' if host.is_diffusers else 'transformers'} does not have: they cannot be imported"
         )
-    check_names(model, keys, names)
+    host.check_names(keys, names)
 
 
 def _stored(weight: ForeignWeight) -> dict[str, Tensor]:

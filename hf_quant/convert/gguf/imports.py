@@ -23,6 +23,7 @@ from hf_quant.convert.gguf.blocks import TYPES, unpack
 from hf_quant.convert.gguf.card import copy_licences, original_card
 from hf_quant.convert.gguf.files import PLAIN, Gguf, GgufTensors
 from hf_quant.convert.gguf.vocabulary import save_tokenizer
+from hf_quant.convert.hosts import empty_host
 from hf_quant.resolve import entry_fields, resolve_scheme
 from hf_quant.scheme import LinearScheme
 
@@ -69,8 +70,8 @@ def import_gguf(
             file = Gguf(path)
             found = _architecture(file)
             names, plain = _prepare(file, found, made)
-            model = empty_model(made)
-            foreign = _weights(file, plain, names, model, fields)
+            host = empty_host(made, {}, {})
+            foreign = _weights(file, plain, names, host.model, fields)
         except ValueError as error:
             raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None
         foreign.notes.extend(save_tokenizer(file, made))
@@ -78,7 +79,7 @@ def import_gguf(
         copy_licences(path.parent, made)
         with staged(made, out, place) as target:
             origin = {"method": "gguf", "name": hub_id(_repository(where))}
-            write_foreign(target, read_config(made), plain, foreign, model, where=where, origin=origin)
+            write_foreign(target, read_config(made), plain, foreign, host, where=where, origin=origin)
             converted_card(target, made, token=token).save(target / CARD)
     return tuple(foreign.notes)
 

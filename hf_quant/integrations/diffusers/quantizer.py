@@ -23,6 +23,7 @@ from hf_quant._wording import first_few
 from hf_quant.checkpoint import check_packed, stored_weights
 from hf_quant.config import QuantizerConfig, QuantMethod
 from hf_quant.integrations.diffusers.rules import rules
+from hf_quant.integrations.foreign import explain_foreign_
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
     prepare_from_config,
@@ -422,6 +423,7 @@ def register() -> None:
     """Register with diffusers. Further calls do nothing."""
     auto.AUTO_QUANTIZER_MAPPING[NAME] = DiffusersQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = QuantizerConfig
+    explain_foreign_(auto.DiffusersAutoQuantizer)
     if _OBSERVER not in quantize.OBSERVERS:
         quantize.OBSERVERS.append(_OBSERVER)
         planning.HOST_RULES.append(lambda model: rules(model) if _is_own(model) else None)

@@ -28,6 +28,7 @@ from hf_quant.auto import check_search
 from hf_quant.calibration import TOKENIZERS, check_writer, is_file, needs_data, takes_data
 from hf_quant.checkpoint import check_packed, guard_entry
 from hf_quant.config import AUTO, RUNTIME_FIELDS, QuantizerConfig, QuantMethod
+from hf_quant.integrations.foreign import explain_foreign_, refuse_codes
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
     prepare_from_config,
@@ -108,9 +109,7 @@ class TransformersQuantizer(HfQuantizer):
             # Nothing in the checkpoint depends on the cache: a user may choose another one.
             self.quantization_config.kv_cache = requested.kv_cache or self.quantization_config.kv_cache
             if requested.calibration is not None:
-                raise ValueError(
-                    "the checkpoint is quantized already, and cannot be calibrated: leave calibration out"
-                )
+                raise ValueError("the checkpoint is quantized already and cannot be calibrated: leave calibration out")
             if not requested.quantizes_no_weights:
                 _refuse_other(self.quantization_config, requested)
 
@@ -137,6 +136,7 @@ class TransformersQuantizer(HfQuantizer):
             self._prepare_from_files(model, checkpoint_files)
         else:
             refuse_fsdp(model)
+            refuse_codes(model, checkpoint_files, renamer(model))
             if self.quantization_config.plan is not None:
                 raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
             config = self.quantization_config
@@ -144,9 +144,8 @@ class TransformersQuantizer(HfQuantizer):
             if self.calibrates:
                 self._prepare_calibration(model)
                 return model
-            of_this_process = {name: getattr(self.quantization_config, name) for name in RUNTIME_FIELDS}
             self.quantization_config = prepare_from_config(model, self._without_attention(model))
-            self.quantization_config.__dict__.update(of_this_process)
+            self.quantization_config.__dict__.update({name: getattr(config, name) for name in RUNTIME_FIELDS})
         tie_codes(model)
         prepare_parallel(model)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -491,6 +490,7 @@ def register() -> None:
         auto.register_quantizer(NAME)(TransformersQuantizer)
     if QuantizerConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (QuantizerConfig,)
+    explain_foreign_(auto.AutoHfQuantizer)
     if _OBSERVER not in quantize.OBSERVERS:
         quantize.OBSERVERS.append(_OBSERVER)
         HOST_RULES.append(lambda model: block_rules(model) if _is_own(model) else None)

@@ -1,0 +1,1 @@
+"""Import of torchao: tensor subclasses, flattened into safetensors files or pickled."""

@@ -1,0 +1,202 @@
+"""Checkpoints of HQQ, AutoRound and ModelOpt become ours without rounding."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_quant import import_checkpoint
+from hf_quant.checkpoint import FOREIGN_METHODS
+from hf_quant.convert.readers import METHODS
+from integration_tests.support import packed_libraries as packed
+from integration_tests.support.foreign_checkpoints import (
+    config_of,
+    foreign_checkpoint,
+    load_all,
+    make_llama,
+    mismatches,
+    weights_of,
+)
+from integration_tests.support.tiny_models import build
+from integration_tests.test_importing_libraries import UP, check_import, edit, refused
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama") / "bf16")
+
+
+HQQ = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("packer", "scheme", "bits"),
+    [
+        (packed.hqq(4, 64), "int4 g64 asym", 4.375),
+        (packed.hqq(4, 64, as_float=True), "int4 g64 asym", 4.375),
+        (packed.hqq(3, 64), "int3 g64 asym", 3.375),
+        (packed.hqq(2, 16), "int2 g16 asym", 3.5),
+        (packed.hqq(8, 32), "int8 g32", 8.5),
+    ],
+)
+def test_hqq(packer, scheme, bits, llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, HQQ, packer)
+    assert import_checkpoint(tmp_path / "in", tmp_path / "out") == ()
+    check_import(tmp_path / "in", tmp_path / "out", meant, scheme, bits)
+
+
+@pytest.mark.parametrize(
+    ("packer", "changes", "message"),
+    [
+        (packed.hqq(4, 64, fraction=0.25), {}, r"zero has fractions, .* \(round_zero=True, optimize=False\) can be"),
+        (packed.hqq(4, 64, axis=0), {}, "groups across its rows .axis 0."),
+        (packed.hqq(4, 64), {f"{UP}.scale": None}, "up_proj.scale is missing"),
+        (packed.hqq(4, 64), {f"{UP}.W_q": None}, "up_proj.*, but not all that belongs to it"),
+        (
+            packed.hqq(4, 64),
+            {f"{UP}.W_q": torch.zeros(3, 64, dtype=torch.uint8)},
+            "W_q is .3, 64. uint8 beside scales",
+        ),
+        (packed.hqq(4, 64), {f"{UP}.W_q": torch.zeros(256, 32, dtype=torch.uint8)}, "need another width"),
+        (packed.hqq(4, 64), {f"{UP}.packing": torch.tensor([255, 10], dtype=torch.uint8)}, "packing is .*; readable"),
+        (packed.hqq(4, 64), {f"{UP}.shape": torch.tensor([0, 5])}, "W_q is .* for 0 x 5 weights"),
+        (packed.hqq(4, 64), {f"{UP}.quant_zero": torch.tensor(1)}, "has a quantized zero"),
+        (packed.hqq(4, 64), {f"{UP}.axis": torch.ones(3)}, "axis is .3. float32; needs one number"),
+        (packed.hqq(8, 32), {f"{UP}.zero": torch.ones(1024, 1)}, "zero points other than 128"),
+    ],
+)
+def test_hqq_that_cannot_be(packer, changes, message, llama, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", llama, HQQ, packer)
+    edit(tmp_path / "in", changes)
+    found = refused(tmp_path / "in", tmp_path / "out")
+    assert re.search(message, found), found
+
+
+def test_the_methods_that_errors_name_are_those_that_are_read():
+    assert set(FOREIGN_METHODS) == set(METHODS)
+
+
+# AutoRound.
+
+
+def auto_round(path, source, method: str, own: dict, **fields) -> dict[str, torch.Tensor]:
+    meant = foreign_checkpoint(path, source, method, **fields)
+    bits = {"bits": fields.get("bits", 4), "group_size": 32, "data_type": "int", **own}
+    config = {**config_of(path), "quantization_config": {"quant_method": "auto-round", **bits}}
+    (path / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "fields", "scheme"),
+    [
+        ("gptq", {"packing_format": "auto_round:auto_gptq", "sym": True}, {}, "int4 g32"),
+        ("gptq", {"packing_format": "auto_round:gptqmodel", "sym": True}, {"v2": True}, "int4 g32"),
+        ("gptq", {"packing_format": "auto_round:auto_gptq", "sym": True}, {"bits": 8}, "int8 g32"),
+        ("gptq", {"packing_format": "auto_round:auto_gptq", "sym": False}, {"symmetric": False}, "int4 g32 asym"),
+        ("gptq", {"backend": "auto_round:gptq:exllamav2", "sym": True}, {}, "int4 g32"),
+        ("awq", {"packing_format": "auto_round:auto_awq", "sym": False}, {"symmetric": False}, "int4 g32 asym"),
+    ],
+)
+def test_auto_round(method, own, fields, scheme, llama, tmp_path):
+    meant = auto_round(tmp_path / "in", llama, method, own, **fields)
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    check_import(
+        tmp_path / "in", tmp_path / "out", meant, scheme, {"4": 4.5, "8": 8.5}[scheme[3]] + 0.25 * ("asym" in scheme)
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"packing_format": "auto_round:exllamav2", "sym": False}, "in whose meaning releases differ"),
+        ({"data_type": "mx_fp", "sym": True}, "with data_type 'mx_fp'"),
+        ({"act_bits": 8, "sym": True}, "act_bits 8; readable: integers, inputs in 16 bit"),
+    ],
+)
+def test_auto_round_that_cannot_be(own, message, llama, tmp_path):
+    auto_round(tmp_path / "in", llama, "gptq", own)
+    assert message in refused(tmp_path / "in", tmp_path / "out")
+
+
+# ModelOpt.
+
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+PER_TOKEN = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+
+
+@pytest.mark.parametrize(
+    ("own", "packer", "scheme", "bits", "notes"),
+    [
+        (NVFP4, packed.modelopt_nvfp4, "nvfp4 g16", 4.502, 1),
+        (
+            {**NVFP4, "quant_algo": "FP8"},
+            packed.fp8("tensor", static="input_scale"),
+            *("fp8_e4m3 tensor, fp8_e4m3 activations, static", 8.003, 0),
+        ),
+        (PER_TOKEN, packed.fp8("row"), "fp8_e4m3 row, fp8_e4m3 activations", 8.222, 0),
+        ({**PER_TOKEN, "quant_algo": "fp8_pb_wo"}, packed.fp8("block"), "fp8_e4m3 block", 8.0023, 0),
+    ],
+)
+def test_modelopt(own, packer, scheme, bits, notes, llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, own, packer)
+    assert len(import_checkpoint(tmp_path / "in", tmp_path / "out")) == notes
+    check_import(tmp_path / "in", tmp_path / "out", meant, scheme, bits)
+
+
+def test_modelopt_by_its_own_file(llama, tmp_path):
+    """Layers in fp8 beside layers in nvfp4, and scales of a KV cache."""
+
+    def mixed(N, K, dtype, seed):
+        packer = packed.modelopt_nvfp4 if seed % 2 else packed.fp8("tensor", static="input_scale")
+        return packer(N, K, dtype, seed)
+
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, None, mixed)
+    (tmp_path / "in" / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    edit(tmp_path / "in", {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)})
+    notes = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert "ModelOpt rounds them to 4 bits" in notes[0] and "scales of the KV cache are left out" in notes[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert mismatches(meant, weights_of(model))[0] == 0
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
+def test_experts_of_modelopt(tmp_path):
+    """Gate and up share one scale, as ModelOpt writes them; two scales are no tensor of hf_quant."""
+    build("qwen3_moe").save_pretrained(tmp_path / "source")
+
+    def is_expert(key):
+        return ".experts." in key
+
+    meant = packed.packed_checkpoint(
+        tmp_path / "in", tmp_path / "source", NVFP4, packed.modelopt_nvfp4, is_packed=is_expert
+    )
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    parts = [meant[f"model.layers.0.mlp.experts.3.{name}_proj"] for name in ("gate", "up", "down")]
+    assert torch.equal(experts.dequantize_weight("gate_up_proj")[3], torch.cat(parts[:2]))
+    assert torch.equal(experts.dequantize_weight("down_proj")[3], parts[2])
+    edit(tmp_path / "in", {"model.layers.0.mlp.experts.3.up_proj.weight_scale_2": torch.tensor(0.5)})
+    assert "its 2 parts have a scale of their own each" in refused(tmp_path / "in", tmp_path / "second")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{UP}.pre_quant_scale": torch.ones(128)}, "pre_quant_scale is multiplied with an input"),
+        ({f"{UP}.weight_scale": None}, "up_proj.weight_scale is missing"),
+        ({f"{UP}.weight_scale_2": None}, "up_proj.input_scale, but not all that belongs"),
+        ({f"{UP}.weight_scale_2": torch.ones(2)}, "weight_scale_2 is .2. float32"),
+        ({f"{UP}.weight": torch.zeros(256, 3, dtype=torch.uint8)}, "up_proj.weight_scale is"),
+    ],
+)
+def test_modelopt_that_cannot_be(changes, message, llama, tmp_path):
+    packed.packed_checkpoint(tmp_path / "in", llama, NVFP4, packed.modelopt_nvfp4)
+    edit(tmp_path / "in", changes)
+    found = refused(tmp_path / "in", tmp_path / "out")
+    assert re.search(message, found), found
+    assert load_all(tmp_path / "in")
