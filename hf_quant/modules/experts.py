@@ -18,7 +18,7 @@ from hf_quant.modules.products import linear
 
 def expert_weight_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the fused expert weights of a module, () if it does not follow the experts interface."""
-    if not hasattr(module, "_apply_gate") or not hasattr(module, "num_experts"):
+    if not all(hasattr(module, name) for name in ("_apply_gate", "num_experts", "is_transposed")):
         return ()
     names = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
     parameters = (module._parameters.get(n) for n in names)

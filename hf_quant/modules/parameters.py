@@ -7,6 +7,7 @@ experts is made. Anything else that a forward does with a weight computes on the
 """
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,13 @@ class Layout(NamedTuple):
             None: parameters are one matrix, or a stack of matrices in three dimensions.
         multiplies: the forward multiplies by one matrix, or by all with rows of their own, as `MatrixProxy` can; False:
             it reads them in another way, and computes on dequantized matrices.
+        is_flat: a parameter of three dimensions is one matrix, whose rows or columns are two of them.
     """
 
     weights: Mapping[str, bool]
     count: str | None = None
     multiplies: bool = True
+    is_flat: bool = False
 
 
 _LAYOUTS: dict[str, Layout] = {}  # by the full name of a host class, which need not be imported
@@ -77,12 +80,16 @@ class QuantParameters(QuantizedModule):
         layout = layout_of(host_class)
         assert layout is not None  # `register_matrices` has found it
         own: dict[str, Any] = {name: weight_property(name) for name in layout.weights}
-        own |= {"layout": layout, "kind": "parameters" if layout.multiplies else "dequantized"}
+        own |= {"layout": layout}
+        if not layout.multiplies:
+            own |= {"kind": "dequantized", "proxy_class": WeightProxy}
         return derive_class(host_class, QuantParameters, (QuantParameters, host_class), **own)
 
     @classmethod
     def stack_shape_of(cls, module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of a weight with its matrices as a dimension of their own, in the host's order."""
+        """Shape of a weight as a matrix, or with its matrices as a dimension of their own, in the host's order."""
+        if cls.layout.is_flat:
+            return shape[0], prod(shape[1:])
         if cls.layout.count is None:
             return shape
         count = getattr(module, cls.layout.count)
@@ -184,8 +191,8 @@ class MatrixProxy(WeightProxy):
             whole = self.module.dequantize_part(self.name_in_module, self.index)
         else:
             whole = self.module.dequantize_weight(self.name_in_module)
-        whole = whole.transpose(-1, -2) if self.is_swapped else whole
-        return whole.reshape(self.sizes)
+        *lead, rows, columns = self.sizes
+        return whole.reshape(*lead, columns, rows).transpose(-1, -2) if self.is_swapped else whole.reshape(self.sizes)
 
     def alias(self) -> "MatrixProxy":
         """Another proxy of the same."""
@@ -291,7 +298,7 @@ _PRODUCTS: dict[Callable, Callable[..., Tensor | None]] = {
     Tensor.mm: _matmul,
     torch.bmm: _bmm,
     Tensor.bmm: _bmm,
-    F.grouped_mm: _grouped,
+    torch._grouped_mm: _grouped,  # of F.grouped_mm
 }
 QuantParameters.proxy_class = MatrixProxy
 

@@ -181,6 +181,7 @@ class _Decider:
         body = getattr(model, prefix, None) if prefix else None
         # By its name, as models of PEFT hold it deeper.
         self.body = next((f"{n}." for n, m in model.named_modules() if m is body and n), None)
+        self.outer_blocks = () if self.body is None else tuple(_blocks(model, self.body))
         self.keep_fp32 = _fp32_patterns(model, dtype)
         self.rules = next((found for rules in HOST_RULES if (found := rules(model)) is not None), Rules({}, {}))
         self.partners: dict[str, list[str]] = {}
@@ -262,7 +263,7 @@ class _Decider:
         """Return the reason of the default exclusions, which `modules_to_not_convert` replaces, or None."""
         if name == self.output:
             return "output embedding"
-        if self.body is not None and not name.startswith(self.body):
+        if self.body is not None and not name.startswith((self.body, *self.outer_blocks)):
             return "task head"
         return self.rules.keep.get(name)
 
@@ -319,6 +320,18 @@ class _Decider:
             packed = (empty_stored(shape, scheme, "meta") for shape in shapes.values())
             after = sum(t.nbytes for p in packed for t in p if t is not None) + 4 * len(shapes) * scheme.is_static
         return PlanEntry(name, kind, shapes, dtype, scheme, algorithm, reason, before, after, source)
+
+
+def _blocks(model: nn.Module, body: str) -> Iterator[str]:
+    """Yield the prefixes of repeated blocks outside of the body: a decoder (of ViT-MAE, ...) is no task head.
+
+    A block is an element of a list with more linear layers than the small networks in the heads of detectors have.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not f"{name}.".startswith(body):
+            for index, block in enumerate(module):
+                if block is not None and sum(isinstance(m, nn.Linear) for m in block.modules()) > 3:
+                    yield f"{name}.{index}."
 
 
 def _fp32_patterns(model: nn.Module, dtype: torch.dtype | None) -> list[str]:

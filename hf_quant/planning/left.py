@@ -33,7 +33,7 @@ def left_in_16_bit(entries: Iterable["PlanEntry"], num_weights: int) -> str | No
     largest = sorted(sizes, key=lambda group: -sizes[group])
     shown = []
     for kind, reason in largest[:_SHOWN]:
-        share = f"{100 * sizes[kind, reason] / num_weights:.0f} %"
+        share = f"{100 * sizes[kind, reason] // num_weights} %"
         shown.append(f"{share} {kind} ({reason})" if kind else f"{share}, as {reason}")
     kinds = "; ".join(shown)
     named = next((group for group in largest if group[0]), None)
@@ -42,4 +42,4 @@ def left_in_16_bit(entries: Iterable["PlanEntry"], num_weights: int) -> str | No
     else:
         pattern = template(max(groups[named], key=lambda e: e.num_weights).name)
         advice = f"to quantize them, too, name them: modules={{{pattern!r}: 'int8'}}"
-    return f"{100 * left / num_weights:.0f} % of the weights stay in 16 bit: {kinds}; {advice}"
+    return f"{100 * left // num_weights} % of the weights stay in 16 bit: {kinds}; {advice}"
