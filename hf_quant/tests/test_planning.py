@@ -473,6 +473,27 @@ def test_no_warning_where_nothing_large_or_what_was_asked_for_stays(caplog, mode
     assert not [r for r in caplog.records if "stay in 16 bit" in r.getMessage()]
 
 
+def test_blocks_of_a_decoder_outside_of_the_body_are_no_task_head():
+    def block() -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(64, 64) for name in ("q", "k", "v", "o")})
+
+    class Masked(nn.Module):
+        base_model_prefix = "encoder"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleList([block()])
+            self.decoder = nn.ModuleDict({"layers": nn.ModuleList([block(), block()]), "prediction": nn.Linear(64, 64)})
+            self.boxes = nn.ModuleList([nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))])
+
+    found = plan(Masked(), "int4")
+    assert {name for name, e in found.entries.items() if e.reason == "task head"} == {
+        "decoder.prediction",
+        *(f"boxes.0.{i}" for i in range(3)),
+    }
+    assert "decoder.layers.1.o" in found.quantized
+
+
 def test_exclusions_that_a_list_replaces_are_a_warning(caplog):
     model = Odd()
     model.head, model.table = nn.Linear(64, 80), nn.Identity()
