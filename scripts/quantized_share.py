@@ -168,10 +168,16 @@ def measure(name: str, make: Callable[[], nn.Module]) -> Share | str:
     return share_of(name, model)
 
 
+def percent(share: float) -> str:
+    """A share in percent, rounded down: what is below the target does not seem to reach it."""
+    return f"{int(1000 * share) / 10} %"
+
+
 def reasons(found: Share, kinds: Callable[[str], bool], most: int = 2) -> str:
     """The largest groups of what stays in 16 bit, with their shares of all weights."""
     groups = sorted(((n, k, why) for (k, why), n in found.left.items() if kinds(k)), reverse=True)
-    return "; ".join(f"{n / max(found.total, 1):.1%} {kind}: {why}" for n, kind, why in groups[:most])
+    shown = [group for group in groups[:most] if group[0] >= 0.0005 * found.total]
+    return "; ".join(f"{n / max(found.total, 1):.1%} {kind}: {why}" for n, kind, why in shown or groups[:1])
 
 
 def is_multiplied(kind: str) -> bool:
@@ -193,7 +199,7 @@ def report(libraries: dict[str, dict[str, Share | str]]) -> str:
         lacking.update(reason.partition(" (")[0] for reason in found.values() if isinstance(reason, str))
         numbers = (len(found), len(full), len(under), len(only), len(found) - len(shares))
         counts.append([f"{library} {version(library)}", *map(str, numbers)])
-        below += [[f"`{s.name}`", f"{s.share:.1%}", f"{s.of_all:.1%}", reasons(s, is_multiplied)] for s in under]
+        below += [[f"`{s.name}`", percent(s.share), percent(s.of_all), reasons(s, is_multiplied)] for s in under]
         for s in shares:
             if s.of_all < 0.5:
                 mostly[max(s.left, key=lambda group: s.left[group])[0]] += 1
@@ -238,7 +244,7 @@ def main() -> None:
         if isinstance(share, str):
             rows.append((name, "", "", share))
         elif args.names or share.share < TARGET:
-            rows.append((name, f"{share.share:.1%}", f"{share.of_all:.1%}", reasons(share, lambda _: True, most=9)))
+            rows.append((name, percent(share.share), percent(share.of_all), reasons(share, lambda _: True, most=9)))
     print(format_table(rows))
     shares = [s for of in found.values() for s in of.values() if isinstance(s, Share)]
     print(f"{len(shares)} made, {sum(s.share >= TARGET for s in shares)} of them with {TARGET:.0%} or more")
