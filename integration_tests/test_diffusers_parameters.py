@@ -1,4 +1,4 @@
-"""Nucleus-Image, whose experts are parameters of their own, and the convolutions of Oobleck under torch's older norm."""
+"""Nucleus-Image, whose experts are parameters of their own, and Oobleck's convolutions under torch's older norm."""
 
 import warnings
 from collections.abc import Callable

@@ -85,7 +85,13 @@ MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Tensor], tuple[str, ..
         (),
         "attention",
     ),
-    "hubert": ("HubertModel", _config("HubertConfig", **_SPEECH), {"input_values": _values(1, 800)}, (_NORM,), "weight_norm"),
+    "hubert": (
+        "HubertModel",
+        _config("HubertConfig", **_SPEECH),
+        {"input_values": _values(1, 800)},
+        (_NORM,),
+        "weight_norm",
+    ),
     "encodec": (
         "EncodecModel",
         _config(

@@ -54,7 +54,7 @@ _HOSTS_ERRORS = (
 
 
 class Share(NamedTuple):
-    """What the plan of one architecture quantizes.
+    """Counts of the weights that the plan of one architecture quantizes.
 
     Attributes:
         multiplied, quantized: weights of linear layers, experts and the like, and how many of them are quantized.
@@ -112,7 +112,8 @@ def share_of(name: str, model: nn.Module) -> Share:
 def transformers_models() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """Yield (model type, its maker on the meta device)."""
     import transformers
-    from transformers.models.auto import configuration_auto, modeling_auto as auto
+    from transformers.models.auto import configuration_auto
+    from transformers.models.auto import modeling_auto as auto
 
     mappings = (
         auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
@@ -207,7 +208,7 @@ def report(libraries: dict[str, dict[str, Share | str]]) -> str:
     why = "; ".join(f"{reason}: {n}" for reason, n in lacking.most_common())
     return (
         f"{markdown(counts)}\n\n{markdown(below)}\n\n"
-        f"`python scripts/quantized_share.py`: the plan of `QuantizerConfig(\"int4\")` for models of the default "
+        f'`python scripts/quantized_share.py`: the plan of `QuantizerConfig("int4")` for models of the default '
         f"configurations, on the meta device. In {mostly.total()} architectures more than half of all weights stay in "
         f"16 bit, most often because of one kind of modules: {kinds}. Not made here: {why}."
     )

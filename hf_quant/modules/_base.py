@@ -62,8 +62,8 @@ def weight_property(name: str) -> property:
             return self.dequantize_weight(name)
         return self.proxy_class(self, name)
 
-    def put(self: "QuantizedModule", value: Any) -> None:  # of a name that is no weight: `__setattr__` takes the others
-        self.__dict__[name] = value
+    def put(self: "QuantizedModule", value: Any) -> None:
+        self.__dict__[name] = value  # of a name that is no weight: `__setattr__` takes the others
 
     return property(get, put)
 

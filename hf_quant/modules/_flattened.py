@@ -1,4 +1,4 @@
-"""Weights of convolutions: matrices of the first dimension and all others, and the norm of `torch.nn.utils.weight_norm`."""
+"""Weights of convolutions as matrices, and the norm of `torch.nn.utils.weight_norm`."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ class FlattenedWeight(QuantizedModule):
 
 
 class ConvWeight(FlattenedWeight):
-    """Base of quantized convolutions: `weight`, or the direction `weight_v` of one that a hook norms before each call."""
+    """Base of quantized convolutions: of `weight`, or of its direction `weight_v` if a hook norms it before a call."""
 
     weight = weight_property("weight")
     weight_v = weight_property("weight_v")

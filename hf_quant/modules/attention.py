@@ -11,7 +11,7 @@ _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class QuantMultiheadAttention(QuantizedModule, nn.MultiheadAttention):
-    """nn.MultiheadAttention, weight-only: `qdata_in_proj_weight`, ..., or those of q, k and v. Differentiable in inputs.
+    """nn.MultiheadAttention, weight-only: `qdata_in_proj_weight`, or those of q, k and v; differentiable in inputs.
 
     Its forward is torch's, whose products are of dequantized weights. `out_proj` is a linear layer of its own.
     """

@@ -109,7 +109,7 @@ def route(
 
 
 def register_experts(module: nn.Module) -> bool:
-    """Make the class of a module with experts, or other matrices of its own, quantizable; False if its layout is unknown.
+    """Make the class of a module with experts or other matrices quantizable; False if their layout is unknown.
 
     Known are transformers' experts interface and the classes of `parameters.register_parameters`.
     """

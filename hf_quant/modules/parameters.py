@@ -27,11 +27,11 @@ class Layout(NamedTuple):
     """Layout of the matrices that a host class holds as parameters.
 
     Attributes:
-        weights: {name of a parameter: True if it is stored [..., K, N], for products x @ weight; False if [..., N, K]}.
+        weights: {name of a parameter: True if it is stored [..., K, N], as in x @ weight; False if [..., N, K]}.
         count: attribute with the number of matrices that lie one below the other in a parameter of two dimensions;
             None: parameters are one matrix, or a stack of matrices in three dimensions.
-        multiplies: the forward multiplies by one matrix, or by all with rows of their own, as `MatrixProxy` can; False:
-            it reads them in another way, and computes on dequantized matrices.
+        multiplies: the forward multiplies by one matrix, or by all with rows of their own, as `MatrixProxy` can.
+            False: it reads them in another way, and computes on dequantized matrices.
         is_flat: a parameter of three dimensions is one matrix, whose rows or columns are two of them.
     """
 
@@ -186,7 +186,7 @@ class MatrixProxy(WeightProxy):
         self.sizes = tuple(module.weight_shape(name) if shape is None else shape)
 
     def dequantize(self) -> Tensor:
-        """What the proxy stands for as a plain tensor in the module's compute dtype."""
+        """The matrix, stack or view as a plain tensor in the module's compute dtype."""
         if self.index is not None:
             whole = self.module.dequantize_part(self.name_in_module, self.index)
         else:
@@ -196,9 +196,7 @@ class MatrixProxy(WeightProxy):
 
     def alias(self) -> "MatrixProxy":
         """Another proxy of the same."""
-        return type(self)(
-            self.module, self.name_in_module, self.is_data, self.sizes, self.index, self.is_swapped
-        )
+        return type(self)(self.module, self.name_in_module, self.is_data, self.sizes, self.index, self.is_swapped)
 
     def part(self, index: int) -> "MatrixProxy":
         """A proxy of one matrix of a stack. Raises IndexError if there is none."""
@@ -255,35 +253,40 @@ def _view(func: Callable, proxy: MatrixProxy, args: tuple[Any, ...]) -> MatrixPr
     return proxy.stack(args) if func in (Tensor.view, Tensor.reshape) else None
 
 
+def _is_factor(x: Any, weight: Any, *, is_columns: bool) -> bool:
+    """True if x is multiplied by a proxy that is stored in the direction in which it is read."""
+    is_proxy = isinstance(weight, MatrixProxy) and not isinstance(x, MatrixProxy)
+    return is_proxy and weight.is_columns == is_columns
+
+
 def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
-    if not isinstance(weight, MatrixProxy) or isinstance(x, MatrixProxy) or len(weight.sizes) != 2 or weight.is_columns:
+    if not _is_factor(x, weight, is_columns=False) or len(weight.sizes) != 2:
         return None
     y = weight.module.product(weight.name_in_module, x, index=weight.index)
     return y if bias is None else y + bias
 
 
 def _matmul(x: Any, weight: Any) -> Tensor | None:
-    if not isinstance(weight, MatrixProxy) or isinstance(x, MatrixProxy) or not weight.is_columns:
+    if not _is_factor(x, weight, is_columns=True):
         return None
     if len(weight.sizes) == 2:
         return weight.module.product(weight.name_in_module, x, index=weight.index)
-    return _bmm(x, weight) if x.dim() == 3 and x.shape[0] == weight.sizes[0] else None
+    return _bmm(x, weight)
 
 
 def _bmm(x: Any, weight: Any) -> Tensor | None:
-    if not isinstance(weight, MatrixProxy) or isinstance(x, MatrixProxy) or not weight.is_columns:
-        return None
-    if x.dim() != 3 or x.shape[0] != weight.sizes[0]:
-        return None  # the host's own error
+    if not _is_factor(x, weight, is_columns=True) or x.dim() != 3 or x.shape[0] != weight.sizes[0]:
+        return None  # other shapes are broadcast, or the host's own error
     count, rows, K = x.shape
-    offsets = torch.arange(rows, (count + 1) * rows, max(rows, 1), dtype=torch.int32, device=x.device)[:count]
-    offsets = offsets if rows else torch.zeros(count, dtype=torch.int32, device=x.device)
-    return weight.module.product(weight.name_in_module, x.reshape(-1, K), offsets=offsets).view(count, rows, -1)
+    offsets = torch.arange(1, count + 1, dtype=torch.int32, device=x.device) * rows
+    y = weight.module.product(weight.name_in_module, x.reshape(-1, K), offsets=offsets)
+    return y.view(count, rows, y.shape[-1])
 
 
 def _grouped(x: Any, weight: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor | None:
-    is_served = isinstance(weight, MatrixProxy) and len(weight.sizes) == 3 and weight.is_columns and x.dim() == 2
-    if not is_served or offs is None or bias is not None or out_dtype not in (None, x.dtype):
+    if not _is_factor(x, weight, is_columns=True) or len(weight.sizes) != 3 or x.dim() != 2:
+        return None
+    if offs is None or bias is not None or out_dtype not in (None, x.dtype):
         return None
     return weight.module.product(weight.name_in_module, x, offsets=offs.to(torch.int32))
 

@@ -32,9 +32,9 @@ class PlanEntry:
 
     Attributes:
         name: its name in the model; "" is the model itself.
-        kind: "linear", "experts", "parameters" (matrices that a module multiplies by in its own forward), "dequantized"
-            (those that it reads in another way), "attention" (of torch), "embedding", "conv", "conv_transpose",
-            "weight_norm", "recurrent", or "other" for a module without a quantized counterpart.
+        kind: "linear", "experts", "parameters" (matrices that a module multiplies by in its own forward),
+            "dequantized" (those that it reads in another way), "attention" (of torch), "embedding", "conv",
+            "conv_transpose", "weight_norm", "recurrent", or "other" for a module without a quantized counterpart.
         shapes: {weight name: shape [..., N, K] as a matrix; for "other" the shape of the parameter}.
         scheme: scheme of the module; None: it stays in 16 bit.
         algorithm: algorithm that chooses the codes.

@@ -75,12 +75,8 @@ def plan_totals(plan: "QuantPlan") -> str:
         fused[text] = fused.get(text, 0) + 1
     if fused:
         total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
-    return "\n".join(
-        [
-            total,
-            *(l for l in (plan.blocks, plan.kv_cache, plan.attention, plan.advice, plan.left) if l is not None),
-        ]
-    )
+    lines = (plan.blocks, plan.kv_cache, plan.attention, plan.advice, plan.left)
+    return "\n".join([total, *filter(None, lines)])
 
 
 def template(name: str) -> str:

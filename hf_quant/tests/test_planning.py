@@ -460,7 +460,10 @@ def test_what_stays_in_16_bit_is_named_with_its_reason_and_a_pattern():
         (lambda: Odd(255), "int4"),  # no large layer
         (Odd, QuantizerConfig("int4", modules_to_not_convert=["head"])),
         (Odd, QuantizerConfig(None, modules={"layer": "int8"})),
-        (lambda: nn.Sequential(nn.Linear(2048, 1024), nn.Linear(64, 64)), QuantizerConfig("int4", modules={"0": None})),
+        (
+            lambda: nn.Sequential(nn.Linear(2048, 1024), nn.Linear(64, 64)),
+            QuantizerConfig("int4", modules={"0": None}),
+        ),
         (lambda: nn.Sequential(nn.Conv2d(1024, 1024, 1), nn.Linear(1024, 1024)), "int4"),  # no more than half
     ],
     ids=["small", "excluded", "named", "kept by modules", "half"],
@@ -483,7 +486,9 @@ def test_blocks_of_a_decoder_outside_of_the_body_are_no_task_head():
         def __init__(self) -> None:
             super().__init__()
             self.encoder = nn.ModuleList([block()])
-            self.decoder = nn.ModuleDict({"layers": nn.ModuleList([block(), block()]), "prediction": nn.Linear(64, 64)})
+            self.decoder = nn.ModuleDict(
+                {"layers": nn.ModuleList([block(), block()]), "prediction": nn.Linear(64, 64)}
+            )
             self.boxes = nn.ModuleList([nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))])
 
     found = plan(Masked(), "int4")

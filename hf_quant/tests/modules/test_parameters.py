@@ -55,9 +55,7 @@ def longcat() -> nn.Module:
 def gemma3() -> nn.Module:
     vision = SimpleNamespace(hidden_size=H, layer_norm_eps=1e-6, image_size=4, patch_size=1)
     text = SimpleNamespace(hidden_size=F_SIZE)
-    return Gemma3MultiModalProjector(
-        SimpleNamespace(vision_config=vision, text_config=text, mm_tokens_per_image=4)
-    )
+    return Gemma3MultiModalProjector(SimpleNamespace(vision_config=vision, text_config=text, mm_tokens_per_image=4))
 
 
 class Grouped(nn.Module):

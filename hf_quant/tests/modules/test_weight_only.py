@@ -1,4 +1,4 @@
-"""Weight-only modules whose forward is torch's: attention, transposed and weight-normed convolutions, recurrent layers."""
+"""Weight-only modules whose forward is torch's: attention, transposed and normed convolutions, recurrent layers."""
 
 import copy
 import pickle
@@ -62,9 +62,7 @@ CASES = {
         lambda m, x: first(m(x, WIDE, WIDE)),
         "attention",
     ),
-    "transposed 1d": Case(
-        lambda: nn.ConvTranspose1d(16, 32, 3, **UP), SEQUENCE, lambda m, x: m(x), "conv_transpose"
-    ),
+    "transposed 1d": Case(lambda: nn.ConvTranspose1d(16, 32, 3, **UP), SEQUENCE, lambda m, x: m(x), "conv_transpose"),
     "transposed 2d": Case(
         lambda: nn.ConvTranspose2d(16, 32, 3, groups=2, bias=False), IMAGE, lambda m, x: m(x), "conv_transpose"
     ),
@@ -160,7 +158,9 @@ def test_saved_loaded_copied_and_dequantized_to_the_bit(name, tmp_path):
         assert torch.equal(CASES[name].call(other, CASES[name].x), expected)
     other, host = dequantize_(copies[0]), plain(name)
     assert type(other) is type(host) or parametrize.is_parametrized(host)
-    assert {key: p.shape for key, p in other.named_parameters()} == {key: p.shape for key, p in host.named_parameters()}
+    assert {key: p.shape for key, p in other.named_parameters()} == {
+        key: p.shape for key, p in host.named_parameters()
+    }
     assert_close(CASES[name].call(other, CASES[name].x), expected, rms=1e-5)
 
 
@@ -243,5 +243,3 @@ def test_a_table_that_is_looked_up_by_function_dequantizes_its_rows_only(monkeyp
     expected = table.dequantize_weight()[ids] * 2
     monkeypatch.setattr(type(table), "dequantize_weight", lambda *_, **__: pytest.fail("the whole table"))
     assert torch.equal(table(ids), expected)
-
-

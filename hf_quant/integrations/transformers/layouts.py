@@ -1,5 +1,6 @@
 """Modules of transformers that hold matrices as parameters of their own, outside of its experts interface."""
 
+import hf_quant.integrations.transformers.conv1d  # noqa: F401  (Conv1D, which stores a matrix transposed)
 from hf_quant.modules import Layout, register_parameters
 
 
@@ -11,7 +12,9 @@ _LAYOUTS = {
     "dbrx.modeling_dbrx.DbrxExpertGLU": Layout({"w1": False, "v1": False, "w2": True}, count="moe_num_experts"),
     "funnel.modeling_funnel.FunnelRelMultiheadAttention": Layout({"r_kernel": False}, **_FLAT),
     "gemma3.modeling_gemma3.Gemma3MultiModalProjector": Layout({"mm_input_projection_weight": True}),
-    "inkling.modeling_inkling.InklingSharedExperts": Layout({"gate_proj": False, "up_proj": False, "down_proj": False}),
+    "inkling.modeling_inkling.InklingSharedExperts": Layout(
+        {"gate_proj": False, "up_proj": False, "down_proj": False}
+    ),
     "jetmoe.modeling_jetmoe.JetMoeParallelExperts": Layout({"weight": False}),
     "llama4.modeling_llama4.Llama4TextExperts": Layout({"gate_up_proj": True, "down_proj": True}),
     "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": Layout(_GATED),
