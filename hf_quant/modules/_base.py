@@ -65,7 +65,13 @@ def weight_property(name: str) -> property:
     def put(self: "QuantizedModule", value: Any) -> None:
         self.__dict__[name] = value  # of a name that is no weight: `__setattr__` takes the others
 
-    return property(get, put)
+    def drop(self: "QuantizedModule") -> None:
+        raise ValueError(
+            f"{name} of this {type(self).__name__} is stored as {self.scheme} and cannot be taken off the module, as "
+            "PEFT does with torch's attention: adapt other layers, or keep it in 16 bit by modules={...: None}"
+        )
+
+    return property(get, put, drop)
 
 
 class QuantizedModule(StaticInput, nn.Module):
