@@ -193,6 +193,12 @@ def test_attention_is_quantized_by_default():
         prepare_qat_(nn.Sequential(plain("attention")), QuantizerConfig("int4", modules={"*.out_proj": None}))
 
 
+def test_a_weight_that_is_taken_off_its_module_is_an_error_that_says_what_to_do():
+    module = quantized("attention")
+    with pytest.raises(ValueError, match="in_proj_weight of this QuantMultiheadAttention .* adapt other layers"):
+        del module.in_proj_weight  # as PEFT's LoRA of torch's attention does
+
+
 @pytest.mark.parametrize("name", ["old weight norm", "old weight norm, transposed"])
 def test_no_16_bit_weight_is_kept_between_two_calls(name):
     module = quantized(name)
