@@ -79,6 +79,10 @@ class WeightProxy(torch.Tensor):
         """The weight as a plain tensor in the module's compute dtype."""
         return self.module.dequantize_weight(self.name_in_module)
 
+    def alias(self) -> "WeightProxy":
+        """Another proxy of the same weight."""
+        return type(self)(self.module, self.name_in_module, self.is_data)
+
     def __repr__(self) -> str:
         return f"WeightProxy({tuple(self.shape)}, {self.dtype}, {self.module.scheme})"
 
@@ -125,13 +129,15 @@ class WeightProxy(torch.Tensor):
             x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias") if k in kwargs), None)[:3]
             if isinstance(weight, cls) and not isinstance(x, cls) and hasattr(weight.module, "linear"):
                 return weight.module.linear(x, bias)
+        if func is F.embedding and len(args) == 2 and isinstance(args[1], cls) and hasattr(args[1].module, "look_up"):
+            return args[1].module.look_up(args[0])
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors, not proxies
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(args[0].module, args[0].name_in_module, args[0].is_data)
+            return args[0].alias()
         plain_args, plain_kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         written = [

@@ -255,7 +255,7 @@ def matrix_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
         weight = module._parameters.get(name)
         if weight is None:
             return {}
-        shapes[name] = counterpart.matrix_shape_of(module, tuple(weight.shape))
+        shapes[name] = counterpart.matrix_shape_of(module, tuple(weight.shape), name)
     return shapes
 
 

@@ -31,7 +31,6 @@ from hf_quant.config import QuantizerConfig
 from hf_quant.modules import (
     QuantizedModule,
     convert_module_,
-    expert_weight_names,
     packed_key,
     quantized_class,
     register_experts,
@@ -212,7 +211,8 @@ def _check_plan(
     for name, module in modules.items():
         if isinstance(module, QuantizedModule) or tied.get(name) in converted:
             continue
-        if quantized_class(type(module)) is None and not expert_weight_names(module):
+        register_experts(module)
+        if quantized_class(type(module)) is None:
             continue
         planned = schemes.name_of(name)
         if planned is not None:

@@ -1,17 +1,13 @@
 """Quantized modules: subclasses of the host's classes with plain packed tensors and one op call in `forward`."""
 
 from hf_quant.modules import data_parallel as _data_parallel  # noqa: F401 (int16 goes through DistributedDataParallel)
-from hf_quant.modules._base import (
-    QuantizedModule,
-    convert_module_,
-    in_basis,
-    quantized_class,
-    register_module,
-    restore_module_,
-)
+from hf_quant.modules._base import QuantizedModule, convert_module_, in_basis, restore_module_
 from hf_quant.modules._classes import runs_its_class, set_class_
+from hf_quant.modules._registry import quantized_class, register_module
 from hf_quant.modules._stored import INPUT_SCALE, PACKED_NAMES, STORED_NAMES, packed_key, stored_dtype
+from hf_quant.modules.attention import QuantMultiheadAttention
 from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
+from hf_quant.modules.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
 from hf_quant.modules.count import uncounted_weights
 from hf_quant.modules.embedding import QuantEmbedding
 from hf_quant.modules.experts import QuantExperts, expert_weight_names, register_experts, route
@@ -24,19 +20,32 @@ from hf_quant.modules.inputs.fuse import (
 )
 from hf_quant.modules.linear import QuantLinear
 from hf_quant.modules.packed_linear import PackedLinear
+from hf_quant.modules.parameters import Layout, QuantParameters, register_parameters
+from hf_quant.modules.recurrent import QuantGRU, QuantLSTM, QuantRNN
 from hf_quant.modules.rotation import rotated
+from hf_quant.modules.weight_norm import QuantParametrizationList
 
 
 __all__ = [
     "INPUT_SCALE",
+    "Layout",
     "PACKED_NAMES",
     "PackedLinear",
     "QuantConv1d",
     "QuantConv2d",
     "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
     "QuantEmbedding",
     "QuantExperts",
+    "QuantGRU",
+    "QuantLSTM",
     "QuantLinear",
+    "QuantMultiheadAttention",
+    "QuantParameters",
+    "QuantParametrizationList",
+    "QuantRNN",
     "QuantizedModule",
     "STORED_NAMES",
     "convert_module_",
@@ -49,6 +58,7 @@ __all__ = [
     "quantized_class",
     "register_experts",
     "register_module",
+    "register_parameters",
     "restore_module_",
     "rotated",
     "route",

@@ -19,6 +19,7 @@ from hf_quant.kernels import clear_prepacked, dequantize
 from hf_quant.kernels.dispatch import check_tracer
 from hf_quant.modules import sparse24
 from hf_quant.modules._classes import set_class_
+from hf_quant.modules._registry import quantized_class
 from hf_quant.modules._stored import (
     PACKED_NAMES,
     STORED_NAMES,
@@ -53,13 +54,24 @@ def weight_property(name: str) -> property:
         if placeholder is not None:
             return placeholder
         if name not in self.weight_names:
+            if name in self.__dict__:
+                return self.__dict__[name]  # what a hook of `torch.nn.utils.weight_norm` has computed
             raise AttributeError(name)  # an experts class without a gate has no gate_up_proj
         if torch.compiler.is_compiling():
             # Unused unless more than its dtype or shape is read: the compiler drops it.
             return self.dequantize_weight(name)
-        return WeightProxy(self, name)
+        return self.proxy_class(self, name)
 
-    return property(get)
+    def put(self: "QuantizedModule", value: Any) -> None:
+        self.__dict__[name] = value  # of a name that is no weight: `__setattr__` takes the others
+
+    def drop(self: "QuantizedModule") -> None:
+        raise ValueError(
+            f"{name} of this {type(self).__name__} is stored as {self.scheme} and cannot be taken off the module, as "
+            "PEFT does with torch's attention: adapt other layers, or keep it in 16 bit by modules={...: None}"
+        )
+
+    return property(get, put, drop)
 
 
 class QuantizedModule(StaticInput, nn.Module):
@@ -67,11 +79,12 @@ class QuantizedModule(StaticInput, nn.Module):
 
     Attributes:
         scheme: the LinearScheme of its weights.
-        kind: "linear", "experts", "embedding" or "conv", as the plan names it.
+        kind: "linear", "experts", "embedding", "conv", ..., as the plan names it.
         algorithm: how the codes are chosen, also when a new weight is assigned: then without data, if it needs some.
         compute_dtype: dtype of the 16-bit weight that the codes replace.
         weight_names: the host's names of the quantized weights.
         shares_codes: a tied module holds the same parameters.
+        proxy_class: class of the proxy that is returned for a weight.
         statistics: of the inputs, {weight: one `Statistics` per matrix}, by which weights that are being loaded are
             quantized; each is used once.
     """
@@ -85,6 +98,7 @@ class QuantizedModule(StaticInput, nn.Module):
     compute_dtype: torch.dtype
     shares_codes: bool = False
     statistics: dict[str, list[Statistics]] | None = None
+    proxy_class: type[WeightProxy] = WeightProxy
     _input_dim = -1  # of the host's weight: the one that is as long as the input is wide
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
@@ -112,13 +126,13 @@ class QuantizedModule(StaticInput, nn.Module):
         return self._weight_shapes[name]
 
     @classmethod
-    def matrix_shape_of(cls, module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape [..., N, K], as a matrix, of a weight that has `shape` in the host module."""
+    def matrix_shape_of(cls, module: nn.Module, shape: tuple[int, ...], name: str = "weight") -> tuple[int, ...]:
+        """Shape [..., N, K], as a matrix, of the weight `name` that has `shape` in the host module."""
         return shape
 
     def matrix_shape(self, name: str) -> tuple[int, ...]:
         """Shape [..., N, K] of the weight as a matrix."""
-        return self.matrix_shape_of(self, self.weight_shape(name))
+        return self.matrix_shape_of(self, self.weight_shape(name), name)
 
     def to_matrix(self, name: str, weight: Tensor) -> Tensor:
         """The host's weight as [..., N, K]."""
@@ -269,6 +283,13 @@ class QuantizedModule(StaticInput, nn.Module):
                 f"the input is {tuple(x.shape)}, so {x.shape[-1]} wide; this {type(self).__name__} needs [..., {K}]"
             )
 
+    def converted(self) -> None:
+        """Called when the codes have replaced the weights: drop what the host keeps of these elsewhere."""
+
+    @classmethod
+    def restored(cls, module: nn.Module) -> None:
+        """Called when a module has its 16-bit weights again: make what `converted` has dropped."""
+
     def parameters_changed(self) -> None:
         """Called when parameters may be new tensors or hold new values: copied, loaded, moved, quantized again."""
 
@@ -363,39 +384,6 @@ def in_basis(matrix: Tensor, transform: InputTransform | None) -> Tensor:
     return rotated(matrix, transform)
 
 
-_BASES: dict[type[nn.Module], type[QuantizedModule]] = {}
-_CLASSES: dict[type[nn.Module], type[QuantizedModule]] = {}
-
-
-def register_module(host_class: type[nn.Module], quantized: type[QuantizedModule]) -> None:
-    """Make instances of `host_class`, and of its subclasses, quantizable as `quantized`."""
-    quantized.host_class, quantized.quantized_base = host_class, quantized
-    _BASES[host_class] = _CLASSES[host_class] = quantized
-
-
-def quantized_class(host_class: type[nn.Module]) -> type[QuantizedModule] | None:
-    """The quantized counterpart of a module class, None if there is none or it is quantized itself."""
-    if issubclass(host_class, QuantizedModule):
-        return None
-    if host_class not in _CLASSES:
-        base = next((_BASES[c] for c in host_class.__mro__ if c in _BASES), None)
-        if base is None:
-            return None
-        # The subclass's own methods come first: what its `super().forward` reaches is the quantized layer.
-        derive_class(host_class, base, (host_class, base))
-    return _CLASSES[host_class]
-
-
-def derive_class(
-    host_class: type[nn.Module], base: type[QuantizedModule], bases: tuple[type, ...]
-) -> type[QuantizedModule]:
-    """Make (once) the quantized counterpart of a host class as a subclass of `bases`."""
-    if host_class not in _CLASSES:
-        namespace = {"host_class": host_class, "quantized_base": base}
-        _CLASSES[host_class] = type(f"Quant{host_class.__name__}", bases, namespace)
-    return _CLASSES[host_class]
-
-
 # Pickles of whole models hold the names of this function and of this file: both stay as they are.
 def _rebuild(host_class: type[nn.Module], base: type[QuantizedModule]) -> QuantizedModule:
     """Unpickle: an instance of the quantized counterpart, which another process may not have derived yet."""
@@ -462,6 +450,7 @@ def convert_module_(
         if not (keep_placeholder and weights[n].device.type == "meta"):
             del module._parameters[n]
         module.set_packed_(n, packed[n])
+    module.converted()
     return module
 
 
@@ -480,12 +469,14 @@ def restore_module_(module: QuantizedModule, dtype: torch.dtype | None = None) -
         for part in STORED_NAMES:
             module._parameters.pop(packed_key(part, n), None)
     module.leave_siblings_()
+    quantized = type(module)
     set_class_(module, module.host_class)
     requires_grad = module._requires_grad
     for attribute in _OWN_ATTRIBUTES:
         module.__dict__.pop(attribute, None)
     for n, weight in weights.items():
         module.register_parameter(n, nn.Parameter(weight, requires_grad=requires_grad[n]))
+    quantized.restored(module)
     return module
 
 

@@ -1,14 +1,13 @@
 """`QuantConv1d`, `QuantConv2d`, `QuantConv3d`: weight-only, the kernel as a matrix [out, in/groups * window]."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
 from hf_quant.kernels.dispatch import is_transformed
-from hf_quant.modules._base import QuantizedModule, register_module, weight_property
+from hf_quant.modules._flattened import ConvWeight
+from hf_quant.modules._registry import register_module
 from hf_quant.modules.products import needs_grad
 
 
@@ -36,19 +35,8 @@ class _Convolution(torch.autograd.Function):
         return grad_x, grad_bias, None, None
 
 
-class _QuantConvNd(QuantizedModule):
+class _QuantConvNd(ConvWeight):
     kind = "conv"
-    weight = weight_property("weight")
-
-    @classmethod
-    def matrix_shape_of(cls, module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape[0], math.prod(shape[1:])
-
-    def to_matrix(self, name: str, weight: Tensor) -> Tensor:
-        return weight.flatten(1)
-
-    def from_matrix(self, name: str, matrix: Tensor) -> Tensor:
-        return matrix.view(self.weight_shape(name))
 
     def convolve(self, x: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
         """The plain convolution of an already padded x."""
@@ -60,6 +48,10 @@ class _QuantConvNd(QuantizedModule):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return self.call_in_graph(input)
+        if self.is_normed:
+            y = super().forward(input)  # torch's, with the weight that the hook has made
+            self.drop_normed()
+            return y
         if input.dim() == len(self.stride) + 1:  # unbatched, as nn.Conv2d and its kind take it
             return self.forward(input.unsqueeze(0)).squeeze(0)
         device = input.device.type

@@ -5,7 +5,8 @@ from torch.fx import Proxy
 
 from hf_quant.algorithms import geometry
 from hf_quant.kernels import dequantize
-from hf_quant.modules._base import QuantizedModule, register_module, weight_property
+from hf_quant.modules._base import QuantizedModule, weight_property
+from hf_quant.modules._registry import register_module
 
 
 class QuantEmbedding(QuantizedModule, nn.Embedding):
@@ -22,6 +23,10 @@ class QuantEmbedding(QuantizedModule, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return self.call_in_graph(input)
+        return self.look_up(input)
+
+    def look_up(self, input: Tensor) -> Tensor:
+        """The rows of the table with these ids [...], dequantized: [..., embedding_dim]."""
         qdata, scale, zero_point, global_scale = self.packed()
         rows_per_scale, group_size = geometry(self.scheme.weight, self.num_embeddings, self.embedding_dim)
         rows = input.reshape(-1)

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from hf_quant.modules._base import QuantizedModule, derive_class, packed_key, weight_property
+from hf_quant.modules._base import QuantizedModule, packed_key, weight_property
+from hf_quant.modules._registry import derive_class
+from hf_quant.modules.parameters import register_matrices
 from hf_quant.modules.products import linear
 
 
 def expert_weight_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the fused expert weights of a module, () if it does not follow the experts interface."""
-    if not hasattr(module, "_apply_gate") or not hasattr(module, "num_experts"):
+    if not all(hasattr(module, name) for name in ("_apply_gate", "num_experts", "is_transposed")):
         return ()
     names = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
     parameters = (module._parameters.get(n) for n in names)
     fused = all(p is not None and p.dim() == 3 and p.is_floating_point() for p in parameters)
-    return names if fused and not getattr(module, "has_post_expert_norm", False) else ()
+    return names if fused else ()
 
 
 class QuantExperts(QuantizedModule):
@@ -45,7 +47,7 @@ class QuantExperts(QuantizedModule):
         return derive_class(host_class, QuantExperts, (QuantExperts, host_class))
 
     @classmethod
-    def matrix_shape_of(cls, module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def matrix_shape_of(cls, module: nn.Module, shape: tuple[int, ...], name: str = "weight") -> tuple[int, ...]:
         return (shape[0], *shape[:0:-1]) if module.is_transposed else shape
 
     def to_matrix(self, name: str, weight: Tensor) -> Tensor:
@@ -97,6 +99,8 @@ def route(
     x = hidden_states[order // top_k]
     up = project("gate_up_proj" if module.has_gate else "up_proj", x, offsets)
     y = project("down_proj", module._apply_gate(up) if module.has_gate else module.act_fn(up), offsets)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y)
     y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     y = y.masked_fill((expert >= num_experts).unsqueeze(-1), 0)
     # Undo the sort and sum each token's experts in a fixed order: deterministic, unlike index_add_ on a GPU.
@@ -105,8 +109,11 @@ def route(
 
 
 def register_experts(module: nn.Module) -> bool:
-    """Make the class of an experts module quantizable; False if it does not follow the experts interface."""
+    """Make the class of a module with experts or other matrices quantizable; False if their layout is unknown.
+
+    Known are transformers' experts interface and the classes of `parameters.register_parameters`.
+    """
     if not expert_weight_names(module):
-        return False
+        return register_matrices(module)
     QuantExperts.derive_for(type(module))
     return True

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_quant.modules._base import register_module
+from hf_quant.modules._registry import register_module
 from hf_quant.modules.inputs.shared_product import FusedProjections, group_of
 from hf_quant.modules.packed_linear import PackedLinear
 

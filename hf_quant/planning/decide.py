@@ -17,7 +17,7 @@ from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
 from hf_quant.modules.sparse24 import empty_stored
 from hf_quant.patterns import excludes, matches
-from hf_quant.planning.records import PlanEntry, QuantPlan
+from hf_quant.planning.records import PRODUCT_KINDS, PlanEntry, QuantPlan
 from hf_quant.resolve import entry_fields, fitted, resolve_scheme
 from hf_quant.scheme import LinearScheme
 
@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 SMALL_MODEL = 1_000_000_000  # parameters: below, 4 bits cost a language model much
 MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
-DEFAULT_KINDS = ("linear", "experts")
+DEFAULT_KINDS = ("linear", "experts", "parameters", "dequantized", "attention")
+_CALIBRATED_KINDS = ("linear", "experts")  # of whose inputs statistics are taken
+# Reasons against a quantized counterpart of modules that hold large matrices.
+_NO_COUNTERPART = {nn.Bilinear: "it multiplies two inputs, where codes of one matrix save nothing in time"}
 
 
 class Rules(NamedTuple):
@@ -86,9 +89,10 @@ def plan(
     fused = [] if config.fuse_projections is False else planned_projections(model, weights)
     fused_on = "every device" if config.fuse_projections else "GPUs"
     cache = None if config.kv_cache is None else describe(model, KVCacheConfig.of(config.kv_cache))
-    return QuantPlan(
-        entries, other, fused, fused_on, cache, attention, decider.lifted, _advice(model, entries), decider.blocks()
-    )
+    is_asked = config.weights is None or config.modules_to_not_convert is not None  # for what stays in 16 bit
+    num_weights = 0 if is_asked else sum(p.numel() for p in model.parameters())
+    lines = (decider.lifted, _advice(model, entries), decider.blocks(), num_weights)
+    return QuantPlan(entries, other, fused, fused_on, cache, attention, *lines)
 
 
 def _advice(model: nn.Module, entries: list[PlanEntry]) -> str | None:
@@ -136,7 +140,8 @@ def _unsupported(
             shapes[key] = tuple(p.shape)
             nbytes += p.numel() * (dtype or p.dtype).itemsize
         if shapes:
-            reason = f"{type(module).__name__} has no quantized counterpart"
+            why = next((f": {text}" for cls, text in _NO_COUNTERPART.items() if isinstance(module, cls)), "")
+            reason = f"{type(module).__name__} has no quantized counterpart{why}"
             first = dtype or module.get_parameter(next(iter(shapes))).dtype
             yield PlanEntry(name, "other", shapes, first, None, None, reason, nbytes, nbytes)
 
@@ -167,6 +172,8 @@ class _Decider:
         self.model_class = type(model).__name__
         self.lifted: dict[str, str] = {}
         self.modules = {name for name, _ in model.named_modules()}
+        stacks = (name for name, c in candidates.items() if c.kind == "parameters")  # of JetMoE: input_linear, ...
+        self.expert_parents = {name.rpartition(".")[0] for name in stacks}
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.output = next((n for n, c in candidates.items() if c.module is output), None)
         # Models of transformers with a head hold everything else under `base_model_prefix`.
@@ -174,6 +181,7 @@ class _Decider:
         body = getattr(model, prefix, None) if prefix else None
         # By its name, as models of PEFT hold it deeper.
         self.body = next((f"{n}." for n, m in model.named_modules() if m is body and n), None)
+        self.outer_blocks = () if self.body is None else tuple(_blocks(model, self.body))
         self.keep_fp32 = _fp32_patterns(model, dtype)
         self.rules = next((found for rules in HOST_RULES if (found := rules(model)) is not None), Rules({}, {}))
         self.partners: dict[str, list[str]] = {}
@@ -255,7 +263,7 @@ class _Decider:
         """Return the reason of the default exclusions, which `modules_to_not_convert` replaces, or None."""
         if name == self.output:
             return "output embedding"
-        if self.body is not None and not name.startswith(self.body):
+        if self.body is not None and not name.startswith((self.body, *self.outer_blocks)):
             return "task head"
         return self.rules.keep.get(name)
 
@@ -266,15 +274,15 @@ class _Decider:
         return any(f"{w}.base_layer" in self.candidates and name != f"{w}.base_layer" for w in wrappers)
 
     def is_router(self, name: str) -> bool:
-        """True for a linear layer called gate or router, or inside such a module, beside `experts`.
+        """True for a linear layer called gate or router, or inside such a module, beside experts.
 
         A wrong choice of experts costs more quality than the quantization of the router saves bytes.
         """
         parts = name.split(".")
         for i, part in enumerate(parts):
             if ("gate" in part or "router" in part) and "proj" not in part:
-                experts = ".".join([*parts[:i], "experts"])
-                if experts in self.modules:
+                parent = ".".join(parts[:i])
+                if f"{parent}.experts".lstrip(".") in self.modules or parent in self.expert_parents:
                     return True
         return False
 
@@ -283,7 +291,7 @@ class _Decider:
         fields, reason = self.decide(name)
         weights = self.weights(name)
         dtype = self.dtype or next(iter(weights.values())).dtype
-        shapes = {n: quantized.matrix_shape_of(module, tuple(w.shape)) for n, w in weights.items()}
+        shapes = {n: quantized.matrix_shape_of(module, tuple(w.shape), n) for n, w in weights.items()}
         scheme = algorithm = None
         source = self.tied.get(name)
         if fields is not None:
@@ -291,9 +299,12 @@ class _Decider:
             group = self.partners.get(source or name, [name])
             weight_only = self.explicit(name) is None and name in self.rules.weight_only
             looked_up = any(self.candidates[n].kind == "embedding" for n in (name, *group))
-            if weight_only or kind == "conv" or looked_up:
+            if weight_only or kind not in PRODUCT_KINDS or looked_up:
                 asked = weight_only and fields.get("input_transform") is not None
                 scheme = LinearScheme(scheme.weight, input_transform=scheme.input_transform if asked else None)
+            if kind == "parameters":  # no calibration sees their inputs, and a product takes one matrix of a stack
+                dynamic = scheme.activation and replace(scheme.activation, granularity="row", dynamic=True)
+                scheme = replace(scheme, activation=dynamic, sparsity=None)
             try:
                 scheme, unfit = fitted(scheme, fields, [shape[-1] for shape in shapes.values()])
             except ValueError as error:
@@ -301,7 +312,7 @@ class _Decider:
             reason = reason or unfit
             if scheme.sparsity is not None and any(shape[-1] % 4 for shape in shapes.values()):
                 scheme, reason = replace(scheme, sparsity=None), reason or "not sparse: inputs are no multiple of 4"
-            if algorithm in SOLVERS and (kind not in DEFAULT_KINDS or looked_up):
+            if algorithm in SOLVERS and (kind not in _CALIBRATED_KINDS or looked_up):
                 reason, algorithm = reason or f"{algorithm} needs inputs of a linear layer: default algorithm", None
         before = 0 if source else sum(w.numel() for w in weights.values()) * dtype.itemsize
         after = before
@@ -309,6 +320,18 @@ class _Decider:
             packed = (empty_stored(shape, scheme, "meta") for shape in shapes.values())
             after = sum(t.nbytes for p in packed for t in p if t is not None) + 4 * len(shapes) * scheme.is_static
         return PlanEntry(name, kind, shapes, dtype, scheme, algorithm, reason, before, after, source)
+
+
+def _blocks(model: nn.Module, body: str) -> Iterator[str]:
+    """Yield the prefixes of repeated blocks outside of the body: a decoder (of ViT-MAE, ...) is no task head.
+
+    A block is an element of a list with more linear layers than the small networks in the heads of detectors have.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not f"{name}.".startswith(body):
+            for index, block in enumerate(module):
+                if block is not None and sum(isinstance(m, nn.Linear) for m in block.modules()) > 3:
+                    yield f"{name}.{index}."
 
 
 def _fp32_patterns(model: nn.Module, dtype: torch.dtype | None) -> list[str]:

@@ -14,6 +14,7 @@ from hf_quant.algorithms import geometry
 from hf_quant.config import QuantizerConfig
 from hf_quant.kernels import dequantize, dynamic_mm, grouped_mm, weight_only_mm
 from hf_quant.kernels.dispatch import Problem, explain
+from hf_quant.planning.left import left_in_16_bit
 from hf_quant.planning.names import fold_names, unfold_names
 from hf_quant.planning.table import table
 from hf_quant.resolve import fields_of
@@ -22,6 +23,8 @@ from hf_quant.scheme import LinearScheme
 
 logger = logging.getLogger(__name__)
 
+PRODUCT_KINDS = ("linear", "experts", "parameters")  # multiplied by an op; other kinds are dequantized
+
 
 @dataclass(frozen=True)
 class PlanEntry:
@@ -29,7 +32,9 @@ class PlanEntry:
 
     Attributes:
         name: its name in the model; "" is the model itself.
-        kind: "linear", "experts", "embedding", "conv", or "other" for a module without a quantized counterpart.
+        kind: "linear", "experts", "parameters" (matrices that a module multiplies by in its own forward),
+            "dequantized" (those that it reads in another way), "attention" (of torch), "embedding", "conv",
+            "conv_transpose", "weight_norm", "recurrent", or "other" for a module without a quantized counterpart.
         shapes: {weight name: shape [..., N, K] as a matrix; for "other" the shape of the parameter}.
         scheme: scheme of the module; None: it stays in 16 bit.
         algorithm: algorithm that chooses the codes.
@@ -69,9 +74,9 @@ class PlanEntry:
             activation=activation,
             num_experts=shape[0] if len(shape) == 3 else None,
         )
-        op = {"experts": grouped_mm, "embedding": dequantize, "conv": dequantize}.get(
-            self.kind, weight_only_mm if activation is None else dynamic_mm
-        )
+        product = weight_only_mm if activation is None else dynamic_mm
+        product = grouped_mm if problem.num_experts is not None else product
+        op = product if self.kind in PRODUCT_KINDS else dequantize
         paths = []
         for path, when, reason in explain(op, device_type, problem):
             if reason is None:
@@ -94,6 +99,7 @@ class QuantPlan:
         blocks: one line on the modules between the products that are computed in one call; None: there are none.
         lifted: {module that is quantized only because `modules_to_not_convert` is given: reason of its exclusion}.
         advice: one line on a scheme with more bits; None: there is none.
+        num_weights: number of weights in the model; 0: the user has chosen what stays in 16 bit, see `left`.
         scores: {module: predicted loss of the model by its quantization}, after a search.
         is_kl: True if the scores add up to the KL divergence per token from the 16-bit model, False if to the relative
             squared error of its output; None: they predict nothing.
@@ -112,11 +118,12 @@ class QuantPlan:
         lifted: dict[str, str] | None = None,
         advice: str | None = None,
         blocks: str | None = None,
+        num_weights: int = 0,
     ) -> None:
         self.entries = {entry.name: entry for entry in entries}
         self.bytes_other, self.lifted = bytes_other, dict(lifted or {})
         self.fused, self.fused_on, self.kv_cache, self.attention = list(fused), fused_on, kv_cache, attention
-        self.advice, self.blocks = advice, blocks
+        self.advice, self.blocks, self.num_weights = advice, blocks, num_weights
         self.scores: dict[str, float] = {}
         self.is_kl: bool | None = None
         self.seconds: dict[str, float] = {}
@@ -136,6 +143,11 @@ class QuantPlan:
     def nbytes_before(self) -> int:
         """Bytes of the whole model before quantization."""
         return self.bytes_other + sum(e.bytes_before for e in self.entries.values())
+
+    @property
+    def left(self) -> str | None:
+        """One line on what stays in 16 bit, if that is most of the model and the user has not asked for it."""
+        return left_in_16_bit(self.entries.values(), self.num_weights) if self.num_weights else None
 
     @property
     def loss(self) -> float:
@@ -189,16 +201,8 @@ class QuantPlan:
                 "too: add them to the list to keep them in 16 bit",
                 *(names, model_class),
             )
-        kinds: dict[str, int] = {}
-        for entry in self.entries.values():
-            if entry.kind == "other" and entry.reason is not None:
-                kinds[entry.reason] = kinds.get(entry.reason, 0) + entry.bytes_before
-        left = sum(kinds.values())
-        if 2 * left > self.nbytes_before:
-            logger.warning(
-                "%.0f %% of this %s stays in 16 bit: %s. print(hf_quant.plan(model, config)) lists every module",
-                *(100 * left / self.nbytes_before, model_class, "; ".join(kinds)),
-            )
+        if self.left is not None:
+            logger.warning("%s: %s. print(hf_quant.plan(model, config)) lists every module", model_class, self.left)
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the plan as config.json stores it; see `schemes_to_list`."""

@@ -58,7 +58,7 @@ def plan_losses(plan: "QuantPlan") -> list[str]:
 
 
 def plan_totals(plan: "QuantPlan") -> str:
-    """Return the lines under the table of a plan: sizes, shared products, blocks, KV cache, attention, advice."""
+    """Return the lines under the table of a plan: sizes, what is left, shared products, blocks, cache, advice."""
     total = (
         f"{len(plan.quantized)} of {len(plan.entries)} modules quantized, {plan.bits_per_weight:.3f} bits per weight; "
         f"model {plan.nbytes_before / 1e6:.2f} -> {plan.nbytes / 1e6:.2f} MB"
@@ -75,9 +75,8 @@ def plan_totals(plan: "QuantPlan") -> str:
         fused[text] = fused.get(text, 0) + 1
     if fused:
         total += f"\none product on {plan.fused_on}: " + ", ".join(f"{text} ({n})" for text, n in fused.items())
-    return "\n".join(
-        [total, *(line for line in (plan.blocks, plan.kv_cache, plan.attention, plan.advice) if line is not None)]
-    )
+    lines = (plan.blocks, plan.kv_cache, plan.attention, plan.advice, plan.left)
+    return "\n".join([total, *filter(None, lines)])
 
 
 def template(name: str) -> str:

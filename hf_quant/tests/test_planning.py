@@ -252,7 +252,7 @@ def test_what_cannot_be_quantized_is_listed_with_its_reason():
         {
             "integer": nn.Linear(64, 64),
             "renormed": nn.Embedding(64, 64, max_norm=1.0),
-            "transposed": nn.ConvTranspose2d(16, 16, 5),
+            "bilinear": nn.Bilinear(16, 16, 20),
             "plain": nn.Linear(64, 64),
         }
     )
@@ -262,7 +262,8 @@ def test_what_cannot_be_quantized_is_listed_with_its_reason():
     reasons = {name: entry.reason for name, entry in found.entries.items() if entry.kind == "other"}
     assert reasons == {
         "renormed": "Embedding has no quantized counterpart",
-        "transposed": "ConvTranspose2d has no quantized counterpart",
+        "bilinear": "Bilinear has no quantized counterpart: it multiplies two inputs, where codes of one matrix save "
+        "nothing in time",
     }
     before = found.nbytes
     assert before == sum(t.nbytes for t in quantize_(model, "int4").parameters())
@@ -416,30 +417,91 @@ def test_modules_kept_in_fp32_stay_so_beside_a_list_of_exclusions():
 
 
 class Odd(nn.Module):
-    """Experts in a layout of their own, most of a model, beside a head and a layer."""
+    """A table that is read in a way of its own, most of a model, beside a head and a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 256) -> None:
         super().__init__()
-        self.experts, self.layer, self.head = nn.ParameterDict({"w": torch.ones(4, 64, 64)}), nn.Linear(64, 64), None
+        self.table, self.layer, self.head = nn.ParameterDict({"w": torch.ones(rows, 4096)}), nn.Linear(64, 64), None
 
     def get_output_embeddings(self) -> nn.Module | None:
         return self.head
 
 
-def test_a_model_that_mostly_stays_in_16_bit_is_a_warning(caplog):
-    quantize_(Odd(), "int4")
+def test_a_model_that_mostly_stays_in_16_bit_is_a_warning_and_a_line_of_the_plan(caplog):
+    model = Odd()
+    line = "99 % of the weights stay in 16 bit: 99 %, as ParameterDict has no quantized counterpart"
+    assert line in str(plan(model, "int4")) and not caplog.records
+    quantize_(model, "int4")
     (record,) = caplog.records
-    assert "80 % of this Odd stays in 16 bit: ParameterDict has no quantized counterpart" in record.getMessage()
-    caplog.clear()
-    small = Odd()
-    small.experts.w = nn.Parameter(torch.ones(1, 64, 64))
-    quantize_(small, "int4")
-    assert not caplog.records
+    assert f"Odd: {line}; hf_quant cannot quantize these" in record.getMessage()
+
+
+def test_what_stays_in_16_bit_is_named_with_its_reason_and_a_pattern():
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(nn.Conv2d(256, 512, 3) for _ in range(4)),
+                "table": nn.Embedding(1000, 256),
+                "head": nn.Linear(64, 64),
+            }
+        )
+    line = plan(model, "int4").left
+    assert line == (
+        "99 % of the weights stay in 16 bit: 94 % conv (only if named in `modules`); "
+        "5 % embedding (only if named in `modules`); to quantize them, too, name them: "
+        "modules={'layers.*': 'int8'}"
+    )
+    assert plan(model, QuantizerConfig("int4", modules={"layers.*": "int8"})).left is None
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (lambda: Odd(255), "int4"),  # no large layer
+        (Odd, QuantizerConfig("int4", modules_to_not_convert=["head"])),
+        (Odd, QuantizerConfig(None, modules={"layer": "int8"})),
+        (
+            lambda: nn.Sequential(nn.Linear(2048, 1024), nn.Linear(64, 64)),
+            QuantizerConfig("int4", modules={"0": None}),
+        ),
+        (lambda: nn.Sequential(nn.Conv2d(1024, 1024, 1), nn.Linear(1024, 1024)), "int4"),  # no more than half
+    ],
+    ids=["small", "excluded", "named", "kept by modules", "half"],
+)
+def test_no_warning_where_nothing_large_or_what_was_asked_for_stays(caplog, model, config):
+    with torch.device("meta"):
+        found = plan(model(), config)
+    found.warn("Model")
+    assert found.left is None and "stay in 16 bit" not in str(found)
+    assert not [r for r in caplog.records if "stay in 16 bit" in r.getMessage()]
+
+
+def test_blocks_of_a_decoder_outside_of_the_body_are_no_task_head():
+    def block() -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(64, 64) for name in ("q", "k", "v", "o")})
+
+    class Masked(nn.Module):
+        base_model_prefix = "encoder"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleList([block()])
+            self.decoder = nn.ModuleDict(
+                {"layers": nn.ModuleList([block(), block()]), "prediction": nn.Linear(64, 64)}
+            )
+            self.boxes = nn.ModuleList([nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))])
+
+    found = plan(Masked(), "int4")
+    assert {name for name, e in found.entries.items() if e.reason == "task head"} == {
+        "decoder.prediction",
+        *(f"boxes.0.{i}" for i in range(3)),
+    }
+    assert "decoder.layers.1.o" in found.quantized
 
 
 def test_exclusions_that_a_list_replaces_are_a_warning(caplog):
     model = Odd()
-    model.head, model.experts = nn.Linear(64, 80), nn.Identity()
+    model.head, model.table = nn.Linear(64, 80), nn.Identity()
     quantize_(copy.deepcopy(model), QuantizerConfig("int4", modules_to_not_convert=["head"]))
     quantize_(copy.deepcopy(model), QuantizerConfig("int4", modules={"head": "int8"}, modules_to_not_convert=["x"]))
     assert not [r for r in caplog.records if "replaces" in r.getMessage()]

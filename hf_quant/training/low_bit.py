@@ -334,7 +334,7 @@ def _planned(
         if entry.scheme is None or own is None:
             found.reasons[name] = entry.reason or "named in modules"
         elif entry.kind not in FAMILIES[LowBitModule.family]:
-            found.reasons[name] = f"a {entry.kind}: only linear layers and experts train in low bits"
+            found.reasons[name] = f"kind {entry.kind}: only linear layers and experts train in low bits"
         elif smallest < min_size:
             found.reasons[name] = f"smaller than min_size={min_size}"
         elif reason := reason_not_called(model, name, in_evaluation=RECIPES[own].is_ternary or RECIPES[own].is_sparse):

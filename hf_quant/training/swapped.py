@@ -81,6 +81,8 @@ def reason_not_called(model: nn.Module, name: str, *, in_evaluation: bool = True
     if not runs_its_class(module):
         return "something has replaced its forward"
     quantized = counterpart(type(module))
+    if not any(quantized.kind in kinds for kinds in FAMILIES.values()):
+        return f"a {type(module).__name__} multiplies with its weights by itself"
     own = inspect.unwrap(type(module).forward)
     is_own = quantized.kind != "experts" and own is not quantized.quantized_base.host_class.forward
     code = getattr(own, "__code__", None)

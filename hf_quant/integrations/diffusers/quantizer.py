@@ -18,6 +18,7 @@ from accelerate.utils import set_module_tensor_to_device
 from diffusers.quantizers import base
 from torch import nn
 
+import hf_quant.integrations.diffusers.layouts  # noqa: F401  (makes classes of the host quantizable)
 from hf_quant import planning, quantize
 from hf_quant._wording import first_few
 from hf_quant.checkpoint import check_packed, stored_weights

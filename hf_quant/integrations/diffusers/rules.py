@@ -70,7 +70,7 @@ def _blocks(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             for index, block in enumerate(module):
-                if sum(isinstance(m, nn.Linear) for m in block.modules()) > 1:
+                if block is not None and sum(isinstance(m, nn.Linear) for m in block.modules()) > 1:
                     yield f"{name}.{index}"
         elif name == "mid_block":
             yield name

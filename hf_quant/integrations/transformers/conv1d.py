@@ -13,7 +13,7 @@ class QuantConv1D(PackedLinear, Conv1D):
     _input_dim = 0
 
     @classmethod
-    def matrix_shape_of(cls, module: Module, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def matrix_shape_of(cls, module: Module, shape: tuple[int, ...], name: str = "weight") -> tuple[int, ...]:
         return shape[::-1]
 
     def to_matrix(self, name: str, weight: Tensor) -> Tensor:

@@ -247,8 +247,8 @@ def _matrix_axis(module: QuantizedModule, weight: str, placement: Any) -> int:
     """Return the dimension, counted from the end, of the matrix [..., N, K] along which the weight is sharded."""
     shape = module.weight_shape(weight)
     # matrix_shape_of permutes a shape (Conv1D, transposed experts): let it permute the dimensions.
-    order = module.matrix_shape_of(module, tuple(range(len(shape))))
-    if len(order) != len(shape):
+    order = module.matrix_shape_of(module, tuple(range(len(shape))), weight)
+    if len(order) != len(shape) or module.kind not in ("linear", "experts", "parameters"):
         raise ValueError(f"a quantized {module.host_class.__name__} cannot be sharded; exclude it, or replicate it")
     return order.index(placement.dim % len(shape)) - len(shape)
 

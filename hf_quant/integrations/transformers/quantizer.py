@@ -20,7 +20,7 @@ from transformers.distributed.utils import is_dtensor
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import is_progress_bar_enabled
 
-import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
+import hf_quant.integrations.transformers.layouts  # noqa: F401  (makes classes of the host quantizable)
 from hf_quant import quantize
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hf_quant.modules._base import quantized_class
+from hf_quant.modules._registry import quantized_class
 from hf_quant.modules.inputs.shared_product import (
     FusedProjections,
     SharedProduct,

@@ -244,3 +244,24 @@ def test_second_derivatives_and_forward_mode(host):
 
     for ours, expected in zip(derivatives(layer), derivatives(reference)):
         assert_close(ours, expected, rms=1e-5)
+
+
+def test_a_norm_behind_each_expert_is_computed_before_the_experts_are_weighted():
+    class Normed(MixtralExperts):
+        def __init__(self, config):
+            super().__init__(config)
+            self.post_expert_norm, self.has_post_expert_norm = nn.LayerNorm(64), True
+
+    torch.manual_seed(0)
+    module = Normed(copy.deepcopy(HOSTS["mixtral"][2]))
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    reference = dequantize_(copy.deepcopy(quantize_(module, "int4")))
+    index, weights = routing(9)
+    expected = torch.zeros(9, 64)
+    for token, chosen in enumerate(index.tolist()):
+        for place, expert in enumerate(chosen):
+            gate, up = (reference.gate_up_proj[expert] @ tokens(9)[token]).chunk(2)
+            out = reference.post_expert_norm(reference.down_proj[expert] @ (nn.functional.silu(gate) * up))
+            expected[token] += weights[token, place] * out
+    assert_close(module(tokens(9), index, weights), expected, rms=1e-5)

@@ -436,6 +436,7 @@ def test_attention_that_takes_the_weight_instead_of_calling_the_layer(training):
     quantize_(attention, "int8")
     assert isinstance(attention.out_proj, QuantLinear)
     reference.out_proj.weight.data = attention.out_proj.dequantize_weight()
+    reference.in_proj_weight.data = attention.dequantize_weight("in_proj_weight")
     x = rows(2, 5, 64)
     with torch.set_grad_enabled(training):  # without grad, in eval mode, it tries a fused path
         assert_close(attention(x, x, x)[0], reference(x, x, x)[0], rms=1e-5)
@@ -451,6 +452,7 @@ def test_an_encoder_layer_with_its_fused_path():
     quantize_(layer, "int8")
     for name in ("linear1", "linear2", "self_attn.out_proj"):
         reference.get_submodule(name).weight.data = layer.get_submodule(name).dequantize_weight()
+    reference.self_attn.in_proj_weight.data = layer.self_attn.dequantize_weight("in_proj_weight")
     x = rows(2, 5, 64)
     with torch.inference_mode():
         assert_close(layer(x), reference(x), rms=1e-5)
