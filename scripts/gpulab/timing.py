@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from common.checkout import commit
-from hf_quant.kernels.gpu import launch
+from hf_quant.kernels.gpu.counters import counters_of
 
 
 Calls = Sequence[Callable[[], object]]
@@ -56,8 +56,6 @@ class GraphTimer:
         self.keeper = self._graph(calls, 1)
 
     def __call__(self, variants: dict[str, Calls], *, rounds: int = 9) -> dict[str, float]:
-        # Counters of captured launches are never given back; when they are used up, each launch clears fresh ones.
-        launch.forget_counters()
         replays, counts = {}, {}
         for name, calls in variants.items():
             replays[name], counts[name] = self._capture(calls)
@@ -98,7 +96,7 @@ class GraphTimer:
         if self.pool is None:
             self._take_pool()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream), ExitStack() as failed:
+        with counters_of(graph, self.device), torch.cuda.stream(self.stream), ExitStack() as failed:
             failed.callback(self._abandon, graph)
             graph.capture_begin(pool=self.pool)
             for _ in range(repeats):

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import SMALLEST_SCALE, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
@@ -51,7 +52,6 @@ from hf_quant.kernels.gpu.launch import (
     launch,
     launch_with_scratch,
     target_of,
-    tile_counters,
     tl,
     triton,
     unavailable_reason,

@@ -4,6 +4,7 @@ from hf_quant.kernels.gpu.decode import decode_portable
 from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
+    UNALIGNED,
     butterfly,
     head_start,
     load_scales,
@@ -160,7 +161,7 @@ def _decode_step(
     return total, weight, offsets, largest
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def _kv_decode_kernel(
     q,
     k,
@@ -431,10 +432,10 @@ def _kv_merge_kernel(
     LOG_ROTATION: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Program (row, head of keys): the attention of all splits, added in their order; rotated as values were."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    b, h = head // kv_heads, head % kv_heads
+    """Program: the attention of all splits to a row of a head of keys, in their order; rotated as values were."""
     rows = S * repeats
+    row, head = tl.program_id(0) % rows, tl.program_id(0) // rows
+    b, h = head // kv_heads, head % kv_heads
     n, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     first = head.to(tl.int64) * splits
     found = tl.load(stats + (first + n) * rows + row, mask=n < splits, other=float("-inf"))

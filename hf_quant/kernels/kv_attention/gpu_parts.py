@@ -9,6 +9,8 @@ SIZES = (
     *("ks_batch", "ks_head", "ko_batch", "ko_head", "v_batch", "v_head", "v_token", "vs_batch", "vs_head"),
     *("vo_batch", "vo_head", "mask_batch", "mask_head", "mask_row"),
 )
+# Neither may the place that a sliding window has got to. Codes are aligned as their strides are: `head_start`.
+UNALIGNED = ("k", "v", "k_scale", "k_offset", "v_scale", "v_offset")
 
 
 @triton.jit
@@ -42,9 +44,10 @@ def _kv_query_kernel(
     NORM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Program (block of TOKENS positions, head of queries): `op.query_rows` of keys in a frame."""
-    s, d = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D)
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    """Program: `op.query_rows`, of keys in a frame, of a block of TOKENS positions of a head of queries."""
+    blocks = tl.cdiv(S, TOKENS)
+    s, d = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D)
+    b, h = tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
     inside = (s < S)[:, None] & (d < D)[None, :]
     q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head
     rows = tl.load(q + s.to(tl.int64)[:, None] * q_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -58,7 +61,8 @@ def _kv_query_kernel(
 
 @triton.jit
 def head_start(pointer, b, h, batch_stride, head_stride, ALIGN: tl.constexpr):
-    """The offset of a head; strides are in units of ALIGN elements."""
+    """The start of a head; the pointer and strides are multiples of ALIGN elements of 16 bits, or wider ones."""
+    pointer = tl.multiple_of(pointer, 2 * ALIGN)
     return pointer + (b.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride) * ALIGN
 
 

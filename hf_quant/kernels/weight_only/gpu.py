@@ -47,6 +47,7 @@ from hf_quant.kernels.gpu.decode import (
     scale_rows,
     undecodable_reason,
 )
+from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
@@ -54,7 +55,6 @@ from hf_quant.kernels.gpu.launch import (
     config_table,
     launch,
     target_of,
-    tile_counters,
     tl,
     triton,
     unavailable_reason,
