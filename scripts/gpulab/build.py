@@ -151,18 +151,24 @@ class _NestedOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(
-    call: Callable[[], object], target: Target, binders: dict[Any, Callable]
-) -> tuple[list[Recorded], list[VendorProduct]]:
-    """Record the launches of `call`, on meta tensors, for a target, and the products that it leaves to torch."""
+def record_call(call: Callable[[], object], target: Target) -> tuple[list[Launch], list[VendorProduct]]:
+    """The launches of `call`, on meta tensors, for a target, and the products that it leaves to torch."""
     nested = _NestedOps()
     with pretend(target), record_launches() as launches, nested:
         call()
+    return launches, nested.products
+
+
+def record(
+    call: Callable[[], object], target: Target, binders: dict[Any, Callable]
+) -> tuple[list[Recorded], list[VendorProduct]]:
+    """`record_call` with what the launches need compiled."""
+    launches, products = record_call(call, target)
     found = []
     for launch in launches:
         unit, arguments = specialize(launch, target, binders)
         found.append(Recorded(unit, launch.grid, arguments))
-    return found, nested.products
+    return found, products
 
 
 def _compile(unit: Unit, cache_dir: str | None = None, *, dump_log: bool = False) -> Any:

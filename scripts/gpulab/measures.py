@@ -22,7 +22,7 @@ from gpulab.cases import (
     scaled_case,
 )
 from gpulab.rivals import FAILURES, first_line, int_mm_alone, rivals_of, scaled_mm_alone
-from gpulab.timing import Calls, Ceilings, Timer, num_copies
+from gpulab.timing import Calls, Ceilings, Timer, num_copies, version_of
 from hf_quant.planning import format_table
 
 
@@ -91,6 +91,7 @@ def measure(
         "rivals_ms": {name: value * 1e3 for name, value in seconds.items()},
         "vs_rivals": {name: value / ours for name, value in seconds.items()},
         "rivals_failed": errors,
+        "triton": version_of("triton"),  # other versions make other kernels of the same source
     }
 
 

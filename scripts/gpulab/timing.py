@@ -170,11 +170,11 @@ def installed(package: str) -> bool:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Describe the software and the device, for readers who want to repeat the numbers."""
-    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
+    versions = {name: version_of(name) for name in ("torch", "triton", "transformers", "numpy")}
     versions |= {
-        name: _version(name) for name in ("torchao", "gemlite", "bitsandbytes", "diffusers") if installed(name)
+        name: version_of(name) for name in ("torchao", "gemlite", "bitsandbytes", "diffusers") if installed(name)
     }
-    found: dict[str, Any] = {"commit": commit(), "python": platform.python_version(), **versions}
+    found: dict[str, Any] = {"commit": commit(), "python": platform.pythonversion_of(), **versions}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {
@@ -188,7 +188,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
