@@ -1,0 +1,61 @@
+"""Ways to launch that are compiled, interpreted and modelled, and off until a GPU has measured them.
+
+`HF_QUANT_TRIALS=dependent_launches,stripes` in the environment, or `use_trials`, turns them on;
+`scripts/bench_kernels.py --trials` measures them against what is shipped.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from hf_quant.kernels.gpu.launch import forget_plans
+
+
+VARIABLE = "HF_QUANT_TRIALS"  # environment variable: names, separated by commas
+
+
+class Trials(NamedTuple):
+    """The trials, each on or off.
+
+    Attributes:
+        dependent_launches: programmatic dependent launches (sm90 and newer) of the kernels of decoding: a kernel is set up
+            while the one before it ends. Modelled: 1 to 2 us of 2.5 to 3.5 that a launch costs inside of a graph.
+        stripes: weight-only products of few tokens in two programs a multiprocessor, each of which takes an equal share
+            of all steps (stream-K, https://arxiv.org/abs/2301.03598), instead of K in a power of two of parts.
+    """
+
+    dependent_launches: bool = False
+    stripes: bool = False
+
+
+_chosen: Trials | None = None
+
+
+def trials() -> Trials:
+    """The trials that plans follow. Raises ValueError if the environment names one that does not exist."""
+    global _chosen
+    if _chosen is None:
+        _chosen = named_trials([name for name in os.environ.get(VARIABLE, "").split(",") if name])
+    return _chosen
+
+
+def named_trials(names: list[str]) -> Trials:
+    """The trials of these names. Raises ValueError for an unknown one."""
+    unknown = [name for name in names if name not in Trials._fields]
+    if unknown:
+        raise ValueError(f"no trial is named {', '.join(unknown)}; {VARIABLE} takes: {', '.join(Trials._fields)}")
+    return Trials(**dict.fromkeys(names, True))
+
+
+@contextmanager
+def use_trials(chosen: Trials) -> Iterator[None]:
+    """Launch by these trials in this block, in all threads."""
+    global _chosen
+    before, _chosen = _chosen, chosen
+    forget_plans()
+    try:
+        yield
+    finally:
+        _chosen = before
+        forget_plans()
