@@ -174,7 +174,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     versions |= {
         name: version_of(name) for name in ("torchao", "gemlite", "bitsandbytes", "diffusers") if installed(name)
     }
-    found: dict[str, Any] = {"commit": commit(), "python": platform.pythonversion_of(), **versions}
+    found: dict[str, Any] = {"commit": commit(), "python": platform.python_version(), **versions}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {

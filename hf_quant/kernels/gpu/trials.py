@@ -7,9 +7,9 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hf_quant.kernels.gpu.launch import forget_plans
+from hf_quant.kernels.gpu.launch import Target, forget_plans
 
 
 VARIABLE = "HF_QUANT_TRIALS"  # environment variable: names, separated by commas
@@ -23,10 +23,13 @@ class Trials(NamedTuple):
             while the one before it ends. Modelled: 1 to 2 us of 2.5 to 3.5 that a launch costs inside of a graph.
         stripes: weight-only products of few tokens in two programs a multiprocessor, each of which takes an equal share
             of all steps (stream-K, https://arxiv.org/abs/2301.03598), instead of K in a power of two of parts.
+        merged_splits: in attention of few queries over a quantized cache the program that comes last adds the splits,
+            instead of a launch of its own.
     """
 
     dependent_launches: bool = False
     stripes: bool = False
+    merged_splits: bool = False
 
 
 _chosen: Trials | None = None
@@ -38,6 +41,13 @@ def trials() -> Trials:
     if _chosen is None:
         _chosen = named_trials([name for name in os.environ.get(VARIABLE, "").split(",") if name])
     return _chosen
+
+
+def dependent_options(target: Target) -> dict[str, Any]:
+    """The options of a kernel that calls `begin` first: whether it is a dependent launch."""
+    if trials().dependent_launches and target.capability >= 90:
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}
 
 
 def named_trials(names: list[str]) -> Trials:

@@ -57,6 +57,7 @@ from torch import Tensor
 from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.decode import bits_of, ptx
+from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
@@ -67,10 +68,12 @@ from hf_quant.kernels.gpu.launch import (
     tl,
     unavailable_reason,
 )
+from hf_quant.kernels.gpu.trials import dependent_options, trials
 from hf_quant.kernels.hadamard.gpu import hadamard_gpu
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.kv_attention.cpu import attend_in_blocks
-from hf_quant.kernels.kv_attention.gpu_decode import _kv_decode_kernel, _kv_merge_kernel
+from hf_quant.kernels.kv_attention.gpu_decode import _kv_decode_kernel
+from hf_quant.kernels.kv_attention.gpu_merge import _kv_merge_kernel
 from hf_quant.kernels.kv_attention.gpu_parts import _kv_query_kernel
 from hf_quant.kernels.kv_attention.gpu_places import place_ptx, places
 from hf_quant.kernels.kv_attention.gpu_prefill import _kv_prefill_kernel
@@ -228,6 +231,7 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
             options["maxnreg"] = 168  # of 3 programs: ptxas aims at as many, and keeps 8 bytes on the stack (sm90)
         if target.capability >= 100 and row[:3] == (2, 128, 2):
             options["maxnreg"] = 192  # of 5 programs
+        options |= {"BLOCK_D": _power(shape.D), **dependent_options(target)}
         kernel, tiles = _kv_decode_kernel, -(-rows // R)
     else:
         _, _, block_m, block_n, num_warps, stages = row
@@ -244,6 +248,7 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
     # By what fits at once, not by how long the cache is, so that a growing one compiles nothing anew.
     most = min(max(programs * target.multiprocessors // (shape.heads * tiles), 1), _MAX_SPLITS)
     merge = {"D": shape.D, "BLOCK_D": _power(shape.D), "SPLITS": max(_power(most), 2), "num_warps": 4}
+    merge |= dependent_options(target)
     merge["STEP"] = min(merge["SPLITS"], 4096 // merge["BLOCK_D"])
     return AttentionPlan(kernel, tiles, most, options, merge)
 
@@ -304,7 +309,7 @@ def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool) -> Tensor:
         y = y if y.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         sizes = (S, H, H // frame.shape[1], *q.stride()[:3], *y.stride()[:3])
         options = {"D": D, "BLOCK_D": max(_power(D), 16), "LOG_ROTATION": block.bit_length() - 1 if rotates else 0}
-        options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4}
+        options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4, **dependent_options(target_of(q.device))}
         launch(_kv_query_kernel, (-(-S // _QUERIES) * B * H,), q, frame.contiguous(), y, *sizes, **options)
         return y
     if not rotates or q.dtype == torch.float32:
@@ -371,22 +376,28 @@ def kv_attention_gpu(
     if mask is not None:
         mask_strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride()))
         mask = mask.view(torch.uint8) if kind == "bool" else mask
+    block = op.rotation_block(D) if rotates_values else 1
+    rotation = {"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5}
+    counters, merges, own = (), False, {}
+    if plan.kernel is _kv_decode_kernel:
+        merges = adds and trials().merged_splits
+        counters = (tile_counters(B * kv_heads * plan.tiles, q.device) if merges else None,)
+        own = {"MERGES": merges, **(rotation if merges else {"LOG_ROTATION": 0, "NORM": 1.0})}
     launch(
         *(plan.kernel, (B * kv_heads * plan.tiles, splits), q, keys.codes, keys.scale, keys.offset),
-        *(values.codes, values.scale, values.offset, mask, length, k_first, y, lse, parts, stats),
+        *(values.codes, values.scale, values.offset, mask, length, k_first, y, lse, parts, stats, *counters),
         *(scale * math.log2(math.e), 1 / scale, S, T, kv_heads, repeats, plan.tiles, window, k_scale.shape[3]),
         *(*q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
         *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),
         shared=plan.options,
         **{"K_PAIRED": keys.is_paired, "V_PAIRED": values.is_paired, "K_ALIGN": keys.align, "V_ALIGN": values.align},
-        **{"CAUSAL": is_causal, "WINDOWED": window > 0, "MASK": kind},
+        **{"CAUSAL": is_causal, "WINDOWED": window > 0, "MASK": kind, **own},
     )
-    if adds:
-        block = op.rotation_block(D) if rotates_values else 1
+    if adds and not merges:
         launch(
             *(_kv_merge_kernel, (S * repeats * B * kv_heads,), parts, stats, y, lse, S, kv_heads, repeats, splits),
             *y.stride()[:3],
             shared=plan.merge,
-            **{"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5},
+            **rotation,
         )
     return (y if y is out else out.copy_(y)), lse

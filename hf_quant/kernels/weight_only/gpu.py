@@ -58,7 +58,7 @@ from hf_quant.kernels.gpu.launch import (
     triton,
     unavailable_reason,
 )
-from hf_quant.kernels.gpu.trials import trials
+from hf_quant.kernels.gpu.trials import dependent_options, trials
 from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.gpu_kernels import _weight_only_mm_kernel, _weight_only_mm_stripes_kernel
@@ -223,9 +223,8 @@ def fused_plan(
     tiles = triton.cdiv(M, found.block_m) * triton.cdiv(N, found.block_n)
     steps = triton.cdiv(K, found.block_k)
     split = split_of_k(tiles, steps, found.max_split, target)
-    dependent = trials().dependent_launches and target.capability >= 90
     options = {
-        "DEPENDENT": dependent,
+        **dependent_options(target),
         "BLOCK_M": found.block_m,
         "BLOCK_N": found.block_n,
         "BLOCK_K": found.block_k,
@@ -242,9 +241,7 @@ def fused_plan(
     }
     if target.table == "sm89" and found.block_m <= 8 and codes <= 4:
         options["maxnreg"] = 128  # left alone, ptxas takes 72 or 80 and keeps 8 to 24 bytes on the stack (int8, W4A8)
-    if dependent:
-        options["launch_pdl"] = True
-    if trials().stripes and M <= _DECODE:
+    if trials().stripes and M <= _DECODE and target.table in ("sm90", "sm100"):  # elsewhere they spill
         del options["SPLIT_K"]
         stripe = triton.cdiv(tiles * steps, 2 * target.multiprocessors)
         return FusedPlan(found, codes, tiles, 1, stripe, options, triton.cdiv(tiles * steps, stripe))
