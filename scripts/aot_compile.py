@@ -11,7 +11,7 @@ compiled (results are kept in build/aot), and must
 - use no local memory: no stack, no spilled register,
 - run `tl.dot` on the target's best matrix units: HGMMA, IGMMA, QGMMA on sm90, HMMA, IMMA on sm80, mfma on gfx942, ...
 - move at least half of the bytes of its main loop in accesses of 16 bytes a lane, or by the copy engine,
-- on sm90, leave the registers of products in flight alone (gpulab/wgmma.py), and make no product wait (C75xx of ptxas).
+- on sm90, leave registers of products in flight alone (gpulab/wgmma.py), and make no product wait (ptxas: C75xx).
 
 Exceptions, each with its reason: gpulab/code_checks.py. The table is modelled, not measured: the largest of bytes
 over bandwidth, instructions over issue rate and operations over matrix rate, by data sheets (gpulab/model.py).

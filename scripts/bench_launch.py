@@ -3,10 +3,11 @@
     python scripts/bench_launch.py             # every kernel; exit status 1 if one takes more than --limit us
     python scripts/bench_launch.py --rounds 5  # quicker
 
-The kernels are launched with the arguments of real calls on tensors that hold nothing, under a driver that does nothing:
-everything in Python is timed, from the launch of hf_quant, or of Triton's JIT, to the driver's C function. What comes
-behind it is left out (arguments to C, `cuLaunchKernel`), and so is what an op does around its launches: checks, plans,
-memory for results. The last column has that for the op of the row, whose launches are only noted; memory is "meta". The lowest time of `--rounds` blocks of calls counts, which other processes disturb least.
+The kernels are launched with the arguments of real calls on tensors that hold nothing, under a driver that does
+nothing: everything in Python is timed, from the launch of hf_quant, or of Triton's JIT, to the C function of the driver.
+What comes behind it is left out (arguments to C, `cuLaunchKernel`), and so is what an op does around its launches: checks,
+plans, memory for results. The last column has that for the op of the row, whose launches are only noted; memory is
+"meta". The lowest time of `--rounds` blocks of calls counts, which other processes disturb least.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def install_driver(sent: list[tuple]) -> None:
 
 
 class _Compiled:
-    """As Triton's CompiledKernel, with Triton's own launcher in front of the driver."""
+    """A kernel like Triton's CompiledKernel, with Triton's own launcher in front of the driver."""
 
     _sizes = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan")
 
@@ -125,18 +126,20 @@ def time_kernels(rounds: int) -> list[dict[str, Any]]:
         arguments, options = case.make("meta")
         times = {"jit": microseconds(by_jit, rounds), "launch": microseconds(ours, rounds)}
         with pretend(TARGETS["sm90"]), record_launches() as recorded:
-
-            def before() -> None:
-                launcher(case.op)(*arguments, **options)
-                recorded.clear()
-
-            times["before"] = microseconds(before, min(rounds, 5))
+            around = partial(_noted, recorded, launcher(case.op), arguments, options)
+            times["before"] = microseconds(around, min(rounds, 5))
         records.append({"kernel": name, "arguments": len(one.args), "op": case.op, **times})
     return records
 
 
+def _noted(recorded: list[Launch], op: Callable[..., Any], arguments: tuple, options: dict[str, Any]) -> None:
+    """Call an op whose launches are only noted, and forget them."""
+    op(*arguments, **options)
+    recorded.clear()
+
+
 def _without_tensors(sent: tuple) -> list[Any]:
-    """What the driver gets, with addresses instead of tensors, and without what only hooks of profilers read."""
+    """Return what the driver gets, with addresses instead of tensors, without what hooks of profilers read."""
     values = [v for part in sent for v in (part if isinstance(part, tuple) else (part,))]
     values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
     return [v for v in values if v is not None and isinstance(v, int | float | str | torch.dtype)]
@@ -155,7 +158,9 @@ def main() -> int:
     import triton
 
     torch.set_num_threads(1)
-    print(f"python {' '.join(sys.argv)}\n{machine()}, triton {triton.__version__}; host time only, no GPU\n", flush=True)
+    print(
+        f"python {' '.join(sys.argv)}\n{machine()}, triton {triton.__version__}; host time only, no GPU\n", flush=True
+    )
     records = time_kernels(args.rounds)
     rows = [("kernel", "arguments", "Triton's JIT, us", "launch, us", "op", "around launches, us")]
     for r in records:

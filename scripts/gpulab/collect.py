@@ -49,8 +49,8 @@ def _reason(error: BaseException) -> str:
 def rehearse(cases: Iterable[Case], targets: Sequence[Target]) -> dict[tuple[str, str], list[str]]:
     """Call the launcher of each case for each target; {(op, why it fails on a GPU): calls}.
 
-    Nothing is compiled, so it serves under the interpreter, too. A case that launches nothing, and leaves no product to
-    torch, fails: its check would compare the reference with itself.
+    Nothing is compiled, so it serves under the interpreter, too. A case that launches nothing, and leaves no product
+    to torch, fails: its check would compare the reference with itself.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for case in cases:

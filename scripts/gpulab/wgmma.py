@@ -1,10 +1,10 @@
 """Finds registers that sm90's code touches while a product of four warps (WGMMA) may still use them.
 
 Such a product runs beside the instructions behind it: it reads its left operand, if that is in registers, and writes
-its sums until a wait says that its group is complete. ptxas 12.8 is known to miscompile products whose left operand is in
-registers (https://github.com/triton-lang/triton/issues/11781), and no interpreter sees it. So the code is walked as the
-hardware runs it, loops as often as the groups in flight change: from a product to the `WARPGROUP.DEPBAR` that waits for
-its group, no other instruction may write its operand or its sums, or read its sums.
+its sums until a wait says that its group is complete. ptxas 12.8 is known to miscompile products whose left operand
+is in registers (https://github.com/triton-lang/triton/issues/11781), and no interpreter sees it. So the code is walked
+as the hardware runs it, loops as often as the groups in flight change: from a product to the `WARPGROUP.DEPBAR` that
+waits for its group, no other instruction may write its operand or its sums, or read its sums.
 """
 
 import re
@@ -19,7 +19,7 @@ _PRODUCT = re.compile(r"^[HIQB]GMMA\.(?:SP\.)?64x(\d+)x\d+\.(\w+)")
 _REGISTER = re.compile(r"(?<!U)\bR(\d+)\b")
 # Instructions without a result in registers; the first operand of all others is one, behind predicates.
 _NO_RESULT = re.compile(
-    r"^(?:\w*SETP\w*|ST|STG|STS|STL|STSM|STAS|RED\w*|R2UR|R2P|R2B|BAR|BRA|BRX|JMP|JMX|CALL|RET|EXIT|BSYNC|BSSY|BREAK|"
+    r"^(?:\w*SET[P]\w*|ST|STG|STS|STL|STSM|STAS|RED\w*|R2UR|R2P|R2B|BAR|BRA|BRX|JMP|JMX|CALL|RET|EXIT|BSYNC|BSSY|BREAK|"
     r"WARPSYNC|SYNCS|ARRIVES|DEPBAR|LDGDEPBAR|LDGSTS|MEMBAR|FENCE|CCTL\w*|ERRBAR|NANOSLEEP|YIELD|NOP|WARPGROUP|ELECT|"
     r"UTMA\w*|UBLK\w*|UTMACMDFLUSH|ACQBULK|CGAERRBAR|UCGABAR\w*|BMOV|BPT|KILL|LEPC|RPCMOV|UTMAPF|USETMAXREG|"
     r"PREEXIT)$"
@@ -93,7 +93,7 @@ def touched(instruction: Instruction) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def hazards(instructions: Sequence[Instruction]) -> list[Hazard]:
-    """All hazards of a kernel, by address. Raises ValueError if a product has an unknown form."""
+    """List the hazards of a kernel, by address. Raises ValueError if a product has an unknown form."""
     products = {i.address: product for i in instructions if (product := product_of(i)) is not None}
     if not products:
         return []

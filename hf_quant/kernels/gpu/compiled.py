@@ -6,8 +6,8 @@ a key of what the JIT would specialize: dtype, device and alignment of tensors, 
 first launch of a key goes through the JIT and keeps what it returns, as in https://github.com/pytorch/helion/pull/3004.
 `scripts/bench_launch.py` measures both.
 
-What goes through the JIT always: integers that are negative or take more than 31 bits, every launch while a profiler's
-hooks are set, and AMD's GPUs, where the JIT looks at the size of a tensor's memory, too. Triton's environment variables
+What goes through the JIT always: integers that are negative or take more than 31 bits, every launch while a profiler
+has hooks, and AMD's GPUs, where the JIT looks at the size of a tensor's memory, too. Triton's environment variables
 count when a key is seen first.
 """
 
@@ -126,7 +126,9 @@ def _key_function(kernel: Any, args: tuple[Any, ...]) -> Callable[..., tuple[tup
             key += [part for part in found if part != f"p{name}"]
             values.append(f"p{name}")
     refused = [f"    if ({' | '.join(sizes)}) >> 31:", "        return None, ()"] if sizes else []
-    result = [f"    return ({' '.join(part + ',' for part in key)} *options), ({' '.join(part + ',' for part in values)})"]
+    result = [
+        f"    return ({' '.join(part + ',' for part in key)} *options), ({' '.join(part + ',' for part in values)})"
+    ]
     source = "\n".join([f"def key_of({', '.join(['options', *names])}):", *refused, *lines, *result])
     namespace: dict[str, Any] = {}
     exec(source, namespace)  # of the text above only: no name in it comes from outside

@@ -42,8 +42,8 @@ class _CounterPool:
 
     So do the launches that a CUDA graph captures from one stream, but graphs may be replayed side by side: those of
     `counters_of` get a slice each, which comes back when the graph is gone. In other captures every launch gets
-    counters of its own, which never come back; when the pool is used up, such a launch zeroes fresh memory (a memset of
-    1 to 2 us).
+    counters of its own, which never come back; when the pool is used up, such a launch zeroes fresh memory (a memset
+    of 1 to 2 us).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,4 +142,3 @@ def _slice_of(stream: int, device: torch.device) -> Tensor | None:
             return None
         pool.by_stream[stream] = found
     return pool.by_stream[stream]
-

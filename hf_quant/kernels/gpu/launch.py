@@ -305,9 +305,7 @@ def _check_rows(name: str, rows: list[list[int]], shipped: Sequence[tuple[int, .
         raise _damaged(f"the last row of {name} has to serve all sizes, as {tuple(shipped[-1])} does")
 
 
-def shipped_table(
-    shipped: dict[str, Sequence[tuple[int, ...]]], target: Target
-) -> Sequence[tuple[int, ...]]:
+def shipped_table(shipped: dict[str, Sequence[tuple[int, ...]]], target: Target) -> Sequence[tuple[int, ...]]:
     """The shipped rows for a target: those of its own name, if there are such, else those of `target.table`."""
     return shipped.get(target.name) or shipped[target.table]
 

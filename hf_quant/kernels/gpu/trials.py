@@ -19,12 +19,12 @@ class Trials(NamedTuple):
     """The trials, each on or off.
 
     Attributes:
-        dependent_launches: programmatic dependent launches (sm90 and newer) of the kernels of decoding: a kernel is set up
-            while the one before it ends. Modelled: 1 to 2 us of 2.5 to 3.5 that a launch costs inside of a graph.
-        stripes: weight-only products of few tokens in two programs a multiprocessor, each of which takes an equal share
-            of all steps (stream-K, https://arxiv.org/abs/2301.03598), instead of K in a power of two of parts.
-        merged_splits: in attention of few queries over a quantized cache the program that comes last adds the splits,
-            instead of a launch of its own.
+        dependent_launches: programmatic dependent launches (sm90 and newer) of the kernels of decoding: a kernel is
+            set up while the one before it ends. An estimate: 1 to 2 of the 2.5 to 3.5 us of a launch in a graph.
+        stripes: weight-only products of few tokens (sm90, sm100) in two programs a multiprocessor, each of which takes
+            an equal share of all steps (stream-K, https://arxiv.org/abs/2301.03598), instead of parts of K.
+        merged_splits: in attention of few queries over a quantized cache the program that comes last adds the
+            splits, instead of a launch of its own.
     """
 
     dependent_launches: bool = False

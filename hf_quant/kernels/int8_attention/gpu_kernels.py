@@ -199,8 +199,8 @@ def _attend(
 ):
     """Add the keys start..end: total [M, D] = sum of p * v, weight [M, 1] = sum of p, p = 2 ** (score - reference).
 
-    The reference [M, 1] is given if BOUNDED, else it is `largest`, the largest score so far, and grows. SEPARATE: sums of
-    a step in registers of their own; to shrink those that wgmma adds to makes ptxas 12.8 wait for each wgmma (C7515).
+    The reference [M, 1] is given if BOUNDED, else it is `largest`, the largest score so far, and grows. SEPARATE: sums
+    of a step in registers of their own; to shrink those that wgmma adds to makes ptxas 12.8 wait for each one (C7515).
     """
     tl.static_assert(KEYS % BLOCK_N == 0, "the keys of a step share one scale, that of KEYS keys")
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)

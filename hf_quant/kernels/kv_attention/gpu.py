@@ -56,8 +56,8 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.dispatch import Path, Problem, implements
-from hf_quant.kernels.gpu.decode import bits_of, ptx
 from hf_quant.kernels.gpu.counters import tile_counters
+from hf_quant.kernels.gpu.decode import bits_of, ptx
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,

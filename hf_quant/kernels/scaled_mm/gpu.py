@@ -40,8 +40,8 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import BLOCK_SIZE
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
-from hf_quant.kernels.gpu.decode import scale_rows
 from hf_quant.kernels.gpu.counters import tile_counters
+from hf_quant.kernels.gpu.decode import scale_rows
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,

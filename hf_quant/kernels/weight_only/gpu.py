@@ -34,6 +34,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
+from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
     bits_of,
@@ -46,7 +47,6 @@ from hf_quant.kernels.gpu.decode import (
     scale_rows,
     undecodable_reason,
 )
-from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,

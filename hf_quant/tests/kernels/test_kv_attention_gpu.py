@@ -90,7 +90,9 @@ def test_few_queries(format, heads):
 def test_splits_that_the_last_program_adds(format, monkeypatch):
     counters = []
     monkeypatch.setattr(
-        gpu, "tile_counters", lambda count, device: counters.append(torch.zeros(count, dtype=torch.int32)) or counters[-1]
+        gpu,
+        "tile_counters",
+        lambda count, device: counters.append(torch.zeros(count, dtype=torch.int32)) or counters[-1],
     )
     for (H, H_kv, D), S, T, rotates in (((4, 1, 64), 1, 330, True), ((2, 1, 80), 3, 300, False)):
         q, parts = queries(1, H, S, D, torch.bfloat16), caches((1, H_kv, T, D), format, 1)

@@ -89,6 +89,7 @@ def cuda(monkeypatch) -> types.SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=state.stream))
+
     @contextlib.contextmanager
     def on(device):
         before, state.current = state.current, device.index

@@ -230,9 +230,9 @@ def test_ten_lengths_are_at_most_six_kernels(target):
     """M is no constant: within a branch every length is the same compiled kernel."""
     found = set()
     for M in (1, 2, 5, 7, 8, 12, 16, 17, 30, 32, 33, 50, 64, 65, 100, 127, 128, 200, 256, 700):
-        for launch in _kernels(M, INT4, 4096, 4096, target, torch.float16):
-            if "weight_only" in launch.kernel.__name__:
-                found.add(tuple(sorted((k, str(v)) for k, v in launch.options.items() if k != "SPLIT_K")))
+        for one in _kernels(M, INT4, 4096, 4096, target, torch.float16):
+            if "weight_only" in one.kernel.__name__:
+                found.add(tuple(sorted((k, str(v)) for k, v in one.options.items() if k != "SPLIT_K")))
     assert 4 <= len(found) <= 6
 
 
@@ -269,14 +269,18 @@ def stripes():
         yield
 
 
-@pytest.mark.parametrize("shape", [(1, 40, 2048), (3, 200, 384), (40, 130, 1024), (2, 130, 100), (64, 600, 256)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 40, 2048), (3, 200, 384), (40, 130, 1024), (2, 130, 100), (64, 600, 256)], ids=str
+)
 @pytest.mark.parametrize("quant", [INT4, ASYMMETRIC, INT8], ids=str)
 def test_stripes_share_tiles_and_give_the_same_bits_every_time(stripes, quant, shape, monkeypatch):
     from hf_quant.kernels.weight_only import gpu
 
     counters = []
     monkeypatch.setattr(
-        gpu, "tile_counters", lambda count, device: counters.append(torch.zeros(count, dtype=torch.int32)) or counters[-1]
+        gpu,
+        "tile_counters",
+        lambda count, device: counters.append(torch.zeros(count, dtype=torch.int32)) or counters[-1],
     )
     M, N, K = shape
     packed, kwargs = packed_case(quant, N, K)
@@ -316,5 +320,7 @@ def test_a_dependent_launch_waits_and_computes_the_same(monkeypatch):
 
 
 def test_an_unknown_trial_is_named(monkeypatch):
-    with pytest.raises(ValueError, match="no trial is named stream_k; HF_QUANT_TRIALS takes: dependent_launches, stripes"):
+    with pytest.raises(
+        ValueError, match="no trial is named stream_k; HF_QUANT_TRIALS takes: dependent_launches, stripes"
+    ):
         named_trials(["stripes", "stream_k"])

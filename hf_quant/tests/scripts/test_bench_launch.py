@@ -23,7 +23,9 @@ def test_every_kernel_is_launched_as_by_tritons_jit():
     assert done.returncode == 1, done.stderr[-2000:]
     kernels = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("_")]
     sources = "".join(path.read_text() for path in (ROOT / "hf_quant" / "kernels").rglob("gpu*.py"))
-    wanted = {line.split("(")[0][4:] for line in sources.splitlines() if line.startswith("def _") and "_kernel(" in line}
+    wanted = {
+        line.split("(")[0][4:] for line in sources.splitlines() if line.startswith("def _") and "_kernel(" in line
+    }
     assert set(kernels) == wanted and f"{len(wanted)} of {len(wanted)} kernels take more" in done.stdout
 
 

@@ -90,7 +90,9 @@ def test_dry_run_rehearses_the_launches_of_a_real_run(monkeypatch, tmp_path):
     assert len(failures) == 1 and failures[0].startswith("kv_append: Tensor.item() cannot be called on meta tensors")
     silent = cases[0]._replace(op="dequantize", make=lambda device: ((), {}))
     monkeypatch.setattr(kernel_collect, "launcher", lambda op: lambda: None)
-    assert list(kernel_collect.rehearse([silent], [KERNEL_TARGETS["sm90"]])) == [("dequantize", "no kernel is launched")]
+    assert list(kernel_collect.rehearse([silent], [KERNEL_TARGETS["sm90"]])) == [
+        ("dequantize", "no kernel is launched")
+    ]
 
 
 def test_dry_run_covers_every_op_with_a_kernel(dry_run):
