@@ -168,7 +168,7 @@ def grouped_bf16(linear: Linear, M: int, touched: float, device: torch.device) -
     calls = []
     for _ in range(copies):
         weight, ends = _randn((linear.experts, linear.N, linear.K), device, 0.02), rows_per_expert(linear, M, device)
-        if device.type == "cuda":
+        if device.type in ("cuda", "meta"):
             calls.append(partial(torch._grouped_mm, x, weight.transpose(1, 2), offs=ends))
         else:
             calls.append(partial(_loop_over_experts, x, weight, ends.tolist()))
