@@ -1,4 +1,4 @@
-"""The targets of the GPU kernels and of what is built on them: what was measured, what is modelled, and what is missing.
+"""The targets of the GPU kernels, and of what is built on them: what was measured, and what is modelled.
 
     python scripts/gpu_targets.py             # the table
     python scripts/gpu_targets.py --readme    # into docs/gpu.md

@@ -23,6 +23,7 @@ LAUNCH = 3e-6  # seconds of a launch inside of a graph: 2.5 to 3.5 us
 # Operations a second, by kind of product. 8-bit products by Triton reach 1.1 to 1.3e15, attention some 60 % of 16 bit.
 RATES = {"16bit": 790e12, "8bit": 1250e12, "attention": 560e12, "8-bit attention": 720e12}
 CEILINGS = Ceilings(copy=BANDWIDTH / 1e9, gemm=RATES["16bit"] / 1e12)
+_WORKERS = ("_weight_only_mm", "_scaled_mm", "_grouped", "_kv_decode", "_kv_prefill", "_int8_attention_kernel")
 _EIGHT_BITS = ("_scaled_mm", "_grouped_scaled")
 
 

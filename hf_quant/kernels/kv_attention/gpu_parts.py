@@ -9,8 +9,8 @@ SIZES = (
     *("ks_batch", "ks_head", "ko_batch", "ko_head", "v_batch", "v_head", "v_token", "vs_batch", "vs_head"),
     *("vo_batch", "vo_head", "mask_batch", "mask_head", "mask_row"),
 )
-# Neither may the place that a sliding window has got to. Codes are aligned as their strides are: `head_start`.
-UNALIGNED = ("k", "v", "k_scale", "k_offset", "v_scale", "v_offset")
+# Neither may the place that a sliding window has got to. Codes of a token are 16 bytes or a multiple in all usual heads.
+UNALIGNED = ("k_scale", "k_offset", "v_scale", "v_offset")
 
 
 @triton.jit
@@ -63,8 +63,7 @@ def _kv_query_kernel(
 
 @triton.jit
 def head_start(pointer, b, h, batch_stride, head_stride, ALIGN: tl.constexpr):
-    """The start of a head; the pointer and strides are multiples of ALIGN elements of 16 bits, or wider ones."""
-    pointer = tl.multiple_of(pointer, 2 * ALIGN)
+    """The offset of a head; strides are in units of ALIGN elements."""
     return pointer + (b.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride) * ALIGN
 
 
