@@ -9,7 +9,7 @@ SIZES = (
     *("ks_batch", "ks_head", "ko_batch", "ko_head", "v_batch", "v_head", "v_token", "vs_batch", "vs_head"),
     *("vo_batch", "vo_head", "mask_batch", "mask_head", "mask_row"),
 )
-# Neither may the place that a sliding window has got to. Codes of a token are 16 bytes or a multiple in all usual heads.
+# Neither may the place that a sliding window has got to. A token's codes take multiples of 16 bytes in usual heads.
 UNALIGNED = ("k_scale", "k_offset", "v_scale", "v_offset")
 
 
