@@ -423,12 +423,12 @@ def _kv_decode_kernel(
     if MERGES:
         tl.debug_barrier()  # all warps have stored before the count says so
         if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
-            out = y + b.to(tl.int64) * y_batch + (h * repeats + row % repeats).to(tl.int64) * y_head
-            out += (row // repeats).to(tl.int64) * y_token
-            out_lse = lse + ((b * kv_heads + h).to(tl.int64) * repeats + row % repeats) * S + row // repeats
-            first = head.to(tl.int64) * splits
+            y_row = y + b.to(tl.int64) * y_batch + (h * repeats + row % repeats).to(tl.int64) * y_head
+            y_row += (row // repeats).to(tl.int64) * y_token
+            lse_row = lse + ((b * kv_heads + h).to(tl.int64) * repeats + row % repeats) * S + row // repeats
+            first_split = head.to(tl.int64) * splits
             merge_rows(
-                *(parts, stats, out, out_lse, first, row, splits, total_rows),
+                *(parts, stats, y_row, lse_row, first_split, row, splits, total_rows),
                 *(R, D, BLOCK_D, LOG_ROTATION, NORM),
             )
             tl.store(counters + tl.program_id(0), 0)
