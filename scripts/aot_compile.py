@@ -3,6 +3,7 @@
     python scripts/aot_compile.py                     # every kernel x shipped config x target; also: make aot
     python scripts/aot_compile.py --subset ci         # every kernel and constexpr on sm80, sm90, gfx942: make aot-ci
     python scripts/aot_compile.py --ops weight_only_mm --targets sm90 --show all
+    python scripts/aot_compile.py --readme            # the resources in the reports of all Tritons, into docs/gpu.md
 
 The launchers of the ops are called on tensors without content; what Triton's JIT would compile for their launches is
 compiled (results are kept in build/aot), and must
@@ -10,7 +11,8 @@ compiled (results are kept in build/aot), and must
 - fit the shared memory of a block,
 - use no local memory: no stack, no spilled register,
 - run `tl.dot` on the target's best matrix units: HGMMA, IGMMA, QGMMA on sm90, HMMA, IMMA on sm80, mfma on gfx942, ...
-- move at least half of the bytes of its main loop in accesses of 16 bytes a lane, or by the copy engine.
+- move at least half of the bytes of its main loop in accesses of 16 bytes a lane, or by the copy engine,
+- on sm90, leave registers of products in flight alone (gpulab/wgmma.py), and make no product wait (ptxas: C75xx).
 
 Exceptions, each with its reason: gpulab/code_checks.py. The table is modelled, not measured: the largest of bytes
 over bandwidth, instructions over issue rate and operations over matrix rate, by data sheets (gpulab/model.py).
@@ -25,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.pages import markdown, write_section
 from gpulab.all_cases import all_cases
 from gpulab.build import (
     CACHE,
@@ -35,7 +38,7 @@ from gpulab.build import (
 )
 from gpulab.cases import gpu_ops
 from gpulab.code_checks import check_built, is_excepted, wide_share
-from gpulab.collect import Use, case_label, collect, cover, uncovered, work_of
+from gpulab.collect import Use, case_label, collect, collect_trials, cover, uncovered, work_of
 from gpulab.machine_code import access_bits
 from gpulab.model import CHIPS, modelled, occupancy
 from hf_quant.kernels.gpu.launch import TARGETS
@@ -85,6 +88,24 @@ def rows_of_report(uses: Iterable[Use], built: dict[str, Built]) -> list[dict[st
     return rows
 
 
+def resources(reports: Iterable[Path]) -> list[tuple[str, ...]]:
+    """The most registers, local and shared memory of each kernel on each target, by all reports; header first."""
+    most: dict[tuple[str, str], list[Any]] = {}
+    for path in reports:
+        found = json.loads(path.read_text())
+        for row in found["rows"]:
+            if row["error"] is None:
+                counts = [row["registers"], row["local_memory"], row["shared"]]
+                old = most.setdefault((row["kernel"], row["target"]), [0, 0, 0, 0, set()])
+                old[:4] = [*(max(pair) for pair in zip(old, counts)), old[3] + 1]
+                old[4].add(found["triton"])
+    table = [("kernel", "target", "registers", "bytes of spills", "shared memory, KB", "compiled", "Triton")]
+    for (kernel, target), (registers, local, shared, count, versions) in sorted(most.items()):
+        numbers = (str(registers), str(local), f"{shared / 1024:.0f}", str(count))
+        table.append((f"`{kernel}`", target, *numbers, ", ".join(sorted(versions))))
+    return table
+
+
 def report(rows: list[dict[str, Any]]) -> str:
     """The table for people."""
     lines = [("kernel", "case", "target", "warps", "regs", "shared", "blocks/MP", "loop", "of it", "modelled us")]
@@ -124,8 +145,12 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only cases whose name matches this regular expression")
     parser.add_argument("--workers", type=int, help="processes (default: one per core)")
     parser.add_argument("--show", default="sm90", help="rows of the table: a target's name, or all (default: sm90)")
+    parser.add_argument("--readme", nargs="*", type=Path, metavar="JSON", help="tabulate reports in docs/gpu.md only")
     parser.add_argument("--json", type=Path, help="(default: build/aot/report-triton-<version>.json)")
     args = parser.parse_args()
+    if args.readme is not None:
+        write_section("gpu resources", markdown(resources(args.readme or sorted(CACHE.glob("report-*.json")))))
+        return 0
     reason = check_environment()
     if reason is not None:
         print(f"aot_compile: {reason}", file=sys.stderr)
@@ -136,6 +161,10 @@ def main() -> int:
     start = time.perf_counter()
     cases = [case for case in all_cases(args.ops) if re.search(args.cases, case.name)]
     collected = collect(cases, [target_named(name) for name in names])
+    if args.ops is None and not args.cases:
+        trials = collect_trials([target_named(name) for name in names])
+        collected.uses.update({key: use for key, use in trials.uses.items() if key not in collected.uses})
+        collected.failures.update(trials.failures)
     uses = list(collected.uses.values())
     chosen = cover(uses) if args.subset == "ci" else uses
     took = time.perf_counter() - start

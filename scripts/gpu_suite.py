@@ -2,7 +2,8 @@
 
     python scripts/gpu_suite.py             # everything; writes scripts/results/<gpu>.json
     python scripts/gpu_suite.py --quick     # 3 minutes: fewer sizes, no models; writes nothing unless --json is given
-    python scripts/gpu_suite.py --dry-run   # the whole logic on tiny shapes and the CPU: its numbers mean nothing
+    python scripts/gpu_suite.py --dry-run   # the whole logic on tiny shapes and the CPU: its numbers mean nothing;
+                                            # and the launches of every case of a real run, for an H100, without one
 
 Sections run one after the other, each in a process and with a time budget of its own: a crash or a slow section costs
 only itself. First the kernels are compiled by all cores into Triton's cache; then every op is compared with its
@@ -104,11 +105,15 @@ def warm_up(timer: Timer, options: Options, writer: Writer) -> None:
     """Compile what the other sections launch, by all cores."""
     from gpulab.build import OUT_OF_TIME, check_environment, warm
     from gpulab.cells import CELLS
-    from gpulab.collect import collect
+    from gpulab.collect import collect, rehearse
     from hf_quant.kernels.gpu.launch import target_of
 
-    cases = correctness_cases(quick=options.quick, tiny=options.dry_run)
-    cases += [cell.case for cells in CELLS.values() for cell in cells(options.quick, options.dry_run)]
+    cases = correctness_cases(quick=options.quick)
+    cases += [cell.case for cells in CELLS.values() for cell in cells(options.quick, False)]
+    if options.dry_run:  # of real sizes, on tensors that hold nothing: what a real run would stumble over
+        failures = rehearse(cases, [target_of(timer.device)])
+        for (op, reason), where in failures.items():
+            writer.write("failure", f"{op}: {reason} ({where[0]}; {len(where)} calls)")
     if check_environment() is not None:  # the interpreter, in a dry run
         writer.write("note", f"{len(cases)} cases, nothing compiled: {check_environment()}")
         return

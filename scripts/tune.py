@@ -43,7 +43,7 @@ from gpulab.collect import case_label, collect
 from gpulab.measures import op_calls
 from gpulab.timing import Calls, GraphTimer, Timer, environment_line, gpu, num_copies
 from hf_quant.kernels.gpu import launch
-from hf_quant.kernels.gpu.launch import Target, target_of, tuned_path
+from hf_quant.kernels.gpu.launch import Target, shipped_table, target_of, tuned_path
 from hf_quant.kernels.int8_attention.gpu import BOUNDED, ONLINE, ONLINE_FP8
 from hf_quant.kernels.int8_attention.op import KEY_BLOCK
 
@@ -95,7 +95,7 @@ class Space(NamedTuple):
         tables = getattr(sys.modules[self.module], self.shipped[0])
         for key in self.shipped[1:]:
             tables = tables[key]
-        rows = [tuple(row) for row in tables[target.table]]
+        rows = [tuple(row) for row in shipped_table(tables, target)]
         if any(len(row) != len(self.columns) for row in rows):
             raise ValueError(
                 f"{self.module}.{self.shipped[0]} has rows of {len(rows[0])}; tune.py knows {self.columns}"

@@ -5,7 +5,9 @@
 own cache before the first launch, by gpu_suite.py.
 """
 
+import contextlib
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpulab import machine_code
+from gpulab import machine_code, wgmma
 from gpulab.cases import gpu_ops, launcher
 from gpulab.machine_code import Resources, Summary
 from hf_quant.kernels.gpu.launch import HAS_TRITON, TARGETS, Launch, Target, interpreting, pretend, record_launches
@@ -62,7 +64,10 @@ class Unit(NamedTuple):
 
 
 class Built(NamedTuple):
-    """Result of compiling a unit; if that failed, `error` gives the reason and the rest is empty."""
+    """Result of compiling a unit; if that failed, `error` gives the reason and the rest is empty.
+
+    hazards: see gpulab/wgmma.py. warnings: lines of ptxas with C75xx, about products that wait for each other.
+    """
 
     error: str | None
     shared: int = 0
@@ -70,6 +75,8 @@ class Built(NamedTuple):
     summary: Summary = Summary(0, 0, {}, {}, 0)
     dots: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
+    hazards: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def check_environment() -> str | None:
@@ -144,26 +151,34 @@ class _NestedOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(
-    call: Callable[[], object], target: Target, binders: dict[Any, Callable]
-) -> tuple[list[Recorded], list[VendorProduct]]:
-    """Record the launches of `call`, on meta tensors, for a target, and the products that it leaves to torch."""
+def record_call(call: Callable[[], object], target: Target) -> tuple[list[Launch], list[VendorProduct]]:
+    """The launches of `call`, on meta tensors, for a target, and the products that it leaves to torch."""
     nested = _NestedOps()
     with pretend(target), record_launches() as launches, nested:
         call()
+    return launches, nested.products
+
+
+def record(
+    call: Callable[[], object], target: Target, binders: dict[Any, Callable]
+) -> tuple[list[Recorded], list[VendorProduct]]:
+    """`record_call` with what the launches need compiled."""
+    launches, products = record_call(call, target)
     found = []
     for launch in launches:
         unit, arguments = specialize(launch, target, binders)
         found.append(Recorded(unit, launch.grid, arguments))
-    return found, nested.products
+    return found, products
 
 
-def _compile(unit: Unit, cache_dir: str | None = None) -> Any:
+def _compile(unit: Unit, cache_dir: str | None = None, *, dump_log: bool = False) -> Any:
     import triton
     from triton.compiler import ASTSource
 
     if cache_dir is not None:
         triton.knobs.cache.dir = cache_dir
+    if dump_log:
+        triton.knobs.nvidia.dump_ptxas_log = True
     source = ASTSource(unit.kernel, unit.signature, unit.constants, unit.attributes)
     return triton.compile(source, target=gpu_target(unit.target), options=unit.options)
 
@@ -171,7 +186,13 @@ def _compile(unit: Unit, cache_dir: str | None = None) -> Any:
 def compile_unit(unit: Unit, cache_dir: str | None = None) -> Built:
     """Compile in this process; raises what the compiler raises. `cache_dir` replaces Triton's own cache."""
     start = time.perf_counter()
-    compiled = _compile(unit, cache_dir)
+    said, hazards = io.StringIO(), []
+    try:
+        with contextlib.redirect_stdout(said):
+            compiled = _compile(unit, cache_dir, dump_log=True)
+    except Exception:
+        print(said.getvalue())  # what the compiler says of its error
+        raise
     asm = compiled.asm
     if "cubin" in asm:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -179,6 +200,7 @@ def compile_unit(unit: Unit, cache_dir: str | None = None) -> Built:
             file.flush()
             resources = machine_code.parse_resource_usage(_cuobjdump("--dump-resource-usage", file.name))
             instructions = machine_code.parse_sass(_cuobjdump("-sass", file.name))
+            hazards = wgmma.hazards(instructions)
     else:
         resources = machine_code.parse_gcn_metadata(asm["amdgcn"])
         instructions = machine_code.parse_gcn(asm["amdgcn"])
@@ -189,7 +211,14 @@ def compile_unit(unit: Unit, cache_dir: str | None = None) -> Built:
         summary=machine_code.summarize(instructions),
         dots=tuple(sorted(machine_code.dots(asm["ttir"]))),
         seconds=time.perf_counter() - start,
+        hazards=tuple(hazard.text for hazard in hazards),
+        warnings=ptxas_warnings(said.getvalue()),
     )
+
+
+def ptxas_warnings(log: str) -> tuple[str, ...]:
+    """The lines of ptxas about products of four warps that it makes wait for each other: C7510, C7514, C7515, ..."""
+    return tuple(dict.fromkeys(line.strip() for line in log.splitlines() if re.search(r"\bC75\d\d\b", line)))
 
 
 def _cuobjdump(option: str, path: str) -> str:
@@ -207,7 +236,8 @@ def build(units: Iterable[Unit], *, workers: int | None = None, cache: Path | No
     """
     import triton
 
-    parser = hashlib.sha256(Path(machine_code.__file__).read_bytes()).hexdigest()[:8]
+    parsers = (Path(module.__file__).read_bytes() for module in (machine_code, wgmma))
+    parser = hashlib.sha256(b"".join(parsers)).hexdigest()[:8]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) if cache is None else cache / f"triton-{triton.__version__}-{parser}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,6 +350,7 @@ def _read(path: Path) -> Built:
     fields["resources"] = Resources(*fields["resources"])
     fields["summary"] = Summary(*fields["summary"])
     fields["dots"] = tuple(tuple(pair) for pair in fields["dots"])
+    fields["hazards"], fields["warnings"] = tuple(fields["hazards"]), tuple(fields["warnings"])
     return Built(**fields)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from gpulab.cases import DTYPES, Case, randn
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.kv_attention.op import code_width
+from hf_quant.kv_cache import KVCacheConfig
 
 
 class Cached(NamedTuple):
@@ -22,7 +23,7 @@ class Cached(NamedTuple):
     D: int = 128
 
 
-CACHE_GROUPS = {"int8": None, "fp8_e4m3": None, "int4": 64, "int2": 32}  # channels of a scale; None: those of a head
+CACHE_GROUPS = {"int8": None, "fp8_e4m3": None, "int4": 64, "int2": 32}  # least channels of a scale; None: a head's
 CACHED = (
     Cached("llama", 1, 1, 8192),
     Cached("llama", 1, 1, 32768),
@@ -53,7 +54,8 @@ def _cached(one: Cached, format: str, device: Any) -> tuple[Tensor, Tensor, Tens
     else:
         bounds = (-127, 128) if spec.dtype == torch.int8 else (-(2**31), 2**31)
         codes.random_(*bounds)
-    scale, offset = _side_by_side((*shape, one.D // (CACHE_GROUPS[format] or one.D)), torch.bfloat16, device)
+    groups = KVCacheConfig(format, group_size=CACHE_GROUPS[format]).layout(one.D).groups  # as a cache of users has
+    scale, offset = _side_by_side((*shape, groups), torch.bfloat16, device)
     scale.mul_({"int8": 1 / 73, "fp8_e4m3": 1 / 64, "int4": 1 / 4.6, "int2": 1 / 1.1}[format])
     return codes, scale if spec.is_packed else scale.contiguous(), offset.sub_(1) if spec.is_packed else None
 

@@ -1,4 +1,4 @@
-"""Checks of compiled kernels: shared and local memory, matrix instructions, width of accesses; with exceptions."""
+"""Checks of compiled kernels: memory, matrix instructions and their waits, width of accesses; with exceptions."""
 
 import re
 from typing import NamedTuple
@@ -56,7 +56,6 @@ EXCEPTIONS = (
     Accepted(
         "width", "_kv_query.*", ".*", ".*", "a row of each head, and of several a part of a prefill's time: latency"
     ),
-    Accepted("local", "_kv_prefill.*", "sm120", "int[24] .* tokens, M=.*", "addresses of y, once, outside of loops"),
     Accepted("width", "_adam_step.*", ".*", ".*", "8 values a thread: states of a byte; and scalars of its table"),
     Accepted("width", "_kv_merge.*", ".*", ".*", "a row of fp32 for each split: 4 bytes a lane, all in flight"),
 )
@@ -91,6 +90,10 @@ def check_built(built: Built, target: Target) -> list[Finding]:
         )
         findings.append(Finding("local", text))
     findings += _check_matrix(built, target)
+    if built.hazards:
+        findings.append(Finding("hazard", f"{len(built.hazards)} hazards: {built.hazards[0]}"))
+    if built.warnings:
+        findings.append(Finding("waits", f"ptxas: {built.warnings[0]}"))
     share = wide_share(summary.mix)
     if share is not None and share < 0.5:
         text = f"{share:.0%} of the bytes of the main loop move in accesses of 16 bytes a lane; at least 50% must"

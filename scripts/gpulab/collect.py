@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from gpulab.build import Built, Recorded, Unit, VendorProduct, record, tensors
-from gpulab.cases import Case, gpu_ops, launcher
+from gpulab.build import Built, Recorded, Unit, VendorProduct, record, record_call, tensors
+from gpulab.cache_cases import CACHE_GROUPS, CACHED, append_case, cached_case
+from gpulab.cases import LLAMA, Case, candidate, gpu_ops, launcher, linear_case
 from gpulab.code_checks import dot_kind
 from gpulab.model import Work
 from hf_quant.kernels.gpu.launch import Target
+from hf_quant.kernels.gpu.trials import Trials, use_trials
 
 
 class Use(NamedTuple):
@@ -39,6 +41,35 @@ class Collected(NamedTuple):
     failures: dict[tuple[str, str], list[str]]
 
 
+REFUSALS = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def rehearse(cases: Iterable[Case], targets: Sequence[Target]) -> dict[tuple[str, str], list[str]]:
+    """Call the launcher of each case for each target; {(op, why it fails on a GPU): calls}.
+
+    Nothing is compiled, so it serves under the interpreter, too. A case that launches nothing, and leaves no product
+    to torch, fails: its check would compare the reference with itself.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        arguments, options = case.make("meta")
+        for target in targets:
+            if target.name == "sm75" and case.dtype != torch.float16:
+                continue
+            try:
+                launches, products = record_call(partial(launcher(case.op), *arguments, **options), target)
+                reason = None if launches or products else "no kernel is launched"
+            except REFUSALS as error:
+                reason = _reason(error)
+            if reason is not None:
+                found.setdefault((case.op, reason), []).append(f"{case.name}, {target.name}")
+    return found
+
+
 def collect(cases: Iterable[Case], targets: Sequence[Target]) -> Collected:
     """Call the launcher of each case for each target."""
     found, binders = Collected({}, {}, {}, {}), {}
@@ -50,9 +81,8 @@ def collect(cases: Iterable[Case], targets: Sequence[Target]) -> Collected:
             call = partial(launcher(case.op), *arguments, **options)
             try:
                 launches, products = record(call, target, binders)
-            except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError) as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                found.failures.setdefault((case.op, reason), []).append(f"{case.name}, {target.name}")
+            except REFUSALS as error:
+                found.failures.setdefault((case.op, _reason(error)), []).append(f"{case.name}, {target.name}")
                 continue
             found.calls[target.name, case], found.products[target.name, case] = launches, products
             for launched in launches:
@@ -127,3 +157,14 @@ def work_of(case: Case, launched: Recorded, built: Built) -> Work:
 
 def _experts(launched: Recorded) -> int:
     return max((t.shape[0] for t in tensors(launched.arguments) if t.dim() == 3), default=1)
+
+
+def collect_trials(targets: Sequence[Target]) -> Collected:
+    """`collect` with all trials of gpu/trials.py on, for the calls of decoding that they change."""
+    formats = [candidate(name) for name in ("int4 g128", "int8", "fp8_e4m3", "nf4 g64")]
+    cases = [linear_case(one, LLAMA[2], M, torch.bfloat16) for one in formats for M in (1, 16, 64)]
+    for format in CACHE_GROUPS:
+        cases += [cached_case(CACHED[1], format, torch.bfloat16, rotates=rotates) for rotates in (False, True)]
+        cases.append(append_case(CACHED[1]._replace(S=1), format, torch.bfloat16))
+    with use_trials(Trials(*(True for _ in Trials._fields))):
+        return collect(cases, targets)

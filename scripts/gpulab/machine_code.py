@@ -16,12 +16,14 @@ class Instruction(NamedTuple):
         name: with its modifiers ("LDG.E.128").
         target: address that it may jump to, or None.
         continues: whether the next instruction may follow.
+        operands: as they are written, of NVIDIA's.
     """
 
     address: int
     name: str
     target: int | None
     continues: bool = True
+    operands: str = ""
 
 
 class Resources(NamedTuple):
@@ -81,7 +83,8 @@ def parse_sass(text: str) -> list[Instruction]:
         # BRA.U !UP0, 0x1350 and BRA.DIV UR4, 0x1350 have their condition among the operands.
         always = predicate is None and (short in _ENDS or bool(target) and re.fullmatch(r"0x[0-9a-f]+", operands))
         if name != "NOP":
-            found.append(Instruction(base + address, name, base + int(target[-1], 16) if target else None, not always))
+            goal = base + int(target[-1], 16) if target else None
+            found.append(Instruction(base + address, name, goal, not always, operands))
     return found
 
 

@@ -22,7 +22,7 @@ from gpulab.cases import (
     scaled_case,
 )
 from gpulab.rivals import FAILURES, first_line, int_mm_alone, rivals_of, scaled_mm_alone
-from gpulab.timing import Calls, Ceilings, Timer, num_copies
+from gpulab.timing import Calls, Ceilings, Timer, num_copies, version_of
 from hf_quant.planning import format_table
 
 
@@ -91,6 +91,7 @@ def measure(
         "rivals_ms": {name: value * 1e3 for name, value in seconds.items()},
         "vs_rivals": {name: value / ours for name, value in seconds.items()},
         "rivals_failed": errors,
+        "triton": version_of("triton"),  # other versions make other kernels of the same source
     }
 
 
@@ -167,7 +168,7 @@ def grouped_bf16(linear: Linear, M: int, touched: float, device: torch.device) -
     calls = []
     for _ in range(copies):
         weight, ends = _randn((linear.experts, linear.N, linear.K), device, 0.02), rows_per_expert(linear, M, device)
-        if device.type == "cuda":
+        if device.type in ("cuda", "meta"):
             calls.append(partial(torch._grouped_mm, x, weight.transpose(1, 2), offs=ends))
         else:
             calls.append(partial(_loop_over_experts, x, weight, ends.tolist()))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gpulab.timing import Ceilings
 from hf_quant import QuantizerConfig, capture_generate, quantize_
+from hf_quant.kernels.gpu.counters import counters_of
 
 
 LLAMA_8B = {
@@ -127,7 +128,7 @@ def decode_seconds(model: nn.Module, *, rounds: int = 20) -> tuple[float, list[i
     replay: Callable[[], None] = decoder.step
     if on_gpu:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with counters_of(graph, model.device), torch.cuda.graph(graph):
             decoder.step()
         replay = graph.replay
     decoder.reset(prompt)

@@ -71,6 +71,7 @@ _MMA = "num_warps 8 with BLOCK_N 128 at M = 64; two consumer warpgroups by BLOCK
 _PREFILL = "the crossover in weight_only CONFIGS (last row): lower the largest M if `dequantize + GEMM` wins there"
 _DENSE = "time `dequantize` alone: over 2.5 bytes a weight at copy bandwidth, widen its loads; else it is cuBLAS"
 _FP8 = "num_stages 3 -> 4, BLOCK_N 256 with 8 warps; then the chain length (_CHAIN) that bounds fp8 accumulation"
+_INT8 = "two blocks of 128 x 128 and 4 warps a multiprocessor, or BLOCK_K 64 with 6 stages; is _int_mm any faster"
 _BLOCKS = (
     "profile one block: what is neither a product nor attention (norms, rotary embeddings, quantizing q, k, v thrice)"
 )
@@ -140,6 +141,8 @@ TARGETS: tuple[Target, ...] = (
     Target("G8", "fp8 with activations", "dynamic", W8A8_FP8, LARGE, "bf16", 1.45, _FP8),
     Target("G8", "fp8 with activations", "dynamic", W8A8_FP8, LARGE, "torchao compiled", 1.05, _FP8),
     Target("G8", "fp8 with activations", "dynamic", W8A8_FP8, LARGE, "torchao", 1.3, _FP8),
+    Target("G9", "int8 product alone", "dynamic", ("int8",), (4096, 8192), "bf16", 1.55, _INT8),
+    Target("G9", "int8 product alone", "dynamic", ("int8",), (4096, 8192), "_int_mm", 0.97, _INT8),
     Target(
         "G9", "int8 with activations", "dynamic", W8A8_INT8, (2048, 4096), "bf16", 1.45, "IGMMA waits: BLOCK_K 256"
     ),
@@ -236,7 +239,11 @@ def _judge(target: Target, section: dict[str, Any]) -> Verdict:
     if not known:
         return Verdict(target, None, f"no {target.versus} in this run")
     missing = len(values) - len(known)
-    reason = f"{missing} of {len(values)} without {target.versus}" if missing else ""
+    reasons = [f"{missing} of {len(values)} without {target.versus}"] if missing else []
+    if target.versus == "best rival":
+        best = {min(record["rivals_ms"], key=record["rivals_ms"].get) for record in wanted if record["rivals_ms"]}
+        reasons.insert(0, f"the best: {', '.join(sorted(best))}")
+    reason = "; ".join(reasons)
     return Verdict(target, max(known) if target.is_upper else min(known), reason)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from common.checkout import commit
-from hf_quant.kernels.gpu import launch
+from hf_quant.kernels.gpu.counters import counters_of
 
 
 Calls = Sequence[Callable[[], object]]
@@ -56,8 +56,6 @@ class GraphTimer:
         self.keeper = self._graph(calls, 1)
 
     def __call__(self, variants: dict[str, Calls], *, rounds: int = 9) -> dict[str, float]:
-        # Counters of captured launches are never given back; when they are used up, each launch clears fresh ones.
-        launch.forget_counters()
         replays, counts = {}, {}
         for name, calls in variants.items():
             replays[name], counts[name] = self._capture(calls)
@@ -98,7 +96,7 @@ class GraphTimer:
         if self.pool is None:
             self._take_pool()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream), ExitStack() as failed:
+        with counters_of(graph, self.device), torch.cuda.stream(self.stream), ExitStack() as failed:
             failed.callback(self._abandon, graph)
             graph.capture_begin(pool=self.pool)
             for _ in range(repeats):
@@ -172,9 +170,9 @@ def installed(package: str) -> bool:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Describe the software and the device, for readers who want to repeat the numbers."""
-    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
+    versions = {name: version_of(name) for name in ("torch", "triton", "transformers", "numpy")}
     versions |= {
-        name: _version(name) for name in ("torchao", "gemlite", "bitsandbytes", "diffusers") if installed(name)
+        name: version_of(name) for name in ("torchao", "gemlite", "bitsandbytes", "diffusers") if installed(name)
     }
     found: dict[str, Any] = {"commit": commit(), "python": platform.python_version(), **versions}
     if device.type == "cuda":
@@ -190,7 +188,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -17,7 +17,8 @@ from functools import cache
 import torch
 
 from hf_quant.kernels.codes import CODES, CodeSpec
-from hf_quant.kernels.gpu.launch import lasting, tl, triton
+from hf_quant.kernels.gpu.counters import lasting
+from hf_quant.kernels.gpu.launch import tl, triton
 
 
 ANY_GROUP = 2**30  # the constexpr GROUP where one scale serves the whole row

@@ -8,9 +8,7 @@ import contextvars
 import importlib.util
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,22 +16,33 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+
+from hf_quant.kernels.gpu.compiled import run_by_jit, run_compiled
 
 
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 else:  # the decorated functions are never called then
 
     def _jit(fn: Callable | None = None, **options: Any) -> Callable:
         return fn if fn is not None else (lambda f: f)
 
     triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b), constexpr_function=_jit)
+    gdc_launch_dependents = gdc_wait = None
     # What stands outside of functions: annotations, and constants of types.
     tl = SimpleNamespace(constexpr=lambda value: value, int16="int16")
 
 HAS_TRITON = hasattr(triton, "compile")
+
+
+@triton.jit
+def begin(DEPENDENT: tl.constexpr):
+    """Begin a program of a dependent launch: let the next kernel be set up, and wait for what the last one wrote."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 class Target(NamedTuple):
@@ -103,6 +112,12 @@ TARGETS = {
 }
 
 
+MAX_GRID_X, MAX_GRID_YZ = 2**31 - 1, 65535  # blocks, by the CUDA guide and by HIP's
+
+
+_NO_OPTIONS: dict[str, Any] = {}
+
+
 class Launch(NamedTuple):
     """One launch as `record_launches` sees it."""
 
@@ -110,6 +125,7 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     options: dict[str, Any]  # constexprs, num_warps, num_stages
+    shared: dict[str, Any] = {}  # those of them that a plan keeps
 
 
 _recorded: list[Launch] | None = None
@@ -175,17 +191,50 @@ def _device_target(kind: str, index: int | None) -> Target:
     return Target(f"sm{properties.major}{properties.minor}", properties.multi_processor_count, shared)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run `kernel[grid](*args, **options)` on the device of the first argument, or record it."""
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, shared: dict[str, Any] = _NO_OPTIONS, **options: Any
+) -> None:
+    """Run `kernel[grid](*args, **options, **shared)` on the device of the first argument, or record it.
+
+    shared: options of a kept plan, which are known by their identity and not compared: see `run_compiled`.
+    Raises ValueError if a GPU has no such grid.
+    """
+    if grid[0] > MAX_GRID_X or (len(grid) > 1 and (grid[1] > MAX_GRID_YZ or grid[-1] > MAX_GRID_YZ)):
+        raise ValueError(
+            f"a launch of {' x '.join(map(str, grid))} blocks; a GPU takes at most {MAX_GRID_X} x {MAX_GRID_YZ} x "
+            f"{MAX_GRID_YZ}: give it fewer rows, heads or sequences at once"
+        )
     if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, args, options))
+        _recorded.append(Launch(kernel, grid, args, {**options, **shared}, shared))
         return
     device = args[0].device
+    run = RUNNERS[device.type]
     if device.type == "cpu" or torch.accelerator.current_device_index() == device.index:
-        kernel[grid](*args, **options)
+        run(kernel, grid, device.index, args, options, shared)
     else:  # Triton takes the current device, whatever the tensors are on
         with torch.accelerator.device_index(device.index):
-            kernel[grid](*args, **options)
+            run(kernel, grid, device.index, args, options, shared)
+
+
+# By the type of the device; on a CPU it is Triton's interpreter.
+RUNNERS: dict[str, Callable[..., object]] = {"cuda": run_compiled, "xpu": run_by_jit, "cpu": run_by_jit}
+if torch.version.hip is not None:
+    RUNNERS["cuda"] = run_by_jit
+
+
+# By the type of the device; on a CPU it is Triton's interpreter.
+RUNNERS: dict[str, Callable[..., object]] = {"cuda": run_compiled, "xpu": run_by_jit, "cpu": run_by_jit}
+if torch.version.hip is not None:
+    RUNNERS["cuda"] = run_by_jit
+
+
+def check_grid(grid: tuple[int, ...]) -> None:
+    """Raise ValueError if a GPU takes no grid of that size: the second and the third number are of 16 bits."""
+    if len(grid) > 1 and max(grid[1:]) > MAX_GRID_YZ or grid[0] > MAX_GRID_X:
+        raise ValueError(
+            f"a launch of {' x '.join(map(str, grid))} blocks; a GPU takes at most {MAX_GRID_X} x {MAX_GRID_YZ} x "
+            f"{MAX_GRID_YZ}: give it fewer rows, heads or sequences at once"
+        )
 
 
 def launch_with_scratch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -200,90 +249,6 @@ def launch_with_scratch(kernel: Any, grid: tuple[int, ...], *args: Any, **option
         launch(kernel, grid, *args, **options)
 
     contextvars.copy_context().run(run)
-
-
-def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """`make()`, a tensor of a device that is kept for the life of the process and may be used on every stream.
-
-    While a CUDA graph is captured, or warmed up by inductor, what a thread allocates belongs to the graph's memory,
-    which is used again; so it is made in a thread and on a stream of its own, and complete when this returns.
-    """
-    if device.type != "cuda":
-        return make()
-
-    def work() -> Tensor:
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            made = make()
-        stream.synchronize()
-        return made
-
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(work).result()
-
-
-# Counters of blocks that have finished a tile, for reductions in the order of the blocks. Zero at launch, and left so.
-_COUNTERS = 2**20  # one pool per device: 4 MB
-_PER_STREAM = 2**14
-_pools: dict[torch.device, "_CounterPool"] = {}
-_pools_lock = threading.Lock()
-
-
-class _CounterPool:
-    """Zeroed int32 counters: one slice for each stream, as launches on a stream follow each other.
-
-    Every launch that is captured into a CUDA graph gets a slice of its own, as graphs may be replayed side by side; it
-    is never given back. When the pool is used up, a captured launch zeroes fresh memory (a memset of 1 to 2 us).
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.counters = lasting(lambda: torch.zeros(_COUNTERS, dtype=torch.int32, device=device), device)
-        self.taken = 0
-        self.by_stream: dict[int, Tensor] = {}
-
-    def take(self, count: int) -> Tensor | None:
-        """Return unused counters, None if too few are left. The caller holds `_pools_lock`."""
-        if self.taken + count > _COUNTERS:
-            return None
-        self.taken += count
-        return self.counters[self.taken - count : self.taken]
-
-
-def tile_counters(count: int, device: torch.device) -> Tensor:
-    """At least `count` int32 counters that are zero when the next kernel on the current stream starts.
-
-    The kernel leaves them at zero.
-    """
-    found = None
-    if device.type == "cuda" and count <= _PER_STREAM:
-        stream = torch.cuda.current_stream(device).cuda_stream
-        capturing = torch.cuda.is_current_stream_capturing()
-        pool = _pools.get(device)
-        found = None if pool is None or capturing else pool.by_stream.get(stream)
-        if found is None:
-            with _pools_lock:
-                found = _take(count, device, None if capturing else stream)
-    return torch.zeros(count, dtype=torch.int32, device=device) if found is None else found
-
-
-def _take(count: int, device: torch.device, stream: int | None) -> Tensor | None:
-    """A slice of the device's pool for a stream, or for one launch that is captured (None); None if there is none."""
-    pool = _pools.get(device)
-    if stream is None:
-        return None if pool is None else pool.take(count)
-    if pool is None:
-        pool = _pools[device] = _CounterPool(device)
-    if stream not in pool.by_stream:
-        found = pool.take(_PER_STREAM)
-        if found is None:
-            return None
-        pool.by_stream[stream] = found
-    return pool.by_stream[stream]
-
-
-def forget_counters() -> None:
-    """Drop all pools of counters, also the slices of captured graphs: no such graph may be replayed afterwards."""
-    _pools.clear()
 
 
 # Tuned tables: `scripts/tune.py` writes them, nothing tunes at call time.
@@ -340,6 +305,11 @@ def _check_rows(name: str, rows: list[list[int]], shipped: Sequence[tuple[int, .
         raise _damaged(f"the last row of {name} has to serve all sizes, as {tuple(shipped[-1])} does")
 
 
+def shipped_table(shipped: dict[str, Sequence[tuple[int, ...]]], target: Target) -> Sequence[tuple[int, ...]]:
+    """The shipped rows for a target: those of its own name, if there are such, else those of `target.table`."""
+    return shipped.get(target.name) or shipped[target.table]
+
+
 def config_table(
     name: str, shipped: dict[str, Sequence[tuple[int, ...]]], target: Target
 ) -> Sequence[tuple[int, ...]]:
@@ -349,7 +319,7 @@ def config_table(
     """
     table = _tables.get((name, target))
     if table is None:
-        table, found = shipped[target.table], tuned_tables().get(target.name, {}).get(name)
+        table, found = shipped_table(shipped, target), tuned_tables().get(target.name, {}).get(name)
         if found is not None:
             _check_rows(name, found, table)
             table = [tuple(row) for row in found]
@@ -366,6 +336,11 @@ def use_table(name: str, target: Target, rows: Sequence[tuple[int, ...]]) -> Non
 def reload_tables() -> None:
     """Read the user's tuned tables again at the next launch."""
     _tables.clear()
+    forget_plans()
+
+
+def forget_plans() -> None:
+    """Make the plans of launches anew, as what they follow from has changed."""
     for forget in _PLANS:
         forget()
 

@@ -165,3 +165,37 @@ def tile_product(
         else:
             total = partial
     return total
+
+
+@triton.jit
+def store_product(
+    total,
+    y,
+    scale,
+    scale_rows,
+    global_scale,
+    bias,
+    row_scale,
+    row,
+    n,
+    m,
+    M,
+    N,
+    SCALE_MODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+):
+    """Store the sums [BLOCK_N, BLOCK_M] of a tile in y [M, N], with what is multiplied and added once."""
+    if SCALE_MODE == "row":
+        total *= scale_in(tl.load(scale + scale_rows), SCALE, tl.float32)[:, None]
+    if HAS_GLOBAL:
+        total *= tl.load(global_scale)
+    if HAS_ROW_SCALE:
+        total *= tl.load(row_scale + m, mask=m < M, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + row).to(tl.float32)[:, None]
+    # Neighbouring lanes write neighbouring n.
+    out = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out, tl.trans(total.to(y.dtype.element_ty)), mask=(m < M)[:, None] & (n < N)[None, :])

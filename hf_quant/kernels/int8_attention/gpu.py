@@ -43,6 +43,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import SMALLEST_SCALE, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
@@ -51,7 +52,6 @@ from hf_quant.kernels.gpu.launch import (
     launch,
     launch_with_scratch,
     target_of,
-    tile_counters,
     tl,
     triton,
     unavailable_reason,
@@ -160,6 +160,7 @@ def attention_plan(
             return None
         options = {"BLOCK_M": row[2], "BLOCK_N": row[3], "CAUSAL": is_causal, "LIMIT": limit}
         options |= {"DOT": tl.float16 if dtype == torch.float16 else tl.bfloat16, "TMA": kind == BOUNDED and has_tma}
+        options |= {"SEPARATE": kind == ONLINE and target.table == "sm90"}
         options |= {"BOUNDED": kind == BOUNDED, "num_warps": row[4], "num_stages": row[5]}
         attentions.append((triton.cdiv(S, row[2]), options))
     blocks = (triton.cdiv(size, KEY_BLOCK) for size in (T, S))

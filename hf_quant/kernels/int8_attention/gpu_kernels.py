@@ -193,12 +193,14 @@ def _attend(
     DOT: tl.constexpr,
     TMA: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SEPARATE: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
     """Add the keys start..end: total [M, D] = sum of p * v, weight [M, 1] = sum of p, p = 2 ** (score - reference).
 
-    The reference [M, 1] is given if BOUNDED, else it is `largest`, the largest score so far, and grows.
+    The reference [M, 1] is given if BOUNDED, else it is `largest`, the largest score so far, and grows. SEPARATE: sums
+    of a step in registers of their own; to shrink those that wgmma adds to makes ptxas 12.8 wait for each one (C7515).
     """
     tl.static_assert(KEYS % BLOCK_N == 0, "the keys of a step share one scale, that of KEYS keys")
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -248,9 +250,12 @@ def _attend(
                 values = tl.load(v_pointers, mask=(at + n < T)[:, None] & (d < D)[None, :], other=0.0)
             else:
                 values = tl.load(v_pointers)
-            if not BOUNDED:
-                total *= shrink
-            total = tl.dot(p.to(DOT), values.to(DOT), total)
+            if SEPARATE:
+                total = tl.fma(total, shrink, tl.dot(p.to(DOT), values.to(DOT)))
+            else:
+                if not BOUNDED:
+                    total *= shrink
+                total = tl.dot(p.to(DOT), values.to(DOT), total)
             if not TMA:
                 v_pointers += BLOCK_N * v_token
     return total, weight, largest
@@ -288,6 +293,7 @@ def _int8_attention_kernel(
     CAUSAL: tl.constexpr,
     TMA: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SEPARATE: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
     """Program (block of queries, head): the last queries first if CAUSAL, as they see the most keys.
@@ -325,11 +331,11 @@ def _int8_attention_kernel(
     whole = (tl.minimum(T, block * BLOCK_M) if CAUSAL else T) // BLOCK_N * BLOCK_N
     total, weight, largest = _attend(
         *(total, weight, largest, q, factor, reference, rows, k, k_scale, values, whole, end, T, v_token),
-        *(D, BLOCK_D, BLOCK_N, KEYS, FP8, DOT, TMA, BOUNDED, True, CAUSAL),
+        *(D, BLOCK_D, BLOCK_N, KEYS, FP8, DOT, TMA, BOUNDED, SEPARATE, True, CAUSAL),
     )
     total, weight, largest = _attend(
         *(total, weight, largest, q, factor, reference, rows, k, k_scale, values, 0, whole, T, v_token),
-        *(D, BLOCK_D, BLOCK_N, KEYS, FP8, DOT, TMA, BOUNDED, False, CAUSAL),
+        *(D, BLOCK_D, BLOCK_N, KEYS, FP8, DOT, TMA, BOUNDED, SEPARATE, False, CAUSAL),
     )
     result = total * (1 / weight)
     if FP8:

@@ -56,6 +56,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.dispatch import Path, Problem, implements
+from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import bits_of, ptx
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
@@ -67,10 +68,12 @@ from hf_quant.kernels.gpu.launch import (
     tl,
     unavailable_reason,
 )
+from hf_quant.kernels.gpu.trials import dependent_options, trials
 from hf_quant.kernels.hadamard.gpu import hadamard_gpu
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.kv_attention.cpu import attend_in_blocks
-from hf_quant.kernels.kv_attention.gpu_decode import _kv_decode_kernel, _kv_merge_kernel
+from hf_quant.kernels.kv_attention.gpu_decode import _kv_decode_kernel
+from hf_quant.kernels.kv_attention.gpu_merge import _kv_merge_kernel
 from hf_quant.kernels.kv_attention.gpu_parts import _kv_query_kernel
 from hf_quant.kernels.kv_attention.gpu_places import place_ptx, places
 from hf_quant.kernels.kv_attention.gpu_prefill import _kv_prefill_kernel
@@ -96,19 +99,26 @@ _DECODE = (
     (8, 128, 2, 64, 8, 3, 2),
     (8, 256, 2, 64, 4, 2, 2),
 )
-DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90", "sm100"), _DECODE)
-_TALLER = {(4, 128, 2): (4, 128, 2, 64, 4, 3, 3)}  # in shorter tiles sm100 keeps 8 bytes in local memory
-DECODE_CONFIGS["sm100"] = tuple(_TALLER.get(row[:3], row) for row in _DECODE)
+DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90"), _DECODE)
+# Where ptxas keeps 8 to 32 bytes in local memory: on sm100 int4 in 4 warps, on both int2 in 168 registers.
+_SM120 = {(2, 128, 2): (2, 128, 2, 32, 2, 3, 5)}
+_SM100 = {**_SM120, (4, 128, 2): (4, 128, 2, 32, 8, 3, 2)}
+DECODE_CONFIGS["sm100"] = tuple(_SM100.get(row[:3], row) for row in _DECODE)
+DECODE_CONFIGS["sm120"] = tuple(_SM120.get(row[:3], row) for row in _DECODE)
 DECODE_CONFIGS["gfx942"] = tuple((*row[:3], 32, row[4], 1, row[6]) for row in _DECODE)
 # (largest D, whether with a mask, BLOCK_M, BLOCK_N, num_warps, num_stages). A mask is read as it is in memory, which
 # Triton then makes the layout of the scores, too: smaller tiles. Without wgmma, heads above 128 spill: tiles of a few
 # rows serve.
 _PREFILL = ((64, 0, 128, 64, 8, 2), (64, 1, 64, 32, 8, 2), (128, 0, 128, 64, 8, 2), (128, 1, 64, 32, 8, 2))
-_PREFILL_SM90 = (*_PREFILL, (256, 1, 64, 16, 8, 2))
+_WIDE = (256, 1, 64, 16, 8, 2)
+_HALF = tuple((D, mask, m, 32, 8, 2) for D, mask, m, *_ in _PREFILL)
 PREFILL_CONFIGS = {
-    **dict.fromkeys(("sm90", "sm100"), _PREFILL_SM90),
-    # Operands in registers: half the tokens a step.
-    **dict.fromkeys(("sm80", "sm89"), tuple((D, mask, m, 32, 8, 2) for D, mask, m, *_ in _PREFILL)),
+    "sm90": (*_PREFILL, _WIDE),
+    # Operands in registers: half the tokens a step. So have 8-bit keys on sm100, by Triton 3.6: 200 bytes of stack.
+    **dict.fromkeys(("sm80", "sm89"), _HALF),
+    "sm100": (*_HALF, _WIDE),
+    # As sm89, whose ptxas finds room for 32 tokens.
+    "sm120": tuple((128, 0, 128, 16, 8, 2) if row[:2] == (128, 0) else row for row in _HALF),
     "gfx942": tuple((D, mask, 64, 32, 4, 1) for D, mask, *_ in _PREFILL),
 }
 
@@ -167,7 +177,7 @@ class AttentionPlan(NamedTuple):
 
     kernel: object
     tiles: int  # of rows, for each head of keys
-    splits: int
+    max_splits: int
     options: dict
     merge: dict  # options of the launch that adds the splits
 
@@ -182,8 +192,11 @@ def _multiplier(spec: CodeSpec, dtype: torch.dtype) -> float:
 
 
 @cached_plan
-def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> AttentionPlan | None:
-    """The plan for `rows` rows of queries of each head of keys, None where torch ops serve."""
+def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | None:
+    """The plan for `rows` rows of queries of each head of keys, None where torch ops serve.
+
+    One for all lengths of a cache: each token would make another.
+    """
     group_size = shape.D // shape.groups
     if not target.has_bf16_dot or attention_unsupported_reason(shape.D, group_size, shape.dtype, shape.format):
         return None
@@ -216,6 +229,9 @@ def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> Attention
         options |= {"PLACES": places(shape.format, use_ptx=use_ptx)}
         if use_ptx and R == 16 and row[:3] == (8, 128, 1) and shape.D == 128 and not shape.has_mask:
             options["maxnreg"] = 168  # of 3 programs: ptxas aims at as many, and keeps 8 bytes on the stack (sm90)
+        if target.capability >= 100 and row[:3] == (2, 128, 2):
+            options["maxnreg"] = 192  # of 5 programs
+        options |= {"BLOCK_D": _power(shape.D), **dependent_options(target)}
         kernel, tiles = _kv_decode_kernel, -(-rows // R)
     else:
         _, _, block_m, block_n, num_warps, stages = row
@@ -231,10 +247,10 @@ def attention_plan(shape: Shape, rows: int, T: int, target: Target) -> Attention
     options |= {"num_warps": num_warps, "num_stages": stages}
     # By what fits at once, not by how long the cache is, so that a growing one compiles nothing anew.
     most = min(max(programs * target.multiprocessors // (shape.heads * tiles), 1), _MAX_SPLITS)
-    splits = min(most, max(-(-T // _LEAST_TOKENS), 1))
     merge = {"D": shape.D, "BLOCK_D": _power(shape.D), "SPLITS": max(_power(most), 2), "num_warps": 4}
+    merge |= dependent_options(target)
     merge["STEP"] = min(merge["SPLITS"], 4096 // merge["BLOCK_D"])
-    return AttentionPlan(kernel, tiles, splits, options, merge)
+    return AttentionPlan(kernel, tiles, most, options, merge)
 
 
 class Operand(NamedTuple):
@@ -257,7 +273,7 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
     if codes.stride(3) != 1 or any(n % 2 for n in (codes.data_ptr(), *spans)) or scale.dtype not in _FLOATS:
         return None
     align = 8
-    while any(n // 2 % align for n in spans):
+    while any(n // 2 % align for n in (codes.data_ptr(), *spans)):
         align //= 2
     offset_strides = (0, 0, 0, 0) if offset is None else offset.stride()
     if offset is None:
@@ -293,8 +309,8 @@ def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool) -> Tensor:
         y = y if y.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         sizes = (S, H, H // frame.shape[1], *q.stride()[:3], *y.stride()[:3])
         options = {"D": D, "BLOCK_D": max(_power(D), 16), "LOG_ROTATION": block.bit_length() - 1 if rotates else 0}
-        options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4}
-        launch(_kv_query_kernel, (-(-S // _QUERIES), B * H), q, frame.contiguous(), y, *sizes, **options)
+        options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4, **dependent_options(target_of(q.device))}
+        launch(_kv_query_kernel, (-(-S // _QUERIES) * B * H,), q, frame.contiguous(), y, *sizes, **options)
         return y
     if not rotates or q.dtype == torch.float32:
         return op.query_rows(q, None, rotates=rotates)
@@ -336,7 +352,7 @@ def kv_attention_gpu(
     if unavailable_reason(q.device) is None and None not in (keys, values) and q.numel() and T:
         repeats, flags = H // kv_heads, (not (k_offset is None and v_offset is None), mask is not None)
         shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
-        plan = attention_plan(shape, S * repeats, T, target_of(q.device))
+        plan = attention_plan(shape, S * repeats, target_of(q.device))
     if plan is None:
         q = op.query_rows(q, k_frame, rotates=rotates_keys)
         parts = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
@@ -349,9 +365,10 @@ def kv_attention_gpu(
     y = out if out.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
     parts = stats = None
-    adds = plan.splits > 1 or rotates_values  # the launch that adds the splits rotates the sums, too
+    splits = min(plan.max_splits, -(-T // _LEAST_TOKENS))
+    adds = splits > 1 or rotates_values  # the launch that adds the splits rotates the sums, too
     if adds:
-        rows = B * kv_heads * plan.splits * S * repeats
+        rows = B * kv_heads * splits * S * repeats
         workspace = torch.empty(rows * (D + 1), dtype=torch.float32, device=q.device)
         parts, stats = workspace[: rows * D], workspace[rows * D :]
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "added"
@@ -359,22 +376,28 @@ def kv_attention_gpu(
     if mask is not None:
         mask_strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride()))
         mask = mask.view(torch.uint8) if kind == "bool" else mask
+    block = op.rotation_block(D) if rotates_values else 1
+    rotation = {"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5}
+    counters, merges, own = (), False, {}
+    if plan.kernel is _kv_decode_kernel:
+        merges = adds and trials().merged_splits
+        counters = (tile_counters(B * kv_heads * plan.tiles, q.device) if merges else None,)
+        own = {"MERGES": merges, **(rotation if merges else {"LOG_ROTATION": 0, "NORM": 1.0})}
     launch(
-        *(plan.kernel, (B * kv_heads * plan.tiles, plan.splits), q, keys.codes, keys.scale, keys.offset),
-        *(values.codes, values.scale, values.offset, mask, length, k_first, y, lse, parts, stats),
+        *(plan.kernel, (B * kv_heads * plan.tiles, splits), q, keys.codes, keys.scale, keys.offset),
+        *(values.codes, values.scale, values.offset, mask, length, k_first, y, lse, parts, stats, *counters),
         *(scale * math.log2(math.e), 1 / scale, S, T, kv_heads, repeats, plan.tiles, window, k_scale.shape[3]),
         *(*q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
         *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),
-        **plan.options,
+        shared=plan.options,
         **{"K_PAIRED": keys.is_paired, "V_PAIRED": values.is_paired, "K_ALIGN": keys.align, "V_ALIGN": values.align},
-        **{"CAUSAL": is_causal, "WINDOWED": window > 0, "MASK": kind},
+        **{"CAUSAL": is_causal, "WINDOWED": window > 0, "MASK": kind, **own},
     )
-    if adds:
-        block = op.rotation_block(D) if rotates_values else 1
+    if adds and not merges:
         launch(
-            *(_kv_merge_kernel, (S * repeats, B * kv_heads), parts, stats, y, lse, S, kv_heads, repeats, plan.splits),
+            *(_kv_merge_kernel, (S * repeats * B * kv_heads,), parts, stats, y, lse, S, kv_heads, repeats, splits),
             *y.stride()[:3],
-            **plan.merge,
-            **{"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5},
+            shared=plan.merge,
+            **rotation,
         )
     return (y if y is out else out.copy_(y)), lse

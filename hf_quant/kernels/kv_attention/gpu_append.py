@@ -15,8 +15,19 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
-from hf_quant.kernels.gpu.launch import HAS_TRITON, cached_plan, launch, target_of, tl, triton, unavailable_reason
+from hf_quant.kernels.gpu.launch import (
+    HAS_TRITON,
+    Target,
+    begin,
+    cached_plan,
+    launch,
+    target_of,
+    tl,
+    triton,
+    unavailable_reason,
+)
 from hf_quant.kernels.gpu.row_codes import encode
+from hf_quant.kernels.gpu.trials import dependent_options
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.kv_attention.gpu_parts import butterfly
 
@@ -66,6 +77,7 @@ def _append(
     S,
     C,
     heads,
+    block,
     b,
     h,
     x_batch,
@@ -98,7 +110,7 @@ def _append(
 ):
     """Quantize TOKENS tokens of a head of keys or values and write them."""
     G: tl.constexpr = BLOCK_D // GROUP_PAD
-    s, d, g = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D), tl.arange(0, G)
+    s, d, g = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D), tl.arange(0, G)
     x += b.to(tl.int64) * x_batch + h.to(tl.int64) * x_head
     inside = (s < S)[:, None] & (d < D)[None, :]
     values = tl.load(x + s.to(tl.int64)[:, None] * x_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -163,7 +175,11 @@ _SIZES = (
 )
 
 
-@triton.jit(do_not_specialize=_SIZES)
+# Where a sliding window has grown to, scales begin at any multiple of their size, whose stores are as narrow anyway.
+_UNALIGNED = ("k_scale", "k_offset", "v_scale", "v_offset")
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
 def _kv_append_kernel(
     k,
     v,
@@ -225,20 +241,26 @@ def _kv_append_kernel(
     RANGE: tl.constexpr,
     FITS: tl.constexpr,
     TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Program (block of tokens, head of keys or of values): first all heads of keys, then all heads of values."""
-    head, both = tl.program_id(1), tl.num_programs(1) // 2
+    """Program: a block of tokens of a head of keys or of values; first all heads of keys, then all heads of values.
+
+    In one dimension of the grid: the second has 65,535 places only, and a batch of 1024 with 32 heads has more.
+    """
+    begin(DEPENDENT)
+    blocks = tl.cdiv(S, TOKENS)
+    block, head, both = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks // 2
     b, h = head % both // heads, head % both % heads
     if head < both:
         _append(
-            *(k, frame, start, k_codes, k_scale, k_offset, S, C, heads, b, h, k_batch, k_head, k_token),
+            *(k, frame, start, k_codes, k_scale, k_offset, S, C, heads, block, b, h, k_batch, k_head, k_token),
             *(kc_batch, kc_head, kc_token, ks_batch, ks_head, ks_token, ks_group),
             *(ko_batch, ko_head, ko_token, ko_group, K_D, K_BLOCK, K_GROUP, K_GROUP_PAD, K_ROTATION, K_NORM),
             *(BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, FITS, TOKENS),
         )
     else:
         _append(
-            *(v, None, start, v_codes, v_scale, v_offset, S, C, heads, b, h, v_batch, v_head, v_token),
+            *(v, None, start, v_codes, v_scale, v_offset, S, C, heads, block, b, h, v_batch, v_head, v_token),
             *(vc_batch, vc_head, vc_token, vs_batch, vs_head, vs_token, vs_group),
             *(vo_batch, vo_head, vo_token, vo_group, V_D, V_BLOCK, V_GROUP, V_GROUP_PAD, V_ROTATION, V_NORM),
             *(BITS, IS_FLOAT, CONVERTS, LIMIT, RANGE, FITS, TOKENS),
@@ -269,11 +291,20 @@ PATHS = (
 
 
 @cached_plan
-def _options(D: int, groups: int) -> tuple[int, int, int, int]:
-    """D, the power of two that holds it, the size of a group, the power of two that holds that."""
-    group = D // groups
-    block = max(triton.next_power_of_2(D), 16)
-    return D, block, group, block if groups == 1 else group
+def _options(
+    format: str, key: tuple[int, int], value: tuple[int, int], rotates: tuple[bool, bool], target: Target
+) -> dict:
+    """The options of the kernel for keys and values of (channels, groups)."""
+    spec, options = CODES[format], dependent_options(target)
+    for name, (D, groups), rotated in zip("KV", (key, value), rotates):
+        rotation, block = op.rotation_block(D) if rotated else 1, max(triton.next_power_of_2(D), 16)
+        options |= {f"{name}_D": D, f"{name}_BLOCK": block, f"{name}_GROUP": D // groups}
+        options |= {f"{name}_GROUP_PAD": block if groups == 1 else D // groups}
+        options |= {f"{name}_ROTATION": rotation.bit_length() - 1, f"{name}_NORM": rotation**-0.5}
+    is_float = spec.dtype.is_floating_point
+    options |= {"BITS": spec.bits, "IS_FLOAT": is_float, "FITS": op.FITS}
+    options |= {"CONVERTS": is_float and target.has_fp8_dot, "RANGE": op.FIRST_RANGE.get(spec.bits, 0.0)}
+    return options | {"LIMIT": row_max(format) if spec.bits == 8 else 0.0, "TOKENS": _TOKENS, "num_warps": 4}
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
@@ -314,22 +345,12 @@ def kv_append_gpu(
     if k.numel() == 0:
         return
     k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (k, v))
-    is_float = spec.dtype.is_floating_point
-    options = {f"K_{name}": n for name, n in zip(("D", "BLOCK", "GROUP", "GROUP_PAD"), _options(*heads[0]))}
-    options |= {f"V_{name}": n for name, n in zip(("D", "BLOCK", "GROUP", "GROUP_PAD"), _options(*heads[1]))}
-    for name, D, rotates in (("K", K_D, rotates_keys), ("V", V_D, rotates_values)):
-        rotation = op.rotation_block(D) if rotates else 1
-        options |= {f"{name}_ROTATION": rotation.bit_length() - 1, f"{name}_NORM": rotation**-0.5}
-    options |= {"BITS": spec.bits, "IS_FLOAT": is_float, "FITS": op.FITS}
-    options |= {"CONVERTS": is_float and target_of(k.device).has_fp8_dot}
-    options |= {"LIMIT": row_max(format) if spec.bits == 8 else 0.0, "RANGE": op.FIRST_RANGE.get(spec.bits, 0.0)}
     frame = None if k_frame is None else k_frame.contiguous()
-    codes = [part.view(torch.uint8) if is_float else part for part in (k_codes, v_codes)]
+    codes = [part.view(torch.uint8) if spec.dtype.is_floating_point else part for part in (k_codes, v_codes)]
     launch(
-        *(_kv_append_kernel, (triton.cdiv(S, _TOKENS), 2 * B * H), k, v, frame, start, codes[0], k_scale, k_offset),
+        *(_kv_append_kernel, (triton.cdiv(S, _TOKENS) * 2 * B * H,), k, v, frame, start, codes[0], k_scale, k_offset),
         *(codes[1], v_scale, v_offset, S, k_codes.shape[2], H, *_strides(k, 3), *_strides(v, 3)),
         *(*_strides(k_codes, 3), *_strides(k_scale, 4), *_strides(k_offset, 4)),
         *(*_strides(v_codes, 3), *_strides(v_scale, 4), *_strides(v_offset, 4)),
-        **options,
-        **{"TOKENS": _TOKENS, "num_warps": 4},
+        shared=_options(format, *heads, (rotates_keys, rotates_values), target_of(k.device)),
     )

@@ -1,10 +1,11 @@
-"""Triton kernels of `kv_attention` for few queries, and the sum of splits; gpu.py says what they cost."""
+"""The Triton kernel of `kv_attention` for few queries; gpu.py says what it costs."""
 
 from hf_quant.kernels.gpu.decode import decode_portable
-from hf_quant.kernels.gpu.launch import tl, triton
+from hf_quant.kernels.gpu.launch import begin, tl, triton
+from hf_quant.kernels.kv_attention.gpu_merge import merge_rows
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
-    butterfly,
+    UNALIGNED,
     head_start,
     load_scales,
     load_words,
@@ -160,7 +161,7 @@ def _decode_step(
     return total, weight, offsets, largest
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def _kv_decode_kernel(
     q,
     k,
@@ -176,6 +177,7 @@ def _kv_decode_kernel(
     lse,
     parts,
     stats,
+    counters,
     factor,
     inverse_scale,
     S,
@@ -242,8 +244,17 @@ def _kv_decode_kernel(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGES: tl.constexpr,
+    LOG_ROTATION: tl.constexpr,
+    NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Program (tile of R rows of a head of keys, split): attention over a part of the tokens; see gpu.py."""
+    """Program (tile of R rows of a head of keys, split): attention over a part of the tokens; see gpu.py.
+
+    If MERGES, the program that comes last adds the splits of its tile, in their order.
+    """
+    begin(DEPENDENT)
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile, head = head % tiles, head // tiles
     b, h = head // kv_heads, head % kv_heads
@@ -409,50 +420,15 @@ def _kv_decode_kernel(
         tl.store(lse + at * S + row // repeats, found * 0.6931471805599453, mask=row < total_rows)
     else:
         tl.store(stats + (head.to(tl.int64) * splits + split) * total_rows + row, found, mask=row < total_rows)
-
-
-@triton.jit(do_not_specialize=["S", "kv_heads", "repeats", "splits", "y_batch", "y_head", "y_token"])
-def _kv_merge_kernel(
-    parts,
-    stats,
-    y,
-    lse,
-    S,
-    kv_heads,
-    repeats,
-    splits,
-    y_batch,
-    y_head,
-    y_token,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STEP: tl.constexpr,
-    LOG_ROTATION: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Program (row, head of keys): the attention of all splits, added in their order; rotated as values were."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    b, h = head // kv_heads, head % kv_heads
-    rows = S * repeats
-    n, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    first = head.to(tl.int64) * splits
-    found = tl.load(stats + (first + n) * rows + row, mask=n < splits, other=float("-inf"))
-    top = tl.max(found, 0)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.sum(tl.exp2(found - safe), 0)
-    total = tl.zeros((STEP, BLOCK_D), tl.float32)
-    for at in tl.static_range(0, SPLITS, STEP):
-        n = at + tl.arange(0, STEP)
-        found = tl.load(stats + (first + n) * rows + row, mask=n < splits, other=float("-inf"))
-        sees = (found != float("-inf"))[:, None] & (d < D)[None, :]
-        part = tl.load(parts + ((first + n) * rows + row)[:, None] * D + d[None, :], mask=sees, other=0.0)
-        total += part * tl.exp2(found - safe)[:, None]
-    value = tl.sum(total, 0) * tl.where(weight == 0, 0.0, 1 / weight)
-    if LOG_ROTATION > 0:
-        value = tl.reshape(butterfly(tl.reshape(value, (1, BLOCK_D)), 1, BLOCK_D, LOG_ROTATION, NORM), (BLOCK_D,))
-    q_head, position = h * repeats + row % repeats, row // repeats
-    out = y + b.to(tl.int64) * y_batch + q_head.to(tl.int64) * y_head + position.to(tl.int64) * y_token
-    tl.store(out + d, value.to(y.dtype.element_ty), mask=d < D)
-    found = tl.where(top == float("-inf"), top, top + tl.log2(weight)) * 0.6931471805599453
-    tl.store(lse + (head.to(tl.int64) * repeats + row % repeats) * S + position, found)
+    if MERGES:
+        tl.debug_barrier()  # all warps have stored before the count says so
+        if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
+            y_row = y + b.to(tl.int64) * y_batch + (h * repeats + row % repeats).to(tl.int64) * y_head
+            y_row += (row // repeats).to(tl.int64) * y_token
+            lse_row = lse + ((b * kv_heads + h).to(tl.int64) * repeats + row % repeats) * S + row // repeats
+            first_split = head.to(tl.int64) * splits
+            merge_rows(
+                *(parts, stats, y_row, lse_row, first_split, row, splits, total_rows),
+                *(R, D, BLOCK_D, LOG_ROTATION, NORM),
+            )
+            tl.store(counters + tl.program_id(0), 0)

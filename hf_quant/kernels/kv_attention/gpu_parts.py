@@ -1,6 +1,6 @@
 """Parts of the kernels of `kv_attention`: addresses, scales, masks, the tokens of a split."""
 
-from hf_quant.kernels.gpu.launch import tl, triton
+from hf_quant.kernels.gpu.launch import begin, tl, triton
 
 
 # Nothing that the length of a cache changes may compile a kernel anew.
@@ -9,6 +9,8 @@ SIZES = (
     *("ks_batch", "ks_head", "ko_batch", "ko_head", "v_batch", "v_head", "v_token", "vs_batch", "vs_head"),
     *("vo_batch", "vo_head", "mask_batch", "mask_head", "mask_row"),
 )
+# Neither may the place that a sliding window has got to. A token's codes take multiples of 16 bytes in usual heads.
+UNALIGNED = ("k_scale", "k_offset", "v_scale", "v_offset")
 
 
 @triton.jit
@@ -41,10 +43,13 @@ def _kv_query_kernel(
     LOG_ROTATION: tl.constexpr,
     NORM: tl.constexpr,
     TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Program (block of TOKENS positions, head of queries): `op.query_rows` of keys in a frame."""
-    s, d = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D)
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    """Program: `op.query_rows`, of keys in a frame, of a block of TOKENS positions of a head of queries."""
+    begin(DEPENDENT)
+    blocks = tl.cdiv(S, TOKENS)
+    s, d = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D)
+    b, h = tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
     inside = (s < S)[:, None] & (d < D)[None, :]
     q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head
     rows = tl.load(q + s.to(tl.int64)[:, None] * q_token + d[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -4,6 +4,7 @@ from hf_quant.kernels.gpu.decode import decode_in_order, spread
 from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
+    UNALIGNED,
     head_start,
     load_scales,
     load_words,
@@ -118,7 +119,7 @@ def _prefill_step(
     return acc, weight, top
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def _kv_prefill_kernel(
     q,
     k,

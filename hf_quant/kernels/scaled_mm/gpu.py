@@ -40,6 +40,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import BLOCK_SIZE
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
+from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import scale_rows
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
@@ -49,7 +50,6 @@ from hf_quant.kernels.gpu.launch import (
     launch,
     launch_with_scratch,
     target_of,
-    tile_counters,
     triton,
     unavailable_reason,
 )

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
+from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
     bits_of,
@@ -42,7 +43,6 @@ from hf_quant.kernels.gpu.decode import (
     levels_tensor,
     row_alignment,
     row_elements,
-    scale_in,
     scale_kind,
     scale_rows,
     undecodable_reason,
@@ -54,14 +54,14 @@ from hf_quant.kernels.gpu.launch import (
     config_table,
     launch,
     target_of,
-    tile_counters,
     tl,
     triton,
     unavailable_reason,
 )
-from hf_quant.kernels.gpu.tile import tile_product
+from hf_quant.kernels.gpu.trials import dependent_options, trials
 from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.weight import Weight, takes_weight
+from hf_quant.kernels.weight_only.gpu_kernels import _weight_only_mm_kernel, _weight_only_mm_stripes_kernel
 from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, weight_only_mm_backward
 
 
@@ -109,6 +109,7 @@ CONFIGS = {
 }
 _MIN_STEPS = 4  # K steps of a part: fewer would not fill the pipeline of loads
 _MIN_DOT_K = 16
+_DECODE = 64  # tokens
 
 
 class Tiling(NamedTuple):
@@ -182,120 +183,6 @@ def split_of_k(tiles: int, steps: int, max_split: int, target: Target) -> int:
     return split
 
 
-@triton.jit(do_not_specialize=["M", "steps"])
-def _weight_only_mm_kernel(
-    x,
-    qdata,
-    scale,
-    zero_point,
-    global_scale,
-    bias,
-    row_scale,
-    levels,
-    y,
-    partials,
-    counters,
-    M,
-    N,
-    K,
-    x_stride,
-    q_stride,
-    scale_stride,
-    steps,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_MODE: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-    HAS_GLOBAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    DOT: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    PLANE0: tl.constexpr,
-    PLANE1: tl.constexpr,
-    CODES: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Program (tile, part): rows of y that share weights are neighbours, so that the weights are read from L2."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
-    n = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.minimum(n, N - 1)  # rows past the end compute a copy that is not stored
-    if SCALE_ROWS == 0:
-        scale_rows = row * 0
-    else:
-        scale_rows = row // SCALE_ROWS * scale_stride
-    total = tile_product(
-        x,
-        m.to(tl.int64) * x_stride,
-        m < M,
-        qdata,
-        row.to(tl.int64) * q_stride,
-        scale,
-        scale_rows,
-        zero_point,
-        levels,
-        part * steps,
-        tl.minimum(part * steps + steps, tl.cdiv(K, BLOCK_K)),
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_K,
-        GROUP,
-        SCALE_MODE,
-        SCALE,
-        HAS_ZERO,
-        DOT,
-        KIND,
-        BITS,
-        PLANE0,
-        PLANE1,
-        CODES,
-        MANTISSA,
-        MULTIPLIER,
-        PTX,
-    )
-    last = True
-    if SPLIT_K > 1:
-        # Every part leaves its sum; the one that comes last adds them up in the order of K: the same bits every time.
-        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        sums = partials + tile.to(tl.int64) * (SPLIT_K * BLOCK_N * BLOCK_M) + inner
-        tl.store(sums + part * (BLOCK_N * BLOCK_M), total)
-        tl.debug_barrier()  # all warps have stored before the count says so
-        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
-        if last:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            # Large parts one by one: all at once took 255 registers and a stack (W4A8, sm90, M = 65) instead of 128.
-            UNROLL: tl.constexpr = SPLIT_K if BLOCK_M < 64 else 1
-            for i in tl.range(SPLIT_K, num_stages=1, loop_unroll_factor=UNROLL):
-                total += tl.load(sums + i * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            tl.store(counters + tile, 0)
-    if last:
-        if SCALE_MODE == "row":
-            total *= scale_in(tl.load(scale + scale_rows), SCALE, tl.float32)[:, None]
-        if HAS_GLOBAL:
-            total *= tl.load(global_scale)
-        if HAS_ROW_SCALE:
-            total *= tl.load(row_scale + m, mask=m < M, other=0.0)[None, :]
-        if HAS_BIAS:
-            total += tl.load(bias + row).to(tl.float32)[:, None]
-        # Neighbouring lanes write neighbouring n.
-        out = y + m.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(out, tl.trans(total.to(y.dtype.element_ty)), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
 class FusedPlan(NamedTuple):
     """The launch of the fused kernel for a product: all that follows from sizes and types."""
 
@@ -305,6 +192,7 @@ class FusedPlan(NamedTuple):
     split: int
     steps: int  # of K, for one part
     options: dict
+    programs: int = 0  # of stripes, which `steps` are then the length of; 0: tiles and parts
 
 
 @cached_plan
@@ -336,6 +224,7 @@ def fused_plan(
     steps = triton.cdiv(K, found.block_k)
     split = split_of_k(tiles, steps, found.max_split, target)
     options = {
+        **dependent_options(target),
         "BLOCK_M": found.block_m,
         "BLOCK_N": found.block_n,
         "BLOCK_K": found.block_k,
@@ -352,6 +241,10 @@ def fused_plan(
     }
     if target.table == "sm89" and found.block_m <= 8 and codes <= 4:
         options["maxnreg"] = 128  # left alone, ptxas takes 72 or 80 and keeps 8 to 24 bytes on the stack (int8, W4A8)
+    if trials().stripes and M <= _DECODE and target.table in ("sm90", "sm100"):  # elsewhere they spill
+        del options["SPLIT_K"]
+        stripe = triton.cdiv(tiles * steps, 2 * target.multiprocessors)
+        return FusedPlan(found, codes, tiles, 1, stripe, options, triton.cdiv(tiles * steps, stripe))
     return FusedPlan(found, codes, tiles, split, triton.cdiv(steps, split), options)
 
 
@@ -364,13 +257,14 @@ def fused_product(
     N, device = w.N, x.device
     y = torch.empty(M, N, dtype=dtype, device=device)
     partials = counters = None
-    if plan.split > 1:
-        shape = (plan.tiles, plan.split, plan.tiling.block_n, plan.tiling.block_m)
+    if plan.split > 1 or plan.programs:
+        parts = (plan.programs, 2) if plan.programs else (plan.tiles, plan.split)
+        shape = (*parts, plan.tiling.block_n, plan.tiling.block_m)
         partials = torch.empty(shape, dtype=torch.float32, device=device)
         counters = tile_counters(plan.tiles, device)
     launch(
-        _weight_only_mm_kernel,
-        (plan.tiles, plan.split),
+        _weight_only_mm_stripes_kernel if plan.programs else _weight_only_mm_kernel,
+        (plan.programs,) if plan.programs else (plan.tiles, plan.split),
         x,
         bits_of(w.qdata),
         bits_of(w.scale),

@@ -15,14 +15,16 @@ import pytest
 import torch
 
 from hf_quant import kernels
-from hf_quant.kernels.gpu import launch
+from hf_quant.kernels.gpu import counters
+from hf_quant.kernels.gpu.counters import counters_of, lasting, tile_counters
 from hf_quant.kernels.gpu.launch import (
+    MAX_GRID_YZ,
     TARGETS,
     Target,
     config_table,
-    lasting,
+    launch,
+    record_launches,
     reload_tables,
-    tile_counters,
     tuned_path,
 )
 
@@ -62,7 +64,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def cuda(monkeypatch) -> types.SimpleNamespace:
     """What is asked of CUDA, where there is none: the stream in use, whether it captures, what happened."""
-    state = types.SimpleNamespace(stream=1, capturing=False, events=[])
+    state = types.SimpleNamespace(stream=1, capturing=False, current=0, captures_on=None, events=[])
     here = lambda: "caller" if threading.current_thread() is threading.main_thread() else "thread"  # noqa: E731
 
     class Stream:
@@ -87,9 +89,22 @@ def cuda(monkeypatch) -> types.SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=state.stream))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+
+    @contextlib.contextmanager
+    def on(device):
+        before, state.current = state.current, device.index
+        yield
+        state.current = before
+
+    def is_capturing():
+        return state.capturing and state.captures_on in (None, state.current)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state.current)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: state.events.append(f"waits for {device}"))
     monkeypatch.setattr(torch, "zeros", fake_zeros)
-    monkeypatch.setattr(launch, "_pools", {})
+    monkeypatch.setattr(counters, "_pools", {})
     return state
 
 
@@ -117,7 +132,7 @@ def test_lasting_tensors_are_complete_and_in_nobodys_pool(cuda):
 def test_streams_and_captured_launches_share_no_counters(cuda):
     cuda.capturing = True
     tile_counters(5, CUDA)
-    assert cuda.events == ["caller makes zeros"] and not launch._pools, "a graph's own memory"
+    assert cuda.events == ["caller makes zeros"] and not counters._pools, "a graph's own memory"
     cuda.capturing = False
     first = tile_counters(5, CUDA)
     assert tile_counters(7, CUDA).data_ptr() == first.data_ptr()
@@ -154,6 +169,75 @@ def test_more_counters_than_a_slice_has(cuda, capturing):
     assert found.shape == (2**14 + 1,) and found.dtype == torch.int32 and not found.any()
 
 
+def test_the_device_of_the_tensor_is_asked_whether_it_captures(cuda):
+    second = torch.device("cuda", 1)
+    tile_counters(5, second)
+    cuda.capturing, cuda.captures_on = True, 1  # the current device is the first one
+    found = [tile_counters(5, second), tile_counters(5, second)]
+    assert not _ranges_overlap(*found) and [t.numel() for t in found] == [5, 5]
+    assert cuda.current == 0
+    cuda.captures_on = 0
+    assert tile_counters(5, second).numel() == 2**14, "a capture on another device"
+
+
+class Graph:
+    """Something that can be collected."""
+
+
+def test_counters_come_back_with_the_graph(cuda):
+    tile_counters(5, CUDA)
+    graph, other = Graph(), Graph()
+
+    def capture(graph):
+        with counters_of(graph, CUDA):
+            cuda.capturing, cuda.stream = True, 7
+            found = [tile_counters(9, CUDA), tile_counters(5, CUDA)]
+            cuda.stream = 8
+            found.append(tile_counters(5, CUDA))
+            cuda.capturing, cuda.stream = False, 1
+        return found
+
+    first, again, forked = capture(graph)
+    assert first.data_ptr() == again.data_ptr(), "launches on a stream follow each other"
+    assert not _ranges_overlap(first, forked), "those on another do not"
+    second = capture(other)[0]
+    assert not _ranges_overlap(first, second), "graphs may be replayed side by side"
+    del graph
+    cuda.events.clear()
+    third = Graph()
+    assert capture(third)[0].data_ptr() == first.data_ptr() and cuda.events == ["waits for cuda:0"]
+    taken = counters._pools[CUDA].taken
+    for _ in range(100):
+        capture(Graph())
+    assert counters._pools[CUDA].taken <= taken + 2**14 + 100 * 5
+
+
+def test_a_capture_without_a_pool_and_a_failed_one(cuda):
+    graph = Graph()
+    with counters_of(graph, CUDA):
+        cuda.capturing = True
+        assert tile_counters(5, CUDA).numel() == 5 and not counters._pools
+    cuda.capturing = False
+    tile_counters(5, CUDA)
+    with pytest.raises(RuntimeError, match="stopped"):
+        with counters_of(graph, CUDA):
+            raise RuntimeError("stopped")
+    cuda.capturing = True
+    assert tile_counters(5, CUDA).numel() == 5, "no launch of another capture gets the slice"
+
+
+# Grids.
+
+
+@pytest.mark.parametrize("grid", [(2**31,), (1, MAX_GRID_YZ + 1), (1, 1, MAX_GRID_YZ + 1)], ids=str)
+def test_grids_that_no_gpu_has_are_refused(grid):
+    with record_launches() as recorded:
+        launch(None, (2**31 - 1, MAX_GRID_YZ, MAX_GRID_YZ), torch.empty(1, device="meta"))
+        with pytest.raises(ValueError, match="a launch of .* blocks; a GPU takes at most .*: give it fewer rows"):
+            launch(None, grid, torch.empty(1, device="meta"))
+    assert len(recorded) == 1
+
+
 # Tuned tables.
 
 SHIPPED = {"sm90": ((16, 32, 4), (2**30, 64, 8)), "sm80": ((16, 32, 4), (1024, 64, 8))}
@@ -171,6 +255,13 @@ def tuned(tmp_path, monkeypatch):
 
     yield read
     monkeypatch.undo()
+    reload_tables()
+
+
+def test_a_table_of_its_own_name_comes_first():
+    own = {"sm89": ((1, 2),), "sm120": ((3, 4),)}
+    assert config_table("own", own, TARGETS["sm120"]) == ((3, 4),)
+    assert config_table("own", own, TARGETS["sm86"]) == ((1, 2),)
     reload_tables()
 
 

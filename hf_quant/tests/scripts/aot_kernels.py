@@ -2,12 +2,14 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gpulab.build import build, check_environment, record
-from gpulab.cases import Attention, attention_case, memory_case
+from gpulab.cache_cases import Cached, cached_case
+from gpulab.cases import Attention, attention_case, launcher, memory_case
 from gpulab.code_checks import check_built
 from gpulab.collect import Use as KernelUse
 from gpulab.collect import collect, cover
@@ -63,6 +65,21 @@ def kernels_by_length(target: Target) -> dict[str, int]:
     return {name: len(collect(same, [target]).uses) for name, same in cases.items()}
 
 
+def kernels_of_a_moving_window(target: Target) -> dict[str, int]:
+    """{format: how many kernels attend to a window that has moved by 0 to 7 tokens}; with memory, hence addresses."""
+    found = {}
+    for format in ("int8", "int4"):
+        one = Cached("", 1, 1, 64, 4, 2, 64)
+        (q, *parts, mask, length), options = cached_case(one, format, torch.bfloat16).make("cpu")
+        keys = set()
+        for start in range(8):
+            moved = [None if part is None else part[:, :, start : start + 40] for part in parts]
+            call = partial(launcher("kv_attention"), q, *moved, mask, length, **options)
+            keys.update(launched.unit.key for launched in record(call, target, {})[0])
+        found[format] = len(keys)
+    return found
+
+
 def main(cache: Path, target_name: str) -> None:
     assert check_environment() is None, check_environment()
     target, binders = TARGETS[target_name], {}
@@ -86,6 +103,7 @@ def main(cache: Path, target_name: str) -> None:
                 "found": found,
                 "is_same": same.key == recorded["good"].unit.key,
                 "by_length": kernels_by_length(target),
+                "by_window": kernels_of_a_moving_window(target),
                 "is_other": other.key != recorded["good"].unit.key,
                 "covered": [use.unit.values.get("BLOCK_M") for use in cover(uses)],
                 "matrix": first.summary.matrix,

@@ -49,6 +49,10 @@ def test_lengths_share_their_kernels(results):
     assert by_length == {"attention, None": 4, "attention, fp8_e4m3": 3, "quantize": 1, "LayerNorm, modulated": 1}
 
 
+def test_a_window_that_moves_compiles_nothing(results):
+    assert results["by_window"] == {"int8": 1, "int4": 1}
+
+
 def test_a_second_run_compiles_only_what_failed(results):
     assert results["cached"] == 4 and results["is_kept"] and results["is_equal"]
 

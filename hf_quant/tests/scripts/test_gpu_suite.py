@@ -24,6 +24,7 @@ from gpulab import checks as gpu_checks
 from gpulab import collect as kernel_collect
 from gpulab import measures as kernel_measures
 from gpulab.all_cases import all_cases
+from gpulab.cache_cases import Cached, append_case, cached_case
 from gpulab.cases import CANDIDATES, LLAMA, Linear, candidate, gpu_ops, linear_case, memory_case
 from gpulab.collect import Collected, Use
 from gpulab.measures import measure, measure_linear
@@ -31,6 +32,7 @@ from gpulab.rivals import RIVALS, rivals_of
 from gpulab.targets import TARGETS, Target, judge
 from gpulab.timing import Ceilings, HostTimer, installed
 from hf_quant import QuantizerConfig
+from hf_quant.kernels.gpu.launch import TARGETS as KERNEL_TARGETS
 
 
 CPU = torch.device("cpu")
@@ -63,6 +65,34 @@ def test_dry_run_measures_everything_and_nothing_fails(dry_run):
     assert not [target for target in missing if ops.get(target.id) in gpu_ops() or target.id not in ops]
     text, passed = report(dry_run)
     assert not passed and "short by" in text and "next for G1" in text
+
+
+def test_dry_run_rehearses_the_launches_of_a_real_run(monkeypatch, tmp_path):
+    cases = [cached_case(Cached("odd", 1, 1, 300, 2, 2, 80), "int2", torch.bfloat16)]
+    cases.append(append_case(Cached("odd", 1, 1, 300, 2, 2, 80), "int2", torch.bfloat16))
+    assert not kernel_collect.rehearse(cases, [KERNEL_TARGETS["sm90"]])
+
+    def groups_of_40(case):
+        def make(device):
+            arguments, options = case.make(device)
+            halved = [
+                torch.empty((*t.shape[:3], 2, 2), dtype=t.dtype, device=device)[..., 0] if i in (4, 5, 7, 8) else t
+                for i, t in enumerate(arguments)
+            ]
+            return (*halved[: len(arguments)],), options
+
+        return case._replace(make=make)
+
+    monkeypatch.setattr(gpu_suite, "correctness_cases", lambda **_: [groups_of_40(cases[1])])
+    monkeypatch.setattr(suite_cells, "CELLS", {})
+    gpu_suite.warm_up(HostTimer(), Options(dry_run=True), gpu_suite.Writer(tmp_path / "a", time.monotonic() + 60))
+    failures = read_section(tmp_path / "a", "done")["failures"]
+    assert len(failures) == 1 and failures[0].startswith("kv_append: Tensor.item() cannot be called on meta tensors")
+    silent = cases[0]._replace(op="dequantize", make=lambda device: ((), {}))
+    monkeypatch.setattr(kernel_collect, "launcher", lambda op: lambda: None)
+    assert list(kernel_collect.rehearse([silent], [KERNEL_TARGETS["sm90"]])) == [
+        ("dequantize", "no kernel is launched")
+    ]
 
 
 def test_dry_run_covers_every_op_with_a_kernel(dry_run):
@@ -98,7 +128,8 @@ def test_verdicts():
     assert verdict([record(1.0, 4.0, M=64)]).passed is None
     assert verdict([]).text() == "nothing measured"
     assert verdict([record(1.0, 4.0)], "gemlite").text() == "no gemlite in this run"
-    assert verdict([record(1.0, gemlite=2.0, tinygemm=1.5)], "best rival").value == 1.5
+    best = verdict([record(1.0, gemlite=2.0, tinygemm=1.5), record(1.0)], "best rival")
+    assert best.value == 1.5 and best.reason == "the best: tinygemm"
     assert verdict([record(1.0, gemlite=2.0)], "gemlite").value == 2
     assert verdict([record(1.0)], "copy", 0.85).text() == "PASS"
     late = verdict([{**record(1.0), "seconds": 4.0}], "seconds", is_upper=True)

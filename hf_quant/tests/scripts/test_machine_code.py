@@ -212,6 +212,8 @@ def test_good_code_passes():
         ("matrix", "sm75", {"matrix": {"HMMA": 4}, "shared": 0}),  # bf16
         ("matrix", "sm100", {"matrix": {"HMMA": 4}}),
         ("width", "sm90", {"mix": {"LDG.32": 30, "LDG.128": 2}}),
+        ("hazard", "sm90", {"hazards": ("MOV at 0x10 touches R24 of the product at 0x0",)}),
+        ("waits", "sm90", {"warnings": ("ptxas info : (C7515) Potential Performance Loss",)}),
     ],
 )
 def test_bad_code_fails(check, target, changes):

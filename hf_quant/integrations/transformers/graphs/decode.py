@@ -25,6 +25,7 @@ from hf_quant.integrations.transformers.graphs.state import (
     rebuild,
     tensors_of,
 )
+from hf_quant.kernels.gpu.counters import counters_of
 
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ class CudaGraphs:
         """See `Backend`."""
         with self._lock, torch.cuda.device(device), _no_autocast_cache():
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"):
+            with (
+                counters_of(graph, device),
+                torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"),
+            ):
                 outputs = step()
         return outputs, graph.replay
 
