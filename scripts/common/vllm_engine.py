@@ -36,7 +36,9 @@ class Vllm(Engine):
         if scheme is None:
             model.save_pretrained(path / "model")
         else:
-            quantize_(model, QuantizerConfig(scheme, input_transform="none"))
+            # Groups of W4A16 that divide the widths of small models.
+            sizes = {} if scheme != "W4A16" or model.config.hidden_size % 128 == 0 else {"group_size": 64}
+            quantize_(model, QuantizerConfig(scheme, input_transform="none", **sizes))
             model.save_pretrained(path / "own")
             export_compressed_tensors(path / "own", path / "model")
         self._log = path / "vllm.log"

@@ -1,109 +1,16 @@
-// Few rows of x in bf16 times codes that are integers: x in fixed point of 16 bits, as two bytes, with a power of two for
-// each lane of 32 bits in a block of codes. What lies within 2**-7 of the largest value of its lane is exact, the rest to
-// 2**-15 of that; the sums are exact. Products of bytes take half of the time that those of bf16 do, whose codes have to
-// become words, too.
+// Rows of x in bf16 times codes that are integers: x in fixed point of 16 bits, as two bytes, with a power of two for each
+// lane of 32 bits in a block of codes. What lies within 2**-7 of the largest value of its lane is exact, the rest to 2**-15
+// of that; the sums of a lane are exact. Codes need not become words, and Intel multiplies two bytes faster than one bf16.
 #pragma once
 
 #include <atomic>
 #include <vector>
 
 #include "avx512_dot.h"
+#include "avx512_fixed_decode.h"
 
 namespace hfq {
 namespace avx512 {
-
-// Decoders: BLOCK codes, BYTES bytes, become VECS vectors of unsigned bytes; byte i of vector j is made of code VECS * i + j,
-// so that a lane of 32 bits has 4 * VECS neighbours, which are of one group.
-
-// 4 bits, as they are.
-struct Fixed4 {
-  static constexpr int BLOCK = 128, VECS = 2, BYTES = 64, COUNT = 16;
-
-  explicit Fixed4(const Product&) {}
-  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
-    const __m512i bytes = load_bytes(p, m.low), mask = _mm512_set1_epi8(15);
-    value[0] = _mm512_and_si512(bytes, mask);
-    value[1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
-  }
-};
-
-// 4 bits whose levels are halves of integers, as those of fp4: twice the level, plus OFFSET.
-struct Fixed4Halves : Fixed4 {
-  static constexpr int OFFSET = 12;
-  __m512i table;
-
-  static bool fits(const Product& p) {
-    for (int i = 0; i < COUNT; ++i) {
-      const float twice = 2.0f * p.levels[i];
-      if (!(twice >= -OFFSET && twice <= 127.0f) || twice != static_cast<float>(static_cast<int>(twice))) return false;
-    }
-    return true;
-  }
-  explicit Fixed4Halves(const Product& p) : Fixed4(p) {
-    alignas(64) uint8_t bytes[64];
-    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(2.0f * p.levels[i % 16] + OFFSET);
-    table = _mm512_load_si512(bytes);
-  }
-  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
-    Fixed4::codes(p, m, value);
-    for (int j = 0; j < VECS; ++j) value[j] = _mm512_shuffle_epi8(table, value[j]);
-  }
-};
-
-struct Fixed2 {
-  static constexpr int BLOCK = 256, VECS = 4, BYTES = 64, COUNT = 4;
-
-  explicit Fixed2(const Product&) {}
-  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
-    const __m512i bytes = load_bytes(p, m.low), mask = _mm512_set1_epi8(3);
-    value[0] = _mm512_and_si512(bytes, mask);
-    value[1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 2), mask);
-    value[2] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
-    value[3] = _mm512_and_si512(_mm512_srli_epi16(bytes, 6), mask);
-  }
-};
-
-// Units of 32 codes are 8 bytes with the low two bits and 4 bytes with the third.
-struct Fixed3 {
-  static constexpr int BLOCK = 256, VECS = 4, BYTES = 96, COUNT = 8;
-  __m512i low_places, third_places;
-
-  explicit Fixed3(const Product&) {
-    alignas(64) uint8_t low[64], third[64];
-    for (int i = 0; i < 64; ++i) {
-      low[i] = static_cast<uint8_t>(i / 8 * 12 + i % 8);
-      third[i] = static_cast<uint8_t>(i / 8 * 12 + 8 + i % 8 / 2);
-    }
-    low_places = _mm512_load_si512(low);
-    third_places = _mm512_load_si512(third);
-  }
-  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
-    const __m512i a = load_bytes(p, m.low), b = load_bytes(p + 64, m.high & 0xffffffffu);
-    const __m512i low = _mm512_permutex2var_epi8(a, low_places, b);
-    const __m512i both = _mm512_permutex2var_epi8(a, third_places, b);  // of this byte and its neighbour
-    // The third bit of code 4 i + j is bit 2 + j of byte i.
-    const __m512i third =
-        _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaaull, _mm512_slli_epi16(both, 2), _mm512_srli_epi16(both, 2));
-    value[0] = join(low, third);
-    value[1] = join(_mm512_srli_epi16(low, 2), _mm512_srli_epi16(third, 1));
-    value[2] = join(_mm512_srli_epi16(low, 4), _mm512_srli_epi16(third, 2));
-    value[3] = join(_mm512_srli_epi16(low, 6), _mm512_srli_epi16(third, 3));
-  }
-  // 0xCA: first ? second : third operand
-  HFQ_INLINE __m512i join(__m512i low, __m512i third) {
-    const __m512i bits = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), low, third, 0xCA);
-    return _mm512_and_si512(bits, _mm512_set1_epi8(7));
-  }
-};
-
-struct Fixed8 {
-  static constexpr int BLOCK = 64, VECS = 1, BYTES = 64, COUNT = 256;
-
-  explicit Fixed8(const Product&) {}
-  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
-    value[0] = _mm512_xor_si512(load_bytes(p, m.low), _mm512_set1_epi8(-128));
-  }
-};
 
 HFQ_INLINE __m512i dot_bytes(__m512i sum, __m512i x, __m512i codes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));  // see ByInt8::dot
@@ -154,7 +61,7 @@ HFQ_INLINE void deal_bytes(const char* from, __m512i (&to)[VECS]) {
   }
 }
 
-// A row of x, in `dtype`; false if a value is not finite. `unit` times a code is twice or once its level.
+// A row of x, in `dtype`; false if a value is not finite. `factor` of the sums; `unit`: from the level of a code to the next.
 template <class F>
 static bool pack_fixed(const Product& p, const void* x, int dtype, int32_t factor, float unit, char* to) {
   constexpr int LANE = 4 * F::VECS;
@@ -166,15 +73,15 @@ static bool pack_fixed(const Product& p, const void* x, int dtype, int32_t facto
     for (int at = 0; at < F::BLOCK; at += 16) {
       const __m512 values = load_x(x, dtype, k + at, p.K - k - at);
       const __m512i bits = _mm512_castps_si512(values);
-      // As integers magnitudes have the order of their values. The sum is of the next power of two where a value of 16 bits
-      // would not fit two bytes with signs.
+      // As integers magnitudes have the order of their values. From 255/256 of a power of two on the sum has the next
+      // one's exponent, because the high byte of 16 bits would not fit a signed byte.
       const __m512i largest = largest_of_lane<F::VECS>(_mm512_and_si512(bits, magnitude));
       __m512i exponent = _mm512_srli_epi32(_mm512_add_epi32(largest, _mm512_set1_epi32(1 << 16)), 23);
       finite &= _mm512_cmplt_epu32_mask(exponent, _mm512_set1_epi32(255));
       exponent = _mm512_max_epu32(exponent, _mm512_set1_epi32(16));
       const __m512i inverse = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254 + 14), exponent), 23);
       __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(values, as_float(inverse)));
-      value = _mm512_min_epi32(value, _mm512_set1_epi32(32639));
+      value = _mm512_min_epi32(value, _mm512_set1_epi32(32639));  // what rounding may exceed
       const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
       _mm_store_si128(reinterpret_cast<__m128i*>(high + at), _mm512_cvtepi32_epi8(upper));
       _mm_store_si128(reinterpret_cast<__m128i*>(low + at), _mm512_cvtepi32_epi8(value));
@@ -276,8 +183,8 @@ struct FixedRows {
   }
 };
 
-// Up to which number of rows of x this wins over other ways. Intel's dot products of bf16 take three times as long as those
-// of bytes (Sapphire Rapids; older CPUs have none), AMD's do not.
+// Up to which number of rows of x this wins over other ways: any on Intel's CPUs, whose dot products of bf16 take three times
+// as long as those of bytes (Sapphire Rapids, 0.78 and 0.26 ns; older ones have none).
 static int64_t max_fixed_rows() {
   static const bool has_fast_bf16 = [] {
     __builtin_cpu_init();
@@ -286,8 +193,8 @@ static int64_t max_fixed_rows() {
   return has_fast_bf16 ? 4 : int64_t{1} << 62;
 }
 
-constexpr int64_t kFixedChunk = 64;         // rows of x that are packed at once
-constexpr int64_t kFixedBytes = 1 << 20;    // which stay in the L2 cache
+constexpr int64_t kFixedChunk = 64;       // rows of x that are packed at once
+constexpr int64_t kFixedBytes = 1 << 20;  // of them: they stay in the L2 cache
 
 template <class F, bool ZEROS>
 class FixedMatmul {
@@ -386,7 +293,6 @@ class FixedMatmul {
     if (memory == nullptr) return false;
     const RowScales scales(p_, s.expert * p_.expert_scale, n, end, memory);
     float sums[4][kPanel];
-    // The scales of few rows stay where they are for all rows of x; else they are converted again for each four.
     for (int64_t i = 0; i < s.count; i += 4) {
       const int64_t count = min64(s.count - i, 4);
       for (int64_t row = n; row < end; row += 2) {
