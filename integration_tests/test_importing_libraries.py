@@ -91,6 +91,16 @@ def test_nf4_of_bitsandbytes(options, scheme, bits, llama, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("nested", [False, True])
+def test_fp4_of_bitsandbytes(dtype, nested, tmp_path):
+    source = make_llama(tmp_path / "source", dtype)
+    meant = packed.packed_checkpoint(tmp_path / "in", source, BNB4, packed.bnb_nf4(kind="fp4", nested=nested))
+    notes = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert notes[-1] == "FP4 is stored as fp6_e3m2, which has 12 times its levels: 2 bits more for each weight"
+    check_import(tmp_path / "in", tmp_path / "out", meant, "fp6_e3m2 g64", 6.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_int8_of_bitsandbytes(dtype, tmp_path):
     source = make_llama(tmp_path / "source", dtype)
     meant = packed.packed_checkpoint(tmp_path / "in", source, BNB8, packed.bnb_int8)
@@ -132,8 +142,8 @@ def test_tensors_of_bitsandbytes_that_cannot_be(changes, message, llama, tmp_pat
 
 
 def test_levels_and_groups_of_bitsandbytes_that_have_no_form(llama, tmp_path):
-    packed.packed_checkpoint(tmp_path / "in", llama, BNB4, packed.bnb_nf4(kind="fp4"))
-    assert "no format of hf_quant has the levels of bitsandbytes' FP4" in refused(tmp_path / "in", tmp_path / "out")
+    packed.packed_checkpoint(tmp_path / "in", llama, BNB4, packed.bnb_nf4(kind="int4"))
+    assert "int4 codes; those that can be imported: nf4, fp4" in refused(tmp_path / "in", tmp_path / "out")
     shutil.rmtree(tmp_path / "in")
     odd = make_llama(tmp_path / "odd", hidden_size=136, head_dim=32)
     packed.packed_checkpoint(tmp_path / "in", odd, BNB4, packed.bnb_nf4())

@@ -12,19 +12,17 @@ from integration_tests.support import packed_libraries as packed
 from integration_tests.support.foreign_checkpoints import config_of, make_llama, mismatches, weights_of
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_bitsandbytes_decodes_nf4_alike(nested):
+def test_bitsandbytes_decodes_4_bits_alike(kind, nested):
     functional = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes").functional
-    parts, meant = packed.bnb_nf4(nested=nested)(64, 192, torch.bfloat16, 0)
+    parts, meant = packed.bnb_nf4(nested=nested, kind=kind)(64, 192, torch.bfloat16, 0)
     stats = {name: part for name, part in parts.items() if name != "weight"}
     state = functional.QuantState.from_dict(dict(stats), torch.device("cpu"))
-    if nested:
-        assert torch.equal(functional.dequantize_4bit(parts["weight"], state), meant)
-    else:
-        assert torch.equal(functional.dequantize_4bit(parts["weight"], state), meant)
-    written = functional.quantize_4bit(meant, quant_type="nf4", compress_statistics=nested, blocksize=64)[1]
-    own = json.loads(bytes(written.as_dict(packed=True)["quant_state.bitsandbytes__nf4"].tolist()))
-    mine = json.loads(bytes(stats["weight.quant_state.bitsandbytes__nf4"].tolist()))
+    assert torch.equal(functional.dequantize_4bit(parts["weight"], state), meant)
+    written = functional.quantize_4bit(meant, quant_type=kind, compress_statistics=nested, blocksize=64)[1]
+    own = json.loads(bytes(written.as_dict(packed=True)[f"quant_state.bitsandbytes__{kind}"].tolist()))
+    mine = json.loads(bytes(stats[f"weight.quant_state.bitsandbytes__{kind}"].tolist()))
     assert own.keys() == mine.keys()
 
 

@@ -62,6 +62,9 @@ def uniform(seed: int, *shape: int) -> Tensor:
     return found
 
 
+FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)  # of bitsandbytes, in twelfths
+
+
 def json_bytes(fields: dict[str, Any]) -> Tensor:
     return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
 
@@ -72,7 +75,8 @@ def bnb_nf4(*, nested: bool = False, block: int = 64, storage: torch.dtype = tor
     def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
         codes, blocks = randint(seed, 0, 16, N * K), -(-N * K // block)
         state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": str(dtype)[6:], "shape": [N, K]}
-        parts = {"weight.quant_map": torch.tensor(NF4)}
+        table = torch.tensor(NF4) if kind == "nf4" else torch.tensor([*FP4, *(-level for level in FP4)]) / 12
+        parts = {"weight.quant_map": table}
         if nested:
             offset, stored = 0.01, randint(seed, 0, 256, blocks).to(torch.uint8)
             levels, outer = torch.linspace(-1, 1, 256), uniform(seed, -(-blocks // 256)).abs() / 4 + 0.001
@@ -84,7 +88,7 @@ def bnb_nf4(*, nested: bool = False, block: int = 64, storage: torch.dtype = tor
         pairs = codes.to(torch.uint8).view(-1, 2)
         parts["weight"] = (pairs[:, 0] << 4 | pairs[:, 1]).view(storage)[:, None]
         parts[f"weight.quant_state.bitsandbytes__{kind}"] = json_bytes(state)
-        values = torch.tensor(NF4)[codes] * absmax.repeat_interleave(block)[: N * K]
+        values = table[codes] * absmax.repeat_interleave(block)[: N * K]
         return parts, values.view(N, K).to(dtype)
 
     return pack
