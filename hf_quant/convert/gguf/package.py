@@ -1,4 +1,7 @@
-"""The package gguf (https://pypi.org/project/gguf), which is needed for GGUF files only."""
+"""The package gguf, which is needed for GGUF files only.
+
+Its source: https://github.com/ggml-org/llama.cpp/tree/master/gguf-py
+"""
 
 import importlib
 from typing import Any
