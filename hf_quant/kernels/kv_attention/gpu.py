@@ -216,6 +216,8 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         row = next(r for r in table if r[0] == spec.bits and shape.D <= r[1] and parts <= r[2])
         _, _, _, block_n, num_warps, stages, programs = row
         R = max(min(_power(rows), most // parts // G), 16 // G, 1)  # two parts are twice the operands
+        if spec.bits == 2 and G == 1:
+            R = 16  # of one warp: with 32 rows ptxas keeps 800 bytes in local memory
         E = max(_power(shape.D // options["CODES"]), 16)
         join = 1
         while num_warps > 1 and E * join <= G * R and join < options["CODES"]:
