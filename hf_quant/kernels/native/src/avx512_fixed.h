@@ -12,11 +12,6 @@
 namespace hfq {
 namespace avx512 {
 
-HFQ_INLINE __m512i dot_bytes(__m512i sum, __m512i x, __m512i codes) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));  // see ByInt8::dot
-  return sum;
-}
-
 // GCC 12 would load again for each use, and there are two loads a cycle.
 HFQ_INLINE __m512i load_once(const void* from) {
   __m512i value = _mm512_loadu_si512(from);
@@ -183,8 +178,8 @@ struct FixedRows {
   }
 };
 
-// Up to which number of rows of x this wins over other ways: any on Intel's CPUs, whose dot products of bf16 take three times
-// as long as those of bytes (Sapphire Rapids, 0.78 and 0.26 ns; older ones have none).
+// Up to which number of rows of x this wins over other ways: any on Intel's CPUs, whose dot products of bf16 are slower than
+// two of bytes (Sapphire Rapids; older ones have none). scripts/bench_cpu.py linear measures it.
 static int64_t max_fixed_rows() {
   static const bool has_fast_bf16 = [] {
     __builtin_cpu_init();

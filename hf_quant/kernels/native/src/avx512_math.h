@@ -102,6 +102,13 @@ struct ByF32Levels : FloatSums<D> {
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(as_float(x), as_float(w), sum); }
 };
 
+// Sums of 4 products of signed bytes of x and unsigned codes, in each lane of 32 bits. As assembly: around the intrinsic
+// GCC 12 copies every sum to memory and back, which halves the speed.
+HFQ_INLINE __m512i dot_bytes(__m512i sum, __m512i x, __m512i codes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+  return sum;
+}
+
 // Exact sums of integers; zero points are taken from the sums, for which x has those of its lanes.
 template <class D>
 struct ByInt8 {
@@ -116,11 +123,7 @@ struct ByInt8 {
   HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
   HFQ_INLINE Table table(const D&, int) { return {}; }
   HFQ_INLINE void levels(const D&, const __m512i* part, Table, __m512i* value) { D::codes(part, value); }
-  // As assembly: around the intrinsic GCC 12 copies every sum to memory and back, which halves the speed.
-  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
-    return sum;
-  }
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_bytes(sum, x, w); }
 };
 
 // Vectors per block after decoding.
