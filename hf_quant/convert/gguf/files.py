@@ -34,7 +34,8 @@ class Gguf:
             self.architecture = str(self.value("general.architecture"))
             parts = int(self.value("split.count", 1))
         except _BROKEN as error:
-            raise ValueError(f"{path} cannot be read as GGUF: {one_line(error)}") from None
+            hint = "it is of another kind, or incomplete: download it again"
+            raise ValueError(f"{path} cannot be read as GGUF: {one_line(error)}; {hint}") from None
         self.path = path
         if self._reader.byte_order != "I":
             raise ValueError(f"{path} has another byte order than this machine")
