@@ -246,7 +246,7 @@ def generation_speed(
                 attention_mask=torch.ones_like(prompt),
                 streamer=stamps,
                 do_sample=False,
-                min_new_tokens=count,
+                eos_token_id=vocab,  # no token ends it; `min_new_tokens` would search the vocabulary at each
                 max_new_tokens=count,
                 pad_token_id=0,
             )

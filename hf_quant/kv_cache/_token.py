@@ -19,17 +19,12 @@ class NextToken(NamedTuple):
 
     Attributes:
         cache, place: as `Block.with_cache` takes them.
-        layer, end: the layer of the cache, and the position of the token.
+        layer: of the cache.
     """
 
     cache: object
     place: tuple[int, int, bool]
     layer: GrowingStorage
-    end: int
-
-    def is_next(self) -> bool:
-        """True if the layer has changed nothing since."""
-        return self.layer._end == self.end and self.layer._prepared.cache is self.cache
 
     def done(self) -> None:
         """Count the token, once it is written."""
@@ -37,9 +32,10 @@ class NextToken(NamedTuple):
 
 
 class _Prepared:
-    """Addresses of the tensors of a layer; a copy of the layer begins without."""
+    """Addresses of the tensors of a layer, for tokens of a kind; a copy of the layer begins without."""
 
     def __init__(self) -> None:
+        self.kind: tuple | None = None
         self.codes: torch.Tensor | None = None
         self.cache: object = None
 
@@ -53,23 +49,33 @@ def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -
     None if this layer takes new tokens only through its `update`: it is of another kind, empty, keeps tokens in
     16 bit, or its sequences, heads or dtype are others.
     """
-    if type(layer) not in _SERVED or not layer.is_initialized or not layer._end or layer.k_window is not None:
+    if type(layer) not in _SERVED:
         return None
-    if layer.k_codes.shape[:2] != (B, num_heads) or not layer.k_codes.is_cpu:
-        return None
-    keys, values = layer.key_kind, layer.value_kind
-    if not keys.D == values.D == D or not keys.dtype == values.dtype == dtype:
+    kind, prepared = (B, num_heads, D, dtype), layer.__dict__.get("_prepared")
+    if prepared is None or prepared.kind != kind or prepared.codes is not layer.k_codes:
+        if not _is_served(layer, *kind):
+            return None
+        prepared = layer.__dict__["_prepared"] = _Prepared()
+        prepared.kind = kind
+    if not layer._end:
         return None
     layer._reserve(1)
-    prepared = layer.__dict__.setdefault("_prepared", _Prepared())
     if prepared.codes is not layer.k_codes:
-        prepared.cache = _prepare(layer)
-        prepared.codes = layer.k_codes
+        prepared.cache, prepared.codes = _prepare(layer), layer.k_codes
     if prepared.cache is None:
         return None
     start = layer._start_of_next()
     place = (layer._first + start - layer._start, layer._end + 1 - start, start == 0 and layer.k_first is not None)
-    return NextToken(prepared.cache, place, layer, layer._end)
+    return NextToken(prepared.cache, place, layer)
+
+
+def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -> bool:
+    if not layer.is_initialized or layer.k_window is not None:
+        return False
+    if layer.k_codes.shape[:2] != (B, num_heads) or not layer.k_codes.is_cpu:
+        return False
+    keys, values = layer.key_kind, layer.value_kind
+    return keys.D == values.D == D and keys.dtype == values.dtype == dtype
 
 
 def _prepare(layer: GrowingStorage) -> object:

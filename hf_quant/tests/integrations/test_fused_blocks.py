@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel, PreTrainedModel
 
 from hf_quant import (
     QuantizedCache,
@@ -18,7 +18,7 @@ from hf_quant import (
     quantize_,
     unfuse_activations_,
 )
-from hf_quant.integrations.transformers.blocks import ahead, base, block_reasons
+from hf_quant.integrations.transformers.blocks import base, block_reasons, decoder
 from hf_quant.kernels import native
 from hf_quant.kv_cache import next_token
 
@@ -40,15 +40,16 @@ SMALL = {
 CONFIG = {"weights": "int4", "kv_cache": "int8", "modules_to_not_convert": ["lm_head"]}
 # {model type: (further fields, modules that have a block)}.
 FAMILIES = {
-    "llama": ({}, 11),
-    "qwen3": ({}, 15),  # norms of heads
-    "gemma3_text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 19),  # 1 + weight
-    "phi3": ({}, 11),  # joined projections
-    "olmo2": ({}, 15),  # norms of whole rows
+    "llama": ({}, 12),
+    "qwen3": ({}, 16),  # norms of heads
+    "gemma3_text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 20),  # 1 + weight
+    "phi3": ({}, 12),  # joined projections
+    "olmo2": ({}, 16),  # norms of whole rows
     "cohere": ({}, 4),  # neighbors are turned
-    "glm4": ({"num_key_value_heads": 2}, 15),  # and of these the half
+    "glm4": ({"num_key_value_heads": 2}, 16),  # and of these the half
+    "granite": ({"embedding_multiplier": 3.7}, 12),  # a scaled embedding
     "starcoder2": ({}, 4),  # no gate
-    "smollm3": ({"no_rope_layers": [1, 0]}, 11),  # a layer without rotary embedding
+    "smollm3": ({"no_rope_layers": [1, 0]}, 12),  # a layer without rotary embedding
 }
 needs_native = pytest.mark.skipif(not native.active(), reason="the native kernels are not built")
 pytestmark = needs_native
@@ -74,14 +75,15 @@ def generate(model, ids, **options):
 
 
 def decode(model, ids, cache) -> torch.Tensor:
-    """Logits of one token after the others."""
+    """Logits of the last of two tokens after the others, one by one."""
     with torch.no_grad():
-        model(ids[:, :-1], past_key_values=cache)
+        model(ids[:, :-2], past_key_values=cache)
+        model(ids[:, -2:-1], past_key_values=cache)
         return model(ids[:, -1:], past_key_values=cache).logits
 
 
-def states(model):
-    return [module.__dict__[base._STATE] for module in model.modules() if base.is_fused(module)]
+def states(model, *but):
+    return [base.state_of(module) for module in model.modules() if base.is_fused(module) and module not in but]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,8 @@ def test_caches_and_inputs_of_every_kind(cache, dtype, activations):
     model = make(config={**CONFIG, "kv_cache": cache, "cpu_activations": activations}, dtype=dtype)
     ids = prompt(2, 30)
     found = decode(model, ids, QuantizedCache(model.config, cache))
-    assert all(state.found for state in states(model)) and found.dtype == dtype
+    but = () if cache != "int2" else (model.model,)  # whose last tokens stay in 16 bit
+    assert all(state.found for state in states(model, *but)) and found.dtype == dtype
     expected = decode(unfuse_activations_(model), ids, QuantizedCache(model.config, cache))
     assert ((found - expected).float().norm() / expected.float().norm()) < (0.1 if activations else 0.03)
 
@@ -128,7 +131,7 @@ def test_other_caches_are_written_by_themselves(kind, cache):
     model = make(kind, {**CONFIG, "kv_cache": cache if isinstance(cache, dict) else None}, **fields)
     options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
     found = generate(model, prompt(2), **options)
-    assert all(state.found for state in states(model))
+    assert all(state.found for state in states(model, model.model)) and not base.state_of(model.model).found
     assert torch.equal(generate(unfuse_activations_(model), prompt(2), **options), found)
 
 
@@ -201,32 +204,62 @@ def test_adapters_come_and_go():
     calls.clear()
     for _ in range(4):
         assert torch.equal(generate(model, prompt()), expected)
-    assert not calls and block_reasons(model)["model.layers.0"] is None
+    assert not calls and block_reasons(model)["model"] is None
 
 
 @pytest.fixture
-def rows(monkeypatch):
+def parts(monkeypatch):
     """The number of layers of each native call that computes several."""
-    counts, real = [], ahead.run_in_turn
+    counts, real = [], decoder.run_in_turn
     monkeypatch.setattr(
-        ahead, "run_in_turn", lambda blocks, *given: (counts.append(len(blocks)), real(blocks, *given))
+        decoder, "run_in_turn", lambda blocks, *given: (counts.append(len(blocks)), real(blocks, *given))
     )
     return counts
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_layers_are_computed_ahead(rows, inference):
-    kind = ["sliding_attention"] * 3 + ["full_attention"]
-    for name, fields, count in (("llama", {}, 4), ("gemma3_text", {"sliding_window": 8, "layer_types": kind}, 3)):
-        model = make(name, **{"num_hidden_layers": 4, **fields})
-        with torch.inference_mode(inference):
-            found = generate(model, prompt(3), attention_mask=torch.tensor([[0] * 3 + [1] * 4, [1] * 7, [1] * 7]))
-            # One step each for the trials, for the links, and for rows of which the first link was missing.
-            assert rows and set(rows) == {count} and len(rows) >= 8
-            unfuse_activations_(model)
-            mask = torch.tensor([[0] * 3 + [1] * 4, [1] * 7, [1] * 7])
-            assert torch.equal(generate(model, prompt(3), attention_mask=mask), found)
-        rows.clear()
+@pytest.mark.parametrize(
+    ("kind", "fields", "counts"),
+    [
+        ("llama", {}, [4]),
+        ("granite", {"embedding_multiplier": 3.7}, [4]),
+        ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, [3, 1]),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_layers_are_computed_in_one_call(parts, kind, fields, counts, inference, padding):
+    model = make(kind, **{"num_hidden_layers": 4, **fields})
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[0, :padding] = 0
+    with torch.inference_mode(inference):
+        found = generate(model, prompt(3), attention_mask=mask)
+        assert parts == counts * 10  # the prompt and the first step make the blocks of the layers
+        unfuse_activations_(model)
+        assert torch.equal(generate(model, prompt(3), attention_mask=mask), found)
+
+
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_decoders_called_by_hand(parts, llama, given, has_positions):
+    fuse_activations_(llama)
+    results = []
+    for _ in range(2):
+        cache, ids = QuantizedCache(llama.config, "int8"), prompt(2, 12)
+        with torch.no_grad():
+            llama(ids[:, :6], past_key_values=cache)
+            for i in range(6, 12):
+                token = ids[:, i : i + 1]
+                inputs = {given: token if given == "input_ids" else llama.model.embed_tokens(token)}
+                positions = {"position_ids": torch.tensor([[i]])} if has_positions else {}
+                y = llama.model(**inputs, **positions, past_key_values=cache, use_cache=True)
+        results.append(y.last_hidden_state)
+        assert y.past_key_values is cache and cache.get_seq_length() == 12
+        is_fused = not results[1:]
+        assert parts if is_fused else not parts
+        unfuse_activations_(llama)
+        parts.clear()
+    fuse_activations_(llama)
+    assert ((results[0] - results[1]).norm() / results[1].norm()) < 0.01
 
 
 def in_place(module, args, y):
@@ -242,39 +275,58 @@ def by_argument(module, args, kwargs):
 
 
 @pytest.mark.parametrize("hook", [in_place, replaced, by_argument])
-def test_hosts_that_change_what_lies_between_layers(rows, hook):
+def test_hosts_that_change_what_lies_between_layers(parts, hook):
     model = make(num_hidden_layers=4)
     generate(model, prompt())
-    rows.clear()
     layer = model.model.layers[1]
     if hook is by_argument:
-        layer.register_forward_pre_hook(hook, with_kwargs=True)
+        handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
     else:
-        layer.register_forward_hook(hook)
+        handle = layer.register_forward_hook(hook)
+    parts.clear()
     found = generate(model, prompt())
-    assert rows[0] == 4 and 4 not in rows[1:] and 2 in rows[1:]  # one step in vain, then two parts
+    assert not parts and "hooks" in block_reasons(model)["model"]
     assert torch.equal(generate(unfuse_activations_(model), prompt()), found)
+    handle.remove()
 
 
-def test_layers_left_out_and_replaced(rows):
+def test_layers_left_out_and_replaced_and_outputs_asked_for(parts):
     model = make(num_hidden_layers=4)
     expected = generate(model, prompt())
     cache = QuantizedCache(model.config, "int8")
     decode(model, prompt(), cache)
-    rows.clear()
-    model.config.num_hidden_layers = 2
+    parts.clear()
     with torch.no_grad():
+        model.config.num_hidden_layers = 2
         model(prompt()[:, :1], past_key_values=cache)
-    assert rows == [4] and [layer.get_seq_length() for layer in cache.layers] == [8, 8, 7, 7]
-    model.config.num_hidden_layers = 4
-    assert torch.equal(generate(model, prompt()), expected)
+        assert not parts and [layer.get_seq_length() for layer in cache.layers] == [8, 8, 7, 7]
+        model.config.num_hidden_layers = 4
+        assert torch.equal(generate(model, prompt()), expected)
     model.model.layers[2] = layer = copy.deepcopy(model.model.layers[1])
     layer.self_attn.layer_idx, layer.self_attn.config = 2, model.config
     model.model.layers[3].mlp.down_proj.weight = torch.randn(128, 192)
     found = generate(model, prompt())
-    for _ in range(4):  # trials wait
+    for _ in range(8):  # trials wait
         assert torch.equal(generate(model, prompt()), found)
-    assert rows[-1] == 4 and not torch.equal(found, expected)
+    assert parts[-1] == 4 and not torch.equal(found, expected)
+    assert torch.equal(generate(unfuse_activations_(model), prompt()), found)
+    fuse_activations_(model)
+    states_asked = model.generate(prompt(), max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True)
+    assert all(len(step) == 5 for step in states_asked.hidden_states)
+
+
+class Doubled(LlamaModel):
+    def forward(self, *args, **kwargs):
+        y = super().forward(*args, **kwargs)
+        y.last_hidden_state *= 2
+        return y
+
+
+def test_code_of_others_stays_with_the_host(parts):
+    model = make(num_hidden_layers=2)
+    unfuse_activations_(model).model.__class__ = Doubled
+    found = generate(fuse_activations_(model), prompt())
+    assert not parts and "masks of Doubled are not known" in block_reasons(model)["model"]
     assert torch.equal(generate(unfuse_activations_(model), prompt()), found)
 
 
@@ -328,7 +380,7 @@ def test_config_plan_and_errors():
     config = {**CONFIG, "fuse_activations": False}
     assert not states(make(config=config))
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
-    found = "LlamaDecoderLayer (2), LlamaAttention (2), LlamaMLP (2), LlamaRMSNorm (5)"
+    found = "LlamaModel (1), LlamaDecoderLayer (2), LlamaAttention (2), LlamaMLP (2), LlamaRMSNorm (5)"
     assert f"one call each on CPUs, where a trial agrees: {found}" in str(plan(plain, CONFIG))
     assert "one call each" not in str(plan(plain, config))
     with pytest.raises(ValueError, match="nothing to fuse in this LlamaForCausalLM"):

@@ -13,6 +13,7 @@ from torch import nn
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations.transformers.blocks.attention import is_attention, run_attention
 from hf_quant.integrations.transformers.blocks.base import fuse_, is_fused, reason_of, unfuse_
+from hf_quant.integrations.transformers.blocks.decoder import is_decoder, run_decoder
 from hf_quant.integrations.transformers.blocks.layer import is_layer, run_layer
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp, run_mlp
 from hf_quant.integrations.transformers.blocks.norm import is_norm, run_norm
@@ -20,7 +21,13 @@ from hf_quant.modules import QuantizedModule, QuantLinear
 from hf_quant.planning import Rules
 
 
-_KINDS = ((is_norm, run_norm), (is_mlp, run_mlp), (is_attention, run_attention), (is_layer, run_layer))
+_KINDS = (
+    (is_norm, run_norm),
+    (is_mlp, run_mlp),
+    (is_attention, run_attention),
+    (is_layer, run_layer),
+    (is_decoder, run_decoder),
+)
 
 
 def fuse_blocks_(model: nn.Module) -> int:

@@ -8,8 +8,7 @@ rounding of the dtype. It is made again after a parameter or a layer was replace
 
 import logging
 import struct
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -40,10 +39,12 @@ class Unproven(Exception):
 class Watch:
     """The parameters and layers that a block was made from: it is run only while all of them are in their places."""
 
-    def __init__(self, *modules: nn.Module) -> None:
-        """Watch modules and their children. Raises Unproven if a child has hooks: a trial would call them."""
-        entries: list[Any] = []
-        numbers: list[Any] = []
+    def __init__(self, *modules: nn.Module, entries: Sequence[Any] = (), numbers: Sequence[Any] = ()) -> None:
+        """Watch modules and their children, and what `unchanged` takes as further `entries` and `numbers`.
+
+        Raises Unproven if a child has hooks: a trial would call them.
+        """
+        entries, numbers = list(entries), list(numbers)
         tensors: list[Tensor] = []
         empty: list[Any] = [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
         children = {id(child): child for module in modules for child in module._modules.values() if child is not None}
@@ -80,30 +81,23 @@ class Watch:
 
 
 class State:
-    """The blocks of one module, by dtype; copies and pickles of the module begin without.
+    """The blocks of one module, by dtype or by what else its calls differ in; its copies and pickles begin without.
 
     After a trial that failed the next one waits for ever more calls: a host that swaps parameters call by call
     (offloading) is left alone, and a module whose hooks or adapter are gone gets its block back.
     """
 
     def __init__(self) -> None:
-        self.found: dict[torch.dtype, Any] = {}
+        self.found: dict[Hashable, Any] = {}
         self.trials = self.waits = 0
         self.reason: str | None = None  # why there is none
-        # Of a layer of a decoder, see `ahead`: the layer that is called next, and the row that this one begins.
-        self.follower: weakref.ref | None = None
-        self.row: Any = None
 
     def __reduce__(self) -> tuple:
         return State, ()
 
-    def following(self) -> nn.Module | None:
-        """The module that is remembered as the follower."""
-        return None if self.follower is None else self.follower()
-
-    def block(self, module: nn.Module, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
-        """The block of a module for inputs of a dtype, None if it has none: `make` makes it, or raises Unproven."""
-        found = self.found.get(dtype)
+    def block(self, module: nn.Module, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The block of a module for calls of a kind, None if it has none: `make` makes it, or raises Unproven."""
+        found = self.found.get(key)
         if found is not None and found.watch.holds():
             self.reason = None  # an adapter or a hook may be gone again
             return found
@@ -118,7 +112,7 @@ class State:
             self.reason, self.waits = str(error) or type(error).__name__, 2 ** min(self.trials, _MOST_WAITS)
             logger.debug("%s is computed as by its host: %s", type(module).__name__, self.reason)
             return None
-        self.reason, self.found[dtype], self.waits = None, found, 2 ** min(self.trials, _MOST_WAITS) - 2
+        self.reason, self.found[key], self.waits = None, found, 2 ** min(self.trials, _MOST_WAITS) - 2
         return found
 
 

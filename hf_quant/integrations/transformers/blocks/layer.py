@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_quant.integrations.transformers.blocks.ahead import Run, row_of, thread
 from hf_quant.integrations.transformers.blocks.attention import (
     AttentionBlock,
     fit,
@@ -114,19 +113,11 @@ class LayerBlock:
 
 def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The layer's output for one token, None where the host has to compute it."""
-    before, thread.run = thread.run, None
-    if len(args) != 1 or module.training:
+    if len(args) != 1 or module.training or not is_one_token(args[0], kwargs):
         return None
-    x = args[0]
-    if before is not None and (y := before.next(module, state, x, kwargs)) is not None:
-        thread.run = before
-        return y
-    if not is_one_token(x, kwargs):
-        return None
-    angles = kwargs.get("position_embeddings")
+    x, angles = args[0], kwargs.get("position_embeddings")
     turned = turned_by(angles)
-    row = row_of(module, state, x.dtype)
-    block = state.block(module, x.dtype, lambda: LayerBlock(module, x.dtype, turned)) if row is None else row.blocks[0]
+    block = state.block(module, x.dtype, lambda: LayerBlock(module, x.dtype, turned))
     if block is None or block.K != x.shape[2]:
         return None
     attention = block.attention
@@ -134,9 +125,4 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
         return None
     if turned and not fit(*angles, len(x), turned, x.dtype):
         return None
-    thread.run = None if row is None else row.run(state, x, angles, kwargs)
-    if thread.run is not None:
-        return thread.run.y
-    y = attention.with_codes(block.block, x, angles, kwargs.get("attention_mask"), kwargs["past_key_values"])
-    thread.run = None if y is None else Run(state, y, kwargs)
-    return y
+    return attention.with_codes(block.block, x, angles, kwargs.get("attention_mask"), kwargs["past_key_values"])

@@ -1,0 +1,331 @@
+"""The step of a decoder for one new token: all layers in one native call, what lies around them by the host's modules.
+
+A host makes masks, passes arguments on and calls one module after the other, which takes as long as a fourth of the
+products of a small model. The trial runs the host's `forward` on the arguments of a real call, with children that note
+how they are called. The block calls them likewise if each was given the very objects that those before it returned.
+What is not seen in one call is how the host's masks change with the number of tokens: only the code of transformers
+is trusted with that, for layers that attend to all tokens or to a window.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant import kv_cache
+from hf_quant.integrations.transformers.blocks.attention import (
+    addresses_of,
+    fit,
+    implementation_of,
+    is_one_token,
+    usable,
+)
+from hf_quant.integrations.transformers.blocks.base import State, Unproven, Watch, is_served, state_of
+from hf_quant.integrations.transformers.blocks.layer import LayerBlock, is_layer
+from hf_quant.kernels.native.blocks import run_in_turn
+
+
+_X, _POSITIONS = object(), object()  # places of a call's arguments
+_TYPES = {"full_attention", "sliding_attention"}  # of layers
+_SETTINGS = (bool, int, float, str, type(None))
+
+
+def is_decoder(module: nn.Module, linear: type[nn.Module]) -> bool:
+    """True if a module has one list of children, all of which are layers; a trial shows what it computes."""
+    layers = _layers(module)
+    return layers is not None and len(layers) > 0 and all(is_layer(layer, linear) for layer in layers)
+
+
+def _layers(module: nn.Module) -> nn.ModuleList | None:
+    lists = [child for child in module._modules.values() if isinstance(child, nn.ModuleList)]
+    return lists[0] if len(lists) == 1 else None
+
+
+class _Call(NamedTuple):
+    """A call of a child: the child, its arguments, its result."""
+
+    child: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any
+
+
+class _Recorder(nn.Module):
+    """A child of a decoder in a trial: it notes its calls."""
+
+    def __init__(self, child: nn.Module, compute: Callable[..., Any], calls: list[_Call]) -> None:
+        super().__init__()
+        self.__dict__.update(_child=child, _compute=compute, _calls=calls)  # the child is no child of this one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_child"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._compute(*args, **kwargs)
+        self._calls.append(_Call(self._child, args, kwargs, result))
+        return result
+
+
+def _through(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x.clone()
+
+
+class _Inputs(NamedTuple):
+    """What a decoder is given for one new token of each of B sequences.
+
+    Attributes:
+        ids: [B, 1], or None if `x` is given.
+        x: the embedding [B, 1, K], or None.
+        positions: [1 or B, 1], or as the host makes them from the length of the cache, if `own_positions`.
+        past: the cache.
+        padding: a mask [B, tokens] that is not all ones, or None.
+    """
+
+    ids: Tensor | None
+    x: Tensor | None
+    positions: Tensor
+    own_positions: bool
+    past: Any
+    padding: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.x if self.ids is None else self.ids)
+
+    def mask(self, tokens: int) -> Tensor | None:
+        """The mask of layers that attend to the last tokens, bool [B, 1, 1, tokens], or None."""
+        return None if self.padding is None else self.padding[:, None, None, -tokens:].bool()
+
+    def is_positions(self, value: Any) -> bool:
+        """True if a host made these positions, or passed them on."""
+        if not self.own_positions or not isinstance(value, Tensor):
+            return value is self.positions
+        return value.dtype == self.positions.dtype and torch.equal(value, self.positions)
+
+
+class DecoderBlock:
+    """The step of a decoder for calls with the settings of the call that is its trial."""
+
+    def __init__(self, module: nn.Module, inputs: _Inputs, kwargs: dict[str, Any]) -> None:
+        layers = list(_layers(module) or ())
+        calls, output = _record(module, kwargs)
+        ours = [call for call in calls if call.child in layers]
+        others = [call for call in calls if call.child not in layers]
+        self.embed = None if inputs.ids is None else others.pop(0).child
+        if [call.child for call in ours] != layers or not others:
+            raise Unproven(f"{type(module).__name__} does not call each of its layers once")
+        *rotary, last = others
+        embedded, x = _embedded(calls, inputs), ours[0].args[0]
+        self.scale = None if x is embedded else _scale(embedded, x, module.config)
+        self.norm, self.dtype = last.child, x.dtype
+        # What makes angles: (module, its arguments by position, by name).
+        self.rotary = [
+            (
+                call.child,
+                _places(call.args, x, inputs),
+                dict(zip(call.kwargs, _places(call.kwargs.values(), x, inputs))),
+            )
+            for call in rotary
+        ]
+        self.blocks = blocks = [_block_of(layer, self.dtype) for layer in layers]
+        tokens = self._tokens(inputs)
+        if any(block.K != x.shape[-1] for block in blocks):
+            raise Unproven("the embedding is of another width than the layers")
+        if tokens is None:
+            raise Unproven("a layer of the cache takes new tokens another way")
+        kinds = []
+        for call, before, block, token in zip(ours, [x, *(call.result for call in ours)], blocks, tokens):
+            _check(call, before, inputs, token.place[1])
+            angles = call.kwargs.get("position_embeddings")
+            number = None if angles is None else [made.result is angles for made in rotary].index(True)
+            kinds.append((number, block.attention.sizes, block.attention.options.get("sliding_window")))
+        if last.args != (ours[-1].result,) or last.kwargs:
+            raise Unproven(f"{type(module).__name__} does not end with its norm")
+        self.output = _output_of(output, last.result, inputs.past)
+        # Layers that follow each other with equal angles, heads and window: (number of the angles, first, last + 1).
+        starts = [i for i in range(len(kinds)) if i == 0 or kinds[i] != kinds[i - 1]]
+        self.parts = [(kinds[i][0], i, end) for i, end in zip(starts, [*starts[1:], len(kinds)])]
+        config = module.config.__dict__
+        settings = [part for name, value in config.items() for part in (config, name, value)]
+        own = Watch(module, _layers(module), entries=settings, numbers=[config.__len__, len(config)])
+        self.watch = Watch.of_all([own, *(block.watch for block in blocks)])
+
+    def _tokens(self, inputs: _Inputs) -> list[kv_cache.NextToken] | None:
+        """The places of the next token in the cache, None if a layer of the cache takes it another way."""
+        tokens = []
+        for block in self.blocks:
+            token = block.attention.next_token(inputs.past, inputs.rows)
+            if token is None:
+                return None
+            tokens.append(token)
+        return tokens
+
+    def __call__(self, inputs: _Inputs) -> Any:
+        """The decoder's output, whose tokens are added to the cache; None: left to the host."""
+        tokens = self._tokens(inputs)
+        if tokens is None:
+            return None
+        x = inputs.x if self.embed is None else self.embed(inputs.ids)
+        x = x if self.scale is None else x * self.scale
+        if x.dtype != self.dtype or not is_served(x):
+            return None
+        places = {_X: x, _POSITIONS: inputs.positions}
+        angles = []
+        for module, args, kwargs in self.rotary:
+            args = [places.get(value, value) for value in args]
+            angles.append(module(*args, **{name: places.get(value, value) for name, value in kwargs.items()}))
+        with torch.inference_mode(False):  # as results of the host, which may leave inference mode
+            y = torch.empty((len(tokens), *x.shape), dtype=x.dtype)
+        parts = [self._part(part, inputs, x, y, tokens, angles) for part in self.parts]
+        if None in parts:
+            return None
+        for part in parts:
+            run_in_turn(*part)
+        for token in tokens:
+            token.done()
+        return self.output(self.norm(y[-1]), inputs.past)
+
+    def _part(
+        self,
+        part: tuple[int | None, int, int],
+        inputs: _Inputs,
+        x: Tensor,
+        y: Tensor,
+        tokens: list[kv_cache.NextToken],
+        angles: list[Any],
+    ) -> tuple | None:
+        """The arguments of `run_in_turn` for a part of the layers, whose results are y; None: left to the host."""
+        number, start, end = part
+        attention, tokens = self.blocks[start].attention, tokens[start:end]
+        B, (heads, _, _, turned), count = len(x), attention.sizes, tokens[0].place[1]
+        if turned and not (number is not None and fit(*angles[number], B, turned, self.dtype)):
+            return None
+        mask = inputs.mask(count)
+        if mask is not None:
+            mask = usable(mask, B, heads, count)
+            if mask is None or any(token.place[1] != count for token in tokens):
+                return None
+        cos, sin, stride = addresses_of(None if number is None else angles[number], turned)
+        first = x if start == 0 else y[start - 1]
+        blocks, caches = [block.block for block in self.blocks[start:end]], tuple([token.cache for token in tokens])
+        places = [token.place for token in tokens]
+        return blocks, B, stride, caches, places, mask, first.data_ptr(), cos, sin, y[start].data_ptr()
+
+
+def _record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[list[_Call], Any]:
+    """(calls of the children, output) of a decoder's host; its layers return what they get."""
+    host = type(module)._hf_quant_block_of
+    types = set(getattr(module.config, "layer_types", None) or ())
+    if host.forward.__module__.partition(".")[0] != "transformers" or not types <= _TYPES:
+        raise Unproven(f"the masks of {host.__name__} are not known")
+    twin = object.__new__(host)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_modules"] = children = dict(module._modules)
+    calls: list[_Call] = []
+    for name, child in children.items():
+        if child is not None and child is _layers(module):
+            children[name] = nn.ModuleList(_Recorder(layer, _through, calls) for layer in child)
+        elif child is not None:
+            children[name] = _Recorder(child, child, calls)
+    return calls, host.forward(twin, **kwargs)
+
+
+def _embedded(calls: list[_Call], inputs: _Inputs) -> Tensor:
+    """The embedding that a host has made, or was given. Raises Unproven if it began with something else."""
+    if inputs.x is not None:
+        return inputs.x
+    first = calls[0]
+    if first.args != (inputs.ids,) or first.kwargs or not isinstance(first.result, Tensor):
+        raise Unproven(f"{type(first.child).__name__} is called before the embedding")
+    return first.result
+
+
+def _scale(embedded: Tensor, x: Tensor, config: Any) -> float:
+    """The number of a config by which an embedding was multiplied. Raises Unproven if there is none."""
+    for value in config.__dict__.values():
+        if isinstance(value, float) and torch.equal(embedded * value, x):
+            return value
+    raise Unproven("the first layer is given something else than the embedding")
+
+
+def _check(call: _Call, before: Tensor, inputs: _Inputs, tokens: int) -> None:
+    """Raise Unproven if a layer was given something else than the result of the one before, the cache and the mask."""
+    name, kwargs = type(call.child).__name__, call.kwargs
+    if len(call.args) != 1 or call.args[0] is not before or not is_one_token(before, kwargs):
+        raise Unproven(f"{name} is given something else than the result of the layer before it")
+    if kwargs["past_key_values"] is not inputs.past:
+        raise Unproven(f"{name} is given another cache")
+    mask, expected = kwargs.get("attention_mask"), inputs.mask(tokens)
+    if mask is None:
+        is_known = expected is None or bool(expected.all())
+    else:
+        is_known = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
+        is_known = is_known and bool((mask[..., :tokens] == (True if expected is None else expected)).all())
+    if not is_known:
+        raise Unproven(f"{name} is given another mask than that of the padding")
+
+
+def _places(values: Any, x: Tensor, inputs: _Inputs) -> list[Any]:
+    """Arguments of a call, with marks in place of x and the positions. Raises Unproven if there are other tensors."""
+    found = [_X if value is x else _POSITIONS if inputs.is_positions(value) else value for value in values]
+    if not all(value is _X or value is _POSITIONS or isinstance(value, _SETTINGS) for value in found):
+        raise Unproven("its angles depend on more than the positions")
+    return found
+
+
+def _output_of(output: Any, y: Tensor, past: Any) -> Callable[[Tensor, Any], Any]:
+    """A function that makes an output like `output` of (y, past). Raises Unproven if it holds something else."""
+    kind, held = type(output), dict(output) if isinstance(output, dict) else {}
+    if held.pop("last_hidden_state", None) is not y or held.pop("past_key_values", None) is not past or held:
+        raise Unproven(f"its {kind.__name__} holds more than the last states and the cache")
+    return lambda y, past: kind(last_hidden_state=y, past_key_values=past)
+
+
+def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock:
+    state = state_of(layer)
+    block = None if state is None else state.found.get(dtype)
+    if block is None or not block.watch.holds():
+        raise Unproven("a layer has no block")
+    if block.attention.implementation != implementation_of(layer._modules["self_attn"]):
+        raise Unproven("another attention function is chosen")
+    state.reason = None  # an adapter or a hook may be gone again
+    return block
+
+
+def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
+    """What a decoder is given, None if it is not one token of each sequence with a cache."""
+    ids, x, positions, past, mask = [kwargs.get(name) for name in _INPUTS]
+    given = x if ids is None else ids
+    if past is None or (ids is not None and x is not None) or not isinstance(given, Tensor) or not given.is_cpu:
+        return None
+    if given.dim() != (3 if ids is None else 2) or given.shape[1] != 1 or not hasattr(past, "layers"):
+        return None
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != len(given):
+            return None
+        mask = None if bool(mask.all()) else mask
+    if positions is None:
+        return _Inputs(ids, x, torch.tensor([[past.get_seq_length()]]), True, past, mask)
+    return _Inputs(ids, x, positions, False, past, mask) if isinstance(positions, Tensor) else None
+
+
+_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "past_key_values", "attention_mask")
+
+
+def run_decoder(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Any:
+    """The decoder's output for one token, None where the host has to compute it."""
+    if args or module.training:
+        return None
+    inputs = _inputs_of(kwargs)
+    if inputs is None:
+        return None
+    settings = tuple([item for item in kwargs.items() if item[0] not in _INPUTS])
+    if not all([isinstance(value, _SETTINGS) for _, value in settings]):
+        return None
+    if not state.found and not all([found.trials for layer in _layers(module) or () if (found := state_of(layer))]):
+        return None  # its layers have not been called for one token yet
+    kind = (inputs.ids is None, inputs.own_positions, kwargs.get("attention_mask") is None, inputs.padding is None)
+    block = state.block(module, (kind, settings), lambda: DecoderBlock(module, inputs, kwargs))
+    return None if block is None else block(inputs)
