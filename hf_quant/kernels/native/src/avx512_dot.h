@@ -209,8 +209,11 @@ class RowScales {
   // `first`: of the expert, in elements. `memory`: `floats` of them.
   RowScales(const Product& p, int64_t first, int64_t n, int64_t end, float* memory)
       : p_(p), first_(first), at_once_(is_at_once(p)), n_(n), memory_(memory) {
-    if (at_once_)
-      load_scales(p.scale, p.scale_dtype, first + n * p.groups, (end - n) * p.groups, memory);
+    if (!at_once_) return;
+    const int64_t at = first + n * p.groups, count = (end - n) * p.groups, element = element_size(p.scale_dtype);
+    load_scales(p.scale, p.scale_dtype, at, count, memory);
+    const char* ahead = static_cast<const char*>(p.scale) + (at + count) * element;  // of the next panel
+    for (int64_t i = 0; i < count * element; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
   }
   // Makes the scales of rows n and n + distance ready.
   HFQ_METHOD void load(int64_t n, int64_t distance) const {

@@ -35,6 +35,8 @@ struct BlockCache {
   const float* first;  // what is added to the first key, see Attention
 };
 
+class Block;
+
 // What differs from call to call.
 struct BlockCall {
   int64_t M;
@@ -46,7 +48,8 @@ struct BlockCall {
   const void* mask;         // as in Attention, [M, H or 1, 1, tokens]
   int mask_dtype;
   int64_t mask_batch, mask_head;
-  int64_t angle_stride;  // elements of cos and sin from row to row
+  int64_t angle_stride;     // elements of cos and sin from row to row
+  const Block* following;   // the block that is run next, or null
 };
 
 class Block {
@@ -64,6 +67,8 @@ class Block {
   bool run(const Kernels& kernels, const BlockCall& call, void* const* arguments) const;
 
  private:
+  // The first product at or behind a step, or of the block that follows; null: there is none.
+  const Product* product_from(size_t step, const Block* following) const;
   bool run(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at, float* lse) const;
   bool attend(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at, float* lse) const;
   void append(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at) const;

@@ -631,6 +631,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   if (!a.finish()) return nullptr;
   bool ok = true;
+  for (size_t i = 0; i + 1 < calls.size(); ++i) calls[i].second.following = calls[i + 1].first;
   Py_BEGIN_ALLOW_THREADS for (const auto& [block, of_block] : calls) {
     ok = ok && block->run(*active, of_block, arguments);
     arguments[0] = arguments[3];
