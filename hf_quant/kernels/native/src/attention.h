@@ -165,8 +165,9 @@ class AttentionTasks {
       partials = static_cast<float*>(thread_scratch(0, heads * splits_ * partial * sizeof(float)));
       if (partials == nullptr) return false;
     }
+    const bool is_short = heads * rows_ * a_.T * a_.D < (1 << 17);  // takes less time than a team of threads
     std::atomic<bool> ok{true};
-    parallel_for(heads * blocks_ * splits_, a_.threads, [&](int64_t task) {
+    parallel_for(heads * blocks_ * splits_, is_short ? 1 : a_.threads, [&](int64_t task) {
       const int64_t split = task % splits_, block = task / splits_ % blocks_, head = task / splits_ / blocks_;
       const int64_t first = block * kQueryRows, rows = min64(kQueryRows, rows_ - first);
       float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats(rows) * sizeof(float)));
@@ -180,7 +181,7 @@ class AttentionTasks {
       if (splits_ == 1) store(head, first, rows, seen);
     });
     if (!ok || splits_ == 1) return ok;
-    parallel_for(heads, a_.threads, [&](int64_t head) {
+    parallel_for(heads, heads * splits_ * rows_ * a_.D < (1 << 15) ? 1 : a_.threads, [&](int64_t head) {
       float* at = partials + head * splits_ * partial;
       const Partial total{at, at + rows_, at + 2 * rows_};
       for (int64_t split = 1; split < splits_; ++split) {

@@ -158,7 +158,7 @@ class Matmul {
     const int64_t num_segments = split_by_experts(p_, first, count, segments_);
     const int64_t rows = max64(kStreamed, Panel<C>::ROWS), panels = ceil_div(p_.N, rows);
     std::atomic<bool> ok{true};
-    parallel_for(num_segments * panels, p_.threads, [&](int64_t task) {
+    parallel_for(num_segments * panels, threads_of(p_, count, num_segments), [&](int64_t task) {
       const Segment& s = segments_[task / panels];
       const int64_t n = task % panels * rows, end = min64(n + rows, p_.N);
       if (!(s.count <= kStreamRows ? stream(s, first, n, end) : panel(s, first, n, end))) ok = false;

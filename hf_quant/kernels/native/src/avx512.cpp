@@ -128,7 +128,7 @@ class Matmul {
     const int64_t num_segments = split_by_experts(p_, first, count, segments_);
     const int64_t panels = ceil_div(p_.N, kPanel);
     std::atomic<bool> ok{true};
-    parallel_for(num_segments * panels, p_.threads, [&](int64_t task) {
+    parallel_for(num_segments * panels, threads_of(p_, count, num_segments), [&](int64_t task) {
       const Segment& segment = segments_[task / panels];
       const int64_t n = task % panels * kPanel;
       const Weight weight = weight_of(segment.expert);
@@ -161,7 +161,7 @@ class Matmul {
     char* memory = static_cast<char*>(thread_scratch(2, T::scratch_bytes(segment.count)));
     if (memory == nullptr) return false;
     T(p_, decoder_, weight, x_)
-        .run(n, n + kPanel * p_.threads, segment.first, first + segment.first, segment.count, memory);
+        .run(n, n + kPanel, segment.first, first + segment.first, segment.count, memory);
     return true;
   }
 

@@ -220,7 +220,7 @@ class FixedMatmul {
     std::vector<int64_t> left;
     for (int64_t first = 0; first < p_.M; first += chunk) {
       const int64_t count = min64(chunk, p_.M - first);
-      if (!pack(first, count) || !multiply(first, split_by_experts(p_, first, count, segments_))) return false;
+      if (!pack(first, count) || !multiply(first, count, split_by_experts(p_, first, count, segments_))) return false;
       for (int64_t i = 0; i < count; ++i)
         if (!finite_[i]) left.push_back(first + i);
     }
@@ -252,10 +252,10 @@ class FixedMatmul {
     return ok;
   }
 
-  bool multiply(int64_t first, int64_t num_segments) const {
+  bool multiply(int64_t first, int64_t count, int64_t num_segments) const {
     const int64_t panels = ceil_div(p_.N, kPanel);
     std::atomic<bool> ok{true};
-    parallel_for(num_segments * panels, p_.threads, [&](int64_t task) {
+    parallel_for(num_segments * panels, threads_of(p_, count, num_segments), [&](int64_t task) {
       const int64_t n = task % panels * kPanel;
       if (!multiply(segments_[task / panels], first, n, min64(n + kPanel, p_.N))) ok = false;
     });

@@ -11,20 +11,36 @@ namespace hfq {
 
 namespace {
 
+constexpr int kMaxShares = 64;
+
+// Tasks of one thread, in lines of their own.
+struct alignas(64) Share {
+  std::atomic<int64_t> next;
+  int64_t end;
+};
+
 struct Tasks {
-  std::atomic<int64_t> next{0};
-  int64_t count;
+  Share shares[kMaxShares];
+  int num_shares;
+  std::atomic<int> others{0};  // threads but the caller that have come so far
+  std::thread::id caller;
   void (*body)(void*, int64_t);
   void* context;
 };
 
-// Threads take the next task when they are free: a team of any size does all of them.
+// A thread does its share, one task behind the other, so that what a task brings into the caches ahead of itself is for
+// the same thread; then what is left of the others'. A team of any size does all of them.
 void work(void* data) {
   Tasks* tasks = static_cast<Tasks*>(data);
-  for (;;) {
-    int64_t i = tasks->next.fetch_add(1, std::memory_order_relaxed);
-    if (i >= tasks->count) return;
-    tasks->body(tasks->context, i);
+  const bool is_caller = std::this_thread::get_id() == tasks->caller;
+  const int own = is_caller ? 0 : 1 + tasks->others.fetch_add(1, std::memory_order_relaxed);
+  for (int i = 0; i < tasks->num_shares; ++i) {
+    Share& share = tasks->shares[(own + i) % tasks->num_shares];
+    for (;;) {
+      const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
+      if (task >= share.end) break;
+      tasks->body(tasks->context, task);
+    }
   }
 }
 
@@ -99,7 +115,12 @@ void run_tasks(int64_t count, int threads, void (*body)(void*, int64_t), void* c
     return;
   }
   Tasks tasks;
-  tasks.count = count;
+  tasks.num_shares = threads < kMaxShares ? threads : kMaxShares;
+  for (int64_t i = 0; i < tasks.num_shares; ++i) {
+    tasks.shares[i].next.store(count * i / tasks.num_shares, std::memory_order_relaxed);
+    tasks.shares[i].end = count * (i + 1) / tasks.num_shares;
+  }
+  tasks.caller = std::this_thread::get_id();
   tasks.body = body;
   tasks.context = context;
   if (gomp_parallel != nullptr) {
