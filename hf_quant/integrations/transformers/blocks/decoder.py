@@ -72,7 +72,7 @@ def _through(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _Inputs(NamedTuple):
-    """What a decoder is given for one new token of each of B sequences.
+    """One new token of each of B sequences, as a decoder is given it.
 
     Attributes:
         ids: [B, 1], or None if `x` is given.
@@ -295,7 +295,7 @@ def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock:
 
 
 def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
-    """What a decoder is given, None if it is not one token of each sequence with a cache."""
+    """Return the arguments of a decoder, None if they are not one token of each sequence with a cache."""
     ids, x, positions, past, mask = [kwargs.get(name) for name in _INPUTS]
     given = x if ids is None else ids
     if past is None or (ids is not None and x is not None) or not isinstance(given, Tensor) or not given.is_cpu:
