@@ -179,13 +179,15 @@ struct FixedRows {
 };
 
 // Up to which number of rows of x this wins over other ways: any on Intel's CPUs, whose dot products of bf16 are slower than
-// two of bytes (Sapphire Rapids; older ones have none). scripts/bench_cpu.py linear measures it.
-static int64_t max_fixed_rows() {
+// two of bytes (Sapphire Rapids; older ones have none). AMD's take as long as one of bytes: there, codes of 2 and 3 bits win
+// because they become bytes sooner than bf16 (Zen 5). scripts/bench_cpu.py linear measures it.
+static int64_t max_fixed_rows(int layout) {
   static const bool has_fast_bf16 = [] {
     __builtin_cpu_init();
     return __builtin_cpu_is("amd") != 0;
   }();
-  return has_fast_bf16 ? 4 : int64_t{1} << 62;
+  if (!has_fast_bf16) return int64_t{1} << 62;
+  return layout == PACKED2 ? 16 : layout == PACKED3 ? 12 : 0;
 }
 
 constexpr int64_t kFixedChunk = 64;       // rows of x that are packed at once
@@ -364,7 +366,7 @@ static bool has_integers(const Product& p, int count) {
 using FixedProduct = bool (*)(const Product&, bool (*other)(const Product&));
 
 static FixedProduct fixed_product(const Product& p) {
-  if (p.compute == BY_INT8 || p.x_dtype != BF16 || p.M > max_fixed_rows()) return nullptr;
+  if (p.compute == BY_INT8 || p.x_dtype != BF16 || p.M > max_fixed_rows(p.layout)) return nullptr;
   switch (p.layout) {
     case PACKED2: return has_integers(p, 4) ? fixed_codes<Fixed2> : nullptr;
     case PACKED3: return has_integers(p, 8) ? fixed_codes<Fixed3> : nullptr;
