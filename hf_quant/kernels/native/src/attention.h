@@ -165,7 +165,7 @@ class AttentionTasks {
       partials = static_cast<float*>(thread_scratch(0, heads * splits_ * partial * sizeof(float)));
       if (partials == nullptr) return false;
     }
-    const bool is_short = heads * rows_ * a_.T * a_.D < (1 << 17);  // takes less time than a team of threads
+    const bool is_short = heads * rows_ * (a_.T + 96) * a_.D < (1 << 17);  // takes less time than a team of threads
     std::atomic<bool> ok{true};
     parallel_for(heads * blocks_ * splits_, is_short ? 1 : a_.threads, [&](int64_t task) {
       const int64_t split = task % splits_, block = task / splits_ % blocks_, head = task / splits_ / blocks_;

@@ -30,7 +30,7 @@ constexpr int64_t kChunk = 480;  // rows of x that are packed at once
 // Up to which number of rows of x streaming wins over panels (14336 x 4096, Zen 4).
 template <class C>
 constexpr int64_t max_dot_rows() {
-  return C::INTEGER ? 8 : 12;
+  return C::INTEGER ? 8 : kMaxDotRows;
 }
 
 template <class C>

@@ -134,17 +134,15 @@ struct DotRows {
       begin(0, 0, relative, table, lane_zeros, sums);
       for (; full > 0; --full) block(all, table, lane_zeros, sums);
       if (has_tail) block(tail, table, lane_zeros, sums);
+      Sum totals[R * MB];  // of integers exact, as long as K <= 65536
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int i = 0; i < MB; ++i) {
-          if constexpr (C::INTEGER) {  // exact, as long as K <= 65536
-            out[r][i] = scales[r * room] * static_cast<float>(_mm512_reduce_add_epi32(total(sums[r][i])));
-          } else {
-            out[r][i] = scales[r * room] * _mm512_reduce_add_ps(total(sums[r][i]));
-          }
-        }
-      }
+        for (int i = 0; i < MB; ++i) totals[r * MB + i] = total(sums[r][i]);
+      float whole[R * MB];
+      reduce_add(totals, whole);
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < MB; ++i) out[r][i] = scales[r * room] * whole[r * MB + i];
       return;
     }
     __m512 y[R][MB], scale[R];
@@ -187,10 +185,15 @@ struct DotRows {
         fold(sums, scale, y);
       }
     }
+    __m512 totals[R * MB];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int i = 0; i < MB; ++i) out[r][i] = _mm512_reduce_add_ps(y[r][i]);
+      for (int i = 0; i < MB; ++i) totals[r * MB + i] = y[r][i];
+    float whole[R * MB];
+    reduce_add(totals, whole);
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < MB; ++i) out[r][i] = whole[r * MB + i];
   }
 };
 
@@ -289,35 +292,27 @@ static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t 
   rows.run(out);
 }
 
-// The same to y.
+constexpr int kMaxDotRows = 12;  // rows of x, at most
+using DotSums = float[kMaxDotRows][kPanel];
+
+// Sums of rows n and n + distance of the weight, which go to columns `at` and at + distance, with all rows of x, two at least.
 template <class C, int MB, Grouping GROUPING>
-static void dot_pair_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0) {
-  const Product& p = a.p;
-  const int64_t x = a.first_x + i0;
+static void dot_pair_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0, DotSums& sums, int64_t at) {
   float out[2][MB];
   dot_rows<C, 2, MB, GROUPING>(a, n, distance, i0, out);
-  for (int r = 0; r < 2; ++r) {
-    const int64_t row = n + r * distance;
-    const float bias =
-        a.weight.bias == nullptr ? 0.0f : load_as_float(a.weight.bias, p.bias_dtype, a.weight.bias_first + row);
-    for (int i = 0; i < MB; ++i) {
-      float factor = a.weight.global_scale;
-      if (a.px.row_scale != nullptr) factor *= a.px.row_scale[x + i];
-      store_float(p.y, p.y_dtype, (a.first_y + i0 + i) * p.N + row, out[r][i] * factor + bias);
-    }
-  }
+  for (int r = 0; r < 2; ++r)
+    for (int i = 0; i < MB; ++i) sums[i0 + i][at + r * distance] = out[r][i];
 }
 
-// Rows n and n + distance of the weight with all rows of x, two at least.
 template <class C, Grouping GROUPING>
-static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance) {
+static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance, DotSums& sums, int64_t at) {
   a.scales.load(n, distance);
   for (int64_t i = 0; i < a.count;) {
     const int64_t left = a.count - i, rows = left <= 4 ? left : left == 5 ? 3 : 4;  // never 4 + 1
     switch (rows) {
-      case 2: dot_pair_rows<C, 2, GROUPING>(a, n, distance, i); break;
-      case 3: dot_pair_rows<C, 3, GROUPING>(a, n, distance, i); break;
-      default: dot_pair_rows<C, 4, GROUPING>(a, n, distance, i);
+      case 2: dot_pair_rows<C, 2, GROUPING>(a, n, distance, i, sums, at); break;
+      case 3: dot_pair_rows<C, 3, GROUPING>(a, n, distance, i, sums, at); break;
+      default: dot_pair_rows<C, 4, GROUPING>(a, n, distance, i, sums, at);
     }
     i += rows;
   }
@@ -326,28 +321,31 @@ static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance) {
 // Rows n..end of the weight with `count` rows of x.
 template <class C, Grouping GROUPING>
 static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
+  DotSums sums;
   if (a.count == 1) {
-    float sums[kPanel], pair[2][1], one[1][1];
+    float pair[2][1], one[1][1];
     int64_t row = n;
     // Of longer rows, what is prefetched for one would be what the other reads.
     for (; row + 1 < end && 2 * a.p.row_bytes <= kAhead; row += 2) {
       a.scales.load(row, 1);
       dot_rows<C, 2, 1, GROUPING>(a, row, 1, 0, pair);
-      sums[row - n] = pair[0][0];
-      sums[row - n + 1] = pair[1][0];
+      sums[0][row - n] = pair[0][0];
+      sums[0][row - n + 1] = pair[1][0];
     }
     for (; row < end; ++row) {
       a.scales.load(row, 0);
       dot_rows<C, 1, 1, GROUPING>(a, row, 0, 0, one);
-      sums[row - n] = one[0][0];
+      sums[0][row - n] = one[0][0];
     }
-    float factor = a.weight.global_scale;
-    if (a.px.row_scale != nullptr) factor *= a.px.row_scale[a.first_x];
-    store_column(a.p, sums, factor, a.weight.bias_first, n, end, a.first_y);
-    return;
+  } else {
+    const int64_t distance = (end - n + 1) / 2;  // of an odd number the one in the middle is computed twice
+    for (int64_t i = 0; i < distance; ++i) dot_pair<C, GROUPING>(a, n + i, min64(distance, end - 1 - n - i), sums, i);
   }
-  const int64_t distance = (end - n + 1) / 2;  // of an odd number the one in the middle is computed twice
-  for (int64_t i = 0; i < distance; ++i) dot_pair<C, GROUPING>(a, n + i, min64(distance, end - 1 - n - i));
+  for (int64_t i = 0; i < a.count; ++i) {
+    float factor = a.weight.global_scale;
+    if (a.px.row_scale != nullptr) factor *= a.px.row_scale[a.first_x + i];
+    store_column(a.p, sums[i], factor, a.weight.bias_first, n, end, a.first_y + i);
+  }
 }
 
 }  // namespace avx512

@@ -35,7 +35,8 @@ struct FewRows {
     codes_ = cache.row(b, h, 0);
     scales_ = cache.scales_of(b, h, 0);
     table_ = level_table<BITS>(a);
-    for (int64_t line = 0; line < lines_; ++line)
+    memset(group_, 0, static_cast<size_t>(lines_) * sizeof(group_[0]));
+    for (int64_t line = 0; line < lines_ && a.groups > 1; ++line)
       for (int w = 0; w < 16; ++w)
         group_[line][w] = static_cast<int32_t>(min64(code(line, 0, w) / a.group_size, a.groups - 1));
   }

@@ -241,6 +241,44 @@ HFQ_INLINE __m256i to_bf16(__m512 value) {
 }
 
 // 16 results to y, `count` of them.
+// [a, b, a, b] in each 128 bits: sums of half of the lanes.
+HFQ_INLINE __m512 add_lanes(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+HFQ_INLINE __m512i add_lanes(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+}
+HFQ_INLINE __m512 add_pairs(__m512 a, __m512 b) {
+  const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+HFQ_INLINE __m512i add_pairs(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
+HFQ_INLINE __m512 add_quarters(__m512 a, __m512 b) {
+  const __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  return _mm512_add_ps(sums, _mm512_shuffle_f32x4(sums, sums, 0xb1));
+}
+HFQ_INLINE __m512 add_quarters(__m512i a, __m512i b) {
+  const __m512i sums = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(sums, _mm512_shuffle_i32x4(sums, sums, 0xb1)));
+}
+
+// The sums of the lanes of up to 8 vectors of floats or integers, by a third of the instructions of one at a time.
+template <int COUNT, class V>
+HFQ_INLINE void reduce_add(const V (&v)[COUNT], float (&out)[COUNT]) {
+  static_assert(COUNT <= 8, "more than a vector holds");
+  constexpr int last = COUNT - 1;
+  V quads[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const int at = COUNT > 4 * i ? 4 * i : 0;
+    const V a = add_lanes(v[at], v[at + 1 < COUNT ? at + 1 : last]);
+    quads[i] = at + 2 < COUNT ? add_pairs(a, add_lanes(v[at + 2], v[at + 3 < COUNT ? at + 3 : last])) : add_pairs(a, a);
+  }
+  const __m512 sums = add_quarters(quads[0], quads[1]);  // those of the first four in lane 0, of the others in lane 2
+  const __m256 both = _mm512_castps512_ps256(_mm512_shuffle_f32x4(sums, sums, 0x08));
+  _mm256_mask_storeu_ps(out, static_cast<__mmask8>((1 << COUNT) - 1), both);
+}
+
 HFQ_INLINE void store_y(void* base, int dtype, int64_t first, __mmask16 mask, __m512 value) {
   switch (dtype) {
     case F32: _mm512_mask_storeu_ps(static_cast<float*>(base) + first, mask, value); break;
