@@ -30,7 +30,7 @@ def frame_of(keys: Tensor) -> Tensor:
     neutral = torch.stack([zeros, zeros + 1], 2)
     if count == 0:
         return neutral
-    # torch.var_mean takes ten times as long on CPUs. Relative to one token equal tokens have no variance, here as there.
+    # torch.var_mean takes ten times as long on CPUs. Relative to one token equal tokens have no variance, as there.
     relative = tokens - tokens[:, :, :1]
     mean = relative.mean(2, keepdim=True)
     variance, mean = (relative - mean).square().mean(2), (mean + tokens[:, :, :1]).squeeze(2)

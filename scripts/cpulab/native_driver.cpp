@@ -1137,7 +1137,7 @@ class StepsCase : RandomCall {
       }
     }
     memcpy(y->data, x->data, static_cast<size_t>(count * element_size(dtype)));
-    kernels.turn_rows({rows, heads, width, turned, y->data, dtype, cos->data, sin->data, angle_dtype, turned, pairs, rounds});
+    kernels.turn_rows({rows, heads, width, turned, y->data, dtype, cos->data, sin->data, angle_dtype, turned, pairs, rounds, threads});
     for (int64_t i = 0; i < count; ++i) {
       const int64_t c = i % width, first = i - c, row = i / width / heads, half = turned / 2;
       double value = x->at(i, dtype), size = std::fabs(value);
@@ -1159,7 +1159,7 @@ class StepsCase : RandomCall {
       if (!near(y->at(i, dtype), value, std::fabs(value), 5e-7 * std::fabs(factor)))
         return wrong(kernels, "an activation");
     }
-    kernels.add_rows({count, x->data, up->data, y->data, dtype});
+    kernels.add_rows({count, x->data, up->data, y->data, dtype, threads});
     for (int64_t i = 0; i < count; ++i) {
       const double value = x->at(i, dtype) + up->at(i, dtype);
       if (!near(y->at(i, dtype), value, std::fabs(value))) return wrong(kernels, "a sum");

@@ -20,6 +20,7 @@ from hf_quant import (
 )
 from hf_quant.integrations.transformers.blocks import base, block_reasons, decoder
 from hf_quant.kernels import native
+from hf_quant.kernels.native import blocks
 from hf_quant.kv_cache import next_token
 
 
@@ -233,9 +234,32 @@ def test_layers_are_computed_in_one_call(parts, kind, fields, counts, inference,
     mask[0, :padding] = 0
     with torch.inference_mode(inference):
         found = generate(model, prompt(3), attention_mask=mask)
-        assert parts == counts * 10  # the prompt and the first step make the blocks of the layers
+        assert parts == counts * 11  # all steps: the prompt has made the blocks of the layers
         unfuse_activations_(model)
         assert torch.equal(generate(model, prompt(3), attention_mask=mask), found)
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "smollm3", "phi3"])
+def test_prompts_are_two_calls_a_layer(kind, has_cache, monkeypatch):
+    model = make(kind, **FAMILIES[kind][0])
+    monkeypatch.setattr("hf_quant.integrations.transformers.blocks.layer._CHUNK", 16)
+    calls, real = [], blocks._run
+    monkeypatch.setattr(blocks, "_run", lambda *given: (calls.append(given[2]), real(*given)))
+    ids, mask = prompt(2, 19), torch.ones(2, 19, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        model(ids)
+        calls.clear()
+        cache = QuantizedCache(model.config, "int8") if has_cache else None
+        found = model(ids, attention_mask=mask, past_key_values=cache, use_cache=has_cache).logits
+        # 38 rows in parts of 16, before and behind the attention; the norm at the end has all.
+        assert calls == [16, 16, 6] * 2 * 2 + [38]
+        unfuse_activations_(model)
+        cache = QuantizedCache(model.config, "int8") if has_cache else None
+        expected = model(ids, attention_mask=mask, past_key_values=cache, use_cache=has_cache).logits
+    seen = mask.bool()
+    assert ((found - expected)[seen].norm() / expected[seen].norm()) < 0.01
 
 
 @pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])

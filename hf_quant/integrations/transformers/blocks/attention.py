@@ -181,11 +181,11 @@ class AttentionBlock:
     def error(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, recorded: Recorded) -> float:
         """The `difference` of a block's queries, keys and values, which are its last arguments, from recorded ones."""
         heads, shared, D, turned = self.sizes
-        results = [torch.empty(2, count, 1, D, dtype=self.dtype) for count in (heads, shared, shared)]
+        results = [torch.empty(*x.shape[:2], count, D, dtype=self.dtype) for count in (heads, shared, shared)]
         addresses = [tensor.data_ptr() for tensor in (x, cos, sin, *results)]
-        block(2, *addresses, angle_stride=turned)
+        block(x.shape[0] * x.shape[1], *addresses, angle_stride=turned)
         pairs = zip(results, (recorded.q, recorded.k, recorded.v))
-        return max(difference(own, theirs) for own, theirs in pairs)
+        return max(difference(own.transpose(1, 2), theirs) for own, theirs in pairs)
 
     def _check_options(self, module: nn.Module, options: dict[str, Any]) -> None:
         for name, value in options.items():
@@ -232,17 +232,22 @@ class AttentionBlock:
 
     def _by_host(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The output by the cache's own `update` and the host's attention function."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         heads, shared, D, turned = self.sizes
         q, k, v = (x.new_empty(len(x), count, 1, D) for count in (heads, shared, shared))
         cos, sin, stride = addresses_of(angles, turned)
         addresses = (x.data_ptr(), cos, sin, q.data_ptr(), k.data_ptr(), v.data_ptr())
         self.projections(len(x), *addresses, angle_stride=stride)
-        k, v = past.update(k, v, module.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[self.implementation]
-        y, _ = attend(module, q, k, v, mask, scaling=self.scale, **self.options)
+        y = self.attend(module, q, k, v, mask, past)
         return self.layers[-1](y.reshape(len(x), 1, heads * D))
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, past: Any) -> Tensor:
+        """The host's attention [B, S, H, D] of q [B, H, S, D] to k and v, which a cache takes if there is one."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        if past is not None:
+            k, v = past.update(k, v, module.layer_idx)
+        function = ALL_ATTENTION_FUNCTIONS[self.implementation]
+        return function(module, q, k, v, mask, scaling=self.scale, **self.options)[0]
 
 
 def _width(norm: nn.Module, D: int) -> int:
@@ -250,10 +255,10 @@ def _width(norm: nn.Module, D: int) -> int:
     return D if weight is None else len(weight)
 
 
-def probe(K: int, turned: int, position: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Random arguments of a trial: (x [2, 1, K], cos and sin [2, 1, turned], position)."""
-    x = random_rows(2, 1, K, dtype=dtype, seed=position)
-    angles = random_rows(2, 1, max(turned, 1), dtype=torch.float32, seed=position + 1)
+def probe(K: int, turned: int, position: int, dtype: torch.dtype, S: int = 1) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Random arguments of a trial: (x [2, S, K], cos and sin [2, S, turned], position)."""
+    x = random_rows(2, S, K, dtype=dtype, seed=position)
+    angles = random_rows(2, S, max(turned, 1), dtype=torch.float32, seed=position + 1)
     angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
     return x, angles.cos().to(dtype), angles.sin().to(dtype), position
 
@@ -261,7 +266,10 @@ def probe(K: int, turned: int, position: int, dtype: torch.dtype) -> tuple[Tenso
 def record(
     host: Callable[..., Any], module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: int
 ) -> Recorded:
-    """Call a host's `forward` with an attention function that records. Raises Unproven if it is not called once."""
+    """Call a host's `forward` for tokens x [B, S, K] from a position on, with an attention function that records.
+
+    Raises Unproven if that is not called once.
+    """
     seen: list[tuple] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -270,7 +278,7 @@ def record(
         return seen[-1][-1]
 
     kv_cache.register_attention()
-    positions = torch.full((2, 1), position)
+    positions = torch.arange(position, position + x.shape[1]).expand(len(x), -1)
     with kv_cache.recorded_attention(attend):
         output = host(
             module,
@@ -286,10 +294,10 @@ def record(
     return Recorded(*seen[0], output)
 
 
-def fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype) -> bool:
-    """True if cos and sin are of one token [1 or B, 1, turned], as the block reads them."""
+def fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype, S: int = 1) -> bool:
+    """True if cos and sin are of S tokens [1 or B, S, turned], as the block reads them."""
     for angle in (cos, sin):
-        if angle.shape != (cos.shape[0], 1, turned) or angle.dtype != dtype or not angle.is_contiguous():
+        if angle.shape != (cos.shape[0], S, turned) or angle.dtype != dtype or not angle.is_contiguous():
             return False
     return cos.shape[0] in (1, B)
 
@@ -321,11 +329,16 @@ def implementation_of(module: nn.Module) -> str | None:
 
 def is_one_token(x: Any, kwargs: dict[str, Any]) -> bool:
     """True if a module is called for one token of each sequence, with a cache and nothing that blocks do not know."""
-    if kwargs.get("past_key_values") is None or not is_served(x) or x.dim() != 3 or x.shape[1] != 1:
+    if kwargs.get("past_key_values") is None or not are_tokens(x, kwargs):
         return False
-    if x.dtype not in TOLERANCE or not 0 < x.shape[0] <= MAX_ROWS:
+    return x.shape[1] == 1 and x.shape[0] <= MAX_ROWS
+
+
+def are_tokens(x: Any, kwargs: dict[str, Any]) -> bool:
+    """True if a module is called for tokens x [B, S, K], with nothing that blocks do not know."""
+    if not is_served(x) or x.dim() != 3 or x.dtype not in TOLERANCE or not x.numel():
         return False
-    return all(name in _TAKEN or value is None or value is False for name, value in kwargs.items())
+    return all([name in _TAKEN or value is None or value is False for name, value in kwargs.items()])
 
 
 def turned_by(angles: Any) -> int:

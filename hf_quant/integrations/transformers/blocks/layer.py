@@ -1,6 +1,8 @@
-"""A layer of a decoder for one new token as one native call: norms, attention, feed-forward, and the sums between.
+"""A layer of a decoder as native calls: norms, attention, feed-forward, and the sums between.
 
-Its parts are the blocks of its modules; the trial shows how the host puts them together.
+One new token with a quantized cache is one call. Of a prompt, or with another cache, what lies before the attention and
+what lies behind it are one call each. The parts are the blocks of its modules; the trial shows how the host puts them
+together.
 """
 
 from typing import Any
@@ -10,15 +12,23 @@ from torch import Tensor, nn
 
 from hf_quant.integrations.transformers.blocks.attention import (
     AttentionBlock,
+    are_tokens,
     fit,
     implementation_of,
     is_attention,
-    is_one_token,
     probe,
     record,
     turned_by,
 )
-from hf_quant.integrations.transformers.blocks.base import TOLERANCE, State, Unproven, Watch, difference
+from hf_quant.integrations.transformers.blocks.base import (
+    MAX_ROWS,
+    TOLERANCE,
+    State,
+    Unproven,
+    Watch,
+    add_product,
+    difference,
+)
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
 from hf_quant.kernels.native.blocks import Block
@@ -32,6 +42,7 @@ _NORMS = (
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 )
 _POSITION = 5  # of the trial
+_CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
 
 
 def is_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
@@ -63,8 +74,16 @@ class LayerBlock:
             raise Unproven("the widths of attention and feed-forward differ")
         names = _names(module) or ()
         self.norms = [None if name is None else NormBlock(children[name], self.K, dtype) for name in names]
-        self._prove(module, dtype, turned)
         angles = max(turned, 1)
+        self.first = Block(dtype, self.K, angles, angles, *attention.widths)
+        attention.add_projections(self.first, self._before(self.first), (3, 4, 5))
+        self.first.finish()
+        self.last = Block(dtype, self.K, attention.widths[0], self.K)
+        y = self.last.buffer(self.K)
+        add_product(self.last, 1, y, attention.layers[-1])
+        self._add_rest(self.last, y, 2)
+        self.last.finish()
+        self._prove(module, dtype, turned)
         self.block = Block(dtype, self.K, angles, angles, self.K)
         y = self.block.buffer(self.K)
         attention.add_to(self.block, self._before(self.block), y)
@@ -95,25 +114,42 @@ class LayerBlock:
 
     def _prove(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
         """Compare with the host's layer, whose attention function returns a given result. Raises Unproven."""
-        attention, angles = self.attention, max(turned, 1)
-        x, cos, sin, position = probe(self.K, turned, _POSITION, dtype)
-        recorded = record(type(module)._hf_quant_block_of.forward, module, x, cos, sin, position)
-        first = Block(dtype, self.K, angles, angles, *attention.widths)
-        attention.add_projections(first, self._before(first), (3, 4, 5))
-        error = attention.error(first.finish(), x, cos, sin, recorded)
-        second = Block(dtype, self.K, self.K, self.K)
-        self._add_rest(second, 1, 2)
-        result = attention.layers[-1](recorded.result.reshape(2, 1, -1)).contiguous()
-        y = torch.empty_like(x)
-        second.finish()(2, x.data_ptr(), result.data_ptr(), y.data_ptr())
-        error = max(error, difference(y, recorded.output))
+        error = 0.0
+        for tokens in (1, 3):
+            x, cos, sin, position = probe(self.K, turned, _POSITION, dtype, tokens)
+            recorded = record(type(module)._hf_quant_block_of.forward, module, x, cos, sin, position)
+            error = max(error, self.attention.error(self.first, x, cos, sin, recorded))
+            y = torch.empty_like(x)
+            result = recorded.result.contiguous()
+            self.last(2 * tokens, x.data_ptr(), result.data_ptr(), y.data_ptr())
+            error = max(error, difference(y, recorded.output))
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} puts its parts together otherwise: off by {error:.3g} roundings")
 
+    def in_parts(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
+        """The layer's output for tokens x [B, S, K], whose attention is the host's."""
+        B, S, K = x.shape
+        heads, shared, D, turned = self.attention.sizes
+        q, k, v = (x.new_empty(B, S, count, D) for count in (heads, shared, shared))
+        cos, sin = (part.expand(B, S, turned).contiguous() for part in angles) if turned else (None, None)
+        step = x.element_size()
+        for start in range(0, B * S, _CHUNK):
+            rows = min(_CHUNK, B * S - start)
+            parts = ((x, K), (cos, turned), (sin, turned), *zip((q, k, v), self.attention.widths))
+            at = [0 if part is None else part.data_ptr() + start * width * step for part, width in parts]
+            self.first(rows, *at, angle_stride=turned)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        attended = self.attention.attend(module._modules["self_attn"], q, k, v, mask, past).contiguous()
+        y = torch.empty_like(x)
+        for start in range(0, B * S, _CHUNK):
+            rows, parts = min(_CHUNK, B * S - start), ((x, K), (attended, heads * D), (y, K))
+            self.last(rows, *[part.data_ptr() + start * width * step for part, width in parts])
+        return y
+
 
 def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The layer's output for one token, None where the host has to compute it."""
-    if len(args) != 1 or module.training or not is_one_token(args[0], kwargs):
+    """The layer's output for tokens, None where the host has to compute it."""
+    if len(args) != 1 or module.training or not are_tokens(args[0], kwargs):
         return None
     x, angles = args[0], kwargs.get("position_embeddings")
     turned = turned_by(angles)
@@ -123,6 +159,9 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
     attention = block.attention
     if turned != attention.sizes.turned or attention.implementation != implementation_of(module._modules["self_attn"]):
         return None
-    if turned and not fit(*angles, len(x), turned, x.dtype):
+    B, S = x.shape[:2]
+    if turned and not fit(*angles, B, turned, x.dtype, S):
         return None
-    return attention.with_codes(block.block, x, angles, kwargs.get("attention_mask"), kwargs["past_key_values"])
+    mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    y = attention.with_codes(block.block, x, angles, mask, past) if S == 1 and B <= MAX_ROWS else None
+    return block.in_parts(module, x, angles, mask, past) if y is None else y

@@ -100,6 +100,7 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
       t.sin = at[step.from[2]];
       t.angle_dtype = buffers_[step.from[1]].dtype;
       t.stride = call.angle_stride;
+      t.threads = call.threads;
       kernels.turn_rows(t);
       return true;
     }
@@ -115,7 +116,8 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
       return true;
     }
     case BlockStep::ADD:
-      kernels.add_rows({call.M * buffers_[to].width, at[from], at[step.from[1]], at[to], buffers_[to].dtype});
+      kernels.add_rows(
+          {call.M * buffers_[to].width, at[from], at[step.from[1]], at[to], buffers_[to].dtype, call.threads});
       return true;
     case BlockStep::APPEND: append(kernels, call, step, at); return true;
     default: return attend(kernels, call, step, at, lse);

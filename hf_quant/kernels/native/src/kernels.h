@@ -225,6 +225,7 @@ struct TurnRows {
   int64_t stride;  // elements of cos and sin from row to row
   int pairs;
   bool rounds;  // products to dtype, before they are added
+  int threads;
 };
 
 enum Activation : int { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU };
@@ -242,7 +243,7 @@ struct AddRows {
   int64_t count;
   const void *x, *more;
   void* y;
-  int dtype;
+  int dtype, threads;
 };
 
 struct Kernels {

@@ -127,9 +127,10 @@ static HFQ_LOOP void add_values(const float* __restrict more, int64_t count, flo
 }
 
 static void turn_rows(const TurnRows& t) {
-  float cos[kMaxHeadDim], sin[kMaxHeadDim], own[kMaxHeadDim], pairs[kMaxHeadDim];
   const int64_t half = t.turned / 2, angles = t.pairs == NEIGHBORS_BY_PAIR ? half : t.turned;
-  for (int64_t row = 0; row < t.rows; ++row) {
+  const bool is_small = t.rows * t.heads * t.turned < (1 << 15);
+  parallel_for(t.rows, is_small ? 1 : t.threads, [&](int64_t row) {
+    float cos[kMaxHeadDim], sin[kMaxHeadDim], own[kMaxHeadDim], pairs[kMaxHeadDim];
     to_float(t.cos, t.angle_dtype, row * t.stride, angles, cos);
     to_float(t.sin, t.angle_dtype, row * t.stride, angles, sin);
     if (t.pairs == NEIGHBORS_BY_PAIR)
@@ -158,7 +159,7 @@ static void turn_rows(const TurnRows& t) {
       add_values(pairs, t.turned, own);
       store_row(own, t.turned, t.x, t.dtype, first);
     }
-  }
+  });
 }
 
 // 1 / (1 + e**-x)
@@ -213,14 +214,14 @@ static void gate_rows(const GateRows& g) {
 }
 
 static void add_rows(const AddRows& a) {
-  float values[kStepValues], more[kStepValues];
-  for (int64_t first = 0; first < a.count; first += kStepValues) {
-    const int64_t count = min64(kStepValues, a.count - first);
+  parallel_for(ceil_div(a.count, kStepValues), a.count < (1 << 16) ? 1 : a.threads, [&](int64_t task) {
+    float values[kStepValues], more[kStepValues];
+    const int64_t first = task * kStepValues, count = min64(kStepValues, a.count - first);
     to_float(a.x, a.dtype, first, count, values);
     to_float(a.more, a.dtype, first, count, more);
     add_values(more, count, values);
     store_row(values, count, a.y, a.dtype, first);
-  }
+  });
 }
 
 }  // namespace HFQ_SET
