@@ -88,6 +88,9 @@ def test_on_load_by_quantize_and_reloaded_with_equal_bits(name, tmp_path: Path):
     assert states[0].keys() == states[1].keys() == states[2].keys()
     for key, tensor in states[0].items():
         assert torch.equal(tensor, states[1][key]) and torch.equal(tensor, states[2][key]), key
+    for model in (loaded, again):  # on AMD's CPUs products of MKL depend on where 16 and 32 bit weights begin
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
     with torch.no_grad():
         y = call(again)
         assert torch.equal(y, call(quantized)) and torch.equal(y, call(loaded))

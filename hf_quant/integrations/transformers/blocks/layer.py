@@ -1,7 +1,7 @@
 """A layer of a decoder as native calls: norms, attention, feed-forward, and the sums between.
 
-One new token with a quantized cache is one call. Of a prompt, or with another cache, what lies before the attention is one,
-and what lies behind it. The parts are the blocks of its modules; the trial shows how the host puts them together.
+One new token with a quantized cache is one call. Of a prompt, or with another cache, what lies before the attention is
+one, and what lies behind it. The parts are the blocks of its modules; the trial shows how the host puts them together.
 """
 
 from typing import Any
