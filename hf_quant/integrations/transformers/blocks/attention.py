@@ -189,9 +189,9 @@ class AttentionBlock:
 
     def _check_options(self, module: nn.Module, options: dict[str, Any]) -> None:
         for name, value in options.items():
-            if name in ("scaling", *_IGNORED) or value is None or value is False:
+            if name in ("scaling", *_IGNORED) or value is None:
                 continue
-            if name != "sliding_window" and value != _NEUTRAL.get(name):
+            if value is not False and name != "sliding_window" and value != _NEUTRAL.get(name):
                 raise Unproven(f"{type(module).__name__} asks the attention for {name}")
             self.options[name] = value
 
@@ -210,7 +210,7 @@ class AttentionBlock:
             return None
         sizes = self.sizes
         token = kv_cache.next_token(layers[self.index], B, sizes.shared_heads, sizes.D, self.dtype)
-        if token is None or token.place[1] > self.options.get("sliding_window", token.place[1]):
+        if token is None or token.place[1] > (self.options.get("sliding_window") or token.place[1]):
             return None
         return token
 

@@ -109,6 +109,9 @@ class DecoderBlock:
     """The step of a decoder for calls with the settings of the call that is its trial."""
 
     def __init__(self, module: nn.Module, inputs: _Inputs, kwargs: dict[str, Any]) -> None:
+        config = module.config.__dict__
+        settings = [part for name, value in config.items() for part in (config, name, value)]
+        watch = Watch(module, _layers(module), entries=settings, numbers=[config.__len__, len(config)])
         layers = list(_layers(module) or ())
         calls, output = _record(module, kwargs)
         ours = [call for call in calls if call.child in layers]
@@ -147,10 +150,7 @@ class DecoderBlock:
         # Layers that follow each other with equal angles, heads and window: (number of the angles, first, last + 1).
         starts = [i for i in range(len(kinds)) if i == 0 or kinds[i] != kinds[i - 1]]
         self.parts = [(kinds[i][0], i, end) for i, end in zip(starts, [*starts[1:], len(kinds)])]
-        config = module.config.__dict__
-        settings = [part for name, value in config.items() for part in (config, name, value)]
-        own = Watch(module, _layers(module), entries=settings, numbers=[config.__len__, len(config)])
-        self.watch = Watch.of_all([own, *(block.watch for block in blocks)])
+        self.watch = Watch.of_all([watch, *(block.watch for block in blocks)])
 
     def _tokens(self, inputs: _Inputs) -> list[kv_cache.NextToken] | None:
         """The places of the next token in the cache, None if a layer of the cache takes it another way."""

@@ -138,7 +138,8 @@ class LayerBlock:
             at = [0 if part is None else part.data_ptr() + start * width * step for part, width in parts]
             self.first(rows, *at, angle_stride=turned)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        attended = self.attention.attend(module._modules["self_attn"], q, k, v, mask, past).contiguous()
+        attended = self.attention.attend(module._modules["self_attn"], q, k, v, mask, past)
+        attended = attended.to(x.dtype).contiguous()
         y = torch.empty_like(x)
         for start in range(0, B * S, _CHUNK):
             rows, parts = min(_CHUNK, B * S - start), ((x, K), (attended, heads * D), (y, K))
