@@ -5,8 +5,12 @@ from torch.fx import Proxy
 
 from hf_quant.algorithms import geometry
 from hf_quant.kernels import dequantize
+from hf_quant.kernels.dispatch import direct
 from hf_quant.modules._base import QuantizedModule, weight_property
 from hf_quant.modules._registry import register_module
+
+
+_dequantize = direct(dequantize)
 
 
 class QuantEmbedding(QuantizedModule, nn.Embedding):
@@ -31,7 +35,7 @@ class QuantEmbedding(QuantizedModule, nn.Embedding):
         rows_per_scale, group_size = geometry(self.scheme.weight, self.num_embeddings, self.embedding_dim)
         rows = input.reshape(-1)
         scale_rows = rows if rows_per_scale == 1 else rows // rows_per_scale
-        values = dequantize(
+        values = _dequantize(
             # Indexing has no float8 kernel: gather the stored integers. index_select refuses negative ids, as
             # nn.Embedding does.
             self._parameters["qdata"].index_select(0, rows).view(qdata.dtype),
