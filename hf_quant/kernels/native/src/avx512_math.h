@@ -240,7 +240,6 @@ HFQ_INLINE __m256i to_bf16(__m512 value) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 
-// 16 results to y, `count` of them.
 // [a, b, a, b] in each 128 bits: sums of half of the lanes.
 HFQ_INLINE __m512 add_lanes(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
 HFQ_INLINE __m512i add_lanes(__m512i a, __m512i b) {
@@ -279,6 +278,7 @@ HFQ_INLINE void reduce_add(const V (&v)[COUNT], float (&out)[COUNT]) {
   _mm256_mask_storeu_ps(out, static_cast<__mmask8>((1 << COUNT) - 1), both);
 }
 
+// 16 results to y, `count` of them.
 HFQ_INLINE void store_y(void* base, int dtype, int64_t first, __mmask16 mask, __m512 value) {
   switch (dtype) {
     case F32: _mm512_mask_storeu_ps(static_cast<float*>(base) + first, mask, value); break;
