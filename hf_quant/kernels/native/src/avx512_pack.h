@@ -115,6 +115,16 @@ static void pack_row(const Product& p, const Order<C>& order, const void* x, int
   }
 }
 
+// Sums of `lanes` neighbouring lanes, 2, 4 or 8, one behind the other: the first 16 / lanes are of use.
+HFQ_INLINE __m512i sum_runs(__m512i x, int64_t lanes) {
+  x = _mm512_add_epi32(x, _mm512_shuffle_epi32(x, _MM_PERM_CDAB));
+  if (lanes == 2) return _mm512_maskz_compress_epi32(0x5555, x);
+  x = _mm512_add_epi32(x, _mm512_shuffle_epi32(x, _MM_PERM_BADC));
+  if (lanes == 4) return _mm512_maskz_compress_epi32(0x1111, x);
+  x = _mm512_add_epi32(x, _mm512_shuffle_i32x4(x, x, 0xb1));
+  return _mm512_maskz_compress_epi32(0x0101, x);
+}
+
 // The sums of one row of packed codes.
 template <class C>
 static void sum_lanes(const Product& p, Grouping grouping, const LaneGroups& lanes, const char* packed,
@@ -122,6 +132,8 @@ static void sum_lanes(const Product& p, Grouping grouping, const LaneGroups& lan
   using D = typename C::Decoder;
   const int64_t blocks = ceil_div(p.K, D::BLOCK);
   const int64_t per_unit = grouping == ONE_GROUP ? blocks : grouping == WHOLE_BLOCKS ? p.group_size / D::BLOCK : 1;
+  const int64_t run = p.group_size * 16 / D::BLOCK;  // lanes of a group within a block
+  const bool in_runs = D::BLOCK % p.group_size == 0 && (run == 2 || run == 4 || run == 8);
   const __m512i ones = _mm512_set1_epi8(1), factor = _mm512_set1_epi32(p.zero == nullptr ? -C::OFFSET : -1);
   for (int64_t g = 0; g < p.groups; ++g) group_sums[g] = 0;
   for (int64_t unit = 0; unit * per_unit < blocks; ++unit) {
@@ -133,6 +145,9 @@ static void sum_lanes(const Product& p, Grouping grouping, const LaneGroups& lan
     _mm512_storeu_si512(target, sum);
     if (grouping != WITHIN_BLOCK) {
       group_sums[unit] = _mm512_reduce_add_epi32(sum);
+    } else if (in_runs) {
+      const int64_t first = unit * (16 / run), count = min64(16 / run, p.groups - first);
+      _mm512_mask_storeu_epi32(group_sums + first, static_cast<__mmask16>((1u << count) - 1), sum_runs(sum, run));
     } else {
       for (int lane = 0; lane < 16; ++lane)
         group_sums[min64(lanes.first[unit] + lanes.relative[16 * unit + lane], p.groups - 1)] += target[lane];
