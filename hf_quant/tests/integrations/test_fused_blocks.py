@@ -18,7 +18,7 @@ from hf_quant import (
     quantize_,
     unfuse_activations_,
 )
-from hf_quant.integrations.transformers.blocks import base, block_reasons, decoder
+from hf_quant.integrations.transformers.blocks import base, block_reasons, decoder, fuse_blocks_
 from hf_quant.kernels import native
 from hf_quant.kernels.native import blocks
 from hf_quant.kv_cache import next_token
@@ -337,6 +337,13 @@ def test_layers_left_out_and_replaced_and_outputs_asked_for(parts):
     fuse_activations_(model)
     states_asked = model.generate(prompt(), max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True)
     assert all(len(step) == 5 for step in states_asked.hidden_states)
+
+
+def test_parts_of_a_model_on_their_own():
+    mlp = unfuse_activations_(make()).model.layers[0].mlp
+    assert fuse_blocks_(mlp) == 1 and base.is_fused(mlp)
+    decoder_itself = fuse_activations_(unfuse_activations_(make()).model)
+    assert type(decoder_itself) is LlamaModel and base.is_fused(decoder_itself.layers[0])
 
 
 class Doubled(LlamaModel):

@@ -68,8 +68,8 @@ def block_rules(model: nn.Module) -> Rules:
 def _candidates(model: nn.Module, linear: type[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     for module in model.modules():
         for is_kind, run in _KINDS:
-            # The class of the model itself is the caller's business.
-            if is_kind(module, linear) and module is not model:
+            # A model that is a decoder itself keeps its class, which callers compare.
+            if is_kind(module, linear) and not (is_kind is is_decoder and module is model):
                 yield module, run
 
 

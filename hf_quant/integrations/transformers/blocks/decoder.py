@@ -1,7 +1,7 @@
 """The step of a decoder for one new token: all layers in one native call, what lies around them by the host's modules.
 
-A host makes masks, passes arguments on and calls one module after the other, which takes as long as a fourth of the
-products of a small model. The trial runs the host's `forward` on the arguments of a real call, with children that note
+A host makes masks, passes arguments on and calls one module after the other, which takes long beside the products of a
+small model. The trial runs the host's `forward` on the arguments of a real call, with children that note
 how they are called. The block calls them likewise if each was given the very objects that those before it returned.
 What is not seen in one call is how the host's masks change with the number of tokens: only the code of transformers
 is trusted with that, for layers that attend to all tokens or to a window.
@@ -21,7 +21,7 @@ from hf_quant.integrations.transformers.blocks.attention import (
     is_one_token,
     usable,
 )
-from hf_quant.integrations.transformers.blocks.base import State, Unproven, Watch, is_served, state_of
+from hf_quant.integrations.transformers.blocks.base import MAX_ROWS, State, Unproven, Watch, is_served, state_of
 from hf_quant.integrations.transformers.blocks.layer import LayerBlock, is_layer
 from hf_quant.kernels.native.blocks import run_in_turn
 
@@ -154,9 +154,9 @@ class DecoderBlock:
 
     def _tokens(self, inputs: _Inputs) -> list[kv_cache.NextToken] | None:
         """The places of the next token in the cache, None if a layer of the cache takes it another way."""
-        tokens = []
+        tokens, rows = [], inputs.rows
         for block in self.blocks:
-            token = block.attention.next_token(inputs.past, inputs.rows)
+            token = block.attention.next_token(inputs.past, rows)
             if token is None:
                 return None
             tokens.append(token)
@@ -301,6 +301,8 @@ def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
     if past is None or (ids is not None and x is not None) or not isinstance(given, Tensor) or not given.is_cpu:
         return None
     if given.dim() != (3 if ids is None else 2) or given.shape[1] != 1 or not hasattr(past, "layers"):
+        return None
+    if not 0 < len(given) <= MAX_ROWS:
         return None
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != len(given):
