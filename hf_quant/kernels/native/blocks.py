@@ -19,9 +19,9 @@ from hf_quant.kernels.native.products import compute_mode, prepare
 from hf_quant.kernels.weight import Weight
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu", "clamped_pairs")
 PAIRS = ("halves", "neighbors", "neighbors_by_pair")  # of a rotary embedding: see `TurnedPairs` in kernels.h
-_PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND = range(7)
+_PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND, _ROUTE, _COMBINE, _WEIGH = range(10)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
 # Of each (entries, numbers, empty, addresses): True if dict.get(key) is the value for each three of `entries`, each
@@ -48,21 +48,38 @@ class Block:
         self._widths.append(width)
         return len(self._widths) - 1
 
-    def product(self, x: int, to: int, w: Weight, bias: Tensor | None, *, integer: bool) -> None:
-        """Compute x @ w.T + bias; `integer` as in `products.prepared`."""
-        self.held += [w.input_diagonal, bias]
-        bias_numbers = (0, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
-        mode = compute_mode(self.dtype, integer=integer)
-        self._steps.append((prepare(w), _PRODUCT, x, -1, -1, to, *bias_numbers, mode))
+    def product(
+        self, x: int, to: int, w: Weight, bias: Tensor | None, *, integer: bool, by_experts: bool = False
+    ) -> None:
+        """Compute x @ w.T + bias; `integer` as in `products.prepared`.
 
-    def norm(self, x: int, to: int, weight: Tensor | None, eps: float, *, plus_one: bool, rounds: bool) -> None:
+        `by_experts`: x is the result of `route`, or made of it row by row; w and bias are those of the experts.
+        """
+        self.held.append(w.input_diagonal)
+        mode = compute_mode(self.dtype, integer=integer)
+        self._steps.append((prepare(w), _PRODUCT, x, -1, -1, to, *self._held(bias), mode, by_experts))
+
+    def norm(
+        self,
+        x: int,
+        to: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        plus_one: bool,
+        rounds_weight: bool,
+        rounds: bool,
+        centers: bool,
+    ) -> None:
         """RMSNorm of each part of x as wide as `weight` [width], or of its rows without one.
 
-        `plus_one`: the weight is 1 + `weight`. `rounds`: x is rounded to the dtype before it is multiplied with it.
+        `plus_one`: the weight is 1 + `weight`, rounded to its dtype if `rounds_weight`. `rounds`: x is rounded to the
+        dtype before it is multiplied with it. `centers`: the mean is taken off x first (LayerNorm).
         """
-        self.held.append(weight)
-        numbers = (self._widths[x], 0, 0) if weight is None else (len(weight), weight.data_ptr(), DTYPES[weight.dtype])
-        self._steps.append((None, _NORM, x, -1, -1, to, *numbers, _bits(eps), plus_one, rounds))
+        width = self._widths[x] if weight is None else len(weight)
+        numbers = (width, *self._held(weight), *self._held(bias), _bits(eps), plus_one, rounds_weight, rounds, centers)
+        self._steps.append((None, _NORM, x, -1, -1, to, *numbers))
 
     def turn(self, x: int, cos: int, sin: int, *, head_dim: int, pairs: str, rounds: bool) -> None:
         """Turn the heads in x by a rotary embedding, in place; buffers cos and sin [1 or M, turned channels].
@@ -72,13 +89,63 @@ class Block:
         turned = self._widths[cos]
         self._steps.append((None, _TURN, x, cos, sin, x, head_dim, turned, PAIRS.index(pairs), rounds))
 
-    def gate(self, x: int, up: int | None, to: int, activation: str) -> None:
-        """Compute activation(x) * up, or activation(x)."""
-        self._steps.append((None, _GATE, x, -1 if up is None else up, -1, to, ACTIVATIONS.index(activation)))
+    def gate(
+        self,
+        x: int,
+        up: int | None,
+        to: int,
+        activation: str,
+        *,
+        width: int = 0,
+        alpha: float = 0.0,
+        limit: float = 0.0,
+    ) -> None:
+        """Compute activation(x) * up, or activation(x). If up is x, its rows hold both, each of this width.
 
-    def add(self, x: int, more: int, to: int) -> None:
-        """Compute x + more."""
-        self._steps.append((None, _ADD, x, more, -1, to))
+        `alpha`, `limit`: of "clamped_pairs", see `Activation` in kernels.h.
+        """
+        numbers = (ACTIVATIONS.index(activation), width, _bits(alpha), _bits(limit))
+        self._steps.append((None, _GATE, x, -1 if up is None else up, -1, to, *numbers))
+
+    def add(self, x: int, more: int, to: int, factor: float = 1.0) -> None:
+        """Compute x + more * factor, which is rounded first."""
+        self._steps.append((None, _ADD, x, more, -1, to, _bits(factor)))
+
+    def route(
+        self,
+        x: int,
+        to: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        chosen: int,
+        correction: Tensor | None,
+        by_sigmoid: bool,
+        normalizes: bool,
+        factor: float,
+        rounds: bool,
+        rounds_weights: bool,
+    ) -> None:
+        """Choose experts for each row of x by the scores of x @ weight [E, K].T + bias, a softmax or sigmoids.
+
+        `to` [M, chosen * K] gets the row once for each expert, sorted by experts. `correction` fp32 [E] is added to
+        the scores by which experts are chosen, not to what their results are weighted by. Weights are normalized to
+        a sum of 1, and multiplied by a factor. `rounds`, `rounds_weights`: logits and weights to the dtype.
+        """
+        numbers = (*weight.shape, *self._held(weight), *self._held(bias), rounds, chosen, self._held(correction)[0])
+        numbers += (by_sigmoid, normalizes, _bits(factor), rounds_weights)
+        self._steps.append((None, _ROUTE, x, -1, -1, to, *numbers))
+
+    def combine(self, x: int, to: int, *, rounds: bool) -> None:
+        """Add up the results x of the experts of each row, by their weights.
+
+        `rounds`: products are rounded to the dtype before they are added.
+        """
+        self._steps.append((None, _COMBINE, x, -1, -1, to, rounds))
+
+    def weigh(self, x: int, to: int, weight: Tensor) -> None:
+        """Multiply `to` in place by sigmoid(x @ weight [1, K].T)."""
+        self._steps.append((None, _WEIGH, x, -1, -1, to, *weight.shape, *self._held(weight), 0, 0, True))
 
     def append(self, k: int, v: int, num_heads: int) -> None:
         """Write keys and values of one new token of each of M sequences into the cache of the call."""
@@ -87,6 +154,11 @@ class Block:
     def attend(self, q: int, to: int, num_heads: int, num_key_value_heads: int, scale: float) -> None:
         """Compute the attention of one new token of each of M sequences to the cache of the call."""
         self._steps.append((None, _ATTEND, q, -1, -1, to, num_heads, num_key_value_heads, _bits(scale)))
+
+    def _held(self, tensor: Tensor | None) -> tuple[int, int]:
+        """(address, dtype) of a tensor that is held, zeros if there is none."""
+        self.held.append(tensor)
+        return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPES[tensor.dtype])
 
     def finish(self) -> "Block":
         """Make the block ready to be called."""

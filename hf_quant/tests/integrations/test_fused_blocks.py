@@ -39,6 +39,7 @@ SMALL = {
 }
 # In fp32, and with inputs that are not rounded: rounding turns the last bits of a norm into differences one can see.
 CONFIG = {"weights": "int4", "kv_cache": "int8", "modules_to_not_convert": ["lm_head"]}
+MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
 # {model type: (further fields, modules that have a block)}.
 FAMILIES = {
     "llama": ({}, 12),
@@ -46,10 +47,15 @@ FAMILIES = {
     "gemma3_text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 20),  # 1 + weight
     "phi3": ({}, 12),  # joined projections
     "olmo2": ({}, 16),  # norms of whole rows
-    "cohere": ({}, 4),  # neighbors are turned
+    "cohere": ({}, 10),  # LayerNorm; neighbors are turned; attention and feed-forward read the same
+    "phi": ({"num_key_value_heads": 4}, 7),  # the same, added up in another order
+    "hunyuan_v1_moe": ({"num_experts": 8, "moe_topk": 2}, 18),  # heads are turned, then normalized; fp32 router
+    "mixtral": ({"num_local_experts": 8}, 12),
+    "qwen2_moe": (MOE | {"shared_expert_intermediate_size": 96}, 14),  # a shared expert with a gate
+    "glm4_moe": (MOE | {"n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}, 13),
     "glm4": ({"num_key_value_heads": 2}, 16),  # and of these the half
-    "granite": ({"embedding_multiplier": 3.7}, 12),  # a scaled embedding
-    "starcoder2": ({}, 4),  # no gate
+    "granite": ({"embedding_multiplier": 3.7, "residual_multiplier": 0.22}, 12),
+    "starcoder2": ({}, 7),  # no gate
     "smollm3": ({"no_rope_layers": [1, 0]}, 12),  # a layer without rotary embedding
 }
 needs_native = pytest.mark.skipif(not native.active(), reason="the native kernels are not built")
@@ -60,9 +66,9 @@ def make(kind: str = "llama", config=None, dtype=torch.float32, **fields) -> Pre
     torch.manual_seed(0)
     given = AutoConfig.for_model(kind, **{**SMALL, **fields})
     model = AutoModelForCausalLM.from_config(given, dtype=dtype).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += torch.randn_like(parameter) / 4
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dim() == 1 and "rotary" not in name:
+            tensor.data += torch.randn_like(tensor) / 4
     model.generation_config.eos_token_id = None
     return quantize_(model, CONFIG if config is None else config)
 
@@ -158,7 +164,8 @@ def test_beams_and_copies_of_the_cache(llama):
     [
         ("ministral3", {}, "other queries or keys"),  # queries are scaled by their position
         ("bitnet", {}, "makes something else of the result"),  # a norm before the last projection
-        ("hunyuan_v1_dense", {}, "other queries or keys"),  # norms behind the rotary embedding
+        ("cohere", {"use_qk_norm": True}, "other queries or keys"),  # a norm for each head
+        ("phimoe", {}, "chooses its experts otherwise"),  # one by one, each by its own softmax
         ("gemma2", {"attn_implementation": "eager"}, "does not call one attention function"),
         ("llama", {"hidden_act": "tanh"}, "activation function"),
     ],

@@ -36,17 +36,19 @@ def assert_near(found, expected, roundings=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "heads"), [(64, 1), (24, 5), (2050, 1)])
-@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize(("plus_one", "rounds_weight"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("rounds", [False, True])
-def test_norm(dtype, width, heads, plus_one, rounds):
+def test_norm(dtype, width, heads, plus_one, rounds_weight, rounds):
     x, weight = rows(M, heads * width, dtype=dtype), rows(width, dtype=dtype, seed=1)
     block, y = Block(dtype, heads * width, heads * width), torch.empty_like(x)
-    block.norm(0, 1, weight, 1e-5, plus_one=plus_one, rounds=rounds)
+    options = {"plus_one": plus_one, "rounds_weight": rounds_weight, "rounds": rounds, "centers": False}
+    block.norm(0, 1, weight, None, 1e-5, **options)
     run(block, x, y)
     values = x.view(M, heads, width).float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-5)
     values = values.to(dtype) if rounds else values
-    expected = (values.float() * (weight.float() + plus_one)).to(dtype)
+    factor = weight + 1 if rounds_weight else weight.float() + plus_one
+    expected = (values.float() * factor.float()).to(dtype)
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         assert torch.equal(y, expected.view(M, -1))  # torch adds in the same order
     assert_near(y, expected.view(M, -1), 2 if dtype == torch.float32 else 1)
@@ -55,9 +57,21 @@ def test_norm(dtype, width, heads, plus_one, rounds):
 def test_norm_without_weight():
     x = rows(M, 96, dtype=torch.bfloat16)
     block, y = Block(torch.bfloat16, 96, 96), torch.empty_like(x)
-    block.norm(0, 1, None, 1e-6, plus_one=False, rounds=True)
+    block.norm(0, 1, None, None, 1e-6, plus_one=False, rounds_weight=False, rounds=True, centers=False)
     run(block, x, y)
     assert_near(y, F.rms_norm(x, (96,), eps=1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [7, 2050])
+def test_layer_norm(dtype, width):
+    x, weight, bias = (rows(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(M, width), (width,), (width,)]))
+    x, y = x + 3, torch.empty_like(x)
+    block = Block(dtype, width, width)
+    block.norm(0, 1, weight, bias, 1e-5, plus_one=False, rounds_weight=False, rounds=False, centers=True)
+    run(block, x, y)
+    expected = F.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-5).to(dtype)
+    assert_near(y, expected, 64 if dtype == torch.float32 else 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +101,7 @@ def test_turn(dtype, pairs, turned, shared):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS[:-1])
 def test_gate(dtype, gated, activation):
     functions = {
         "silu": F.silu,
@@ -104,6 +118,56 @@ def test_gate(dtype, gated, activation):
     expected = functions[activation](x.float()).to(dtype)
     expected = expected * up if gated else expected
     assert_near(y, expected, 64 if dtype == torch.float32 else 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_of_halves_and_of_pairs(dtype):
+    x = 4 * rows(M, 2 * 1501, dtype=dtype)
+    y = x.new_empty(M, 1501)
+    block = Block(dtype, 2 * 1501, 1501)
+    block.gate(0, 0, 1, "silu", width=1501)
+    run(block, x, y)
+    gate, up = x.chunk(2, -1)
+    assert_near(y, F.silu(gate.float()).to(dtype) * up, 64 if dtype == torch.float32 else 1)
+    block = Block(dtype, 2 * 1501, 1501)
+    block.gate(0, 0, 1, "clamped_pairs", width=1501, alpha=1.702, limit=3.0)
+    run(block, x, y)
+    gate, up = x[:, ::2].clamp(max=3.0), x[:, 1::2].clamp(-3.0, 3.0)
+    assert_near(y, (up + 1) * (gate * torch.sigmoid(gate * 1.702)), 64 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "chosen"), [(5, 2), (200, 3), (4, 4)])
+@pytest.mark.parametrize("by_sigmoid", [False, True])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_routes(dtype, experts, chosen, by_sigmoid, normalizes):
+    K = 24
+    x, weight, bias = (
+        rows(M, K, dtype=dtype),
+        rows(experts, K, dtype=dtype, seed=1),
+        rows(experts, dtype=dtype, seed=2),
+    )
+    weight[1::2] = weight[::2][: experts // 2]  # many scores are equal, and torch.topk says which one is taken
+    bias[1::2] = bias[::2][: experts // 2]
+    correction = (
+        rows(experts, dtype=torch.float32, seed=3)[: experts // 2 + 1].repeat_interleave(2)[:experts].contiguous()
+    )
+    options = {"chosen": chosen, "correction": correction, "by_sigmoid": by_sigmoid, "normalizes": normalizes}
+    block, y = Block(dtype, K, K), torch.empty_like(x)
+    places = block.buffer(chosen * K)
+    block.route(0, places, weight, bias, factor=1.5, rounds=True, rounds_weights=True, **options)
+    block.gate(places, None, places, "relu")
+    block.combine(places, 1, rounds=True)
+    block.weigh(0, 1, weight[:1])
+    run(block, x, y)
+    logits = F.linear(x.float(), weight.float(), bias.float()).to(dtype).float()
+    scores = logits.sigmoid() if by_sigmoid else logits.softmax(-1)
+    found = torch.topk(scores + correction, chosen).indices
+    weights = scores.gather(-1, found)
+    weights = (1.5 * weights / (weights.sum(-1, keepdim=True) if normalizes else 1)).to(dtype)
+    expected = sum((x.relu() * weights[:, j, None]).float() for j in range(chosen)).to(dtype)
+    expected = expected * torch.sigmoid(F.linear(x, weight[:1]))
+    assert_near(y, expected, 256 if dtype == torch.float32 else 2)
 
 
 @pytest.mark.parametrize("x", [float("nan"), float("inf"), -float("inf")])

@@ -15,15 +15,17 @@ from hf_quant.integrations.transformers.blocks.attention import is_attention, ru
 from hf_quant.integrations.transformers.blocks.base import fuse_, is_fused, reason_of, unfuse_
 from hf_quant.integrations.transformers.blocks.decoder import is_decoder, run_decoder
 from hf_quant.integrations.transformers.blocks.layer import is_layer, run_layer
+from hf_quant.integrations.transformers.blocks.mixture import is_mixture, run_mixture
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp, run_mlp
-from hf_quant.integrations.transformers.blocks.norm import is_norm, run_norm
+from hf_quant.integrations.transformers.blocks.norm import is_slow_norm, run_norm
 from hf_quant.modules import QuantizedModule, QuantLinear
 from hf_quant.planning import Rules
 
 
 _KINDS = (
-    (is_norm, run_norm),
+    (is_slow_norm, run_norm),
     (is_mlp, run_mlp),
+    (is_mixture, run_mixture),
     (is_attention, run_attention),
     (is_layer, run_layer),
     (is_decoder, run_decoder),

@@ -7,6 +7,7 @@ of `kv_cache`, as the host would call it; for other caches the host's own functi
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from hf_quant.kernels.native.blocks import PAIRS, Block
 from hf_quant.modules import QuantLinear
 
 
-_PROJECTIONS = (("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "k_proj", "v_proj", "out_proj"))
+_PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj", "out_proj", "dense"))
 _JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"))
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _POSITIONS = (3, 200_001)  # of the trials
@@ -107,6 +108,7 @@ class AttentionBlock:
         self.norms = [NormBlock(norm, _width(norm, D), dtype) for norm in _norms(module)]
         self.options: dict[str, Any] = {}  # of the attention function
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
+        self.norms_last = False  # after the rotary embedding
         self.scale = self._prove(module)
         self.projections = self._projections()
         angles = max(turned, 1)
@@ -125,12 +127,14 @@ class AttentionBlock:
             for target, width in zip(to, self.widths):
                 add_product(block, x, target, layers[0], slice(start, start + width))
                 start += width
-        for norm, target in zip(self.norms, to):
-            norm.add_to(block, target, target)
-        if self.turn is not None:
-            pairs, rounds = self.turn
-            for target in to[:2]:
+        for target, norm in zip(to, self.norms or (None, None)):
+            if norm is not None and not self.norms_last:
+                norm.add_to(block, target, target)
+            if self.turn is not None:
+                pairs, rounds = self.turn
                 block.turn(target, 1, 2, head_dim=self.sizes.D, pairs=pairs, rounds=rounds)
+            if norm is not None and self.norms_last:
+                norm.add_to(block, target, target)
 
     def add_to(self, block: Block, x: int, to: int) -> None:
         """Add all steps, from x to the output."""
@@ -158,13 +162,13 @@ class AttentionBlock:
         records = [record(host, module, *trial) for trial in found]
         if any(not isinstance(r.output, tuple) or len(r.output) != 2 or r.output[1] is not None for r in records):
             raise Unproven(f"{type(module).__name__} returns more than its output")
-        ways = [None, *((pairs, rounds) for pairs in PAIRS for rounds in (True, False))] if turned else [None]
-        errors = []
-        for self.turn in ways:
+        turns = [None, *product(PAIRS, (True, False))] if turned else [None]
+        ways, errors = [*product(turns, (False, True) if turned and self.norms else (False,))], []
+        for self.turn, self.norms_last in ways:
             block = self._projections()
             errors.append(max(self.error(block, *trial[:3], of) for trial, of in zip(found, records)))
         best = min(errors)
-        self.turn = ways[errors.index(best)]
+        self.turn, self.norms_last = ways[errors.index(best)]
         if not best <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} has other queries or keys: off by {best:.3g} roundings")
         for of in records:

@@ -21,7 +21,7 @@ from hf_quant.kernels.native import active
 from hf_quant.kernels.native.blocks import Block, unchanged
 from hf_quant.kernels.native.products import serves, takes_int8
 from hf_quant.kernels.weight import Weight
-from hf_quant.modules import QuantLinear
+from hf_quant.modules import QuantizedModule, QuantLinear
 from hf_quant.modules.rotation import signs
 
 
@@ -179,7 +179,12 @@ def reason_of(module: nn.Module) -> str | None:
 
 def add_product(block: Block, x: int, to: int, layer: nn.Module, rows: slice | None = None) -> None:
     """Add the product of a quantized layer, or of a part of its outputs, to a block. Raises Unproven."""
-    weight, bias, integer = _weight_of(layer, block.dtype)
+    if not isinstance(layer, QuantLinear) or type(layer).forward is not QuantLinear.forward:
+        raise Unproven(f"{type(layer).__name__} is no quantized linear layer")
+    weight, integer = weight_of(layer, "weight", block.dtype)
+    bias = layer._parameters["bias"]
+    if bias is not None and not (bias.is_contiguous() and bias.dtype in (block.dtype, torch.float32)):
+        raise Unproven("a bias of another dtype")
     if rows is not None:
         if weight.scale.shape[-2] != weight.N:
             raise Unproven("a part of a weight whose rows share scales")
@@ -189,29 +194,24 @@ def add_product(block: Block, x: int, to: int, layer: nn.Module, rows: slice | N
     block.product(x, to, weight, bias, integer=integer)
 
 
-def _weight_of(layer: nn.Module, dtype: torch.dtype) -> tuple[Weight, Tensor | None, bool]:
-    """A layer's weight, its bias, and whether its products are sums of integers. Raises Unproven."""
-    if not isinstance(layer, QuantLinear) or type(layer).forward is not QuantLinear.forward:
-        raise Unproven(f"{type(layer).__name__} is no quantized linear layer")
-    scheme, K, parameters = layer.scheme, layer.in_features, layer._parameters
-    packed, activation = layer.packed(), scheme.activation_on("cpu")
+def weight_of(layer: QuantizedModule, name: str, dtype: torch.dtype) -> tuple[Weight, bool]:
+    """A layer's weight, and whether its products are sums of integers. Raises Unproven."""
+    scheme, K, parameters = layer.scheme, layer.matrix_shape(name)[-1], layer._parameters
+    packed, activation = layer.packed(name), scheme.activation_on("cpu")
     if scheme.sparsity is not None or any(p is not None and not is_plain(p.data) for p in parameters.values()):
         raise Unproven("a sparse or sharded weight")
     if not packed.qdata.is_cpu:
         raise Unproven("a weight on another device")
     diagonal = None if scheme.input_transform is None else signs(scheme.input_transform, K, packed.qdata.device)
     group_size = scheme.weight.columns_per_scale(K)
-    scale = layer.static_scale("weight", parameters)
+    scale = layer.static_scale(name, parameters)
     weight = Weight(*packed, scheme.weight.format, group_size, K, diagonal, scale)
     integer = activation == "int8" and takes_int8(weight.spec)
     if activation is not None and not integer:
         raise Unproven(f"{activation} inputs of {scheme.weight.format}")
     if weight.contiguous() is not weight or not serves(weight, dtype, int8=integer):
         raise Unproven("a weight that the native kernels do not multiply")
-    bias = parameters["bias"]
-    if bias is not None and not (bias.is_contiguous() and bias.dtype in (dtype, torch.float32)):
-        raise Unproven("a bias of another dtype")
-    return weight, bias, integer
+    return weight, integer
 
 
 def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

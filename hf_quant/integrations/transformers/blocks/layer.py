@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_quant.integrations.transformers.blocks.attention import (
     AttentionBlock,
+    Recorded,
     are_tokens,
     fit,
     implementation_of,
@@ -28,35 +29,45 @@ from hf_quant.integrations.transformers.blocks.base import (
     add_product,
     difference,
 )
+from hf_quant.integrations.transformers.blocks.mixture import MixtureBlock, is_mixture
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
 from hf_quant.kernels.native.blocks import Block
 
 
+# The norm of a layer whose attention and feed-forward read the same.
+_PARALLEL = ("input_layernorm", None, None, None)
 # Names of the norms before and after the attention, before and after the feed-forward.
 _NORMS = (
     ("input_layernorm", None, "post_attention_layernorm", None),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    _PARALLEL,
 )
+_FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 _POSITION = 5  # of the trial
 _CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
 
 
 def is_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
     """True if a module has the parts of a layer, by their names; a trial shows what it computes."""
-    children = module._modules
-    if _names(module) is None or not is_attention(children["self_attn"], linear):
+    if _names(module) is None or not is_attention(module._modules["self_attn"], linear):
         return False
-    return is_mlp(children["mlp"], linear)
+    rest = _feed_forward(module)
+    return is_mlp(rest, linear) or is_mixture(rest)
+
+
+def _feed_forward(module: nn.Module) -> nn.Module | None:
+    return next((module._modules[name] for name in _FEED_FORWARD if name in module._modules), None)
 
 
 def _names(module: nn.Module) -> tuple[str | None, ...] | None:
     children = module._modules
-    if "self_attn" not in children or "mlp" not in children:
+    if "self_attn" not in children or _feed_forward(module) is None:
         return None
-    norms = {name for name, child in children.items() if not isinstance(child, nn.Dropout)} - {"self_attn", "mlp"}
+    norms = {name for name, child in children.items() if not isinstance(child, nn.Dropout)}
+    norms -= {"self_attn", *_FEED_FORWARD}
     found = next((names for names in _NORMS if norms == set(names) - {None}), None)
     return found if found is not None and all(is_norm(children[name]) for name in norms) else None
 
@@ -65,29 +76,35 @@ class LayerBlock:
     """The native block of a layer for x of one dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
-        children = module._modules
-        self.watch = Watch(module, children["self_attn"], children["mlp"])
+        children, rest = module._modules, _feed_forward(module)
         self.attention = attention = AttentionBlock(children["self_attn"], dtype, turned)
-        self.mlp, self.K = MLPBlock(children["mlp"], dtype), attention.K
+        self.K = attention.K
+        self.mlp = MLPBlock(rest, dtype) if is_mlp(rest) else MixtureBlock(rest, dtype)
+        self.watch = Watch(module, children["self_attn"], rest, *rest.children())
+        self.factor = float(getattr(module, "residual_multiplier", 1.0))  # of what is added to x: Granite
         if self.mlp.K != self.K or self.mlp.N != self.K:
             raise Unproven("the widths of attention and feed-forward differ")
         names = _names(module) or ()
+        self.is_parallel, self.residual_last = names == _PARALLEL, False
         self.norms = [None if name is None else NormBlock(children[name], self.K, dtype) for name in names]
         angles = max(turned, 1)
         self.first = Block(dtype, self.K, angles, angles, *attention.widths)
         attention.add_projections(self.first, self._before(self.first), (3, 4, 5))
         self.first.finish()
-        self.last = Block(dtype, self.K, attention.widths[0], self.K)
-        y = self.last.buffer(self.K)
-        add_product(self.last, 1, y, attention.layers[-1])
-        self._add_rest(self.last, y, 2)
-        self.last.finish()
         self._prove(module, dtype, turned)
         self.block = Block(dtype, self.K, angles, angles, self.K)
-        y = self.block.buffer(self.K)
-        attention.add_to(self.block, self._before(self.block), y)
-        self._add_rest(self.block, y, 3)
+        x, y = self._before(self.block), self.block.buffer(self.K)
+        attention.add_to(self.block, x, y)
+        self._add_rest(self.block, x, y, 3)
         self.block.finish()
+
+    def _make_last(self, dtype: torch.dtype) -> None:
+        """Make the block from x and the result of the attention to the output."""
+        self.last = block = Block(dtype, self.K, self.attention.widths[0], self.K)
+        x, y = self._before(block) if self.is_parallel else 0, block.buffer(self.K)
+        add_product(block, 1, y, self.attention.layers[-1])
+        self._add_rest(block, x, y, 2)
+        block.finish()
 
     def _before(self, block: Block) -> int:
         """Add the norm before the attention to a block; returns the buffer of its result."""
@@ -97,33 +114,46 @@ class LayerBlock:
         self.norms[0].add_to(block, 0, h)
         return h
 
-    def _add_rest(self, block: Block, y: int, to: int) -> None:
-        """Add the steps from the output y of the attention to that of the layer."""
+    def _add_rest(self, block: Block, x: int, y: int, to: int) -> None:
+        """Add the steps from the input x and the output y of the attention to the output of the layer."""
         _, after, before_mlp, after_mlp = self.norms
         h, n = block.buffer(self.K), block.buffer(self.K)
+        if self.is_parallel:
+            self.mlp.add_to(block, x, h)
+            block.add(y if self.residual_last else 0, h if self.residual_last else y, n)
+            block.add(n, 0 if self.residual_last else h, to)
+            return
         if after is not None:
             after.add_to(block, y, y)
-        block.add(0, y, h)
+        block.add(0, y, h, self.factor)
         if before_mlp is not None:
             before_mlp.add_to(block, h, n)
         self.mlp.add_to(block, n if before_mlp is not None else h, y)
         if after_mlp is not None:
             after_mlp.add_to(block, y, y)
-        block.add(h, y, to)
+        block.add(h, y, to, self.factor)
 
     def _prove(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
         """Compare with the host's layer, whose attention function returns a given result. Raises Unproven."""
-        error = 0.0
-        for tokens in (1, 3):
-            x, cos, sin, position = probe(self.K, turned, _POSITION, dtype, tokens)
-            recorded = record(type(module)._hf_quant_block_of.forward, module, x, cos, sin, position)
-            error = max(error, self.attention.error(self.first, x, cos, sin, recorded))
-            y = torch.empty_like(x)
-            result = recorded.result.contiguous()
-            self.last(2 * tokens, x.data_ptr(), result.data_ptr(), y.data_ptr())
-            error = max(error, difference(y, recorded.output))
-        if not error <= TOLERANCE[dtype]:
-            raise Unproven(f"{type(module).__name__} puts its parts together otherwise: off by {error:.3g} roundings")
+        host = type(module)._hf_quant_block_of.forward
+        probes = [probe(self.K, turned, _POSITION, dtype, tokens) for tokens in (1, 3)]
+        records = [record(host, module, *trial) for trial in probes]
+        error = max(self.attention.error(self.first, *trial[:3], of) for trial, of in zip(probes, records))
+        ways, errors = (False, True) if self.is_parallel else (False,), []
+        for self.residual_last in ways:
+            self._make_last(dtype)
+            errors.append(max(error, *(self._error(trial[0], of) for trial, of in zip(probes, records))))
+        self.residual_last = ways[errors.index(min(errors))]
+        if not min(errors) <= TOLERANCE[dtype]:
+            name = type(module).__name__
+            raise Unproven(f"{name} puts its parts together otherwise: off by {min(errors):.3g} roundings")
+        self._make_last(dtype)
+
+    def _error(self, x: Tensor, recorded: Recorded) -> float:
+        """The `difference` of the last block's output from a recorded one."""
+        y, result = torch.empty_like(x), recorded.result.contiguous()
+        self.last(x.shape[0] * x.shape[1], x.data_ptr(), result.data_ptr(), y.data_ptr())
+        return difference(y, recorded.output)
 
     def in_parts(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The layer's output for tokens x [B, S, K], whose attention is the host's."""

@@ -35,7 +35,7 @@ _JOINED = (("gate_up_proj", "down_proj"),)
 _PLAIN = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
 
 
-def is_mlp(module: nn.Module, linear: type[nn.Module]) -> bool:
+def is_mlp(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> bool:
     """True if a module has layers of a class, named as in a feed-forward block; a trial shows what it computes."""
     return _layers(module, linear) is not None and _act_of(module) is not None
 
@@ -53,7 +53,8 @@ def _act_of(module: nn.Module) -> Any:
     return next((act for name in _ACTS if callable(act := getattr(module, name, None))), None)
 
 
-def _activation(module: nn.Module) -> str:
+def activation_of(module: nn.Module) -> str:
+    """The name of the activation function of a module. Raises Unproven."""
     x = torch.linspace(-8, 8, 1001)
     y = _act_of(module)(x)
     for name, function in _FUNCTIONS.items():
@@ -69,7 +70,7 @@ class MLPBlock:
         found = _layers(module)
         if found is None:
             raise Unproven("its layers were replaced")
-        self.watch, self.activation = Watch(module), _activation(module)
+        self.watch, self.activation = Watch(module), activation_of(module)
         self.kind, self.layers = found
         self.K, self.N = self.layers[0].in_features, self.layers[-1].out_features
         self.block = Block(dtype, self.K, self.N)

@@ -1,5 +1,7 @@
-"""RMSNorm as one native call."""
+"""RMSNorm and LayerNorm as one native call."""
 
+import re
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,15 +19,26 @@ from hf_quant.integrations.transformers.blocks.base import (
 from hf_quant.kernels.native.blocks import Block
 
 
+_NAMES = re.compile(r"(RMS|Layer)Norm(1P)?$")
 _EPS = ("variance_epsilon", "eps", "epsilon")
+_OPTIONS = ("plus_one", "rounds_weight", "rounds", "centers")
 _SIZES = (1e-3, 0.03, 1.0, 30.0)  # of the rows of a trial: eps counts for the small ones
 
 
 def is_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
-    """True if a module may be an RMSNorm: one weight at most, and an epsilon; a trial shows what it computes."""
-    is_named = type(module).__name__.endswith("RMSNorm") or getattr(module, "kernel_layer_name", None) == "RMSNorm"
-    names = {name for name, parameter in module._parameters.items() if parameter is not None}
-    return is_named and names <= {"weight"} and not module._modules and _eps_of(module) is not None
+    """True if a module may be an RMSNorm or a LayerNorm of rows; a trial shows what it computes.
+
+    It has a weight and a bias at most, and an epsilon.
+    """
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    is_named = bool(_NAMES.search(type(module).__name__)) or getattr(module, "kernel_layer_name", None) == "RMSNorm"
+    is_named = is_named and set(parameters) <= {"weight", "bias"} and not module._modules
+    return is_named and all(p.dim() == 1 for p in parameters.values()) and _eps_of(module) is not None
+
+
+def is_slow_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
+    """True for a norm, unless torch computes it in one call."""
+    return is_norm(module, linear) and not isinstance(module, nn.LayerNorm)
 
 
 def _eps_of(module: nn.Module) -> float | None:
@@ -38,12 +51,14 @@ class NormBlock:
 
     def __init__(self, module: nn.Module, width: int, dtype: torch.dtype) -> None:
         self.watch, self.width, self.dtype = Watch(module), width, dtype
-        self.weight, self.eps = getattr(module, "weight", None), _eps_of(module)
+        self.weight, self.bias = (module._parameters.get(name) for name in ("weight", "bias"))
+        self.eps = _eps_of(module)
         host = type(module)._hf_quant_block_of if hasattr(type(module), "_hf_quant_block_of") else type(module)
         probe = torch.cat([random_rows(1, 1, width, dtype=dtype, seed=i) * size for i, size in enumerate(_SIZES)])
         probe = probe.to(dtype)
         expected = host.forward(module, probe)
-        ways = [{"plus_one": plus_one, "rounds": rounds} for plus_one in (False, True) for rounds in (True, False)]
+        weights = ((False, False), (True, False), (True, True))  # plus_one, rounds_weight
+        ways = [dict(zip(_OPTIONS, (*w, *way))) for w, *way in product(weights, (True, False), (False, True))]
         errors = []
         for self.options in ways:
             self._make()
@@ -51,7 +66,7 @@ class NormBlock:
         best = min(errors)
         self.options = ways[errors.index(best)]
         if not best <= TOLERANCE[dtype]:
-            raise Unproven(f"{type(module).__name__} is no RMSNorm that hf_quant knows: off by {best:.3g} roundings")
+            raise Unproven(f"{type(module).__name__} is no norm that hf_quant knows: off by {best:.3g} roundings")
         self._make()
 
     def _make(self) -> None:
@@ -61,7 +76,7 @@ class NormBlock:
 
     def add_to(self, block: Block, x: int, to: int) -> None:
         """Add the norm to a block."""
-        block.norm(x, to, self.weight, self.eps, **self.options)
+        block.norm(x, to, self.weight, self.bias, self.eps, **self.options)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = torch.empty_like(x)

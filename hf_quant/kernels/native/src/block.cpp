@@ -40,7 +40,7 @@ Cache read_of(const AppendedHeads& heads, const BlockCall& call) {
 
 const Product* Block::product_from(size_t step, const Block* following) const {
   for (; step < steps_.size(); ++step)
-    if (steps_[step].kind == BlockStep::PRODUCT) return &steps_[step].product;
+    if (steps_[step].kind == BlockStep::PRODUCT) return steps_[step].routed ? nullptr : &steps_[step].product;
   return following == nullptr ? nullptr : following->product_from(0, nullptr);
 }
 
@@ -49,37 +49,37 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, void* const* argu
   int64_t bytes = 0;
   for (size_t i = num_arguments_; i < buffers_.size(); ++i)
     bytes += whole_lines(bytes_of(i, call.M));
-  int64_t heads = 0;
-  for (const BlockStep& step : steps_) heads = max64(heads, step.heads);
-  char* scratch = static_cast<char*>(thread_scratch(3, static_cast<size_t>(bytes + call.M * heads * 4)));
+  int64_t heads = 0, experts = 0, chosen = 0;
+  for (const BlockStep& step : steps_) {
+    heads = max64(heads, step.heads);
+    experts = max64(experts, step.router.experts);
+    chosen = max64(chosen, step.router.chosen);
+  }
+  const int64_t pairs = call.M * chosen, numbers = call.M * heads + experts + 2 * pairs;
+  char* scratch = static_cast<char*>(thread_scratch(3, static_cast<size_t>(bytes + numbers * 4)));
   if (scratch == nullptr) return false;
-  float* lse = reinterpret_cast<float*>(scratch + bytes);
+  BlockScratch more{};
+  more.lse = reinterpret_cast<float*>(scratch + bytes);
+  more.routing.weights = more.lse + call.M * heads;
+  more.routing.places = reinterpret_cast<int32_t*>(more.routing.weights + pairs);
+  more.routing.ends = more.routing.places + pairs;
+  more.chosen = chosen;
   for (size_t i = num_arguments_; i < buffers_.size(); ++i) {
     at.push_back(scratch);
     scratch += whole_lines(bytes_of(i, call.M));
   }
   for (size_t i = 0; i < steps_.size(); ++i) {
     if (steps_[i].kind == BlockStep::PRODUCT) prefetch_start(product_from(i + 1, call.following));
-    if (!run(kernels, call, steps_[i], at.data(), lse)) return false;
+    if (!run(kernels, call, steps_[i], at.data(), more)) return false;
   }
   return true;
 }
 
 bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
-                float* lse) const {
+                const BlockScratch& scratch) const {
   const int from = step.from[0], to = step.to;
   switch (step.kind) {
-    case BlockStep::PRODUCT: {
-      Product p = step.product;
-      p.M = call.M;
-      p.x = at[from];
-      p.x_dtype = buffers_[from].dtype;
-      p.y = at[to];
-      p.y_dtype = buffers_[to].dtype;
-      p.threads = call.threads;
-      if (p.compute == BY_BF16 && !call.by_bf16) p.compute = BY_F32;
-      return kernels.matmul(p);
-    }
+    case BlockStep::PRODUCT: return product(kernels, call, step, at, scratch);
     case BlockStep::NORM: {
       NormRows n = step.norm;
       n.rows = call.M * buffers_[from].width / n.width;
@@ -106,22 +106,57 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
     }
     case BlockStep::GATE: {
       GateRows g = step.gate;
-      g.count = call.M * buffers_[from].width;
-      g.x = at[from];
-      g.up = step.from[1] < 0 ? nullptr : at[step.from[1]];
-      g.y = at[to];
+      const int64_t values = call.M * buffers_[to].width;
       g.dtype = buffers_[from].dtype;
+      g.x = at[from];
+      g.y = at[to];
+      if (step.from[1] == from) {  // both, side by side
+        g.rows = values / g.width;
+        g.stride = 2 * g.width;
+        g.up = static_cast<const char*>(g.x) + g.width * element_size(g.dtype);
+      } else {
+        g.rows = 1;
+        g.stride = g.width = values;
+        g.up = step.from[1] < 0 ? nullptr : at[step.from[1]];
+      }
       g.threads = call.threads;
       kernels.gate_rows(g);
       return true;
     }
     case BlockStep::ADD:
       kernels.add_rows(
-          {call.M * buffers_[to].width, at[from], at[step.from[1]], at[to], buffers_[to].dtype, call.threads});
+          {call.M * buffers_[to].width, at[from], at[step.from[1]], at[to], buffers_[to].dtype, step.scale, call.threads});
       return true;
     case BlockStep::APPEND: append(kernels, call, step, at); return true;
-    default: return attend(kernels, call, step, at, lse);
+    case BlockStep::ROUTE:
+      return route(kernels, step.router, call.M, at[from], buffers_[from].dtype, call.threads, scratch.routing, at[to]);
+    case BlockStep::COMBINE:
+      kernels.combine_rows({call.M, buffers_[to].width, scratch.chosen, at[from], at[to], buffers_[to].dtype,
+                            scratch.routing.places, scratch.routing.weights, step.rounds, call.threads});
+      return true;
+    case BlockStep::WEIGH:
+      return weigh(kernels, step.small, call.M, at[from], buffers_[from].dtype, call.threads, buffers_[to].width,
+                   at[to]);
+    default: return attend(kernels, call, step, at, scratch.lse);
   }
+}
+
+bool Block::product(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
+                    const BlockScratch& scratch) const {
+  const int from = step.from[0], to = step.to;
+  Product p = step.product;
+  p.M = call.M;
+  if (step.routed) {
+    p.M *= scratch.chosen;
+    p.ends = scratch.routing.ends;
+  }
+  p.x = at[from];
+  p.x_dtype = buffers_[from].dtype;
+  p.y = at[to];
+  p.y_dtype = buffers_[to].dtype;
+  p.threads = call.threads;
+  if (p.compute == BY_BF16 && !call.by_bf16) p.compute = BY_F32;
+  return kernels.matmul(p);
 }
 
 // Row b of the keys and values is the new token of sequence b.

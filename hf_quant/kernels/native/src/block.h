@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "mixture_route.h"
 
 namespace hfq {
 
@@ -16,14 +17,18 @@ struct BlockBuffer {
 };
 
 struct BlockStep {
-  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND } kind;
+  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH } kind;
   int from[3], to;  // buffers; -1: none
   Product product;
+  bool routed;  // PRODUCT: of rows that ROUTE has sorted by experts
   NormRows norm;
   TurnRows turn;
   GateRows gate;
+  Router router;             // ROUTE
+  SmallProduct small;        // WEIGH
+  bool rounds;               // COMBINE: products, before they are added
   int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values
-  float scale;                  // ATTEND: of the scores
+  float scale;                  // ATTEND: of the scores; ADD: of what is added
 };
 
 // The tensors of one layer of a cache, which must live as long as it is used.
@@ -36,6 +41,13 @@ struct BlockCache {
 };
 
 class Block;
+
+// What steps leave to others.
+struct BlockScratch {
+  float* lse;  // of ATTEND
+  Routing routing;
+  int64_t chosen;  // experts of each row
+};
 
 // What differs from call to call.
 struct BlockCall {
@@ -69,7 +81,10 @@ class Block {
  private:
   // The first product at or behind a step, or of the block that follows; null: there is none.
   const Product* product_from(size_t step, const Block* following) const;
-  bool run(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at, float* lse) const;
+  bool run(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
+           const BlockScratch& scratch) const;
+  bool product(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
+               const BlockScratch& scratch) const;
   bool attend(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at, float* lse) const;
   void append(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at) const;
 

@@ -194,16 +194,19 @@ struct RowUpdate {
   int threads;
 };
 
-// y = x / sqrt(mean of x**2 + eps) * weight for each of `rows` rows [width]: RMSNorm (https://arxiv.org/abs/1910.07467).
+// y = x / sqrt(mean of x**2 + eps) * weight + bias for each of `rows` rows [width]: RMSNorm
+// (https://arxiv.org/abs/1910.07467), or of x less its mean: LayerNorm (https://arxiv.org/abs/1607.06450).
 struct NormRows {
   int64_t rows, width;
   const void* x;
   void* y;  // may be x
   int dtype;
-  const void* weight;  // null: ones
-  int weight_dtype;
+  const void *weight, *bias;  // null: ones, zeros
+  int weight_dtype, bias_dtype;
   float eps;
+  bool centers;
   bool plus_one;  // multiplied by 1 + weight
+  bool rounds_weight;  // to its dtype
   bool rounds;    // to dtype before the weight
   int threads;
 };
@@ -228,22 +231,52 @@ struct TurnRows {
   int threads;
 };
 
-enum Activation : int { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU };
+// CLAMPED_PAIRS: of gpt-oss. x [rows, width, 2] holds gate and up, both clamped; (up + 1) * gate * sigmoid(alpha * gate).
+enum Activation : int { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU, CLAMPED_PAIRS };
 
-// y [count] = activation(x), rounded, * up; up may be null.
+// y [rows, width] = activation(x), rounded, * up; up may be null.
 struct GateRows {
-  int64_t count;
+  int64_t rows, width;
   const void *x, *up;
+  int64_t stride;  // elements of x and up from row to row
   void* y;
-  int dtype, activation, threads;
+  int dtype, activation;
+  float alpha, limit;  // CLAMPED_PAIRS
+  int threads;
 };
 
-// y [count] = x + more
+// y [count] = x + more * factor, which is rounded
 struct AddRows {
   int64_t count;
   const void *x, *more;
   void* y;
-  int dtype, threads;
+  int dtype;
+  float factor;
+  int threads;
+};
+
+// y [M, N] = x [M, K] @ weight [N, K].T + bias [N] in fp32, then rounded to `dtype`, if so wished.
+struct SmallProduct {
+  int64_t M, N, K;
+  const void* x;
+  int dtype;
+  const void *weight, *bias;  // no bias: null
+  int weight_dtype, bias_dtype;
+  float* y;
+  bool rounds;
+  int threads;
+};
+
+// y [M, width]: the sums of the rows of x that belong to a row, [M * chosen, width] at `places`, times their weights.
+struct CombineRows {
+  int64_t M, width, chosen;
+  const void* x;
+  void* y;  // may be x, if it has as many rows
+  int dtype;
+  const int32_t* places;  // [M, chosen]; null: one after the other
+  const float* weights;   // [M, chosen]
+  bool rounds;            // products to dtype, before they are added
+  int threads;
 };
 
 struct Kernels {
@@ -265,6 +298,8 @@ struct Kernels {
   void (*turn_rows)(const TurnRows&);
   void (*gate_rows)(const GateRows&);
   void (*add_rows)(const AddRows&);
+  bool (*small_product)(const SmallProduct&);
+  void (*combine_rows)(const CombineRows&);
 };
 
 extern const Kernels kPortable;

@@ -416,6 +416,27 @@ PyObject* new_block(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return a.finish() ? PyCapsule_New(new Block(std::move(buffers), num_arguments), nullptr, forget_block) : nullptr;
 }
 
+void read_small(Arguments& a, SmallProduct& p) {
+  p.N = a.number();
+  p.K = a.number();
+  p.weight = a.pointer<const void>();
+  p.weight_dtype = a.integer();
+  p.bias = a.pointer<const void>();
+  p.bias_dtype = a.integer();
+  p.rounds = a.integer() != 0;
+}
+
+void read_router(Arguments& a, Router& r) {
+  read_small(a, r.product);
+  r.experts = r.product.N;
+  r.chosen = a.number();
+  r.correction = a.pointer<const float>();
+  r.by_sigmoid = a.integer() != 0;
+  r.normalizes = a.integer() != 0;
+  r.factor = bits_to_float(static_cast<uint32_t>(a.number()));
+  r.rounds_weights = a.integer() != 0;
+}
+
 // Adds a step to a block: its kind, buffers, and numbers of its own; a product begins with a prepared weight.
 PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Block* block = count > 1 ? block_of(args[0]) : nullptr;
@@ -438,14 +459,19 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.product.bias = a.pointer<const void>();
       step.product.bias_dtype = a.integer();
       step.product.compute = a.integer();
+      step.routed = a.integer() != 0;
       break;
     case BlockStep::NORM:
       step.norm.width = a.number();
       step.norm.weight = a.pointer<const void>();
       step.norm.weight_dtype = a.integer();
+      step.norm.bias = a.pointer<const void>();
+      step.norm.bias_dtype = a.integer();
       step.norm.eps = bits_to_float(static_cast<uint32_t>(a.number()));
       step.norm.plus_one = a.integer() != 0;
+      step.norm.rounds_weight = a.integer() != 0;
       step.norm.rounds = a.integer() != 0;
+      step.norm.centers = a.integer() != 0;
       break;
     case BlockStep::TURN:
       step.turn.width = a.number();
@@ -453,8 +479,16 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.turn.pairs = a.integer();
       step.turn.rounds = a.integer() != 0;
       break;
-    case BlockStep::GATE: step.gate.activation = a.integer(); break;
-    case BlockStep::ADD: break;
+    case BlockStep::GATE:
+      step.gate.activation = a.integer();
+      step.gate.width = a.number();
+      step.gate.alpha = bits_to_float(static_cast<uint32_t>(a.number()));
+      step.gate.limit = bits_to_float(static_cast<uint32_t>(a.number()));
+      break;
+    case BlockStep::ADD: step.scale = bits_to_float(static_cast<uint32_t>(a.number())); break;
+    case BlockStep::ROUTE: read_router(a, step.router); break;
+    case BlockStep::COMBINE: step.rounds = a.integer() != 0; break;
+    case BlockStep::WEIGH: read_small(a, step.small); break;
     default:
       step.heads = a.number();
       step.shared_heads = a.number();
@@ -641,7 +675,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(14); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(15); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 

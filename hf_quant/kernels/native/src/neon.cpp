@@ -19,6 +19,7 @@
 #include "append.h"
 #include "attention.h"
 #include "fake.h"
+#include "mixture.h"
 #include "steps.h"
 #include "two_way.h"
 
@@ -26,7 +27,8 @@ namespace hfq {
 const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
                        neon::attention, neon::quantize, neon::append, neon::adam_step,
                          neon::fake_quantize, neon::quantize_two_way, neon::scale_sums,
-                         neon::requantize_rows, neon::norm_rows, neon::turn_rows, neon::gate_rows, neon::add_rows};
+                         neon::requantize_rows, neon::norm_rows, neon::turn_rows, neon::gate_rows, neon::add_rows,
+                         neon::small_product, neon::combine_rows};
 }
 
 // What follows runs on any Arm.

@@ -22,7 +22,7 @@ void parallel_for(int64_t count, int threads, Body&& body) {
 
 // An uninitialized buffer of this thread's, aligned to 64 bytes, valid until the slot is asked for again; null if
 // there is no memory. Slots: 0 for what a call keeps, 1 and 2 for what a task does, 3 for a block of calls.
-constexpr int kSlots = 4;
+constexpr int kSlots = 6;
 void* thread_scratch(int slot, size_t bytes);
 
 }  // namespace hfq

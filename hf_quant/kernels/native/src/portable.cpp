@@ -5,6 +5,7 @@
 #include "append.h"
 #include "attention.h"
 #include "fake.h"
+#include "mixture.h"
 #include "steps.h"
 #include "two_way.h"
 
@@ -12,5 +13,6 @@ namespace hfq {
 const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows,
                          portable::attention, portable::quantize, portable::append, portable::adam_step,
                          portable::fake_quantize, portable::quantize_two_way, portable::scale_sums,
-                         portable::requantize_rows, portable::norm_rows, portable::turn_rows, portable::gate_rows, portable::add_rows};
+                         portable::requantize_rows, portable::norm_rows, portable::turn_rows, portable::gate_rows, portable::add_rows,
+                         portable::small_product, portable::combine_rows};
 }

@@ -89,6 +89,14 @@ class RowSum {
   bool merged_ = false;
 };
 
+static HFQ_LOOP void add_values(const float* __restrict more, int64_t count, float* __restrict values) {
+  for (int64_t i = 0; i < count; ++i) values[i] += more[i];
+}
+
+static HFQ_LOOP void shift_values(int64_t count, float by, float* __restrict values) {
+  for (int64_t i = 0; i < count; ++i) values[i] += by;
+}
+
 static HFQ_LOOP void scale_values(int64_t count, float factor, float* __restrict values) {
   for (int64_t i = 0; i < count; ++i) values[i] *= factor;
 }
@@ -99,11 +107,21 @@ static HFQ_LOOP void multiply_values(const float* __restrict by, int64_t count, 
 
 static void norm_rows(const NormRows& n) {
   parallel_for(n.rows, n.rows * n.width < (1 << 15) ? 1 : n.threads, [&](int64_t row) {
-    float values[kStepValues], weight[kStepValues];
+    float values[kStepValues], weight[kStepValues], mean = 0.0f;
+    if (n.centers) {
+      RowSum sum(n.width);
+      for (int64_t k = 0; k < n.width; k += kStepValues) {
+        const int64_t count = min64(kStepValues, n.width - k);
+        to_float(n.x, n.dtype, row * n.width + k, count, values);
+        sum.add(values, count);
+      }
+      mean = sum.total() / static_cast<float>(n.width);
+    }
     RowSum squares(n.width);
     for (int64_t k = 0; k < n.width; k += kStepValues) {
       const int64_t count = min64(kStepValues, n.width - k);
       to_float(n.x, n.dtype, row * n.width + k, count, values);
+      if (n.centers) shift_values(count, -mean, values);
       square_values(count, values);
       squares.add(values, count);
     }
@@ -111,19 +129,22 @@ static void norm_rows(const NormRows& n) {
     for (int64_t k = 0; k < n.width; k += kStepValues) {
       const int64_t count = min64(kStepValues, n.width - k);
       to_float(n.x, n.dtype, row * n.width + k, count, values);
+      if (n.centers) shift_values(count, -mean, values);
       scale_values(count, factor, values);
       if (n.rounds) round_values(count, n.dtype, values);
       if (n.weight != nullptr) {
         to_float(n.weight, n.weight_dtype, k, count, weight);
-        multiply_values(weight, count, n.plus_one ? 1.0f : 0.0f, values);
+        if (n.plus_one) shift_values(count, 1.0f, weight);
+        if (n.rounds_weight) round_values(count, n.weight_dtype, weight);
+        multiply_values(weight, count, 0.0f, values);
+      }
+      if (n.bias != nullptr) {
+        to_float(n.bias, n.bias_dtype, k, count, weight);
+        add_values(weight, count, values);
       }
       store_row(values, count, n.y, n.dtype, row * n.width + k);
     }
   });
-}
-
-static HFQ_LOOP void add_values(const float* __restrict more, int64_t count, float* __restrict values) {
-  for (int64_t i = 0; i < count; ++i) values[i] += more[i];
 }
 
 static void turn_rows(const TurnRows& t) {
@@ -198,18 +219,44 @@ static HFQ_LOOP void activate(int activation, int64_t count, float* __restrict x
   }
 }
 
+// `values` from pairs of gate and up, rounded after each op.
+static HFQ_LOOP void activate_pairs(const GateRows& g, int64_t count, const float* __restrict pairs,
+                                    float* __restrict values) {
+  float up[kStepValues], gate[kStepValues];
+  for (int64_t i = 0; i < count; ++i) {
+    const float first = pairs[2 * i], second = pairs[2 * i + 1];
+    gate[i] = first > g.limit ? g.limit : first;
+    up[i] = (second > g.limit ? g.limit : second < -g.limit ? -g.limit : second) + 1.0f;
+    values[i] = gate[i] * g.alpha;
+  }
+  round_values(count, g.dtype, values);
+  for (int64_t i = 0; i < count; ++i) values[i] = sigmoid(values[i]);
+  round_values(count, g.dtype, values);
+  multiply_values(gate, count, 0.0f, values);
+  round_values(count, g.dtype, values);
+  round_values(count, g.dtype, up);
+  multiply_values(up, count, 0.0f, values);
+}
+
 static void gate_rows(const GateRows& g) {
-  parallel_for(ceil_div(g.count, kStepValues), g.count < (1 << 14) ? 1 : g.threads, [&](int64_t task) {
-    float values[kStepValues], up[kStepValues];
-    const int64_t first = task * kStepValues, count = min64(kStepValues, g.count - first);
-    to_float(g.x, g.dtype, first, count, values);
+  const int64_t parts = ceil_div(g.width, kStepValues);
+  parallel_for(g.rows * parts, g.rows * g.width < (1 << 14) ? 1 : g.threads, [&](int64_t task) {
+    float values[kStepValues], up[2 * kStepValues];
+    const int64_t row = task / parts, column = task % parts * kStepValues, count = min64(kStepValues, g.width - column);
+    if (g.activation == CLAMPED_PAIRS) {
+      to_float(g.x, g.dtype, row * g.stride + 2 * column, 2 * count, up);
+      activate_pairs(g, count, up, values);
+      store_row(values, count, g.y, g.dtype, row * g.width + column);
+      return;
+    }
+    to_float(g.x, g.dtype, row * g.stride + column, count, values);
     activate(g.activation, count, values);
     if (g.up != nullptr) {
       round_values(count, g.dtype, values);
-      to_float(g.up, g.dtype, first, count, up);
+      to_float(g.up, g.dtype, row * g.stride + column, count, up);
       multiply_values(up, count, 0.0f, values);
     }
-    store_row(values, count, g.y, g.dtype, first);
+    store_row(values, count, g.y, g.dtype, row * g.width + column);
   });
 }
 
@@ -219,6 +266,10 @@ static void add_rows(const AddRows& a) {
     const int64_t first = task * kStepValues, count = min64(kStepValues, a.count - first);
     to_float(a.x, a.dtype, first, count, values);
     to_float(a.more, a.dtype, first, count, more);
+    if (a.factor != 1.0f) {
+      scale_values(count, a.factor, more);
+      round_values(count, a.dtype, more);
+    }
     add_values(more, count, values);
     store_row(values, count, a.y, a.dtype, first);
   });

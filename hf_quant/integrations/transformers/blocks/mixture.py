@@ -1,0 +1,214 @@
+"""A mixture of experts as one native call: router, the chosen experts, and an expert that all rows share.
+
+The trial takes what the host's module hands to its experts: rows, chosen experts and weights. The block must compute
+what the experts return for these, and what the host makes of a given result of the experts.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant.integrations.transformers.blocks.base import (
+    MAX_ROWS,
+    TOLERANCE,
+    State,
+    Unproven,
+    Watch,
+    difference,
+    is_served,
+    random_rows,
+    weight_of,
+)
+from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, activation_of, is_mlp
+from hf_quant.kernels.native.blocks import Block
+from hf_quant.modules import QuantLinear
+from hf_quant.modules.experts import QuantExperts, expert_weight_names
+
+
+_ROWS = 8  # of the trial
+_FACTORS = ("routed_scaling_factor", "route_scale", "routed_scale")  # names of what weights are multiplied by
+
+
+def is_mixture(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
+    """True if a module has experts and a router beside them; a trial shows what it computes."""
+    experts = _experts(module)
+    return experts is not None and any(True for _ in _routers(module, experts))
+
+
+def _experts(module: nn.Module) -> nn.Module | None:
+    found = [c for c in module._modules.values() if isinstance(c, QuantExperts) or (c and expert_weight_names(c))]
+    return found[0] if len(found) == 1 else None
+
+
+def _routers(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
+    """The children, or children of them, whose weight has a row for each expert."""
+    children = [child for child in module._modules.values() if child is not None and child is not experts]
+    for part in (part for child in children for part in (child, *child._modules.values())):
+        weight = None if part is None else part._parameters.get("weight")
+        if weight is not None and weight.dim() == 2 and len(weight) == experts.num_experts:
+            yield part
+
+
+class _Recorder(nn.Module):
+    """Experts that note what they are given, and return a given result."""
+
+    def __init__(self, result: Tensor) -> None:
+        super().__init__()
+        self.__dict__["result"], self.calls = result, []
+
+    def forward(self, *args: Any) -> Tensor:
+        self.calls.append(args)
+        return self.result
+
+
+class _Routing(NamedTuple):
+    """Settings of `Block.route`: the way a router chooses experts."""
+
+    weight: Tensor
+    bias: Tensor | None
+    chosen: int
+    correction: Tensor | None
+    by_sigmoid: bool
+    normalizes: bool
+    factor: float
+    rounds: bool
+    rounds_weights: bool
+
+
+class MixtureBlock:
+    """The native block of a mixture of experts for x of one dtype."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        experts = _experts(module)
+        if not isinstance(experts, QuantExperts) or type(experts).forward is not QuantExperts.forward:
+            raise Unproven("its experts are not quantized")
+        self.experts, self.dtype = experts, dtype
+        (router,) = [*_routers(module, experts)][:1] or (None,)
+        shared = [child for child in module._modules.values() if child not in (experts, router) and is_mlp(child)]
+        if router is None or len(shared) > 1:
+            raise Unproven("it has no router, or more than one expert that all rows share")
+        self.watch = Watch(module, *module.children())
+        self.up = "gate_up_proj" if experts.has_gate else "up_proj"
+        self.F, self.K = experts.matrix_shape("down_proj")[-1], experts.matrix_shape(self.up)[-1]
+        self.N = experts.matrix_shape("down_proj")[-2]
+        is_clamped = hasattr(experts, "alpha") and hasattr(experts, "limit")  # gpt-oss
+        self.clamp = {"alpha": float(experts.alpha), "limit": float(experts.limit)} if is_clamped else {}
+        self.activation = "clamped_pairs" if is_clamped else activation_of(experts)
+        self.shared = MLPBlock(shared[0], dtype) if shared else None
+        self.shared_gate: Tensor | None = None
+        self.routing = self._prove(module, router)
+        self.block = Block(dtype, self.K, self.N)
+        self.add_to(self.block, 0, 1)
+        self.block.finish()
+
+    def _prove(self, module: nn.Module, router: nn.Module) -> _Routing:
+        """Find how rows are routed, and what is made of the experts' result. Raises Unproven."""
+        x = random_rows(1, _ROWS, self.K, dtype=self.dtype, seed=1)
+        recorder = _Recorder(random_rows(_ROWS, self.N, dtype=self.dtype, seed=2))
+        host = type(module)._hf_quant_block_of
+        twin = object.__new__(host)
+        twin.__dict__.update(module.__dict__)
+        twin.__dict__["_modules"] = {n: recorder if c is self.experts else c for n, c in module._modules.items()}
+        output = host.forward(twin, x)
+        self.returns_more = isinstance(output, tuple)
+        output = output[0] if self.returns_more else output
+        if len(recorder.calls) != 1 or len(recorder.calls[0]) != 3 or not torch.equal(recorder.calls[0][0], x[0]):
+            raise Unproven(f"{type(module).__name__} calls its experts otherwise")
+        _, chosen, weights = recorder.calls[0]
+        if weights.dtype not in (self.dtype, torch.float32):
+            raise Unproven("weights of another dtype")
+        self._prove_rest(module, x, recorder.result, output)
+        expected, errors = self.experts(x[0], chosen, weights), []
+        ways = list(self._ways(module, router, chosen, weights))
+        for way in ways:
+            block, y = Block(self.dtype, self.K, self.N), torch.empty_like(expected)
+            self._add_experts(block, 0, 1, way)
+            block.finish()(_ROWS, x.data_ptr(), y.data_ptr())
+            errors.append(difference(y, expected))
+        if not min(errors) <= TOLERANCE[self.dtype]:
+            name = type(module).__name__
+            raise Unproven(f"{name} chooses its experts otherwise: off by {min(errors):.3g} roundings")
+        return ways[errors.index(min(errors))]
+
+    def _ways(self, module: nn.Module, router: nn.Module, chosen: Tensor, weights: Tensor) -> Iterator[_Routing]:
+        """Ways to route that a router's parameters allow."""
+        weight, bias, E = router._parameters["weight"], router._parameters.get("bias"), self.experts.num_experts
+        if weight.shape != (E, self.K) or weight.dtype not in TOLERANCE or not weight.is_contiguous():
+            raise Unproven("a router of another shape or dtype")
+        tensors = [*router.parameters(), *router.buffers(), *module._parameters.values(), *module._buffers.values()]
+        found = [t for t in tensors if t is not None and t is not weight and t is not bias and t.numel() == E]
+        correction = found[0].detach().flatten().float() if found else None
+        factors = {getattr(part, name, None) for part in (router, module) for name in _FACTORS} | {1.0}
+        factors = {float(factor) for factor in factors if isinstance(factor, float | int)}
+        for by_sigmoid, normalizes, rounds, factor in product((False, True), (True, False), (True, False), factors):
+            is_rounded = weights.dtype == self.dtype
+            yield _Routing(
+                *(weight, bias, chosen.shape[-1], correction, by_sigmoid, normalizes, factor, rounds, is_rounded)
+            )
+
+    def _prove_rest(self, module: nn.Module, x: Tensor, result: Tensor, output: Any) -> None:
+        """Find what becomes of the experts' result: nothing, or a shared expert is added. Raises Unproven."""
+        children = [child for child in module._modules.values() if isinstance(child, nn.Linear) and child.bias is None]
+        gates = [child.weight for child in children if not isinstance(child, QuantLinear) and child.out_features == 1]
+        y = result.clone()
+        for gate in [None] if self.shared is None else [None, *gates]:
+            self.shared_gate = gate
+            if self.shared is not None:
+                block = Block(self.dtype, self.K, self.N, self.N)
+                self._add_shared(block, 0, 1, 2)
+                block.finish()(_ROWS, x.data_ptr(), result.data_ptr(), y.data_ptr())
+            if difference(y.view(1, *y.shape), output) <= TOLERANCE[self.dtype]:
+                return
+        raise Unproven(f"{type(module).__name__} makes something else of the result of its experts")
+
+    def add_to(self, block: Block, x: int, to: int) -> None:
+        """Add the steps to a block."""
+        y = to if self.shared is None else block.buffer(self.N)
+        self._add_experts(block, x, y, self.routing)
+        if self.shared is not None:
+            self._add_shared(block, x, y, to)
+
+    def _add_experts(self, block: Block, x: int, to: int, routing: _Routing) -> None:
+        chosen, has_gate = routing.chosen, self.experts.has_gate
+        rows, up, act, y = (
+            block.buffer(chosen * width) for width in (self.K, (1 + has_gate) * self.F, self.F, self.N)
+        )
+        block.route(x, rows, routing.weight, routing.bias, **dict(list(routing._asdict().items())[2:]))
+        self._add_product(block, rows, up, self.up)
+        block.gate(up, up if has_gate else None, act, self.activation, width=self.F, **self.clamp)
+        self._add_product(block, act, y, "down_proj")
+        block.combine(y, to, rounds=routing.rounds_weights)
+
+    def _add_product(self, block: Block, x: int, to: int, name: str) -> None:
+        bias = self.experts._parameters[f"{name}_bias"] if getattr(self.experts, "has_bias", False) else None
+        weight, integer = weight_of(self.experts, name, self.dtype)
+        if bias is not None and not (bias.is_contiguous() and bias.dtype in (self.dtype, torch.float32)):
+            raise Unproven("a bias of another dtype")
+        block.product(x, to, weight, bias, integer=integer, by_experts=True)
+
+    def _add_shared(self, block: Block, x: int, y: int, to: int) -> None:
+        """Add the steps from the experts' result y to the sum with the shared expert's."""
+        more = block.buffer(self.N)
+        self.shared.add_to(block, x, more)
+        if self.shared_gate is not None:
+            block.weigh(x, more, self.shared_gate)
+        block.add(y, more, to)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.new_empty(*x.shape[:-1], self.N)
+        self.block(x.numel() // self.K, x.data_ptr(), y.data_ptr())
+        return y
+
+
+def run_mixture(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The output for x [B, S, K], None where the host has to compute it."""
+    if len(args) != 1 or kwargs or module.training:
+        return None
+    x = args[0]
+    if not is_served(x) or x.dtype not in TOLERANCE or x.dim() != 3 or not 0 < x.shape[0] * x.shape[1] <= MAX_ROWS:
+        return None
+    block = state.block(module, x.dtype, lambda: MixtureBlock(module, x.dtype))
+    return None if block is None or block.K != x.shape[-1] or block.returns_more else block(x)
