@@ -104,7 +104,7 @@ def launcher(compiler: str, build: Build) -> tuple[str, ...] | None:
 
 def compile_commands(compiler: str, build: Build, sources: Path, folder: Path, portable_only: bool) -> list[list[str]]:
     """A command for each source, those that take longest first; the last argument is the object file."""
-    names = [*(() if portable_only else INSTRUCTION_SETS), "portable", "parallel"]
+    names = [*(() if portable_only else INSTRUCTION_SETS), "portable", "mixture", "parallel"]
     only = ("-DPORTABLE_ONLY",) if portable_only else ()
     commands = []
     for source in [*(sources / f"{name}.cpp" for name in names), DRIVER]:

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "mixture_route.h"
 #include "parallel.h"
 
 namespace {
@@ -1108,6 +1109,8 @@ class StepsCase : RandomCall {
     pairs = random.of<int>({HALVES, NEIGHBORS, NEIGHBORS_BY_PAIR});
     activation = random.of<int>({SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU});
     plus_one = random.one_in(2);
+    centers = random.one_in(2);
+    rounds_weight = random.one_in(2);
     rounds = random.one_in(2);
     threads = static_cast<int>(1 + random.below(3));
     const auto some = [&] { return 3 * random_.between(-1, 1); };
@@ -1126,14 +1129,17 @@ class StepsCase : RandomCall {
     const int64_t count = rows * heads * width;
     Memory y = make(count * element_size(dtype), false);
     const float eps = 1e-5f;
-    kernels.norm_rows({rows * heads, width, x->data, y->data, dtype, weight->data, dtype, eps, plus_one, rounds, threads});
+    kernels.norm_rows({rows * heads, width, x->data, y->data, dtype, weight->data, centers ? up->data : nullptr, dtype,
+                       dtype, eps, centers, plus_one, rounds_weight, rounds, threads});
     for (int64_t row = 0; row < rows * heads; ++row) {
-      double squares = 0;
-      for (int64_t c = 0; c < width; ++c) squares += x->at(row * width + c, dtype) * x->at(row * width + c, dtype);
+      double mean = 0, squares = 0;
+      for (int64_t c = 0; c < width && centers; ++c) mean += x->at(row * width + c, dtype) / width;
+      for (int64_t c = 0; c < width; ++c) squares += std::pow(x->at(row * width + c, dtype) - mean, 2);
       for (int64_t c = 0; c < width; ++c) {
-        const double factor = weight->at(c, dtype) + (plus_one ? 1 : 0);
-        const double value = x->at(row * width + c, dtype) / std::sqrt(squares / width + eps) * factor;
-        if (!near(y->at(row * width + c, dtype), value, std::fabs(value))) return wrong(kernels, "a norm");
+        const double factor = (weight->at(c, dtype) + (plus_one ? 1 : 0)) / std::sqrt(squares / width + eps);
+        const double value = x->at(row * width + c, dtype), more = centers ? up->at(c, dtype) : 0;
+        const double size = (std::fabs(value) + std::fabs(mean)) * std::fabs(factor) + std::fabs(more);
+        if (!near(y->at(row * width + c, dtype), (value - mean) * factor + more, size)) return wrong(kernels, "a norm");
       }
     }
     memcpy(y->data, x->data, static_cast<size_t>(count * element_size(dtype)));
@@ -1153,21 +1159,52 @@ class StepsCase : RandomCall {
       if (!near(y->at(i, dtype), value, size)) return wrong(kernels, "a rotary embedding");
     }
     const bool gated = rows % 2 == 0;
-    kernels.gate_rows({count, x->data, gated ? up->data : nullptr, y->data, dtype, activation, threads});
+    const int64_t parts = random_.one_in(2) ? rows : 1;
+    kernels.gate_rows({parts, count / parts, x->data, gated ? up->data : nullptr, count / parts, y->data, dtype, activation,
+                       0.0f, 0.0f, threads});
     for (int64_t i = 0; i < count; ++i) {
       const double factor = gated ? up->at(i, dtype) : 1, value = activated(x->at(i, dtype)) * factor;
       if (!near(y->at(i, dtype), value, std::fabs(value), 5e-7 * std::fabs(factor)))
         return wrong(kernels, "an activation");
     }
-    kernels.add_rows({count, x->data, up->data, y->data, dtype, threads});
+    kernels.add_rows({count, x->data, up->data, y->data, dtype, 1.0f, threads});
     for (int64_t i = 0; i < count; ++i) {
       const double value = x->at(i, dtype) + up->at(i, dtype);
       if (!near(y->at(i, dtype), value, std::fabs(value))) return wrong(kernels, "a sum");
     }
-    return true;
+    return routes(kernels);
   }
 
  private:
+  // The rows of x through experts that return what they get, whose weights add up to 1.
+  bool routes(const Kernels& kernels) {
+    const int64_t experts = width, chosen = 1 + random_.below(min64(experts, 8)), N = rows * heads;
+    Memory router, ends = make(experts * 4, false), places = make(N * chosen * 4, false);
+    Memory weights = make(N * chosen * 4, false), gathered = make(N * chosen * width * element_size(dtype), false);
+    fill(router, experts * width, angle_dtype, false, [&] { return random_.between(-1, 1); });
+    Router r{};
+    r.product.N = r.experts = experts;
+    r.product.K = width;
+    r.product.weight = router->data;
+    r.product.weight_dtype = angle_dtype;
+    r.product.rounds = r.rounds_weights = rounds;
+    r.chosen = chosen;
+    r.by_sigmoid = plus_one;
+    r.normalizes = true;
+    r.factor = 1.0f;
+    const Routing routing = {reinterpret_cast<int32_t*>(ends->data), reinterpret_cast<int32_t*>(places->data),
+                             reinterpret_cast<float*>(weights->data)};
+    if (!route(kernels, r, N, x->data, dtype, threads, routing, gathered->data)) return wrong(kernels, "memory");
+    if (routing.ends[experts - 1] != N * chosen) return wrong(kernels, "the end of the experts");
+    Memory y = make(N * width * element_size(dtype), false);
+    kernels.combine_rows({N, width, chosen, gathered->data, y->data, dtype, routing.places, routing.weights, false, threads});
+    for (int64_t i = 0; i < N * width; ++i) {
+      const double value = x->at(i, dtype);
+      if (!near(y->at(i, dtype), value, 4 * std::fabs(value))) return wrong(kernels, "a mixture of experts");
+    }
+    return true;
+  }
+
   double activated(double v) const {
     switch (activation) {
       case SILU: return v / (1 + std::exp(-v));
@@ -1189,7 +1226,7 @@ class StepsCase : RandomCall {
 
   int64_t rows, heads, width, turned;
   int dtype, angle_dtype, pairs, activation, threads;
-  bool plus_one, rounds;
+  bool plus_one, centers, rounds_weight, rounds;
   Memory x, up, weight, cos, sin;
 };
 
