@@ -167,10 +167,10 @@ class AttentionBlock:
         return self._scale_of(module, records, best)
 
     def _records(
-        self, module: nn.Module, device: torch.device | None = None
+        self, module: nn.Module, device: torch.device | None = None, positions: tuple[int, ...] = _POSITIONS
     ) -> tuple[list[tuple[Tensor, Tensor, Tensor, int]], list[Recorded]]:
         """(arguments of trials, what the host does with them). Raises Unproven."""
-        found = [probe(self.K, self.sizes.turned, position, self.dtype, device=device) for position in _POSITIONS]
+        found = [probe(self.K, self.sizes.turned, position, self.dtype, device=device) for position in positions]
         host = type(module)._hf_quant_block_of.forward
         records = [record(host, module, *trial) for trial in found]
         if any(not isinstance(r.output, tuple) or len(r.output) != 2 or r.output[1] is not None for r in records):

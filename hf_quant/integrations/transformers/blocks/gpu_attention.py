@@ -67,11 +67,7 @@ class GpuAttention(AttentionBlock):
 
     def _prove_on(self, module: nn.Module, device: torch.device) -> float:
         """As `_prove`."""
-        named = inspect.signature(type(module)._hf_quant_block_of.forward).parameters
-        if "position_ids" in named and _last_position(module) < max(_POSITIONS):
-            # A table that is read beyond its end would end the process on a GPU.
-            raise Unproven(f"{type(module).__name__} may look up its positions in a table")
-        found, records = self._records(module, device)
+        found, records = self._records(module, device, _positions(module))
 
         def error_of(turn: Callable[..., Any]) -> float:
             return max(self._error(turn, *trial[:3], of) for trial, of in zip(found, records))
@@ -119,8 +115,18 @@ class GpuAttention(AttentionBlock):
         return not turned or fit(*angles, len(x), turned, x.dtype, x.shape[1])
 
 
-def _last_position(module: nn.Module) -> int:
-    return getattr(module.config, "max_position_embeddings", None) or 0
+def _positions(module: nn.Module) -> tuple[int, ...]:
+    """The positions of a trial. Raises Unproven if the host may look them up in a table.
+
+    To read a table beyond its end is an error on a CPU, but ends the use of a GPU by the process.
+    """
+    named = inspect.signature(type(module)._hf_quant_block_of.forward).parameters
+    if "position_ids" not in named:
+        return _POSITIONS
+    known = getattr(module.config, "max_position_embeddings", None)
+    if "position_embeddings" not in named or not known:
+        raise Unproven(f"{type(module).__name__} may look up its positions in a table")
+    return tuple(min(position, known - 1) for position in _POSITIONS)
 
 
 def _are_tokens(x: Any, kwargs: Mapping[str, Any]) -> bool:
