@@ -21,7 +21,9 @@ def norm_case(K: int, M: int, dtype: torch.dtype, *, adds: bool = False, plus_on
         parts = [randn((M, K), dtype, device) for _ in range(1 + adds)]
         return (*parts, randn((K,), dtype, device)), options
 
-    name = f"{'sum, ' if adds else ''}RMSNorm{', 1 + weight' if plus_one else ''}, rows {M}x{K}, M={M}, {_label(dtype)}"
+    name = (
+        f"{'sum, ' if adds else ''}RMSNorm{', 1 + weight' if plus_one else ''}, rows {M}x{K}, M={M}, {_label(dtype)}"
+    )
     return Case("add_rms_norm" if adds else "rms_norm", name, make, dtype, M, 0)
 
 
@@ -58,7 +60,8 @@ def rotary_case(
         weights = [randn((D,), dtype, device) if norms else None for _ in range(2)]
         return (q.unflatten(-1, (H, D)), k.unflatten(-1, (shared, D)), cos, sin, *weights), options
 
-    name = f"{'odd ' if D % 16 or turned % 64 else ''}{pairs}, {H}/{shared}x{D}, {turned} turned{', norms' if norms else ''}, M={M}, {_label(dtype)}"
+    kind = ("odd " if D % 16 or turned % 64 else "") + pairs + (", norms" if norms else "")
+    name = f"{kind}, {H}/{shared}x{D}, {turned} turned, M={M}, {_label(dtype)}"
     return Case("rotary", name, make, dtype, M, 0)
 
 

@@ -1,1 +1,1 @@
-"""What lies between the products of a block of a model: norms, activation functions, rotary embeddings."""
+"""Steps between the products of a block of a model: norms, activation functions, rotary embeddings."""

@@ -1,7 +1,7 @@
-"""What lies between the products of a block of a model: RMSNorm, gated activation functions, rotary embeddings.
+"""RMSNorm, gated activation functions, rotary embeddings: the steps between the products of a block of a model.
 
-Each op computes in fp32 and rounds to the dtype where the ops of torch that a model is written in round, so that it can
-take their place. None is differentiable.
+Each op computes in fp32 and rounds to the dtype where the ops of torch that a model is written in round, so that it
+can take their place. None is differentiable.
 """
 
 import torch
@@ -46,7 +46,8 @@ def check_sum(x: Tensor, more: Tensor) -> None:
     """Raise ValueError unless x and more are of one shape and dtype."""
     if x.shape != more.shape or x.dtype != more.dtype:
         raise ValueError(
-            f"x is {tuple(x.shape)} {x.dtype}, more is {tuple(more.shape)} {more.dtype}; must be of one shape and dtype"
+            f"x is {tuple(x.shape)} {x.dtype}, its partner is {tuple(more.shape)} {more.dtype}; needs one shape and "
+            "dtype"
         )
 
 
@@ -119,8 +120,8 @@ def check_rotary(
         raise ValueError(f"pairs is {pairs!r}; allowed: {', '.join(PAIRS)}")
     if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:
         raise ValueError(
-            f"q is {tuple(q.shape)} {q.dtype}, k is {tuple(k.shape)} {k.dtype}; needs [B, S, heads, D], of one B, S, D "
-            "and dtype"
+            f"q is {tuple(q.shape)} {q.dtype}, k is {tuple(k.shape)} {k.dtype}; needs [B, S, heads, D], of one B, S, "
+            "D and dtype"
         )
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         check_weight(name, weight, q.shape[3])
@@ -131,8 +132,8 @@ def check_rotary(
     fits = cos.dim() == 3 and cos.shape[0] in (1, q.shape[0]) and cos.shape[1] == q.shape[1]
     if not fits or sin.shape != cos.shape or cos.shape[2] > q.shape[3] or cos.shape[2] % 2:
         raise ValueError(
-            f"cos is {tuple(cos.shape)}, sin is {tuple(sin.shape)}, q is {tuple(q.shape)}; needs [1 or B, S, turned] of "
-            "an even number of channels, D at most"
+            f"cos is {tuple(cos.shape)}, sin is {tuple(sin.shape)}, q is {tuple(q.shape)}; needs [1 or B, S, turned] "
+            "of an even number of channels, D at most"
         )
 
 
@@ -169,8 +170,8 @@ def rotary_reference(
 ) -> tuple[Tensor, Tensor]:
     """q [B, S, H, D], k [B, S, Hk, D], cos, sin [1 or B, S, turned] -> turned q and k, both contiguous.
 
-    Su et al., https://arxiv.org/abs/2104.09864. A pair of channels (a, b) becomes (a cos - b sin, b cos + a sin); those
-    behind the first `turned` ones stay, all of them without cos and sin.
+    Su et al., https://arxiv.org/abs/2104.09864. A pair of channels (a, b) becomes (a cos - b sin, b cos + a sin);
+    those behind the first `turned` ones stay, all of them without cos and sin.
 
     Args:
         q_weight, k_weight: [D], of norms that are computed first if there is an eps.

@@ -178,7 +178,7 @@ class AttentionBlock:
         return found, records
 
     def _ways(self) -> list[tuple[str, bool] | None]:
-        """What the rotary embedding may be."""
+        """(pairs, rounding) of all rotary embeddings that there may be; None: of none."""
         turned = self.sizes.turned
         return [None, *((pairs, rounds) for pairs in PAIRS for rounds in (True, False))] if turned else [None]
 
@@ -262,7 +262,14 @@ class AttentionBlock:
         return self.layers[-1](y.reshape(len(x), 1, heads * D))
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, past: Any, more: Mapping[str, Any] = _NOTHING
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        past: Any,
+        more: Mapping[str, Any] = _NOTHING,
     ) -> Tensor:
         """The host's attention [B, S, H, D] of q [B, H, S, D] to k and v, which a cache takes if there is one.
 

@@ -1,9 +1,9 @@
 """`FusedBlock`: the block of one module, and the class that calls it where the host's `forward` would run.
 
-A module gets a subclass of its class, of the same name, whose `forward` runs the native block on a CPU, or the block of
-a GPU (`gpu`), where nothing watches (no gradient, hook, tracer or autocast), and the host's `forward` everywhere else. A block is made at the
-first such call, from the module as it is then, by a trial: both compute the same random input, and must agree to the
-rounding of the dtype. It is made again after a parameter or a layer was replaced.
+A module gets a subclass of its class, of the same name, whose `forward` runs the native block on a CPU, or the block
+of a GPU (`gpu`), where nothing watches (no gradient, hook, tracer or autocast), and the host's `forward` everywhere
+else. A block is made at the first such call, from the module as it is then, by a trial: both compute the same random
+input, and must agree to the rounding of the dtype. It is made again after a parameter or a layer was replaced.
 """
 
 import logging
@@ -223,9 +223,7 @@ def _weight_of(layer: nn.Module, dtype: torch.dtype) -> tuple[Weight, Tensor | N
     return weight, bias, integer
 
 
-def random_rows(
-    *shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str | None = None
-) -> Tensor:
+def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
     """Normally distributed values for a trial, without a change of the process's random numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(device, dtype)

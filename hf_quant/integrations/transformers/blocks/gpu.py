@@ -1,9 +1,9 @@
 """Blocks on a GPU, in eager code: norms and activation functions in one launch each, products as they are.
 
-Decoding on a GPU is bound by the host, which launches one kernel for each op of a module: eight for a norm. The ops of
+Decoding on a GPU is bound by the host, which launches a kernel for each op of a module: seven for a norm. The ops of
 `kernels.steps` take one. A block is made by a trial on the module's own device, and watched, as on CPUs (`base`); the
-ways in which a host may round are told apart by the references of the ops, so that no kernel is compiled for the others.
-While a CUDA graph is captured nothing is tried: the block that there is runs, or the host's module.
+ways in which a host may round are told apart by the references of the ops, so that no kernel is compiled for the
+others. While a CUDA graph is captured nothing is tried: the block that there is runs, or the host's module.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,10 @@ add_rms_norm = direct(kernels.add_rms_norm)
 gate = direct(kernels.gate)
 
 
-def is_served(x: Any) -> bool:
+def is_served(module: nn.Module, x: Any) -> bool:
     """True if a block may compute with x on its GPU: nothing records or changes what a host's ops do."""
+    if "_is_replica" in module.__dict__:  # of nn.DataParallel, for one call, with the state of another module
+        return False
     if not isinstance(x, Tensor) or x.device.type not in _DEVICES or x.dtype not in TOLERANCE or not is_plain(x):
         return False
     # Results of other inputs would lie in memory otherwise than the host's.
@@ -136,7 +138,7 @@ class GpuMLP:
 
 def run_norm(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The norm of x [..., width], None where the host has to compute it."""
-    if len(args) != 1 or kwargs or not is_served(args[0]):
+    if len(args) != 1 or kwargs or not is_served(module, args[0]):
         return None
     x = args[0]
     width = x.shape[-1]
@@ -146,7 +148,7 @@ def run_norm(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tens
 
 def run_mlp(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The output for x [..., K], None where the host has to compute it."""
-    if len(args) != 1 or kwargs or module.training or not is_served(args[0]):
+    if len(args) != 1 or kwargs or module.training or not is_served(module, args[0]):
         return None
     x = args[0]
     block = block_of(module, state, x, lambda: GpuMLP(module, x.dtype, x.device))

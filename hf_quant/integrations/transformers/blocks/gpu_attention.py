@@ -1,8 +1,8 @@
 """Attention and layers on a GPU: norms of heads and rotary embedding of queries and keys in one launch.
 
-Projections are the host's layers, with the product that they share; the cache takes keys and values by its own `update`,
-and the host's attention function reads them. The trial is that of the native block (`attention`). In a layer a sum and
-the norm of it are one launch; the blocks of its parts are those that the parts have by themselves.
+Projections are the host's layers, with the product that they share; the cache takes keys and values by its own
+`update`, and the host's attention function reads them. The trial is that of the native block (`attention`). In a layer
+a sum and the norm of it are one launch; the blocks of its parts are those that the parts have by themselves.
 """
 
 import inspect
@@ -66,7 +66,7 @@ class GpuAttention(AttentionBlock):
         self.scale = self._prove_on(module, device)
 
     def _prove_on(self, module: nn.Module, device: torch.device) -> float:
-        """As `_prove`."""
+        """Do what `_prove` does, on a GPU."""
         found, records = self._records(module, device, _positions(module))
 
         def error_of(turn: Callable[..., Any]) -> float:
@@ -129,9 +129,9 @@ def _positions(module: nn.Module) -> tuple[int, ...]:
     return tuple(min(position, known - 1) for position in _POSITIONS)
 
 
-def _are_tokens(x: Any, kwargs: Mapping[str, Any]) -> bool:
+def _are_tokens(module: nn.Module, x: Any, kwargs: Mapping[str, Any]) -> bool:
     """True if a module is called for tokens x [B, S, K], with nothing that blocks do not know."""
-    if not is_served(x) or x.dim() != 3:
+    if module.training or not is_served(module, x) or x.dim() != 3:
         return False
     return all([name in _TAKEN or value is None or value is False for name, value in kwargs.items()])
 
@@ -144,7 +144,7 @@ def _attention_of(module: nn.Module, state: State, x: Tensor, angles: Any) -> Gp
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """The module's result for tokens, None where the host has to compute it."""
     x, angles = kwargs.get("hidden_states"), kwargs.get("position_embeddings")
-    if args or module.training or not _are_tokens(x, kwargs):
+    if args or not _are_tokens(module, x, kwargs):
         return None
     block = _attention_of(module, state, x, angles)
     if block is None or not block.takes(module, x, angles):
@@ -209,7 +209,7 @@ def _state(module: nn.Module) -> State:
 
 def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The layer's output for tokens, None where the host has to compute it."""
-    if len(args) != 1 or module.training or not _are_tokens(args[0], kwargs):
+    if len(args) != 1 or not _are_tokens(module, args[0], kwargs):
         return None
     x, angles = args[0], kwargs.get("position_embeddings")
     block = block_of(module, state, x, lambda: GpuLayer(module, x, angles))
