@@ -136,7 +136,7 @@ class Launches(TorchDispatchMode):
 def test_a_quantized_layer_needs_no_more_launches_than_one_in_16_bit():
     launches, model = Launches(), plain(dtype=torch.bfloat16)
     before = launches.of_layer(model, DynamicCache(config=model.config))
-    # The host's: norms 2 x 6, rotary embedding 11, products 7, cache 2, attention 1, silu and product 2, sums 2, ...
+    # Norms 2 x 8, rotary embedding 10, products 7, cache 2, attention 1, silu and its product 2, sums 2.
     assert sum(before.values()) == 40
     for weights, products_alone in (("int4", 4), ("W8A8", 8)):
         config = {**CONFIG, "weights": weights, "fuse_projections": True}

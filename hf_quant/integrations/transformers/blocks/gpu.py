@@ -1,6 +1,6 @@
 """Blocks on a GPU, in eager code: norms and activation functions in one launch each, products as they are.
 
-Decoding on a GPU is bound by the host, which launches a kernel for each op of a module: seven for a norm. The ops of
+Decoding on a GPU is bound by the host, which launches a kernel for each op of a module: eight for a norm. The ops of
 `kernels.steps` take one. A block is made by a trial on the module's own device, and watched, as on CPUs (`base`); the
 ways in which a host may round are told apart by the references of the ops, so that no kernel is compiled for the
 others. While a CUDA graph is captured nothing is tried: the block that there is runs, or the host's module.
