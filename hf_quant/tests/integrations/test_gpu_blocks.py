@@ -74,7 +74,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 )
 def test_logits_of_the_host(kind, config, dtype, fields, kinds):
     model = quantize_(plain(kind, dtype, **fields), {**CONFIG, **config})
-    ids, caches = prompt(2), [QuantizedCache(model.config, "int8") for _ in range(2)]
+    ids, caches = prompt(2, 4), [QuantizedCache(model.config, "int8") for _ in range(2)]
     found = decode(model, ids, caches[0])
     prefix = "model.layers.0."
     names = {prefix + name for name in kinds} | ({"model.layers.0", "model.norm"} if kind != "cohere" else set())
@@ -132,7 +132,7 @@ class Launches(TorchDispatchMode):
         return Counter(self.counts)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")  # behind the layer, whose kernels did not run
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # behind the layer, which computed nothing
 def test_a_quantized_layer_needs_no_more_launches_than_one_in_16_bit():
     launches, model = Launches(), plain(dtype=torch.bfloat16)
     before = launches.of_layer(model, DynamicCache(config=model.config))
