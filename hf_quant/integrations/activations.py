@@ -15,7 +15,8 @@ def fuse_activations_(model: _Model) -> _Model:
 
     In a diffusion model norms and activation functions are computed together with the quantization after them, on
     every device. In a language model of transformers norms, feed-forward blocks and the attention of one new token
-    become one native call each, on CPUs; a block is used if it agrees with the host's module on a random input.
+    become one native call each on CPUs; on GPUs norms, activation functions and rotary embeddings become one launch
+    each. A block is used if it agrees with the host's module on a random input.
 
     Without this function that is so as `QuantizerConfig(fuse_activations=...)` says when a model is quantized; a
     checkpoint does not keep it. Results are the same but for rounding. What needs a gradient, autocast, and modules

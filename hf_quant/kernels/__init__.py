@@ -33,6 +33,7 @@ from hf_quant.kernels.rowwise.op import (
 )
 from hf_quant.kernels.scaled_mm import cpu as _scaled_mm_cpu  # noqa: F401
 from hf_quant.kernels.scaled_mm.op import dynamic_mm, fp8_scaled_mm, int8_scaled_mm, quantized_mm
+from hf_quant.kernels.steps.op import add_rms_norm, gate, rms_norm, rotary
 from hf_quant.kernels.two_way import cpu as _two_way_cpu  # noqa: F401
 from hf_quant.kernels.two_way.op import quantize_two_way
 from hf_quant.kernels.weight_only import cpu as _weight_only_cpu  # noqa: F401
@@ -58,6 +59,7 @@ implements_lazily(
     rms_norm_quantize_rowwise,
 )
 implements_lazily("hf_quant.kernels.scaled_mm.gpu", dynamic_mm, fp8_scaled_mm, int8_scaled_mm, quantized_mm)
+implements_lazily("hf_quant.kernels.steps.gpu", add_rms_norm, gate, rms_norm, rotary)
 implements_lazily("hf_quant.kernels.two_way.gpu", quantize_two_way)
 implements_lazily("hf_quant.kernels.weight_only.gpu_dequantize", dequantize)
 implements_lazily("hf_quant.kernels.weight_only.gpu", weight_only_mm, weight_only_mm_backward)
@@ -65,6 +67,7 @@ implements_lazily("hf_quant.kernels.weight_only.gpu", weight_only_mm, weight_onl
 __all__ = [
     "act_quantize_rowwise",
     "adam_step_",
+    "add_rms_norm",
     "clear_prepacked",
     "dequantize",
     "differentiable_hadamard",
@@ -72,6 +75,7 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_backward",
     "fp8_scaled_mm",
+    "gate",
     "grouped_mm",
     "grouped_mm_backward",
     "grouped_scaled_mm",
@@ -89,7 +93,9 @@ __all__ = [
     "quantize_static",
     "quantize_two_way",
     "requantize_rows_",
+    "rms_norm",
     "rms_norm_quantize_rowwise",
+    "rotary",
     "set_prepack_limit",
     "weight_only_mm",
     "weight_only_mm_backward",

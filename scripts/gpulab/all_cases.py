@@ -30,6 +30,7 @@ from gpulab.cases import (
     scaled_case,
 )
 from gpulab.optimizer_cases import experts_cases, fake_cases, optimizer_cases, requantize_cases, two_way_cases
+from gpulab.step_cases import step_cases
 
 
 def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
@@ -53,7 +54,7 @@ def all_cases(ops: Sequence[str] | None = None) -> list[Case]:
             found += [attention_case(one, dtype, format) for format in (None, "fp8_e4m3")]
         found += cache_cases(dtype)
     found += [scaled_case("fp8_e5m2", LLAMA[1], M, torch.bfloat16) for M in (64, 4096)]
-    found += optimizer_cases() + fake_cases() + two_way_cases() + requantize_cases()
+    found += optimizer_cases() + fake_cases() + two_way_cases() + requantize_cases() + step_cases()
     found += [case for linear, M in ((EXPERTS[0], 16), (EXPERTS[2], 4096)) for case in experts_cases(linear, M)]
     return [case for case in found if ops is None or case.op in ops]
 

@@ -32,6 +32,7 @@ from gpulab.cases import (
     scaled_case,
 )
 from gpulab.optimizer_cases import adam_case, experts_cases, fake_case, requantize_cases, two_way_case, two_way_cases
+from gpulab.step_cases import step_cases
 from gpulab.timing import installed
 from hf_quant.kernels.adam_step.op import STATES
 from hf_quant.testing import PRODUCT_RMS, rms_error
@@ -106,6 +107,7 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
             cases.append(fake_case(format, size(LLAMA[1]), group_size, bf16, backward=backward))
     cases += [*two_way_cases(256 if tiny else 4096), two_way_case("int8", "row", 1001, 77, bf16)]
     cases += requantize_cases(256 if tiny else 4096)
+    cases += step_cases((1, 3) if tiny else (1, 17, 1000))
     cases += [case for M in (5, 200) for case in experts_cases(size(EXPERTS[2]), M)]
     cases.append(scaled_case("fp8_e5m2", size(LLAMA[1]), 64, bf16))
     return [case for case in cases if case.op in gpu_ops()]
@@ -170,6 +172,10 @@ def compare(case: Case, found: list[Tensor], expected: list[Tensor]) -> str | No
         return f"{wrong} of {len(found)} results have other bits" if wrong else None
     if case.op.startswith("fake_quantize") and not _same_bits(found[0], expected[0]):
         return "the weights as stored, or their gradients, have other bits"
+    if case.op in ("add_rms_norm", "rotary"):
+        error = max(rms_error(value, wanted) for value, wanted in zip(found, expected))
+        limit = PRODUCT_RMS[found[0].dtype]
+        return f"RMS error {error:.2e}, allowed {limit:.2e}" if not error <= limit else None
     if len(found) == 2 and case.op != "kv_attention":  # codes and scales of rows
         moved = (found[0].float() != expected[0].float()).float().mean().item()
         error = rms_error(found[1], expected[1])

@@ -7,6 +7,7 @@ checked that the extension computes them (`products.serves`, `attention.unsuppor
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,20 @@ PAIRS = ("halves", "neighbors", "neighbors_by_pair")  # of a rotary embedding: s
 _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND, _ROUTE, _COMBINE, _WEIGH = range(10)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
+
+
+def _unchanged(*places: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], bytes]) -> bool:
+    for entries, numbers, empty, _ in places:
+        if any(of.get(key) is not value for of, key, value in zip(entries[::3], entries[1::3], entries[2::3])):
+            return False
+        if any(read() != number for read, number in zip(numbers[::2], numbers[1::2])) or any(empty):
+            return False
+    return True
+
+
 # Of each (entries, numbers, empty, addresses): True if dict.get(key) is the value for each three of `entries`, each
 # function of `numbers` returns the number behind it, and all of `empty` are; `addresses` are prefetched.
-unchanged: Callable[..., bool] = getattr(module, "unchanged", None)
+unchanged: Callable[..., bool] = getattr(module, "unchanged", None) or _unchanged
 
 
 class Block:

@@ -42,8 +42,9 @@ from hf_quant.kernels.gpu.row_codes import (
     round_stochastically,
     scale_of_row_or_given,
 )
+from hf_quant.kernels.gpu.rows import load, row_mask
 from hf_quant.kernels.rowwise import op
-from hf_quant.kernels.rowwise.gpu_values import _deviation, _load, _mask, _normed, _rotated, _value
+from hf_quant.kernels.rowwise.gpu_values import _deviation, _normed, _rotated, _value
 from hf_quant.kernels.rowwise.op import PHILOX_ROUNDS
 
 
@@ -131,7 +132,7 @@ def _quantize_rowwise_kernel(
         values = ()
         for i in tl.static_range(BLOCKS):
             columns = column + i * BLOCK_K
-            mask = _mask(in_m, columns, K, EVEN_K)
+            mask = row_mask(in_m, columns, K, EVEN_K)
             v = _value(x, up, x_rows, up_rows, columns, mask, PROLOGUE, PTX, "evict_first")
             if PROLOGUE == "layer_norm":
                 total += v
@@ -156,7 +157,7 @@ def _quantize_rowwise_kernel(
             normed = ()
             for i in tl.static_range(BLOCKS):
                 columns = column + i * BLOCK_K
-                mask = _mask(in_m, columns, K, EVEN_K)
+                mask = row_mask(in_m, columns, K, EVEN_K)
                 v = _normed(
                     values[i], rstd, weight, bias, mod_scale, mod_shift, scale_rows, shift_rows, columns, K, EVEN_K
                 )
@@ -173,25 +174,25 @@ def _quantize_rowwise_kernel(
             if seed is not None:
                 offsets = random_offsets(key, row, i * BLOCK_K, BLOCK_K, ROUNDS)
                 q = round_stochastically(q, offsets, LIMIT, IS_FLOAT)
-            mask = _mask(in_m, columns, K, EVEN_K)
+            mask = row_mask(in_m, columns, K, EVEN_K)
             tl.store(codes + (code_rows + columns), encode(q, IS_FLOAT, CONVERTS), mask=mask)
     else:  # the row is read again for each step, from the L2 cache
         if PROLOGUE == "layer_norm":
             for start in range(0, K, BLOCK_K):
                 columns = column + start
-                total += _load(x, x_rows, columns, _mask(in_m, columns, K, EVEN_K), "evict_last")
+                total += load(x, x_rows, columns, row_mask(in_m, columns, K, EVEN_K), "evict_last")
             mean = tl.sum(total, 1, keep_dims=True) / K
             total = tl.zeros([ROWS, BLOCK_K], tl.float32)
         if IS_NORM:
             for start in range(0, K, BLOCK_K):
                 columns = column + start
-                v = _load(x, x_rows, columns, _mask(in_m, columns, K, EVEN_K), "evict_last")
+                v = load(x, x_rows, columns, row_mask(in_m, columns, K, EVEN_K), "evict_last")
                 v = _deviation(v, mean, columns, K, EVEN_K)
                 total += v * v
             rstd = tl.rsqrt(tl.sum(total, 1, keep_dims=True) / K + eps)
         for start in range(0, K, BLOCK_K):
             columns = column + start
-            mask = _mask(in_m, columns, K, EVEN_K)
+            mask = row_mask(in_m, columns, K, EVEN_K)
             v = _value(x, up, x_rows, up_rows, columns, mask, PROLOGUE, PTX, "evict_last")
             if IS_NORM:
                 v = _deviation(v, mean, columns, K, EVEN_K)
@@ -203,7 +204,7 @@ def _quantize_rowwise_kernel(
         inverse = NORM * tl.div_rn(1.0, scale)[:, None]
         for start in range(0, K, BLOCK_K):
             columns = column + start
-            mask = _mask(in_m, columns, K, EVEN_K)
+            mask = row_mask(in_m, columns, K, EVEN_K)
             v = _value(x, up, x_rows, up_rows, columns, mask, PROLOGUE, PTX, "evict_first")
             if IS_NORM:
                 v = _deviation(v, mean, columns, K, EVEN_K)

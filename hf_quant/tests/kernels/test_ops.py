@@ -27,7 +27,7 @@ def calls(x: torch.Tensor) -> dict:
     bias, grad = torch.randn(N).to(x.dtype), x[:, :N]
     ones, columns = x[:, :1].float() * 0 + 1, torch.rand(N, 1)
     offsets = torch.tensor([1, x.shape[0]], dtype=torch.int32)
-    grouped = {"activation": None, **options}
+    grouped, norm = {"activation": None, **options}, {"eps": 1e-6, "plus_one": True, "rounds": False}
     return {
         "weight_only_mm": (kernels.weight_only_mm, (x, *packed, bias), options),
         "weight_only_mm_backward": (kernels.weight_only_mm_backward, (grad, *packed), {**options, "K": K}),
@@ -57,6 +57,14 @@ def calls(x: torch.Tensor) -> dict:
             {"eps": 1e-6, "format": "int8"},
         ),
         "act_quantize_rowwise": (kernels.act_quantize_rowwise, (x, None), {"act": "silu", "format": "int8"}),
+        "rms_norm": (kernels.rms_norm, (x, torch.rand(K).to(x.dtype)), norm),
+        "add_rms_norm": (kernels.add_rms_norm, (x, x, None), norm),
+        "gate": (kernels.gate, (x[:, :N], x[:, N:]), {"act": "silu"}),
+        "rotary": (
+            kernels.rotary,
+            (x.reshape(1, -1, 4, 32), grad.reshape(1, -1, 2, 32), x[None, :, :16], x[None, :, :16], None, None),
+            {"pairs": "halves", "rounds": True, "eps": 1e-6, "plus_one": False, "norm_rounds": True},
+        ),
         "hadamard": (kernels.hadamard, (x,), {}),
         "hadamard_quantize_rowwise": (kernels.hadamard_quantize_rowwise, (x,), {"block_size": 32, "format": "int8"}),
         "int8_scaled_mm": (
@@ -83,7 +91,7 @@ def test_opcheck(name):
         opcheck(op, tensors, options, test_utils=tests)
 
 
-@pytest.mark.parametrize("name", sorted(calls(torch.randn(3, K)).keys() - {"dequantize"}))  # it has no length
+@pytest.mark.parametrize("name", sorted(calls(torch.randn(3, K)).keys() - {"dequantize", "rotary"}))  # no [M, K]
 def test_ten_lengths_compile_once(name):
     counter = CompileCounterWithBackend("aot_eager")
     op, tensors, options = calls(torch.randn(8, K))[name]
@@ -103,6 +111,8 @@ def test_ten_lengths_compile_once(name):
             rest = (rest[0], row_scale, *rest[2:])
         elif name == "quantized_mm":
             rest = (row_scale, *rest[1:])
+        elif name in ("add_rms_norm", "gate"):
+            rest = (x * 2, *rest[1:])
         y, eager = run(x, rest), op(x, *rest, **options)
         for mine, expected in zip(y if isinstance(y, tuple) else (y,), eager if isinstance(y, tuple) else (eager,)):
             assert mine.shape == expected.shape and mine.dtype == expected.dtype

@@ -2,6 +2,7 @@
 
 Decoding a token on a CPU takes as long between the products as in them: each op of torch and each call of a module
 costs some microseconds. `fuse_blocks_` gives the modules that lie there a native block; `base` says when it is used.
+On a GPU it is launches that cost time, and blocks have fewer of them (`gpu`, `gpu_attention`).
 """
 
 from collections import Counter
@@ -14,6 +15,10 @@ from hf_quant.config import QuantizerConfig
 from hf_quant.integrations.transformers.blocks.attention import is_attention, run_attention
 from hf_quant.integrations.transformers.blocks.base import fuse_, is_fused, reason_of, unfuse_
 from hf_quant.integrations.transformers.blocks.decoder import is_decoder, run_decoder
+from hf_quant.integrations.transformers.blocks.gpu import run_mlp as run_mlp_on_gpu
+from hf_quant.integrations.transformers.blocks.gpu import run_norm as run_norm_on_gpu
+from hf_quant.integrations.transformers.blocks.gpu_attention import run_attention as run_attention_on_gpu
+from hf_quant.integrations.transformers.blocks.gpu_attention import run_layer as run_layer_on_gpu
 from hf_quant.integrations.transformers.blocks.layer import is_layer, run_layer
 from hf_quant.integrations.transformers.blocks.mixture import is_mixture, run_mixture
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp, run_mlp
@@ -22,13 +27,14 @@ from hf_quant.modules import QuantizedModule, QuantLinear
 from hf_quant.planning import Rules
 
 
+# (whether a module is of a kind, its block on a CPU, on a GPU).
 _KINDS = (
-    (is_slow_norm, run_norm),
-    (is_mlp, run_mlp),
-    (is_mixture, run_mixture),
-    (is_attention, run_attention),
-    (is_layer, run_layer),
-    (is_decoder, run_decoder),
+    (is_slow_norm, run_norm, run_norm_on_gpu),
+    (is_mlp, run_mlp, run_mlp_on_gpu),
+    (is_mixture, run_mixture, None),
+    (is_attention, run_attention, run_attention_on_gpu),
+    (is_layer, run_layer, run_layer_on_gpu),
+    (is_decoder, run_decoder, None),
 )
 
 
@@ -38,8 +44,8 @@ def fuse_blocks_(model: nn.Module) -> int:
     found = (
         list(_candidates(model, QuantLinear)) if any(isinstance(m, QuantizedModule) for m in model.modules()) else []
     )
-    for module, run in found:
-        fuse_(module, run)
+    for module, *runs in found:
+        fuse_(module, *runs)
     return len(found)
 
 
@@ -62,17 +68,20 @@ def fuse_blocks_as_configured_(model: nn.Module, config: QuantizerConfig) -> Non
 
 def block_rules(model: nn.Module) -> Rules:
     """The rules of a plan: one line on the modules that may get a block once the linear layers are quantized."""
-    counts = Counter(type(module).__name__ for module, _ in _candidates(model, nn.Linear))
+    counts = Counter(type(module).__name__ for module, *_ in _candidates(model, nn.Linear))
     found = ", ".join(f"{name} ({count})" for name, count in counts.items())
-    return Rules({}, {}, blocks=f"one call each on CPUs, where a trial agrees: {found}" if found else None)
+    text = f"one call each on CPUs, fewer launches on GPUs, where a trial agrees: {found}"
+    return Rules({}, {}, blocks=text if found else None)
 
 
-def _candidates(model: nn.Module, linear: type[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+def _candidates(
+    model: nn.Module, linear: type[nn.Module]
+) -> Iterator[tuple[nn.Module, Callable[..., Any], Callable[..., Any] | None]]:
     for module in model.modules():
-        for is_kind, run in _KINDS:
+        for is_kind, run, run_on_gpu in _KINDS:
             # A model that is a decoder itself keeps its class, which callers compare.
             if is_kind(module, linear) and not (is_kind is is_decoder and module is model):
-                yield module, run
+                yield module, run, run_on_gpu
 
 
 __all__ = ["block_reasons", "block_rules", "fuse_blocks_", "fuse_blocks_as_configured_", "unfuse_blocks_"]

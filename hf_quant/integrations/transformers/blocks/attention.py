@@ -6,7 +6,7 @@ at a high position, and the same output from the same result of the attention. W
 of `kv_cache`, as the host would call it; for other caches the host's own function is called.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ _POSITIONS = (3, 200_001)  # of the trials
 # Of a call: what does not change its result. All else is left to the host.
 _IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
 _NEUTRAL = {"dropout": 0.0, "is_causal": True}
+_NOTHING: dict[str, Any] = {}
 
 
 def is_attention(module: nn.Module, linear: type[nn.Module]) -> bool:
@@ -89,6 +90,17 @@ class AttentionBlock:
     """The native block of an attention module for x of one dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
+        self._read(module, dtype, turned)
+        self.norms = [NormBlock(norm, _width(norm, self.sizes.D), dtype) for norm in _norms(module)]
+        self.scale = self._prove(module)
+        self.projections = self._projections()
+        angles = max(turned, 1)
+        self.block = Block(dtype, self.K, angles, angles, self.N)
+        self.add_to(self.block, 0, 3)
+        self.block.finish()
+
+    def _read(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
+        """Find the layers and their sizes. Raises Unproven."""
         layers = _layers(module)
         if layers is None:
             raise Unproven("its layers were replaced")
@@ -105,16 +117,9 @@ class AttentionBlock:
             shared = (layers[0].out_features // D - heads) // 2
         self.sizes = _Sizes(heads, shared, D, turned)
         self.widths = (heads * D, shared * D, shared * D)
-        self.norms = [NormBlock(norm, _width(norm, D), dtype) for norm in _norms(module)]
         self.options: dict[str, Any] = {}  # of the attention function
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms_last = False  # after the rotary embedding
-        self.scale = self._prove(module)
-        self.projections = self._projections()
-        angles = max(turned, 1)
-        self.block = Block(dtype, self.K, angles, angles, self.N)
-        self.add_to(self.block, 0, 3)
-        self.block.finish()
 
     def add_projections(self, block: Block, x: int, to: tuple[int, int, int]) -> None:
         """Add the steps from x to queries, keys and values; cos and sin are the arguments 1 and 2 of the block."""
@@ -155,25 +160,41 @@ class AttentionBlock:
 
     def _prove(self, module: nn.Module) -> float:
         """Find the rotary embedding by trial, and return the scale of the scores. Raises Unproven."""
-        heads, shared, D, turned = self.sizes
-        layers, dtype = self.layers, self.dtype
-        found = [probe(self.K, turned, position, dtype) for position in _POSITIONS]
-        host = type(module)._hf_quant_block_of.forward
-        records = [record(host, module, *trial) for trial in found]
-        if any(not isinstance(r.output, tuple) or len(r.output) != 2 or r.output[1] is not None for r in records):
-            raise Unproven(f"{type(module).__name__} returns more than its output")
-        turns = [None, *product(PAIRS, (True, False))] if turned else [None]
-        ways, errors = [*product(turns, (False, True) if turned and self.norms else (False,))], []
+        found, records = self._records(module)
+        orders = (False, True) if self.sizes.turned and self.norms else (False,)
+        ways, errors = [*product(self._ways(), orders)], []
         for self.turn, self.norms_last in ways:
             block = self._projections()
             errors.append(max(self.error(block, *trial[:3], of) for trial, of in zip(found, records)))
         best = min(errors)
         self.turn, self.norms_last = ways[errors.index(best)]
-        if not best <= TOLERANCE[dtype]:
-            raise Unproven(f"{type(module).__name__} has other queries or keys: off by {best:.3g} roundings")
+        return self._scale_of(module, records, best)
+
+    def _records(
+        self, module: nn.Module, device: torch.device | None = None, positions: tuple[int, ...] = _POSITIONS
+    ) -> tuple[list[tuple[Tensor, Tensor, Tensor, int]], list[Recorded]]:
+        """(arguments of trials, what the host does with them). Raises Unproven."""
+        found = [probe(self.K, self.sizes.turned, position, self.dtype, device=device) for position in positions]
+        host = type(module)._hf_quant_block_of.forward
+        records = [record(host, module, *trial) for trial in found]
+        if any(not isinstance(r.output, tuple) or len(r.output) != 2 or r.output[1] is not None for r in records):
+            raise Unproven(f"{type(module).__name__} returns more than its output")
+        return found, records
+
+    def _ways(self) -> list[tuple[str, bool] | None]:
+        """(pairs, rounding) of all rotary embeddings that there may be; None: of none."""
+        turned = self.sizes.turned
+        return [None, *product(PAIRS, (True, False))] if turned else [None]
+
+    def _scale_of(self, module: nn.Module, records: list[Recorded], error: float) -> float:
+        """The scale of the scores, if the queries and keys of trials are right. Raises Unproven."""
+        heads, _, D, _ = self.sizes
+        dtype = self.dtype
+        if not error <= TOLERANCE[dtype]:
+            raise Unproven(f"{type(module).__name__} has other queries or keys: off by {error:.3g} roundings")
         for of in records:
             self._check_options(module, of.options)
-            y = layers[-1](of.result.reshape(2, 1, heads * D))
+            y = self.layers[-1](of.result.reshape(2, 1, heads * D))
             if not difference(y, of.output[0]) <= TOLERANCE[dtype]:
                 raise Unproven(f"{type(module).__name__} makes something else of the result of the attention")
         scales = {of.options.get("scaling") for of in records}
@@ -244,14 +265,26 @@ class AttentionBlock:
         y = self.attend(module, q, k, v, mask, past)
         return self.layers[-1](y.reshape(len(x), 1, heads * D))
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, past: Any) -> Tensor:
-        """The host's attention [B, S, H, D] of q [B, H, S, D] to k and v, which a cache takes if there is one."""
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        past: Any,
+        more: Mapping[str, Any] = _NOTHING,
+    ) -> Tensor:
+        """The host's attention [B, S, H, D] of q [B, H, S, D] to k and v, which a cache takes if there is one.
+
+        `more`: arguments of the attention function besides `options`.
+        """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         if past is not None:
             k, v = past.update(k, v, module.layer_idx)
         function = ALL_ATTENTION_FUNCTIONS[self.implementation]
-        return function(module, q, k, v, mask, scaling=self.scale, **self.options)[0]
+        return function(module, q, k, v, mask, scaling=self.scale, **self.options, **more)[0]
 
 
 def _width(norm: nn.Module, D: int) -> int:
@@ -259,10 +292,12 @@ def _width(norm: nn.Module, D: int) -> int:
     return D if weight is None else len(weight)
 
 
-def probe(K: int, turned: int, position: int, dtype: torch.dtype, S: int = 1) -> tuple[Tensor, Tensor, Tensor, int]:
+def probe(
+    K: int, turned: int, position: int, dtype: torch.dtype, S: int = 1, device: torch.device | None = None
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """Random arguments of a trial: (x [2, S, K], cos and sin [2, S, turned], position)."""
-    x = random_rows(2, S, K, dtype=dtype, seed=position)
-    angles = random_rows(2, S, max(turned, 1), dtype=torch.float32, seed=position + 1)
+    x = random_rows(2, S, K, dtype=dtype, seed=position, device=device)
+    angles = random_rows(2, S, max(turned, 1), dtype=torch.float32, seed=position + 1, device=device)
     angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
     return x, angles.cos().to(dtype), angles.sin().to(dtype), position
 
@@ -278,11 +313,12 @@ def record(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         B, H, S, D = q.shape
-        seen.append((q.clone(), k.clone(), v.clone(), options, random_rows(B, S, H, D, dtype=q.dtype, seed=77)))
+        result = random_rows(B, S, H, D, dtype=q.dtype, seed=77, device=q.device)
+        seen.append((q.clone(), k.clone(), v.clone(), options, result))
         return seen[-1][-1]
 
     kv_cache.register_attention()
-    positions = torch.arange(position, position + x.shape[1]).expand(len(x), -1)
+    positions = torch.arange(position, position + x.shape[1], device=x.device).expand(len(x), -1)
     with kv_cache.recorded_attention(attend):
         output = host(
             module,

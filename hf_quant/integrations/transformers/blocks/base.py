@@ -1,9 +1,9 @@
-"""`FusedBlock`: the native block of one module, and the class that calls it where the host's `forward` would run.
+"""`FusedBlock`: the block of one module, and the class that calls it where the host's `forward` would run.
 
-A module gets a subclass of its class, of the same name, whose `forward` runs the native block on a CPU where nothing
-watches (no gradient, hook, tracer or autocast), and the host's `forward` everywhere else. A block is made at the
-first such call, from the module as it is then, by a trial: both compute the same random input, and must agree to the
-rounding of the dtype. It is made again after a parameter or a layer was replaced.
+A module gets a subclass of its class, of the same name, whose `forward` runs the native block on a CPU, or the block
+of a GPU (`gpu`), where nothing watches (no gradient, hook, tracer or autocast), and the host's `forward` everywhere
+else. A block is made at the first such call, from the module as it is then, by a trial: both compute the same random
+input, and must agree to the rounding of the dtype. It is made again after a parameter or a layer was replaced.
 """
 
 import logging
@@ -129,16 +129,23 @@ def is_served(x: Any) -> bool:
 
 
 @cache
-def block_class(host: type[nn.Module], run: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of a host's class whose `forward` is `run(module, state, *args, **kwargs)`, unless that is None."""
+def block_class(
+    host: type[nn.Module], run: Callable[..., Any], run_on_gpu: Callable[..., Any] | None = None
+) -> type[nn.Module]:
+    """A subclass of a host's class whose `forward` is `run(module, state, *args, **kwargs)`, unless that is None.
+
+    Then `run_on_gpu` is asked likewise, if there is one.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_tried = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
         found = run(self, self.__dict__[_STATE], *args, **kwargs) if is_tried else None
+        if found is None and is_tried and run_on_gpu is not None:
+            found = run_on_gpu(self, self.__dict__[_STATE], *args, **kwargs)
         return host.forward(self, *args, **kwargs) if found is None else found
 
     def reduce(self: nn.Module, protocol: int) -> tuple:
-        return _rebuild, (host, run), self.__dict__
+        return _rebuild, (host, run, run_on_gpu), self.__dict__
 
     forward.__wrapped__ = host.forward  # its signature
     names = {"forward": forward, "__reduce_ex__": reduce, "_hf_quant_block_of": host, "__module__": host.__module__}
@@ -146,13 +153,15 @@ def block_class(host: type[nn.Module], run: Callable[..., Any]) -> type[nn.Modul
 
 
 # Pickles of whole models hold the names of this function, of the functions `run`, and of their files.
-def _rebuild(host: type[nn.Module], run: Callable[..., Any]) -> nn.Module:
-    return object.__new__(block_class(host, run))
+def _rebuild(
+    host: type[nn.Module], run: Callable[..., Any], run_on_gpu: Callable[..., Any] | None = None
+) -> nn.Module:
+    return object.__new__(block_class(host, run, run_on_gpu))
 
 
-def fuse_(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Let a module run its native block where it can; `run` as in `block_class`."""
-    module.__class__ = block_class(type(module), run)
+def fuse_(module: nn.Module, run: Callable[..., Any], run_on_gpu: Callable[..., Any] | None = None) -> None:
+    """Let a module run its block where it can; `run` and `run_on_gpu` as in `block_class`."""
+    module.__class__ = block_class(type(module), run, run_on_gpu)
     module.__dict__[_STATE] = State()
 
 
@@ -214,10 +223,10 @@ def weight_of(layer: QuantizedModule, name: str, dtype: torch.dtype) -> tuple[We
     return weight, integer
 
 
-def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
     """Normally distributed values for a trial, without a change of the process's random numbers."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
 def difference(ours: Tensor, host: Any) -> float:
