@@ -297,7 +297,7 @@ static bool matmul(const Product& p) {
 
 }  // namespace avx2
 
-const Kernels kAvx2 = {"avx2", false, avx2::matmul, avx2_portable::dequantize, avx2_portable::quantize_rows,
+const Kernels kAvx2 = {"avx2", false, false, avx2::matmul, avx2_portable::dequantize, avx2_portable::quantize_rows,
                        avx2_portable::attention, avx2_portable::quantize, avx2_portable::append, avx2_portable::adam_step,
                          avx2_portable::fake_quantize, avx2_portable::quantize_two_way, avx2_portable::scale_sums,
                          avx2_portable::requantize_rows, avx2_portable::norm_rows, avx2_portable::turn_rows, avx2_portable::gate_rows, avx2_portable::add_rows,

@@ -127,41 +127,48 @@ class Matmul {
 
   bool multiply(int64_t first, int64_t count) {
     const int64_t num_segments = split_by_experts(p_, first, count, segments_);
-    const int64_t panels = ceil_div(p_.N, kPanel);
+    const int threads = threads_of(p_, count, num_segments);
+    int64_t panels = 0;
+    for (const Product* p = &p_; p != nullptr; p = p->sibling) panels += ceil_div(p->N, kPanel);
+    // Threads take whole panels: of few ones halves, which are shared more evenly.
+    const int64_t rows = count <= max_dot_rows<C>() && threads > 1 && panels < 16 * threads ? kPanel / 2 : kPanel;
+    if (rows < kPanel) {
+      panels = 0;
+      for (const Product* p = &p_; p != nullptr; p = p->sibling) panels += ceil_div(p->N, rows);
+    }
     std::atomic<bool> ok{true};
-    parallel_for(num_segments * panels, threads_of(p_, count, num_segments), [&](int64_t task) {
+    parallel_for(num_segments * panels, threads, [&](int64_t task) {
       const Segment& segment = segments_[task / panels];
-      const int64_t n = task % panels * kPanel;
-      const Weight weight = weight_of(segment.expert);
-      if (segment.count <= max_dot_rows<C>()) {
-        float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p_)) * 4));
-        if (memory == nullptr) {
-          ok = false;
-          return;
-        }
-        const int64_t end = min64(n + kPanel, p_.N);
-        const RowScales scales(p_, segment.expert * p_.expert_scale, n, end, memory);
-        dot(DotPanel<C>{p_, decoder_, weight, x_, lanes_, scales, segment.first, first + segment.first, segment.count}, n,
-            end);
-      } else {
-        bool done;
-        if constexpr (C::LANE_ZEROS) {
-          done = p_.zero != nullptr ? tile<true>(weight, n, segment, first) : tile<false>(weight, n, segment, first);
-        } else {
-          done = tile<false>(weight, n, segment, first);
-        }
-        if (!done) ok = false;
-      }
+      const Product* p = &p_;
+      int64_t n = task % panels * rows;
+      for (; n >= ceil_div(p->N, rows) * rows; p = p->sibling) n -= ceil_div(p->N, rows) * rows;
+      if (!multiply(*p, segment, first, n, min64(n + rows, p->N))) ok = false;
     });
     return ok;
   }
 
+  // Rows n..end of a weight, of a panel at most.
+  bool multiply(const Product& p, const Segment& segment, int64_t first, int64_t n, int64_t end) const {
+    const Weight weight = weight_of(p, segment.expert);
+    if (segment.count <= max_dot_rows<C>()) {
+      float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p)) * 4));
+      if (memory == nullptr) return false;
+      const RowScales scales(p, segment.expert * p.expert_scale, n, end, memory);
+      dot(DotPanel<C>{p, decoder_, weight, x_, lanes_, scales, segment.first, first + segment.first, segment.count}, n, end);
+      return true;
+    }
+    if constexpr (C::LANE_ZEROS) {
+      if (p.zero != nullptr) return tile<true>(p, weight, n, segment, first);
+    }
+    return tile<false>(p, weight, n, segment, first);
+  }
+
   template <bool ZEROS>
-  bool tile(const Weight& weight, int64_t n, const Segment& segment, int64_t first) const {
+  bool tile(const Product& p, const Weight& weight, int64_t n, const Segment& segment, int64_t first) const {
     using T = Tile<C, ZEROS>;
     char* memory = static_cast<char*>(thread_scratch(2, T::scratch_bytes(segment.count)));
     if (memory == nullptr) return false;
-    T(p_, decoder_, weight, x_)
+    T(p, decoder_, weight, x_)
         .run(n, n + kPanel, segment.first, first + segment.first, segment.count, memory);
     return true;
   }
@@ -176,14 +183,14 @@ class Matmul {
     }
   }
 
-  Weight weight_of(int64_t expert) const {
-    const int64_t scale = expert * p_.expert_scale;
-    return {p_.qdata + expert * p_.expert_qdata,
-            static_cast<const char*>(p_.scale) + scale * element_size(p_.scale_dtype),
-            p_.zero == nullptr ? nullptr : p_.zero + scale,
-            p_.global_scale == nullptr ? 1.0f : p_.global_scale[expert],
-            p_.bias,
-            expert * p_.expert_bias};
+  static Weight weight_of(const Product& p, int64_t expert) {
+    const int64_t scale = expert * p.expert_scale;
+    return {p.qdata + expert * p.expert_qdata,
+            static_cast<const char*>(p.scale) + scale * element_size(p.scale_dtype),
+            p.zero == nullptr ? nullptr : p.zero + scale,
+            p.global_scale == nullptr ? 1.0f : p.global_scale[expert],
+            p.bias,
+            expert * p.expert_bias};
   }
 
   const Product& p_;
@@ -214,7 +221,13 @@ static bool matmul_in_blocks(const Product& p) {
 
 static bool matmul(const Product& p) {
   const FixedProduct fixed = fixed_product(p);
-  return fixed == nullptr ? matmul_in_blocks(p) : fixed(p, matmul_in_blocks);
+  if (fixed == nullptr) return matmul_in_blocks(p);
+  for (const Product* each = &p; each != nullptr; each = each->sibling) {
+    Product alone = *each;
+    alone.sibling = nullptr;
+    if (!fixed(alone, matmul_in_blocks)) return false;
+  }
+  return true;
 }
 
 static bool quantize_rows(const RowQuantization& q) {
@@ -235,7 +248,7 @@ static bool quantize_rows(const RowQuantization& q) {
 
 }  // namespace avx512
 
-const Kernels kAvx512 = {"avx512", true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
+const Kernels kAvx512 = {"avx512", true, true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
                          avx512::attention, avx512_portable::quantize, avx512_portable::append, avx512_portable::adam_step,
                          avx512_portable::fake_quantize, avx512_portable::quantize_two_way, avx512_portable::scale_sums,
                          avx512_portable::requantize_rows, avx512_portable::norm_rows, avx512_portable::turn_rows, avx512_portable::gate_rows, avx512_portable::add_rows,

@@ -68,9 +68,15 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, void* const* argu
     at.push_back(scratch);
     scratch += whole_lines(bytes_of(i, call.M));
   }
-  for (size_t i = 0; i < steps_.size(); ++i) {
-    if (steps_[i].kind == BlockStep::PRODUCT) prefetch_start(product_from(i + 1, call.following));
-    if (!run(kernels, call, steps_[i], at.data(), more)) return false;
+  for (size_t i = 0; i < steps_.size();) {
+    size_t done = 1;
+    if (steps_[i].kind == BlockStep::PRODUCT) {
+      done = products(kernels, call, i, at.data(), more);
+    } else if (!run(kernels, call, steps_[i], at.data(), more)) {
+      return false;
+    }
+    if (done == 0) return false;
+    i += done;
   }
   return true;
 }
@@ -79,7 +85,6 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
                 const BlockScratch& scratch) const {
   const int from = step.from[0], to = step.to;
   switch (step.kind) {
-    case BlockStep::PRODUCT: return product(kernels, call, step, at, scratch);
     case BlockStep::NORM: {
       NormRows n = step.norm;
       n.rows = call.M * buffers_[from].width / n.width;
@@ -141,22 +146,35 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
   }
 }
 
-bool Block::product(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
-                    const BlockScratch& scratch) const {
-  const int from = step.from[0], to = step.to;
-  Product p = step.product;
-  p.M = call.M;
-  if (step.routed) {
-    p.M *= scratch.chosen;
-    p.ends = scratch.routing.ends;
+size_t Block::products(const Kernels& kernels, const BlockCall& call, size_t first, void* const* at,
+                       const BlockScratch& scratch) const {
+  Product siblings[kMaxSiblings];
+  size_t count = 0;
+  for (size_t i = first; i < steps_.size() && count < kMaxSiblings; ++i) {
+    const BlockStep& step = steps_[i];
+    const int from = step.from[0], to = step.to;
+    if (step.kind != BlockStep::PRODUCT || from != steps_[first].from[0] || step.routed != steps_[first].routed) break;
+    Product& p = siblings[count] = step.product;
+    p.M = call.M;
+    if (step.routed) {
+      p.M *= scratch.chosen;
+      p.ends = scratch.routing.ends;
+    }
+    p.x = at[from];
+    p.x_dtype = buffers_[from].dtype;
+    p.y = at[to];
+    p.y_dtype = buffers_[to].dtype;
+    p.threads = call.threads;
+    if (p.compute == BY_BF16 && !call.by_bf16) p.compute = BY_F32;
+    if (count > 0) {
+      if (!kernels.joins_siblings || !share_x(siblings[0], p)) break;
+      siblings[count - 1].sibling = &p;
+    }
+    ++count;
+    if (to == from) break;
   }
-  p.x = at[from];
-  p.x_dtype = buffers_[from].dtype;
-  p.y = at[to];
-  p.y_dtype = buffers_[to].dtype;
-  p.threads = call.threads;
-  if (p.compute == BY_BF16 && !call.by_bf16) p.compute = BY_F32;
-  return kernels.matmul(p);
+  prefetch_start(product_from(first + count, call.following));
+  return kernels.matmul(siblings[0]) ? count : 0;
 }
 
 // Row b of the keys and values is the new token of sequence b.

@@ -8,7 +8,7 @@
 
 namespace hfq {
 
-constexpr size_t kMaxBlockArguments = 8;
+constexpr size_t kMaxBlockArguments = 8, kMaxSiblings = 4;
 
 // Values [M, width]. The first ones are the block's arguments, the others lie in scratch.
 struct BlockBuffer {
@@ -83,8 +83,9 @@ class Block {
   const Product* product_from(size_t step, const Block* following) const;
   bool run(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
            const BlockScratch& scratch) const;
-  bool product(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at,
-               const BlockScratch& scratch) const;
+  // The products from a step on that share their x, whose number is returned; 0 if there is no memory.
+  size_t products(const Kernels& kernels, const BlockCall& call, size_t first, void* const* at,
+                  const BlockScratch& scratch) const;
   bool attend(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at, float* lse) const;
   void append(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at) const;
 

@@ -281,7 +281,8 @@ struct CombineRows {
 
 struct Kernels {
   const char* name;
-  bool by_bf16;  // whether Product.compute may be BY_BF16
+  bool by_bf16;         // whether Product.compute may be BY_BF16
+  bool joins_siblings;  // whether `matmul` computes the siblings of a Product
   bool (*matmul)(const Product&);
   // y [experts, N, K] = the weights, rounded once; of the Product only they, y and threads count.
   bool (*dequantize)(const Product&);

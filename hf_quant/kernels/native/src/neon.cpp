@@ -24,7 +24,7 @@
 #include "two_way.h"
 
 namespace hfq {
-const Kernels kNeon = {"neon", false, neon::matmul, neon::dequantize, neon::quantize_rows,
+const Kernels kNeon = {"neon", false, false, neon::matmul, neon::dequantize, neon::quantize_rows,
                        neon::attention, neon::quantize, neon::append, neon::adam_step,
                          neon::fake_quantize, neon::quantize_two_way, neon::scale_sums,
                          neon::requantize_rows, neon::norm_rows, neon::turn_rows, neon::gate_rows, neon::add_rows,

@@ -10,7 +10,7 @@
 #include "two_way.h"
 
 namespace hfq {
-const Kernels kPortable = {"portable", false, portable::matmul, portable::dequantize, portable::quantize_rows,
+const Kernels kPortable = {"portable", false, false, portable::matmul, portable::dequantize, portable::quantize_rows,
                          portable::attention, portable::quantize, portable::append, portable::adam_step,
                          portable::fake_quantize, portable::quantize_two_way, portable::scale_sums,
                          portable::requantize_rows, portable::norm_rows, portable::turn_rows, portable::gate_rows, portable::add_rows,

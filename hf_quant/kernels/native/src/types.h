@@ -51,13 +51,24 @@ struct Product {
   const int32_t* ends;  // [experts] end of each expert's rows of x, ascending; null for one weight
   int64_t expert_qdata, expert_scale, expert_bias;  // distances, in bytes, elements, elements
   int threads;
+  // Another product with the same x, which is computed with this one: see `share_x`. null: none.
+  const Product* sibling;
 };
+
+// Whether two products with the same x make the same of its rows, and read them by the same groups.
+static inline bool share_x(const Product& a, const Product& b) {
+  return a.K == b.K && a.x_stride == b.x_stride && a.diagonal == b.diagonal && a.block == b.block &&
+         a.input_scale == b.input_scale && a.group_size == b.group_size && a.groups == b.groups && a.layout == b.layout &&
+         a.levels == b.levels && a.compute == b.compute && (a.zero == nullptr) == (b.zero == nullptr);
+}
 
 // Threads for `count` rows of x that meet the weights of `experts`. A team costs some microseconds, above all where its threads
 // share no cache: one thread reads 100 KB in that time.
 static inline int threads_of(const Product& p, int64_t count, int64_t experts) {
   if (experts == 0) return 1;
-  const int64_t bytes = experts * p.N * p.row_bytes, fours = (count + 3 * experts) / (4 * experts);
+  int64_t rows = 0;
+  for (const Product* each = &p; each != nullptr; each = each->sibling) rows += each->N;
+  const int64_t bytes = experts * rows * p.row_bytes, fours = (count + 3 * experts) / (4 * experts);
   return bytes * fours < (96 << 10) ? 1 : p.threads;
 }
 
