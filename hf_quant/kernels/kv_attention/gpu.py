@@ -300,9 +300,10 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
     )
 
 
-def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool) -> Tensor:
+def _queries(q: Tensor, frame: Tensor | None, shift: Tensor | None, *, rotates: bool) -> Tensor:
     """`op.query_rows` in a launch of its own: every split would do the same, some 800 instructions a thread.
 
+    What `op.mean_scores` gives, but not scaled, goes into `shift` [B, H, S], if there is one.
     The transform of `hadamard` takes rows that follow each other in memory: [B, S, H, D] or [B, H, S, D].
     """
     (B, H, S, D), block = q.shape, op.rotation_block(q.shape[3])
@@ -312,7 +313,7 @@ def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool) -> Tensor:
         sizes = (S, H, H // frame.shape[1], *q.stride()[:3], *y.stride()[:3])
         options = {"D": D, "BLOCK_D": max(_power(D), 16), "LOG_ROTATION": block.bit_length() - 1 if rotates else 0}
         options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4, **dependent_options(target_of(q.device))}
-        launch(_kv_query_kernel, (-(-S // _QUERIES) * B * H,), q, frame.contiguous(), y, *sizes, **options)
+        launch(_kv_query_kernel, (-(-S // _QUERIES) * B * H,), q, frame.contiguous(), y, shift, *sizes, **options)
         return y
     if not rotates or q.dtype == torch.float32:
         return op.query_rows(q, None, rotates=rotates)
@@ -342,10 +343,11 @@ def kv_attention_gpu(
     rotates_values: bool = False,
     k_frame: Tensor | None = None,
     k_first: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
-    op.check_frames(q, k_codes, k_frame, k_first)
+    op.check_more(q, k_codes, k_frame, k_first, softcap)
     (B, H, S, D), (kv_heads, T), spec = q.shape, k_codes.shape[1:3], CODES[format]
     scale = D**-0.5 if scale is None else scale
     out, q = torch.empty_like(q), q.detach()
@@ -356,12 +358,17 @@ def kv_attention_gpu(
         shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
         plan = attention_plan(shape, S * repeats, target_of(q.device))
     if plan is None:
+        shift = None if softcap is None else op.mean_scores(q, k_frame, scale)
         q = op.query_rows(q, k_frame, rotates=rotates_keys)
         parts = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
         how = {"is_causal": is_causal, "window": window, "scale": scale}
-        how |= {"rotates_values": rotates_values, "k_first": k_first}
+        how |= {"rotates_values": rotates_values, "k_first": k_first, "softcap": softcap, "shift": shift}
         return attend_in_blocks(q, *parts, mask, length, spec, **how)
-    q = _queries(q, k_frame, rotates=rotates_keys)
+    shift, cap = None, 1.0
+    if softcap is not None:
+        shift, cap = torch.empty((B, H, S), dtype=torch.float32, device=q.device), softcap / scale
+        shift = shift.zero_() if k_frame is None else shift
+    q = _queries(q, k_frame, shift, rotates=rotates_keys)
     k_first = None if k_first is None else k_first.contiguous()
     q = q if q.stride(3) == 1 else q.contiguous()
     y = out if out.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -387,8 +394,8 @@ def kv_attention_gpu(
         own = {"MERGES": merges, **(rotation if merges else {"LOG_ROTATION": 0, "NORM": 1.0})}
     launch(
         *(plan.kernel, (B * kv_heads * plan.tiles, splits), q, keys.codes, keys.scale, keys.offset),
-        *(values.codes, values.scale, values.offset, mask, length, k_first, y, lse, parts, stats, *counters),
-        *(scale * math.log2(math.e), 1 / scale, S, T, kv_heads, repeats, plan.tiles, window, k_scale.shape[3]),
+        *(values.codes, values.scale, values.offset, mask, length, k_first, shift, y, lse, parts, stats, *counters),
+        *(scale * math.log2(math.e), 1 / scale, cap, S, T, kv_heads, repeats, plan.tiles, window, k_scale.shape[3]),
         *(*q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
         *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),
         shared=plan.options,

@@ -177,6 +177,9 @@ bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockSte
   p.mask_batch = call.mask_batch;
   p.mask_head = call.mask_head;
   p.scale = step.scale;
+  p.softcap = step.softcap;
+  p.sinks = step.sinks;
+  p.sinks_dtype = step.sinks_dtype;
   p.threads = call.threads;
   return kernels.attention(p);
 }

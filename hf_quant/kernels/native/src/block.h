@@ -23,7 +23,9 @@ struct BlockStep {
   TurnRows turn;
   GateRows gate;
   int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values
-  float scale;                  // ATTEND: of the scores
+  float scale, softcap;         // ATTEND: of the scores, see Attention
+  const void* sinks;
+  int sinks_dtype;
 };
 
 // The tensors of one layer of a cache, which must live as long as it is used.
