@@ -261,10 +261,20 @@ def _check(call: _Call, before: Tensor, inputs: _Inputs, tokens: int) -> None:
     if mask is None:
         is_known = expected is None or bool(expected.all())
     else:
-        is_known = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
-        is_known = is_known and bool((mask[..., :tokens] == (True if expected is None else expected)).all())
+        seen = _seen(mask)
+        is_known = seen is not None and bool((seen[..., :tokens] == (True if expected is None else expected)).all())
     if not is_known:
         raise Unproven(f"{name} is given another mask than that of the padding")
+
+
+def _seen(mask: Any) -> Tensor | None:
+    """What a mask [B, 1, 1, T] lets a token see, bool; None if it is of another kind."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return None
+    if mask.dtype == torch.bool:
+        return mask
+    seen = mask == 0  # "eager" attention adds the least number to all other scores
+    return seen if bool((seen | (mask == torch.finfo(mask.dtype).min)).all()) else None
 
 
 def _places(values: Any, x: Tensor, inputs: _Inputs) -> list[Any]:
