@@ -28,8 +28,8 @@ def attend(
 
     mask: boolean or additive, [B|1, H|1, S|1, T]. is_causal: the positions of q are the last ones of the states; with
     a window they see only that many positions. The recent 16-bit tokens are read if q has at most `recents` positions.
-    The scores are those of the keys without the mean of their frame, in the log-sum-exp, too: see `mean_scores`. With a
-    softcap they are softcap * tanh(score / softcap), mean included.
+    The scores are those of the keys without the mean of their frame, in the log-sum-exp, too: see `mean_scores`. With
+    a softcap they are softcap * tanh(score / softcap), mean included.
     """
     options = {"format": keys.kind.format, "scale": scale, "k_frame": keys.frame, "k_first": keys.first}
     options |= {"rotates_keys": keys.kind.rotated, "rotates_values": values.kind.rotated}
@@ -65,7 +65,8 @@ def attend(
 def mean_scores(q: Tensor, keys: QuantizedStates, scale: float | None) -> Tensor:
     """Compute the score of the mean key for each query: what the log-sum-exp of `attend` lacks, fp32 [B, H, S].
 
-    The softmax over tokens does not need it, unless scores are capped. A score that is not a product with a key does: that of a learned sink.
+    The softmax over tokens does not need it, and capped scores have it. A score that is not a product with a key needs
+    it: that of a learned sink.
     """
     return _mean_scores(q, keys.frame, q.shape[3] ** -0.5 if scale is None else scale)
 

@@ -3,9 +3,10 @@
 A `QuantizedCache` returns `QuantizedStates`. The attention functions in the registry of transformers are wrapped:
 plain tensors are computed as before, and quantized states go to the kernel that reads their codes. "hf_quant" is one
 more name in that registry, for models whose config asks for a quantized cache: instead of a large mask of all pairs,
-[B, 1, S, T], as "sdpa" creates it, "hf_quant" takes a mask of the padding only, [B, T]. A function that a model brings
-itself, for "eager", is in no registry: it is wrapped where the registry hands it back. It reads codes if `_eager` proves
-that it is that attention, and nobody wants its weights.
+[B, 1, S, T], as "sdpa" creates it, "hf_quant" takes a mask of the padding only, [B, T].
+
+A function that a model brings itself, for "eager", is in no registry: it is wrapped where the registry hands it back.
+It reads codes if `_eager` proves that it computes that attention, and nobody wants its weights.
 """
 
 import threading
@@ -108,10 +109,7 @@ def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Calla
 
     is_eager: `host` is a model's own function, whose mask has everything that a position does not see.
     """
-    name = f"{host.__module__}.{host.__qualname__}" if is_eager else ""
-
-    def is_kernels(module: nn.Module, query: Tensor, kv_heads: int, scale: float | None, kwargs: Any) -> bool:
-        return not is_eager or _eager.is_attention(host, name, module, query, kv_heads, scale, kwargs)
+    name = _name_of(host)
 
     @wraps(host)
     def forward(
@@ -128,7 +126,9 @@ def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Calla
         if recorder is not None:
             return recorder(forward, query, key, value, {"dropout": dropout, "scaling": scaling, **kwargs}), None
         # Of the prompt, too, so that code that is compiled later finds the result of the trial.
-        reads = isinstance(key, QuantizedStates) and is_kernels(module, query, key.shape[1], scaling, kwargs)
+        reads = isinstance(key, QuantizedStates)
+        if reads and is_eager:
+            reads = _eager.is_attention(host, name, module, query, key.shape[1], scaling, kwargs)
         if isinstance(key, QuantizedStates) and key.exact is not None:
             key = key.exact  # the model may have computed new values from those in the cache
             exact = value.exact if isinstance(value, QuantizedStates) else None
@@ -149,15 +149,21 @@ def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Calla
         key, value = (x.noted().dequantize() if isinstance(x, QuantizedStates) else x for x in (key, value))
         return host(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
-    forward.is_kernels = is_kernels
     return forward
 
 
+def _name_of(host: Callable[..., Any]) -> str:
+    return f"{host.__module__}.{host.__qualname__}"
+
+
 def reads_codes(
-    function: Callable[..., Any], module: nn.Module, q: Tensor, kv_heads: int, scale: float | None, options: Any
+    function: Any, module: nn.Module, q: Tensor, kv_heads: int, scale: float | None, options: dict[str, Any]
 ) -> bool:
     """True if an attention function of `recorded_attention` is the kernel's, for q [B, H, S, D] and these options."""
-    return function.is_kernels(module, q, kv_heads, scale, options)
+    host = function.__wrapped__
+    if _wrapped.get(host) is not function:
+        return True
+    return _eager.is_attention(host, _name_of(host), module, q, kv_heads, scale, options)
 
 
 def _with_own_functions(get_interface: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,4 +237,7 @@ def register() -> None:
         host = AttentionInterface._global_mapping.get(name)
         if host is not None:
             AttentionInterface.register(name, _reading_codes(host))
-    AttentionInterface.get_interface = _with_own_functions(AttentionInterface.get_interface)
+    # A class of the host, whose method stays what it is for all but "eager".
+    AttentionInterface.get_interface = _with_own_functions(  # pyrefly: ignore[method-assign]
+        AttentionInterface.get_interface
+    )

@@ -82,7 +82,8 @@ def attend_in_blocks(
 ) -> tuple[Tensor, Tensor]:
     """`kv_attention` by torch's ops on blocks of tokens, on any device; keys and values are (codes, scale, offset).
 
-    Queries are those of `op.query_rows`, and shift those scores of `op.mean_scores` that capped scores get. `length` is not read on the host.
+    Queries are those of `op.query_rows`; shift is what `op.mean_scores` gives, if scores are capped. `length` is not
+    read on the host.
     """
     y = torch.zeros_like(q, dtype=torch.float32)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)

@@ -300,13 +300,22 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
     )
 
 
-def _queries(q: Tensor, frame: Tensor | None, shift: Tensor | None, *, rotates: bool) -> Tensor:
+def _mask_operand(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...], str]:
+    """A mask as a kernel reads it: (mask, strides, kind)."""
+    if mask is None:
+        return None, (0, 0, 0, 0), "none"
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride()))
+    return (mask.view(torch.uint8), strides, "bool") if mask.dtype == torch.bool else (mask, strides, "added")
+
+
+def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool, is_capped: bool) -> tuple[Tensor, Tensor | None]:
     """`op.query_rows` in a launch of its own: every split would do the same, some 800 instructions a thread.
 
-    What `op.mean_scores` gives, but not scaled, goes into `shift` [B, H, S], if there is one.
+    If scores are capped, also what `op.mean_scores` gives for a scale of 1: fp32 [B, H, S].
     The transform of `hadamard` takes rows that follow each other in memory: [B, S, H, D] or [B, H, S, D].
     """
     (B, H, S, D), block = q.shape, op.rotation_block(q.shape[3])
+    shift = torch.empty((B, H, S), dtype=torch.float32, device=q.device) if is_capped else None
     if frame is not None:
         q, y = q if q.stride(3) == 1 else q.contiguous(), torch.empty_like(q)
         y = y if y.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -314,12 +323,13 @@ def _queries(q: Tensor, frame: Tensor | None, shift: Tensor | None, *, rotates: 
         options = {"D": D, "BLOCK_D": max(_power(D), 16), "LOG_ROTATION": block.bit_length() - 1 if rotates else 0}
         options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4, **dependent_options(target_of(q.device))}
         launch(_kv_query_kernel, (-(-S // _QUERIES) * B * H,), q, frame.contiguous(), y, shift, *sizes, **options)
-        return y
+        return y, shift
+    shift = None if shift is None else shift.zero_()
     if not rotates or q.dtype == torch.float32:
-        return op.query_rows(q, None, rotates=rotates)
+        return op.query_rows(q, None, rotates=rotates), shift
     if q.transpose(1, 2).is_contiguous():
-        return hadamard_gpu(q.transpose(1, 2), block_size=block).transpose(1, 2)
-    return hadamard_gpu(q, block_size=block)
+        return hadamard_gpu(q.transpose(1, 2), block_size=block).transpose(1, 2), shift
+    return hadamard_gpu(q, block_size=block), shift
 
 
 @implements(op.kv_attention, "XPU", PATHS)
@@ -359,16 +369,12 @@ def kv_attention_gpu(
         plan = attention_plan(shape, S * repeats, target_of(q.device))
     if plan is None:
         shift = None if softcap is None else op.mean_scores(q, k_frame, scale)
+        how = {"is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "shift": shift}
+        how |= {"rotates_values": rotates_values, "k_first": k_first}
         q = op.query_rows(q, k_frame, rotates=rotates_keys)
         parts = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
-        how = {"is_causal": is_causal, "window": window, "scale": scale}
-        how |= {"rotates_values": rotates_values, "k_first": k_first, "softcap": softcap, "shift": shift}
         return attend_in_blocks(q, *parts, mask, length, spec, **how)
-    shift, cap = None, 1.0
-    if softcap is not None:
-        shift, cap = torch.empty((B, H, S), dtype=torch.float32, device=q.device), softcap / scale
-        shift = shift.zero_() if k_frame is None else shift
-    q = _queries(q, k_frame, shift, rotates=rotates_keys)
+    q, shift = _queries(q, k_frame, rotates=rotates_keys, is_capped=softcap is not None)
     k_first = None if k_first is None else k_first.contiguous()
     q = q if q.stride(3) == 1 else q.contiguous()
     y = out if out.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -380,11 +386,7 @@ def kv_attention_gpu(
         rows = B * kv_heads * splits * S * repeats
         workspace = torch.empty(rows * (D + 1), dtype=torch.float32, device=q.device)
         parts, stats = workspace[: rows * D], workspace[rows * D :]
-    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "added"
-    mask_strides = (0, 0, 0, 0)
-    if mask is not None:
-        mask_strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride()))
-        mask = mask.view(torch.uint8) if kind == "bool" else mask
+    mask, mask_strides, kind = _mask_operand(mask)
     block = op.rotation_block(D) if rotates_values else 1
     rotation = {"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5}
     counters, merges, own = (), False, {}
@@ -395,8 +397,8 @@ def kv_attention_gpu(
     launch(
         *(plan.kernel, (B * kv_heads * plan.tiles, splits), q, keys.codes, keys.scale, keys.offset),
         *(values.codes, values.scale, values.offset, mask, length, k_first, shift, y, lse, parts, stats, *counters),
-        *(scale * math.log2(math.e), 1 / scale, cap, S, T, kv_heads, repeats, plan.tiles, window, k_scale.shape[3]),
-        *(*q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
+        *(scale * math.log2(math.e), 1 / scale, (softcap or 1.0) / scale, S, T, kv_heads, repeats, plan.tiles, window),
+        *(k_scale.shape[3], *q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
         *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),
         shared=plan.options,
         **{"K_PAIRED": keys.is_paired, "V_PAIRED": values.is_paired, "K_ALIGN": keys.align, "V_ALIGN": values.align},

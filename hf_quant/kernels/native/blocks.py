@@ -20,7 +20,8 @@ from hf_quant.kernels.weight import Weight
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu")
-PAIRS = ("halves", "neighbors", "neighbors_by_pair", "halves_by_pair")  # of a rotary embedding: see `TurnedPairs` in kernels.h
+# Of a rotary embedding: see `TurnedPairs` in kernels.h.
+PAIRS = ("halves", "neighbors", "neighbors_by_pair", "halves_by_pair")
 _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND = range(7)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
