@@ -153,7 +153,7 @@ def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Calla
 
 
 def _name_of(host: Callable[..., Any]) -> str:
-    return f"{host.__module__}.{host.__qualname__}"
+    return f"{host.__module__}.{getattr(host, '__qualname__', type(host).__qualname__)}"
 
 
 def reads_codes(

@@ -170,6 +170,7 @@ class Shape(NamedTuple):
     scale_dtype: torch.dtype
     has_offset: bool
     has_mask: bool
+    is_capped: bool = False
 
 
 class AttentionPlan(NamedTuple):
@@ -215,6 +216,8 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         table = config_table("kv_decode", DECODE_CONFIGS, target)
         row = next(r for r in table if r[0] == spec.bits and shape.D <= r[1] and parts <= r[2])
         _, _, _, block_n, num_warps, stages, programs = row
+        if shape.is_capped and shape.D > 128:
+            block_n = min(block_n, 32)  # with 64 ptxas keeps 8 to 120 bytes in local memory
         R = max(min(_power(rows), most // parts // G), 16 // G, 1)  # two parts are twice the operands
         if spec.bits == 2 and G == 1:
             R = 16  # of one warp: with 32 rows ptxas keeps 800 bytes in local memory
@@ -231,7 +234,7 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         options |= {"PLACES": places(shape.format, use_ptx=use_ptx)}
         if use_ptx and R == 16 and row[:3] == (8, 128, 1) and shape.D == 128 and not shape.has_mask:
             options["maxnreg"] = 168  # of 3 programs: ptxas aims at as many, and keeps 8 bytes on the stack (sm90)
-        if target.capability >= 100 and row[:3] == (2, 128, 2):
+        if target.capability >= 100 and row[:3] == (2, 128, 2) and not shape.is_capped:
             options["maxnreg"] = 192  # of 5 programs
         options |= {"BLOCK_D": _power(shape.D), **dependent_options(target)}
         kernel, tiles = _kv_decode_kernel, -(-rows // R)
@@ -365,6 +368,7 @@ def kv_attention_gpu(
     plan = None
     if unavailable_reason(q.device) is None and None not in (keys, values) and q.numel() and T:
         repeats, flags = H // kv_heads, (not (k_offset is None and v_offset is None), mask is not None)
+        flags += (softcap is not None,)
         shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
         plan = attention_plan(shape, S * repeats, target_of(q.device))
     if plan is None:
