@@ -216,8 +216,9 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         table = config_table("kv_decode", DECODE_CONFIGS, target)
         row = next(r for r in table if r[0] == spec.bits and shape.D <= r[1] and parts <= r[2])
         _, _, _, block_n, num_warps, stages, programs = row
-        if shape.is_capped and shape.D > 128:
-            block_n = min(block_n, 32)  # with 64 ptxas keeps 8 to 120 bytes in local memory
+        # With 64 tokens ptxas keeps 8 to 120 bytes in local memory, for sm80 in the first case alone: 8 bytes with 32.
+        if shape.is_capped and shape.D > 128 and ((spec.bits == 8 and shape.has_mask) or target.capability != 80):
+            block_n = min(block_n, 32)
         R = max(min(_power(rows), most // parts // G), 16 // G, 1)  # two parts are twice the operands
         if spec.bits == 2 and G == 1:
             R = 16  # of one warp: with 32 rows ptxas keeps 800 bytes in local memory
