@@ -173,7 +173,12 @@ KINDS = {
             **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
         },
     ),
-    "capped scores": Kind("Gemma2ForCausalLM", "Gemma2Config", {**LM, "head_dim": 16, **_ALTERNATING}, False),
+    "capped scores": Kind("Gemma2ForCausalLM", "Gemma2Config", {**LM, "head_dim": 16, **_ALTERNATING}),
+    "learned sinks": Kind(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**LM, "head_dim": 16, **_ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 2},
+    ),
     "values of its own": Kind("DiffLlamaForCausalLM", "DiffLlamaConfig", {**LM, "head_dim": 16}, False),
     # Before 5.18 the model cannot use a static cache, whoever makes it.
     "ALiBi": Kind("BloomForCausalLM", "BloomConfig", {**LM, "n_layer": 2, "n_head": 4}, False, False),

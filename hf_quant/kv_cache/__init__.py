@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._attention import attend
     from hf_quant.kv_cache._cache import QuantizedCache, is_quantized, quantized_layers, register_attention
     from hf_quant.kv_cache._config import KVCacheConfig
-    from hf_quant.kv_cache._interface import recorded_attention
+    from hf_quant.kv_cache._eager import wants_weights
+    from hf_quant.kv_cache._interface import reads_codes, recorded_attention
     from hf_quant.kv_cache._layers import QuantizedLayer
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
     from hf_quant.kv_cache._states import QuantizedStates
@@ -31,7 +32,9 @@ _HOME = {
     "is_quantized": "_cache",
     "next_token": "_token",
     "quantized_layers": "_cache",
+    "reads_codes": "_interface",
     "recorded_attention": "_interface",
+    "wants_weights": "_eager",
     "register_attention": "_cache",
 }
 
@@ -48,8 +51,10 @@ __all__ = [
     "is_quantized",
     "next_token",
     "quantized_layers",
+    "reads_codes",
     "recorded_attention",
     "register_attention",
+    "wants_weights",
 ]
 
 

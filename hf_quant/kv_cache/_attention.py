@@ -5,7 +5,8 @@ from torch import Tensor
 
 from hf_quant.kernels import kv_attention
 from hf_quant.kernels.dispatch import direct
-from hf_quant.kernels.kv_attention.op import merge
+from hf_quant.kernels.kv_attention.op import capped, merge
+from hf_quant.kernels.kv_attention.op import mean_scores as _mean_scores
 from hf_quant.kv_cache._states import QuantizedStates, parts_of, window_positions
 
 
@@ -21,15 +22,18 @@ def attend(
     is_causal: bool,
     window: int,
     scale: float | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q @ keys.T * scale + mask) @ values -> ([B, H, S, D] as q, log-sum-exp of the scores fp32 [B, H, S]).
 
     mask: boolean or additive, [B|1, H|1, S|1, T]. is_causal: the positions of q are the last ones of the states; with
     a window they see only that many positions. The recent 16-bit tokens are read if q has at most `recents` positions.
-    The scores are those of the keys without the mean of their frame, in the log-sum-exp, too: see `mean_scores`.
+    The scores are those of the keys without the mean of their frame, in the log-sum-exp, too: see `mean_scores`. With
+    a softcap they are softcap * tanh(score / softcap), mean included.
     """
     options = {"format": keys.kind.format, "scale": scale, "k_frame": keys.frame, "k_first": keys.first}
     options |= {"rotates_keys": keys.kind.rotated, "rotates_values": values.kind.rotated}
+    options |= {} if softcap is None else {"softcap": softcap}
     S, sinks = q.shape[2], keys.kind.sinks
     reads_recents = 0 < S <= keys.kind.recents
     if not (sinks or reads_recents):
@@ -53,7 +57,7 @@ def attend(
     causal = is_causal and not reads_recents
     causal = {"is_causal": causal, "window": window if causal else 0}
     y, lse = _kv_attention(q, *codes[0], *codes[1], seen, length, **causal, **options)
-    more = _attend_window(q, keys, values, mask, is_causal, window, scale, reads_recents)
+    more = _attend_window(q, keys, values, mask, is_causal, window, scale, softcap, reads_recents)
     y, lse = merge(y.float(), lse, *more)
     return torch.empty_like(q).copy_(y), lse
 
@@ -61,10 +65,10 @@ def attend(
 def mean_scores(q: Tensor, keys: QuantizedStates, scale: float | None) -> Tensor:
     """Compute the score of the mean key for each query: what the log-sum-exp of `attend` lacks, fp32 [B, H, S].
 
-    The softmax over tokens does not need it. A score that is not a product with a key does: that of a learned sink.
+    The softmax over tokens does not need it, and capped scores have it. A score that is not a product with a key needs
+    it: that of a learned sink.
     """
-    mean = keys.frame[:, :, :1].repeat_interleave(q.shape[1] // keys.shape[1], 1)
-    return (q.float() * mean).sum(-1) * (q.shape[3] ** -0.5 if scale is None else scale)
+    return _mean_scores(q, keys.frame, q.shape[3] ** -0.5 if scale is None else scale)
 
 
 def _and(mask: Tensor | None, seen: Tensor) -> Tensor:
@@ -82,6 +86,7 @@ def _attend_window(
     is_causal: bool,
     window: int,
     scale: float | None,
+    softcap: float | None,
     reads_recents: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute the attention over the tokens in 16 bit -> (y fp32 [B, H, S, D], lse fp32 [B, H, S])."""
@@ -96,9 +101,9 @@ def _attend_window(
         seen = seen & (behind >= 0) & ((behind < window) if window else True)
     seen = _and(None if mask is None else mask.index_select(-1, (positions - first).clamp(min=0)), seen)
     k, v = (states.window[:, :, :count].float() for states in (keys, values))
-    k = k - keys.frame[:, :, :1]
+    k = k if softcap is not None else k - keys.frame[:, :, :1]
     scores = q.float().reshape(B, H_kv, H // H_kv * S, D) @ k.mT * (D**-0.5 if scale is None else scale)
-    scores = scores.view(B, H, S, count)
+    scores = scores.view(B, H, S, count) if softcap is None else capped(scores.view(B, H, S, count), softcap)
     scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen.float()
     lse = torch.logsumexp(scores, -1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()

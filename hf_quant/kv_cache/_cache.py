@@ -29,9 +29,10 @@ class QuantizedCache(DynamicCache):
         model.generate(**inputs, past_key_values=QuantizedCache(model.config, "int4"))
 
     Each token is quantized once, when it is added. Attention reads the codes if its implementation is "sdpa" (the
-    default of transformers), "flash_attention_2", "flash_attention_3", "flex_attention" or "hf_quant"; any other
-    implementation dequantizes the layer that it reads, with a warning. Inside a prompt that is read at once, which are
-    the first states of an empty cache, attention is computed in 16 bit.
+    default of transformers), "flash_attention_2", "flash_attention_3", "flex_attention" or "hf_quant", or "eager"
+    where a trial shows that the model's own function computes the same (Gemma 2, gpt-oss); any other implementation
+    dequantizes the layer that it reads, with a warning. Inside a prompt that is read at once, which are the first
+    states of an empty cache, attention is computed in 16 bit.
 
     Layers with full attention and, unless `max_cache_len` is given, sliding windows are quantized. All other states
     (linear attention, indexers, windows of fixed size) stay as transformers stores them.

@@ -4,6 +4,9 @@ A `QuantizedCache` returns `QuantizedStates`. The attention functions in the reg
 plain tensors are computed as before, and quantized states go to the kernel that reads their codes. "hf_quant" is one
 more name in that registry, for models whose config asks for a quantized cache: instead of a large mask of all pairs,
 [B, 1, S, T], as "sdpa" creates it, "hf_quant" takes a mask of the padding only, [B, T].
+
+A function that a model brings itself, for "eager", is in no registry: it is wrapped where the registry hands it back.
+It reads codes if `_eager` proves that it computes that attention, and nobody wants its weights.
 """
 
 import threading
@@ -19,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_quant.kernels.kv_attention.op import visible
+from hf_quant.kv_cache import _eager
 from hf_quant.kv_cache._attention import attend, mean_scores
 from hf_quant.kv_cache._states import QuantizedStates
 
@@ -26,6 +30,7 @@ from hf_quant.kv_cache._states import QuantizedStates
 NAME = "hf_quant"
 LARGE_MASK = 2**24  # bytes; smaller masks are created as for "sdpa"
 _local = threading.local()
+_wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}  # {a model's own function: the one that reads codes}
 _WRAPPED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -46,7 +51,7 @@ def attention_forward(
     """
     if kwargs.get("softcap") is not None:
         raise ValueError(
-            f'{type(module).__name__} caps its scores, which "hf_quant" attention does not: call '
+            f'{type(module).__name__} caps its scores, which "hf_quant" attention of plain tensors does not: call '
             'set_attn_implementation("eager"), which takes a quantized cache, too'
         )
     S, T, sinks = query.shape[2], key.shape[2], kwargs.pop("s_aux", None)
@@ -99,8 +104,12 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return getattr(module, "is_causal", True) if given is None else given
 
 
-def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an attention function: the codes of quantized states are read, everything else goes to `host`."""
+def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Callable[..., Any]:
+    """Wrap an attention function: the codes of quantized states are read, everything else goes to `host`.
+
+    is_eager: `host` is a model's own function, whose mask has everything that a position does not see.
+    """
+    name = _name_of(host)
 
     @wraps(host)
     def forward(
@@ -115,7 +124,11 @@ def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Any]:
         recorder = getattr(_local, "recorder", None)
         if recorder is not None:
-            return recorder(query, key, value, {"dropout": dropout, "scaling": scaling, **kwargs}), None
+            return recorder(forward, query, key, value, {"dropout": dropout, "scaling": scaling, **kwargs}), None
+        # Of the prompt, too, so that code that is compiled later finds the result of the trial.
+        reads = isinstance(key, QuantizedStates)
+        if reads and is_eager:
+            reads = _eager.is_attention(host, name, module, query, key.shape[1], scaling, kwargs)
         if isinstance(key, QuantizedStates) and key.exact is not None:
             key = key.exact  # the model may have computed new values from those in the cache
             exact = value.exact if isinstance(value, QuantizedStates) else None
@@ -124,8 +137,13 @@ def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
                 attention_mask = attention_mask[..., : key.shape[2]]
         if torch.is_grad_enabled() and query.requires_grad:  # the kernel has no gradient
             key, value = (x.dequantize() if isinstance(x, QuantizedStates) else x for x in (key, value))
-        if isinstance(key, QuantizedStates) and not dropout:
-            found = _attend(module, query, key, value, attention_mask, scaling, kwargs)
+        if isinstance(key, QuantizedStates) and reads and not dropout:
+            found = None
+            if not is_eager:
+                found = _attend(module, query, key, value, attention_mask, scaling, kwargs)
+            elif not _eager.wants_weights(module, kwargs) and (attention_mask is None or attention_mask.dim() == 4):
+                options = {**kwargs, "is_causal": False}
+                found = _attend(module, query, key, value, attention_mask, scaling, options)
             if found is not None:
                 return found, None
         key, value = (x.noted().dequantize() if isinstance(x, QuantizedStates) else x for x in (key, value))
@@ -134,11 +152,43 @@ def _reading_codes(host: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@contextmanager
-def recorded_attention(recorder: Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]) -> Iterator[None]:
-    """In this thread, call `recorder(query, key, value, options)` in place of attention functions: the result of one.
+def _name_of(host: Callable[..., Any]) -> str:
+    return f"{host.__module__}.{getattr(host, '__qualname__', type(host).__qualname__)}"
 
-    Only of those that can read codes, see `register`.
+
+def reads_codes(
+    function: Any, module: nn.Module, q: Tensor, kv_heads: int, scale: float | None, options: dict[str, Any]
+) -> bool:
+    """True if an attention function of `recorded_attention` is the kernel's, for q [B, H, S, D] and these options."""
+    host = function.__wrapped__
+    if _wrapped.get(host) is not function:
+        return True
+    return _eager.is_attention(host, _name_of(host), module, q, kv_heads, scale, options)
+
+
+def _with_own_functions(get_interface: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method of the registry that is given a model's own function, and returns it for "eager"."""
+
+    @wraps(get_interface)
+    def found(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = get_interface(self, attn_implementation, default)
+        if function is not default or attn_implementation != "eager":
+            return function
+        own = _wrapped.get(default)
+        if own is None:
+            if torch.compiler.is_compiling():
+                return function
+            own = _wrapped[default] = _reading_codes(default, is_eager=True)
+        return own
+
+    return found
+
+
+@contextmanager
+def recorded_attention(recorder: Callable[..., Tensor]) -> Iterator[None]:
+    """In this thread, call `recorder(function, query, key, value, options)` in place of an attention function.
+
+    It returns the result. Only of functions that can read codes, see `register`.
     """
     outer = getattr(_local, "recorder", None)
     _local.recorder = recorder
@@ -154,8 +204,9 @@ def _attend(
     """Compute the attention [B, S, H, D] from the codes; None if this attention is unsupported."""
     S, D, T = *query.shape[2:], key.shape[2]
     has_codes = isinstance(value, QuantizedStates) and key.shape[3] == value.shape[3] == D
-    if not has_codes or kwargs.get("softcap") is not None or not isinstance(mask, Tensor | None):
+    if not has_codes or not isinstance(mask, Tensor | None):
         return None
+    softcap = kwargs.get("softcap")
     causal, window = False, 0
     if mask is None or mask.dim() == 2:  # else the mask contains both
         causal = _is_causal(module, kwargs)
@@ -168,10 +219,11 @@ def _attend(
         if mask is not None:
             bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
         mask = bias
-    y, lse = attend(query, key, value, mask, is_causal=causal and (S > 1 or window > 0), window=window, scale=scale)
+    causal = causal and (S > 1 or window > 0)
+    y, lse = attend(query, key, value, mask, is_causal=causal, window=window, scale=scale, softcap=softcap)
     sinks = kwargs.get("s_aux")
     if sinks is not None:  # one more score for each head, with no value
-        lse = lse + mean_scores(query, key, scale)
+        lse = lse if softcap is not None else lse + mean_scores(query, key, scale)
         y = (y * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)).to(y.dtype)
     return y.transpose(1, 2).contiguous()
 
@@ -185,3 +237,7 @@ def register() -> None:
         host = AttentionInterface._global_mapping.get(name)
         if host is not None:
             AttentionInterface.register(name, _reading_codes(host))
+    # A class of the host, whose method stays what it is for all but "eager".
+    AttentionInterface.get_interface = _with_own_functions(  # pyrefly: ignore[method-assign]
+        AttentionInterface.get_interface
+    )

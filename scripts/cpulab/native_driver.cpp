@@ -498,6 +498,9 @@ class AttentionCase : RandomCall {
     const auto number = [&] { return random_.between(0.5, 2); };
     if (random.one_in(3)) p.frame = static_cast<float*>(fill(frame, p.B * p.H_kv * 2 * p.D, F32, false, number));
     if (random.one_in(3)) p.first = static_cast<float*>(fill(lacking, p.B * p.H_kv * p.D, F32, false, number));
+    if (random.one_in(3)) p.softcap = static_cast<float>(random.between(1, 20));
+    p.sinks_dtype = random.of<int>({F32, BF16, F16});
+    if (random.one_in(3)) p.sinks = fill(sinks, p.H, p.sinks_dtype, false, [&] { return random_.between(-3, 3); });
     p.threads = static_cast<int>(1 + random.below(3));
     p.mask_dtype = random.of<int>({F32, INT8});
 
@@ -537,7 +540,8 @@ class AttentionCase : RandomCall {
     snprintf(line, sizeof line, "%s attention: B=%d H=%d/%d S=%d T=%d D=%d layout=%d group_size=%d window=%d", kernels.name,
              int(p.B), int(p.H), int(p.H_kv), int(p.S), int(p.T), int(p.D), p.layout, int(p.group_size), int(p.window));
     current = std::string(line) + (p.rotates ? " rotates" : "") + (p.rotates_values ? " values" : "") +
-              (p.frame != nullptr ? " frame" : "") + (p.first != nullptr ? " first" : "");
+              (p.frame != nullptr ? " frame" : "") + (p.first != nullptr ? " first" : "") +
+              (p.softcap > 0 ? " capped" : "") + (p.sinks != nullptr ? " sinks" : "");
     if (!kernels.attention(call)) return false;
     for (int64_t b = 0; b < p.B; ++b) {
       for (int64_t h = 0; h < p.H; ++h) {
@@ -614,7 +618,11 @@ class AttentionCase : RandomCall {
     for (int64_t d = 0; d < p.D; ++d)
       row[d] = static_cast<float>(q->at(b * p.q_batch + h * p.q_head + s * p.q_position + d, p.q_dtype));
     const int64_t kv = b * p.H_kv + h / (p.H / p.H_kv);
-    for (int64_t d = 0; p.frame != nullptr && d < p.D; ++d) row[d] *= p.frame[(2 * kv + 1) * p.D + d];
+    double missing = 0;
+    for (int64_t d = 0; p.frame != nullptr && d < p.D; ++d) {
+      missing += double(row[d]) * p.frame[2 * kv * p.D + d] * p.scale;
+      row[d] *= p.frame[(2 * kv + 1) * p.D + d];
+    }
     if (p.rotates) rotate(row);
     for (float& x : row) {  // what is not rotated is rounded already
       if (p.q_dtype == BF16) x = bf16_to_float(float_to_bf16(x));
@@ -626,6 +634,7 @@ class AttentionCase : RandomCall {
       double score = 0;
       for (int64_t d = 0; d < p.D; ++d) score += double(row[d]) * keys[t * p.D + d];
       score *= p.scale;
+      if (p.softcap > 0) score = p.softcap * std::tanh((score + missing) / p.softcap);
       const int64_t at = b * p.mask_batch + h * p.mask_head + s * p.mask_position + t;
       if (p.mask != nullptr && p.mask_dtype == F32) score += mask->at(at, F32);
       weight[t] = p.mask != nullptr && p.mask_dtype == INT8 && mask->at(at, INT8) == 0 ? 0.0 : std::exp(score);
@@ -636,6 +645,7 @@ class AttentionCase : RandomCall {
       fprintf(stderr, "%s: log-sum-exp is %g, not %g\n", kernels.name, found, std::log(sum));
       return false;
     }
+    if (p.sinks != nullptr) sum += std::exp(sinks->at(h, p.sinks_dtype) - (p.softcap > 0 ? 0 : missing));
     for (int64_t t = 0; t < p.T; ++t)
       for (int64_t d = 0; weight[t] != 0 && d < p.D; ++d) out[d] += weight[t] / sum * values[t * p.D + d];
     if (p.rotates_values) {
@@ -654,7 +664,7 @@ class AttentionCase : RandomCall {
   }
 
   Attention p{};
-  Memory q, levels, mask, frame, lacking;
+  Memory q, levels, mask, frame, lacking, sinks;
   Tensors k, v;
   std::vector<double> keys, values;  // of the head that is checked
 };

@@ -34,6 +34,9 @@ CACHED = (
 )
 
 
+GEMMA = Cached("gemma", 1, 1, 8192, 16, 8, 256)
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
 
@@ -67,7 +70,15 @@ def _frame(one: Cached, device: Any) -> tuple[Tensor, Tensor]:
     return frame, torch.empty((*shape[:2], one.D), dtype=torch.float32, device=device).normal_()
 
 
-def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool = False, masked: bool = False) -> Case:
+def cached_case(
+    one: Cached,
+    format: str,
+    dtype: torch.dtype,
+    *,
+    rotates: bool = False,
+    masked: bool = False,
+    softcap: float | None = None,
+) -> Case:
     """`kv_attention`, causal, over a full cache; M is the number of queries of a sequence.
 
     rotates: as a cache has it by default, keys rotated in a frame, the first key exact, and values rotated. masked: a
@@ -80,6 +91,7 @@ def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool =
         "scale": None,
         "rotates_keys": rotates,
         "rotates_values": rotates,
+        **({} if softcap is None else {"softcap": softcap}),
     }
 
     def make(device: Any) -> tuple[tuple, dict[str, Any]]:
@@ -93,7 +105,7 @@ def cached_case(one: Cached, format: str, dtype: torch.dtype, *, rotates: bool =
         return found, {**options, **frame}
 
     shape = f"{one.batch}x{one.H}/{one.kv_heads}x{one.D}"
-    rotated = (", rotated" if rotates else "") + (", masked" if masked else "")
+    rotated = (", rotated" if rotates else "") + (", masked" if masked else "") + (", capped" if softcap else "")
     name = f"{format} cache, {one.name} {shape}, {one.T} tokens{rotated}, M={one.S}, {_dtype_name(dtype)}"
     num_ops = 4 * one.batch * one.H * one.S * (one.T - one.S // 2) * one.D
     return Case("kv_attention", name, make, dtype, one.S, num_ops)
@@ -126,6 +138,10 @@ def cache_cases(dtype: torch.dtype) -> list[Case]:
             if dtype == torch.bfloat16 and one in (CACHED[0], CACHED[5]):
                 found.append(cached_case(one, format, dtype, rotates=True))
         found += [cached_case(one, format, dtype, masked=True) for one in (CACHED[0], CACHED[5])]
+        # Gemma 2 9B caps scores of usual size at 50; at 2 a kernel that does not cap them is noticed.
+        capped = (*prefills, GEMMA) if dtype == torch.bfloat16 else ()
+        found += [cached_case(one, format, dtype, rotates=True, softcap=2.0) for one in (CACHED[0], *capped)]
+        found += [cached_case(one, format, dtype, masked=True, softcap=2.0) for one in (CACHED[0], *capped)]
         for one in (CACHED[0], CACHED[5], small, large):
             found.append(append_case(one, format, dtype))
     return found

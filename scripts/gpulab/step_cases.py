@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gpulab.cases import DTYPES, Case, randn
-from hf_quant.kernels.native.blocks import ACTIVATIONS, PAIRS
+from hf_quant.kernels.steps.op import ACTIVATIONS, PAIRS
 
 
 def _label(dtype: torch.dtype) -> str:

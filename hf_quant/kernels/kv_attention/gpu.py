@@ -170,6 +170,7 @@ class Shape(NamedTuple):
     scale_dtype: torch.dtype
     has_offset: bool
     has_mask: bool
+    is_capped: bool = False
 
 
 class AttentionPlan(NamedTuple):
@@ -215,6 +216,9 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         table = config_table("kv_decode", DECODE_CONFIGS, target)
         row = next(r for r in table if r[0] == spec.bits and shape.D <= r[1] and parts <= r[2])
         _, _, _, block_n, num_warps, stages, programs = row
+        # With 64 tokens ptxas keeps 8 to 120 bytes in local memory, for sm80 in the first case alone: 8 bytes with 32.
+        if shape.is_capped and shape.D > 128 and ((spec.bits == 8 and shape.has_mask) or target.capability != 80):
+            block_n = min(block_n, 32)
         R = max(min(_power(rows), most // parts // G), 16 // G, 1)  # two parts are twice the operands
         if spec.bits == 2 and G == 1:
             R = 16  # of one warp: with 32 rows ptxas keeps 800 bytes in local memory
@@ -231,7 +235,7 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         options |= {"PLACES": places(shape.format, use_ptx=use_ptx)}
         if use_ptx and R == 16 and row[:3] == (8, 128, 1) and shape.D == 128 and not shape.has_mask:
             options["maxnreg"] = 168  # of 3 programs: ptxas aims at as many, and keeps 8 bytes on the stack (sm90)
-        if target.capability >= 100 and row[:3] == (2, 128, 2):
+        if target.capability >= 100 and row[:3] == (2, 128, 2) and not shape.is_capped:
             options["maxnreg"] = 192  # of 5 programs
         options |= {"BLOCK_D": _power(shape.D), **dependent_options(target)}
         kernel, tiles = _kv_decode_kernel, -(-rows // R)
@@ -300,25 +304,36 @@ def _operand(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Operand | N
     )
 
 
-def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool) -> Tensor:
+def _mask_operand(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...], str]:
+    """A mask as a kernel reads it: (mask, strides, kind)."""
+    if mask is None:
+        return None, (0, 0, 0, 0), "none"
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride()))
+    return (mask.view(torch.uint8), strides, "bool") if mask.dtype == torch.bool else (mask, strides, "added")
+
+
+def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool, is_capped: bool) -> tuple[Tensor, Tensor | None]:
     """`op.query_rows` in a launch of its own: every split would do the same, some 800 instructions a thread.
 
+    If scores are capped, also what `op.mean_scores` gives for a scale of 1: fp32 [B, H, S].
     The transform of `hadamard` takes rows that follow each other in memory: [B, S, H, D] or [B, H, S, D].
     """
     (B, H, S, D), block = q.shape, op.rotation_block(q.shape[3])
+    shift = torch.empty((B, H, S), dtype=torch.float32, device=q.device) if is_capped else None
     if frame is not None:
         q, y = q if q.stride(3) == 1 else q.contiguous(), torch.empty_like(q)
         y = y if y.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         sizes = (S, H, H // frame.shape[1], *q.stride()[:3], *y.stride()[:3])
         options = {"D": D, "BLOCK_D": max(_power(D), 16), "LOG_ROTATION": block.bit_length() - 1 if rotates else 0}
         options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4, **dependent_options(target_of(q.device))}
-        launch(_kv_query_kernel, (-(-S // _QUERIES) * B * H,), q, frame.contiguous(), y, *sizes, **options)
-        return y
+        launch(_kv_query_kernel, (-(-S // _QUERIES) * B * H,), q, frame.contiguous(), y, shift, *sizes, **options)
+        return y, shift
+    shift = None if shift is None else shift.zero_()
     if not rotates or q.dtype == torch.float32:
-        return op.query_rows(q, None, rotates=rotates)
+        return op.query_rows(q, None, rotates=rotates), shift
     if q.transpose(1, 2).is_contiguous():
-        return hadamard_gpu(q.transpose(1, 2), block_size=block).transpose(1, 2)
-    return hadamard_gpu(q, block_size=block)
+        return hadamard_gpu(q.transpose(1, 2), block_size=block).transpose(1, 2), shift
+    return hadamard_gpu(q, block_size=block), shift
 
 
 @implements(op.kv_attention, "XPU", PATHS)
@@ -342,10 +357,11 @@ def kv_attention_gpu(
     rotates_values: bool = False,
     k_frame: Tensor | None = None,
     k_first: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
-    op.check_frames(q, k_codes, k_frame, k_first)
+    op.check_more(q, k_codes, k_frame, k_first, softcap)
     (B, H, S, D), (kv_heads, T), spec = q.shape, k_codes.shape[1:3], CODES[format]
     scale = D**-0.5 if scale is None else scale
     out, q = torch.empty_like(q), q.detach()
@@ -353,15 +369,17 @@ def kv_attention_gpu(
     plan = None
     if unavailable_reason(q.device) is None and None not in (keys, values) and q.numel() and T:
         repeats, flags = H // kv_heads, (not (k_offset is None and v_offset is None), mask is not None)
+        flags += (softcap is not None,)
         shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
         plan = attention_plan(shape, S * repeats, target_of(q.device))
     if plan is None:
+        shift = None if softcap is None else op.mean_scores(q, k_frame, scale)
+        how = {"is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "shift": shift}
+        how |= {"rotates_values": rotates_values, "k_first": k_first}
         q = op.query_rows(q, k_frame, rotates=rotates_keys)
         parts = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
-        how = {"is_causal": is_causal, "window": window, "scale": scale}
-        how |= {"rotates_values": rotates_values, "k_first": k_first}
         return attend_in_blocks(q, *parts, mask, length, spec, **how)
-    q = _queries(q, k_frame, rotates=rotates_keys)
+    q, shift = _queries(q, k_frame, rotates=rotates_keys, is_capped=softcap is not None)
     k_first = None if k_first is None else k_first.contiguous()
     q = q if q.stride(3) == 1 else q.contiguous()
     y = out if out.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -373,11 +391,7 @@ def kv_attention_gpu(
         rows = B * kv_heads * splits * S * repeats
         workspace = torch.empty(rows * (D + 1), dtype=torch.float32, device=q.device)
         parts, stats = workspace[: rows * D], workspace[rows * D :]
-    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "added"
-    mask_strides = (0, 0, 0, 0)
-    if mask is not None:
-        mask_strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride()))
-        mask = mask.view(torch.uint8) if kind == "bool" else mask
+    mask, mask_strides, kind = _mask_operand(mask)
     block = op.rotation_block(D) if rotates_values else 1
     rotation = {"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5}
     counters, merges, own = (), False, {}
@@ -387,9 +401,9 @@ def kv_attention_gpu(
         own = {"MERGES": merges, **(rotation if merges else {"LOG_ROTATION": 0, "NORM": 1.0})}
     launch(
         *(plan.kernel, (B * kv_heads * plan.tiles, splits), q, keys.codes, keys.scale, keys.offset),
-        *(values.codes, values.scale, values.offset, mask, length, k_first, y, lse, parts, stats, *counters),
-        *(scale * math.log2(math.e), 1 / scale, S, T, kv_heads, repeats, plan.tiles, window, k_scale.shape[3]),
-        *(*q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
+        *(values.codes, values.scale, values.offset, mask, length, k_first, shift, y, lse, parts, stats, *counters),
+        *(scale * math.log2(math.e), 1 / scale, (softcap or 1.0) / scale, S, T, kv_heads, repeats, plan.tiles, window),
+        *(k_scale.shape[3], *q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
         *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),
         shared=plan.options,
         **{"K_PAIRED": keys.is_paired, "V_PAIRED": values.is_paired, "K_ALIGN": keys.align, "V_ALIGN": values.align},

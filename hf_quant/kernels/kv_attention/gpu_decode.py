@@ -6,6 +6,7 @@ from hf_quant.kernels.kv_attention.gpu_merge import merge_rows
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
     UNALIGNED,
+    capped,
     head_start,
     load_scales,
     load_words,
@@ -92,6 +93,8 @@ def _decode_step(
     rows_inside,
     window,
     lacking,
+    shift,
+    cap,
     G: tl.constexpr,
     R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,9 +128,11 @@ def _decode_step(
     if K_OFFSET:
         scores += q_sum * offset[:, None, :]
     scores = tl.sum(scores, 0)
+    if MASKED and FIRST:
+        scores += tl.where(t == 0, 1.0, 0.0)[None, :] * lacking[:, None]
+    if shift is not None:
+        scores = capped(scores, shift, cap)
     if MASKED:
-        if FIRST:
-            scores += tl.where(t == 0, 1.0, 0.0)[None, :] * lacking[:, None]
         scores = masked(
             scores, t, inside, positions, mask, mask_token, rows_inside, window, inverse_scale, WINDOWED, CAUSAL, MASK
         )
@@ -173,6 +178,7 @@ def _kv_decode_kernel(
     mask,
     length,
     first_key,
+    shift,
     y,
     lse,
     parts,
@@ -180,6 +186,7 @@ def _kv_decode_kernel(
     counters,
     factor,
     inverse_scale,
+    cap,
     S,
     T,
     kv_heads,
@@ -294,6 +301,9 @@ def _kv_decode_kernel(
         rows = tl.load(q_row[:, None] + d[None, :], mask=(row < total_rows)[:, None] & (d < D)[None, :], other=0.0)
         first_key = tl.load(first_key + head.to(tl.int64) * D + d, mask=d < D, other=0.0)
         lacking = tl.sum(rows.to(tl.float32) * first_key[None, :], 1)
+    if shift is not None:
+        shift += head.to(tl.int64) * repeats * S
+        shift = tl.load(shift + row % repeats * S + row // repeats, mask=row < total_rows, other=0.0)
     q_sum, q_magic = tl.reshape(q_sum, (G, R))[:, :, None], q_magic[:, None]
     rows_inside = row < total_rows
     positions = end - S + row // repeats
@@ -349,6 +359,8 @@ def _kv_decode_kernel(
                     rows_inside,
                     window,
                     lacking,
+                    shift,
+                    cap,
                     G,
                     R,
                     BLOCK_N,
@@ -381,6 +393,8 @@ def _kv_decode_kernel(
                 rows_inside,
                 window,
                 lacking,
+                shift,
+                cap,
                 G,
                 R,
                 BLOCK_N,

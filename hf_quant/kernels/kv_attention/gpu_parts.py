@@ -29,6 +29,7 @@ def _kv_query_kernel(
     q,
     frame,
     y,
+    shift,
     S,
     heads,
     repeats,
@@ -45,7 +46,10 @@ def _kv_query_kernel(
     TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program: `op.query_rows`, of keys in a frame, of a block of TOKENS positions of a head of queries."""
+    """Program: `op.query_rows`, of keys in a frame, of a block of TOKENS positions of a head of queries.
+
+    With `shift` [B, H, S] their products with the mean of the frame, too.
+    """
     begin(DEPENDENT)
     blocks = tl.cdiv(S, TOKENS)
     s, d = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D)
@@ -53,6 +57,10 @@ def _kv_query_kernel(
     inside = (s < S)[:, None] & (d < D)[None, :]
     q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head
     rows = tl.load(q + s.to(tl.int64)[:, None] * q_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    if shift is not None:
+        mean = frame + (b * (heads // repeats) + h // repeats).to(tl.int64) * 2 * D
+        found = tl.sum(rows * tl.load(mean + d, mask=d < D, other=0.0)[None, :], 1)
+        tl.store(shift + (b * heads + h).to(tl.int64) * S + s, found, mask=s < S)
     spread = frame + ((b * (heads // repeats) + h // repeats).to(tl.int64) * 2 + 1) * D
     rows *= tl.load(spread + d, mask=d < D, other=0.0)[None, :]
     if LOG_ROTATION > 0:
@@ -110,6 +118,13 @@ def scales_of(raw, TYPE: tl.constexpr, PAIRED: tl.constexpr):
         low = raw[0].to(tl.int16).to(tl.float16, bitcast=True)
         high = (raw[0] >> 16).to(tl.int16).to(tl.float16, bitcast=True)
         return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def capped(scores, shift, cap):
+    """cap * tanh((scores + shift) / cap): scores [R, BLOCK_N], shift [R] and cap are not scaled yet."""
+    power = tl.exp2((scores + shift[:, None]) * (2.8853900817779268 / cap))
+    return cap - 2 * cap / (1 + power)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
     UNALIGNED,
+    capped,
     head_start,
     load_scales,
     load_words,
@@ -65,6 +66,8 @@ def _prefill_step(
     rows_inside,
     window,
     lacking,
+    shift,
+    cap,
     G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -96,9 +99,11 @@ def _prefill_step(
     if not SCALED:
         scale, _ = scales_of(k_raw, SCALE, K_PAIRED)
         scores *= tl.reshape(scale, (1, BLOCK_N))
+    if MASKED and FIRST:
+        scores += tl.where(t == 0, 1.0, 0.0)[None, :] * lacking[:, None]
+    if shift is not None:
+        scores = capped(scores, shift, cap)
     if MASKED:
-        if FIRST:
-            scores += tl.where(t == 0, 1.0, 0.0)[None, :] * lacking[:, None]
         scores = masked(
             *(scores, t, inside, positions, mask, mask_token, rows_inside, window, inverse_scale),
             *(WINDOWED, CAUSAL, MASK),
@@ -131,12 +136,14 @@ def _kv_prefill_kernel(
     mask,
     length,
     first_key,
+    shift,
     y,
     lse,
     parts,
     stats,
     factor,
     inverse_scale,
+    cap,
     S,
     T,
     kv_heads,
@@ -218,6 +225,9 @@ def _kv_prefill_kernel(
     if first_key is not None:
         first_key = tl.load(first_key + head.to(tl.int64) * D + d, mask=d < D, other=0.0)
         lacking = tl.sum(queries.to(tl.float32) * first_key[None, :], 1)
+    if shift is not None:
+        shift += head.to(tl.int64) * repeats * S
+        shift = tl.load(shift + row % repeats * S + row // repeats, mask=row < total_rows, other=0.0)
     positions = end - S + row // repeats
     first = end - S + tile * BLOCK_M // repeats
     last = end - S + tl.minimum(tile * BLOCK_M + BLOCK_M - 1, total_rows - 1) // repeats
@@ -271,6 +281,8 @@ def _kv_prefill_kernel(
                     rows_inside,
                     window,
                     lacking,
+                    shift,
+                    cap,
                     G,
                     BLOCK_M,
                     BLOCK_N,
@@ -301,6 +313,8 @@ def _kv_prefill_kernel(
                 rows_inside,
                 window,
                 lacking,
+                shift,
+                cap,
                 G,
                 BLOCK_M,
                 BLOCK_N,

@@ -10,7 +10,8 @@ https://arxiv.org/abs/2404.00456).
 A frame, fp32 [B, H_kv, 2, D], holds a mean and a spread of each channel of the keys. A key is (key - mean) / spread
 before it is rotated, and a query is query * spread. The scores q @ (k - mean) of a query differ from q @ k by
 q @ mean, a number that is the same for all tokens, so the softmax is the same (SageAttention takes the mean off, too,
-https://arxiv.org/abs/2410.02367). They differ in the log-sum-exp: what is merged must have the same frame. The spread
+https://arxiv.org/abs/2410.02367). They differ in the log-sum-exp: what is merged must have the same frame. Scores that
+are capped get q @ mean back before. The spread
 gives channels of large keys coarser steps and channels of small keys finer ones (SmoothQuant divides inputs so,
 https://arxiv.org/abs/2211.10438).
 
@@ -94,8 +95,12 @@ def check(
         raise ValueError(f"scale is {scale}; must be above 0, or None for 1 / sqrt(D)")
 
 
-def check_frames(q: Tensor, k_codes: Tensor, k_frame: Tensor | None, k_first: Tensor | None) -> None:
-    """Raise ValueError unless the two are as `kv_attention_reference` wants them."""
+def check_more(
+    q: Tensor, k_codes: Tensor, k_frame: Tensor | None, k_first: Tensor | None, softcap: float | None
+) -> None:
+    """Raise ValueError unless the last three are as `kv_attention_reference` wants them."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; must be above 0, or None for scores as they are")
     B, H_kv, D = q.shape[0], k_codes.shape[1], q.shape[3]
     _check_fp32("k_frame", k_frame, (B, H_kv, 2, D))
     _check_fp32("k_first", k_first, (B, H_kv, D))
@@ -146,6 +151,19 @@ def query_rows(q: Tensor, frame: Tensor | None, *, rotates: bool) -> Tensor:
     return torch.empty_like(q).copy_(rotate(rows) if rotates else rows)
 
 
+def mean_scores(q: Tensor, frame: Tensor | None, scale: float) -> Tensor:
+    """The scores of the means of a frame, which keys lack: fp32 [B, H, S], or [] zero without a frame."""
+    if frame is None:
+        return q.new_zeros((), dtype=torch.float32)
+    mean = frame[:, :, :1].repeat_interleave(q.shape[1] // frame.shape[1], 1)
+    return (q.float() * mean).sum(-1) * scale
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(scores / softcap), as Gemma 2 caps scores (https://arxiv.org/abs/2408.00118)."""
+    return torch.tanh(scores / softcap) * softcap
+
+
 def decode_heads(codes: Tensor, scale: Tensor, offset: Tensor | None, spec: CodeSpec, D: int) -> Tensor:
     """Codes [..., width], scale and offset [..., groups] -> level * scale + offset, fp32 [..., D]."""
     if spec.is_packed:
@@ -185,6 +203,7 @@ def kv_attention_reference(
     rotates_values: bool = False,
     k_frame: Tensor | None = None,
     k_first: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q @ k.T * scale + mask) @ v -> (y [B, H, S, D] in memory as q, lse [B, H, S] fp32).
 
@@ -200,9 +219,11 @@ def kv_attention_reference(
     Behind both q is rounded to its dtype. k_first is added to the key of token 0. rotates_values: the result is
     rotated, as `kv_append` rotates values. A position that sees nothing gives zeros and -inf. lse is the log-sum-exp
     of the scores, by which attention over several parts of a cache is put together; q @ mean * scale is not in it.
+    softcap: scores become softcap * tanh(score / softcap) before the mask is added; here the softmax does need the
+    mean, so that q @ mean * scale is in each score, and in lse.
     """
     check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
-    check_frames(q, k_codes, k_frame, k_first)
+    check_more(q, k_codes, k_frame, k_first, softcap)
     spec, D, repeats = CODES[format], q.shape[3], q.shape[1] // k_codes.shape[1]
     k = decode_heads(k_codes, k_scale, k_offset, spec, D)
     if k_first is not None:
@@ -210,7 +231,10 @@ def kv_attention_reference(
     k = k.repeat_interleave(repeats, 1)
     v = decode_heads(v_codes, v_scale, v_offset, spec, D).repeat_interleave(repeats, 1)
     queries = query_rows(q, k_frame, rotates=rotates_keys).float()
-    scores = (queries @ k.transpose(2, 3)) * (D**-0.5 if scale is None else scale)
+    scale = D**-0.5 if scale is None else scale
+    scores = (queries @ k.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = capped(scores + mean_scores(q, k_frame, scale).unsqueeze(-1), softcap)
     T = scores.shape[3]
     end = T if length is None else length.clamp(0, T)
     if length is not None:
@@ -244,9 +268,10 @@ def _kv_attention_fake(
     rotates_values=False,
     k_frame=None,
     k_first=None,
+    softcap=None,
 ):
     check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
-    check_frames(q, k_codes, k_frame, k_first)
+    check_more(q, k_codes, k_frame, k_first, softcap)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

@@ -36,6 +36,7 @@ def attention(
     is_causal: bool,
     window: int,
     scale: float,
+    softcap: float | None,
     rotates_keys: bool,
     rotates_values: bool,
     k_frame: Tensor | None,
@@ -64,7 +65,7 @@ def attention(
         *_cache_arguments(*keys),
         *_cache_arguments(*values),
         *mask_arguments,
-        *(is_causal, window, *struct.unpack("I", struct.pack("f", scale)), torch.get_num_threads()),
+        *(is_causal, window, *struct.unpack("2I", struct.pack("2f", scale, softcap or 0.0)), torch.get_num_threads()),
     )
     return (y if y is result else result.copy_(y)), lse
 

@@ -21,7 +21,8 @@ from hf_quant.kernels.weight import Weight
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu", "clamped_pairs")
-PAIRS = ("halves", "neighbors", "neighbors_by_pair")  # of a rotary embedding: see `TurnedPairs` in kernels.h
+# Of a rotary embedding: see `TurnedPairs` in kernels.h.
+PAIRS = ("halves", "neighbors", "neighbors_by_pair", "halves_by_pair")
 _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND, _ROUTE, _COMBINE, _WEIGH = range(10)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
@@ -96,9 +97,10 @@ class Block:
     def turn(self, x: int, cos: int, sin: int, *, head_dim: int, pairs: str, rounds: bool) -> None:
         """Turn the heads in x by a rotary embedding, in place; buffers cos and sin [1 or M, turned channels].
 
-        `rounds`: both products are rounded to the dtype before they are added.
+        Of "halves_by_pair" they are [1 or M, half of the turned channels]. `rounds`: both products are rounded to the
+        dtype before they are added.
         """
-        turned = self._widths[cos]
+        turned = self._widths[cos] * (2 if pairs == "halves_by_pair" else 1)
         self._steps.append((None, _TURN, x, cos, sin, x, head_dim, turned, PAIRS.index(pairs), rounds))
 
     def gate(
@@ -161,11 +163,27 @@ class Block:
 
     def append(self, k: int, v: int, num_heads: int) -> None:
         """Write keys and values of one new token of each of M sequences into the cache of the call."""
-        self._steps.append((None, _APPEND, k, v, -1, -1, num_heads, num_heads, 0))
+        self._steps.append((None, _APPEND, k, v, -1, -1, num_heads, num_heads, 0, 0, 0, 0))
 
-    def attend(self, q: int, to: int, num_heads: int, num_key_value_heads: int, scale: float) -> None:
-        """Compute the attention of one new token of each of M sequences to the cache of the call."""
-        self._steps.append((None, _ATTEND, q, -1, -1, to, num_heads, num_key_value_heads, _bits(scale)))
+    def attend(
+        self,
+        q: int,
+        to: int,
+        num_heads: int,
+        num_key_value_heads: int,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Compute the attention of one new token of each of M sequences to the cache of the call.
+
+        `softcap` as in `kv_attention`. `sinks` [num_heads]: one more score for each head, with no value.
+        """
+        self.held.append(sinks)
+        numbers = (num_heads, num_key_value_heads, _bits(scale), _bits(softcap or 0.0))
+        numbers += (0, 0) if sinks is None else (sinks.data_ptr(), DTYPES[sinks.dtype])
+        self._steps.append((None, _ATTEND, q, -1, -1, to, *numbers))
 
     def _held(self, tensor: Tensor | None) -> tuple[int, int]:
         """(address, dtype) of a tensor that is held, zeros if there is none."""

@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_quant.kernels.dispatch import define_op
-from hf_quant.kernels.native.blocks import ACTIVATIONS, PAIRS
+
+
+# As in `kernels.native.blocks`, which has more.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu")
+PAIRS = ("halves", "neighbors", "neighbors_by_pair")
 
 
 def check_weight(name: str, weight: Tensor | None, K: int) -> None:

@@ -3,6 +3,8 @@
 import copy
 import pickle
 import weakref
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +47,10 @@ FAMILIES = {
     "llama": ({}, 12),
     "qwen3": ({}, 16),  # norms of heads
     "gemma3_text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 20),  # 1 + weight
+    # Capped scores, of which some are near the cap, and "eager" attention.
+    "gemma2": ({"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16, "sliding_window": 8}, 16),
+    # Sinks, biases, angles for half of a head, and gates of pairs.
+    "gpt_oss": ({"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2}, 12),
     "phi3": ({}, 12),  # joined projections
     "olmo2": ({}, 16),  # norms of whole rows
     "cohere": ({}, 10),  # LayerNorm; neighbors are turned; attention and feed-forward read the same
@@ -166,7 +172,6 @@ def test_beams_and_copies_of_the_cache(llama):
         ("bitnet", {}, "makes something else of the result"),  # a norm before the last projection
         ("cohere", {"use_qk_norm": True}, "other queries or keys"),  # a norm for each head
         ("phimoe", {}, "chooses its experts otherwise"),  # one by one, each by its own softmax
-        ("gemma2", {"attn_implementation": "eager"}, "does not call one attention function"),
         ("llama", {"hidden_act": "tanh"}, "activation function"),
     ],
 )
@@ -175,6 +180,32 @@ def test_what_is_computed_otherwise_stays_with_the_host(kind, fields, reason):
     found = generate(model, prompt(2))
     assert any(reason in (text or "") for text in block_reasons(model).values())
     assert torch.equal(generate(unfuse_activations_(model), prompt(2)), found)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_functions_of_models_that_compute_something_else(kind, monkeypatch):
+    file = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    host = file.eager_attention_forward
+    own = SimpleNamespace(get_interface=lambda name, default: default)  # of a registry that is not wrapped
+    for name, other, reason in (
+        ("eager_attention_forward", lambda m, q, *args, **options: host(m, -q, *args, **options), "something else"),
+        ("ALL_ATTENTION_FUNCTIONS", own, "does not call one attention function"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(file, name, other)
+            model = make(kind, **FAMILIES[kind][0])
+            found = generate(model, prompt(2))
+            assert any(reason in (text or "") for text in block_reasons(model).values())
+            assert torch.equal(generate(unfuse_activations_(model), prompt(2)), found)
+
+
+def test_weights_of_a_fused_attention():
+    """A hook on the attention sees them, as without blocks."""
+    model, seen = make("gpt_oss", **FAMILIES["gpt_oss"][0]), []
+    expected = generate(model, prompt())
+    handle = model.model.layers[0].self_attn.register_forward_hook(lambda *call: seen.append(call[2][1]))
+    assert torch.equal(generate(model, prompt()), expected) and all(weights is not None for weights in seen)
+    handle.remove()
 
 
 def test_hooks_and_replaced_layers_are_noticed():
@@ -232,6 +263,7 @@ def parts(monkeypatch):
         ("llama", {}, [4]),
         ("granite", {"embedding_multiplier": 3.7}, [4]),
         ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, [3, 1]),
+        ("gemma2", {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16, "sliding_window": 8}, [4]),
     ],
 )
 @pytest.mark.parametrize("padding", [0, 3])
@@ -241,6 +273,7 @@ def test_layers_are_computed_in_one_call(parts, kind, fields, counts, inference,
     mask[0, :padding] = 0
     with torch.inference_mode(inference):
         found = generate(model, prompt(3), attention_mask=mask)
+        counts = [1] * 4 if padding and kind == "gemma2" else counts  # masks of a window are shorter than others
         assert parts == counts * 11  # all steps: the prompt has made the blocks of the layers
         unfuse_activations_(model)
         assert torch.equal(generate(model, prompt(3), attention_mask=mask), found)

@@ -182,6 +182,32 @@ def test_the_softmax_does_not_need_the_mean(S):
     assert torch.allclose((lse + mean).double(), scores.logsumexp(-1), atol=1e-4)
 
 
+@pytest.mark.parametrize("framed", [False, True])
+@pytest.mark.parametrize("S", [1, 20])
+def test_capped_scores(S, framed, monkeypatch):
+    """Of the keys as they are: the mean of a frame is in them; after the cap come masks, windows and the end."""
+    monkeypatch.setattr(cpu, "_BLOCK", 2**13)
+    for format, D, T, dtype in (("int8", 64, 300, torch.float32), ("int4", 128, 90, torch.bfloat16)):
+        q, parts = queries(2, 4, S, D, dtype), [cache((2, 2, T, D), format, seed=seed) for seed in (1, 2)]
+        frame, first = in_frame(2, 2, D)
+        options = {**CAUSAL, "format": format, "softcap": 4.0, "rotates_keys": True, "rotates_values": True}
+        if framed:
+            frame[:, :, 0] *= 0.1
+            options |= {"k_frame": frame, "k_first": first}
+        bias = torch.randn(1, 4, S, T, generator=torch.Generator().manual_seed(4))
+        assert_matches(q, *parts, bias, length=torch.tensor(T - 9), **{**options, "window": 50})
+        y, _ = assert_matches(q, *parts, bias, **{**options, "is_causal": False})
+        keys = decode_heads(*parts[0], FORMATS[format].spec, D)
+        keys[:, :, 0] += first if framed else 0
+        keys = rotate(keys) * frame[:, :, 1:] + frame[:, :, :1] if framed else rotate(keys)
+        values = rotate(decode_heads(*parts[1], FORMATS[format].spec, D)).repeat_interleave(2, 1).double()
+        scores = q.double() @ keys.double().repeat_interleave(2, 1).mT / math.sqrt(D)
+        expected = ((scores / 4).tanh() * 4 + bias).softmax(-1) @ values
+        assert_close(y, expected, rms=1e-5 if dtype == torch.float32 else 4e-3)
+        with pytest.raises(AssertionError):
+            assert_close(y, (scores + bias).softmax(-1) @ values, rms=2e-2)
+
+
 def test_rotating_keys_and_queries_leaves_the_scores():
     q, k = queries(1, 2, 3, 80), queries(1, 2, 9, 80)
     assert torch.allclose(rotate(q) @ rotate(k).mT, q @ k.mT, atol=1e-4)
@@ -290,7 +316,7 @@ def test_opcheck():
     q, parts = queries(1, 4, 3, 64), [cache((1, 2, 20, 64), "int4", 2, offset=True, seed=seed) for seed in (1, 2)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     k_frame, k_first = in_frame(1, 2, 64)
-    for more in ({}, {"rotates_values": True, "k_frame": k_frame, "k_first": k_first}):
+    for more in ({}, {"rotates_values": True, "k_frame": k_frame, "k_first": k_first, "softcap": 9.0}):
         arguments = (q, *parts[0], *parts[1], None, torch.tensor([13]))
         opcheck(kv_attention, arguments, {"format": "int4", **CAUSAL, **more}, test_utils=tests)
 
@@ -330,6 +356,7 @@ def test_wrong_arguments_are_refused():
         ({"window": 4}, "window is 4"),
         ({"window": -1, "is_causal": True}, "window is -1"),
         ({"scale": 0.0}, "scale is 0"),
+        ({"softcap": 0.0}, "softcap is 0"),
     ):
         with pytest.raises(ValueError, match=message):
             kv_attention(*good, **{"format": "int4", **PLAIN, **options})

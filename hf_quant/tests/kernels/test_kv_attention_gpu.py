@@ -308,6 +308,26 @@ def test_keys_in_a_frame_and_rotated_values(S, format):
         assert not torch.allclose(lacks[1], has[1], atol=1e-2)
 
 
+@pytest.mark.parametrize("target,dtype", [("sm90", torch.bfloat16), ("sm80", torch.float16), ("sm75", torch.float32)])
+def test_capped_scores(target, dtype):
+    """With and without a frame, whose mean is in them; tokens before the window, and behind the end, stay out."""
+    for S, T, format, framed in ((1, 300, "int8", True), (1, 70, "int4", False), (17, 90, "int4", True)):
+        q, parts = queries(1, 4, S, 64, dtype), caches((1, 2, T, 64), format, 1)
+        frame, first = in_frame(1, 2, 64)
+        frame[:, :, 0] *= 0.1
+        options = {**CAUSAL, "format": format, "scale": 0.3, "softcap": 5.0}
+        options |= {"k_frame": frame, "k_first": first} if framed else {}
+        served = None if target == "sm75" else DECODE if S == 1 else PREFILL
+        assert served is None or kernels(q, parts, target=target, **options)[0] == served
+        rms = {torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype)
+        y, _ = compare(q, parts, None, torch.tensor([T - 9]), target, rms, **{**options, "window": 40})
+        without = {**options, "window": 40, "softcap": None}
+        y_without, _ = kv_attention_reference(q, *parts[0], *parts[1], None, torch.tensor([T - 9]), **without)
+        with pytest.raises(AssertionError):
+            assert_close(y, y_without, rms=4e-2)
+        compare(q, parts, None, None, target, rms, **{**options, "rotates_keys": True, "rotates_values": True})
+
+
 # Shapes of heads, keys and values, and groups of each.
 APPENDED = [((64, 64), 2), ((128, 128), 2), ((80, 80), 1), ((96, 96), 3), ((256, 256), 8), ((192, 128), 1)]
 

@@ -81,18 +81,21 @@ def test_layer_norm(dtype, width):
 def test_turn(dtype, pairs, turned, shared):
     heads, D = 3, 16
     x = rows(M, heads * D, dtype=dtype)
-    angles = rows(1 if shared else M, turned, dtype=torch.float32, seed=1)
+    width = turned // 2 if pairs == "halves_by_pair" else turned
+    angles = rows(1 if shared else M, width, dtype=torch.float32, seed=1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    block, y = Block(dtype, heads * D, turned, turned), x.clone()
+    block, y = Block(dtype, heads * D, width, width), x.clone()
     block.turn(0, 1, 2, head_dim=D, pairs=pairs, rounds=True)
-    run(block, y, cos, sin, angle_stride=0 if shared else turned)
+    run(block, y, cos, sin, angle_stride=0 if shared else width)
     part = x.view(M, heads, D)[..., :turned]
-    if pairs == "halves":
+    if pairs.startswith("halves"):
         other = torch.cat([-part[..., turned // 2 :], part[..., : turned // 2]], -1)
     else:
         other = torch.stack([-part[..., 1::2], part[..., ::2]], -1).flatten(-2)
     if pairs == "neighbors_by_pair":
         cos, sin = (angle[..., : turned // 2].repeat_interleave(2, -1) for angle in (cos, sin))
+    if pairs == "halves_by_pair":
+        cos, sin = (angle.repeat(1, 2) for angle in (cos, sin))
     expected = x.view(M, heads, D).clone()
     expected[..., :turned] = part * cos[:, None] + other * sin[:, None]
     assert torch.equal(y.view(M, heads, D)[..., turned:], expected[..., turned:])

@@ -11,8 +11,8 @@ from transformers.models.llama import modeling_llama
 
 from hf_quant import kernels
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
-from hf_quant.kernels.native.blocks import ACTIVATIONS, PAIRS
 from hf_quant.kernels.steps import gpu, op
+from hf_quant.kernels.steps.op import ACTIVATIONS, PAIRS
 from hf_quant.tests.kernels.test_rowwise import normal
 
 

@@ -26,6 +26,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     random_rows,
 )
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
+from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.blocks import PAIRS, Block
 from hf_quant.modules import QuantLinear
 
@@ -74,7 +75,8 @@ class Recorded(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    options: dict[str, Any]  # of the attention function
+    function: Callable[..., Any]  # the attention function
+    options: dict[str, Any]  # of it
     result: Tensor  # [B, S, H, D]
     output: Any
 
@@ -118,6 +120,7 @@ class AttentionBlock:
         self.sizes = _Sizes(heads, shared, D, turned)
         self.widths = (heads * D, shared * D, shared * D)
         self.options: dict[str, Any] = {}  # of the attention function
+        self.function: Callable[..., Any] | None = None  # of a model's own attention, "eager"
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms_last = False  # after the rotary embedding
 
@@ -148,7 +151,8 @@ class AttentionBlock:
         y = block.buffer(self.widths[0])
         self.add_projections(block, x, (q, k, v))
         block.append(k, v, shared)
-        block.attend(q, y, heads, shared, self.scale)
+        more = {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
+        block.attend(q, y, heads, shared, scale=self.scale, **more)
         add_product(block, y, to, self.layers[-1])
 
     def _projections(self) -> Block:
@@ -183,12 +187,13 @@ class AttentionBlock:
 
     def _ways(self) -> list[tuple[str, bool] | None]:
         """(pairs, rounding) of all rotary embeddings that there may be; None: of none."""
-        turned = self.sizes.turned
-        return [None, *product(PAIRS, (True, False))] if turned else [None]
+        _, _, D, turned = self.sizes
+        kinds = [pairs for pairs in PAIRS if pairs != "halves_by_pair" or 2 * turned <= D]
+        return [None, *product(kinds, (True, False))] if turned else [None]
 
     def _scale_of(self, module: nn.Module, records: list[Recorded], error: float) -> float:
         """The scale of the scores, if the queries and keys of trials are right. Raises Unproven."""
-        heads, _, D, _ = self.sizes
+        heads, shared, D, _ = self.sizes
         dtype = self.dtype
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} has other queries or keys: off by {error:.3g} roundings")
@@ -201,6 +206,10 @@ class AttentionBlock:
         scale = scales.pop()
         if scales:
             raise Unproven(f"the scale of the scores in {type(module).__name__} depends on the position")
+        function, q = records[0].function, records[0].q
+        if not kv_cache.reads_codes(function, module, q, shared, scale, self.options):
+            raise Unproven(f"{type(module).__name__} has an attention function that computes something else")
+        self.function = function if self.implementation == "eager" else None
         return D**-0.5 if scale is None else float(scale)
 
     def error(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, recorded: Recorded) -> float:
@@ -216,9 +225,17 @@ class AttentionBlock:
         for name, value in options.items():
             if name in ("scaling", *_IGNORED) or value is None:
                 continue
+            if name == "softcap" or (name == "s_aux" and self._are_sinks(module, value)):
+                self.options[name] = value
+                continue
             if value is not False and name != "sliding_window" and value != _NEUTRAL.get(name):
                 raise Unproven(f"{type(module).__name__} asks the attention for {name}")
             self.options[name] = value
+
+    def _are_sinks(self, module: nn.Module, value: Any) -> bool:
+        """True if a value is a parameter of the module, which is watched, as the block reads it."""
+        own = any(value is parameter for parameter in module._parameters.values())
+        return own and is_plain(value) and value.shape == (self.sizes.heads,) and value.dtype in TOLERANCE
 
     def __call__(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
         """The output for one token x [B, 1, K] of each sequence, which is added to a cache; None: left to the host."""
@@ -283,7 +300,7 @@ class AttentionBlock:
 
         if past is not None:
             k, v = past.update(k, v, module.layer_idx)
-        function = ALL_ATTENTION_FUNCTIONS[self.implementation]
+        function = self.function or ALL_ATTENTION_FUNCTIONS[self.implementation]
         return function(module, q, k, v, mask, scaling=self.scale, **self.options, **more)[0]
 
 
@@ -311,10 +328,10 @@ def record(
     """
     seen: list[tuple] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    def attend(function: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         B, H, S, D = q.shape
         result = random_rows(B, S, H, D, dtype=q.dtype, seed=77, device=q.device)
-        seen.append((q.clone(), k.clone(), v.clone(), options, result))
+        seen.append((q.clone(), k.clone(), v.clone(), function, options, result))
         return seen[-1][-1]
 
     kv_cache.register_attention()
@@ -396,7 +413,7 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
     block = state.block(module, x.dtype, lambda: AttentionBlock(module, x.dtype, turned))
     if block is None or block.K != x.shape[2] or block.implementation != implementation_of(module):
         return None
-    if turned != block.sizes.turned:
+    if turned != block.sizes.turned or (block.function is not None and kv_cache.wants_weights(module, kwargs)):
         return None
     y = block(module, x, angles, kwargs.get("attention_mask"), kwargs["past_key_values"])
     return None if y is None else (y, None)

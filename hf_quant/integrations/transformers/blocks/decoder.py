@@ -147,9 +147,8 @@ class DecoderBlock:
         if last.args != (ours[-1].result,) or last.kwargs:
             raise Unproven(f"{type(module).__name__} does not end with its norm")
         self.output = _output_of(output, last.result, inputs.past)
-        # Layers that follow each other with equal angles, heads and window: (number of the angles, first, last + 1).
-        starts = [i for i in range(len(kinds)) if i == 0 or kinds[i] != kinds[i - 1]]
-        self.parts = [(kinds[i][0], i, end) for i, end in zip(starts, [*starts[1:], len(kinds)])]
+        # Layers that follow each other with equal angles and heads, and if there is a mask with an equal window.
+        self.parts, self.masked_parts = _parts([kind[:2] for kind in kinds]), _parts(kinds)
         self.watch = Watch.of_all([watch, *(block.watch for block in blocks)])
 
     def _tokens(self, inputs: _Inputs) -> list[kv_cache.NextToken] | None:
@@ -178,7 +177,8 @@ class DecoderBlock:
             angles.append(module(*args, **{name: places.get(value, value) for name, value in kwargs.items()}))
         with torch.inference_mode(False):  # as results of the host, which may leave inference mode
             y = torch.empty((len(tokens), *x.shape), dtype=x.dtype)
-        parts = [self._part(part, inputs, x, y, tokens, angles) for part in self.parts]
+        parts = self.parts if inputs.padding is None else self.masked_parts
+        parts = [self._part(part, inputs, x, y, tokens, angles) for part in parts]
         if None in parts:
             return None
         for part in parts:
@@ -212,6 +212,12 @@ class DecoderBlock:
         blocks, caches = [block.block for block in self.blocks[start:end]], tuple([token.cache for token in tokens])
         places = [token.place for token in tokens]
         return blocks, B, stride, caches, places, mask, first.data_ptr(), cos, sin, y[start].data_ptr()
+
+
+def _parts(kinds: list[tuple]) -> list[tuple[int | None, int, int]]:
+    """Layers of equal kinds, which begin with the number of their angles: (that number, first, last + 1)."""
+    starts = [i for i in range(len(kinds)) if i == 0 or kinds[i] != kinds[i - 1]]
+    return [(kinds[i][0], i, end) for i, end in zip(starts, [*starts[1:], len(kinds)])]
 
 
 def _record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[list[_Call], Any]:
@@ -261,10 +267,20 @@ def _check(call: _Call, before: Tensor, inputs: _Inputs, tokens: int) -> None:
     if mask is None:
         is_known = expected is None or bool(expected.all())
     else:
-        is_known = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
-        is_known = is_known and bool((mask[..., :tokens] == (True if expected is None else expected)).all())
+        seen = _seen(mask)
+        is_known = seen is not None and bool((seen[..., :tokens] == (True if expected is None else expected)).all())
     if not is_known:
         raise Unproven(f"{name} is given another mask than that of the padding")
+
+
+def _seen(mask: Any) -> Tensor | None:
+    """Return the tokens that a mask [B, 1, 1, T] lets be seen, bool; None if it is of another kind."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return None
+    if mask.dtype == torch.bool:
+        return mask
+    seen = mask == 0  # "eager" attention adds the least number to all other scores
+    return seen if bool((seen | (mask == torch.finfo(mask.dtype).min)).all()) else None
 
 
 def _places(values: Any, x: Tensor, inputs: _Inputs) -> list[Any]:

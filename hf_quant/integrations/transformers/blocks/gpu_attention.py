@@ -39,7 +39,7 @@ from hf_quant.integrations.transformers.blocks.gpu import (
 from hf_quant.integrations.transformers.blocks.layer import _feed_forward, _names
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp
 from hf_quant.kernels.dispatch import direct
-from hf_quant.kernels.steps.op import rotary_reference
+from hf_quant.kernels.steps.op import PAIRS, rotary_reference
 
 
 rotary = direct(kernels.rotary)
@@ -77,7 +77,7 @@ class GpuAttention(AttentionBlock):
             self.turn = way
             return error_of(rotary_reference)
 
-        self.turn = closest(self._ways(), with_turn)
+        self.turn = closest([way for way in self._ways() if way is None or way[0] in PAIRS], with_turn)
         # What a host passes on to the attention function, it passes on as it is.
         self.passes = all("position_ids" in of.options for of in records)
         return self._scale_of(module, records, error_of(rotary))
@@ -180,7 +180,9 @@ class GpuLayer:
             of = record(type(module)._hf_quant_block_of.forward, module, x, cos, sin, position)
             seen: list[Tensor] = []
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, options: Any, of: Recorded = of, to: list = seen) -> Tensor:
+            def attend(
+                _: Any, q: Tensor, k: Tensor, v: Tensor, options: Any, of: Recorded = of, to: list = seen
+            ) -> Tensor:
                 to += [q, k, v]
                 return of.result
 

@@ -140,6 +140,24 @@ static inline float exp_of_negative(float x) {
   return y < -125.0f ? 0.0f : value * power;
 }
 
+// tanh to 2 units in the last place.
+static inline float tanh_of(float x) {
+  const float z = x * x, size = x < 0.0f ? -x : x, e = exp_of_negative(-2.0f * size), far = (1.0f - e) / (1.0f + e);
+  float near = -5.70498872745e-3f;  // Cephes' tanhf
+  near = near * z + 2.06390887954e-2f;
+  near = near * z - 5.37397155531e-2f;
+  near = near * z + 1.33314422036e-1f;
+  near = near * z - 3.33332819422e-1f;
+  near = near * z * x + x;
+  return size < 0.625f ? near : x < 0.0f ? -far : far;
+}
+
+// cap * tanh((score + shift) / cap)
+static inline void cap_scores(int64_t count, float cap, float shift, float* __restrict scores) {
+  const float inverse = 1.0f / cap;
+  for (int64_t i = 0; i < count; ++i) scores[i] = cap * tanh_of((scores[i] + shift) * inverse);
+}
+
 // What has been seen of the tokens by `rows` rows of queries.
 struct Partial {
   float* top;     // [rows] largest score
@@ -194,9 +212,9 @@ class AttentionTasks {
   }
 
  private:
-  // seen | queries [rows, D] | scores of the rows | panel [kTokens, D]
+  // seen | queries [rows, D] | scores of the rows | panel [kTokens, D] | scores of what the keys lack [rows]
   size_t scratch_floats(int64_t rows) const {
-    return static_cast<size_t>(rows * (a_.D + 2) + rows * a_.D + rows * step(rows) + kTokens * a_.D);
+    return static_cast<size_t>(rows * (a_.D + 2) + rows * a_.D + rows * step(rows) + kTokens * a_.D + rows);
   }
 
   int64_t step(int64_t rows) const { return Panels::few(a_, rows) ? kFewTokens : kTokens; }
@@ -222,6 +240,14 @@ class AttentionTasks {
     to_float(rounded, a_.q_dtype, 0, a_.D, values);
   }
 
+  // The score of what the keys lack in their frame, which all tokens have.
+  float lacking_score(const char* from, int64_t head) const {
+    if (a_.frame == nullptr) return 0.0f;
+    float values[kMaxHeadDim];
+    to_float(from, a_.q_dtype, 0, a_.D, values);
+    return dot(values, a_.frame + 2 * head * a_.D) * a_.scale;
+  }
+
   // Tokens begin..end that a position sees.
   int64_t first_seen(int64_t position) const {
     return a_.window == 0 ? 0 : max64(0, a_.T - a_.S + position + 1 - a_.window);
@@ -233,8 +259,10 @@ class AttentionTasks {
     const int64_t b = head / a_.H_kv, h = head % a_.H_kv;
     const int64_t tokens = step(rows);
     float *queries = scratch, *scores = queries + rows * a_.D, *panel = scores + rows * tokens;
+    float* lacking_scores = panel + kTokens * a_.D;
     for (int64_t r = 0; r < rows; ++r) {
       load_query(query(head, first + r), head, queries + r * a_.D);
+      if (a_.softcap > 0.0f) lacking_scores[r] = lacking_score(query(head, first + r), head);
       for (int64_t d = 0; d < a_.D; ++d) queries[r * a_.D + d] *= a_.scale;
       seen.top[r] = -INFINITY;
       seen.weight[r] = 0.0f;
@@ -258,6 +286,7 @@ class AttentionTasks {
       }
       bool any = false;
       for (int64_t r = 0; r < rows; ++r) {
+        if (a_.softcap > 0.0f) cap_scores(count, a_.softcap, lacking_scores[r], scores + r * tokens);
         mask(b, h, first + r, t, count, tokens, scores + r * tokens);
         any |= soften(tokens, scores + r * tokens, seen.top[r], seen.weight[r], seen.out + r * a_.D);
       }
@@ -352,11 +381,16 @@ class AttentionTasks {
       const int64_t b = head / a_.H_kv, h = head % a_.H_kv * repeats_ + (first + r) % repeats_;
       const int64_t position = (first + r) / repeats_;
       float* out = seen.out + r * a_.D;
-      const float inverse = seen.weight[r] == 0.0f ? 0.0f : 1.0f / seen.weight[r];
+      const float lse = seen.top[r] + std::log(seen.weight[r]);
+      float inverse = seen.weight[r] == 0.0f ? 0.0f : 1.0f / seen.weight[r];
+      if (a_.sinks != nullptr) {
+        const float all = a_.softcap > 0.0f ? lse : lse + lacking_score(query(head, first + r), head);
+        inverse /= 1.0f + std::exp(load_as_float(a_.sinks, a_.sinks_dtype, h) - all);
+      }
       for (int64_t d = 0; d < a_.D; ++d) out[d] *= inverse;
       if (a_.rotates_values) rotate(out, a_.D);
       store_row(out, a_.D, a_.y, a_.q_dtype, b * a_.y_batch + h * a_.y_head + position * a_.y_position);
-      a_.lse[(b * a_.H + h) * a_.S + position] = seen.top[r] + std::log(seen.weight[r]);
+      a_.lse[(b * a_.H + h) * a_.S + position] = lse;
     }
   }
 

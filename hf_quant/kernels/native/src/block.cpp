@@ -169,6 +169,7 @@ size_t Block::products(const Kernels& kernels, const BlockCall& call, size_t fir
     if (count > 0) {
       if (!kernels.joins_siblings || !share_x(siblings[0], p)) break;
       siblings[count - 1].sibling = &p;
+      prefetch_start(&p);
     }
     ++count;
     if (to == from) break;
@@ -230,6 +231,9 @@ bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockSte
   p.mask_batch = call.mask_batch;
   p.mask_head = call.mask_head;
   p.scale = step.scale;
+  p.softcap = step.softcap;
+  p.sinks = step.sinks;
+  p.sinks_dtype = step.sinks_dtype;
   p.threads = call.threads;
   return kernels.attention(p);
 }

@@ -28,7 +28,9 @@ struct BlockStep {
   SmallProduct small;        // WEIGH
   bool rounds;               // COMBINE: products, before they are added
   int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values
-  float scale;                  // ATTEND: of the scores; ADD: of what is added
+  float scale, softcap;         // ATTEND: of the scores, see Attention; ADD: scale of what is added
+  const void* sinks;
+  int sinks_dtype;
 };
 
 // The tensors of one layer of a cache, which must live as long as it is used.

@@ -43,7 +43,7 @@ struct Cache {
 constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kMaxBlock = 1024;  // of a Hadamard transform
 
-// y = softmax(q @ k.T * scale + mask) @ v, and the logarithm of the sum of its exponentials.
+// y = softmax(cap(q @ k.T * scale) + mask) @ v, and the logarithm of the sum of its exponentials.
 struct Attention {
   int64_t B, H, H_kv, S, T, D;
   int layout;  // PACKED2, PACKED4, BYTES_INT or BYTES_FLOAT
@@ -56,7 +56,7 @@ struct Attention {
   int64_t q_batch, q_head, q_position;
   bool rotates;         // q, as the keys were, rounded to its dtype
   bool rotates_values;  // they were: so is y
-  const float* frame;   // [B, H_kv, 2, D], of which q is multiplied by the second row; null if there is none
+  const float* frame;   // [B, H_kv, 2, D]: q is multiplied by the second row, keys lack the first; null if there is none
   const float* first;   // [B, H_kv, D], added to the key of token 0; null if there is none
   void* y;
   int64_t y_batch, y_head, y_position;
@@ -69,6 +69,9 @@ struct Attention {
   bool causal;     // position i sees tokens up to T - S + i
   int64_t window;  // and of these the last ones; 0: all
   float scale;
+  float softcap;      // scores, those of what keys lack included, become softcap * tanh(score / softcap); 0: they do not
+  const void* sinks;  // [H]: one more score for each head, with no value, of which lse knows nothing; null: none
+  int sinks_dtype;
   int threads;
 };
 
@@ -216,6 +219,7 @@ enum TurnedPairs : int {
   HALVES,     // c and c + turned / 2; at c
   NEIGHBORS,  // 2 i and 2 i + 1; at c
   NEIGHBORS_BY_PAIR,  // the same; at i
+  HALVES_BY_PAIR,     // c and c + turned / 2; both at c, below turned / 2
 };
 
 // x [rows, heads, width] in place: the first `turned` channels of each head become x * cos + pair of x * sin.

@@ -190,6 +190,7 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.causal = a.integer() != 0;
   p.window = a.number();
   p.scale = bits_to_float(static_cast<uint32_t>(a.number()));
+  p.softcap = bits_to_float(static_cast<uint32_t>(a.number()));
   p.threads = a.integer();
   if (!a.finish()) return nullptr;
   bool ok;
@@ -493,6 +494,9 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.heads = a.number();
       step.shared_heads = a.number();
       step.scale = bits_to_float(static_cast<uint32_t>(a.number()));
+      step.softcap = bits_to_float(static_cast<uint32_t>(a.number()));
+      step.sinks = a.pointer<const void>();
+      step.sinks_dtype = a.integer();
   }
   if (!a.finish()) return nullptr;
   block->add(step);
@@ -675,7 +679,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(15); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(16); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 

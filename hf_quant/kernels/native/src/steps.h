@@ -148,7 +148,7 @@ static void norm_rows(const NormRows& n) {
 }
 
 static void turn_rows(const TurnRows& t) {
-  const int64_t half = t.turned / 2, angles = t.pairs == NEIGHBORS_BY_PAIR ? half : t.turned;
+  const int64_t half = t.turned / 2, angles = t.pairs == HALVES || t.pairs == NEIGHBORS ? t.turned : half;
   const bool is_small = t.rows * t.heads * t.turned < (1 << 15);
   parallel_for(t.rows, is_small ? 1 : t.threads, [&](int64_t row) {
     float cos[kMaxHeadDim], sin[kMaxHeadDim], own[kMaxHeadDim], pairs[kMaxHeadDim];
@@ -159,10 +159,14 @@ static void turn_rows(const TurnRows& t) {
         cos[c] = cos[c / 2];
         sin[c] = sin[c / 2];
       }
+    if (t.pairs == HALVES_BY_PAIR) {
+      memcpy(cos + half, cos, static_cast<size_t>(half) * sizeof(float));
+      memcpy(sin + half, sin, static_cast<size_t>(half) * sizeof(float));
+    }
     for (int64_t h = 0; h < t.heads; ++h) {
       const int64_t first = (row * t.heads + h) * t.width;
       to_float(t.x, t.dtype, first, t.turned, own);
-      if (t.pairs == HALVES) {
+      if (t.pairs == HALVES || t.pairs == HALVES_BY_PAIR) {
         for (int64_t c = 0; c < half; ++c) pairs[c] = -own[c + half];
         for (int64_t c = 0; c < half; ++c) pairs[c + half] = own[c];
       } else {
