@@ -8,19 +8,20 @@
     python scripts/bench_generate.py --graphs --device cuda   # decoding captured, by hf_quant.capture_generate
     python scripts/bench_generate.py --threads 1 --clock cpu  # on a machine that others use, too
     python scripts/bench_generate.py --threads 1 --head --formats int4 W4A8 --kv-cache int8 --only-both --unfused
+    python scripts/bench_generate.py --shape moe --threads 1 --head --formats int4 W4A8 --kv-cache int8 --only-both
     python scripts/bench_generate.py --context 8192 --kv-cache int8 int4 --formats int4     # quantized KV caches
     python scripts/bench_generate.py --shape llama-3.1-8b --device cuda --graphs --context 131072 --kv-cache int4 \
         --formats int4 --only-both
 
 The model is a Llama of 468M parameters with random weights in bf16 (hidden 1024, 24 layers, intermediate 4096,
-vocabulary 32000), of another --shape, or a directory given by --model. Every library leaves the output embedding in
-16 bit; ours quantizes it with --head. The models take turns, one generation each; the medians count: of the time to
-the first token, and of the interval between tokens. With --kv-cache the 16-bit model and each format are measured
-with each quantized cache, too (--only-both: only formats with a cache, next to 16 bit with one of 16 bit). --context
-is the length of the prompt; memory is then measured as well: a generation's peak beside the weights. --rivals adds
-torchao, optimum-quanto and bitsandbytes as far as they are installed, llama.cpp, if the packages llama-cpp-python and
-gguf are (a Llama on the CPU), and vLLM's CPU build, if `make engines` has installed it (wall time only, because it
-runs in a process of its own); or those of them whose names begin as given.
+vocabulary 32000), of another --shape (moe: a small Qwen3-MoE), or a directory given by --model. Every library leaves
+the output embedding in 16 bit; ours quantizes it with --head. The models take turns, one generation each; the medians
+count: of the time to the first token, and of the interval between tokens. With --kv-cache the 16-bit model and each
+format are measured with each quantized cache, too (--only-both: only formats with a cache, next to 16 bit with one of
+16 bit). --context is the length of the prompt; memory is then measured as well: a generation's peak beside the
+weights. --rivals adds torchao, optimum-quanto and bitsandbytes as far as they are installed, llama.cpp, if the
+packages llama-cpp-python and gguf are (a Llama on the CPU), and vLLM's CPU build, if `make engines` has installed it
+(wall time only, because it runs in a process of its own); or those of them whose names begin as given.
 """
 
 import argparse
@@ -33,9 +34,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from common import vllm_engine
 from common.checkout import commit
@@ -53,17 +53,19 @@ FORMATS = ("int8", "W8A8", "int4", "W4A8", "nf4", "fp8", "int3", "int2")
 SHAPES = {
     "468m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 32000},
     "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+    "moe": {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 32000}
+    | {"num_experts": 64, "num_experts_per_tok": 8, "head_dim": 64},
 }
-HEADS = {"468m": (16, 16), "llama-3.1-8b": (32, 8)}  # of queries, of keys and values
+HEADS = {"468m": (16, 16), "llama-3.1-8b": (32, 8), "moe": (16, 4)}  # of queries, of keys and values
 
 
 def make_model(path: Path | None, shape: str, layers: int | None, context: int, device: str) -> nn.Module:
     """The model to measure, in bf16."""
     if path is not None:
-        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     torch.manual_seed(0)
     heads, kv_heads = HEADS[shape]
-    config = LlamaConfig(
+    config = (Qwen3MoeConfig if shape == "moe" else LlamaConfig)(
         **{**SHAPES[shape], **({} if layers is None else {"num_hidden_layers": layers})},
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -72,7 +74,7 @@ def make_model(path: Path | None, shape: str, layers: int | None, context: int, 
         dtype=torch.bfloat16,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).bfloat16()
+        model = AutoModelForCausalLM.from_config(config)
     model = model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -10,6 +10,9 @@ from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, layout, leve
 from hf_quant.kernels.native.extension import active, module, unavailable_reason
 
 
+_VALUES = 6  # a layout: no codes
+
+
 def attention_unsupported_reason(
     dtype: torch.dtype, D: int, group_size: int, scale_dtype: torch.dtype | None
 ) -> str | None:
@@ -50,12 +53,7 @@ def attention(
     y = result if result.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device="cpu")
     keys, values = _rows_of_cache(*keys), _rows_of_cache(*values)  # referred to until the end of the call
     k_frame, k_first = (part if part is None else part.contiguous() for part in (k_frame, k_first))
-    mask_arguments = (0, 0, 0, 0, 0)
-    if mask is not None:
-        mask = mask if mask.dtype == torch.bool else mask.float()
-        mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(B, H, S, T)
-        mask_arguments = (mask.data_ptr(), DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype])
-        mask_arguments += mask.stride()[:3]
+    mask, mask_arguments = _mask_arguments(mask, (B, H, S, T))
     module.attention(
         *(B, H, H_kv, S, T, D, layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer),
         *(groups, D // groups),
@@ -65,9 +63,68 @@ def attention(
         *_cache_arguments(*keys),
         *_cache_arguments(*values),
         *mask_arguments,
-        *(is_causal, window, *struct.unpack("2I", struct.pack("2f", scale, softcap or 0.0)), torch.get_num_threads()),
+        *(
+            is_causal,
+            window,
+            *struct.unpack("2I", struct.pack("2f", scale, softcap or 0.0)),
+            0,
+            0,
+            torch.get_num_threads(),
+        ),
     )
     return (y if y is result else result.copy_(y)), lse
+
+
+def attention_of_values(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """softmax(q @ k.T * scale + mask) @ v in fp32 -> [B, S, H, D] in q's dtype; None if it is not computed here.
+
+    q [B, H, S, D] and k, v [B, H_kv, T, D] of one dtype. mask: bool or floating-point [B|1, H|1, S|1, T]. With
+    `is_causal` position i sees tokens up to T - S + i. softcap: scores become softcap * tanh(score / softcap). sinks
+    [H]: one more score for each head, with no value.
+    """
+    (B, H, S, D), (H_kv, T) = q.shape, k.shape[1:3]
+    if attention_unsupported_reason(q.dtype, D, UNIT, None) is not None or D % UNIT or H % H_kv or v.shape != k.shape:
+        return None
+    if mask is not None and (mask.dim() != 4 or mask.shape[3] != T):
+        return None
+    if k.dtype is not q.dtype or v.dtype is not q.dtype or (sinks is not None and sinks.dtype not in DTYPES):
+        return None
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    y, lse = torch.empty(B, S, H, D, dtype=q.dtype, device="cpu"), torch.empty(B, H, S, device="cpu")
+    mask, mask_arguments = _mask_arguments(mask, (B, H, S, T))
+    strides = [[stride * x.element_size() for stride in x.stride()[:3]] for x in (k, v)]
+    sinks = None if sinks is None else sinks.contiguous()
+    sinks_arguments = (0, 0) if sinks is None else (sinks.data_ptr(), DTYPES[sinks.dtype])
+    module.attention(
+        *(B, H, H_kv, S, T, D, _VALUES, 0, False, 1, D),
+        *(q.data_ptr(), DTYPES[q.dtype], *q.stride()[:3], False, False, 0, 0),
+        *(y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
+        *(k.data_ptr(), *strides[0], 0, 0, 0, 0, 0, 0, 0),
+        *(v.data_ptr(), *strides[1], 0, 0, 0, 0, 0, 0, 0),
+        *mask_arguments,
+        *(is_causal, 0, *struct.unpack("2I", struct.pack("2f", scale, softcap or 0.0)), *sinks_arguments),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def _mask_arguments(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:
+    """(a mask as the extension reads it, to be held, its arguments)."""
+    if mask is None:
+        return None, (0, 0, 0, 0, 0)
+    mask = mask if mask.dtype == torch.bool else mask.float()
+    mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(shape)
+    return mask, (mask.data_ptr(), DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype], *mask.stride()[:3])
 
 
 def _rows_of_cache(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -29,6 +29,7 @@ from hf_quant.modules.experts import QuantExperts, expert_weight_names
 
 
 _ROWS = 8  # of the trial
+_GROUPS = ("n_group", "num_group", "n_groups", "num_expert_group")
 _FACTORS = ("routed_scaling_factor", "route_scale", "routed_scale")  # names of what weights are multiplied by
 
 
@@ -90,6 +91,8 @@ class MixtureBlock:
         shared = [child for child in module._modules.values() if child not in (experts, router) and is_mlp(child)]
         if router is None or len(shared) > 1:
             raise Unproven("it has no router, or more than one expert that all rows share")
+        if any(getattr(part, name, None) not in (None, 1) for part in (module, router) for name in _GROUPS):
+            raise Unproven("its router chooses groups of experts first")
         self.watch = Watch(module, *module.children())
         self.up = "gate_up_proj" if experts.has_gate else "up_proj"
         self.F, self.K = experts.matrix_shape("down_proj")[-1], experts.matrix_shape(self.up)[-1]

@@ -57,6 +57,9 @@ static inline void decode_token(const Attention& a, const Cache& cache, int64_t 
 // How tokens first..first + count of a head become panels. With `few` rows, up to kFewTokens tokens at a time need none:
 // `scores` makes those of all rows, kFewTokens apart, `add` adds values weighted by them to out [rows, D].
 struct TokenPanels {
+  static constexpr int64_t STEP = kTokens;  // tokens whose scores are made before values are added
+  static constexpr bool ROUNDS = false;     // exponentials, to the dtype of the queries
+
   static bool few(const Attention&, int64_t) { return false; }
   static void scores(const Attention&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t, float*) {}
   static void add(const Attention&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t, float*) {}
@@ -72,6 +75,24 @@ struct TokenPanels {
   // panel [kTokens, D]
   static void values(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
     for (int64_t t = 0; t < count; ++t) decode_token(a, a.v, b, h, first + t, panel + t * a.D);
+  }
+};
+
+// The same of keys and values that are no codes, with the steps and roundings of torch's own attention on CPUs
+// (cpu_flash_attention in ATen/native/cpu/FlashAttentionKernel.cpp).
+struct ValuePanels : TokenPanels {
+  static constexpr int64_t STEP = 512;
+  static constexpr bool ROUNDS = true;
+
+  static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    float values[kMaxHeadDim];
+    for (int64_t t = 0; t < count; ++t) {
+      to_float(a.k.row(b, h, first + t), a.q_dtype, 0, a.D, values);
+      for (int64_t d = 0; d < a.D; ++d) panel[d * kTokens + t] = values[d];
+    }
+  }
+  static void values(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    for (int64_t t = 0; t < count; ++t) to_float(a.v.row(b, h, first + t), a.q_dtype, 0, a.D, panel + t * a.D);
   }
 };
 
@@ -212,12 +233,33 @@ class AttentionTasks {
   }
 
  private:
-  // seen | queries [rows, D] | scores of the rows | panel [kTokens, D] | scores of what the keys lack [rows]
+  // seen | queries [rows, D] | scores of the rows | panel [kTokens, D] | scores of a panel | of what the keys lack [rows]
   size_t scratch_floats(int64_t rows) const {
-    return static_cast<size_t>(rows * (a_.D + 2) + rows * a_.D + rows * step(rows) + kTokens * a_.D + rows);
+    const int64_t of_panel = Panels::STEP == kTokens ? 0 : rows * kTokens;
+    return static_cast<size_t>(rows * (a_.D + 2) + rows * a_.D + rows * step(rows) + kTokens * a_.D + of_panel + rows);
   }
 
-  int64_t step(int64_t rows) const { return Panels::few(a_, rows) ? kFewTokens : kTokens; }
+  int64_t step(int64_t rows) const { return Panels::few(a_, rows) ? kFewTokens : Panels::STEP; }
+
+  // Scores of tokens t..t + count, `tokens` apart.
+  void score(int64_t b, int64_t h, int64_t t, int64_t count, const float* queries, int64_t rows, int64_t tokens,
+             float* panel, float* of_panel, float* scores) const {
+    for (int64_t at = 0; at < count; at += kTokens) {
+      float* to = Panels::STEP == kTokens ? scores : of_panel;
+      Panels::keys(a_, b, h, t + at, min64(kTokens, count - at), panel);
+      memset(to, 0, static_cast<size_t>(rows * kTokens) * sizeof(float));
+      multiply(queries, a_.D, rows, panel, kTokens, a_.D, to);
+      for (int64_t r = 0; r < rows && to != scores; ++r)
+        memcpy(scores + r * tokens + at, to + r * kTokens, kTokens * sizeof(float));
+    }
+  }
+
+  void round_scores(int64_t count, float* scores) const {
+    if (!Panels::ROUNDS || a_.q_dtype == F32) return;
+    uint16_t rounded[Panels::STEP];
+    store_row(scores, count, rounded, a_.q_dtype, 0);
+    to_float(rounded, a_.q_dtype, 0, count, scores);
+  }
 
   // Row r of a head of the keys: position r / repeats_, head r % repeats_ of the queries that share it.
   const char* query(int64_t head, int64_t r) const {
@@ -259,7 +301,8 @@ class AttentionTasks {
     const int64_t b = head / a_.H_kv, h = head % a_.H_kv;
     const int64_t tokens = step(rows);
     float *queries = scratch, *scores = queries + rows * a_.D, *panel = scores + rows * tokens;
-    float* lacking_scores = panel + kTokens * a_.D;
+    float* of_panel = panel + kTokens * a_.D;
+    float* lacking_scores = of_panel + (Panels::STEP == kTokens ? 0 : rows * kTokens);
     for (int64_t r = 0; r < rows; ++r) {
       load_query(query(head, first + r), head, queries + r * a_.D);
       if (a_.softcap > 0.0f) lacking_scores[r] = lacking_score(query(head, first + r), head);
@@ -268,7 +311,7 @@ class AttentionTasks {
       seen.weight[r] = 0.0f;
     }
     memset(seen.out, 0, static_cast<size_t>(rows * a_.D) * sizeof(float));
-    if (tokens == kTokens) memset(panel, 0, static_cast<size_t>(kTokens * a_.D) * sizeof(float));  // what it holds counts
+    if (tokens != kFewTokens) memset(panel, 0, static_cast<size_t>(kTokens * a_.D) * sizeof(float));  // what it holds counts
     begin = max64(begin, first_seen(first / repeats_) / kTokens * kTokens);
     end = min64(end, end_seen((first + rows - 1) / repeats_));
     for (int64_t t = begin; t < end; t += tokens) {
@@ -276,26 +319,29 @@ class AttentionTasks {
       if (tokens == kFewTokens) {
         Panels::scores(a_, b, h, t, count, queries, rows, scores);
       } else {
-        Panels::keys(a_, b, h, t, count, panel);
-        memset(scores, 0, static_cast<size_t>(rows * kTokens) * sizeof(float));
-        multiply(queries, a_.D, rows, panel, kTokens, a_.D, scores);
+        score(b, h, t, count, queries, rows, tokens, panel, of_panel, scores);
       }
       if (t == 0 && a_.first != nullptr) {
         const float* lacking = a_.first + head * a_.D;
         for (int64_t r = 0; r < rows; ++r) scores[r * tokens] += dot(queries + r * a_.D, lacking);
       }
       bool any = false;
+      const int64_t used = tokens == kFewTokens ? tokens : ceil_div(count, kTokens) * kTokens;
       for (int64_t r = 0; r < rows; ++r) {
         if (a_.softcap > 0.0f) cap_scores(count, a_.softcap, lacking_scores[r], scores + r * tokens);
-        mask(b, h, first + r, t, count, tokens, scores + r * tokens);
-        any |= soften(tokens, scores + r * tokens, seen.top[r], seen.weight[r], seen.out + r * a_.D);
+        mask(b, h, first + r, t, count, used, scores + r * tokens);
+        any |= soften(used, scores + r * tokens, seen.top[r], seen.weight[r], seen.out + r * a_.D);
+        round_scores(count, scores + r * tokens);
       }
       if (!any) continue;
       if (tokens == kFewTokens) {
         Panels::add(a_, b, h, t, count, scores, rows, seen.out);
       } else {
-        Panels::values(a_, b, h, t, count, panel);
-        multiply(scores, kTokens, rows, panel, a_.D, count, seen.out);
+        for (int64_t at = 0; at < count; at += kTokens) {
+          const int64_t part = min64(kTokens, count - at);
+          Panels::values(a_, b, h, t + at, part, panel);
+          multiply(scores + at, tokens, rows, panel, a_.D, part, seen.out);
+        }
       }
     }
   }
@@ -399,7 +445,9 @@ class AttentionTasks {
   int64_t blocks_, split_, splits_;
 };
 
-static bool attention(const Attention& a) { return AttentionTasks<TokenPanels>(a).run(); }
+static bool attention(const Attention& a) {
+  return a.layout == VALUES ? AttentionTasks<ValuePanels>(a).run() : AttentionTasks<TokenPanels>(a).run();
+}
 
 }  // namespace HFQ_SET
 }  // namespace hfq

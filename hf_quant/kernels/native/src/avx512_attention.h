@@ -12,7 +12,7 @@ using avx512_portable::kTokens;
 
 // Packed codes of BITS bits by a table of levels, or signed bytes.
 template <int BITS>
-struct WordPanels {
+struct WordPanels : avx512_portable::TokenPanels {
   static constexpr int PER = 32 / BITS;  // codes of a word: in one group, whose size is a multiple of 16
 
   static bool few(const Attention& a, int64_t rows) { return FewRows<BITS>::fits(a, rows); }
@@ -116,8 +116,26 @@ struct WordPanels {
   }
 };
 
+// Keys that are no codes: 16 channels of 16 tokens at a time are transposed.
+struct ValuePanels : avx512_portable::ValuePanels {
+  static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    for (int64_t part = 0; part < count; part += 16) {
+      for (int64_t d = 0; d < a.D; d += 16) {
+        __m512i values[16];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < 16; ++i)  // past the end the last one again, which nobody reads
+          values[i] = _mm512_castps_si512(load_x(a.k.row(b, h, first + min64(part + i, count - 1)), a.q_dtype, d, 16));
+        transpose(values);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(panel + (d + i) * kTokens + part, values[i]);
+      }
+    }
+  }
+};
+
 static bool attention(const Attention& a) {
   switch (a.layout) {
+    case VALUES: return avx512_portable::AttentionTasks<ValuePanels>(a).run();
     case PACKED2: return avx512_portable::AttentionTasks<WordPanels<2>>(a).run();
     case PACKED4: return avx512_portable::AttentionTasks<WordPanels<4>>(a).run();
     case BYTES_INT: return avx512_portable::AttentionTasks<WordPanels<8>>(a).run();

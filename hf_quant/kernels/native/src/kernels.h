@@ -46,7 +46,7 @@ constexpr int64_t kMaxBlock = 1024;  // of a Hadamard transform
 // y = softmax(cap(q @ k.T * scale) + mask) @ v, and the logarithm of the sum of its exponentials.
 struct Attention {
   int64_t B, H, H_kv, S, T, D;
-  int layout;  // PACKED2, PACKED4, BYTES_INT or BYTES_FLOAT
+  int layout;  // PACKED2, PACKED4, BYTES_INT, BYTES_FLOAT, or VALUES, which have no scales
   const float* levels;
   bool equally_spaced;         // levels[i] = levels[0] + i
   int64_t groups, group_size;  // of D; group_size a multiple of 16

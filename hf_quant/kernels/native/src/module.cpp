@@ -191,6 +191,8 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.window = a.number();
   p.scale = bits_to_float(static_cast<uint32_t>(a.number()));
   p.softcap = bits_to_float(static_cast<uint32_t>(a.number()));
+  p.sinks = a.pointer<const void>();
+  p.sinks_dtype = a.integer();
   p.threads = a.integer();
   if (!a.finish()) return nullptr;
   bool ok;
@@ -679,7 +681,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(16); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(17); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 

@@ -14,7 +14,8 @@ namespace hfq {
 enum DType : int { F32, BF16, F16, E8M0, E4M3, INT8 };
 
 // How codes lie in memory (hf_quant.kernels.codes): packed 2, 3, 4 or 6 bits in units of 32 codes, or bytes.
-enum Layout : int { PACKED2, PACKED3, PACKED4, PACKED6, BYTES_INT, BYTES_FLOAT };
+// VALUES: keys and values of attention that are no codes, in the dtype of the queries.
+enum Layout : int { PACKED2, PACKED3, PACKED4, PACKED6, BYTES_INT, BYTES_FLOAT, VALUES };
 
 // What x and the codes become before they are multiplied.
 enum Compute : int { BY_F32, BY_BF16, BY_INT8 };
