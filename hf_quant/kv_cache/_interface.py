@@ -34,6 +34,8 @@ NAME = "hf_quant"
 LARGE_MASK = 2**24  # bytes; smaller masks are created as for "sdpa"
 _local = threading.local()
 _wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}  # {a model's own function: the one that reads codes}
+# Options of "hf_quant" that do not change the attention of plain tensors, besides their mask.
+_KNOWN = {"is_causal", "sliding_window", "position_ids", "use_cache", "cache_position", "output_hidden_states"}
 _WRAPPED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -63,7 +65,8 @@ def attention_forward(
     if S > 1 and (is_padding or lacks_mask):
         seen = visible(S, T, T, kwargs.get("sliding_window") or 0, query.device)
         attention_mask = seen[None, None] if attention_mask is None else seen & attention_mask[:, None, None, -T:]
-    if S > 1 and not dropout and not torch.compiler.is_compiling():
+    others = {name for name, option in kwargs.items() if option is not None and option is not False} - _KNOWN
+    if S > 1 and not dropout and not others and not torch.compiler.is_compiling():
         is_causal = attention_mask is None and _is_causal(module, kwargs)
         found = _on_cpu(query, key, value, attention_mask, is_causal, scaling, sinks)
         if found is not None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_quant.kernels import native
+from hf_quant.kernels.native.attention import attention_of_values
 from hf_quant.kernels.native.blocks import ACTIVATIONS, PAIRS, Block
 from hf_quant.modules import QuantLinear
 from hf_quant.quantize import quantize_
@@ -199,3 +200,43 @@ def test_products_in_a_block_are_those_of_the_layers(config):
     with torch.no_grad():
         expected = model[1](F.silu(model[0](x))).float()
     assert (y.float() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("S", "T", "heads", "D"), [(37, 37, (6, 2), 64), (5, 600, (4, 4), 128), (70, 70, (3, 1), 32)])
+@pytest.mark.parametrize("kind", ["causal", "full", "mask", "added"])
+def test_attention_of_values(dtype, S, T, heads, D, kind):
+    q, k, v = (
+        rows(2, length, count, D, dtype=dtype, seed=i).transpose(1, 2)
+        for i, (length, count) in enumerate([(S, heads[0]), (T, heads[1]), (T, heads[1])])
+    )
+    mask = rows(2, 1, S, T, dtype=torch.float32, seed=3) > -0.5
+    mask[..., 0] = True
+    added = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    given = {"mask": mask, "added": added}.get(kind)
+    y = attention_of_values(q, k, v, given, is_causal=kind == "causal", scale=0.3)
+    seen = {"causal": torch.ones(S, T, dtype=torch.bool).tril(T - S), "full": None}.get(kind, mask)
+    expected = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), seen, scale=0.3, enable_gqa=True)
+
+    def error(of):
+        return ((y.transpose(1, 2).double() - of).norm() / of.norm()).item()
+
+    assert y.shape == (2, S, heads[0], D) and y.is_contiguous()
+    assert error(expected) < (1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+    less = F.scaled_dot_product_attention(
+        *(x.double() for x in (q, k[:, :, :-16], v[:, :, :-16])),
+        None if seen is None else seen[..., :-16],
+        **{"scale": 0.3, "enable_gqa": True},
+    )
+    assert error(less) > 1e-2  # negative control: without the last tokens
+
+
+def test_attention_of_values_with_sinks_and_capped_scores():
+    q, k, v = (4 * rows(1, 4, 9, 32, dtype=torch.float32, seed=i) for i in range(3))
+    sinks = rows(4, dtype=torch.float32, seed=3)
+    y = attention_of_values(q, k, v, None, is_causal=False, scale=0.2, softcap=5.0, sinks=sinks)
+    scores = 5.0 * torch.tanh(q @ k.mT * 0.2 / 5.0)
+    scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(1, 4, 9, 1)], -1).softmax(-1)[..., :-1]
+    assert_near(y, (scores @ v).transpose(1, 2), 64)
+    assert attention_of_values(q, k, v[..., :16], None, is_causal=False, scale=0.2) is None
+    assert attention_of_values(q, k.half(), v, None, is_causal=False, scale=0.2) is None
