@@ -6,6 +6,7 @@
     python scripts/bench_cpu.py linear --targets --json targets.json   # what is aimed at, and what is reached
     python scripts/bench_cpu.py linear --targets --only "W8A8 int8" --m 1 128 --shapes 576x1536 4096x14336  # rotation
     python scripts/bench_cpu.py kv_attention --context 8192            # a decoding step
+    python scripts/bench_cpu.py prompt_attention --threads 1           # a prompt
 
 Every number of `linear` is the ratio to bf16 `F.linear` (for the gradient: to the bf16 product) on the same shape in
 the same run: above 1 is faster. At M = 1 there are also the GB/s at which a weight with its scales is read, and the
@@ -315,9 +316,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
     attention = commands.add_parser("kv_attention", help="a decoding step over a quantized KV cache against bf16")
     cpu_attention.add_arguments(attention)
+    prompt = commands.add_parser("prompt_attention", help="the attention of a prompt against bf16")
+    cpu_attention.add_prompt_arguments(prompt)
 
     args = parser.parse_args(arguments)
-    if args.command == "kv_attention":
+    if args.command != "linear":
         return args
     args.kernels, known = args.kernels.split(","), (*native.instruction_sets(), TORCH)
     if not set(args.kernels) <= set(known):

@@ -1,4 +1,7 @@
-"""A decoding step of attention over a quantized KV cache, against what bf16 takes; a part of bench_cpu.py."""
+"""Attention on CPUs: a decoding step over a quantized KV cache, and that of a prompt, against what bf16 takes.
+
+A part of bench_cpu.py.
+"""
 
 import argparse
 import json
@@ -14,6 +17,7 @@ from cpulab.timing import Turn, interleaved, kernels_in_use, print_table
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import kv_attention
 from hf_quant.kernels.kv_attention.op import code_width
+from hf_quant.kernels.native.attention import attention_of_values
 
 
 SDPA, MATMUL = "bf16 SDPA", "bf16, two matmuls"
@@ -105,3 +109,37 @@ def bench(args: argparse.Namespace) -> None:
                 print_table(["", "ms", "GB/s", "x SDPA", "x matmuls", "target"], rows)
     if args.json is not None:
         args.json.write_text(json.dumps({"environment": args.environment, "records": records}, indent=1))
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the subcommand for prompts."""
+    parser.add_argument("--heads", nargs="+", default=["9/3x64", "32/8x128"], metavar="H/H_KVxD")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[128, 512, 2048], help="of the prompt")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.set_defaults(run=bench_prompt)
+
+
+def bench_prompt(args: argparse.Namespace) -> None:
+    """The native attention of a causal prompt in bf16 against torch's, for all heads, lengths and thread counts."""
+    print(f"kernels: {kernels_in_use()}")
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        rows = {}
+        for heads in args.heads:
+            (H, H_kv), D = map(int, heads.split("x")[0].split("/")), int(heads.split("x")[1])
+            for S in args.tokens:
+                q, k, v = (torch.randn(1, S, count, D).bfloat16().transpose(1, 2) for count in (H, H_kv, H_kv))
+                sdpa = lambda q=q, k=k, v=v: F.scaled_dot_product_attention(  # noqa: E731
+                    q, k, v, is_causal=True, enable_gqa=True
+                )
+                ours = lambda q=q, k=k, v=v, D=D: attention_of_values(  # noqa: E731
+                    q, k, v, None, is_causal=True, scale=D**-0.5
+                )
+                found = interleaved({SDPA: Turn(sdpa, 1, 0), "ours": Turn(ours, 1, 0)}, args.rounds)
+                rows[f"{heads}, {S} tokens"] = [
+                    *(f"{each * 1e3:.2f}" for each in found.values()),
+                    f"{found[SDPA] / found['ours']:.2f}",
+                ]
+        print(f"\n{threads} thread(s); load {os.getloadavg()[0]:.1f}")
+        print_table(["", "SDPA, ms", "ours, ms", "x SDPA"], rows)
