@@ -219,6 +219,10 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         # With 64 tokens ptxas keeps 8 to 120 bytes in local memory, for sm80 in the first case alone: 8 bytes with 32.
         if shape.is_capped and shape.D > 128 and ((spec.bits == 8 and shape.has_mask) or target.capability != 80):
             block_n = min(block_n, 32)
+        if shape.is_capped and spec.bits == 4 and parts == 1 and shape.has_mask:
+            block_n = min(block_n, 32)  # else Triton 3.6 keeps 8 bytes in local memory (sm90)
+        if shape.is_capped and spec.bits == 2 and parts == 2:
+            num_warps *= 2  # else Triton 3.6 keeps 16 to 24 bytes in local memory (sm90)
         R = max(min(_power(rows), most // parts // G), 16 // G, 1)  # two parts are twice the operands
         if spec.bits == 2 and G == 1:
             R = 16  # of one warp: with 32 rows ptxas keeps 800 bytes in local memory
