@@ -100,6 +100,8 @@ _DECODE = (
     (8, 256, 2, 64, 4, 2, 2),
 )
 DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90"), _DECODE)
+# In 2 warps Triton 3.6 keeps 16 to 24 bytes of many rows, and of capped scores, in local memory.
+DECODE_CONFIGS["sm90"] = tuple((2, 128, 2, 32, 4, 3, 3) if row[:3] == (2, 128, 2) else row for row in _DECODE)
 # Where ptxas keeps 8 to 32 bytes in local memory: on sm100 int4 in 4 warps, on both int2 in 168 registers.
 _SM120 = {(2, 128, 2): (2, 128, 2, 32, 2, 3, 5)}
 _SM100 = {**_SM120, (4, 128, 2): (4, 128, 2, 32, 8, 3, 2)}
@@ -221,8 +223,6 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
             block_n = min(block_n, 32)
         if shape.is_capped and spec.bits == 4 and parts == 1 and shape.has_mask:
             block_n = min(block_n, 32)  # else Triton 3.6 keeps 8 bytes in local memory (sm90)
-        if shape.is_capped and spec.bits == 2 and parts == 2:
-            num_warps *= 2  # else Triton 3.6 keeps 16 to 24 bytes in local memory (sm90)
         R = max(min(_power(rows), most // parts // G), 16 // G, 1)  # two parts are twice the operands
         if spec.bits == 2 and G == 1:
             R = 16  # of one warp: with 32 rows ptxas keeps 800 bytes in local memory
