@@ -112,7 +112,7 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the subcommand for prompts."""
+    """Add the arguments of the subcommand for prompts."""
     parser.add_argument("--heads", nargs="+", default=["9/3x64", "32/8x128"], metavar="H/H_KVxD")
     parser.add_argument("--tokens", nargs="+", type=int, default=[128, 512, 2048], help="of the prompt")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

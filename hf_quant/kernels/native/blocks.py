@@ -142,11 +142,11 @@ class Block:
     ) -> None:
         """Choose experts for each row of x by the scores of x @ weight [E, K].T + bias, a softmax or sigmoids.
 
-        `to` [M, chosen * K] gets the row once for each expert, sorted by experts. `correction` fp32 [E] is added to
+        `to` [M, chosen * K] gets the row once for each expert, sorted by experts. `correction` [E] is added to
         the scores by which experts are chosen, not to what their results are weighted by. Weights are normalized to
         a sum of 1, and multiplied by a factor. `rounds`, `rounds_weights`: logits and weights to the dtype.
         """
-        numbers = (*weight.shape, *self._held(weight), *self._held(bias), rounds, chosen, self._held(correction)[0])
+        numbers = (*weight.shape, *self._held(weight), *self._held(bias), rounds, chosen, *self._held(correction))
         numbers += (by_sigmoid, normalizes, _bits(factor), rounds_weights)
         self._steps.append((None, _ROUTE, x, -1, -1, to, *numbers))
 

@@ -112,7 +112,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of_layer(self, model, cache) -> Counter[str]:
-        """Those of a layer for one token; the calls before make the blocks."""
+        """Count the launches of a layer for one token; the calls before make the blocks."""
         layer, ids = model.model.layers[0], prompt(1, 4)
         host = layer.forward
 

@@ -185,7 +185,7 @@ def test_the_softmax_does_not_need_the_mean(S):
 @pytest.mark.parametrize("framed", [False, True])
 @pytest.mark.parametrize("S", [1, 20])
 def test_capped_scores(S, framed, monkeypatch):
-    """Of the keys as they are: the mean of a frame is in them; after the cap come masks, windows and the end."""
+    """Scores are capped of keys as they are, the mean of a frame included; masks, windows and the end come after."""
     monkeypatch.setattr(cpu, "_BLOCK", 2**13)
     for format, D, T, dtype in (("int8", 64, 300, torch.float32), ("int4", 128, 90, torch.bfloat16)):
         q, parts = queries(2, 4, S, D, dtype), [cache((2, 2, T, D), format, seed=seed) for seed in (1, 2)]

@@ -92,7 +92,7 @@ def test_gates(act, target):
 
 
 def angles(B: int, S: int, turned: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """As models make them, but of halves that differ."""
+    """Make angles as models do, but of halves that differ."""
     found = normal(B, S, turned, seed=7)
     return found.cos().to(dtype), found.sin().to(dtype)
 

@@ -105,7 +105,7 @@ def test_weights_that_somebody_wants(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_functions_get_the_dequantized_cache(kind, monkeypatch, caplog):
-    """What a function computes decides, not its name."""
+    """A function is judged by what it computes, not by its name."""
     host = FILES[kind].eager_attention_forward
 
     def other(module, query, *arguments, **options):

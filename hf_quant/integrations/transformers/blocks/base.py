@@ -190,10 +190,7 @@ def add_product(block: Block, x: int, to: int, layer: nn.Module, rows: slice | N
     """Add the product of a quantized layer, or of a part of its outputs, to a block. Raises Unproven."""
     if not isinstance(layer, QuantLinear) or type(layer).forward is not QuantLinear.forward:
         raise Unproven(f"{type(layer).__name__} is no quantized linear layer")
-    weight, integer = weight_of(layer, "weight", block.dtype)
-    bias = layer._parameters["bias"]
-    if bias is not None and not (bias.is_contiguous() and bias.dtype in (block.dtype, torch.float32)):
-        raise Unproven("a bias of another dtype")
+    weight, bias, integer = weight_of(layer, "weight", layer._parameters["bias"], block.dtype)
     if rows is not None:
         if weight.scale.shape[-2] != weight.N:
             raise Unproven("a part of a weight whose rows share scales")
@@ -203,8 +200,10 @@ def add_product(block: Block, x: int, to: int, layer: nn.Module, rows: slice | N
     block.product(x, to, weight, bias, integer=integer)
 
 
-def weight_of(layer: QuantizedModule, name: str, dtype: torch.dtype) -> tuple[Weight, bool]:
-    """A layer's weight, and whether its products are sums of integers. Raises Unproven."""
+def weight_of(
+    layer: QuantizedModule, name: str, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Weight, Tensor | None, bool]:
+    """A layer's weight, its bias, and whether its products are sums of integers. Raises Unproven."""
     scheme, K, parameters = layer.scheme, layer.matrix_shape(name)[-1], layer._parameters
     packed, activation = layer.packed(name), scheme.activation_on("cpu")
     if scheme.sparsity is not None or any(p is not None and not is_plain(p.data) for p in parameters.values()):
@@ -220,7 +219,17 @@ def weight_of(layer: QuantizedModule, name: str, dtype: torch.dtype) -> tuple[We
         raise Unproven(f"{activation} inputs of {scheme.weight.format}")
     if weight.contiguous() is not weight or not serves(weight, dtype, int8=integer):
         raise Unproven("a weight that the native kernels do not multiply")
-    return weight, integer
+    if bias is not None and not (bias.is_contiguous() and bias.dtype in (dtype, torch.float32)):
+        raise Unproven("a bias of another dtype")
+    return weight, bias, integer
+
+
+def twin_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+    """A module of the host's class with the state of `module` and other children."""
+    twin = object.__new__(type(module)._hf_quant_block_of)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_modules"] = children
+    return twin
 
 
 def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str | None = None) -> Tensor:

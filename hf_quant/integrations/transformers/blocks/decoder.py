@@ -21,7 +21,15 @@ from hf_quant.integrations.transformers.blocks.attention import (
     is_one_token,
     usable,
 )
-from hf_quant.integrations.transformers.blocks.base import MAX_ROWS, State, Unproven, Watch, is_served, state_of
+from hf_quant.integrations.transformers.blocks.base import (
+    MAX_ROWS,
+    State,
+    Unproven,
+    Watch,
+    is_served,
+    state_of,
+    twin_of,
+)
 from hf_quant.integrations.transformers.blocks.layer import LayerBlock, is_layer
 from hf_quant.kernels.native.blocks import run_in_turn
 
@@ -226,16 +234,14 @@ def _record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[list[_Call], Any
     types = set(getattr(module.config, "layer_types", None) or ())
     if host.forward.__module__.partition(".")[0] != "transformers" or not types <= _TYPES:
         raise Unproven(f"the masks of {host.__name__} are not known")
-    twin = object.__new__(host)
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_modules"] = children = dict(module._modules)
+    children = dict(module._modules)
     calls: list[_Call] = []
     for name, child in children.items():
         if child is not None and child is _layers(module):
             children[name] = nn.ModuleList(_Recorder(layer, _through, calls) for layer in child)
         elif child is not None:
             children[name] = _Recorder(child, child, calls)
-    return calls, host.forward(twin, **kwargs)
+    return calls, host.forward(twin_of(module, children), **kwargs)
 
 
 def _embedded(calls: list[_Call], inputs: _Inputs) -> Tensor:

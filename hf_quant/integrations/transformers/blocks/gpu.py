@@ -87,7 +87,7 @@ class GpuNorm:
         self.watch, self.width = Watch(module), width
         self.weight, eps = getattr(module, "weight", None), _eps_of(module)
         check_place(module, device)
-        host = type(module)._hf_quant_block_of if hasattr(type(module), "_hf_quant_block_of") else type(module)
+        host = getattr(type(module), "_hf_quant_block_of", type(module))
         rows = [random_rows(1, 1, width, dtype=torch.float32, seed=i) * size for i, size in enumerate(_SIZES)]
         probe = torch.cat(rows).to(device, dtype)
         expected = host.forward(module, probe)

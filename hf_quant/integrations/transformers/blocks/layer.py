@@ -80,7 +80,7 @@ class LayerBlock:
         self.attention = attention = AttentionBlock(children["self_attn"], dtype, turned)
         self.K = attention.K
         self.mlp = MLPBlock(rest, dtype) if is_mlp(rest) else MixtureBlock(rest, dtype)
-        self.watch = Watch(module, children["self_attn"], rest, *rest.children())
+        self.watch = Watch.of_all([Watch(module), attention.watch, self.mlp.watch])
         self.factor = float(getattr(module, "residual_multiplier", 1.0))  # of what is added to x: Granite
         if self.mlp.K != self.K or self.mlp.N != self.K:
             raise Unproven("the widths of attention and feed-forward differ")
@@ -98,13 +98,13 @@ class LayerBlock:
         self._add_rest(self.block, x, y, 3)
         self.block.finish()
 
-    def _make_last(self, dtype: torch.dtype) -> None:
-        """Make the block from x and the result of the attention to the output."""
-        self.last = block = Block(dtype, self.K, self.attention.widths[0], self.K)
+    def _make_last(self, dtype: torch.dtype) -> Block:
+        """The block from x and the result of the attention to the output."""
+        block = Block(dtype, self.K, self.attention.widths[0], self.K)
         x, y = self._before(block) if self.is_parallel else 0, block.buffer(self.K)
         add_product(block, 1, y, self.attention.layers[-1])
         self._add_rest(block, x, y, 2)
-        block.finish()
+        return block.finish()
 
     def _before(self, block: Block) -> int:
         """Add the norm before the attention to a block; returns the buffer of its result."""
@@ -139,21 +139,15 @@ class LayerBlock:
         probes = [probe(self.K, turned, _POSITION, dtype, tokens) for tokens in (1, 3)]
         records = [record(host, module, *trial) for trial in probes]
         error = max(self.attention.error(self.first, *trial[:3], of) for trial, of in zip(probes, records))
-        ways, errors = (False, True) if self.is_parallel else (False,), []
+        ways, blocks, errors = (False, True) if self.is_parallel else (False,), [], []
         for self.residual_last in ways:
-            self._make_last(dtype)
-            errors.append(max(error, *(self._error(trial[0], of) for trial, of in zip(probes, records))))
-        self.residual_last = ways[errors.index(min(errors))]
+            blocks.append(self._make_last(dtype))
+            errors.append(max(error, *(_error(blocks[-1], trial[0], of) for trial, of in zip(probes, records))))
+        best = errors.index(min(errors))
+        self.residual_last, self.last = ways[best], blocks[best]
         if not min(errors) <= TOLERANCE[dtype]:
             name = type(module).__name__
             raise Unproven(f"{name} puts its parts together otherwise: off by {min(errors):.3g} roundings")
-        self._make_last(dtype)
-
-    def _error(self, x: Tensor, recorded: Recorded) -> float:
-        """The `difference` of the last block's output from a recorded one."""
-        y, result = torch.empty_like(x), recorded.result.contiguous()
-        self.last(x.shape[0] * x.shape[1], x.data_ptr(), result.data_ptr(), y.data_ptr())
-        return difference(y, recorded.output)
 
     def in_parts(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The layer's output for tokens x [B, S, K], whose attention is the host's."""
@@ -175,6 +169,13 @@ class LayerBlock:
             rows, parts = min(_CHUNK, B * S - start), ((x, K), (attended, heads * D), (y, K))
             self.last(rows, *[part.data_ptr() + start * width * step for part, width in parts])
         return y
+
+
+def _error(last: Block, x: Tensor, recorded: Recorded) -> float:
+    """The `difference` of the output of a layer's last block from a recorded one."""
+    y, result = torch.empty_like(x), recorded.result.contiguous()
+    last(x.shape[0] * x.shape[1], x.data_ptr(), result.data_ptr(), y.data_ptr())
+    return difference(y, recorded.output)
 
 
 def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

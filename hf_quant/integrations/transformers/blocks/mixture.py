@@ -20,6 +20,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     difference,
     is_served,
     random_rows,
+    twin_of,
     weight_of,
 )
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, activation_of, is_mlp
@@ -36,7 +37,7 @@ _FACTORS = ("routed_scaling_factor", "route_scale", "routed_scale")  # names of 
 def is_mixture(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
     """True if a module has experts and a router beside them; a trial shows what it computes."""
     experts = _experts(module)
-    return experts is not None and any(True for _ in _routers(module, experts))
+    return experts is not None and next(_routers(module, experts), None) is not None
 
 
 def _experts(module: nn.Module) -> nn.Module | None:
@@ -87,13 +88,14 @@ class MixtureBlock:
         if not isinstance(experts, QuantExperts) or type(experts).forward is not QuantExperts.forward:
             raise Unproven("its experts are not quantized")
         self.experts, self.dtype = experts, dtype
-        (router,) = [*_routers(module, experts)][:1] or (None,)
+        router = next(_routers(module, experts), None)
         shared = [child for child in module._modules.values() if child not in (experts, router) and is_mlp(child)]
         if router is None or len(shared) > 1:
             raise Unproven("it has no router, or more than one expert that all rows share")
         if any(getattr(part, name, None) not in (None, 1) for part in (module, router) for name in _GROUPS):
             raise Unproven("its router chooses groups of experts first")
-        self.watch = Watch(module, *module.children())
+        buffers = [part for of in (module, router) for item in of._buffers.items() for part in (of._buffers, *item)]
+        self.watch = Watch(module, *module.children(), entries=buffers)
         self.up = "gate_up_proj" if experts.has_gate else "up_proj"
         self.F, self.K = experts.matrix_shape("down_proj")[-1], experts.matrix_shape(self.up)[-1]
         self.N = experts.matrix_shape("down_proj")[-2]
@@ -111,11 +113,8 @@ class MixtureBlock:
         """Find how rows are routed, and what is made of the experts' result. Raises Unproven."""
         x = random_rows(1, _ROWS, self.K, dtype=self.dtype, seed=1)
         recorder = _Recorder(random_rows(_ROWS, self.N, dtype=self.dtype, seed=2))
-        host = type(module)._hf_quant_block_of
-        twin = object.__new__(host)
-        twin.__dict__.update(module.__dict__)
-        twin.__dict__["_modules"] = {n: recorder if c is self.experts else c for n, c in module._modules.items()}
-        output = host.forward(twin, x)
+        children = {n: recorder if child is self.experts else child for n, child in module._modules.items()}
+        output = type(module)._hf_quant_block_of.forward(twin_of(module, children), x)
         self.returns_more = isinstance(output, tuple)
         output = output[0] if self.returns_more else output
         if len(recorder.calls) != 1 or len(recorder.calls[0]) != 3 or not torch.equal(recorder.calls[0][0], x[0]):
@@ -143,7 +142,9 @@ class MixtureBlock:
             raise Unproven("a router of another shape or dtype")
         tensors = [*router.parameters(), *router.buffers(), *module._parameters.values(), *module._buffers.values()]
         found = [t for t in tensors if t is not None and t is not weight and t is not bias and t.numel() == E]
-        correction = found[0].detach().flatten().float() if found else None
+        correction = found[0].detach().flatten() if found else None
+        if correction is not None and correction.dtype not in TOLERANCE:
+            raise Unproven("a correction of another dtype")
         factors = {getattr(part, name, None) for part in (router, module) for name in _FACTORS} | {1.0}
         factors = {float(factor) for factor in factors if isinstance(factor, float | int)}
         for by_sigmoid, normalizes, rounds, factor in product((False, True), (True, False), (True, False), factors):
@@ -179,7 +180,7 @@ class MixtureBlock:
         rows, up, act, y = (
             block.buffer(chosen * width) for width in (self.K, (1 + has_gate) * self.F, self.F, self.N)
         )
-        block.route(x, rows, routing.weight, routing.bias, **dict(list(routing._asdict().items())[2:]))
+        block.route(x, rows, **routing._asdict())
         self._add_product(block, rows, up, self.up)
         block.gate(up, up if has_gate else None, act, self.activation, width=self.F, **self.clamp)
         self._add_product(block, act, y, "down_proj")
@@ -187,9 +188,7 @@ class MixtureBlock:
 
     def _add_product(self, block: Block, x: int, to: int, name: str) -> None:
         bias = self.experts._parameters[f"{name}_bias"] if getattr(self.experts, "has_bias", False) else None
-        weight, integer = weight_of(self.experts, name, self.dtype)
-        if bias is not None and not (bias.is_contiguous() and bias.dtype in (self.dtype, torch.float32)):
-            raise Unproven("a bias of another dtype")
+        weight, bias, integer = weight_of(self.experts, name, bias, self.dtype)
         block.product(x, to, weight, bias, integer=integer, by_experts=True)
 
     def _add_shared(self, block: Block, x: int, y: int, to: int) -> None:

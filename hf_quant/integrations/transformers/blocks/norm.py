@@ -53,7 +53,7 @@ class NormBlock:
         self.watch, self.width, self.dtype = Watch(module), width, dtype
         self.weight, self.bias = (module._parameters.get(name) for name in ("weight", "bias"))
         self.eps = _eps_of(module)
-        host = type(module)._hf_quant_block_of if hasattr(type(module), "_hf_quant_block_of") else type(module)
+        host = getattr(type(module), "_hf_quant_block_of", type(module))
         probe = torch.cat([random_rows(1, 1, width, dtype=dtype, seed=i) * size for i, size in enumerate(_SIZES)])
         probe = probe.to(dtype)
         expected = host.forward(module, probe)

@@ -128,14 +128,14 @@ class Matmul {
   bool multiply(int64_t first, int64_t count) {
     const int64_t num_segments = split_by_experts(p_, first, count, segments_);
     const int threads = threads_of(p_, count, num_segments);
-    int64_t panels = 0;
-    for (const Product* p = &p_; p != nullptr; p = p->sibling) panels += ceil_div(p->N, kPanel);
-    // Threads take whole panels: of few ones halves, which are shared more evenly.
-    const int64_t rows = count <= max_dot_rows<C>() && threads > 1 && panels < 16 * threads ? kPanel / 2 : kPanel;
-    if (rows < kPanel) {
-      panels = 0;
+    const auto panels_of = [&](int64_t rows) {
+      int64_t panels = 0;
       for (const Product* p = &p_; p != nullptr; p = p->sibling) panels += ceil_div(p->N, rows);
-    }
+      return panels;
+    };
+    // Threads take whole panels: of few ones halves, which are shared more evenly.
+    const bool halves = count <= max_dot_rows<C>() && threads > 1 && panels_of(kPanel) < 16 * threads;
+    const int64_t rows = halves ? kPanel / 2 : kPanel, panels = panels_of(rows);
     std::atomic<bool> ok{true};
     parallel_for(num_segments * panels, threads, [&](int64_t task) {
       const Segment& segment = segments_[task / panels];

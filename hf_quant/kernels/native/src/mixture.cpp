@@ -53,7 +53,7 @@ float rounded(float value, int dtype) {
 void route_row(const Router& r, int dtype, float* logits, Score* scores, int32_t* experts, float* weights) {
   to_scores(r.experts, r.by_sigmoid, logits);
   for (int64_t e = 0; e < r.experts; ++e)
-    scores[e] = {logits[e] + (r.correction == nullptr ? 0.0f : r.correction[e]), e};
+    scores[e] = {logits[e] + (r.correction == nullptr ? 0.0f : load_as_float(r.correction, r.correction_dtype, e)), e};
   choose(scores, r.experts, r.chosen);
   float sum = 0.0f;
   for (int64_t j = 0; j < r.chosen; ++j) {
@@ -78,6 +78,15 @@ void sort_pairs(const int32_t* experts, int64_t pairs, int64_t num_experts, cons
   ends[num_experts - 1] = static_cast<int32_t>(pairs);
 }
 
+bool multiply(const Kernels& kernels, SmallProduct p, int64_t M, const void* x, int dtype, int threads, float* y) {
+  p.M = M;
+  p.x = x;
+  p.dtype = dtype;
+  p.y = y;
+  p.threads = threads;
+  return kernels.small_product(p);
+}
+
 }  // namespace
 
 bool route(const Kernels& kernels, const Router& r, int64_t M, const void* x, int dtype, int threads,
@@ -89,13 +98,7 @@ bool route(const Kernels& kernels, const Router& r, int64_t M, const void* x, in
   Score* scores = reinterpret_cast<Score*>(memory);
   float* logits = reinterpret_cast<float*>(scores + r.experts);
   int32_t* experts = reinterpret_cast<int32_t*>(logits + M * r.experts);
-  SmallProduct p = r.product;
-  p.M = M;
-  p.x = x;
-  p.dtype = dtype;
-  p.y = logits;
-  p.threads = threads;
-  if (!kernels.small_product(p)) return false;
+  if (!multiply(kernels, r.product, M, x, dtype, threads, logits)) return false;
   for (int64_t m = 0; m < M; ++m)
     route_row(r, dtype, logits + m * r.experts, scores, experts + m * r.chosen, routing.weights + m * r.chosen);
   sort_pairs(experts, pairs, r.experts, routing);
@@ -108,13 +111,7 @@ bool weigh(const Kernels& kernels, const SmallProduct& product, int64_t M, const
            int64_t width, void* y) {
   float* weights = static_cast<float*>(thread_scratch(5, static_cast<size_t>(M * 4)));
   if (weights == nullptr) return false;
-  SmallProduct p = product;
-  p.M = M;
-  p.x = x;
-  p.dtype = dtype;
-  p.y = weights;
-  p.threads = threads;
-  if (!kernels.small_product(p)) return false;
+  if (!multiply(kernels, product, M, x, dtype, threads, weights)) return false;
   for (int64_t m = 0; m < M; ++m) weights[m] = rounded(1.0f / (1.0f + std::exp(-weights[m])), dtype);
   kernels.combine_rows({M, width, 1, y, y, dtype, nullptr, weights, true, threads});
   return true;

@@ -8,10 +8,11 @@ namespace hfq {
 struct Router {
   SmallProduct product;  // the logits of the experts
   int64_t experts, chosen;  // of them, for each row
-  const float* correction;  // [experts], added to the scores by which experts are chosen; null if there is none
-  bool by_sigmoid;          // scores, else by softmax
-  bool normalizes;          // the weights of a row to a sum of 1
-  float factor;             // of the weights
+  const void* correction;  // [experts], added to the scores by which experts are chosen; null if there is none
+  int correction_dtype;
+  bool by_sigmoid;  // scores, else by softmax
+  bool normalizes;  // the weights of a row to a sum of 1
+  float factor;     // of the weights
   bool rounds_weights;
 };
 

@@ -433,7 +433,8 @@ void read_router(Arguments& a, Router& r) {
   read_small(a, r.product);
   r.experts = r.product.N;
   r.chosen = a.number();
-  r.correction = a.pointer<const float>();
+  r.correction = a.pointer<const void>();
+  r.correction_dtype = a.integer();
   r.by_sigmoid = a.integer() != 0;
   r.normalizes = a.integer() != 0;
   r.factor = bits_to_float(static_cast<uint32_t>(a.number()));
@@ -681,7 +682,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(17); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(18); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
