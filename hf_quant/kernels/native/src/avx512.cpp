@@ -47,12 +47,12 @@ class Matmul {
     const int64_t units = !C::INTEGER ? 0 : grouping() == WITHIN_BLOCK ? blocks : p_.groups;
     const int64_t groups = C::INTEGER ? p_.groups : 0;
     const int64_t chunk = min64(p_.M, kChunk);
-    // packed rows | sums of lanes | sums of groups | row scales | lane groups | segments
+    // packed rows | sums of lanes | sums of groups | row scales | lane groups | segments | orders
     const int64_t rows_bytes = chunk * stride, lane_sums_bytes = chunk * units * 64;
     const int64_t sums_bytes = lane_sums_bytes + ceil_div(chunk * groups * 4, 64) * 64;
     const int64_t scale_bytes = ceil_div(chunk * 4, 64) * 64, lane_bytes = ceil_div(blocks * 68, 64) * 64;
     char* memory = static_cast<char*>(thread_scratch(
-        0, static_cast<size_t>(rows_bytes + sums_bytes + scale_bytes + lane_bytes + chunk * sizeof(Segment))));
+        0, static_cast<size_t>(rows_bytes + sums_bytes + scale_bytes + lane_bytes + chunk * (sizeof(Segment) + 1))));
     if (memory == nullptr) return false;
     x_.rows = memory;
     x_.stride = stride;
@@ -66,6 +66,7 @@ class Matmul {
     int32_t* lane_first = relative + 16 * blocks;
     lanes_ = {relative, lane_first};
     segments_ = reinterpret_cast<Segment*>(memory + rows_bytes + sums_bytes + scale_bytes + lane_bytes);
+    in_lanes_ = reinterpret_cast<bool*>(segments_ + chunk);
     if (grouping() >= WITHIN_BLOCK) {
       for (int64_t b = 0; b < blocks; ++b) {
         lane_first[b] = static_cast<int32_t>(b * D::BLOCK / p_.group_size);
@@ -77,6 +78,10 @@ class Matmul {
     }
     for (int64_t first = 0; first < p_.M; first += kChunk) {
       const int64_t count = min64(kChunk, p_.M - first);
+      num_segments_ = split_by_experts(p_, first, count, segments_);
+      memset(in_lanes_, 0, static_cast<size_t>(count));
+      for (const Segment* s = segments_; s < segments_ + num_segments_; ++s)
+        memset(in_lanes_ + s->first, s->count > max_dot_rows<C>(), static_cast<size_t>(s->count));
       if (!pack(first, count, scales) || !multiply(first, count)) return false;
     }
     return true;
@@ -110,24 +115,28 @@ class Matmul {
         x = values;
         dtype = F32;
       }
-      float scale = 1.0f;
+      float scale = 1.0f, amax = 0.0f;
       if (C::INTEGER && dtype != INT8) {
-        scale = scales[i] = int8_row_scale(row_amax(x, dtype, p_.K), p_.input_scale);
+        amax = row_amax(x, dtype, p_.K);
+        scale = scales[i] = int8_row_scale(amax, p_.input_scale);
       } else if (p_.row_scale != nullptr) {
         scales[i] = p_.row_scale[first + i];
       }
       char* packed = const_cast<char*>(x_.rows) + i * x_.stride;
-      pack_row<C>(p_, order, x, dtype, scale, natural, packed);
-      if constexpr (C::INTEGER)
-        sum_lanes<C>(p_, grouping(), lanes_, packed, const_cast<int32_t*>(x_.lane_sums) + i * x_.units * 16,
-                     const_cast<int32_t*>(x_.group_sums) + i * p_.groups);
+      pack_row<C>(p_, order, in_lanes_[i], x, dtype, Divisor(scale, amax), natural, packed);
+      if constexpr (C::INTEGER) {
+        if (in_lanes_[i]) {
+          sum_groups<C>(p_, packed, const_cast<int32_t*>(x_.group_sums) + i * p_.groups);
+        } else {
+          sum_lanes<C>(p_, grouping(), packed, const_cast<int32_t*>(x_.lane_sums) + i * x_.units * 16);
+        }
+      }
     });
     return ok;
   }
 
   bool multiply(int64_t first, int64_t count) {
-    const int64_t num_segments = split_by_experts(p_, first, count, segments_);
-    const int threads = threads_of(p_, count, num_segments);
+    const int threads = threads_of(p_, count, num_segments_);
     const auto panels_of = [&](int64_t rows) {
       int64_t panels = 0;
       for (const Product* p = &p_; p != nullptr; p = p->sibling) panels += ceil_div(p->N, rows);
@@ -137,7 +146,7 @@ class Matmul {
     const bool halves = count <= max_dot_rows<C>() && threads > 1 && panels_of(kPanel) < 16 * threads;
     const int64_t rows = halves ? kPanel / 2 : kPanel, panels = panels_of(rows);
     std::atomic<bool> ok{true};
-    parallel_for(num_segments * panels, threads, [&](int64_t task) {
+    parallel_for(num_segments_ * panels, threads, [&](int64_t task) {
       const Segment& segment = segments_[task / panels];
       const Product* p = &p_;
       int64_t n = task % panels * rows;
@@ -197,7 +206,9 @@ class Matmul {
   const D decoder_;
   PackedX x_{};
   LaneGroups lanes_{};
-  Segment* segments_ = nullptr;
+  Segment* segments_ = nullptr;  // of the chunk
+  int64_t num_segments_ = 0;
+  bool* in_lanes_ = nullptr;  // of its rows: those that meet panels
 };
 
 template <class D>
@@ -235,13 +246,8 @@ static bool quantize_rows(const RowQuantization& q) {
   parallel_for(q.M, q.M * q.K < (1 << 16) ? 1 : q.threads, [&](int64_t i) {
     const char* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
     int8_t* codes = q.codes + i * q.K;
-    const float scale = q.scales[i] = int8_row_scale(row_amax(x, q.x_dtype, q.K), q.input_scale);
-    const __m512 scales = _mm512_set1_ps(scale);
-    for (int64_t k = 0; k < q.K; k += 16) {
-      const int64_t left = q.K - k;
-      const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-      _mm_mask_storeu_epi8(codes + k, mask, int8_codes(load_x(x, q.x_dtype, k, left), scales));
-    }
+    const float amax = row_amax(x, q.x_dtype, q.K), scale = q.scales[i] = int8_row_scale(amax, q.input_scale);
+    int8_row(x, q.x_dtype, q.K, q.K, Divisor(scale, amax), reinterpret_cast<char*>(codes));
   });
   return true;
 }

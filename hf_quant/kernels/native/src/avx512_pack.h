@@ -26,65 +26,127 @@ struct PackedX {
   const float* row_scale;     // [rows] or null
 };
 
-// The order of one block as a gather from natural order.
+// The order of one block as a gather from natural order: vector by vector for rows of x that meet rows of codes, and lane by
+// lane for those that meet panels, whose steps then read one word behind the other.
 template <class C>
 struct Order {
-  static constexpr int PER_VEC = 64 / C::X_BYTES;
-  alignas(64) uint16_t from[vecs<C>()][PER_VEC];
+  static constexpr int PER_VEC = 64 / C::X_BYTES, PER_WORD = 4 / C::X_BYTES, V = vecs<C>();
+  alignas(64) uint16_t from[V][PER_VEC];
+  alignas(64) uint8_t in_lanes[64];  // bytes: the same of each vector
 
   Order() {
-    for (int j = 0; j < vecs<C>(); ++j)
+    for (int j = 0; j < V; ++j)
       for (int e = 0; e < PER_VEC; ++e) from[j][e] = static_cast<uint16_t>(source_of<C>(j, e));
+    for (int byte = 0; byte < 64; ++byte) {
+      const int lane = byte / 4 / V, source = source_of<C>(byte / 4 % V, lane * PER_WORD + byte % 4 / C::X_BYTES);
+      in_lanes[byte] = static_cast<uint8_t>(source * C::X_BYTES + byte % C::X_BYTES);
+    }
   }
 };
 
+// The largest magnitude of a row; NaN if there is one. Magnitudes of one dtype are ordered as their bits are.
 HFQ_INLINE float row_amax(const void* x, int dtype, int64_t K) {
-  __m512 amax = _mm512_setzero_ps();
-  __mmask16 nan = 0;
-  for (int64_t k = 0; k < K; k += 16) {
-    const __m512 value = load_x(x, dtype, k, K - k);
-    nan |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    amax = _mm512_max_ps(amax, _mm512_abs_ps(value));
+  __m512i amax = _mm512_setzero_si512();
+  if (dtype == F32) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    for (int64_t k = 0; k < K; k += 16)
+      amax = _mm512_max_epu32(amax, _mm512_and_si512(magnitude, _mm512_castps_si512(load_x(x, F32, k, K - k))));
+    return bits_to_float(_mm512_reduce_max_epu32(amax));
   }
-  return nan ? bits_to_float(0x7fc00000u) : _mm512_reduce_max_ps(amax);
+  const uint16_t* values = static_cast<const uint16_t*>(x);
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  for (int64_t k = 0; k < K; k += 32) {
+    const __mmask32 mask = K - k >= 32 ? 0xffffffff : (1u << (K - k)) - 1;
+    amax = _mm512_max_epu16(amax, _mm512_and_si512(magnitude, _mm512_maskz_loadu_epi16(mask, values + k)));
+  }
+  const __m512i words = _mm512_max_epu16(_mm512_and_si512(amax, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(amax, 16));
+  const uint16_t bits = static_cast<uint16_t>(_mm512_reduce_max_epu32(words));
+  return dtype == BF16 ? bf16_to_float(bits) : f16_to_float(bits);
 }
 
-// 16 values -> int8 codes in the low bytes of 32-bit lanes, clamped to +-127 and rounded half to even.
-HFQ_INLINE __m128i int8_codes(__m512 value, __m512 scale) {
-  const __m512 limit = _mm512_set1_ps(127.0f);
-  __m512 q = _mm512_div_ps(value, scale);
-  q = _mm512_max_ps(_mm512_min_ps(q, limit), _mm512_set1_ps(-127.0f));
-  return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(q));
+// Values divided by one scale, to the bit: a product with the reciprocal and one correction (P. Markstein, "Computation of
+// elementary functions on the IBM RISC System/6000 processor", 1990), or a division where that could overflow.
+struct Divisor {
+  __m512 scale, reciprocal;
+  bool is_safe;
+
+  // `amax`: the largest magnitude that is divided.
+  HFQ_METHOD Divisor(float of, float amax)
+      : scale(_mm512_set1_ps(of)), reciprocal(_mm512_set1_ps(1.0f / of)),
+        is_safe(of > 1e-30f && of < 1e30f && amax < 1e30f && amax / of < 1e30f) {}
+  HFQ_METHOD __m512 divide(__m512 value) const {
+    if (!is_safe) return _mm512_div_ps(value, scale);
+    const __m512 q = _mm512_mul_ps(value, reciprocal);
+    return _mm512_fmadd_ps(_mm512_fnmadd_ps(q, scale, value), reciprocal, q);
+  }
+};
+
+// 16 values -> int8 codes in 32-bit lanes, clamped to +-127 and rounded half to even.
+HFQ_INLINE __m512i int8_lanes(__m512 value, const Divisor& divisor) {
+  const __m512 q = _mm512_min_ps(divisor.divide(value), _mm512_set1_ps(127.0f));
+  return _mm512_cvtps_epi32(_mm512_max_ps(q, _mm512_set1_ps(-127.0f)));
 }
 
-// One row, in `dtype`. `natural` has room for a padded row of X_BYTES elements.
-template <class C>
-static void pack_row(const Product& p, const Order<C>& order, const void* x, int dtype, float scale, char* natural,
-                     char* out) {
-  using D = typename C::Decoder;
-  const int64_t blocks = ceil_div(p.K, D::BLOCK);
-  const __m512 scales = _mm512_set1_ps(scale);
-  for (int64_t k = 0; k < blocks * D::BLOCK; k += 16) {
-    const __m512 value = load_x(x, dtype, k, p.K - k);
-    if (C::INTEGER) {
-      const __m128i codes = dtype == INT8 ? _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(value))
-                                          : int8_codes(value, scales);
-      const __mmask16 inside = p.K - k >= 16 ? 0xffff : p.K > k ? static_cast<__mmask16>((1u << (p.K - k)) - 1) : 0;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(natural + k), _mm_maskz_mov_epi8(inside, codes));
-    } else if (C::X_BYTES == 2) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(natural + 2 * k), to_bf16(value));
-    } else {
-      _mm512_storeu_ps(natural + 4 * k, value);
+// int8 codes of a row, with zeros up to `padded`, a multiple of 64.
+template <int DTYPE>
+static void int8_row(const void* x, int64_t K, int64_t padded, const Divisor& divisor, char* codes) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  for (int64_t k = 0; k < padded; k += 64) {
+    __m512i lanes[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const int64_t at = k + 16 * i;
+      const __m512 value = K - at >= 16 ? load_x(x, DTYPE, at, 16) : load_x(x, DTYPE, at, K - at);
+      lanes[i] = DTYPE == INT8 ? _mm512_cvtps_epi32(value) : int8_lanes(value, divisor);
     }
+    const __m512i words = _mm512_packs_epi16(_mm512_packs_epi32(lanes[0], lanes[1]), _mm512_packs_epi32(lanes[2], lanes[3]));
+    const __m512i natural = _mm512_permutexvar_epi32(order, words);  // packed within 128 bits
+    _mm512_mask_storeu_epi8(codes + k, first_bytes(padded - k), _mm512_maskz_mov_epi8(first_bytes(K - k), natural));
+  }
+}
+
+static void int8_row(const void* x, int dtype, int64_t K, int64_t padded, const Divisor& divisor, char* codes) {
+  switch (dtype) {
+    case F32: return int8_row<F32>(x, K, padded, divisor, codes);
+    case BF16: return int8_row<BF16>(x, K, padded, divisor, codes);
+    case F16: return int8_row<F16>(x, K, padded, divisor, codes);
+    default: return int8_row<INT8>(x, K, padded, divisor, codes);
+  }
+}
+
+// One row, in `dtype`, in the order of rows or of lanes. `natural` has room for a padded row of X_BYTES elements.
+template <class C>
+static void pack_row(const Product& p, const Order<C>& order, bool in_lanes, const void* x, int dtype, const Divisor& divisor,
+                     char* natural, char* out) {
+  using D = typename C::Decoder;
+  constexpr int V = vecs<C>();
+  const int64_t blocks = ceil_div(p.K, D::BLOCK), padded = blocks * D::BLOCK;
+  if (C::INTEGER) {
+    int8_row(x, dtype, p.K, padded, divisor, natural);
+  } else {
+    for (int64_t k = 0; k < padded; k += 16) {
+      const __m512 value = load_x(x, dtype, k, p.K - k);
+      if (C::X_BYTES == 2) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(natural + 2 * k), to_bf16(value));
+      } else {
+        _mm512_storeu_ps(natural + 4 * k, value);
+      }
+    }
+  }
+  if (in_lanes) {
+    const __m512i index = _mm512_load_si512(order.in_lanes);
+    for (int64_t at = 0; at < blocks * V * 64; at += 64)
+      _mm512_storeu_si512(out + at, _mm512_permutexvar_epi8(index, _mm512_loadu_si512(natural + at)));
+    return;
   }
   constexpr int PER_VEC = Order<C>::PER_VEC;
   for (int64_t b = 0; b < blocks; ++b) {
     const char* block = natural + b * D::BLOCK * C::X_BYTES;
-    char* target = out + b * vecs<C>() * 64;
+    char* target = out + b * V * 64;
     if (C::X_BYTES == 1) {
       const __m512i z0 = _mm512_loadu_si512(block);
       const __m512i z1 = D::BLOCK > 64 ? _mm512_loadu_si512(block + 64) : z0;
-      for (int j = 0; j < vecs<C>(); ++j) {
+      for (int j = 0; j < V; ++j) {
         const __m512i index =
             _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(_mm512_load_si512(order.from[j]))),
                                _mm512_cvtepi16_epi8(_mm512_load_si512(order.from[j] + PER_VEC / 2)), 1);
@@ -96,7 +158,7 @@ static void pack_row(const Product& p, const Order<C>& order, const void* x, int
       const __m512i z1 = D::BLOCK > 32 ? _mm512_loadu_si512(words + 32) : z0;
       const __m512i z2 = D::BLOCK > 64 ? _mm512_loadu_si512(words + 64) : z0;
       const __m512i z3 = D::BLOCK > 64 ? _mm512_loadu_si512(words + 96) : z0;
-      for (int j = 0; j < vecs<C>(); ++j) {  // bit 6 of an index chooses the second pair
+      for (int j = 0; j < V; ++j) {  // bit 6 of an index chooses the second pair
         const __m512i index = _mm512_load_si512(order.from[j]);
         __m512i value = _mm512_permutex2var_epi16(z0, index, z1);
         if (D::BLOCK > 64) {
@@ -106,7 +168,7 @@ static void pack_row(const Product& p, const Order<C>& order, const void* x, int
         _mm512_storeu_si512(target + 64 * j, value);
       }
     } else {
-      for (int j = 0; j < vecs<C>(); ++j) {
+      for (int j = 0; j < V; ++j) {
         const __m512i index =
             _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(order.from[j])));
         _mm512_storeu_ps(target + 64 * j, _mm512_i32gather_ps(index, block, 4));
@@ -125,32 +187,46 @@ HFQ_INLINE __m512i sum_runs(__m512i x, int64_t lanes) {
   return _mm512_maskz_compress_epi32(0x0101, x);
 }
 
-// The sums of one row of packed codes.
+// The sums of one row of packed codes in the order of rows.
 template <class C>
-static void sum_lanes(const Product& p, Grouping grouping, const LaneGroups& lanes, const char* packed,
-                      int32_t* lane_sums, int32_t* group_sums) {
+static void sum_lanes(const Product& p, Grouping grouping, const char* packed, int32_t* sums) {
   using D = typename C::Decoder;
   const int64_t blocks = ceil_div(p.K, D::BLOCK);
   const int64_t per_unit = grouping == ONE_GROUP ? blocks : grouping == WHOLE_BLOCKS ? p.group_size / D::BLOCK : 1;
-  const int64_t run = p.group_size * 16 / D::BLOCK;  // lanes of a group within a block
-  const bool in_runs = D::BLOCK % p.group_size == 0 && (run == 2 || run == 4 || run == 8);
   const __m512i ones = _mm512_set1_epi8(1), factor = _mm512_set1_epi32(p.zero == nullptr ? -C::OFFSET : -1);
-  for (int64_t g = 0; g < p.groups; ++g) group_sums[g] = 0;
   for (int64_t unit = 0; unit * per_unit < blocks; ++unit) {
     __m512i sum = _mm512_setzero_si512();
     for (int64_t b = unit * per_unit; b < min64((unit + 1) * per_unit, blocks); ++b)
       for (int j = 0; j < vecs<C>(); ++j) sum = C::dot(sum, _mm512_loadu_si512(packed + (b * vecs<C>() + j) * 64), ones);
-    sum = _mm512_mullo_epi32(sum, factor);
-    int32_t* target = lane_sums + unit * 16;
-    _mm512_storeu_si512(target, sum);
-    if (grouping != WITHIN_BLOCK) {
-      group_sums[unit] = _mm512_reduce_add_epi32(sum);
+    _mm512_storeu_si512(sums + unit * 16, _mm512_mullo_epi32(sum, factor));
+  }
+}
+
+// The sums of the groups of one row of packed codes in the order of lanes, words of 4 codes: that is the order of K.
+template <class C>
+static void sum_groups(const Product& p, const char* packed, int32_t* sums) {
+  using D = typename C::Decoder;
+  const int64_t vectors = ceil_div(p.K, D::BLOCK) * vecs<C>(), words = p.groups == 1 ? vectors * 16 : p.group_size / 4;
+  const __m512i ones = _mm512_set1_epi8(1), factor = _mm512_set1_epi32(p.zero == nullptr ? -C::OFFSET : -1);
+  const bool in_vectors = words % 16 == 0, in_runs = words == 2 || words == 4 || words == 8;
+  const int64_t runs = in_runs ? 16 / words : 0;
+  __m512i sum = _mm512_setzero_si512();
+  int32_t* target = sums;
+  for (int64_t g = 0; g < p.groups; ++g) sums[g] = 0;
+  for (int64_t v = 0; v < vectors; ++v) {
+    sum = C::dot(in_vectors && v * 16 % words != 0 ? sum : _mm512_setzero_si512(), _mm512_loadu_si512(packed + v * 64), ones);
+    if (in_vectors) {
+      const bool is_last = v + 1 == vectors || (v + 1) * 16 % words == 0;
+      if (is_last && target < sums + p.groups) *target++ = _mm512_reduce_add_epi32(_mm512_mullo_epi32(sum, factor));
     } else if (in_runs) {
-      const int64_t first = unit * (16 / run), count = min64(16 / run, p.groups - first);
-      _mm512_mask_storeu_epi32(group_sums + first, static_cast<__mmask16>((1u << count) - 1), sum_runs(sum, run));
+      const int64_t left = min64(sums + p.groups - target, runs);
+      const __mmask16 mask = static_cast<__mmask16>((1u << left) - 1);
+      _mm512_mask_storeu_epi32(target, mask, sum_runs(_mm512_mullo_epi32(sum, factor), words));
+      target += left;
     } else {
-      for (int lane = 0; lane < 16; ++lane)
-        group_sums[min64(lanes.first[unit] + lanes.relative[16 * unit + lane], p.groups - 1)] += target[lane];
+      alignas(64) int32_t each[16];
+      _mm512_store_si512(each, _mm512_mullo_epi32(sum, factor));
+      for (int i = 0; i < 16; ++i) sums[min64((v * 16 + i) / words, p.groups - 1)] += each[i];
     }
   }
 }

@@ -9,6 +9,7 @@ namespace avx512 {
 
 constexpr int kPanelBytes = 65536;   // what a panel takes at most: it stays in the L2 cache
 constexpr int kTileRows = 6;         // rows of x
+constexpr int64_t kStretch = 8;      // steps for which one line of codes is prefetched
 
 // 16 vectors of 16 lanes, transposed in place.
 HFQ_INLINE void transpose(__m512i (&a)[16]) {
@@ -72,8 +73,6 @@ class Tile {
   void run(int64_t n, int64_t next, int64_t first_x, int64_t first_y, int64_t count, char* memory) {
     ahead_ = w_.qdata + min64(next, p_.N) * p_.row_bytes;
     ahead_end_ = w_.qdata + min64(next + kPanel, p_.N) * p_.row_bytes;
-    const int64_t steps = 4 / PARTS * 16 * ceil_div(p_.K, D::BLOCK) * ceil_div(count, kTileRows);
-    ahead_per_step_ = static_cast<int>(min64(ceil_div(ceil_div(ahead_end_ - ahead_, 64), steps), 4));
     char* panel = memory;
     float* scales = reinterpret_cast<float*>(panel + 4 / PARTS * SLICE);
     int32_t* zeros = reinterpret_cast<int32_t*>(scales + MAX_RUNS * kPanel);
@@ -84,8 +83,9 @@ class Tile {
       const int64_t end = min64(b + BLOCKS, blocks);
       Run runs[MAX_RUNS];
       const int num_runs = split(b, end, runs);
-      for (int run = 0; ZEROS && run < num_runs; ++run)
-        for (int64_t lane = runs[run].first; lane < runs[run].last; ++lane) run_of_[lane] = static_cast<uint8_t>(run);
+      for (int run = 0; ZEROS && run < num_runs; ++run)  // the last one's for what lies beyond K, too, which is decoded
+        for (int64_t lane = runs[run].first; lane < (run + 1 < num_runs ? runs[run].last : (end - b) * 16); ++lane)
+          run_of_[lane] = static_cast<uint8_t>(run);
       load_factors(n, runs, num_runs, scales, zeros);
       unpack(n, b, end, zeros, panel);
       const char* slice = panel;
@@ -161,7 +161,7 @@ class Tile {
   int split(int64_t b, int64_t end, Run* runs) const {
     constexpr int64_t CODES = D::BLOCK / 16;  // of a lane
     static_assert(D::lane_code(15) == 15 * CODES, "lanes hold codes in their order");
-    const int64_t first = b * D::BLOCK, lanes = (end - b) * 16;
+    const int64_t first = b * D::BLOCK, lanes = min64((end - b) * 16, ceil_div(p_.K - first, CODES));
     int64_t group = group_of(first);
     bool starts = b == 0 || group != group_of(first - 1);
     int count = 0;
@@ -198,65 +198,67 @@ class Tile {
     }
   }
 
-  // ROWS rows of x with a slice of the panel. Inlined, GCC 12 would keep sums of integers in memory.
+  // ROWS rows of x with a slice of the panel. Inlined, GCC 12 would keep sums of integers in memory. Rows are told by two
+  // addresses and a stride, all of them opaque, or it makes addresses of their own for all, more than there are registers.
   template <int ROWS>
-  __attribute__((noinline)) void multiply(const char* x, const char* panel, const Run* runs, int num_runs, const float* scales,
+  __attribute__((noinline)) void multiply(const char* x, const char* w, const Run* runs, int num_runs, const float* scales,
                            const int32_t* zeros, const int32_t* x_sums, float* y) {
-    const int64_t stride = px_.stride, groups = p_.groups;
-    const bool has_zeros = w_.zero != nullptr;
+    const char* x3 = x + 3 * px_.stride;
+    int64_t stride = px_.stride;
+    const int64_t groups = p_.groups;
+    const bool one_group = groups == 1, has_zeros = w_.zero != nullptr;
     __m512 totals[ROWS][PARTS];
 #pragma GCC unroll 8
     for (int i = 0; KEEPS_TOTALS && i < ROWS; ++i)
 #pragma GCC unroll 4
       for (int part = 0; part < PARTS; ++part) totals[i][part] = _mm512_load_ps(y + i * kPanel + 16 * part);
-    for (int run = 0; run < num_runs; ++run) {
+    for (const Run* end = runs + num_runs; runs < end; ++runs, scales += kPanel, zeros += kPanel) {
       Sum sums[ROWS][PARTS];
 #pragma GCC unroll 8
       for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
         for (int part = 0; part < PARTS; ++part) sums[i][part] = C::zero();
       if constexpr (C::INTEGER) {
-        if (runs[run].starts) {
+        if (runs->starts) {
+          const int32_t* offsets = x_sums + runs->group;
 #pragma GCC unroll 8
           for (int i = 0; i < ROWS; ++i) {
-            const __m512i offset = _mm512_set1_epi32(x_sums[i * groups + runs[run].group]);
+            const __m512i offset = _mm512_set1_epi32(offsets[i * groups]);
 #pragma GCC unroll 4
-            for (int part = 0; part < PARTS; ++part) {
-              sums[i][part] = offset;
-              if (has_zeros)
-                sums[i][part] = _mm512_mullo_epi32(offset, _mm512_load_si512(zeros + run * kPanel + 16 * part));
-            }
+            for (int part = 0; part < PARTS; ++part)
+              sums[i][part] = has_zeros ? _mm512_mullo_epi32(offset, _mm512_load_si512(zeros + 16 * part)) : offset;
           }
         }
       }
-      const char* w = panel + runs[run].first * STEP;
-      for (int64_t lane = runs[run].first; lane < runs[run].last; ++lane) {
-        for (int i = 0; i < ahead_per_step_ && ahead_ < ahead_end_; ++i, ahead_ += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(ahead_), _MM_HINT_T1);
-        const char* from = x + (lane >> 4) * (V * 64) + (lane & 15) * 4;
-#pragma GCC unroll 8
-        for (int j = 0; j < V; ++j) {
+      int64_t steps = (runs->last - runs->first) * V;
+      while (steps > 0) {
+        if (ahead_ < ahead_end_) _mm_prefetch(reinterpret_cast<const char*>(ahead_), _MM_HINT_T1);
+        ahead_ += 64;
+        int64_t stretch = min64(steps, kStretch);
+        steps -= stretch;
+        for (; stretch > 0; --stretch, x += 4, x3 += 4, w += PARTS * 64) {
+          asm("" : "+r"(x), "+r"(x3), "+r"(stride));
           __m512i values[PARTS];
 #pragma GCC unroll 4
-          for (int part = 0; part < PARTS; ++part) values[part] = _mm512_load_si512(w + (j * PARTS + part) * 64);
+          for (int part = 0; part < PARTS; ++part) values[part] = _mm512_load_si512(w + part * 64);
 #pragma GCC unroll 8
           for (int i = 0; i < ROWS; ++i) {
             int32_t word;
-            memcpy(&word, from + i * stride + j * 64, 4);
+            memcpy(&word, i < 3 ? x + i * stride : x3 + (i - 3) * stride, 4);
             const __m512i pair = _mm512_set1_epi32(word);
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; ++part) sums[i][part] = C::dot(sums[i][part], pair, values[part]);
           }
         }
-        w += STEP;
       }
+      if (!KEEPS_TOTALS) asm volatile("" : : : "memory");  // or GCC 12 would keep them in two places
 #pragma GCC unroll 4
       for (int part = 0; part < PARTS; ++part) {
-        const __m512 scale = _mm512_load_ps(scales + run * kPanel + 16 * part);
+        const __m512 scale = _mm512_load_ps(scales + 16 * part);
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i) {
           float* target = y + i * kPanel + 16 * part;
-          const __m512 total = add_group(KEEPS_TOTALS ? totals[i][part] : _mm512_load_ps(target), sums[i][part], scale, groups == 1);
+          const __m512 total = add_group(KEEPS_TOTALS ? totals[i][part] : _mm512_load_ps(target), sums[i][part], scale, one_group);
           if (KEEPS_TOTALS) {
             totals[i][part] = total;
           } else {
@@ -280,21 +282,19 @@ class Tile {
 
   void finish(int64_t n, int64_t first_x, int64_t first_y, int64_t count, const float* scales,
               const float* sums) const {
-    for (int part = 0; part < 4; ++part) {
-      const int64_t first = n + 16 * part, left = p_.N - first;
-      if (left <= 0) return;
-      const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-      alignas(64) float bias_values[16] = {};
-      if (w_.bias != nullptr)
-        for (int i = 0; i < min64(left, 16); ++i)
-          bias_values[i] = load_as_float(w_.bias, p_.bias_dtype, w_.bias_first + first + i);
-      const __m512 bias = _mm512_load_ps(bias_values);
-      for (int64_t i = 0; i < count; ++i) {
-        const float factor = px_.row_scale == nullptr ? w_.global_scale : w_.global_scale * px_.row_scale[first_x + i];
-        __m512 value = _mm512_load_ps(sums + i * kPanel + 16 * part);
+    alignas(64) float bias[kPanel] = {};
+    const int64_t columns = min64(p_.N - n, kPanel);
+    for (int64_t i = 0; w_.bias != nullptr && i < columns; ++i) bias[i] = load_as_float(w_.bias, p_.bias_dtype, w_.bias_first + n + i);
+    for (int64_t i = 0; i < count; ++i, sums += kPanel) {
+      const __m512 factor =
+          _mm512_set1_ps(px_.row_scale == nullptr ? w_.global_scale : w_.global_scale * px_.row_scale[first_x + i]);
+      for (int64_t at = 0; at < columns; at += 16) {
+        const int64_t left = columns - at;
+        const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+        __m512 value = _mm512_load_ps(sums + at);
         if (C::INTEGER && p_.groups == 1)
-          value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(value)), _mm512_load_ps(scales + 16 * part));
-        store_y(p_.y, p_.y_dtype, (first_y + i) * p_.N + first, mask, _mm512_fmadd_ps(value, _mm512_set1_ps(factor), bias));
+          value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(value)), _mm512_load_ps(scales + at));
+        store_y(p_.y, p_.y_dtype, (first_y + i) * p_.N + n + at, mask, _mm512_fmadd_ps(value, factor, _mm512_load_ps(bias + at)));
       }
     }
   }
@@ -305,7 +305,6 @@ class Tile {
   const PackedX& px_;
   uint8_t run_of_[MAX_RUNS];  // of each lane of the panel
   const uint8_t *ahead_, *ahead_end_;
-  int ahead_per_step_;  // lines of 64 bytes per lane
 };
 
 }  // namespace avx512
