@@ -23,8 +23,11 @@ def _case(quant, shape):
     return packed, {"format": quant.format, "group_size": geometry(quant, *shape[-2:])[1], "K": shape[-1]}
 
 
-@pytest.mark.parametrize("target", ["sm90", "gfx942"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [("sm90", torch.bfloat16), ("sm90", torch.float16), ("sm90", torch.float32), ("gfx942", torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("quant", QUANTS, ids=str)
 def test_bits_of_the_reference(quant, dtype, target):
     packed, kwargs = _case(quant, (5, 1120))
