@@ -39,7 +39,7 @@ def test_steps_of_quantization_aware_training_are_timed():
 
 
 def test_training_recovers_what_plain_rounding_lost(capsys):
-    run = qat.Run(steps=30, tokens=256, length=64, learning_rate=1e-3)
+    run = qat.Run(steps=20, tokens=256, length=64, learning_rate=1e-3)
     with fast_products():  # training in bf16 takes minutes on a CPU with AVX2 alone
         found = qat.recovered(qat.ASSET, "int2:group_size=64", run, tokens=512, window=64, gptq=False, log=False)
     assert list(found) == [qat.BASE, "RTN", "PTQ", "QAT"]
