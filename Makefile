@@ -42,7 +42,7 @@ ENGINES_STAMP := $(ENGINES)/.stamp-$(shell cksum < constraints-engines.txt | cut
 
 help:
 	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
-	@echo "make test    install into $(VENV) and run every test (12 minutes on 2 cores)"
+	@echo "make test    install into $(VENV) and run every test (7 minutes on 2 cores)"
 	@echo "make quick   install into $(VENV) and run a part of the tests of every layer (1 minute)"
 	@echo "make check   style checks (ruff, typos, house rules); make style repairs what can be repaired"
 	@echo "make types   install into $(VENV) and check the types of the rooms that pyproject.toml lists (seconds)"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import hf_quant.tests.environment  # noqa: F401  (before torch)
+from hf_quant.tests.garbage import freeze_older_objects  # noqa: F401
 from hf_quant.tests.graphs import forget_graphs  # noqa: F401
 
 

@@ -56,7 +56,7 @@ def _scheme(fields: dict[str, Any]) -> LinearScheme:
 def _cases() -> list[Any]:
     """(architecture, dtype, scheme fields): four schemes everywhere, the other named ones on three architectures each.
 
-    Other granularities are on one each.
+    Other granularities are on one each; in fp32, one of the four on each architecture.
     """
     named: dict[LinearScheme, tuple[str, dict[str, Any]]] = {}
     for name in (*PRESETS, *FORMATS):
@@ -65,7 +65,8 @@ def _cases() -> list[Any]:
     names = list(ARCHITECTURES)
     few = [item for item in named.values() if item[0] in ("W8A16", "W8A8", "W8A8_FP8", "W4A16")]
     assert len(few) == 4
-    cases = [(arch, dtype, *item) for arch in names for dtype in (torch.bfloat16, torch.float32) for item in few]
+    cases = [(arch, torch.bfloat16, *item) for arch in names for item in few]
+    cases += [(arch, torch.float32, *few[i % 4]) for i, arch in enumerate(names)]
     others = [item for item in named.values() if item not in few for _ in range(3)] + others
     cases += [(names[i % len(names)], torch.bfloat16, *item) for i, item in enumerate(others)]
     return [

@@ -3,10 +3,12 @@
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_quant.cli import main
 
@@ -35,13 +37,23 @@ def needs(text: str) -> None:
             pytest.importorskip(package, reason=f"{package} is an optional host")
 
 
+@pytest.fixture(scope="module")
+def two_layers(asset_model_dir, tmp_path_factory) -> Path:
+    """The first two layers of the trained Llama, with its tokenizer and card."""
+    directory = tmp_path_factory.mktemp("llama")
+    AutoModelForCausalLM.from_pretrained(asset_model_dir, num_hidden_layers=2).save_pretrained(directory)
+    for path in (*asset_model_dir.glob("*token*"), asset_model_dir / "README.md"):
+        shutil.copy(path, directory)
+    return directory
+
+
 @pytest.fixture
-def small_models(tmp_path, asset_model_dir, monkeypatch) -> Path:
+def small_models(tmp_path, asset_model_dir, two_layers, monkeypatch) -> Path:
     """A working directory in which the names of the Hub are small models; relative paths of snippets end up here."""
     for name in (LLAMA, FLUX):
         (tmp_path / name).parent.mkdir()
-    os.symlink(asset_model_dir, tmp_path / LLAMA)
-    (tmp_path / "wiki.txt").write_text((asset_model_dir / "eval.txt").read_text()[:20000])
+    os.symlink(two_layers, tmp_path / LLAMA)
+    (tmp_path / "wiki.txt").write_text((asset_model_dir / "eval.txt").read_text()[:8000])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -10,6 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # Triton kernels run on CPU tensors
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from hf_quant.tests.garbage import freeze_older_objects  # noqa: E402, F401
 from hf_quant.tests.graphs import forget_graphs  # noqa: E402, F401
 
 

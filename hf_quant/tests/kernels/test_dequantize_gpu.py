@@ -1,5 +1,7 @@
 """The Triton kernel of `dequantize` gives the bits of the reference."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -23,8 +25,11 @@ def _case(quant, shape):
     return packed, {"format": quant.format, "group_size": geometry(quant, *shape[-2:])[1], "K": shape[-1]}
 
 
-@pytest.mark.parametrize("target", ["sm90", "gfx942"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [("sm90", torch.bfloat16), ("sm90", torch.float16), ("sm90", torch.float32), ("gfx942", torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("quant", QUANTS, ids=str)
 def test_bits_of_the_reference(quant, dtype, target):
     packed, kwargs = _case(quant, (5, 1120))
@@ -34,19 +39,18 @@ def test_bits_of_the_reference(quant, dtype, target):
     assert not torch.equal(dequantize_gpu(*swap_neighbours(packed), **kwargs, dtype=dtype), got)
 
 
-@pytest.mark.parametrize("shape", [(3, 7, 100), (2, 3, 2, 32), (2, 33), (2, 1), (2, 200, 64)], ids=str)
-@pytest.mark.parametrize(
-    "quant",
-    [
-        TensorQuant("int4", "group", 32, symmetric=False, scale_dtype="bfloat16"),
-        TensorQuant("int8", "row"),
-        TensorQuant("fp8_e4m3", "block"),
-        TensorQuant("nvfp4", "group", 16, scale_dtype="float8_e4m3fn"),
-        TensorQuant("int3", "tensor"),
-        TensorQuant("int4", "group", 96, symmetric=False),  # no power of two
-    ],
-    ids=str,
-)
+OTHERS = [
+    TensorQuant("int4", "group", 32, symmetric=False, scale_dtype="bfloat16"),
+    TensorQuant("int8", "row"),
+    TensorQuant("fp8_e4m3", "block"),
+    TensorQuant("nvfp4", "group", 16, scale_dtype="float8_e4m3fn"),
+    TensorQuant("int3", "tensor"),
+    TensorQuant("int4", "group", 96, symmetric=False),  # no power of two
+]
+SHAPES = [(3, 7, 100), (2, 3, 2, 32), (2, 33), (2, 1), (2, 20, 64)]
+
+
+@pytest.mark.parametrize("quant,shape", [*product(OTHERS, SHAPES), (OTHERS[2], (2, 140, 64))], ids=str)
 def test_leading_dimensions_and_shapes_off_the_tile(quant, shape):
     packed, kwargs = _case(quant, shape)
     got = dequantize_gpu(*packed, **kwargs, dtype=torch.float32)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_quant.algorithms import geometry, quantize_matrix
+from hf_quant.algorithms import empty_packed, geometry, quantize_matrix
 from hf_quant.kernels.gpu import launch
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.gpu.trials import Trials, named_trials, use_trials
@@ -52,8 +52,8 @@ INT8 = TensorQuant("int8", "row", scale_dtype="bfloat16")
 
 def _kernels(M, quant, N, K, target, dtype=torch.bfloat16):
     """Launches of a call, from meta tensors."""
-    packed, kwargs = packed_case(quant, N, K)
-    packed = type(packed)(*(None if t is None else t.to("meta") for t in packed))
+    packed = empty_packed((N, K), quant, "meta")
+    kwargs = {"format": quant.format, "group_size": geometry(quant, N, K)[1]}
     with pretend(TARGETS[target]), record_launches() as launches:
         weight_only_mm_gpu(torch.empty(M, K, dtype=dtype, device="meta"), *packed, None, **kwargs)
     return launches

@@ -10,9 +10,17 @@ from sanitize_native import SOURCES, builds, find_compiler, launcher, main
 
 @pytest.fixture
 def only_address(monkeypatch, tmp_path):
-    """The quicker of the builds, made in a folder of its own."""
+    """The quicker of the builds, made in a folder of its own and not optimized."""
     monkeypatch.setattr(sanitize_native, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(sanitize_native, "builds", lambda is_clang: dict([next(iter(builds(is_clang).items()))]))
+    monkeypatch.setattr(sanitize_native, "COMMON", ("-std=c++17", "-O0", "-w", "-pthread"))
+    monkeypatch.setattr(
+        sanitize_native,
+        "builds",
+        lambda is_clang: {
+            name: build._replace(driver=("-O0", "-DGUARD_SCRATCH"))
+            for name, build in list(builds(is_clang).items())[:1]
+        },
+    )
 
 
 @pytest.mark.parametrize(
