@@ -56,7 +56,7 @@ HFQ_INLINE float row_amax(const void* x, int dtype, int64_t K) {
   const uint16_t* values = static_cast<const uint16_t*>(x);
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
   for (int64_t k = 0; k < K; k += 32) {
-    const __mmask32 mask = K - k >= 32 ? 0xffffffff : (1u << (K - k)) - 1;
+    const __mmask32 mask = static_cast<__mmask32>(first_bytes(K - k));
     amax = _mm512_max_epu16(amax, _mm512_and_si512(magnitude, _mm512_maskz_loadu_epi16(mask, values + k)));
   }
   const __m512i words = _mm512_max_epu16(_mm512_and_si512(amax, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(amax, 16));
@@ -208,24 +208,23 @@ static void sum_groups(const Product& p, const char* packed, int32_t* sums) {
   using D = typename C::Decoder;
   const int64_t vectors = ceil_div(p.K, D::BLOCK) * vecs<C>(), words = p.groups == 1 ? vectors * 16 : p.group_size / 4;
   const __m512i ones = _mm512_set1_epi8(1), factor = _mm512_set1_epi32(p.zero == nullptr ? -C::OFFSET : -1);
-  const bool in_vectors = words % 16 == 0, in_runs = words == 2 || words == 4 || words == 8;
-  const int64_t runs = in_runs ? 16 / words : 0;
-  __m512i sum = _mm512_setzero_si512();
-  int32_t* target = sums;
-  for (int64_t g = 0; g < p.groups; ++g) sums[g] = 0;
-  for (int64_t v = 0; v < vectors; ++v) {
-    sum = C::dot(in_vectors && v * 16 % words != 0 ? sum : _mm512_setzero_si512(), _mm512_loadu_si512(packed + v * 64), ones);
-    if (in_vectors) {
-      const bool is_last = v + 1 == vectors || (v + 1) * 16 % words == 0;
-      if (is_last && target < sums + p.groups) *target++ = _mm512_reduce_add_epi32(_mm512_mullo_epi32(sum, factor));
-    } else if (in_runs) {
-      const int64_t left = min64(sums + p.groups - target, runs);
-      const __mmask16 mask = static_cast<__mmask16>((1u << left) - 1);
-      _mm512_mask_storeu_epi32(target, mask, sum_runs(_mm512_mullo_epi32(sum, factor), words));
-      target += left;
-    } else {
+  const auto sums_of_words = [&](int64_t first, int64_t end) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t v = first; v < end; ++v) sum = C::dot(sum, _mm512_loadu_si512(packed + v * 64), ones);
+    return _mm512_mullo_epi32(sum, factor);
+  };
+  if (words % 16 == 0) {
+    for (int64_t g = 0, per = words / 16; g < p.groups; ++g)
+      sums[g] = _mm512_reduce_add_epi32(sums_of_words(g * per, min64((g + 1) * per, vectors)));
+  } else if (words == 2 || words == 4 || words == 8) {
+    for (int64_t g = 0, v = 0, per = 16 / words; g < p.groups; g += per, ++v)
+      _mm512_mask_storeu_epi32(sums + g, static_cast<__mmask16>(first_bytes(min64(per, p.groups - g))),
+                               sum_runs(sums_of_words(v, v + 1), words));
+  } else {
+    memset(sums, 0, static_cast<size_t>(p.groups) * 4);
+    for (int64_t v = 0; v < vectors; ++v) {
       alignas(64) int32_t each[16];
-      _mm512_store_si512(each, _mm512_mullo_epi32(sum, factor));
+      _mm512_store_si512(each, sums_of_words(v, v + 1));
       for (int i = 0; i < 16; ++i) sums[min64((v * 16 + i) / words, p.groups - 1)] += each[i];
     }
   }

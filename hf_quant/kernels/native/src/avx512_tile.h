@@ -9,7 +9,7 @@ namespace avx512 {
 
 constexpr int kPanelBytes = 65536;   // what a panel takes at most: it stays in the L2 cache
 constexpr int kTileRows = 6;         // rows of x
-constexpr int64_t kStretch = 8;      // steps for which one line of codes is prefetched
+constexpr int64_t kStretch = 8;      // steps between two times that codes are prefetched
 
 // 16 vectors of 16 lanes, transposed in place.
 HFQ_INLINE void transpose(__m512i (&a)[16]) {
@@ -73,6 +73,8 @@ class Tile {
   void run(int64_t n, int64_t next, int64_t first_x, int64_t first_y, int64_t count, char* memory) {
     ahead_ = w_.qdata + min64(next, p_.N) * p_.row_bytes;
     ahead_end_ = w_.qdata + min64(next + kPanel, p_.N) * p_.row_bytes;
+    const int64_t steps = 4 / PARTS * ceil_div(p_.K, Order<C>::PER_WORD) * ceil_div(count, kTileRows);
+    ahead_lines_ = ceil_div((ahead_end_ - ahead_) * kStretch, 64 * steps);
     char* panel = memory;
     float* scales = reinterpret_cast<float*>(panel + 4 / PARTS * SLICE);
     int32_t* zeros = reinterpret_cast<int32_t*>(scales + MAX_RUNS * kPanel);
@@ -232,8 +234,8 @@ class Tile {
       }
       int64_t steps = (runs->last - runs->first) * V;
       while (steps > 0) {
-        if (ahead_ < ahead_end_) _mm_prefetch(reinterpret_cast<const char*>(ahead_), _MM_HINT_T1);
-        ahead_ += 64;
+        for (int64_t i = 0; i < ahead_lines_ && ahead_ < ahead_end_; ++i, ahead_ += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead_), _MM_HINT_T1);
         int64_t stretch = min64(steps, kStretch);
         steps -= stretch;
         for (; stretch > 0; --stretch, x += 4, x3 += 4, w += PARTS * 64) {
@@ -289,8 +291,7 @@ class Tile {
       const __m512 factor =
           _mm512_set1_ps(px_.row_scale == nullptr ? w_.global_scale : w_.global_scale * px_.row_scale[first_x + i]);
       for (int64_t at = 0; at < columns; at += 16) {
-        const int64_t left = columns - at;
-        const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+        const __mmask16 mask = static_cast<__mmask16>(first_bytes(columns - at));
         __m512 value = _mm512_load_ps(sums + at);
         if (C::INTEGER && p_.groups == 1)
           value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(value)), _mm512_load_ps(scales + at));
@@ -305,6 +306,7 @@ class Tile {
   const PackedX& px_;
   uint8_t run_of_[MAX_RUNS];  // of each lane of the panel
   const uint8_t *ahead_, *ahead_end_;
+  int64_t ahead_lines_;  // of 64 bytes, per stretch of steps
 };
 
 }  // namespace avx512
