@@ -252,7 +252,7 @@ def grouped_plan(
     codes = codes_per_element(CODES[format], K, alignment)
     mean = triton.cdiv(M, min(E, M))
     row = choose_row(config_table("grouped_mm", CONFIGS, target), mean, N * min(E, M), K, target)
-    found = tiling(row, codes, group_size, K)
+    found = tiling(row, codes, group_size, K, target.table)
     if isinstance(found, str):
         return None
     options = {
@@ -271,6 +271,11 @@ def grouped_plan(
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
     }
+    if target.table == "sm89" and codes == 8:
+        if found.block_m == 16:
+            options["maxnreg"] = 128  # left alone, ptxas takes 95 and keeps 8 bytes on the stack (sm120, int3)
+        elif found.block_m == 64 and found.num_warps == 4 and group_size < found.block_k:
+            options["num_stages"] = 2  # with 3 as many bytes (Triton 3.6, int3 g16); 4 leave room for one block only
     return GroupedPlan(codes, M // found.block_m + min(E, M) + 1, triton.cdiv(N, found.block_n), options)
 
 

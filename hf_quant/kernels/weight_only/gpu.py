@@ -109,6 +109,7 @@ CONFIGS = {
 }
 _MIN_STEPS = 4  # K steps of a part: fewer would not fill the pipeline of loads
 _MIN_DOT_K = 16
+_WARP_MMA = ("sm80", "sm89")  # tables of GPUs whose matrix units read both operands from registers
 _DECODE = 64  # tokens
 
 
@@ -124,8 +125,8 @@ class Tiling(NamedTuple):
     scale_mode: str  # see `tile_product`
 
 
-def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int) -> Tiling | str:
-    """The tiling for groups of `group_size` read `codes` at a time, or why there is none."""
+def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str) -> Tiling | str:
+    """The tiling for groups of `group_size` read `codes` at a time, or why there is none; `table`: of the target."""
     _, block_m, block_n, block_k, num_warps, num_stages, max_split, before = row
     mode = "row"
     if block_k // codes < _MIN_DOT_K:  # 2 and 3 bits: a longer step, which leaves room for fewer tokens
@@ -135,7 +136,11 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int) -> Tiling 
         while group_size % inside:
             inside //= 2
         if inside // codes >= _MIN_DOT_K:
+            # 2 and 3 bits without wgmma: a second accumulator spills beside x (8 to 72 bytes, int3 g128).
+            before = before or (codes == 8 and row[1:3] == (64, 64) and table in _WARP_MMA)
             block_k, mode = inside, "before" if before else "after"
+            if codes == 8 and row[1:3] == (128, 128) and table in _WARP_MMA:
+                block_m = 64  # as below: 472 to 3744 bytes of stack (int3 g128, M = 256)
         elif block_k % group_size == 0 and group_size % codes == 0:
             mode = "before"
             if codes == 8 and row[1:3] == (128, 128):
@@ -167,7 +172,7 @@ def supports_fused(problem: Problem) -> str | None:
     spec = CODES[problem.format]
     if (reason := undecodable_reason(spec)) is not None:
         return reason
-    found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, 2), problem.group_size, problem.K)
+    found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, 2), problem.group_size, problem.K, "sm90")
     return found if isinstance(found, str) else None
 
 
@@ -217,7 +222,7 @@ def fused_plan(
     if row is None:
         return None
     codes = codes_per_element(CODES[format], K, alignment)
-    found = tiling(row, codes, group_size, K)
+    found = tiling(row, codes, group_size, K, target.table)
     if isinstance(found, str):
         return None
     tiles = triton.cdiv(M, found.block_m) * triton.cdiv(N, found.block_n)
