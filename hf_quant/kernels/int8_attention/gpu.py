@@ -146,7 +146,7 @@ def attention_plan(
 
     dtype: of v in the product, fp16 or bf16. aligned: rows of v and of the result start at multiples of 16 bytes.
     """
-    if D > _MAX_D or S * D == 0 or target.capability == 75 or (fp8 and not target.has_fp8_dot):
+    if D > _MAX_D or S * D == 0 or not target.has_dot or (fp8 and not target.has_fp8_dot):
         return None
     block_d = max(triton.next_power_of_2(D), 32)
     shared = {"D": D, "BLOCK_D": block_d, "FP8": fp8}

@@ -208,7 +208,7 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
     One for all lengths of a cache: each token would make another.
     """
     group_size = shape.D // shape.groups
-    if not target.has_bf16_dot or attention_unsupported_reason(shape.D, group_size, shape.dtype, shape.format):
+    if not target.has_dot or attention_unsupported_reason(shape.D, group_size, shape.dtype, shape.format):
         return None
     spec, G = CODES[shape.format], _power(shape.groups)
     most = _ROWS if shape.D <= 128 else _ROWS // 2  # registers

@@ -22,6 +22,10 @@ from memory at stride 8 instead of split in registers (16 LDG and 16 STS more a 
 16: twice the waits for the matrix unit); shifting and masking in Triton (see `gpu.decode`); group scales before
 the dot (64 HMUL2 more a step), kept where a step holds several groups, or where a second accumulator would spill
 (BLOCK_M 128).
+
+Turing (sm75, fp16): `tl.dot` is FMAs of fp32 there (see `Target.has_dot`), so few tokens are served only: 4096 x 4096,
+modelled on a T4 (40 multiprocessors at 1.59 GHz, .32 TB/s): int4, M = 8, 31 us of instructions beside 27 of bytes, M =
+16 50 us, M = 32 100 us; dequantize + GEMM moves 4.5 bytes a weight, 236 us, whatever M is.
 """
 
 from collections.abc import Sequence
@@ -68,6 +72,10 @@ from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, w
 # Several rows of one largest M: from large tiles to such as fill the multiprocessors when N is small.
 # (largest M, BLOCK_M, BLOCK_N, largest BLOCK_K, num_warps, num_stages, largest split of K, scales before the dot)
 CONFIGS = {
+    "sm75": (  # steps of 128 columns spill (int8: 272 bytes)
+        (8, 8, 64, 64, 4, 1, 16, 0),
+        (32, 16, 64, 64, 4, 1, 8, 0),
+    ),
     "sm80": (
         (8, 8, 64, 128, 4, 5, 16, 0),
         (16, 16, 64, 128, 4, 4, 16, 0),
@@ -176,7 +184,7 @@ def supports_fused(problem: Problem) -> str | None:
     return found if isinstance(found, str) else None
 
 
-FUSED = (Path("Triton, decoded in registers", "M <= 256 to 1024, by GPU", supports_fused),)
+FUSED = (Path("Triton, decoded in registers", "M <= 256 to 1024, by GPU; 32 on sm75", supports_fused),)
 DENSE = (Path("dequantize + GEMM", "any other M", lambda problem: None),)
 
 
@@ -216,7 +224,7 @@ def fused_plan(
     """The plan for M tokens, None where the dense path takes them. `alignment`: of the codes, see `row_alignment`."""
     if M * N * K == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable_reason(CODES[format]) is not None:
         return None
-    if dtype == torch.bfloat16 and not target.has_bf16_dot:
+    if dtype == torch.bfloat16 and not target.has_dot:
         return None
     row = choose_row(config_table("weight_only_mm", CONFIGS, target), M, N, K, target)
     if row is None:
@@ -244,7 +252,7 @@ def fused_plan(
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
     }
-    if target.table == "sm89" and found.block_m <= 8 and codes <= 4:
+    if target.table in ("sm75", "sm89") and found.block_m <= 8 and codes <= 4:
         options["maxnreg"] = 128  # left alone, ptxas takes 72 or 80 and keeps 8 to 24 bytes on the stack (int8, W4A8)
     if trials().stripes and M <= _DECODE and target.table in ("sm90", "sm100"):  # elsewhere they spill
         del options["SPLIT_K"]
