@@ -14,6 +14,7 @@ from gpulab.code_checks import dot_kind
 from gpulab.model import Work
 from hf_quant.kernels.gpu.launch import Target
 from hf_quant.kernels.gpu.trials import Trials, use_trials
+from hf_quant.kernels.grouped_mm import gpu as grouped
 
 
 class Use(NamedTuple):
@@ -48,6 +49,18 @@ def _reason(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def _is_left_out(case: Case, arguments: tuple, target: Target) -> bool:
+    """True for calls whose kernels nobody launches: without matrix units (sm75) those of bf16 and fp32.
+
+    So are those of many rows an expert, and of their gradients: the host reads the rows, and meta tensors have none.
+    """
+    if target.has_dot or case.op not in ("grouped_mm", "grouped_mm_backward"):
+        return not target.has_dot and case.dtype != torch.float16
+    most = grouped.CONFIGS["sm75"][-1][0]
+    many = case.op == "grouped_mm_backward" or -(-case.M // min(len(arguments[-1]), case.M)) > most
+    return many or case.dtype != torch.float16
+
+
 def rehearse(cases: Iterable[Case], targets: Sequence[Target]) -> dict[tuple[str, str], list[str]]:
     """Call the launcher of each case for each target; {(op, why it fails on a GPU): calls}.
 
@@ -58,7 +71,7 @@ def rehearse(cases: Iterable[Case], targets: Sequence[Target]) -> dict[tuple[str
     for case in cases:
         arguments, options = case.make("meta")
         for target in targets:
-            if target.name == "sm75" and case.dtype != torch.float16:
+            if _is_left_out(case, arguments, target):
                 continue
             try:
                 launches, products = record_call(partial(launcher(case.op), *arguments, **options), target)
@@ -76,7 +89,7 @@ def collect(cases: Iterable[Case], targets: Sequence[Target]) -> Collected:
     inputs = [(case, *case.make("meta")) for case in cases if case.op in gpu_ops()]
     for target in targets:
         for case, arguments, options in inputs:
-            if target.name == "sm75" and case.dtype != torch.float16:
+            if _is_left_out(case, arguments, target):
                 continue
             call = partial(launcher(case.op), *arguments, **options)
             try:

@@ -69,19 +69,21 @@ class Target(NamedTuple):
 
     @property
     def table(self) -> str:
-        """The name of the shipped config table that serves: "sm80", "sm89", "sm90", "sm100" or "gfx942"."""
+        """The name of the shipped config table that serves: "sm75", "sm80", "sm89", "sm90", "sm100" or "gfx942"."""
         if not self.is_nvidia:
             return "gfx942" if self.name.startswith("gfx") else "sm80"
-        # By shared memory a block: 99 KB on sm86, sm89 and sm120, 163 on sm80, 227 on sm90 and sm100; sm75 has 64.
+        if not self.has_dot:
+            return "sm75"
+        # By shared memory a block: 99 KB on sm86, sm89 and sm120, 163 on sm80, 227 on sm90 and sm100.
         return {80: "sm80", 87: "sm80", 90: "sm90", 100: "sm100", 103: "sm100"}.get(self.capability, "sm89")
 
     @property
-    def has_bf16_dot(self) -> bool:
-        return not self.is_nvidia or self.capability >= 80
+    def has_dot(self) -> bool:
+        """True if `tl.dot` of 16 bits and of int8 runs on matrix units.
 
-    @property
-    def has_int8_dot(self) -> bool:
-        """True if the matrix units multiply int8 by way of Triton, which has no such instruction for sm75."""
+        For Turing and older (sm75, sm70) Triton makes FMAs of fp32 of it since triton-lang/triton#5066, in 3.6 and 3.9
+        alike: right, and fast enough for few tokens only. So other products go to the vendor's GEMM there.
+        """
         return not self.is_nvidia or self.capability >= 80
 
     @property
@@ -222,12 +224,6 @@ if torch.version.hip is not None:
     RUNNERS["cuda"] = run_by_jit
 
 
-# By the type of the device; on a CPU it is Triton's interpreter.
-RUNNERS: dict[str, Callable[..., object]] = {"cuda": run_compiled, "xpu": run_by_jit, "cpu": run_by_jit}
-if torch.version.hip is not None:
-    RUNNERS["cuda"] = run_by_jit
-
-
 def check_grid(grid: tuple[int, ...]) -> None:
     """Raise ValueError if a GPU takes no grid of that size: the second and the third number are of 16 bits."""
     if len(grid) > 1 and max(grid[1:]) > MAX_GRID_YZ or grid[0] > MAX_GRID_X:
@@ -306,8 +302,8 @@ def _check_rows(name: str, rows: list[list[int]], shipped: Sequence[tuple[int, .
 
 
 def shipped_table(shipped: dict[str, Sequence[tuple[int, ...]]], target: Target) -> Sequence[tuple[int, ...]]:
-    """The shipped rows for a target: those of its own name, if there are such, else those of `target.table`."""
-    return shipped.get(target.name) or shipped[target.table]
+    """The shipped rows for a target: those of its own name, else of `target.table`, else (before sm80) of sm89."""
+    return shipped.get(target.name) or shipped.get(target.table) or shipped["sm89"]
 
 
 def config_table(

@@ -56,6 +56,10 @@ from hf_quant.kernels.weight_only.op import weight_only_mm
 
 # (largest mean of rows per expert, BLOCK_M, BLOCK_N, largest BLOCK_K, num_warps, num_stages, 1, scales before the dot)
 CONFIGS = {
+    "sm75": (  # by FMAs, see `weight_only`; more rows go by the loop over experts
+        (8, 8, 64, 64, 4, 1, 1, 0),
+        (16, 16, 64, 64, 4, 1, 1, 0),
+    ),
     "sm80": (
         (4, 8, 64, 128, 4, 5, 1, 0),
         (16, 16, 64, 128, 4, 4, 1, 0),
@@ -96,7 +100,7 @@ def _supports_loop(problem: Problem) -> str | None:
     return "one launch serves all experts" if supports_fused(problem) is None else None
 
 
-FUSED = (Path("Triton, decoded in registers", "any M", supports_fused),)
+FUSED = (Path("Triton, decoded in registers", "any M; sm75: up to 16 rows an expert", supports_fused),)
 LOOP = (Path("dequantize + GEMM, expert by expert", "any M", _supports_loop),)
 
 
@@ -247,12 +251,14 @@ def grouped_plan(
     E, N, _ = shape
     if M * K * E * N == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable_reason(CODES[format]):
         return None
-    if dtype == torch.bfloat16 and not target.has_bf16_dot:
+    if dtype == torch.bfloat16 and not target.has_dot:
         return None
     codes = codes_per_element(CODES[format], K, alignment)
     mean = triton.cdiv(M, min(E, M))
     row = choose_row(config_table("grouped_mm", CONFIGS, target), mean, N * min(E, M), K, target)
-    found = tiling(row, codes, group_size, K)
+    if row is None:
+        return None
+    found = tiling(row, codes, group_size, K, target.table)
     if isinstance(found, str):
         return None
     options = {
@@ -271,6 +277,13 @@ def grouped_plan(
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
     }
+    if target.table == "sm75":  # left alone, ptxas takes 80 or 128 and keeps 8 bytes on the stack (fp6, int3, W4A8)
+        options["maxnreg"] = 168 if found.block_m == 8 else 232
+    if target.table == "sm89" and codes == 8:
+        if found.block_m == 16:
+            options["maxnreg"] = 128  # left alone, ptxas takes 95 and keeps 8 bytes on the stack (sm120, int3)
+        elif found.block_m == 64 and found.num_warps == 4 and group_size < found.block_k:
+            options["num_stages"] = 2  # with 3 as many bytes (Triton 3.6, int3 g16); 4 leave room for one block only
     return GroupedPlan(codes, M // found.block_m + min(E, M) + 1, triton.cdiv(N, found.block_n), options)
 
 

@@ -186,7 +186,7 @@ def grouped_mm_backward_gpu(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
     """Compute `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
     if unavailable_reason(grad.device) is None and grad.numel() * w.K > 0 and undecodable_reason(w.spec) is None:
         target = target_of(grad.device)
-        if grad.dtype == torch.float16 or (grad.dtype == torch.bfloat16 and target.has_bf16_dot):
+        if grad.dtype in (torch.float16, torch.bfloat16) and target.has_dot:
             return _fused_backward(grad, w.contiguous(), offsets, target)
     grad_x, options = grad.new_zeros(grad.shape[0], w.K), {"format": w.format, "group_size": w.group_size, "K": w.K}
     for e, rows in rows_of_experts(offsets):

@@ -6,6 +6,7 @@ blocks begin at multiples of 16 bytes and end with zeros, so that whole vectors 
 
 Bound by the matrix unit from some 400 rows an expert on, by the bytes of the weight's codes below: half of those in 16
 bit. Modelled, not measured; so are the tiles. Sums of fp8 codes are added up in fp32 every 4096, see `scaled_mm`.
+Where Triton has no matrix units (sm75), the vendor's GEMM multiplies expert by expert, and the host reads their rows.
 """
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.grouped_mm.gpu import rows_of_tile
+from hf_quant.kernels.grouped_mm.op import rows_of_experts
 from hf_quant.kernels.grouped_scaled_mm import op
-from hf_quant.kernels.scaled_mm.gpu import has_units
+from hf_quant.kernels.scaled_mm.gpu import has_units, scaled_product
 from hf_quant.kernels.scaled_mm.gpu_kernels import scaled
 from hf_quant.kernels.two_way.gpu import block_of_group
+from hf_quant.kernels.two_way.op import blocks_of
 
 
 _CHAIN = 4096  # codes of fp8 that the matrix unit sums up before fp32 does
@@ -188,6 +191,12 @@ def grouped_scaled_mm_gpu(
     if M * N * K == 0 or unavailable_reason(a.device) is not None:
         return op.grouped_scaled_mm_reference(a, b, a_scale, b_scale, bias, offsets, out_dtype=out_dtype)
     is_fp8, target = a.dtype != torch.int8, target_of(a.device)
+    if not target.has_dot:
+        y = a.new_zeros((M, N), dtype=out_dtype)
+        for e, rows in rows_of_experts(offsets):
+            own_bias = None if bias is None else bias[e]
+            y[rows] = scaled_product(a[rows], b[e], a_scale[rows], b_scale[e], own_bias, out_dtype)
+        return y
     a, b = _operands(a, b, target)
     tiles = _tiles(triton.cdiv(M, min(E, M)), a.element_size(), target)
     block_m, block_k = tiles.pop("block"), tiles.pop("step")
@@ -234,6 +243,11 @@ def grouped_scaled_sums_gpu(
     if M * N * K == 0 or unavailable_reason(a.device) is not None:
         return op.grouped_scaled_sums_reference(a, b, a_scale, b_scale, offsets, M=M, out_dtype=out_dtype)
     is_fp8, target = a.dtype != torch.int8, target_of(a.device)
+    if not target.has_dot:
+        y = a.new_zeros((E, N, K), dtype=out_dtype)
+        for (e, _, left), (_, _, right) in zip(blocks_of(a, N, offsets), blocks_of(b, K, offsets)):
+            y[e] = scaled_product(left, right, a_scale[e], b_scale[e], None, out_dtype)
+        return y
     a, b = _operands(a, b, target)
     tiles = _tiles(N, a.element_size(), target)
     block_n, step = tiles.pop("block"), tiles.pop("step")

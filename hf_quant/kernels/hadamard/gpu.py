@@ -296,7 +296,7 @@ PATHS = (
 
 def _serves(x: Tensor, target: Target) -> bool:
     """True if the kernel computes this; otherwise torch ops do, on the same device."""
-    supported = x.dtype in (torch.bfloat16, torch.float16) and target.has_bf16_dot
+    supported = x.dtype in (torch.bfloat16, torch.float16) and target.has_dot
     return supported and unavailable_reason(x.device) is None and x.numel() > 0
 
 

@@ -43,18 +43,19 @@ def _int8_attention_stats_kernel(
     d = tl.arange(0, BLOCK_D)
     k = _head(k, head, HEADS, k_batch, k_head)
     v = _head(v, head, HEADS, v_batch, v_head)
-    total = tl.zeros((BLOCK_D,), tl.float32)
+    # Tiles that are added up once, after the loop: 8 bytes in local memory otherwise (sm100, sm80).
+    totals = tl.zeros((STEP, BLOCK_D), tl.float32)
     largest = tl.zeros((STEP, BLOCK_D), tl.float32)
     for step in range(0, tl.minimum(TOKENS, T - part * TOKENS), STEP):
         t = part * TOKENS + step + tl.arange(0, STEP)
         inside = (t < T)[:, None] & (d < D)[None, :]
         row = t.to(tl.int64)[:, None]
-        total += tl.sum(tl.load(k + row * k_token + d[None, :], mask=inside, other=0.0).to(tl.float32), 0)
+        totals += tl.load(k + row * k_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
         if FP8:
             tile = tl.load(v + row * v_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
             largest = larger_magnitude(largest, tile)
     sums += (head.to(tl.int64) * parts * 2) * BLOCK_D + d
-    tl.store(sums + part * (2 * BLOCK_D), total)
+    tl.store(sums + part * (2 * BLOCK_D), tl.sum(totals, 0))
     if FP8:
         bits = tl.max(largest.to(tl.int32, bitcast=True), 0)  # in the order of the floats, NaN last
         tl.store(sums + part * (2 * BLOCK_D) + BLOCK_D, bits.to(tl.float32, bitcast=True))

@@ -28,7 +28,7 @@ fp32; its fast accumulation is the uncorrected sum above) and `torch._int_mm` (s
 Tried and lost, by the compiler's output: `flatten=True` (with wgmma it moves or clears 128 registers every step while
 the matrix unit still writes them: it waits each time); tiles stored in one piece (263 KB of shared memory with 4
 stages). Triton waits for int8 wgmma every step (its sums are not fp32): some 150 of 1024 cycles, modelled.
-sm75: Triton has no int8 matrix instruction for it.
+sm75: Triton makes no matrix instructions for it (see `Target.has_dot`), so the vendor's GEMM multiplies the codes.
 """
 
 import math
@@ -135,7 +135,7 @@ def _codes_unsupported_reason(problem: Problem) -> str | None:
 
 def has_units(fp8: bool, target: Target) -> bool:
     """True if the matrix units take the codes, by way of Triton."""
-    return target.has_fp8_dot if fp8 else target.has_int8_dot
+    return target.has_fp8_dot if fp8 else target.has_dot
 
 
 class ScaledPlan(NamedTuple):

@@ -22,6 +22,10 @@ from memory at stride 8 instead of split in registers (16 LDG and 16 STS more a 
 16: twice the waits for the matrix unit); shifting and masking in Triton (see `gpu.decode`); group scales before
 the dot (64 HMUL2 more a step), kept where a step holds several groups, or where a second accumulator would spill
 (BLOCK_M 128).
+
+Turing (sm75, fp16): `tl.dot` is FMAs of fp32 there (see `Target.has_dot`), so few tokens are served only: 4096 x 4096,
+modelled on a T4 (40 multiprocessors at 1.59 GHz, .32 TB/s): int4, M = 8, 31 us of instructions beside 27 of bytes, M =
+16 50 us, M = 32 100 us; dequantize + GEMM moves 4.5 bytes a weight, 236 us, whatever M is.
 """
 
 from collections.abc import Sequence
@@ -68,6 +72,10 @@ from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, w
 # Several rows of one largest M: from large tiles to such as fill the multiprocessors when N is small.
 # (largest M, BLOCK_M, BLOCK_N, largest BLOCK_K, num_warps, num_stages, largest split of K, scales before the dot)
 CONFIGS = {
+    "sm75": (  # steps of 128 columns spill (int8: 272 bytes)
+        (8, 8, 64, 64, 4, 1, 16, 0),
+        (32, 16, 64, 64, 4, 1, 8, 0),
+    ),
     "sm80": (
         (8, 8, 64, 128, 4, 5, 16, 0),
         (16, 16, 64, 128, 4, 4, 16, 0),
@@ -109,6 +117,7 @@ CONFIGS = {
 }
 _MIN_STEPS = 4  # K steps of a part: fewer would not fill the pipeline of loads
 _MIN_DOT_K = 16
+_WARP_MMA = ("sm80", "sm89")  # tables of GPUs whose matrix units read both operands from registers
 _DECODE = 64  # tokens
 
 
@@ -124,8 +133,8 @@ class Tiling(NamedTuple):
     scale_mode: str  # see `tile_product`
 
 
-def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int) -> Tiling | str:
-    """The tiling for groups of `group_size` read `codes` at a time, or why there is none."""
+def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str) -> Tiling | str:
+    """The tiling for groups of `group_size` read `codes` at a time, or why there is none; `table`: of the target."""
     _, block_m, block_n, block_k, num_warps, num_stages, max_split, before = row
     mode = "row"
     if block_k // codes < _MIN_DOT_K:  # 2 and 3 bits: a longer step, which leaves room for fewer tokens
@@ -135,7 +144,11 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int) -> Tiling 
         while group_size % inside:
             inside //= 2
         if inside // codes >= _MIN_DOT_K:
+            # 2 and 3 bits without wgmma: a second accumulator spills beside x (8 to 72 bytes, int3 g128).
+            before = before or (codes == 8 and row[1:3] == (64, 64) and table in _WARP_MMA)
             block_k, mode = inside, "before" if before else "after"
+            if codes == 8 and row[1:3] == (128, 128) and table in _WARP_MMA:
+                block_m = 64  # as below: 472 to 3744 bytes of stack (int3 g128, M = 256)
         elif block_k % group_size == 0 and group_size % codes == 0:
             mode = "before"
             if codes == 8 and row[1:3] == (128, 128):
@@ -167,11 +180,11 @@ def supports_fused(problem: Problem) -> str | None:
     spec = CODES[problem.format]
     if (reason := undecodable_reason(spec)) is not None:
         return reason
-    found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, 2), problem.group_size, problem.K)
+    found = tiling(CONFIGS["sm90"][1], codes_per_element(spec, problem.K, 2), problem.group_size, problem.K, "sm90")
     return found if isinstance(found, str) else None
 
 
-FUSED = (Path("Triton, decoded in registers", "M <= 256 to 1024, by GPU", supports_fused),)
+FUSED = (Path("Triton, decoded in registers", "M <= 256 to 1024, by GPU; 32 on sm75", supports_fused),)
 DENSE = (Path("dequantize + GEMM", "any other M", lambda problem: None),)
 
 
@@ -211,13 +224,13 @@ def fused_plan(
     """The plan for M tokens, None where the dense path takes them. `alignment`: of the codes, see `row_alignment`."""
     if M * N * K == 0 or dtype not in (torch.float16, torch.bfloat16) or undecodable_reason(CODES[format]) is not None:
         return None
-    if dtype == torch.bfloat16 and not target.has_bf16_dot:
+    if dtype == torch.bfloat16 and not target.has_dot:
         return None
     row = choose_row(config_table("weight_only_mm", CONFIGS, target), M, N, K, target)
     if row is None:
         return None
     codes = codes_per_element(CODES[format], K, alignment)
-    found = tiling(row, codes, group_size, K)
+    found = tiling(row, codes, group_size, K, target.table)
     if isinstance(found, str):
         return None
     tiles = triton.cdiv(M, found.block_m) * triton.cdiv(N, found.block_n)
@@ -239,7 +252,7 @@ def fused_plan(
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
     }
-    if target.table == "sm89" and found.block_m <= 8 and codes <= 4:
+    if target.table in ("sm75", "sm89") and found.block_m <= 8 and codes <= 4:
         options["maxnreg"] = 128  # left alone, ptxas takes 72 or 80 and keeps 8 to 24 bytes on the stack (int8, W4A8)
     if trials().stripes and M <= _DECODE and target.table in ("sm90", "sm100"):  # elsewhere they spill
         del options["SPLIT_K"]

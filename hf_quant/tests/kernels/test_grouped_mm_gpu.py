@@ -111,6 +111,21 @@ def test_one_launch_whatever_the_distribution_and_nothing_read_on_the_host():
     assert [c.kernel.__name__ for c in launches] == ["_grouped_mm_kernel"]
 
 
+@pytest.mark.parametrize("counts", [[3, 0, 5], [2, 60, 0]], ids=str)
+def test_without_matrix_units_many_rows_go_expert_by_expert(counts):
+    args, kwargs = _case(INT4, counts, dtype=torch.float16)
+    grad = torch.ones(sum(counts), 40, dtype=torch.float16)
+    with pretend(TARGETS["sm75"]):
+        _check(args, kwargs)
+        with record_launches() as launches:
+            grouped_mm_gpu(*args, activation=None, **kwargs)
+            served = [one.kernel.__name__ for one in launches]
+            grouped_mm_backward_gpu(grad, *args[1:5], args[6], **kwargs, K=128)
+        assert served == (["_grouped_mm_kernel"] if sum(counts) <= 16 * len(counts) else [])
+        assert len(launches) == len(served), "no gradient of fp32 FMAs"
+        _check_backward(args, kwargs)
+
+
 def test_ten_lengths_are_at_most_five_kernels():
     args, kwargs = _case(INT4, [1] * 8, N=64)
     args = [None if t is None else t.to("meta") for t in args]

@@ -56,7 +56,7 @@ def test_rows_of_experts(counts, formats):
         for compute in (op.grouped_scaled_mm_reference, grouped_scaled_mm):
             # CPUs round sums of fp8 codes to bf16 before they are scaled.
             assert_close(compute(*args, out_dtype=dtype), exact, rms=rms)
-        for target in ("sm80", "sm90", "gfx942"):  # sm80 and gfx942 multiply fp8 codes in fp16
+        for target in ("sm75", "sm80", "sm90", "gfx942"):  # sm75: expert by expert; sm80, gfx942: fp8 codes in fp16
             with pretend(TARGETS[target]):
                 assert_close(gpu.grouped_scaled_mm_gpu(*args, out_dtype=dtype), exact, rms=rms)
     y = grouped_scaled_mm(*args, out_dtype=torch.float32)
@@ -73,7 +73,7 @@ def test_sums_over_the_rows_of_experts(counts, formats):
     assert_close(expected, near, rms=0.01 if formats[0] == "int8" else 0.1)
     for dtype, rms in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
         results = [grouped_scaled_sums(*args, M=M, out_dtype=dtype)]
-        for target in ("sm80", "sm90", "gfx942"):
+        for target in ("sm75", "sm80", "sm90", "gfx942"):
             with pretend(TARGETS[target]):
                 results.append(gpu.grouped_scaled_sums_gpu(*args, M=M, out_dtype=dtype))
         for y in results:
@@ -111,6 +111,15 @@ def test_nothing_is_read_on_the_host():
             codes_t, codes_t, column_scale, column_scale, offsets, M=300, out_dtype=torch.bfloat16
         )
     assert len(launches) == 4
+
+
+def test_without_matrix_units_the_vendor_multiplies():
+    args, _ = rows_case([20, 5], FORMATS[0], N=24, K=40, tail=0)
+    sums, M, _ = sums_case([30, 7], FORMATS[0], N=24, K=40, tail=0)
+    with pretend(TARGETS["sm75"]), record_launches() as launches:
+        gpu.grouped_scaled_mm_gpu(*args, out_dtype=torch.float32)
+        gpu.grouped_scaled_sums_gpu(*sums, M=M, out_dtype=torch.float32)
+    assert not launches
 
 
 def test_bad_input_and_tracing():

@@ -51,8 +51,8 @@ def test_every_gpu_file_can_be_imported_without_triton():
 
 def test_targets():
     gpus = {n: Target(n, 100, 101376) for n in ("sm70", "sm75", "sm80", "sm90", "sm120", "sm121", "gfx942", "xpu")}
-    assert {n for n, t in gpus.items() if not t.has_bf16_dot} == {"sm70", "sm75"}
-    assert {n for n, t in gpus.items() if not t.has_int8_dot} == {"sm70", "sm75"}
+    assert {n for n, t in gpus.items() if not t.has_dot} == {"sm70", "sm75"}
+    assert {n for n, t in gpus.items() if t.table == "sm75"} == {"sm70", "sm75"}
     assert {n for n, t in TARGETS.items() if t.has_tma} == {"sm90", "sm100"}
 
 

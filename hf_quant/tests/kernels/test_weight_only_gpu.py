@@ -225,7 +225,7 @@ def test_nothing_is_hidden_by_masks():
     assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize("target", ["sm75", "sm80", "sm89", "sm90", "sm100", "gfx942"])
+@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942"])
 def test_ten_lengths_are_at_most_six_kernels(target):
     """M is no constant: within a branch every length is the same compiled kernel."""
     found = set()
@@ -236,11 +236,21 @@ def test_ten_lengths_are_at_most_six_kernels(target):
     assert 4 <= len(found) <= 6
 
 
-def test_sm75_multiplies_fp16_and_leaves_bf16_to_the_vendor():
-    assert "_weight_only_mm_kernel" in {c.kernel.__name__ for c in _kernels(4, INT4, 64, 256, "sm75", torch.float16)}
-    assert not {c.kernel.__name__ for c in _kernels(4, INT4, 64, 256, "sm75", torch.bfloat16)} & {
-        "_weight_only_mm_kernel"
-    }
+@pytest.mark.parametrize("name", ["sm75", "sm70"])
+def test_without_matrix_units_many_tokens_and_bf16_go_to_the_vendor(monkeypatch, name):
+    monkeypatch.setitem(TARGETS, name, TARGETS["sm75"]._replace(name=name))
+    for M, dtype, served in (
+        (4, torch.float16, True),
+        (32, torch.float16, True),
+        (33, torch.float16, False),
+        (4, torch.bfloat16, False),
+    ):
+        kernels = {c.kernel.__name__ for c in _kernels(M, INT4, 64, 256, name, dtype)}
+        assert kernels == ({"_weight_only_mm_kernel"} if served else set())
+        packed, kwargs = packed_case(INT4, 64, 256)
+        weight, x = decode_slowly(packed, INT4, 256), _x(M, 256, dtype)
+        with pretend(TARGETS[name]):
+            assert_product(weight_only_mm_gpu(x, *packed, None, **kwargs), x.double() @ weight.t(), weight)
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942"])

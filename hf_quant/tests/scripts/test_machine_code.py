@@ -235,6 +235,16 @@ def test_exceptions_name_what_they_accept():
     assert not is_excepted(local, "_weight_only_mm_kernel", "sm90", "int8, odd 1001x1000, M=1, bf16")
 
 
+def test_an_exception_for_a_number_of_bytes_accepts_no_other():
+    built = GOOD._replace(
+        resources=Resources(255, 8), summary=GOOD.summary._replace(mix={"LDG.128": 1}, local_accesses=2)
+    )
+    where = ("_kv_prefill_kernel", "sm90", "int8 cache, llama 1x32/8x128, M=2048, bf16; SCALED=False SCALE=bf16")
+    assert is_excepted(check_built(built, TARGETS["sm90"])[0], *where)
+    more = check_built(built._replace(resources=Resources(255, 16)), TARGETS["sm90"])[0]
+    assert more.check == "local" and not is_excepted(more, *where)
+
+
 def test_occupancy_by_each_limit():
     assert occupancy("sm90", 4, Resources(128, 0), 16384) == 4  # registers: 65536 / (128 * 128)
     assert occupancy("sm90", 4, Resources(32, 0), 99 * 1024) == 2  # shared memory: 228 KB / 100 KB
