@@ -1,7 +1,8 @@
 """Compiles every Triton kernel for every target, without a GPU, and checks what came out; a report and a gate.
 
-    python scripts/aot_compile.py                     # every kernel x shipped config x target; also: make aot
+    python scripts/aot_compile.py                     # every kernel x tile x decoder x target; also: make aot
     python scripts/aot_compile.py --subset ci         # every kernel and constexpr on sm80, sm90, gfx942: make aot-ci
+    python scripts/aot_compile.py --subset all        # everything that the cases launch: three times as many kernels
     python scripts/aot_compile.py --ops weight_only_mm --targets sm90 --show all
     python scripts/aot_compile.py --readme            # the resources in the reports of all Tritons, into docs/gpu.md
 
@@ -139,7 +140,13 @@ def _is_telling(name: str) -> bool:
 def main() -> int:
     """Compile, check, report; the exit status is 1 if something is wrong, 2 if nothing can be compiled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subset", choices=("all", "ci"), default="all")
+    parser.add_argument(
+        "--subset",
+        choices=("all", "tiles", "ci"),
+        default="tiles",
+        help="tiles (default): every tile with every decoder and pointer type, every other constexpr once, on all "
+        "targets; ci: every constexpr once, on " + ", ".join(CI_TARGETS),
+    )
     parser.add_argument("--targets", nargs="+", default=None, metavar="NAME", help=f"of {', '.join(ALL_TARGETS)}")
     parser.add_argument("--ops", nargs="+", choices=gpu_ops(), help="(default: all)")
     parser.add_argument("--cases", default="", help="only cases whose name matches this regular expression")
@@ -166,7 +173,7 @@ def main() -> int:
         collected.uses.update({key: use for key, use in trials.uses.items() if key not in collected.uses})
         collected.failures.update(trials.failures)
     uses = list(collected.uses.values())
-    chosen = cover(uses) if args.subset == "ci" else uses
+    chosen = uses if args.subset == "all" else cover(uses, crossed=args.subset == "tiles")
     took = time.perf_counter() - start
     print(f"triton {triton.__version__}: {len(cases)} cases, {len(uses)} kernels to compile, {len(chosen)} chosen")
     built = build([use.unit for use in chosen], workers=args.workers)

@@ -17,6 +17,11 @@ from hf_quant.kernels.gpu.trials import Trials, use_trials
 from hf_quant.kernels.grouped_mm import gpu as grouped
 
 
+# What the constexprs of a tile begin with, and those of a decoder end with.
+_DECODER = ("BITS", "KIND", "PTX")
+_TILE = ("BLOCK", "PARTS", "ROWS", "SCALE_MODE", "STAGES", "num_stages", "num_warps")
+
+
 class Use(NamedTuple):
     """A unit and the launches that it serves."""
 
@@ -104,14 +109,17 @@ def collect(cases: Iterable[Case], targets: Sequence[Target]) -> Collected:
     return found
 
 
-def cover(uses: Iterable[Use]) -> list[Use]:
-    """A few uses that have every value of every constexpr, pointer type and option of each kernel on each target."""
+def cover(uses: Iterable[Use], *, crossed: bool = False) -> list[Use]:
+    """A few uses that have every value of every constexpr, pointer type and option of each kernel on each target.
+
+    crossed: that have every tile, as the launchers choose them, with every decoder and every pointer type, too.
+    """
     kept = []
     groups: dict[tuple[str, str], list[Use]] = {}
     for use in uses:
         groups.setdefault((use.unit.name, use.unit.target.name), []).append(use)
     for group in groups.values():
-        features = {use.unit.key: _features(use.unit) for use in group}
+        features = {use.unit.key: _features(use.unit, crossed) for use in group}
         missing = set().union(*features.values())
         while missing:
             best = max(group, key=lambda use: len(features[use.unit.key] & missing))  # noqa: B023
@@ -120,10 +128,15 @@ def cover(uses: Iterable[Use]) -> list[Use]:
     return kept
 
 
-def _features(unit: Unit) -> set[tuple[str, str]]:
-    signature = {(name, kind) for name, kind in unit.signature.items() if kind.startswith("*")}
-    options = {(name, str(unit.options[name])) for name in ("num_warps", "num_stages")}
-    return signature | options | {(name, str(value)) for name, value in unit.values.items()}
+def _features(unit: Unit, crossed: bool) -> set[tuple]:
+    values = {name: str(value) for name, value in unit.values.items()}
+    values |= {name: str(unit.options[name]) for name in ("num_warps", "num_stages")}
+    pointers = {(name, kind) for name, kind in unit.signature.items() if kind.startswith("*")}
+    found: set[tuple] = pointers | set(values.items())
+    if crossed:
+        tile = tuple(pair for pair in values.items() if pair[0].startswith(_TILE))
+        found |= {(tile, pair) for pair in found if pair in pointers or pair[0].endswith(_DECODER)}
+    return found
 
 
 def uncovered(uses: Iterable[Use]) -> list[str]:

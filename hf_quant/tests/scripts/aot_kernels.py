@@ -9,7 +9,7 @@ import torch
 
 from gpulab.build import build, check_environment, record
 from gpulab.cache_cases import Cached, cached_case
-from gpulab.cases import Attention, attention_case, launcher, memory_case
+from gpulab.cases import LLAMA, Attention, attention_case, candidate, launcher, linear_case, memory_case
 from gpulab.code_checks import check_built
 from gpulab.collect import Use as KernelUse
 from gpulab.collect import collect, cover
@@ -65,6 +65,14 @@ def kernels_by_length(target: Target) -> dict[str, int]:
     return {name: len(collect(same, [target]).uses) for name, same in cases.items()}
 
 
+def covering(target: Target) -> list[int]:
+    """How many kernels of three formats and three tiles are chosen: for every constexpr once, and for every pair."""
+    formats = [candidate(name) for name in ("int4 g128", "int4 g128 asym", "nf4 g64")]
+    cases = [linear_case(one, LLAMA[1], M, torch.bfloat16) for one in formats for M in (64, 128, 256)]
+    uses = list(collect(cases, [target]).uses.values())
+    return [len(cover(uses)), len(cover(uses, crossed=True)), len(uses)]
+
+
 def kernels_of_a_moving_window(target: Target) -> dict[str, int]:
     """{format: how many kernels attend to a window that has moved by 0 to 7 tokens}; with memory, hence addresses."""
     found = {}
@@ -106,6 +114,7 @@ def main(cache: Path, target_name: str) -> None:
                 "by_window": kernels_of_a_moving_window(target),
                 "is_other": other.key != recorded["good"].unit.key,
                 "covered": [use.unit.values.get("BLOCK_M") for use in cover(uses)],
+                "covering": covering(target),
                 "matrix": first.summary.matrix,
                 "error": built[recorded["broken"].unit.key].error,
                 "cached": len(files),

@@ -61,6 +61,11 @@ def test_a_few_kernels_cover_every_constexpr(results):
     assert {16, 64, 128, None} == set(results["covered"]) and len(results["covered"]) <= 5
 
 
+def test_every_tile_meets_every_decoder(results):
+    once, crossed, every = results["covering"]
+    assert once < 6 <= crossed <= every
+
+
 def test_the_report(tmp_path):
     name = "^int4 g128, llama o 4096x4096, M=1, bf16$"
     options = (
