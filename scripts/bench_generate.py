@@ -6,6 +6,7 @@
     python scripts/bench_generate.py --compile --formats int8 int4
     python scripts/bench_generate.py --compile --head --formats int8 int4   # with a quantized output embedding
     python scripts/bench_generate.py --graphs --device cuda   # decoding captured, by hf_quant.capture_generate
+    python scripts/bench_generate.py --graphs --formats W4A8 --kv-cache int8 --only-both   # on a CPU beside eager ones
     python scripts/bench_generate.py --threads 1 --clock cpu  # on a machine that others use, too
     python scripts/bench_generate.py --threads 1 --head --formats int4 W4A8 --kv-cache int8 --only-both --unfused
     python scripts/bench_generate.py --shape moe --threads 1 --head --formats int4 W4A8 --kv-cache int8 --only-both
@@ -281,7 +282,9 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="*", metavar="NAME", help="measure others, too, where installed (or these)")
     parser.add_argument("--batch", type=int, default=1, help="sequences at a time (default: 1)")
     parser.add_argument("--compile", action="store_true", help="torch.compile, with a static cache")
-    parser.add_argument("--graphs", action="store_true", help="replay decoding from CUDA graphs; needs --device cuda")
+    parser.add_argument(
+        "--graphs", action="store_true", help="decode by hf_quant.capture_generate (on CPUs: quantized caches, too)"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of torch (default: torch's)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, with --threads 1")
@@ -312,14 +315,20 @@ def main() -> None:
     models, seconds = make_variants(base, args)
     if args.compile:
         compile_(models)
-    graphs = [capture_generate(model) for model in models.values()] if args.graphs else []
+    if args.graphs and args.device == "cpu":
+        models |= {f"{name}, captured": copy.deepcopy(models[name]) for name in models if name.endswith(" cache")}
+    graphs = {
+        name: capture_generate(model)
+        for name, model in models.items()
+        if args.graphs and (args.device != "cpu" or name.endswith(", captured"))
+    }
     with tempfile.TemporaryDirectory() as work:
         has_engines = args.rivals is not None and args.context is None and args.device == "cpu"
         engines = make_engines(base, args, Path(work)) if has_engines else {}
         print(f"\n{report({**models, **engines}, seconds, args)}")
         for engine in engines.values():
             engine.close()
-    for name, captured in zip(models, graphs):
+    for name, captured in graphs.items():
         print(f"{name}: {captured}")
 
 

@@ -1,4 +1,7 @@
 """Adapters for the hosts: transformers, diffusers and PEFT. Each adapter registers itself when its host is loaded."""
 
-# Before anything else of this package: see `hf_quant._boot`.
-import transformers.quantizers.auto  # noqa: F401
+from importlib import import_module
+
+
+# Before anything else of this package: see `hf_quant._boot`. An import statement would bind the name of the adapter.
+import_module("transformers.quantizers.auto")

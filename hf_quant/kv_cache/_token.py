@@ -37,6 +37,7 @@ class _Prepared:
     def __init__(self) -> None:
         self.kind: tuple | None = None
         self.codes: torch.Tensor | None = None
+        self.capacity = 0  # tokens
         self.cache: object = None
 
     def __reduce__(self) -> tuple:
@@ -51,21 +52,24 @@ def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -
     """
     if type(layer) not in _SERVED:
         return None
-    kind, prepared = (B, num_heads, D, dtype), layer.__dict__.get("_prepared")
-    if prepared is None or prepared.kind != kind or prepared.codes is not layer.k_codes:
+    state, kind = layer.__dict__, (B, num_heads, D, dtype)
+    prepared = state.get("_prepared")
+    if prepared is None or prepared.codes is not state["k_codes"] or prepared.kind != kind:
         if not _is_served(layer, *kind):
             return None
-        prepared = layer.__dict__["_prepared"] = _Prepared()
-        prepared.kind = kind
-    if not layer._end:
+        prepared = _prepare(layer, kind)
+    first, begin, end = state["_first"], state["_start"], state["_end"]
+    if not end:
         return None
-    layer._reserve(1)
-    if prepared.codes is not layer.k_codes:
-        prepared.cache, prepared.codes = _prepare(layer), layer.k_codes
+    if first + end - begin >= prepared.capacity:
+        layer._reserve(1)
+        first = state["_first"]
+        if prepared.codes is not state["k_codes"]:
+            prepared = _prepare(layer, kind)
     if prepared.cache is None:
         return None
     start = layer._start_of_next()
-    place = (layer._first + start - layer._start, layer._end + 1 - start, start == 0 and layer.k_first is not None)
+    place = (first + start - begin, end + 1 - start, start == 0 and state["k_first"] is not None)
     return NextToken(prepared.cache, place, layer)
 
 
@@ -78,7 +82,13 @@ def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -
     return keys.D == values.D == D and keys.dtype == values.dtype == dtype
 
 
-def _prepare(layer: GrowingStorage) -> object:
+def _prepare(layer: GrowingStorage, kind: tuple) -> _Prepared:
+    found = layer.__dict__["_prepared"] = _Prepared()
+    found.kind, found.codes, found.capacity, found.cache = kind, layer.k_codes, layer.k_codes.shape[2], _cache(layer)
+    return found
+
+
+def _cache(layer: GrowingStorage) -> object:
     """A layer's tensors as native blocks read them, None if they cannot."""
     keys, values = layer.key_kind, layer.value_kind
     spec, group_size = CODES[keys.format], keys.D // layer.k_pairs.shape[3]

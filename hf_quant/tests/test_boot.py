@@ -209,6 +209,8 @@ assert AUTO_QUANTIZER_MAPPING["hf_quant"].__module__.startswith("hf_quant.integr
 import hf_quant
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["hf_quant"] is hf_quant.QuantizerConfig
 assert "diffusers" not in sys.modules
+import hf_quant.integrations
+assert hf_quant.integrations.transformers is sys.modules["hf_quant.integrations.transformers"], "not the host"
 """
     assert_clean(run(code, real_install))
 

@@ -551,8 +551,8 @@ def test_assisted_decoding_runs_as_before(captured):
     assert recorder.captures == 0 and "assisted generation" in graphs.reasons
 
 
-def test_without_a_gpu_nothing_changes(llama):
-    with capture_generate(llama) as graphs:
+def test_a_backend_that_is_not_available_changes_nothing(llama):
+    with capture_generate(llama, backend=CudaGraphs()) as graphs:
         expected = generate(llama, prompt())
     assert torch.equal(expected, generate(llama, prompt()))
     assert repr(graphs) == (

@@ -252,9 +252,8 @@ class AttentionBlock:
             return None
         sizes = self.sizes
         token = kv_cache.next_token(layers[self.index], B, sizes.shared_heads, sizes.D, self.dtype)
-        if token is None or token.place[1] > (self.options.get("sliding_window") or token.place[1]):
-            return None
-        return token
+        window = self.options.get("sliding_window")
+        return None if token is None or (window and token.place[1] > window) else token
 
     def with_codes(self, block: Block, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
         """Run a block with the arguments (x, cos, sin, y) that ends in a quantized cache, None if it cannot."""

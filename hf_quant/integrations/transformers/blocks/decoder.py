@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
+from hf_quant.integrations.transformers.blocks.angles import POSITIONS, Angles, X
 from hf_quant.integrations.transformers.blocks.attention import (
     addresses_of,
     fit,
@@ -34,7 +35,6 @@ from hf_quant.integrations.transformers.blocks.layer import LayerBlock, is_layer
 from hf_quant.kernels.native.blocks import run_in_turn
 
 
-_X, _POSITIONS = object(), object()  # places of a call's arguments
 _TYPES = {"full_attention", "sliding_attention"}  # of layers
 _SETTINGS = (bool, int, float, str, type(None))
 
@@ -50,7 +50,7 @@ def _layers(module: nn.Module) -> nn.ModuleList | None:
     return lists[0] if len(lists) == 1 else None
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A call of a child: the child, its arguments, its result."""
 
     child: nn.Module
@@ -59,10 +59,10 @@ class _Call(NamedTuple):
     result: Any
 
 
-class _Recorder(nn.Module):
-    """A child of a decoder in a trial: it notes its calls."""
+class Recorder(nn.Module):
+    """A child of a module in a trial: it notes its calls."""
 
-    def __init__(self, child: nn.Module, compute: Callable[..., Any], calls: list[_Call]) -> None:
+    def __init__(self, child: nn.Module, compute: Callable[..., Any], calls: list[Call]) -> None:
         super().__init__()
         self.__dict__.update(_child=child, _compute=compute, _calls=calls)  # the child is no child of this one
 
@@ -71,7 +71,7 @@ class _Recorder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = self._compute(*args, **kwargs)
-        self._calls.append(_Call(self._child, args, kwargs, result))
+        self._calls.append(Call(self._child, args, kwargs, result))
         return result
 
 
@@ -131,9 +131,8 @@ class DecoderBlock:
         embedded, x = _embedded(calls, inputs), ours[0].args[0]
         self.scale = None if x is embedded else _scale(embedded, x, module.config)
         self.norm, self.dtype = last.child, x.dtype
-        # What makes angles: (module, its arguments by position, by name).
         self.rotary = [
-            (
+            Angles(
                 call.child,
                 _places(call.args, x, inputs),
                 dict(zip(call.kwargs, _places(call.kwargs.values(), x, inputs))),
@@ -171,6 +170,11 @@ class DecoderBlock:
 
     def __call__(self, inputs: _Inputs) -> Any:
         """The decoder's output, whose tokens are added to the cache; None: left to the host."""
+        y = self.states(inputs)
+        return None if y is None else self.output(self.norm(y), inputs.past)
+
+    def states(self, inputs: _Inputs) -> Tensor | None:
+        """The result of the last layer, before the norm; the tokens are added to the cache. None: left to the host."""
         tokens = self._tokens(inputs)
         if tokens is None:
             return None
@@ -178,11 +182,7 @@ class DecoderBlock:
         x = x if self.scale is None else x * self.scale
         if x.dtype != self.dtype or not is_served(x):
             return None
-        places = {_X: x, _POSITIONS: inputs.positions}
-        angles = []
-        for module, args, kwargs in self.rotary:
-            args = [places.get(value, value) for value in args]
-            angles.append(module(*args, **{name: places.get(value, value) for name, value in kwargs.items()}))
+        angles = [rotary(x, inputs.positions) for rotary in self.rotary]
         with torch.inference_mode(False):  # as results of the host, which may leave inference mode
             y = torch.empty((len(tokens), *x.shape), dtype=x.dtype)
         parts = self.parts if inputs.padding is None else self.masked_parts
@@ -193,7 +193,7 @@ class DecoderBlock:
             run_in_turn(*part)
         for token in tokens:
             token.done()
-        return self.output(self.norm(y[-1]), inputs.past)
+        return y[-1]
 
     def _part(
         self,
@@ -228,23 +228,23 @@ def _parts(kinds: list[tuple]) -> list[tuple[int | None, int, int]]:
     return [(kinds[i][0], i, end) for i, end in zip(starts, [*starts[1:], len(kinds)])]
 
 
-def _record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[list[_Call], Any]:
+def _record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[list[Call], Any]:
     """(calls of the children, output) of a decoder's host; its layers return what they get."""
     host = type(module)._hf_quant_block_of
     types = set(getattr(module.config, "layer_types", None) or ())
     if host.forward.__module__.partition(".")[0] != "transformers" or not types <= _TYPES:
         raise Unproven(f"the masks of {host.__name__} are not known")
     children = dict(module._modules)
-    calls: list[_Call] = []
+    calls: list[Call] = []
     for name, child in children.items():
         if child is not None and child is _layers(module):
-            children[name] = nn.ModuleList(_Recorder(layer, _through, calls) for layer in child)
+            children[name] = nn.ModuleList(Recorder(layer, _through, calls) for layer in child)
         elif child is not None:
-            children[name] = _Recorder(child, child, calls)
+            children[name] = Recorder(child, child, calls)
     return calls, host.forward(twin_of(module, children), **kwargs)
 
 
-def _embedded(calls: list[_Call], inputs: _Inputs) -> Tensor:
+def _embedded(calls: list[Call], inputs: _Inputs) -> Tensor:
     """The embedding that a host has made, or was given. Raises Unproven if it began with something else."""
     if inputs.x is not None:
         return inputs.x
@@ -262,7 +262,7 @@ def _scale(embedded: Tensor, x: Tensor, config: Any) -> float:
     raise Unproven("the first layer is given something else than the embedding")
 
 
-def _check(call: _Call, before: Tensor, inputs: _Inputs, tokens: int) -> None:
+def _check(call: Call, before: Tensor, inputs: _Inputs, tokens: int) -> None:
     """Raise Unproven if a layer was given something else than the result of the one before, the cache and the mask."""
     name, kwargs = type(call.child).__name__, call.kwargs
     if len(call.args) != 1 or call.args[0] is not before or not is_one_token(before, kwargs):
@@ -291,8 +291,8 @@ def _seen(mask: Any) -> Tensor | None:
 
 def _places(values: Any, x: Tensor, inputs: _Inputs) -> list[Any]:
     """Arguments of a call, with marks in place of x and the positions. Raises Unproven if there are other tensors."""
-    found = [_X if value is x else _POSITIONS if inputs.is_positions(value) else value for value in values]
-    if not all(value is _X or value is _POSITIONS or isinstance(value, _SETTINGS) for value in found):
+    found = [X if value is x else POSITIONS if inputs.is_positions(value) else value for value in values]
+    if not all(value is X or value is POSITIONS or isinstance(value, _SETTINGS) for value in found):
         raise Unproven("its angles depend on more than the positions")
     return found
 
@@ -318,7 +318,7 @@ def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock:
 
 def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
     """Return the arguments of a decoder, None if they are not one token of each sequence with a cache."""
-    ids, x, positions, past, mask = [kwargs.get(name) for name in _INPUTS]
+    ids, x, positions, past, mask = [kwargs.get(name) for name in INPUTS]
     given = x if ids is None else ids
     if past is None or (ids is not None and x is not None) or not isinstance(given, Tensor) or not given.is_cpu:
         return None
@@ -335,21 +335,41 @@ def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
     return _Inputs(ids, x, positions, False, past, mask) if isinstance(positions, Tensor) else None
 
 
-_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "past_key_values", "attention_mask")
+INPUTS = ("input_ids", "inputs_embeds", "position_ids", "past_key_values", "attention_mask")
+
+
+class OneToken(NamedTuple):
+    """A call of a decoder for one new token of each sequence: its inputs, the key of the block that serves it.
+
+    `given`: the arguments of `inputs` by name.
+    """
+
+    inputs: _Inputs
+    key: tuple
+    given: dict[str, Any]
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any]) -> "OneToken | None":
+        """The call with these arguments, None if it is of another kind."""
+        inputs = _inputs_of(kwargs)
+        if inputs is None:
+            return None
+        settings = tuple([item for item in kwargs.items() if item[0] not in INPUTS])
+        if not all([isinstance(value, _SETTINGS) for _, value in settings]):
+            return None
+        given = {name: kwargs.get(name) for name in INPUTS}
+        kind = (inputs.ids is None, inputs.own_positions, given["attention_mask"] is None, inputs.padding is None)
+        return cls(inputs, (kind, settings), given)
 
 
 def run_decoder(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Any:
     """The decoder's output for one token, None where the host has to compute it."""
     if args or module.training:
         return None
-    inputs = _inputs_of(kwargs)
-    if inputs is None:
-        return None
-    settings = tuple([item for item in kwargs.items() if item[0] not in _INPUTS])
-    if not all([isinstance(value, _SETTINGS) for _, value in settings]):
+    token = OneToken.of(kwargs)
+    if token is None:
         return None
     if not state.found and not all([found.trials for layer in _layers(module) or () if (found := state_of(layer))]):
         return None  # its layers have not been called for one token yet
-    kind = (inputs.ids is None, inputs.own_positions, kwargs.get("attention_mask") is None, inputs.padding is None)
-    block = state.block(module, (kind, settings), lambda: DecoderBlock(module, inputs, kwargs))
-    return None if block is None else block(inputs)
+    block = state.block(module, token.key, lambda: DecoderBlock(module, token.inputs, kwargs))
+    return None if block is None else block(token.inputs)

@@ -1,9 +1,10 @@
-"""`capture_generate`: `model.generate` whose decoding step is captured into a CUDA graph once and replayed.
+"""`capture_generate`: `model.generate` whose decoding step is captured once and replayed.
 
-One token of a small batch is dozens of launches per layer, each longer on the host than on the GPU: Llama-3.1-8B in
-16 bit decodes at 41 tokens/s in eager `generate` on an H100 (bitsandbytes, benchmarking/README.md), where its bytes
-allow 220. A replay is one launch. Nothing is compiled, unlike with the way of transformers
-(`cache_implementation="static"` alone, which calls torch.compile).
+On a CPU a step is a few native calls, see `cpu`. On a GPU it is a CUDA graph: one token of a small batch is dozens of
+launches per layer, each longer on the host than on the GPU. Llama-3.1-8B in 16 bit decodes at 41 tokens/s in eager
+`generate` on an H100 (bitsandbytes, benchmarking/README.md), where its bytes allow 220. A replay is one launch.
+Nothing is compiled, unlike with the way of transformers (`cache_implementation="static"` alone, which calls
+torch.compile).
 
 A step can be replayed if the addresses of its tensors are fixed and the decisions of its Python code do not change.
 Therefore inputs are copied into buffers, and the static cache, which every `generate` creates anew, gets the memory of
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_quant.integrations.methods import ModelMethod
+from hf_quant.integrations.transformers.graphs.cpu import TokenDecoder, TokenStep
 from hf_quant.integrations.transformers.graphs.decode import Backend, CudaGraphs, Decoder, Memory
 from hf_quant.integrations.transformers.graphs.state import frozen, host_state, tensors_of
 
@@ -42,8 +44,10 @@ class DecodeGraphs:
         reasons: {reason for running without a graph: number of generations or steps}.
     """
 
-    def __init__(self, model: nn.Module, backend: Backend, max_caches: int) -> None:
-        self.model, self.backend, self.max_caches = weakref.ref(model), backend, max_caches
+    def __init__(self, model: nn.Module, backend: Backend | None, max_caches: int) -> None:
+        self.model, self.max_caches = weakref.ref(model), max_caches
+        self.backend, self.serves_cpus = backend or CudaGraphs(), backend is None
+        self.steps: list[TokenStep] = []  # on a CPU
         self.num_captures = self.num_replays = 0
         self.reasons: dict[str, int] = {}
         self._memories: OrderedDict[tuple, Memory] = OrderedDict()
@@ -76,6 +80,7 @@ class DecodeGraphs:
                     model.__dict__[name] = method.host
         self._memories.clear()
         self._decoders.clear()
+        self.steps = []
 
     def note(self, reason: str) -> None:
         """Count a generation or step that runs without a graph."""
@@ -93,7 +98,16 @@ class DecodeGraphs:
         max_cache_length: int,
     ) -> Any:
         model = self.model()
-        reason = _unsupported_reason(model, self.backend, generation_config, model_kwargs, generation_mode)
+        reason = _unsupported_reason(model, generation_config, generation_mode)
+        if reason is None and self.serves_cpus and model.device.type == "cpu":
+            result = host(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            cache = model_kwargs.get("past_key_values")
+            if getattr(cache, "is_compileable", True) or not hasattr(cache, "layers"):
+                self.note("the cache has a fixed size")
+            else:
+                self._decoders[cache] = TokenDecoder(self, cache)
+            return result
+        reason = reason or _static_unsupported_reason(model, self.backend, generation_config, model_kwargs)
         if reason is None:
             given, longest = generation_config.cache_implementation, getattr(model, "_previous_max_cache_length", -1)
             generation_config.cache_implementation = "static"
@@ -133,13 +147,14 @@ class DecodeGraphs:
         """Leave the mask of a captured step to the model, which creates it inside the graph."""
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         decoder = self._decoder_of(cache)
-        if decoder is None or decoder.windows or decoder.memory.reason or kwargs["inputs_embeds"].shape[1] != 1:
+        is_one = kwargs["inputs_embeds"].shape[1] == 1
+        if not isinstance(decoder, Decoder) or decoder.windows or decoder.memory.reason or not is_one:
             return host(**kwargs)
         # The length must not grow. Only the prompt has padding; all later tokens are real.
         length = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
         return mask if mask is None else F.pad(mask, (0, length - mask.shape[1]), value=1)
 
-    def _decoder_of(self, cache: Any) -> Decoder | None:
+    def _decoder_of(self, cache: Any) -> Decoder | TokenDecoder | None:
         return self._decoders.get(cache) if hasattr(cache, "layers") else None
 
     def _memory_for(self, rows: int, cache: Any) -> Memory:
@@ -192,17 +207,24 @@ class _Method(ModelMethod):
 
 
 def capture_generate(model: nn.Module, *, backend: Backend | None = None, max_caches: int = 4) -> DecodeGraphs:
-    """Let `model.generate` capture the decoding of one token into a CUDA graph, and replay it.
+    """Let `model.generate` capture the decoding of one token, and replay it.
 
-    From the third token of a generation on, greedy search and sampling make one launch per token; the results equal
-    eager `generate` with a static cache. Each new batch size and cache length (rounded up to a multiple of 256 tokens,
-    or of an eighth of the next power of two) is captured once. Supports any decoder-only model of transformers on one
-    GPU, quantized or not. Without a GPU nothing changes, and `print` of the result says so. Other threads must not
-    change the model while it generates.
+    On a GPU a captured step is a CUDA graph. From the third token of a generation on, greedy search and sampling make
+    one launch per token; the results equal eager `generate` with a static cache. Each new batch size and cache length
+    (rounded up to a multiple of 256 tokens, or of an eighth of the next power of two) is captured once. Supports any
+    decoder-only model of transformers on one GPU, quantized or not.
+
+    On a CPU a captured step calls the native blocks of the layers, of the last norm and of the head, without the code
+    of the model; results are those of eager `generate`, to the bit. Parameters, layers, hooks and settings are
+    compared once per generation instead of once per token. It needs quantized weights, a quantized KV cache, and a
+    model whose decoder has a native block (see `fuse_activations_`).
+
+    What cannot be captured runs as before, and `print` of the result says why. Other threads must not change the
+    model while it generates.
 
     Args:
         model: a transformers model, or a PEFT model around one.
-        backend: implementation of the capture; default: CUDA graphs.
+        backend: implementation of the capture; default: CUDA graphs on GPUs, native blocks on CPUs.
         max_caches: number of batch sizes and cache lengths that are kept, each with its cache memory; the least
             recently used are freed.
 
@@ -221,29 +243,36 @@ def capture_generate(model: nn.Module, *, backend: Backend | None = None, max_ca
         raise ValueError(f"this {type(model).__name__} is captured already; release() what the first call returned")
     if max_caches < 1:
         raise ValueError(f"max_caches is {max_caches}; needs at least 1")
-    return DecodeGraphs(model, backend or CudaGraphs(), max_caches)
+    return DecodeGraphs(model, backend, max_caches)
 
 
-def _unsupported_reason(
-    model: nn.Module, backend: Backend, config: Any, model_kwargs: dict[str, Any], mode: Any
-) -> str | None:
+def _unsupported_reason(model: nn.Module, config: Any, mode: Any) -> str | None:
     """Return the reason why the arguments or the model of a generation prevent its capture, or None."""
+    reasons = (
+        (model.training, "the model is in training mode"),
+        (model.config.is_encoder_decoder, "it is an encoder-decoder model"),
+        (mode.value not in _MODES, mode.value.replace("_", " ")),
+        (config.use_cache is False, "use_cache is False"),
+        (config.compile_config is not None, "compile_config asks for torch.compile"),
+        (len(set(getattr(model, "hf_device_map", {}).values())) > 1, "the model is spread over devices"),
+        (any(hasattr(p, "full_tensor") for p in model.parameters()), "the model is sharded"),
+    )
+    return next((reason for is_so, reason in reasons if is_so), None)
+
+
+def _static_unsupported_reason(
+    model: nn.Module, backend: Backend, config: Any, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Return the reason why a generation cannot have a static cache whose steps a backend captures, or None."""
     text = model.config.get_text_config(decoder=True)
     ropes = getattr(text, "rope_parameters", None) or {}
     rope_types = {r.get("rope_type") for r in (ropes, *ropes.values()) if isinstance(r, dict)}
     attention = str(getattr(text, "_attn_implementation", None))
     reasons = (
         (backend.unavailable(model.device), backend.unavailable(model.device)),
-        (model.training, "the model is in training mode"),
-        (model.config.is_encoder_decoder, "it is an encoder-decoder model"),
         (not model._can_compile_fullgraph, f"transformers knows no static cache for {type(model).__name__}"),
-        (mode.value not in _MODES, mode.value.replace("_", " ")),
-        (config.use_cache is False, "use_cache is False"),
         (model_kwargs.get("past_key_values") is not None, "the cache is the caller's"),
         (config.cache_implementation not in (None, "static"), f"the cache is {config.cache_implementation!r}"),
-        (config.compile_config is not None, "compile_config asks for torch.compile"),
-        (len(set(getattr(model, "hf_device_map", {}).values())) > 1, "the model is spread over devices"),
-        (any(hasattr(p, "full_tensor") for p in model.parameters()), "the model is sharded"),
         (rope_types.intersection(_DYNAMIC_ROPE), "its rotary embedding reads the length on the host"),
         ("flash" in attention, f"{attention} reads the lengths on the host"),
     )

@@ -1,0 +1,67 @@
+"""The angles of a rotary embedding for one new token, made for the tokens that follow, too.
+
+A host makes cos and sin of one position by a dozen small ops, which take longer than their bytes. They depend on the
+position alone, so its module is asked for many positions at once, if that gives the same bits for the first of them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+X, POSITIONS = object(), object()  # places of a call's arguments
+_AHEAD = 64  # tokens
+_BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embeddings that change with the largest position
+
+
+class Angles:
+    """The result of a module for x and the positions of one new token of each sequence.
+
+    `args`, `kwargs`: of the module's call, with `X` and `POSITIONS` in the places of the tensors.
+    """
+
+    def __init__(self, module: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.module, self.args, self.kwargs = module, args, kwargs
+        kinds = getattr(module, "rope_type", None)
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        self.looks_ahead = bool(kinds) and all(isinstance(kind, str) and kind not in _BY_LENGTH for kind in kinds)
+        self.rows: list[tuple[Tensor, ...]] = []  # for the next positions
+        self.first: list[int] = []
+        self.made_of: tuple = ()
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Any:
+        """Angles of the positions [1 or B, 1]."""
+        if not self.looks_ahead or positions.shape[-1] != 1:
+            return self._call(x, positions)
+        at, made_of = positions.flatten().tolist(), self._sources(x)
+        if self.rows and made_of == self.made_of and len(at) == len(self.first):
+            step = at[0] - self.first[0]
+            if 0 <= step < len(self.rows) and all([a - b == step for a, b in zip(at, self.first)]):
+                return self.rows[step]
+        return self._look_ahead(x, positions, at, made_of)
+
+    def _call(self, x: Tensor, positions: Tensor) -> Any:
+        places = {X: x, POSITIONS: positions}
+        kwargs = {name: places.get(value, value) for name, value in self.kwargs.items()}
+        return self.module(*[places.get(value, value) for value in self.args], **kwargs)
+
+    def _sources(self, x: Tensor) -> tuple:
+        """The things that angles depend on besides the positions. In inference mode, tensors count no changes."""
+        buffers = [b for b in self.module._buffers.values() if b is not None]
+        return x.dtype, *[(id(b), b.data_ptr(), None if b.is_inference() else b._version) for b in buffers]
+
+    def _look_ahead(self, x: Tensor, positions: Tensor, at: list[int], made_of: tuple) -> Any:
+        found = self._call(x, positions)
+        self.rows = []
+        try:
+            many = self._call(torch.zeros_like(x), positions + torch.arange(_AHEAD))
+            rows = list(zip(*[part.transpose(0, 1).contiguous().unsqueeze(2) for part in many]))
+            is_same = all([torch.equal(a, b) for a, b in zip(found, rows[0], strict=True)])
+        except Exception:  # noqa: BLE001  (a table may end, a result be no tensors)
+            is_same = False
+        if is_same and made_of == self._sources(x):
+            self.rows, self.first, self.made_of = rows, at, made_of
+        else:
+            self.looks_ahead = False
+        return found

@@ -1,0 +1,232 @@
+"""`capture_generate` on a CPU: the tokens and logits of eager `generate` to the bit, and what ends a captured step."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from hf_quant import capture_generate, quantize_
+from hf_quant.integrations.transformers.blocks.angles import POSITIONS, Angles, X
+from hf_quant.kernels.native import active
+
+
+pytestmark = pytest.mark.skipif(active() is None, reason="the native kernels are not built")
+_SMALL = dict(
+    vocab_size=96,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    bos_token_id=0,
+    eos_token_id=None,
+    pad_token_id=2,
+)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**_SMALL),
+    "gemma2": lambda: transformers.Gemma2Config(**_SMALL, head_dim=32, sliding_window=16),  # capped logits
+    "granite": lambda: transformers.GraniteConfig(**_SMALL, logits_scaling=3.0),
+    "cohere": lambda: transformers.CohereConfig(**_SMALL),  # LayerNorm, one more factor
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_SMALL, **_EXPERTS, head_dim=32),
+}
+QUANTIZED = {"weights": "int4", "cpu_activations": "int8", "kv_cache": "int8", "modules": {"lm_head": "int4"}}
+
+
+def make(name: str = "llama", config=QUANTIZED, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    return quantize_(model, config) if config is not None else model
+
+
+def run(model: nn.Module, rows: int = 1, padding: int = 0, tokens: int = 20, **kwargs) -> tuple[Tensor, ...]:
+    """(tokens, logits of each step) of a generation."""
+    ids = torch.randint(3, 96, (rows, 7), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    options = {"max_new_tokens": tokens, "do_sample": False, "attention_mask": mask, **kwargs}
+    found = model.generate(ids, return_dict_in_generate=True, output_logits=True, **options)
+    return found.sequences, *found.logits
+
+
+def are_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    model = make()
+    run(model)  # makes its blocks
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_and_logits_of_eager_generate(name):
+    model = make(name)
+    cases = [dict(), dict(rows=3), dict(rows=3, padding=4), dict(tokens=80)]
+    expected = [run(model, **case) for case in cases]
+    with capture_generate(model) as graphs:
+        for case, before in zip(cases, expected):
+            assert are_equal(run(model, **case), before)
+        assert not graphs.reasons and graphs.num_captures == 2  # with padding and without
+        assert graphs.num_replays > 110
+    assert are_equal(run(model), expected[0]) and "get_compiled_call" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"weights": "int8", "kv_cache": "int4", "modules": {"lm_head": "int8"}}, torch.float16),
+        ({"weights": "nf4", "kv_cache": "fp8_e4m3"}, torch.float32),
+    ],
+    ids=str,
+)
+def test_formats_and_dtypes(config, dtype):
+    model = make(config=config, dtype=dtype)
+    expected = run(model), run(model, do_sample=False, output_scores=True, repetition_penalty=1.2)
+    with capture_generate(model) as graphs:
+        assert are_equal(run(model), expected[0])
+        assert are_equal(run(model, output_scores=True, repetition_penalty=1.2), expected[1])
+        assert not graphs.reasons and graphs.num_replays > 30
+
+
+def test_sampling(llama):
+    torch.manual_seed(1)
+    expected = run(llama, do_sample=True)
+    with capture_generate(llama) as graphs:
+        torch.manual_seed(1)
+        assert are_equal(run(llama, do_sample=True), expected) and graphs.num_replays
+
+
+def test_what_is_replaced_between_generations_is_noticed():
+    model = make()
+    with capture_generate(model) as graphs:
+        run(model)
+        assert graphs.num_captures == 1
+        model.model.norm.weight = nn.Parameter(torch.rand(128, dtype=torch.bfloat16))
+        other = copy.deepcopy(model)
+        assert are_equal(run(model), run(other)) and graphs.num_captures == 2
+        seen = []
+        with model.lm_head.register_forward_hook(lambda *_: seen.append(1)):
+            before = graphs.num_replays
+            run(model)
+            assert len(seen) == 20 and graphs.num_replays == before and len(graphs.reasons) == 1
+        assert are_equal(run(model), run(other)) and graphs.num_replays > before
+        handle = model.register_forward_hook(lambda *_: seen.append(2))
+        run(model)
+        handle.remove()
+        assert seen.count(2) == 20
+
+
+def test_a_model_that_is_gone_leaves_nothing():
+    model = make()
+    capture_generate(model)
+    run(model)
+    gone = weakref.ref(model.model.layers[0].mlp.gate_proj.qdata.untyped_storage())
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_captured_step_calls_no_module(llama, monkeypatch):
+    calls, host = [], nn.Module.__call__
+    with capture_generate(llama) as graphs:
+        expected = run(llama)
+        monkeypatch.setattr(nn.Module, "__call__", lambda self, *a, **k: (calls.append(self), host(self, *a, **k))[1])
+        before = graphs.num_replays
+        assert are_equal(run(llama), expected)
+        assert graphs.num_replays - before == 19 and calls.count(llama) == 1 and calls.count(llama.lm_head) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        (None, {}, "LlamaModel has no block"),
+        ("int4", {}, "a layer of the cache takes new tokens another way"),
+        (QUANTIZED, {"num_beams": 2}, "beam search"),
+        (QUANTIZED, {"cache_implementation": "static"}, "the cache has a fixed size"),
+        (QUANTIZED, {"use_cache": False}, "use_cache is False"),
+    ],
+    ids=str,
+)
+def test_what_runs_as_before(config, options, reason):
+    model = make(config=config)
+    options = {"max_new_tokens": 8, "do_sample": False, **options}
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model.generate(ids, **options)
+    with capture_generate(model) as graphs:
+        assert torch.equal(model.generate(ids, **options), expected)
+    assert graphs.num_replays == 0 and list(graphs.reasons) == [reason]
+
+
+def test_steps_that_differ_are_the_hosts(llama):
+    """Two tokens at once, and a mask that comes up, in the middle of a generation."""
+    with capture_generate(llama) as graphs, torch.no_grad():
+        ids = torch.tensor([[5, 6, 7]])
+        cache = llama.generate(ids, max_new_tokens=4, return_dict_in_generate=True).past_key_values
+        decoder = graphs._decoders[cache]
+        other = copy.deepcopy(cache)
+        ids, positions = torch.tensor([[8]]), torch.tensor([[6]])
+        inputs = dict(input_ids=ids, position_ids=positions, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1, 1]]))
+        inputs.update(use_cache=True, return_dict=True)
+        expected = llama(**inputs, past_key_values=other)
+        assert torch.equal(decoder(**inputs, past_key_values=cache).logits, expected.logits)
+        assert graphs.reasons == {"a step differs from the captured one": 1}
+        inputs = dict(input_ids=torch.tensor([[8, 9]]), use_cache=True, return_dict=True)
+        expected = llama(**inputs, past_key_values=other)
+        assert torch.equal(decoder(**inputs, past_key_values=cache).logits, expected.logits)
+
+
+# Angles.
+
+
+def rotary(**parameters) -> nn.Module:
+    config = transformers.LlamaConfig(**_SMALL)
+    config.rope_parameters = {"rope_theta": 10000.0, "rope_type": "default", **parameters}
+    return transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"rope_type": "linear", "factor": 2.0}], ids=str)
+def test_angles_of_many_positions_are_those_of_one(parameters):
+    module, x = rotary(**parameters), torch.zeros(2, 1, 128, dtype=torch.bfloat16)
+    angles, calls = Angles(module, [X], {"position_ids": POSITIONS}), []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    for start in (0, 500):  # of the second sequence
+        for step in range(70):
+            positions = torch.tensor([[3 + start + step], [start + step]])
+            assert all(map(torch.equal, angles(x, positions), module(x, positions)))
+    assert len(calls) == 140 + 2 * 2 * 2
+
+
+def test_angles_are_made_again_when_they_may_differ():
+    module, x = rotary(), torch.zeros(1, 1, 128)
+    angles = Angles(module, [X, POSITIONS], {})
+    for position, change in ((5, None), (6, None), (7, "dtype"), (8, "buffer"), (9, "values"), (3, None), (40, None)):
+        if change == "dtype":
+            x = x.bfloat16()
+        elif change == "buffer":
+            module.inv_freq = module.inv_freq * 2
+        elif change == "values":
+            module.inv_freq.mul_(2)
+        positions = torch.tensor([[position]])
+        assert all(map(torch.equal, angles(x, positions), module(x, positions)))
+
+
+def test_lengths_that_change_the_angles_are_not_looked_ahead_of():
+    module = rotary(rope_type="dynamic", factor=2.0)
+    angles = Angles(module, [X, POSITIONS], {})
+    angles(torch.zeros(1, 1, 128), torch.tensor([[1000]]))
+    assert not angles.looks_ahead and module.max_seq_len_cached == 1024, "as after position 1000 alone"
