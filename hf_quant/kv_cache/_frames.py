@@ -7,10 +7,13 @@ states of an empty layer (the prompt, or the part of it that is read first), and
 import torch
 from torch import Tensor
 
+from hf_quant.kernels import hadamard
 from hf_quant.kernels.codes import CODES
-from hf_quant.kernels.kv_attention.op import decode_heads, framed, rotate
+from hf_quant.kernels.dispatch import direct, is_plain
+from hf_quant.kernels.kv_attention.op import decode_heads, framed, rotate, rotation_block
 
 
+_hadamard = direct(hadamard)
 _TOKENS = 4096  # that a frame is found from, at most: 4 bytes a value meanwhile
 
 
@@ -25,19 +28,31 @@ def frame_of(keys: Tensor) -> Tensor:
     saying too much. A single token, and a head with NaN or infinity, has the mean 0 and the spread 1. Tokens of
     padding count like others: they make the frame worse, not the attention wrong.
     """
-    tokens = keys[:, :, 1:_TOKENS].float()
-    count, zeros = tokens.shape[2], torch.zeros_like(keys[:, :, 0], dtype=torch.float32)
-    neutral = torch.stack([zeros, zeros + 1], 2)
+    tokens = keys[:, :, 1:_TOKENS].to(torch.float32, copy=True)
+    count = tokens.shape[2]
     if count == 0:
-        return neutral
+        return _neutral(keys)
     # torch.var_mean takes ten times as long on CPUs. Relative to one token equal tokens have no variance, as there.
-    relative = tokens - tokens[:, :, :1]
-    mean = relative.mean(2, keepdim=True)
-    variance, mean = (relative - mean).square().mean(2), (mean + tokens[:, :, :1]).squeeze(2)
+    first = tokens[:, :, :1].clone()
+    mean = tokens.sub_(first).mean(2, keepdim=True)
+    variance, mean = tokens.sub_(mean).square_().mean(2), mean.add_(first).squeeze(2)
     whole = variance.mean(-1, keepdim=True)
     share = (count * variance + whole) / ((count + 1) * whole)
-    frame = torch.stack([mean, torch.where(whole > 0, share, 1.0).pow(0.25)], 2)
-    return torch.where(frame.isfinite().all(-1, keepdim=True).all(-2, keepdim=True), frame, neutral)
+    frame = torch.stack([mean, torch.where(whole > 0, share, 1.0).pow_(0.25)], 2)
+    is_finite = frame.isfinite()
+    if _is_read(frame) and bool(is_finite.all()):
+        return frame
+    return torch.where(is_finite.all(-1, keepdim=True).all(-2, keepdim=True), frame, _neutral(keys))
+
+
+def _neutral(keys: Tensor) -> Tensor:
+    zeros = torch.zeros_like(keys[:, :, 0], dtype=torch.float32)
+    return torch.stack([zeros, zeros + 1], 2)
+
+
+def _is_read(x: Tensor) -> bool:
+    """True if Python may look at values of x: it is in the CPU's memory, and nothing traces."""
+    return x.is_cpu and is_plain(x) and not torch.compiler.is_compiling()
 
 
 def lacking(
@@ -46,4 +61,6 @@ def lacking(
     """Compute what the codes of one token's key [B, H_kv, 1, D] lack, in their space: fp32 [B, H_kv, D]."""
     exact = framed(key, frame)
     decoded = decode_heads(codes, scale, offset, CODES[format], key.shape[3])
-    return ((rotate(exact) if rotated else exact) - decoded).squeeze(2)
+    if rotated:
+        exact = _hadamard(exact, block_size=rotation_block(key.shape[3])) if _is_read(exact) else rotate(exact)
+    return (exact - decoded).squeeze(2)

@@ -64,17 +64,16 @@ class CodeStorage:
         window = config.sink_tokens + config.recent_tokens
         spec = CODES[config.format]
         options = {"device": self.device}
-        for which, states in (("k", key_states), ("v", value_states)):
-            layout = config.layout(states.shape[-1])
-            shape = (*states.shape[:2], capacity)
-            pairs = (*shape, layout.groups, layout.numbers)
-            kept = (*states.shape[:2], window + 1, layout.D)
-            with _lasting():
+        first = (*key_states.shape[:2], key_states.shape[-1])
+        with _lasting():
+            for which, states in (("k", key_states), ("v", value_states)):
+                layout = config.layout(states.shape[-1])
+                shape = (*states.shape[:2], capacity)
+                pairs = (*shape, layout.groups, layout.numbers)
+                kept = (*states.shape[:2], window + 1, layout.D)
                 setattr(self, f"{which}_codes", torch.zeros(*shape, layout.width, dtype=spec.dtype, **options))
                 setattr(self, f"{which}_pairs", torch.zeros(pairs, dtype=scale_dtype(self.dtype), **options))
                 setattr(self, f"{which}_window", torch.zeros(kept, dtype=states.dtype, **options) if window else None)
-        first = (*key_states.shape[:2], key_states.shape[-1])
-        with _lasting():
             self.k_frame = torch.zeros(*first[:2], 2, first[2], **options)
             self.k_frame[:, :, 1] = 1
             self.k_first = None if config.sink_tokens else torch.zeros(first, **options)  # those are in 16 bit
@@ -204,7 +203,7 @@ class GrowingStorage(CodeStorage):
         self._recent = 0  # first position that the ring of the last tokens holds
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._allocate(key_states, value_states, 0)
+        self._allocate(key_states, value_states, _whole_blocks(key_states.shape[2] + BLOCK))
         self.is_initialized = True
 
     def _states(self, start: int | None = None) -> tuple[QuantizedStates, QuantizedStates]:
@@ -220,9 +219,9 @@ class GrowingStorage(CodeStorage):
         used, capacity = self._end - self._start, self.k_codes.shape[2]
         if self._first + used + count <= capacity:
             return
-        room = BLOCK if capacity == 0 else max(BLOCK, used // 16)
+        room = max(BLOCK, used // 16)
         if used + count + room // 2 > capacity:  # else there is room once the tokens of the past are gone
-            capacity = -(-(used + count + room) // BLOCK) * BLOCK
+            capacity = _whole_blocks(used + count + room)
         for name in ("k_codes", "k_pairs", "v_codes", "v_pairs"):
             tensor = getattr(self, name)
             kept = tensor[:, :, self._first : self._first + used]
@@ -265,6 +264,10 @@ class GrowingStorage(CodeStorage):
         self._clear()
         if hasattr(self, "cumulative_length"):
             self.cumulative_length = 0
+
+
+def _whole_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK
 
 
 def _differentiable(
