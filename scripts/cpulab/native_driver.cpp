@@ -373,14 +373,19 @@ class Case : RandomCall {
         const std::vector<double> weight = row_of_weight(e, n);
         const double added = p.bias == nullptr ? 0.0 : bias->at(e * p.expert_bias + n, p.bias_dtype);
         for (int64_t m = starts[e]; m < starts[e + 1]; ++m) {
-          double sum = 0, magnitude = 0;
+          double sum = 0, magnitude = 0, largest = 0, weights = 0;
           for (int64_t k = 0; k < p.K; ++k) {
             sum += rows[m * p.K + k] * weight[k];
             magnitude += std::fabs(rows[m * p.K + k] * weight[k]);
+            largest = std::max(largest, std::fabs(rows[m * p.K + k]));
+            weights += std::fabs(weight[k]);
           }
+          // Rows may be in fixed point: the smallest numbers to 2^-16 of the largest.
+          const double fixed = call.compute == BY_BF16 ? std::ldexp(largest * weights, -16) : 0;
           const double exact = sum * factors[m] + added;
           const double unit = p.block != 0 && p.compute == BY_BF16 ? std::ldexp(1.0, -8) : tolerance;
-          const double allowed = unit * magnitude * factors[m] + tolerance * std::fabs(added) + rounding(exact, p.y_dtype);
+          const double allowed =
+              fixed + unit * magnitude * factors[m] + tolerance * std::fabs(added) + rounding(exact, p.y_dtype);
           if (differs(kernels, "y", m, n, y->at(m * p.N + n, p.y_dtype), exact, allowed)) return false;
         }
       }
@@ -483,7 +488,7 @@ class AttentionCase : RandomCall {
       p.S = 50 + random.below(60);
       p.T = random.of<int64_t>({0, 1, 63, 64, 65});
     }
-    p.layout = random.of<int>({PACKED2, PACKED4, PACKED4, BYTES_INT, BYTES_FLOAT});
+    p.layout = random.of<int>({PACKED2, PACKED4, PACKED4, BYTES_INT, BYTES_FLOAT, VALUES});
     p.equally_spaced = p.layout <= PACKED4 && random.one_in(2);
     do {
       p.group_size = 16 * (1 + random.below(p.D / 16));
@@ -491,13 +496,19 @@ class AttentionCase : RandomCall {
     p.groups = p.D / p.group_size;
     p.q_dtype = random.of<int>({F32, BF16, F16});
     p.causal = random.one_in(2);
-    p.window = p.causal && random.one_in(2) ? 1 + random.below(100) : 0;
     p.scale = static_cast<float>(random.between(0.05, 0.5));
-    p.rotates = random.one_in(3);
-    p.rotates_values = random.one_in(3);
+    if (p.layout == VALUES) {
+      p.group_size = p.D;
+      p.groups = 1;
+    } else {
+      p.window = p.causal && random.one_in(2) ? 1 + random.below(100) : 0;
+      p.rotates = random.one_in(3);
+      p.rotates_values = random.one_in(3);
+    }
     const auto number = [&] { return random_.between(0.5, 2); };
-    if (random.one_in(3)) p.frame = static_cast<float*>(fill(frame, p.B * p.H_kv * 2 * p.D, F32, false, number));
-    if (random.one_in(3)) p.first = static_cast<float*>(fill(lacking, p.B * p.H_kv * p.D, F32, false, number));
+    const bool has_more = p.layout != VALUES;
+    if (has_more && random.one_in(3)) p.frame = static_cast<float*>(fill(frame, p.B * p.H_kv * 2 * p.D, F32, false, number));
+    if (has_more && random.one_in(3)) p.first = static_cast<float*>(fill(lacking, p.B * p.H_kv * p.D, F32, false, number));
     if (random.one_in(3)) p.softcap = static_cast<float>(random.between(1, 20));
     p.sinks_dtype = random.of<int>({F32, BF16, F16});
     if (random.one_in(3)) p.sinks = fill(sinks, p.H, p.sinks_dtype, false, [&] { return random_.between(-3, 3); });
@@ -514,7 +525,7 @@ class AttentionCase : RandomCall {
     p.y_head = p.D * p.S;
     p.y_batch = p.y_head * p.H;
     int code = 0;
-    p.levels = static_cast<float*>(fill(levels, 1 << bits_of(p.layout), F32, false, [&] {
+    if (has_more) p.levels = static_cast<float*>(fill(levels, 1 << bits_of(p.layout), F32, false, [&] {
       const int i = code++;
       if (p.layout == BYTES_FLOAT) return decode(static_cast<uint32_t>(i % 128 == 127 ? i - 1 : i), E4M3) / 64;
       return p.equally_spaced ? double(i - 3) : random_.between(-3, 3);
@@ -566,6 +577,15 @@ class AttentionCase : RandomCall {
 
   Tensors make_cache(Cache& cache) {
     Tensors made;
+    if (p.layout == VALUES) {
+      const int64_t row = p.D + random_.of<int64_t>({0, 0, 3}), size = element_size(p.q_dtype);
+      cache.code_token = row * size;
+      cache.code_head = cache.code_token * p.T;
+      cache.code_batch = cache.code_head * p.H_kv;
+      cache.codes = static_cast<uint8_t*>(
+          fill(made.codes, p.B * p.H_kv * p.T * row, p.q_dtype, false, [&] { return random_.between(-1, 1); }));
+      return made;
+    }
     const int64_t bytes = p.D * bits_of(p.layout) / 8, rows = p.B * p.H_kv * p.T;
     cache.code_token = bytes + random_.of<int64_t>({0, 0, 3});
     cache.code_head = cache.code_token * p.T;
@@ -598,6 +618,10 @@ class AttentionCase : RandomCall {
       const int64_t first = b * cache.scale_batch + h * cache.scale_head + t * cache.scale_token;
       double scale = 0, offset = 0;
       for (int64_t d = 0; d < p.D; ++d) {
+        if (p.layout == VALUES) {
+          values.push_back(tensors.codes->at((row - cache.codes) / element_size(p.q_dtype) + d, p.q_dtype));
+          continue;
+        }
         if (d % p.group_size == 0) {
           const int64_t at = first + d / p.group_size * cache.scale_group;
           scale = tensors.scale->at(at, cache.scale_dtype);
@@ -646,8 +670,13 @@ class AttentionCase : RandomCall {
       return false;
     }
     if (p.sinks != nullptr) sum += std::exp(sinks->at(h, p.sinks_dtype) - (p.softcap > 0 ? 0 : missing));
-    for (int64_t t = 0; t < p.T; ++t)
-      for (int64_t d = 0; weight[t] != 0 && d < p.D; ++d) out[d] += weight[t] / sum * values[t * p.D + d];
+    std::vector<double> magnitude(static_cast<size_t>(p.D), 0.0);
+    for (int64_t t = 0; t < p.T; ++t) {
+      for (int64_t d = 0; weight[t] != 0 && d < p.D; ++d) {
+        out[d] += weight[t] / sum * values[t * p.D + d];
+        magnitude[d] += weight[t] / sum * std::fabs(values[t * p.D + d]);
+      }
+    }
     if (p.rotates_values) {
       std::vector<float> turned(out.begin(), out.end());
       rotate(turned);
@@ -655,7 +684,9 @@ class AttentionCase : RandomCall {
     }
     for (int64_t d = 0; d < p.D; ++d) {
       const double value = y.at(b * p.y_batch + h * p.y_head + s * p.y_position + d, p.q_dtype);
-      if (std::fabs(value - out[d]) <= 1e-4 + rounding(out[d], p.q_dtype)) continue;
+      // Weights that meet values are rounded to their dtype first.
+      const double weights = p.layout == VALUES ? rounding(magnitude[d], p.q_dtype) : 0;
+      if (std::fabs(value - out[d]) <= 1e-4 + weights + rounding(out[d], p.q_dtype)) continue;
       fprintf(stderr, "%s: y[%d, %d, %d, %d] is %.9g, not %.9g\n", kernels.name, int(b), int(h), int(s), int(d), value,
               out[d]);
       return false;
