@@ -35,6 +35,7 @@ else:  # the decorated functions are never called then
     tl = SimpleNamespace(constexpr=lambda value: value, int16="int16")
 
 HAS_TRITON = hasattr(triton, "compile")
+IS_OLD_TRITON = HAS_TRITON and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # 3.6 to 3.8
 
 
 @triton.jit

@@ -53,6 +53,7 @@ from hf_quant.kernels.gpu.decode import (
 )
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
+    IS_OLD_TRITON,
     Target,
     cached_plan,
     config_table,
@@ -118,6 +119,9 @@ CONFIGS = {
 _MIN_STEPS = 4  # K steps of a part: fewer would not fill the pipeline of loads
 _MIN_DOT_K = 16
 _WARP_MMA = ("sm80", "sm89")  # tables of GPUs whose matrix units read both operands from registers
+# BLOCK_M * BLOCK_N * CODES: of larger tiles Triton 3.6 wants 528 columns of tensor memory on sm100, which has 512 (the
+# launch raises OutOfResources); 3.9 takes 512.
+_TENSOR_MEMORY = 2**15
 _DECODE = 64  # tokens
 
 
@@ -155,6 +159,8 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
                 block_m = 64  # without wgmma x is in registers, too: 3.5 KB of stack (int3 g32, M = 65, sm80)
         else:
             return f"groups of {group_size} do not fit a tile of {block_k}"
+    while table == "sm100" and IS_OLD_TRITON and block_m * block_n * codes > _TENSOR_MEMORY:
+        block_m //= 2
     return Tiling(block_m, block_n, block_k, num_warps, num_stages, max_split, mode)
 
 

@@ -9,6 +9,7 @@ from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.gpu.trials import Trials, named_trials, use_trials
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.weight import weight_of
+from hf_quant.kernels.weight_only import gpu
 from hf_quant.kernels.weight_only.gpu import fused_mm, weight_only_mm_gpu
 from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import (
@@ -223,6 +224,18 @@ def test_nothing_is_hidden_by_masks():
     x[1, 5] = float("nan")
     y = weight_only_mm_gpu(x, *packed, None, **kwargs)
     assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
+
+
+def test_older_tritons_get_tiles_that_fit_the_tensor_memory(monkeypatch):
+    for is_old in (False, True):
+        monkeypatch.setattr(gpu, "IS_OLD_TRITON", is_old)
+        for row in gpu.CONFIGS["sm100"]:
+            for codes in (1, 2, 4, 8):
+                sm100, sm90 = (gpu.tiling(row, codes, 128, 4096, table) for table in ("sm100", "sm90"))
+                if is_old:
+                    assert sm100.block_m * sm100.block_n * codes <= 2**15 and sm100.block_m >= min(sm90.block_m, 32)
+                else:
+                    assert sm100 == sm90
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942"])
