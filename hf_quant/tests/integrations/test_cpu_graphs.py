@@ -190,6 +190,28 @@ def test_steps_that_differ_are_the_hosts(llama):
         assert torch.equal(decoder(**inputs, past_key_values=cache).logits, expected.logits)
 
 
+class _Other(transformers.LlamaForCausalLM):
+    """A model whose logits are fp32, and which keeps something of each call."""
+
+    seen = 0
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.float()
+        self.seen += 1
+        return output
+
+
+def test_a_model_that_does_more_stays_with_its_host():
+    model = _Other(CONFIGS["llama"]()).to(torch.bfloat16).eval()
+    quantize_(model, QUANTIZED)
+    expected = run(model)
+    with capture_generate(model) as graphs:
+        assert are_equal(run(model), expected)
+        assert list(graphs.reasons) == ["its logits are an unknown function of its head's result"]
+    assert model.seen == 40
+
+
 # Angles.
 
 

@@ -87,11 +87,12 @@ def _block_of(decoder: nn.Module, kwargs: dict[str, Any]) -> DecoderBlock:
 
 def _change(logits: Tensor, found: Any, config: Any) -> Callable[[Tensor], Tensor]:
     """The function of a config's number that made `found` of a head's result. Raises Unproven if there is none."""
-    for value in config.__dict__.values():
+    is_like = isinstance(found, Tensor) and found.shape == logits.shape and found.dtype == logits.dtype
+    for value in config.__dict__.values() if is_like else ():
         if isinstance(value, int | float) and not isinstance(value, bool) and value:
             ways = (partial(torch.mul, other=value), partial(torch.div, other=value), partial(_capped, limit=value))
             for way in ways:
-                if isinstance(found, Tensor) and torch.equal(way(logits), found):
+                if torch.equal(way(logits), found):
                     return way
     raise Unproven("its logits are an unknown function of its head's result")
 
@@ -160,12 +161,13 @@ class TokenDecoder:
                 children[name] = Recorder(child, child, calls)
         twin.__dict__["_modules"] = children
         output = twin(**inputs)
+        model.__dict__.update((name, value) for name, value in twin.__dict__.items() if name != "_modules")
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self.step = TokenStep(model, token, calls, output)
-        except Unproven as error:
+        except Exception as error:  # noqa: BLE001  (what a host returns may be anything)
             if not self.waits:
-                self.graphs.note(str(error))
+                self.graphs.note(str(error) or type(error).__name__)
             return output
         self.graphs.steps = [*(step for step in self.graphs.steps if step.is_valid(model)), self.step]
         self.graphs.num_captures += 1
