@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import weakref
 
 import pytest
@@ -245,6 +246,24 @@ def test_angles_are_made_again_when_they_may_differ():
             module.inv_freq.mul_(2)
         positions = torch.tensor([[position]])
         assert all(map(torch.equal, angles(x, positions), module(x, positions)))
+
+
+def test_threads_share_angles():
+    module, x = rotary(), torch.zeros(1, 1, 128)
+    angles, wrong = Angles(module, [X, POSITIONS], {}), []
+
+    def ask(start: int) -> None:
+        for position in range(start, start + 200):
+            positions = torch.tensor([[position]])
+            if not all(map(torch.equal, angles(x, positions), module(x, positions))):
+                wrong.append(position)
+
+    threads = [threading.Thread(target=ask, args=(start,)) for start in (0, 300, 600)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_lengths_that_change_the_angles_are_not_looked_ahead_of():

@@ -26,20 +26,21 @@ class Angles:
         kinds = getattr(module, "rope_type", None)
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         self.looks_ahead = bool(kinds) and all(isinstance(kind, str) and kind not in _BY_LENGTH for kind in kinds)
-        self.rows: list[tuple[Tensor, ...]] = []  # for the next positions
-        self.first: list[int] = []
-        self.made_of: tuple = ()
+        # (what the angles are made of, positions of the first token, angles of each token), replaced as a whole:
+        # several threads may generate at once.
+        self.known: tuple[tuple, list[int], list[tuple[Tensor, ...]]] = ((), [], [])
 
     def __call__(self, x: Tensor, positions: Tensor) -> Any:
         """Angles of the positions [1 or B, 1]."""
         if not self.looks_ahead or positions.shape[-1] != 1:
             return self._call(x, positions)
-        at, made_of = positions.flatten().tolist(), self._sources(x)
-        if self.rows and made_of == self.made_of and len(at) == len(self.first):
-            step = at[0] - self.first[0]
-            if 0 <= step < len(self.rows) and all([a - b == step for a, b in zip(at, self.first)]):
-                return self.rows[step]
-        return self._look_ahead(x, positions, at, made_of)
+        at, sources = positions.flatten().tolist(), self._sources(x)
+        made_of, first, rows = self.known
+        if sources == made_of and len(at) == len(first):
+            step = at[0] - first[0]
+            if 0 <= step < len(rows) and all([a - b == step for a, b in zip(at, first)]):
+                return rows[step]
+        return self._look_ahead(x, positions, at, sources)
 
     def _call(self, x: Tensor, positions: Tensor) -> Any:
         places = {X: x, POSITIONS: positions}
@@ -51,17 +52,16 @@ class Angles:
         buffers = [b for b in self.module._buffers.values() if b is not None]
         return x.dtype, *[(id(b), b.data_ptr(), None if b.is_inference() else b._version) for b in buffers]
 
-    def _look_ahead(self, x: Tensor, positions: Tensor, at: list[int], made_of: tuple) -> Any:
+    def _look_ahead(self, x: Tensor, positions: Tensor, at: list[int], sources: tuple) -> Any:
         found = self._call(x, positions)
-        self.rows = []
         try:
             many = self._call(torch.zeros_like(x), positions + torch.arange(_AHEAD))
             rows = list(zip(*[part.transpose(0, 1).contiguous().unsqueeze(2) for part in many]))
             is_same = all([torch.equal(a, b) for a, b in zip(found, rows[0], strict=True)])
         except Exception:  # noqa: BLE001  (a table may end, a result be no tensors)
             is_same = False
-        if is_same and made_of == self._sources(x):
-            self.rows, self.first, self.made_of = rows, at, made_of
+        if is_same and sources == self._sources(x):
+            self.known = sources, at, rows
         else:
             self.looks_ahead = False
         return found
