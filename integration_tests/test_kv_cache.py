@@ -458,7 +458,7 @@ def test_a_captured_model_in_one_expression(llama):
     assert graphs[0].model() is model
     with graphs[0]:
         model.generate(ids(), **GREEDY)
-        assert sum(graphs[0].reasons.values()) == 1  # it has been asked, and there is no GPU
+        assert graphs[0].num_replays and not graphs[0].reasons
     assert "get_compiled_call" not in model.__dict__
 
 

@@ -52,7 +52,7 @@ def _neutral(keys: Tensor) -> Tensor:
 
 def _is_read(x: Tensor) -> bool:
     """True if Python may look at values of x: it is in the CPU's memory, and nothing traces."""
-    return x.is_cpu and is_plain(x) and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and x.is_cpu and is_plain(x)
 
 
 def lacking(
