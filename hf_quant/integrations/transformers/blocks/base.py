@@ -224,9 +224,14 @@ def weight_of(
     return weight, bias, integer
 
 
+def entries_of(values: dict[str, Any]) -> list[Any]:
+    """The `entries` of a `Watch` for all that a dict holds now."""
+    return [part for name, value in values.items() for part in (values, name, value)]
+
+
 def twin_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
     """A module of the host's class with the state of `module` and other children."""
-    twin = object.__new__(type(module)._hf_quant_block_of)
+    twin = object.__new__(getattr(type(module), "_hf_quant_block_of", type(module)))
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_modules"] = children
     return twin

@@ -27,6 +27,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     State,
     Unproven,
     Watch,
+    entries_of,
     is_served,
     state_of,
     twin_of,
@@ -118,8 +119,7 @@ class DecoderBlock:
 
     def __init__(self, module: nn.Module, inputs: _Inputs, kwargs: dict[str, Any]) -> None:
         config = module.config.__dict__
-        settings = [part for name, value in config.items() for part in (config, name, value)]
-        watch = Watch(module, _layers(module), entries=settings, numbers=[config.__len__, len(config)])
+        watch = Watch(module, _layers(module), entries=entries_of(config), numbers=[config.__len__, len(config)])
         layers = list(_layers(module) or ())
         calls, output = _record(module, kwargs)
         ours = [call for call in calls if call.child in layers]
@@ -339,14 +339,10 @@ INPUTS = ("input_ids", "inputs_embeds", "position_ids", "past_key_values", "atte
 
 
 class OneToken(NamedTuple):
-    """A call of a decoder for one new token of each sequence: its inputs, the key of the block that serves it.
-
-    `given`: the arguments of `inputs` by name.
-    """
+    """A call of a decoder for one new token of each sequence: its inputs, the key of the block that serves it."""
 
     inputs: _Inputs
     key: tuple
-    given: dict[str, Any]
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> "OneToken | None":
@@ -357,9 +353,8 @@ class OneToken(NamedTuple):
         settings = tuple([item for item in kwargs.items() if item[0] not in INPUTS])
         if not all([isinstance(value, _SETTINGS) for _, value in settings]):
             return None
-        given = {name: kwargs.get(name) for name in INPUTS}
-        kind = (inputs.ids is None, inputs.own_positions, given["attention_mask"] is None, inputs.padding is None)
-        return cls(inputs, (kind, settings), given)
+        no_mask = kwargs.get("attention_mask") is None
+        return cls(inputs, ((inputs.ids is None, inputs.own_positions, no_mask, inputs.padding is None), settings))
 
 
 def run_decoder(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Any:

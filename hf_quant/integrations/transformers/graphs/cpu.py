@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_quant.integrations.transformers.blocks.base import Unproven, Watch, add_product, random_rows, state_of
-from hf_quant.integrations.transformers.blocks.decoder import Call, DecoderBlock, OneToken, Recorder
+from hf_quant.integrations.transformers.blocks.base import (
+    Unproven,
+    Watch,
+    add_product,
+    entries_of,
+    random_rows,
+    state_of,
+    twin_of,
+)
+from hf_quant.integrations.transformers.blocks.decoder import INPUTS, Call, DecoderBlock, OneToken, Recorder
 from hf_quant.integrations.transformers.blocks.norm import NormBlock
 from hf_quant.integrations.transformers.graphs.state import globals_of
 from hf_quant.kernels.native.blocks import Block
@@ -30,14 +38,16 @@ _WAITS = 3  # steps in which the blocks of a model are made
 class TokenStep:
     """The step of a causal language model for one new token: its decoder, and the head on the decoder's states."""
 
-    def __init__(self, model: nn.Module, token: OneToken, calls: list[Call], output: Any) -> None:
-        """Make it of a step of the host, the calls of its children and its output. Raises Unproven."""
+    def __init__(
+        self, model: nn.Module, token: OneToken, given: dict[str, Any], calls: list[Call], output: Any
+    ) -> None:
+        """Make it of a step of the host: its arguments, the calls of its children, its output. Raises Unproven."""
         name = type(model).__name__
         if len(calls) != 2:
             raise Unproven(f"{name} calls something else than a decoder and a head")
         (decoder, args, kwargs, states), (head, head_args, head_kwargs, logits) = calls
         self.block = block = _block_of(decoder, kwargs)
-        if args or any(kwargs.get(key) is not given for key, given in token.given.items()):
+        if args or any(kwargs.get(key) is not given.get(key) for key in INPUTS):
             raise Unproven(f"{name} changes the inputs of its decoder")
         y = states.last_hidden_state
         x = head_args[0] if len(head_args) == 1 and not head_kwargs else None
@@ -49,10 +59,9 @@ class TokenStep:
             raise Unproven(f"{name} returns more than logits and the cache")
         self.change = None if found is logits else _change(logits, found, model.config)
         self.kind, self.key, self.globals = type(output), token.key, globals_of(model)
-        config = model.config.__dict__
-        settings = [part for setting in config.items() for part in (config, *setting)]
         # It holds no model: a cycle would keep the memory of one that is gone.
-        self.watch = Watch.of_all([Watch(model, decoder, entries=settings), block.watch])
+        watch = Watch(model, decoder, entries=entries_of(model.config.__dict__))
+        self.watch = Watch.of_all([watch, block.watch])
         if not self.is_valid(model):
             raise Unproven(f"{name} has hooks")
         self.end = _end(block, head, logits.shape[-1])
@@ -153,18 +162,16 @@ class TokenDecoder:
         """Run a step of the host, and make a captured one of it if its decoder has a block by now."""
         self.waits -= 1
         calls: list[Call] = []
-        twin = object.__new__(type(model))
-        twin.__dict__.update(model.__dict__)
         children = dict(model._modules)
         for name, child in children.items():
             if child is not None and not isinstance(child, nn.ModuleList | nn.ModuleDict):
                 children[name] = Recorder(child, child, calls)
-        twin.__dict__["_modules"] = children
+        twin = twin_of(model, children)
         output = twin(**inputs)
         model.__dict__.update((name, value) for name, value in twin.__dict__.items() if name != "_modules")
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self.step = TokenStep(model, token, calls, output)
+                self.step = TokenStep(model, token, inputs, calls, output)
         except Exception as error:  # noqa: BLE001  (what a host returns may be anything)
             if not self.waits:
                 self.graphs.note(str(error) or type(error).__name__)
