@@ -173,6 +173,19 @@ def test_what_runs_as_before(config, options, reason):
     assert graphs.num_replays == 0 and list(graphs.reasons) == [reason]
 
 
+def test_angles_of_another_dtype():
+    """OLMo 2 turns heads by angles in fp32, whatever its own dtype is."""
+    torch.manual_seed(0)
+    config = transformers.Olmo2Config(**_SMALL)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+    quantize_(model, QUANTIZED)
+    expected = run(model)
+    with capture_generate(model) as graphs:
+        assert are_equal(run(model), expected)
+    reason = "its angles are of another dtype or shape than the blocks of its layers take"
+    assert graphs.reasons == {reason: 1} and graphs.num_captures == 0
+
+
 def test_steps_that_differ_are_the_hosts(llama):
     """Two tokens at once, and a mask that comes up, in the middle of a generation."""
     with capture_generate(llama) as graphs, torch.no_grad():

@@ -150,6 +150,9 @@ class DecoderBlock:
             _check(call, before, inputs, token.place[1])
             angles = call.kwargs.get("position_embeddings")
             number = None if angles is None else [made.result is angles for made in rotary].index(True)
+            turned = block.attention.sizes.turned
+            if turned and (angles is None or not fit(*angles, len(x), turned, self.dtype)):
+                raise Unproven("its angles are of another dtype or shape than the blocks of its layers take")
             kinds.append((number, block.attention.sizes, block.attention.options.get("sliding_window")))
         if last.args != (ours[-1].result,) or last.kwargs:
             raise Unproven(f"{type(module).__name__} does not end with its norm")
