@@ -4,6 +4,8 @@
 states of an empty layer (the prompt, or the part of it that is read first), and holds for all tokens that come later.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from hf_quant.kernels import hadamard
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import direct, is_plain
 from hf_quant.kernels.kv_attention.op import decode_heads, framed, rotate, rotation_block
+from hf_quant.kernels.native.attention import append, append_unsupported_reason
 
 
 _hadamard = direct(hadamard)
@@ -43,6 +46,34 @@ def frame_of(keys: Tensor) -> Tensor:
     if _is_read(frame) and bool(is_finite.all()):
         return frame
     return torch.where(is_finite.all(-1, keepdim=True).all(-2, keepdim=True), frame, _neutral(keys))
+
+
+def begun(
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor | None,
+    parts: Sequence[Tensor | None],
+    frame: Tensor,
+    first: Tensor | None,
+    *,
+    format: str,
+    rotates_keys: bool,
+    rotates_values: bool,
+) -> bool:
+    """Write the first states of a cache, their frame and what the first key lacks in one native call; else False.
+
+    `parts` as `kv_append` takes them: codes, scales and offsets of keys and of values.
+    """
+    if not (_is_read(keys) and _is_read(values)):
+        return False
+    if any(append_unsupported_reason(x.dtype, x.shape[3], parts[1].dtype) is not None for x in (keys, values)):
+        return False
+    append(
+        *(keys, values, 0 if start is None else int(start), tuple(parts[:3]), tuple(parts[3:]), CODES[format]),
+        **{"rotates_keys": rotates_keys, "rotates_values": rotates_values},
+        **{"k_frame": frame, "begins": True, "first_lacks": first},
+    )
+    return True
 
 
 def _neutral(keys: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from hf_quant.kernels import kv_append
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import direct, is_plain
 from hf_quant.kv_cache._config import KVCacheConfig, scale_dtype
-from hf_quant.kv_cache._frames import frame_of, lacking
+from hf_quant.kv_cache._frames import begun, frame_of, lacking
 from hf_quant.kv_cache._states import Kind, QuantizedStates, Span
 
 
@@ -107,13 +107,15 @@ class CodeStorage:
             codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
             parts += [codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None]
         rotates = {"rotates_keys": self.config.rotate_keys, "rotates_values": self.config.rotate_values}
+        values, format = values.to(keys.dtype), self.config.format
+        if is_first and begun(keys, values, start, parts, self.k_frame, self.k_first, format=format, **rotates):
+            return
         if is_first:
             self.k_frame.copy_(frame_of(keys))
-        options = {"format": self.config.format, "k_frame": self.k_frame, **rotates}
-        _kv_append(keys, values.to(keys.dtype), start, *parts, **options)
+        _kv_append(keys, values, start, *parts, format=format, k_frame=self.k_frame, **rotates)
         if is_first and self.k_first is not None:
             codes = [part if part is None else part[:, :, :1] for part in parts[:3]]
-            kind = {"format": self.config.format, "rotated": self.config.rotate_keys}
+            kind = {"format": format, "rotated": self.config.rotate_keys}
             self.k_first.copy_(lacking(keys[:, :, :1], self.k_frame, *codes, **kind))
 
     def _keep(self, keys: Tensor, values: Tensor, start: int | Tensor) -> None:

@@ -900,9 +900,12 @@ class AppendCase : RandomCall {
     make_heads(p.v, v);
     p.k.rotates = random.one_in(2);
     p.v.rotates = random.one_in(3);
-    if (random.one_in(2))
+    p.begins = random.one_in(3);
+    if (p.begins || random.one_in(2))
       p.k.frame = static_cast<float*>(
           fill(frame, p.B * p.H * 2 * p.k.D, F32, false, [&] { return random_.between(0.3, 2); }));
+    if (p.begins && random.one_in(2))
+      p.first_lacks = static_cast<float*>(fill(lacks, p.B * p.H * p.k.D, F32, false, [] { return 0; }));
   }
 
   // Whether what is written is right, the same as by the first kernels that were asked, and nothing else is.
@@ -913,16 +916,21 @@ class AppendCase : RandomCall {
     values.give(call.v);
     char line[256];
     snprintf(line, sizeof line,
-             "%s append: B=%d H=%d S=%d start=%d layout=%d dtype=%d D=%d, %d groups=%d, %d rotates=%d scale_dtype=%d, %d",
+             "%s append: B=%d H=%d S=%d start=%d layout=%d dtype=%d D=%d, %d groups=%d, %d rotates=%d scale_dtype=%d, %d "
+             "begins=%d",
              kernels.name, int(p.B), int(p.H), int(p.S), int(p.start), p.layout, p.x_dtype, int(p.k.D), int(p.v.D),
-             int(p.k.groups), int(p.v.groups), p.k.rotates, p.k.scale_dtype, p.v.scale_dtype);
+             int(p.k.groups), int(p.v.groups), p.k.rotates, p.k.scale_dtype, p.v.scale_dtype, p.begins);
     current = line;
     kernels.append(call);
     std::vector<uint8_t> bytes;
     keys.add_to(bytes);
     values.add_to(bytes);
+    if (p.begins) bytes.insert(bytes.end(), frame->data, frame->data + p.B * p.H * 2 * p.k.D * 4);
+    if (p.first_lacks != nullptr) bytes.insert(bytes.end(), lacks->data, lacks->data + p.B * p.H * p.k.D * 4);
     if (!first.empty()) return bytes == first || wrong(kernels, "differs from the others");
     first = bytes;
+    for (int64_t head = 0; p.begins && head < p.B * p.H; ++head)
+      if (!frame_passes(kernels, head / p.H, head % p.H)) return false;
     for (auto [heads, x, result] : {Part{&p.k, &k, &keys}, Part{&p.v, &v, &values}}) {
       for (int64_t row = 0; row < p.B * p.H * p.S; ++row)
         if (!row_passes(kernels, *heads, **x, *result, row % p.S, row / p.S % p.H, row / p.S / p.H)) return false;
@@ -1005,6 +1013,29 @@ class AppendCase : RandomCall {
     return false;
   }
 
+  // Whether the frame of a head is the mean and the spread of its keys but the first one; `row_passes` works with it.
+  bool frame_passes(const Kernels& kernels, int64_t b, int64_t h) const {
+    const float* found = p.k.frame + (b * p.H + h) * 2 * p.k.D;
+    const double count = static_cast<double>(p.S - 1);
+    std::vector<double> means, variances;
+    double whole = 0;
+    for (int64_t d = 0; d < p.k.D; ++d) {
+      double sum = 0, squares = 0;
+      const auto key = [&](int64_t t) { return k->at(b * p.k.x_batch + h * p.k.x_head + t * p.k.x_token + d, p.x_dtype); };
+      for (int64_t t = 1; t < p.S; ++t) sum += key(t);
+      means.push_back(p.S > 1 ? sum / count : 0);
+      for (int64_t t = 1; t < p.S; ++t) squares += std::pow(key(t) - means.back(), 2);
+      variances.push_back(p.S > 1 ? squares / count : 0);
+      whole += variances.back() / static_cast<double>(p.k.D);
+    }
+    for (int64_t d = 0; d < p.k.D; ++d) {
+      const double spread = whole > 1e-12 ? std::pow((count * variances[d] + whole) / ((count + 1) * whole), 0.25) : 1;
+      if (!(std::fabs(found[d] - means[d]) < 1e-5) || !(std::fabs(found[p.k.D + d] - spread) < 1e-3))
+        return wrong(kernels, "frame");
+    }
+    return true;
+  }
+
   // Each code is nearer to its value than the next ones are, and scales are as good as those of the range of values.
   bool row_passes(const Kernels& kernels, const AppendedHeads& heads, const Buffer& x, const Result& result, int64_t t,
                   int64_t h, int64_t b) const {
@@ -1045,6 +1076,9 @@ class AppendCase : RandomCall {
       for (int64_t d = g * size; d < (g + 1) * size; ++d) {
         const int own = static_cast<int>(code_of(codes.data(), p.layout, d));
         const double found = std::fabs(value_of(own) - values[d]);
+        if (&heads == &p.k && t == 0 && p.first_lacks != nullptr &&
+            !(std::fabs(std::fabs(p.first_lacks[(b * p.H + h) * heads.D + d]) - found) < 1e-5 + 1e-6 * std::fabs(offset)))
+          return wrong(kernels, "what the first key's codes lack");
         for (int code = std::max(own - 3, 0); code <= std::min(own + 3, (1 << bits) - 1); ++code) {
           if (bits == 8 && (p.layout == BYTES_INT ? code == 128 : code % 128 == 127)) continue;  // -128 and NaN
           if (found > std::fabs(value_of(code) - values[d]) + 1e-6 * (scale + std::fabs(offset) + std::fabs(values[d])))
@@ -1069,7 +1103,7 @@ class AppendCase : RandomCall {
   Append p{};
   int64_t tokens;  // of the caches
   std::vector<uint8_t> first;  // what the first kernels gave
-  Memory k, v, frame;
+  Memory k, v, frame, lacks;
 };
 
 // Two steps of AdamW: parameters and moments stay finite, and every instruction set gives the same bytes.

@@ -166,8 +166,14 @@ def append(
     rotates_keys: bool,
     rotates_values: bool,
     k_frame: Tensor | None,
+    begins: bool = False,
+    first_lacks: Tensor | None = None,
 ) -> None:
-    """`kv_append`; keys and values are (codes, scale, offset). The caller has checked that they are supported."""
+    """`kv_append`; keys and values are (codes, scale, offset). The caller has checked that they are supported.
+
+    begins: the tokens are the first ones of a cache: k_frame is found and written, and what the codes of the first
+    key lack is written to first_lacks [B, H, D], fp32, if it is given. Both are contiguous.
+    """
     B, H, S, _ = k.shape
     skipped, end = max(-start, 0), min(S, keys[0].shape[2] - start)
     if end <= skipped:
@@ -179,6 +185,7 @@ def append(
     k_frame = None if k_frame is None else k_frame.contiguous()
     module.append(
         *(B, H, end - skipped, start, layout(spec), DTYPES[k.dtype]),
+        *(begins, 0 if first_lacks is None else first_lacks.data_ptr()),
         *appended_arguments(k, rotates_keys, k_frame, *keys),
         *appended_arguments(v, rotates_values, None, *values),
         torch.get_num_threads(),

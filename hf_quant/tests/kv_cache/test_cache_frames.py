@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hf_quant import KVCacheConfig
-from hf_quant.kv_cache import attend
+from hf_quant.kernels import native
+from hf_quant.kv_cache import _layers, attend
 from hf_quant.kv_cache._frames import frame_of
 from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer, QuantizedStaticLayer
 from hf_quant.testing import assert_close, sqnr
@@ -77,7 +78,7 @@ def test_the_first_states_set_it_and_later_ones_gain_by_it(config):
     keys, values = states(50)
     for layer in layers(config):
         fill(layer, keys, values, 20, 1, 25, 4)
-        assert torch.equal(layer.k_frame, frame_of(keys[:, :, :20]))
+        assert_close(layer.k_frame, frame_of(keys[:, :, :20]), rms=1e-5)
         with_frame = error(layer, keys)
         layer.reset()
         fill(layer, keys, values, 1, 49)
@@ -130,7 +131,31 @@ def test_it_goes_where_the_codes_go():
     layer.crop(-30)
     assert layer.get_seq_length() == 0
     layer.update(other, other)
-    assert torch.equal(layer.k_frame, frame_of(other))
+    assert_close(layer.k_frame, frame_of(other), rms=1e-5)
+
+
+@pytest.mark.parametrize("instructions", native.instruction_sets() or [None])
+@pytest.mark.parametrize("format", ["int8", "int4", "int2", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_native_call_begins_a_cache_as_the_parts_do(instructions, format, dtype, monkeypatch):
+    """The frame to a few roundings; of the same frame all else follows to the bit."""
+    if instructions is None:
+        pytest.skip("the extension is not built")
+    for S in (1, 2, 60):
+        keys, values = (x.to(dtype) for x in states(S))
+        own, parts, other = (QuantizedLayer(KVCacheConfig(format)) for _ in range(3))
+        with native.using(instructions):
+            own.update(keys, values)
+            monkeypatch.setattr(_layers, "begun", lambda *args, **options: False)
+            parts.update(keys, values)
+            monkeypatch.setattr(_layers, "frame_of", lambda keys, frame=own.k_frame: frame)
+            other.update(keys, values)
+        monkeypatch.undo()
+        assert_close(own.k_frame, parts.k_frame, rms=1e-4)
+        for name in ("k_codes", "v_codes", "k_pairs", "v_pairs"):
+            assert torch.equal(getattr(own, name), getattr(other, name)), (name, S)
+        assert (own.k_first is None) == (other.k_first is None)
+        assert own.k_first is None or torch.equal(own.k_first, other.k_first), S
 
 
 def test_tokens_that_are_taken_back_leave_it():

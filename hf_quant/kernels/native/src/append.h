@@ -134,9 +134,10 @@ static HFQ_LOOP void encode_group(const float* __restrict values, int64_t count,
   }
 }
 
-// A row's scale, offset and codes of one group, all of them rounded before the next needs them.
+// A row's scale, offset and codes of one group, all of them rounded before the next needs them. `lacks` [count]: what the
+// codes lack, or null.
 static HFQ_UNFUSED void append_group(const AppendedHeads& a, int layout, int64_t scale_at, int64_t offset_at,
-                                     const float* values, uint8_t* codes) {
+                                     const float* values, uint8_t* codes, float* lacks) {
 #if defined(__clang__)
 #pragma clang fp contract(off)
 #endif
@@ -154,6 +155,55 @@ static HFQ_UNFUSED void append_group(const AppendedHeads& a, int layout, int64_t
   float scale = store_rounded(a.scale, a.scale_dtype, scale_at, step);
   if (scale == 0.0f) scale = store_rounded(a.scale, a.scale_dtype, scale_at, 1.0f);
   encode_group(values, count, layout, scale, offset, codes);
+  for (int64_t i = 0; lacks != nullptr && i < count; ++i) {
+    const float level = layout == BYTES_FLOAT ? e4m3_to_float(codes[i])
+                        : layout == BYTES_INT ? static_cast<float>(static_cast<int8_t>(codes[i]))
+                                              : static_cast<float>(codes[i] - (layout == PACKED4 ? 8 : 2));
+    lacks[i] = values[i] - (level * scale + offset);
+  }
+}
+
+constexpr int64_t kFrameTokens = 4096;  // that a frame is found from, at most
+
+// `frame_of` of a head of new keys; sums are added up token by token.
+static HFQ_UNFUSED void find_frame(const Append& p, int64_t b, int64_t h) {
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
+  const AppendedHeads& a = p.k;
+  const int64_t D = a.D, tokens = min64(p.S, kFrameTokens), rows = b * a.x_batch + h * a.x_head;
+  const float count = static_cast<float>(tokens - 1);
+  float *mean = a.frame + (b * p.H + h) * 2 * D, *spread = mean + D;
+  float first[kMaxHeadDim], x[kMaxHeadDim], squares[kMaxHeadDim] = {}, sums[kMaxHeadDim];
+  bool finite = tokens > 1;
+  if (finite) {
+    to_float(a.x, p.x_dtype, rows + a.x_token, D, first);
+    for (int64_t d = 0; d < D; ++d) mean[d] = 0.0f;
+    for (int64_t t = 1; t < tokens; ++t) {
+      to_float(a.x, p.x_dtype, rows + t * a.x_token, D, x);
+      for (int64_t d = 0; d < D; ++d) mean[d] += x[d] - first[d];
+    }
+    for (int64_t d = 0; d < D; ++d) mean[d] /= count;
+    for (int64_t t = 1; t < tokens; ++t) {
+      to_float(a.x, p.x_dtype, rows + t * a.x_token, D, x);
+      for (int64_t d = 0; d < D; ++d) {
+        const float distance = (x[d] - first[d]) - mean[d];
+        squares[d] += distance * distance;
+      }
+    }
+    for (int64_t d = 0; d < D; ++d) squares[d] /= count;
+    const float whole = sum_halves(squares, D, sums) / static_cast<float>(D);
+    for (int64_t d = 0; d < D; ++d) {
+      const float share = (count * squares[d] + whole) / ((count + 1.0f) * whole);
+      spread[d] = whole > 0.0f ? std::sqrt(std::sqrt(share)) : 1.0f;
+      mean[d] += first[d];
+      finite = finite && std::isfinite(mean[d]) && std::isfinite(spread[d]);
+    }
+  }
+  for (int64_t d = 0; !finite && d < D; ++d) {
+    mean[d] = 0.0f;
+    spread[d] = 1.0f;
+  }
 }
 
 // x, of which the first row of a frame is taken off, divided by the second.
@@ -171,9 +221,10 @@ static void append_head(const Append& p, const AppendedHeads& a, int64_t b, int6
   const int64_t scale_at = b * a.scale_batch + h * a.scale_head + token * a.scale_token;
   const int64_t offset_at = b * a.offset_batch + h * a.offset_head + token * a.offset_token;
   const int64_t size = a.D / a.groups;
+  float* lacks = t == 0 && &a == &p.k && p.first_lacks != nullptr ? p.first_lacks + (b * p.H + h) * a.D : nullptr;
   for (int64_t g = 0; g < a.groups; ++g)
     append_group(a, p.layout, scale_at + g * a.scale_group, offset_at + g * a.offset_group, values + g * size,
-                 codes + g * size);
+                 codes + g * size, lacks == nullptr ? nullptr : lacks + g * size);
   uint8_t* to = a.codes + b * a.code_batch + h * a.code_head + token * a.code_token;
   const int64_t element = p.layout < BYTES_INT ? 4 : 1;
   const int64_t bytes = p.layout == PACKED4 ? a.D / 2 : p.layout == PACKED2 ? a.D / 4 : a.D;
@@ -195,7 +246,9 @@ static void append(const Append& p) {
   const int64_t rows = p.B * p.H * p.S, values = p.k.D + p.v.D;
   // A thread that must wake up takes as long as some 10,000 values.
   const int64_t per_task = max64(1, (1 << 13) / values);
-  parallel_for(ceil_div(rows, per_task), rows * values < (1 << 15) ? 1 : p.threads, [&](int64_t task) {
+  const int threads = rows * values < (1 << 15) ? 1 : p.threads;
+  if (p.begins) parallel_for(p.B * p.H, threads, [&](int64_t head) { find_frame(p, head / p.H, head % p.H); });
+  parallel_for(ceil_div(rows, per_task), threads, [&](int64_t task) {
     for (int64_t row = task * per_task; row < min64(rows, (task + 1) * per_task); ++row) {
       const int64_t t = row % p.S, h = row / p.S % p.H, b = row / p.S / p.H;
       append_head(p, p.k, b, h, t);

@@ -79,7 +79,7 @@ struct Attention {
 struct AppendedHeads {
   int64_t D, groups;
   bool rotates;
-  const float* frame;  // [B, H, 2, D]: what is taken off x, and what it is divided by; null if there is none
+  float* frame;  // [B, H, 2, D]: what is taken off x, and what it is divided by; null if there is none
   const void* x;
   int64_t x_batch, x_head, x_token;  // elements
   uint8_t* codes;
@@ -94,6 +94,8 @@ struct AppendedHeads {
 struct Append {
   int64_t B, H, S, start;
   int layout, x_dtype;
+  bool begins;         // the first tokens of a cache: the frame of its keys is found in them, and written
+  float* first_lacks;  // [B, H, D]: what the codes of the first key lack, or null
   AppendedHeads k, v;
   int threads;
 };

@@ -204,7 +204,7 @@ void read_appended(Arguments& a, AppendedHeads& heads) {
   heads.D = a.number();
   heads.groups = a.number();
   heads.rotates = a.integer() != 0;
-  heads.frame = a.pointer<const float>();
+  heads.frame = a.pointer<float>();
   heads.x = a.pointer<const void>();
   heads.x_batch = a.number();
   heads.x_head = a.number();
@@ -238,6 +238,8 @@ PyObject* append(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.start = a.number();
   p.layout = a.integer();
   p.x_dtype = a.integer();
+  p.begins = a.integer() != 0;
+  p.first_lacks = a.pointer<float>();
   read_appended(a, p.k);
   read_appended(a, p.v);
   p.threads = a.integer();
@@ -682,7 +684,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(18); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(19); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
