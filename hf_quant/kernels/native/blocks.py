@@ -46,7 +46,7 @@ class Block:
     """Steps over buffers [M, width] of one dtype, which are named by numbers.
 
     Attributes:
-        dtype: of all buffers.
+        dtype: of all buffers but angles, which may have their own.
         held: tensors of the block's own that its steps read.
     """
 
@@ -54,6 +54,7 @@ class Block:
         """Begin a block whose first buffers, of these widths, are the arguments of its calls."""
         self.dtype, self.held = dtype, []
         self._num_arguments, self._widths, self._steps = len(arguments), list(arguments), []
+        self._dtypes: dict[int, torch.dtype] = {}  # of buffers with another one
         self._block = None
 
     def buffer(self, width: int) -> int:
@@ -94,12 +95,15 @@ class Block:
         numbers = (width, *self._held(weight), *self._held(bias), _bits(eps), plus_one, rounds_weight, rounds, centers)
         self._steps.append((None, _NORM, x, -1, -1, to, *numbers))
 
-    def turn(self, x: int, cos: int, sin: int, *, head_dim: int, pairs: str, rounds: bool) -> None:
+    def turn(
+        self, x: int, cos: int, sin: int, *, head_dim: int, pairs: str, rounds: bool, angle_dtype: torch.dtype
+    ) -> None:
         """Turn the heads in x by a rotary embedding, in place; buffers cos and sin [1 or M, turned channels].
 
         Of "halves_by_pair" they are [1 or M, half of the turned channels]. `rounds`: both products are rounded to the
-        dtype before they are added.
+        dtype before they are added. `angle_dtype`: of cos and sin.
         """
+        self._dtypes.update({cos: angle_dtype, sin: angle_dtype})
         turned = self._widths[cos] * (2 if pairs == "halves_by_pair" else 1)
         self._steps.append((None, _TURN, x, cos, sin, x, head_dim, turned, PAIRS.index(pairs), rounds))
 
@@ -192,8 +196,8 @@ class Block:
 
     def finish(self) -> "Block":
         """Make the block ready to be called."""
-        number = DTYPES[self.dtype]
-        self._block = module.new_block(self._num_arguments, *(n for width in self._widths for n in (width, number)))
+        buffers = [(width, DTYPES[self._dtypes.get(i, self.dtype)]) for i, width in enumerate(self._widths)]
+        self._block = module.new_block(self._num_arguments, *(number for buffer in buffers for number in buffer))
         for step in self._steps:
             module.add_step(self._block, *step)
         return self

@@ -182,8 +182,7 @@ def test_angles_of_another_dtype():
     expected = run(model)
     with capture_generate(model) as graphs:
         assert are_equal(run(model), expected)
-    reason = "its angles are of another dtype or shape than the blocks of its layers take"
-    assert graphs.reasons == {reason: 1} and graphs.num_captures == 0
+    assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 0
 
 
 def test_steps_that_differ_are_the_hosts(llama):

@@ -79,14 +79,18 @@ def test_layer_norm(dtype, width):
 @pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("turned", [16, 10])
 @pytest.mark.parametrize("shared", [False, True])
-def test_turn(dtype, pairs, turned, shared):
+@pytest.mark.parametrize("angle_dtype", [None, torch.float32])
+def test_turn(dtype, pairs, turned, shared, angle_dtype):
+    if angle_dtype is dtype:
+        pytest.skip("tested without")
+    angle_dtype = angle_dtype or dtype
     heads, D = 3, 16
     x = rows(M, heads * D, dtype=dtype)
     width = turned // 2 if pairs == "halves_by_pair" else turned
     angles = rows(1 if shared else M, width, dtype=torch.float32, seed=1)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)
     block, y = Block(dtype, heads * D, width, width), x.clone()
-    block.turn(0, 1, 2, head_dim=D, pairs=pairs, rounds=True)
+    block.turn(0, 1, 2, head_dim=D, pairs=pairs, rounds=angle_dtype is dtype, angle_dtype=angle_dtype)
     run(block, y, cos, sin, angle_stride=0 if shared else width)
     part = x.view(M, heads, D)[..., :turned]
     if pairs.startswith("halves"):
@@ -98,7 +102,7 @@ def test_turn(dtype, pairs, turned, shared):
     if pairs == "halves_by_pair":
         cos, sin = (angle.repeat(1, 2) for angle in (cos, sin))
     expected = x.view(M, heads, D).clone()
-    expected[..., :turned] = part * cos[:, None] + other * sin[:, None]
+    expected[..., :turned] = (part * cos[:, None] + other * sin[:, None]).to(dtype)
     assert torch.equal(y.view(M, heads, D)[..., turned:], expected[..., turned:])
     assert_near(y, expected.view(M, -1), 2)
 

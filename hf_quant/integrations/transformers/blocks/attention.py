@@ -89,10 +89,10 @@ class _NoCache:
 
 
 class AttentionBlock:
-    """The native block of an attention module for x of one dtype."""
+    """The native block of an attention module for x of one dtype, and angles of one."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
-        self._read(module, dtype, turned)
+    def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, angle_dtype: torch.dtype) -> None:
+        self._read(module, dtype, turned, angle_dtype)
         self.norms = [NormBlock(norm, _width(norm, self.sizes.D), dtype) for norm in _norms(module)]
         self.scale = self._prove(module)
         self.projections = self._projections()
@@ -101,12 +101,12 @@ class AttentionBlock:
         self.add_to(self.block, 0, 3)
         self.block.finish()
 
-    def _read(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
+    def _read(self, module: nn.Module, dtype: torch.dtype, turned: int, angle_dtype: torch.dtype) -> None:
         """Find the layers and their sizes. Raises Unproven."""
         layers = _layers(module)
         if layers is None:
             raise Unproven("its layers were replaced")
-        self.watch, self.dtype, self.layers = Watch(module), dtype, layers
+        self.watch, self.dtype, self.layers, self.angle_dtype = Watch(module), dtype, layers, angle_dtype
         self.implementation, self.index = implementation_of(module), module.layer_idx
         self.K, self.N = layers[0].in_features, layers[-1].out_features
         if self.N != self.K:
@@ -140,7 +140,8 @@ class AttentionBlock:
                 norm.add_to(block, target, target)
             if self.turn is not None:
                 pairs, rounds = self.turn
-                block.turn(target, 1, 2, head_dim=self.sizes.D, pairs=pairs, rounds=rounds)
+                how = {"pairs": pairs, "rounds": rounds, "angle_dtype": self.angle_dtype}
+                block.turn(target, 1, 2, head_dim=self.sizes.D, **how)
             if norm is not None and self.norms_last:
                 norm.add_to(block, target, target)
 
@@ -178,7 +179,8 @@ class AttentionBlock:
         self, module: nn.Module, device: torch.device | None = None, positions: tuple[int, ...] = _POSITIONS
     ) -> tuple[list[tuple[Tensor, Tensor, Tensor, int]], list[Recorded]]:
         """(arguments of trials, what the host does with them). Raises Unproven."""
-        found = [probe(self.K, self.sizes.turned, position, self.dtype, device=device) for position in positions]
+        kind = {"angle_dtype": self.angle_dtype, "device": device}
+        found = [probe(self.K, self.sizes.turned, position, self.dtype, **kind) for position in positions]
         host = type(module)._hf_quant_block_of.forward
         records = [record(host, module, *trial) for trial in found]
         if any(not isinstance(r.output, tuple) or len(r.output) != 2 or r.output[1] is not None for r in records):
@@ -240,7 +242,7 @@ class AttentionBlock:
     def __call__(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
         """The output for one token x [B, 1, K] of each sequence, which is added to a cache; None: left to the host."""
         turned = self.sizes.turned
-        if turned and not fit(*angles, len(x), turned, self.dtype):
+        if turned and not fit(*angles, len(x), turned, self.angle_dtype):
             return None
         y = self.with_codes(self.block, x, angles, mask, past)
         return self._by_host(module, x, angles, mask, past) if y is None else y
@@ -309,13 +311,20 @@ def _width(norm: nn.Module, D: int) -> int:
 
 
 def probe(
-    K: int, turned: int, position: int, dtype: torch.dtype, S: int = 1, device: torch.device | None = None
+    K: int,
+    turned: int,
+    position: int,
+    dtype: torch.dtype,
+    S: int = 1,
+    *,
+    angle_dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Random arguments of a trial: (x [2, S, K], cos and sin [2, S, turned], position)."""
     x = random_rows(2, S, K, dtype=dtype, seed=position, device=device)
     angles = random_rows(2, S, max(turned, 1), dtype=torch.float32, seed=position + 1, device=device)
     angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
-    return x, angles.cos().to(dtype), angles.sin().to(dtype), position
+    return x, angles.cos().to(angle_dtype), angles.sin().to(angle_dtype), position
 
 
 def record(
@@ -402,6 +411,11 @@ def turned_by(angles: Any) -> int:
     return angles[0].shape[-1] if isinstance(angles, tuple) else 0
 
 
+def angle_dtype(angles: Any, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that blocks read cos and sin in: that of x, `dtype`, or fp32, in which OLMo 2 turns queries and keys."""
+    return torch.float32 if isinstance(angles, tuple) and angles[0].dtype == torch.float32 else dtype
+
+
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """The module's result for one token, None where the host has to compute it."""
     x = kwargs.get("hidden_states")
@@ -409,7 +423,8 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
         return None
     angles = kwargs.get("position_embeddings")
     turned = turned_by(angles)
-    block = state.block(module, x.dtype, lambda: AttentionBlock(module, x.dtype, turned))
+    of_angles = angle_dtype(angles, x.dtype)
+    block = state.block(module, x.dtype, lambda: AttentionBlock(module, x.dtype, turned, of_angles))
     if block is None or block.K != x.shape[2] or block.implementation != implementation_of(module):
         return None
     if turned != block.sizes.turned or (block.function is not None and kv_cache.wants_weights(module, kwargs)):

@@ -151,7 +151,7 @@ class DecoderBlock:
             angles = call.kwargs.get("position_embeddings")
             number = None if angles is None else [made.result is angles for made in rotary].index(True)
             turned = block.attention.sizes.turned
-            if turned and (angles is None or not fit(*angles, len(x), turned, self.dtype)):
+            if turned and (angles is None or not fit(*angles, len(x), turned, block.attention.angle_dtype)):
                 raise Unproven("its angles are of another dtype or shape than the blocks of its layers take")
             kinds.append((number, block.attention.sizes, block.attention.options.get("sliding_window")))
         if last.args != (ours[-1].result,) or last.kwargs:
@@ -211,7 +211,7 @@ class DecoderBlock:
         number, start, end = part
         attention, tokens = self.blocks[start].attention, tokens[start:end]
         B, (heads, _, _, turned), count = len(x), attention.sizes, tokens[0].place[1]
-        if turned and not (number is not None and fit(*angles[number], B, turned, self.dtype)):
+        if turned and not (number is not None and fit(*angles[number], B, turned, attention.angle_dtype)):
             return None
         mask = inputs.mask(count)
         if mask is not None:

@@ -52,7 +52,7 @@ class GpuAttention(AttentionBlock):
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, device: torch.device) -> None:
         check_place(module, device)
-        self._read(module, dtype, turned)
+        self._read(module, dtype, turned, dtype)
         D = self.sizes.D
         norms = [GpuNorm(norm, _width(norm, D), dtype, device) for norm in _norms(module)]
         # Norms of heads are a part of the launch, if those of queries and keys are alike; norms of rows are not.
@@ -176,7 +176,7 @@ class GpuLayer:
         """Compare with the host's layer; the attention function of both returns a given result. Raises Unproven."""
         error = 0.0
         for tokens in (1, 3):
-            x, cos, sin, position = probe(self.K, turned, _POSITION, dtype, tokens, device)
+            x, cos, sin, position = probe(self.K, turned, _POSITION, dtype, tokens, angle_dtype=dtype, device=device)
             of = record(type(module)._hf_quant_block_of.forward, module, x, cos, sin, position)
             seen: list[Tensor] = []
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_quant.integrations.transformers.blocks.attention import (
     AttentionBlock,
     Recorded,
+    angle_dtype,
     are_tokens,
     fit,
     implementation_of,
@@ -73,11 +74,11 @@ def _names(module: nn.Module) -> tuple[str | None, ...] | None:
 
 
 class LayerBlock:
-    """The native block of a layer for x of one dtype."""
+    """The native block of a layer for x of one dtype, and angles of one."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
         children, rest = module._modules, _feed_forward(module)
-        self.attention = attention = AttentionBlock(children["self_attn"], dtype, turned)
+        self.attention = attention = AttentionBlock(children["self_attn"], dtype, turned, of_angles)
         self.K = attention.K
         self.mlp = MLPBlock(rest, dtype) if is_mlp(rest) else MixtureBlock(rest, dtype)
         self.watch = Watch.of_all([Watch(module), attention.watch, self.mlp.watch])
@@ -136,7 +137,8 @@ class LayerBlock:
     def _prove(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
         """Compare with the host's layer, whose attention function returns a given result. Raises Unproven."""
         host = type(module)._hf_quant_block_of.forward
-        probes = [probe(self.K, turned, _POSITION, dtype, tokens) for tokens in (1, 3)]
+        kind = self.attention.angle_dtype
+        probes = [probe(self.K, turned, _POSITION, dtype, tokens, angle_dtype=kind) for tokens in (1, 3)]
         records = [record(host, module, *trial) for trial in probes]
         error = max(self.attention.error(self.first, *trial[:3], of) for trial, of in zip(probes, records))
         ways, blocks, errors = (False, True) if self.is_parallel else (False,), [], []
@@ -155,11 +157,10 @@ class LayerBlock:
         heads, shared, D, turned = self.attention.sizes
         q, k, v = (x.new_empty(B, S, count, D) for count in (heads, shared, shared))
         cos, sin = (part.expand(B, S, turned).contiguous() for part in angles) if turned else (None, None)
-        step = x.element_size()
         for start in range(0, B * S, _CHUNK):
             rows = min(_CHUNK, B * S - start)
             parts = ((x, K), (cos, turned), (sin, turned), *zip((q, k, v), self.attention.widths))
-            at = [0 if part is None else part.data_ptr() + start * width * step for part, width in parts]
+            at = [0 if part is None else _address(part, start * width) for part, width in parts]
             self.first(rows, *at, angle_stride=turned)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         attended = self.attention.attend(module._modules["self_attn"], q, k, v, mask, past)
@@ -167,8 +168,12 @@ class LayerBlock:
         y = torch.empty_like(x)
         for start in range(0, B * S, _CHUNK):
             rows, parts = min(_CHUNK, B * S - start), ((x, K), (attended, heads * D), (y, K))
-            self.last(rows, *[part.data_ptr() + start * width * step for part, width in parts])
+            self.last(rows, *[_address(part, start * width) for part, width in parts])
         return y
+
+
+def _address(part: Tensor, element: int) -> int:
+    return part.data_ptr() + element * part.element_size()
 
 
 def _error(last: Block, x: Tensor, recorded: Recorded) -> float:
@@ -184,14 +189,15 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
         return None
     x, angles = args[0], kwargs.get("position_embeddings")
     turned = turned_by(angles)
-    block = state.block(module, x.dtype, lambda: LayerBlock(module, x.dtype, turned))
+    of_angles = angle_dtype(angles, x.dtype)
+    block = state.block(module, x.dtype, lambda: LayerBlock(module, x.dtype, turned, of_angles))
     if block is None or block.K != x.shape[2]:
         return None
     attention = block.attention
     if turned != attention.sizes.turned or attention.implementation != implementation_of(module._modules["self_attn"]):
         return None
     B, S = x.shape[:2]
-    if turned and not fit(*angles, B, turned, x.dtype, S):
+    if turned and not fit(*angles, B, turned, attention.angle_dtype, S):
         return None
     mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     y = attention.with_codes(block.block, x, angles, mask, past) if S == 1 and B <= MAX_ROWS else None
