@@ -299,6 +299,8 @@ def table_in_use(name: str, target: Target, rows: Sequence[Row]) -> Iterator[Non
 
 def fits(name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case]) -> str | None:
     """Return the reason for which the cases do not compile well with a table; None if they do."""
+    import triton
+
     with table_in_use(name, target, rows):
         collected = collect(cases, [target])
     if collected.failures:
@@ -306,7 +308,7 @@ def fits(name: str, target: Target, rows: Sequence[Row], cases: Sequence[Case]) 
     built = build([use.unit for use in collected.uses.values()])
     for use in collected.uses.values():
         for finding in check_built(built[use.unit.key], target):
-            if not is_excepted(finding, use.unit.name, target.name, case_label(use)):
+            if not is_excepted(finding, use.unit.name, target.name, case_label(use), triton.__version__):
                 return finding.text
     return None
 

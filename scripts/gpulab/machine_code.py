@@ -51,6 +51,7 @@ class Summary(NamedTuple):
         mix: {"HGMMA": 4, "LDGSTS.128": 8, ...} of the main loop, or of everything where there is no loop.
         matrix: {"HGMMA": 12, ...} of everything: products on matrix units.
         local_accesses: loads from and stores to local memory, anywhere.
+        looped_local_accesses: those of them that are in a loop.
     """
 
     instructions: int
@@ -58,6 +59,7 @@ class Summary(NamedTuple):
     mix: dict[str, int]
     matrix: dict[str, int]
     local_accesses: int
+    looped_local_accesses: int = 0
 
 
 _SASS_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(@!?U?P[T\d]+\s+)?([A-Z][\w.]*)([^;]*);", re.MULTILINE)
@@ -110,7 +112,7 @@ def parse_gcn(text: str) -> list[Instruction]:
 
 def main_loop(instructions: Sequence[Instruction]) -> list[Instruction]:
     """The innermost loop with the most products on matrix units, else the most loads, else the longest; or []."""
-    bodies = [[instructions[i] for i in sorted(loop)] for loop in _loops(instructions) if len(loop) >= _MIN_LOOP]
+    bodies = [[instructions[i] for i in sorted(loop)] for loop in _loops(instructions)]
     for kind in (_MATRIX, _GLOBAL_LOAD):
         working = [body for body in bodies if _count(body, kind)]
         if working:
@@ -120,7 +122,7 @@ def main_loop(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _loops(instructions: Sequence[Instruction]) -> list[set[int]]:
-    """The natural loops, as positions: what reaches a jump back without passing its target.
+    """The natural loops but the shortest, as positions: what reaches a jump back without passing its target.
 
     A jump back that can be reached from the entry without passing its target closes no loop: waiting for a barrier
     is often laid out behind the kernel's end, and jumps back into its middle.
@@ -144,7 +146,7 @@ def _loops(instructions: Sequence[Instruction]) -> list[set[int]]:
             todo += new
         if 0 not in body or head == 0:
             loops.setdefault(head, set()).update(body)
-    return list(loops.values())
+    return [body for body in loops.values() if len(body) >= _MIN_LOOP]
 
 
 def _count(body: Sequence[Instruction], kind: re.Pattern) -> int:
@@ -177,12 +179,15 @@ def summarize(instructions: Sequence[Instruction]) -> Summary:
         bits, base = access_bits(instruction.name), instruction.name.split(".")[0]
         mix[f"{base}.{bits}" if bits and base in ("LDG", "LDGSTS", "STG") else base] += 1
     bases = [i.name.split(".")[0] for i in instructions]
+    local = [i for i, base in enumerate(bases) if base in ("LDL", "STL") or base.startswith("scratch_")]
+    looped = set().union(*_loops(instructions))
     return Summary(
         instructions=len(instructions),
         loop=len(loop),
         mix=dict(mix.most_common()),
         matrix=dict(Counter(base for base in bases if _MATRIX.match(base)).most_common()),
-        local_accesses=sum(base in ("LDL", "STL") or base.startswith("scratch_") for base in bases),
+        local_accesses=len(local),
+        looped_local_accesses=sum(i in looped for i in local),
     )
 
 

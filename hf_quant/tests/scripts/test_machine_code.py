@@ -191,6 +191,7 @@ def test_good_code_passes():
     assert findings("sm80", matrix={"HMMA": 16}) == []
     assert findings("gfx942", matrix={"v_mfma_f32_32x32x8_bf16": 2}) == []
     assert findings(dots=(), matrix={}) == []
+    assert findings(resources=Resources(255, 32), local_accesses=8) == [], "kept while a loop runs"
     assert findings(dots=(("f32", "f32"),), matrix={}) == [], "fp32 units, by intention"
     assert findings("gfx942", matrix={"v_mfma_f32_32x32x8_bf16": 2}, resources=Resources(128, 0, 0, 2)) == []
 
@@ -201,8 +202,9 @@ def test_good_code_passes():
         ("compiles", "sm90", {"error": "does not compile"}),
         ("shared", "sm90", {"shared": 232449}),
         ("shared", "gfx942", {"shared": 65537, "matrix": {"v_mfma_f32_32x32x8_bf16": 2}}),
-        ("local", "sm90", {"resources": Resources(255, 8)}),
-        ("local", "sm90", {"local_accesses": 1}),
+        ("local", "sm90", {"resources": Resources(255, 40), "local_accesses": 10}),
+        ("local", "sm90", {"resources": Resources(255, 8), "local_accesses": 2, "looped_local_accesses": 1}),
+        ("local", "sm90", {"resources": Resources(255, 8), "local_accesses": 2, "loop": 0}),
         ("local", "gfx942", {"resources": Resources(256, 0, 1), "matrix": {"v_mfma_f32_32x32x8_bf16": 2}}),
         ("matrix", "sm90", {"matrix": {}}),
         ("matrix", "sm90", {"matrix": {"HMMA": 64}}),
@@ -223,26 +225,16 @@ def test_bad_code_fails(check, target, changes):
 def test_local_memory_in_disassembly_fails():
     text = LOOP.replace("IADD3 R2, R2, 0x80, RZ", "STL [R1+0x8], R2        ")
     summary = summarize(parse_sass(text))
-    assert summary.local_accesses == 1
+    assert (summary.local_accesses, summary.looped_local_accesses) == (1, 1)
     assert check_built(GOOD._replace(summary=summary), TARGETS["sm90"])[0].check == "local"
 
 
 def test_exceptions_name_what_they_accept():
     finding = check_built(GOOD._replace(summary=GOOD.summary._replace(mix={"LDG.32": 1})), TARGETS["sm90"])[0]
-    assert is_excepted(finding, "_weight_only_mm_kernel", "sm90", "int8, odd 1001x1000, M=1, bf16")
-    assert not is_excepted(finding, "_weight_only_mm_kernel", "sm90", "int8, llama o 4096x4096, M=1, bf16")
+    assert is_excepted(finding, "_weight_only_mm_kernel", "sm90", "int8, odd 1001x1000, M=1, bf16", "3.9.0")
+    assert not is_excepted(finding, "_weight_only_mm_kernel", "sm90", "int8, llama o 4096x4096, M=1, bf16", "3.9.0")
     local = finding._replace(check="local")
-    assert not is_excepted(local, "_weight_only_mm_kernel", "sm90", "int8, odd 1001x1000, M=1, bf16")
-
-
-def test_an_exception_for_a_number_of_bytes_accepts_no_other():
-    built = GOOD._replace(
-        resources=Resources(255, 8), summary=GOOD.summary._replace(mix={"LDG.128": 1}, local_accesses=2)
-    )
-    where = ("_kv_prefill_kernel", "sm90", "int8 cache, llama 1x32/8x128, M=2048, bf16; SCALED=False SCALE=bf16")
-    assert is_excepted(check_built(built, TARGETS["sm90"])[0], *where)
-    more = check_built(built._replace(resources=Resources(255, 16)), TARGETS["sm90"])[0]
-    assert more.check == "local" and not is_excepted(more, *where)
+    assert not is_excepted(local, "_weight_only_mm_kernel", "sm90", "int8, odd 1001x1000, M=1, bf16", "3.9.0")
 
 
 def test_occupancy_by_each_limit():
