@@ -412,7 +412,7 @@ def turned_by(angles: Any) -> int:
 
 
 def angle_dtype(angles: Any, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that blocks read cos and sin in: that of x, `dtype`, or fp32, in which OLMo 2 turns queries and keys."""
+    """The dtype of cos and sin in a block: that of x, `dtype`, or fp32, by which OLMo 2 turns queries and keys."""
     return torch.float32 if isinstance(angles, tuple) and angles[0].dtype == torch.float32 else dtype
 
 
