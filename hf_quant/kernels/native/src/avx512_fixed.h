@@ -3,6 +3,8 @@
 // of that; the sums of a lane are exact. Codes need not become words, and Intel multiplies two bytes faster than one bf16.
 #pragma once
 
+#include <cpuid.h>
+
 #include <atomic>
 #include <vector>
 
@@ -179,15 +181,20 @@ struct FixedRows {
 };
 
 // Up to which number of rows of x this wins over other ways: any on Intel's CPUs, whose dot products of bf16 are slower than
-// two of bytes (Sapphire Rapids; older ones have none). AMD's take as long as one of bytes: there, codes of 2 and 3 bits win
-// because they become bytes sooner than bf16 (Zen 5). scripts/bench_cpu.py linear measures it.
+// two of bytes (Sapphire Rapids; older ones have none). On Zen 5 they take as long as one of bytes: there, codes of 2 and 3
+// bits win because they become bytes sooner than bf16. On Zen 4 they take twice as long, so that one row of codes of 4 and 8
+// bits wins, too. scripts/bench_cpu.py linear measures it.
 static int64_t max_fixed_rows(int layout) {
-  static const bool has_fast_bf16 = [] {
+  enum Kind { OTHER, ZEN4, ZEN5 };
+  static const Kind kind = [] {
     __builtin_cpu_init();
-    return __builtin_cpu_is("amd") != 0;
+    if (__builtin_cpu_is("amd") == 0) return OTHER;
+    unsigned a = 0, b, c, d;
+    __get_cpuid(1, &a, &b, &c, &d);
+    return ((a >> 8) & 15) + ((a >> 20) & 255) < 0x1a ? ZEN4 : ZEN5;
   }();
-  if (!has_fast_bf16) return int64_t{1} << 62;
-  return layout == PACKED2 ? 16 : layout == PACKED3 ? 12 : 0;
+  if (kind == OTHER) return int64_t{1} << 62;
+  return layout == PACKED2 ? 16 : layout == PACKED3 ? (kind == ZEN4 ? 6 : 12) : kind == ZEN4 ? 1 : 0;
 }
 
 constexpr int64_t kFixedChunk = 64;       // rows of x that are packed at once
