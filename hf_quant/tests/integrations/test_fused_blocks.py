@@ -326,6 +326,29 @@ def test_decoders_called_by_hand(parts, llama, given, has_positions):
     assert ((results[0] - results[1]).norm() / results[1].norm()) < 0.01
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_masks_of_a_model_around_the_decoder(parts, needed):
+    """As Gemma 3 with images makes them: {kind of layers: mask}."""
+    model = make("gemma3_text", **FAMILIES["gemma3_text"][0])
+    results = []
+    for _ in range(2):
+        cache, ids = QuantizedCache(model.config, "int8"), prompt(2, 7)
+        seen = torch.arange(7) > 1
+        with torch.no_grad():
+            model(ids[:, :-2], past_key_values=cache)
+            for i in (5, 6):
+                masks = dict.fromkeys(
+                    ["full_attention", "sliding_attention"], seen[None, None, None, : i + 1] if needed else None
+                )
+                token = {"inputs_embeds": model.model.embed_tokens(ids[:, i : i + 1]), "past_key_values": cache}
+                y = model.model(**token, attention_mask=masks)
+        results.append(y.last_hidden_state)
+        assert bool(parts) == (not needed and not results[1:])
+        unfuse_activations_(model)
+        parts.clear()
+    assert ((results[0] - results[1]).norm() / results[1].norm()) < 0.01
+
+
 def in_place(module, args, y):
     y.mul_(1.25)
 

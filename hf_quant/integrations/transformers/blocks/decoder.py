@@ -322,6 +322,8 @@ def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock:
 def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
     """Return the arguments of a decoder, None if they are not one token of each sequence with a cache."""
     ids, x, positions, past, mask = [kwargs.get(name) for name in INPUTS]
+    if isinstance(mask, dict) and all([each is None for each in mask.values()]):
+        mask = None  # a multimodal model (Gemma 3) makes the masks of all kinds of layers itself, and needs none
     given = x if ids is None else ids
     if past is None or (ids is not None and x is not None) or not isinstance(given, Tensor) or not given.is_cpu:
         return None
@@ -356,8 +358,8 @@ class OneToken(NamedTuple):
         settings = tuple([item for item in kwargs.items() if item[0] not in INPUTS])
         if not all([isinstance(value, _SETTINGS) for _, value in settings]):
             return None
-        no_mask = kwargs.get("attention_mask") is None
-        return cls(inputs, ((inputs.ids is None, inputs.own_positions, no_mask, inputs.padding is None), settings))
+        kind = (inputs.ids is None, inputs.own_positions, type(kwargs.get("attention_mask")), inputs.padding is None)
+        return cls(inputs, (kind, settings))
 
 
 def run_decoder(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Any:
