@@ -261,9 +261,6 @@ def grouped_plan(
     found = tiling(row, codes, group_size, K, target.table)
     if isinstance(found, str):
         return None
-    if target.table == "sm89" and codes == 4 and found.block_m == 64 and found.scale_mode == "after":
-        # As many instructions; with zero points a second accumulator spills in the loop (sm120, int4 g128).
-        found = found._replace(scale_mode="before")
     options = {
         "BLOCK_M": found.block_m,
         "BLOCK_N": found.block_n,

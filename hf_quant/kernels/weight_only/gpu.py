@@ -148,8 +148,9 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
         while group_size % inside:
             inside //= 2
         if inside // codes >= _MIN_DOT_K:
-            # 2 and 3 bits without wgmma: a second accumulator spills beside x (8 to 72 bytes, int3 g128).
-            before = before or (codes == 8 and row[1:3] == (64, 64) and table in _WARP_MMA)
+            # Without wgmma a second accumulator spills beside x (8 to 72 bytes, int3 g128 and int4 with zero points); as
+            # many instructions.
+            before = before or (codes >= 4 and row[1:3] == (64, 64) and table in _WARP_MMA)
             block_k, mode = inside, "before" if before else "after"
             if codes == 8 and row[1:3] == (128, 128) and table in _WARP_MMA:
                 block_m = 64  # as below: 472 to 3744 bytes of stack (int3 g128, M = 256)
@@ -258,6 +259,10 @@ def fused_plan(
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
     }
+    if not options["EVEN_K"] and (found.block_m, found.block_n) == (128, 64):
+        options["num_warps"] = 8  # the masks of 4 warps keep 400 to 550 bytes on the stack (sm90, sm100)
+    if target.table == "sm100" and found.block_m == 64 and codes == 4 and found.scale_mode == "before":
+        options["maxnreg"] = 128  # as ptxas takes by itself, then with 8 bytes on the stack (mxfp4)
     if target.table in ("sm75", "sm89") and found.block_m <= 8 and codes <= 4:
         options["maxnreg"] = 128  # left alone, ptxas takes 72 or 80 and keeps 8 to 24 bytes on the stack (int8, W4A8)
     if trials().stripes and M <= _DECODE and target.table in ("sm90", "sm100"):  # elsewhere they spill
