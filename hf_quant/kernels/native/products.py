@@ -149,3 +149,30 @@ def dequantize(w: Weight, dtype: torch.dtype) -> Tensor:
     y = torch.empty(*w.qdata.shape[:-1], w.K, dtype=dtype, device="cpu")
     module.dequantize(w.N, w.K, y.data_ptr(), DTYPES[dtype], torch.get_num_threads(), *weight_arguments(w))
     return y
+
+
+def row_reader(w: Weight, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A function that dequantizes rows of a contiguous weight [N, K]: numbers, int64 [...] -> [..., K] in `dtype`.
+
+    For few rows: each is a call of its own. It must not be called after the weight's memory is gone. It raises
+    IndexError for numbers outside of 0 to N - 1. Ask `serves` first; each row has scales of its own.
+    """
+    N, K, size = w.N, w.K, dtype.itemsize * w.K
+    before, arguments = (1, K), weight_arguments(w)
+    kind, (qdata, row_bytes, scale, *middle), (zero, *rest) = arguments[:4], arguments[4:10], arguments[10:]
+    groups = w.scale.shape[1]
+    scale_bytes, zero_bytes = groups * w.scale.element_size(), groups if zero else 0
+    number = DTYPES[dtype]
+
+    def read(rows: Tensor) -> Tensor:
+        y = torch.empty((*rows.shape, K), dtype=dtype, device="cpu")
+        to = y.data_ptr()
+        for row in rows.flatten().tolist():
+            if not 0 <= row < N:
+                raise IndexError(f"row {row} of a weight with {N} rows")
+            at = (qdata + row * row_bytes, row_bytes, scale + row * scale_bytes, *middle, zero + row * zero_bytes)
+            module.dequantize(*before, to, number, 1, *kind, *at, *rest)
+            to += size
+        return y
+
+    return read

@@ -148,8 +148,7 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
         while group_size % inside:
             inside //= 2
         if inside // codes >= _MIN_DOT_K:
-            # Without wgmma a second accumulator spills beside x (8 to 72 bytes, int3 g128 and int4 with zero points); as
-            # many instructions.
+            # Without wgmma a second accumulator spills beside x (8 to 72 bytes, int3 g128, int4 with zero points).
             before = before or (codes >= 4 and row[1:3] == (64, 64) and table in _WARP_MMA)
             block_k, mode = inside, "before" if before else "after"
             if codes == 8 and row[1:3] == (128, 128) and table in _WARP_MMA:

@@ -479,3 +479,14 @@ def test_bf16_rows_of_every_magnitude(instructions, format, M, values):
     else:
         largest = x.double().abs().view(M, -1, 16).amax(-1).repeat_interleave(16, 1)  # of the neighbours
         assert ((y - expected).abs() <= 2**-8 * expected.abs() + 2**-15 * (largest @ w.abs().T)).all()
+
+
+@pytest.mark.parametrize("quant", [INT4, TensorQuant("int8", "row"), TensorQuant("nvfp4", "group", 16)])
+def test_rows_by_their_numbers(quant, instructions):
+    N, K = 70, 192
+    w = Weight(*random_packed(quant, N, K, 0), *options_of(quant, N, K).values(), K, None, None)
+    read, rows = native.products.row_reader(w, torch.bfloat16), torch.tensor([[3, 69], [0, 3]])
+    assert torch.equal(read(rows), native.dequantize(w, torch.bfloat16)[rows])
+    for wrong in (-1, N):
+        with pytest.raises(IndexError, match=f"row {wrong} of a weight with 70 rows"):
+            read(torch.tensor([wrong]))

@@ -31,9 +31,12 @@ from hf_quant.integrations.transformers.blocks.base import (
     is_served,
     state_of,
     twin_of,
+    weight_of,
 )
 from hf_quant.integrations.transformers.blocks.layer import LayerBlock, is_layer
 from hf_quant.kernels.native.blocks import run_in_turn
+from hf_quant.kernels.native.products import row_reader
+from hf_quant.modules import QuantEmbedding
 
 
 _TYPES = {"full_attention", "sliding_attention"}  # of layers
@@ -124,13 +127,14 @@ class DecoderBlock:
         calls, output = _record(module, kwargs)
         ours = [call for call in calls if call.child in layers]
         others = [call for call in calls if call.child not in layers]
-        self.embed = None if inputs.ids is None else others.pop(0).child
+        embed = None if inputs.ids is None else others.pop(0).child
         if [call.child for call in ours] != layers or not others:
             raise Unproven(f"{type(module).__name__} does not call each of its layers once")
         *rotary, last = others
         embedded, x = _embedded(calls, inputs), ours[0].args[0]
         self.scale = None if x is embedded else _scale(embedded, x, module.config)
         self.norm, self.dtype = last.child, x.dtype
+        self.embed = None if embed is None else _rows_of(embed, x.dtype)
         self.rotary = [
             Angles(
                 call.child,
@@ -255,6 +259,19 @@ def _embedded(calls: list[Call], inputs: _Inputs) -> Tensor:
     if first.args != (inputs.ids,) or first.kwargs or not isinstance(first.result, Tensor):
         raise Unproven(f"{type(first.child).__name__} is called before the embedding")
     return first.result
+
+
+def _rows_of(embed: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A function that embeds ids as a module does, which the block watches: a native call for each, or the module."""
+    if type(embed).forward is not QuantEmbedding.forward or embed.compute_dtype != dtype:
+        return embed
+    try:
+        weight, _, _ = weight_of(embed, "weight", None, dtype)
+    except Unproven:
+        return embed
+    if weight.scale.shape[0] != weight.N or weight.input_diagonal is not None:
+        return embed
+    return row_reader(weight, dtype)
 
 
 def _scale(embedded: Tensor, x: Tensor, config: Any) -> float:
