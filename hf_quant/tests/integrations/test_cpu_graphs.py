@@ -49,9 +49,10 @@ def make(name: str = "llama", config=QUANTIZED, dtype: torch.dtype = torch.bfloa
     return quantize_(model, config) if config is not None else model
 
 
-def run(model: nn.Module, rows: int = 1, padding: int = 0, tokens: int = 20, **kwargs) -> tuple[Tensor, ...]:
+def run(model: nn.Module, rows: int = 1, padding: int = 0, tokens: int = 20, ids=None, **kwargs) -> tuple[Tensor, ...]:
     """(tokens, logits of each step) of a generation."""
-    ids = torch.randint(3, 96, (rows, 7), generator=torch.Generator().manual_seed(rows))
+    if ids is None:
+        ids = torch.randint(3, 96, (rows, 7), generator=torch.Generator().manual_seed(rows))
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     options = {"max_new_tokens": tokens, "do_sample": False, "attention_mask": mask, **kwargs}
@@ -183,6 +184,25 @@ def test_angles_of_another_dtype():
     with capture_generate(model) as graphs:
         assert are_equal(run(model), expected)
     assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 0
+
+
+@pytest.mark.parametrize("what", ["text", "padded text", "an image"])
+def test_decoders_of_multimodal_models(what):
+    """Their decoder is given embeddings, by a model of vision and text; the image comes with the prompt."""
+    vision = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "projection_dim": 64}
+    config = transformers.LlavaConfig(vision_config=vision, text_config=transformers.LlamaConfig(**_SMALL))
+    config.image_token_index = 1
+    torch.manual_seed(0)
+    model = quantize_(transformers.LlavaForConditionalGeneration(config).bfloat16().eval(), QUANTIZED)
+    options = {"rows": 2, "padding": 2 * (what == "padded text"), "pad_token_id": 0}
+    if what == "an image":
+        ids = torch.tensor([[5, 1, 1, 1, 1, 6, 7]] * 2)
+        options |= {"ids": ids, "pixel_values": torch.randn(2, 3, 28, 28).bfloat16()}
+    expected = run(model, **options)
+    with capture_generate(model) as graphs:
+        assert are_equal(run(model, **options), expected)
+    assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 10
 
 
 def test_steps_that_differ_are_the_hosts(llama):

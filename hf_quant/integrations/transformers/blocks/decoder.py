@@ -69,6 +69,8 @@ class Recorder(nn.Module):
     def __init__(self, child: nn.Module, compute: Callable[..., Any], calls: list[Call]) -> None:
         super().__init__()
         self.__dict__.update(_child=child, _compute=compute, _calls=calls)  # the child is no child of this one
+        own = child.__dict__  # hosts ask for the dtype of their first parameter
+        self.__dict__.update((name, own[name]) for name in ("_parameters", "_buffers", "_modules", "training"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_child"], name)
@@ -134,7 +136,7 @@ class DecoderBlock:
         embedded, x = _embedded(calls, inputs), ours[0].args[0]
         self.scale = None if x is embedded else _scale(embedded, x, module.config)
         self.norm, self.dtype = last.child, x.dtype
-        self.embed = None if embed is None else _rows_of(embed, x.dtype)
+        self.embed = None if embed is None else rows_of(embed, x.dtype)
         self.rotary = [
             Angles(
                 call.child,
@@ -261,7 +263,7 @@ def _embedded(calls: list[Call], inputs: _Inputs) -> Tensor:
     return first.result
 
 
-def _rows_of(embed: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def rows_of(embed: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """A function that embeds ids as a module does, which the block watches: a native call for each, or the module."""
     if type(embed).forward is not QuantEmbedding.forward or embed.compute_dtype != dtype:
         return embed

@@ -23,7 +23,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     state_of,
     twin_of,
 )
-from hf_quant.integrations.transformers.blocks.decoder import INPUTS, Call, DecoderBlock, OneToken, Recorder
+from hf_quant.integrations.transformers.blocks.decoder import INPUTS, Call, DecoderBlock, OneToken, Recorder, rows_of
 from hf_quant.integrations.transformers.blocks.norm import NormBlock
 from hf_quant.integrations.transformers.graphs.state import globals_of
 from hf_quant.kernels.native.blocks import Block
@@ -39,17 +39,30 @@ class TokenStep:
     """The step of a causal language model for one new token: its decoder, and the head on the decoder's states."""
 
     def __init__(
-        self, model: nn.Module, token: OneToken, given: dict[str, Any], calls: list[Call], output: Any
+        self,
+        model: nn.Module,
+        token: OneToken,
+        given: dict[str, Any],
+        calls: list[Call],
+        inner: list[Call],
+        output: Any,
     ) -> None:
-        """Make it of a step of the host: its arguments, the calls of its children, its output. Raises Unproven."""
+        """Make it of a step of the host: its arguments, the calls of its children, its output. Raises Unproven.
+
+        `inner`: calls of a child's children, if that is no decoder but holds one, as in multimodal models.
+        """
         name = type(model).__name__
         if len(calls) != 2:
             raise Unproven(f"{name} calls something else than a decoder and a head")
         (decoder, args, kwargs, states), (head, head_args, head_kwargs, logits) = calls
-        self.block = block = _block_of(decoder, kwargs)
         if args or any(kwargs.get(key) is not given.get(key) for key in INPUTS):
             raise Unproven(f"{name} changes the inputs of its decoder")
-        y = states.last_hidden_state
+        y, modules = states.last_hidden_state, [model, decoder]
+        self.embed: Callable[[Tensor], Tensor] | None = None  # of the decoder, if it is given embeddings
+        if inner:
+            decoder, kwargs, self.embed = _inside(type(decoder).__name__, inner, kwargs, y)
+            modules.append(decoder)
+        self.block = block = _block_of(decoder, kwargs)
         x = head_args[0] if len(head_args) == 1 and not head_kwargs else None
         if not isinstance(x, Tensor) or (x.data_ptr(), x.shape, x.dtype) != (y.data_ptr(), y.shape, y.dtype):
             raise Unproven(f"{name} gives its head something else than the decoder's states")
@@ -60,7 +73,7 @@ class TokenStep:
         self.change = None if found is logits else _change(logits, found, model.config)
         self.kind, self.key, self.globals = type(output), token.key, globals_of(model)
         # It holds no model: a cycle would keep the memory of one that is gone.
-        watch = Watch(model, decoder, entries=entries_of(model.config.__dict__))
+        watch = Watch(*modules, entries=entries_of(model.config.__dict__))
         self.watch = Watch.of_all([watch, block.watch])
         if not self.is_valid(model):
             raise Unproven(f"{name} has hooks")
@@ -76,11 +89,35 @@ class TokenStep:
         """The model's output, with the token added to the cache; None: left to the host."""
         if token.key != self.key:
             return None
-        y = self.block.states(token.inputs)
+        inputs = token.inputs
+        if self.embed is not None:
+            inputs = inputs._replace(ids=None, x=self.embed(inputs.ids))
+        y = self.block.states(inputs)
         if y is None:
             return None
         logits = self.end(y) if self.change is None else self.change(self.end(y))
         return self.kind(logits=logits, past_key_values=token.inputs.past)
+
+
+def _inside(
+    name: str, calls: list[Call], given: dict[str, Any], y: Tensor
+) -> tuple[nn.Module, dict[str, Any], Callable[[Tensor], Tensor]]:
+    """(decoder, its arguments, its embedding) in a module that was given ids, and returned y. Raises Unproven."""
+    decoder, args, kwargs, states = calls[0]
+    x, ids, masks = kwargs.get("inputs_embeds"), given.get("input_ids"), kwargs.get("attention_mask")
+    passed = [key for key in INPUTS if key not in ("input_ids", "inputs_embeds")]
+    if isinstance(masks, dict) and not any(mask is not None for mask in masks.values()):
+        passed.remove("attention_mask")
+    embed = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
+    is_watched = any(embed is child for child in decoder._modules.values())
+    if len(calls) != 1 or args or x is None or ids is None or embed is None or not is_watched:
+        raise Unproven(f"{name} calls something else than a decoder with embeddings")
+    if any(kwargs.get(key) is not given.get(key) for key in passed) or states.last_hidden_state is not y:
+        raise Unproven(f"{name} changes the inputs of its decoder, or its states")
+    embed = rows_of(embed, x.dtype)
+    if not torch.equal(embed(ids), x):
+        raise Unproven(f"{name} gives its decoder something else than embeddings")
+    return decoder, kwargs, embed
 
 
 def _block_of(decoder: nn.Module, kwargs: dict[str, Any]) -> DecoderBlock:
@@ -161,17 +198,19 @@ class TokenDecoder:
     def capture(self, model: nn.Module, token: OneToken, inputs: dict[str, Any]) -> Any:
         """Run a step of the host, and make a captured one of it if its decoder has a block by now."""
         self.waits -= 1
-        calls: list[Call] = []
-        children = dict(model._modules)
-        for name, child in children.items():
-            if child is not None and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-                children[name] = Recorder(child, child, calls)
-        twin = twin_of(model, children)
-        output = twin(**inputs)
-        model.__dict__.update((name, value) for name, value in twin.__dict__.items() if name != "_modules")
+        calls, inner = [], []
+        past, length = token.inputs.past, token.inputs.past.get_seq_length()
+        try:
+            output = _recorded(model, calls, inner)(**inputs)
+        except Exception as error:
+            if past.get_seq_length() != length:
+                raise
+            self.graphs.note(str(error) or type(error).__name__)
+            self.waits = 0
+            return model(**inputs)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self.step = TokenStep(model, token, inputs, calls, output)
+                self.step = TokenStep(model, token, inputs, calls, inner, output)
         except Exception as error:  # noqa: BLE001  (what a host returns may be anything)
             if not self.waits:
                 self.graphs.note(str(error) or type(error).__name__)
@@ -179,3 +218,25 @@ class TokenDecoder:
         self.graphs.steps = [*(step for step in self.graphs.steps if step.is_valid(model)), self.step]
         self.graphs.num_captures += 1
         return output
+
+
+def _recorded(module: nn.Module, calls: list[Call], inner: list[Call] | None = None) -> Callable[..., Any]:
+    """A module whose children note their calls; those of a child that holds a decoder note theirs in `inner`."""
+    children = dict(module._modules)
+    for name, child in children.items():
+        if child is not None and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            holds = inner is not None and state_of(child) is None and any(map(_is_decoder, child.children()))
+            children[name] = Recorder(child, _recorded(child, inner) if holds else child, calls)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        twin = twin_of(module, children)
+        output = twin(*args, **kwargs)
+        module.__dict__.update((name, value) for name, value in twin.__dict__.items() if name != "_modules")
+        return output
+
+    return call
+
+
+def _is_decoder(module: nn.Module) -> bool:
+    state = state_of(module)
+    return state is not None and any(isinstance(block, DecoderBlock) for block in state.found.values())
