@@ -37,6 +37,7 @@ _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernor
 _POSITIONS = (3, 200_001)  # of the trials
 # Of a call: what does not change its result. All else is left to the host.
 _IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
+_IGNORED |= {"logits_to_keep"}  # GOT-OCR 2.0 hands it on to its layers
 _NEUTRAL = {"dropout": 0.0, "is_causal": True}
 _NOTHING: dict[str, Any] = {}
 
