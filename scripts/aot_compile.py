@@ -10,7 +10,7 @@ The launchers of the ops are called on tensors without content; what Triton's JI
 compiled (results are kept in build/aot), and must
 
 - fit the shared memory of a block,
-- use no local memory in loops: no stack, no spilled register; over a loop at most 32 bytes of a thread are kept,
+- use no local memory in loops: no stack, no spilled register; over a loop at most 64 bytes of a thread are kept,
 - run `tl.dot` on the target's best matrix units: HGMMA, IGMMA, QGMMA on sm90, HMMA, IMMA on sm80, mfma on gfx942, ...
 - move at least half of the bytes of its main loop in accesses of 16 bytes a lane, or by the copy engine,
 - on sm90, leave registers of products in flight alone (gpulab/wgmma.py), and make no product wait (ptxas: C75xx).

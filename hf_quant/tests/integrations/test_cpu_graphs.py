@@ -186,6 +186,22 @@ def test_angles_of_another_dtype():
     assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 0
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_positions_of_text_height_and_width(padding):
+    """Of Qwen's models of vision: rows of positions, of which the first is not for the angles."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    vision = {"hidden_size": 64, "out_hidden_size": 128, "depth": 1, "num_heads": 2, "intermediate_size": 96}
+    text = {**_SMALL, "rope_parameters": rope}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=1, video_token_id=1)
+    torch.manual_seed(0)
+    model = quantize_(transformers.Qwen2_5_VLForConditionalGeneration(config).bfloat16().eval(), QUANTIZED)
+    options = {"rows": 2, "padding": padding, "pad_token_id": 0}
+    expected = run(model, **options)
+    with capture_generate(model) as graphs:
+        assert are_equal(run(model, **options), expected)
+    assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 10
+
+
 @pytest.mark.parametrize("what", ["text", "padded text", "an image"])
 def test_decoders_of_multimodal_models(what):
     """Their decoder is given embeddings, by a model of vision and text; the image comes with the prompt."""

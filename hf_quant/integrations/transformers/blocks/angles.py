@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 
-X, POSITIONS = object(), object()  # places of a call's arguments
+# Places of a call's arguments. ROTARY: the positions but for their first row, which is of text alone in Qwen2-VL.
+PLACES = X, POSITIONS, ROTARY = object(), object(), object()
 _AHEAD = 64  # tokens
 _BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embeddings that change with the largest position
 
@@ -18,7 +19,7 @@ _BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embeddings that change w
 class Angles:
     """The result of a module for x and the positions of one new token of each sequence.
 
-    `args`, `kwargs`: of the module's call, with `X` and `POSITIONS` in the places of the tensors.
+    `args`, `kwargs`: of the module's call, with `X`, `POSITIONS` and `ROTARY` in the places of the tensors.
     """
 
     def __init__(self, module: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -31,7 +32,7 @@ class Angles:
         self.known: tuple[tuple, list[int], list[tuple[Tensor, ...]]] = ((), [], [])
 
     def __call__(self, x: Tensor, positions: Tensor) -> Any:
-        """Angles of the positions [1 or B, 1]."""
+        """Angles of the positions [1 or B, 1], or of several rows of them."""
         if not self.looks_ahead or positions.shape[-1] != 1:
             return self._call(x, positions)
         at, sources = positions.flatten().tolist(), self._sources(x)
@@ -43,7 +44,7 @@ class Angles:
         return self._look_ahead(x, positions, at, sources)
 
     def _call(self, x: Tensor, positions: Tensor) -> Any:
-        places = {X: x, POSITIONS: positions}
+        places = {X: x, POSITIONS: positions, ROTARY: positions[1:]}
         kwargs = {name: places.get(value, value) for name, value in self.kwargs.items()}
         return self.module(*[places.get(value, value) for value in self.args], **kwargs)
 

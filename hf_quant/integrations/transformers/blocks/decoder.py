@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.angles import POSITIONS, Angles, X
+from hf_quant.integrations.transformers.blocks.angles import PLACES, POSITIONS, ROTARY, Angles, X
 from hf_quant.integrations.transformers.blocks.attention import (
     addresses_of,
     fit,
@@ -112,11 +112,21 @@ class _Inputs(NamedTuple):
         """The mask of layers that attend to the last tokens, bool [B, 1, 1, tokens], or None."""
         return None if self.padding is None else self.padding[:, None, None, -tokens:].bool()
 
-    def is_positions(self, value: Any) -> bool:
-        """True if a host made these positions, or passed them on."""
-        if not self.own_positions or not isinstance(value, Tensor):
-            return value is self.positions
-        return value.dtype == self.positions.dtype and torch.equal(value, self.positions)
+    def place_of(self, value: Any) -> object | None:
+        """The mark of positions that a host made, or passed on; None for all else."""
+        positions = self.positions
+        if value is positions:
+            return POSITIONS
+        if not isinstance(value, Tensor) or value.dtype != positions.dtype:
+            return None
+        if self.own_positions:
+            return POSITIONS if torch.equal(value, positions) else None
+        rest = positions[1:]
+        return (
+            ROTARY
+            if positions.dim() == 3 and torch.equal(value, rest) and value.data_ptr() == rest.data_ptr()
+            else None
+        )
 
 
 class DecoderBlock:
@@ -313,8 +323,8 @@ def _seen(mask: Any) -> Tensor | None:
 
 def _places(values: Any, x: Tensor, inputs: _Inputs) -> list[Any]:
     """Arguments of a call, with marks in place of x and the positions. Raises Unproven if there are other tensors."""
-    found = [X if value is x else POSITIONS if inputs.is_positions(value) else value for value in values]
-    if not all(value is X or value is POSITIONS or isinstance(value, _SETTINGS) for value in found):
+    found = [inputs.place_of(value) or (X if value is x else value) for value in values]
+    if not all(isinstance(value, _SETTINGS) or any(value is place for place in PLACES) for value in found):
         raise Unproven("its angles depend on more than the positions")
     return found
 
