@@ -23,7 +23,7 @@ MATRIX = {
     "gfx942": dict.fromkeys(("f16", "bf16", "tf32", "i8", "f8"), "v_mfma"),
 }
 # Bytes of a thread that ptxas may keep in local memory while a loop runs: offsets and pointers that are needed behind
-# it. Such a tile fills all 255 registers; a smaller one would decode its weights twice to save some 20 accesses a tile.
+# it. Such a tile fills all 255 registers; a smaller one would decode its weights twice to save 20 accesses a tile.
 KEPT_BYTES = 64
 
 
@@ -46,8 +46,8 @@ EXCEPTIONS = (
         *("matrix", "_(weight_only|grouped)_mm_kernel", "sm75", r".*\bBLOCK_M=(8|16)\b.*"),
         "Triton has FMAs only; so few tokens are bound by bytes",
     ),
-    # Triton 3.6 makes no wgmma, and no product in tensor memory, 8 wide. So few tokens are bound by bytes, and mma.sync
-    # takes fewer instructions (sm90, 3.6: 180 a step of int4, 3.9 with wgmma: 204).
+    # Triton 3.6 makes no wgmma, and no product in tensor memory, 8 wide. So few tokens are bound by bytes, and
+    # mma.sync takes fewer instructions (sm90, 3.6: 180 a step of int4, 3.9 with wgmma: 204).
     Accepted("matrix", ".*", "sm90|sm100", r".*\bBLOCK_M=8\b.*", "8 tokens: bound by bytes"),
     Accepted("width", ".*", ".*", ".*(off-tile|odd) .*", "rows that do not start at multiples of 16 bytes"),
     Accepted("width", ".*", ".*", "(int3|fp6).*", "two planes: a lane's codes of one are half, or less, of 16 bytes"),
