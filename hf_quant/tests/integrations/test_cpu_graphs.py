@@ -186,16 +186,20 @@ def test_angles_of_another_dtype():
     assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 0
 
 
-@pytest.mark.parametrize("padding", [0, 2])
-def test_positions_of_text_height_and_width(padding):
+@pytest.mark.parametrize("what", ["text", "padded text", "an image"])
+def test_positions_of_text_height_and_width(what):
     """Of Qwen's models of vision: rows of positions, of which the first is not for the angles."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     vision = {"hidden_size": 64, "out_hidden_size": 128, "depth": 1, "num_heads": 2, "intermediate_size": 96}
     text = {**_SMALL, "rope_parameters": rope}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=1, video_token_id=1)
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=1, video_token_id=90)
     torch.manual_seed(0)
     model = quantize_(transformers.Qwen2_5_VLForConditionalGeneration(config).bfloat16().eval(), QUANTIZED)
-    options = {"rows": 2, "padding": padding, "pad_token_id": 0}
+    options = {"rows": 2, "padding": 2 * (what == "padded text"), "pad_token_id": 0}
+    if what == "an image":
+        options["ids"] = ids = torch.tensor([[5, 1, 1, 1, 1, 6, 7]] * 2)
+        options |= {"mm_token_type_ids": (ids == 1).long(), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+        options["pixel_values"] = torch.randn(32, 1176).bfloat16()
     expected = run(model, **options)
     with capture_generate(model) as graphs:
         assert are_equal(run(model, **options), expected)

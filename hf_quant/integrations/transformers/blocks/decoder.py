@@ -372,6 +372,12 @@ def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
 INPUTS = ("input_ids", "inputs_embeds", "position_ids", "past_key_values", "attention_mask")
 
 
+def _setting(name: str, value: Any) -> Any:
+    """A value of a call as a part of its key: kinds of tokens (of text and of images) are 0 for a token of text."""
+    is_kind = name.endswith("token_type_ids") and isinstance(value, Tensor)
+    return 0 if is_kind and not bool(value.any()) else value
+
+
 class OneToken(NamedTuple):
     """A call of a decoder for one new token of each sequence: its inputs, the key of the block that serves it."""
 
@@ -384,7 +390,7 @@ class OneToken(NamedTuple):
         inputs = _inputs_of(kwargs)
         if inputs is None:
             return None
-        settings = tuple([item for item in kwargs.items() if item[0] not in INPUTS])
+        settings = tuple([(name, _setting(name, value)) for name, value in kwargs.items() if name not in INPUTS])
         if not all([isinstance(value, _SETTINGS) for _, value in settings]):
             return None
         kind = (inputs.ids is None, inputs.own_positions, type(kwargs.get("attention_mask")), inputs.padding is None)
