@@ -225,6 +225,21 @@ def test_decoders_of_multimodal_models(what):
     assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 10
 
 
+class _Given(transformers.LlamaForCausalLM):
+    """A model whose steps are given one more tensor."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return {**super().prepare_inputs_for_generation(*args, **kwargs), "of_others": torch.ones(1)}
+
+
+def test_steps_with_unknown_inputs():
+    model = quantize_(_Given(CONFIGS["llama"]()).eval(), QUANTIZED)
+    expected = run(model)
+    with capture_generate(model) as graphs:
+        assert are_equal(run(model), expected)
+    assert graphs.reasons == {"its steps are given of_others": 1} and graphs.num_captures == 0
+
+
 def test_steps_that_differ_are_the_hosts(llama):
     """Two tokens at once, and a mask that comes up, in the middle of a generation."""
     with capture_generate(llama) as graphs, torch.no_grad():

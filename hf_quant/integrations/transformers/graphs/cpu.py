@@ -181,6 +181,11 @@ class TokenDecoder:
         model, graphs = self.graphs.model(), self.graphs
         token = OneToken.of(inputs)
         if token is None or token.inputs.past is not self.cache():
+            ids = inputs.get("input_ids")
+            if self.waits and isinstance(ids, Tensor) and ids.shape[-1] == 1:
+                names = [name for name, value in inputs.items() if name not in INPUTS and isinstance(value, Tensor)]
+                graphs.note(f"its steps are given {', '.join(names) or 'inputs of another kind'}")
+                self.waits = 0
             return model(**inputs)
         if self.step is None and self.waits:
             self.step = next((step for step in graphs.steps if step.key == token.key and step.is_valid(model)), None)
