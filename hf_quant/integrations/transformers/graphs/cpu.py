@@ -55,14 +55,15 @@ class TokenStep:
         if len(calls) != 2:
             raise Unproven(f"{name} calls something else than a decoder and a head")
         (decoder, args, kwargs, states), (head, head_args, head_kwargs, logits) = calls
-        if args or any(kwargs.get(key) is not given.get(key) for key in INPUTS):
-            raise Unproven(f"{name} changes the inputs of its decoder")
+        is_passed = not args and all(kwargs.get(key) is given.get(key) for key in INPUTS)
         y, modules = states.last_hidden_state, [model, decoder]
         self.embed: Callable[[Tensor], Tensor] | None = None  # of the decoder, if it is given embeddings
         if inner:
             decoder, kwargs, self.embed = _inside(type(decoder).__name__, inner, kwargs, y)
             modules.append(decoder)
         self.block = block = _block_of(decoder, kwargs)
+        if not is_passed:
+            raise Unproven(f"{name} changes the inputs of its decoder")
         x = head_args[0] if len(head_args) == 1 and not head_kwargs else None
         if not isinstance(x, Tensor) or (x.data_ptr(), x.shape, x.dtype) != (y.data_ptr(), y.shape, y.dtype):
             raise Unproven(f"{name} gives its head something else than the decoder's states")
