@@ -237,6 +237,14 @@ def test_exceptions_name_what_they_accept():
     assert not is_excepted(local, "_weight_only_mm_kernel", "sm90", "int8, odd 1001x1000, M=1, bf16", "3.9.0")
 
 
+def test_an_exception_for_a_version_accepts_no_other():
+    finding = check_built(
+        GOOD._replace(dots=(("i8", "i8"),), summary=GOOD.summary._replace(matrix={"IMMA": 8})), TARGETS["sm100"]
+    )[0]
+    where = ("_scaled_mm_split_kernel", "sm100", "W8A8 int8, llama o 4096x4096, M=17, fp16; BLOCK_M=32")
+    assert is_excepted(finding, *where, "3.6.0") and not is_excepted(finding, *where, "3.9.0")
+
+
 def test_occupancy_by_each_limit():
     assert occupancy("sm90", 4, Resources(128, 0), 16384) == 4  # registers: 65536 / (128 * 128)
     assert occupancy("sm90", 4, Resources(32, 0), 99 * 1024) == 2  # shared memory: 228 KB / 100 KB
