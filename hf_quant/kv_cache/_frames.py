@@ -64,7 +64,7 @@ def begun(
 
     `parts` as `kv_append` takes them: codes, scales and offsets of keys and of values.
     """
-    if not (_is_read(keys) and _is_read(values)):
+    if not (_is_read(keys) and _is_read(values) and frame.is_contiguous()):
         return False
     if any(append_unsupported_reason(x.dtype, x.shape[3], parts[1].dtype) is not None for x in (keys, values)):
         return False

@@ -122,11 +122,8 @@ class _Inputs(NamedTuple):
         if self.own_positions:
             return POSITIONS if torch.equal(value, positions) else None
         rest = positions[1:]
-        return (
-            ROTARY
-            if positions.dim() == 3 and torch.equal(value, rest) and value.data_ptr() == rest.data_ptr()
-            else None
-        )
+        is_rest = positions.dim() == 3 and value.data_ptr() == rest.data_ptr()
+        return ROTARY if is_rest and torch.equal(value, rest) else None
 
 
 class DecoderBlock:
