@@ -258,8 +258,10 @@ def fused_plan(
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
     }
-    if not options["EVEN_K"] and (found.block_m, found.block_n) == (128, 64):
-        options["num_warps"] = 8  # the masks of 4 warps keep 400 to 550 bytes on the stack (sm90, sm100)
+    if not options["EVEN_K"] and (found.block_m, found.block_n) in ((32, 64), (128, 64)):
+        options["num_warps"] = 8  # the masks of 4 warps keep 72 (fp8, sm86) to 550 bytes on the stack (sm90, sm100)
+    if target.table == "sm90" and (found.block_m, codes, found.scale_mode) == (32, 2, "after"):
+        options["num_warps"] = 8  # 4 keep 72 bytes on the stack (fp8 in blocks)
     if target.table == "sm100" and found.block_m == 64 and codes == 4 and found.scale_mode == "before":
         options["maxnreg"] = 128  # as ptxas takes by itself, then with 8 bytes on the stack (mxfp4)
     if target.table in ("sm75", "sm89") and found.block_m <= 8 and codes <= 4:
