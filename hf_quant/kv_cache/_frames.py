@@ -60,9 +60,10 @@ def begun(
     rotates_keys: bool,
     rotates_values: bool,
 ) -> bool:
-    """Write the first states of a cache, their frame and what the first key lacks in one native call; else False.
+    """Write the first states of a cache, their frame and what the first key lacks, in one native call.
 
-    `parts` as `kv_append` takes them: codes, scales and offsets of keys and of values.
+    False: it does not serve these states, and nothing is written. `parts` as `kv_append` takes them: codes, scales and
+    offsets of keys and of values.
     """
     if not (_is_read(keys) and _is_read(values) and frame.is_contiguous()):
         return False

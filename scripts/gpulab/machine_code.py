@@ -180,7 +180,7 @@ def summarize(instructions: Sequence[Instruction]) -> Summary:
         mix[f"{base}.{bits}" if bits and base in ("LDG", "LDGSTS", "STG") else base] += 1
     bases = [i.name.split(".")[0] for i in instructions]
     local = [i for i, base in enumerate(bases) if base in ("LDL", "STL") or base.startswith("scratch_")]
-    looped = set().union(*_loops(instructions))
+    looped = set().union(*_loops(instructions)) if local else set()
     return Summary(
         instructions=len(instructions),
         loop=len(loop),

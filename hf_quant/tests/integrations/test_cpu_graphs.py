@@ -64,6 +64,13 @@ def are_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+def assert_captured(model: nn.Module, **options) -> None:
+    expected = run(model, **options)
+    with capture_generate(model) as graphs:
+        assert are_equal(run(model, **options), expected)
+    assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 10
+
+
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
     model = make()
@@ -180,15 +187,12 @@ def test_angles_of_another_dtype():
     config = transformers.Olmo2Config(**_SMALL)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
     quantize_(model, QUANTIZED)
-    expected = run(model)
-    with capture_generate(model) as graphs:
-        assert are_equal(run(model), expected)
-    assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 0
+    assert_captured(model)
 
 
 @pytest.mark.parametrize("what", ["text", "padded text", "an image"])
 def test_positions_of_text_height_and_width(what):
-    """Of Qwen's models of vision: rows of positions, of which the first is not for the angles."""
+    """Qwen's models of vision have rows of positions, of which the first is not for the angles."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     vision = {"hidden_size": 64, "out_hidden_size": 128, "depth": 1, "num_heads": 2, "intermediate_size": 96}
     text = {**_SMALL, "rope_parameters": rope}
@@ -200,10 +204,7 @@ def test_positions_of_text_height_and_width(what):
         options["ids"] = ids = torch.tensor([[5, 1, 1, 1, 1, 6, 7]] * 2)
         options |= {"mm_token_type_ids": (ids == 1).long(), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
         options["pixel_values"] = torch.randn(32, 1176).bfloat16()
-    expected = run(model, **options)
-    with capture_generate(model) as graphs:
-        assert are_equal(run(model, **options), expected)
-    assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 10
+    assert_captured(model, **options)
 
 
 @pytest.mark.parametrize("what", ["text", "padded text", "an image"])
@@ -219,10 +220,7 @@ def test_decoders_of_multimodal_models(what):
     if what == "an image":
         ids = torch.tensor([[5, 1, 1, 1, 1, 6, 7]] * 2)
         options |= {"ids": ids, "pixel_values": torch.randn(2, 3, 28, 28).bfloat16()}
-    expected = run(model, **options)
-    with capture_generate(model) as graphs:
-        assert are_equal(run(model, **options), expected)
-    assert not graphs.reasons and graphs.num_captures == 1 and graphs.num_replays > 10
+    assert_captured(model, **options)
 
 
 class _Given(transformers.LlamaForCausalLM):

@@ -328,7 +328,7 @@ def test_decoders_called_by_hand(parts, llama, given, has_positions):
 
 @pytest.mark.parametrize("needed", [False, True])
 def test_masks_of_a_model_around_the_decoder(parts, needed):
-    """As Gemma 3 with images makes them: {kind of layers: mask}."""
+    """Gemma 3 with images makes {kind of layers: mask}."""
     model = make("gemma3_text", **FAMILIES["gemma3_text"][0])
     results = []
     for _ in range(2):

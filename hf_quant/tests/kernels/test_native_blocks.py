@@ -75,15 +75,14 @@ def test_layer_norm(dtype, width):
     assert_near(y, expected, 64 if dtype == torch.float32 else 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "angle_dtype"),
+    [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
+)
 @pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("turned", [16, 10])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("angle_dtype", [None, torch.float32])
-def test_turn(dtype, pairs, turned, shared, angle_dtype):
-    if angle_dtype is dtype:
-        pytest.skip("tested without")
-    angle_dtype = angle_dtype or dtype
+def test_turn(dtype, angle_dtype, pairs, turned, shared):
     heads, D = 3, 16
     x = rows(M, heads * D, dtype=dtype)
     width = turned // 2 if pairs == "halves_by_pair" else turned

@@ -208,7 +208,7 @@ class TokenDecoder:
         past, length = token.inputs.past, token.inputs.past.get_seq_length()
         try:
             output = _recorded(model, calls, inner)(**inputs)
-        except Exception as error:
+        except Exception as error:  # a host's own code may not bear such children
             if past.get_seq_length() != length:
                 raise
             self.graphs.note(str(error) or type(error).__name__)
