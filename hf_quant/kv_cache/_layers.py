@@ -64,6 +64,8 @@ class CodeStorage:
         window = config.sink_tokens + config.recent_tokens
         spec = CODES[config.format]
         options = {"device": self.device}
+        # Columns without tokens have scales of 0, so that integers there may be any.
+        new_codes = torch.empty if spec.is_integer else torch.zeros
         first = (*key_states.shape[:2], key_states.shape[-1])
         with _lasting():
             for which, states in (("k", key_states), ("v", value_states)):
@@ -71,7 +73,7 @@ class CodeStorage:
                 shape = (*states.shape[:2], capacity)
                 pairs = (*shape, layout.groups, layout.numbers)
                 kept = (*states.shape[:2], window + 1, layout.D)
-                setattr(self, f"{which}_codes", torch.zeros(*shape, layout.width, dtype=spec.dtype, **options))
+                setattr(self, f"{which}_codes", new_codes(*shape, layout.width, dtype=spec.dtype, **options))
                 setattr(self, f"{which}_pairs", torch.zeros(pairs, dtype=scale_dtype(self.dtype), **options))
                 setattr(self, f"{which}_window", torch.zeros(kept, dtype=states.dtype, **options) if window else None)
             self.k_frame = torch.zeros(*first[:2], 2, first[2], **options)

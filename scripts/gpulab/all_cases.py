@@ -19,6 +19,7 @@ from gpulab.cases import (
     Attention,
     Candidate,
     Case,
+    Linear,
     attention_case,
     backward_case,
     dequantize_case,
@@ -69,7 +70,8 @@ def _candidate_cases(candidate: Candidate, dtype: torch.dtype) -> list[Case]:
     if main:
         found += [linear_case(candidate, linear, M, dtype, rotates=True) for linear in linears[:1] for M in (1, 4096)]
     # fp32 experts run one by one, as their plan says: offsets are read on the host.
-    experts = () if dtype == torch.float32 else EXPERTS if plain and main else EXPERTS[:1]
+    more = (Linear("gpt-oss down", 2880, 2880, 32, 4),)
+    experts = () if dtype == torch.float32 else EXPERTS + more if plain and main else EXPERTS[:1]
     found += [grouped_case(candidate, linear, M, dtype) for linear in experts for M in tokens]
     if candidate.activation is not None:  # the kernels of dynamic_mm
         found += [quantized_case(candidate, LLAMA[1], M, dtype) for M in (1, 64, 4096)]

@@ -19,7 +19,7 @@ from hf_quant.kernels.grouped_mm import gpu as grouped
 
 # What the constexprs of a tile begin with, and those of a decoder end with.
 _DECODER = ("BITS", "KIND", "PTX")
-_TILE = ("BLOCK", "PARTS", "ROWS", "SCALE_MODE", "STAGES", "num_stages", "num_warps")
+_TILE = ("BLOCK", "EVEN_K", "PARTS", "ROWS", "SCALE_MODE", "STAGES", "num_stages", "num_warps")
 
 
 class Use(NamedTuple):

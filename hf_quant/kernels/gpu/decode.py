@@ -200,6 +200,17 @@ def row_elements(qdata: torch.Tensor, codes: int) -> int:
     return qdata.stride(-2) * qdata.element_size() // (1 if codes == 1 else 2)
 
 
+def common_unit(*strides: int) -> int:
+    """The unit that strides are counted in: the largest of 8, 4, 2, 1 that divides all; 1 if 16 does.
+
+    Triton itself sees only multiples of 16 in an argument, and reads other rows element by element.
+    """
+    sizes = 16
+    for stride in strides:
+        sizes |= stride
+    return sizes & -sizes if sizes % 16 else 1
+
+
 _2 = tl.constexpr((tl.int16,) * 2)
 _4 = tl.constexpr((tl.int16,) * 4)
 _8 = tl.constexpr((tl.int16,) * 8)

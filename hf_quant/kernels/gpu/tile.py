@@ -37,6 +37,129 @@ def _split8(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _add_step(
+    total,
+    step,
+    x,
+    x_rows,
+    x_mask,
+    qdata,
+    q_rows,
+    scale,
+    scale_rows,
+    zero_point,
+    levels,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_MODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    DOT: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANE0: tl.constexpr,
+    PLANE1: tl.constexpr,
+    CODES: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Return total + weight @ x.T of one step of BLOCK_K; not WHOLE: K ends inside of it."""
+    ELEMENTS: tl.constexpr = BLOCK_K // CODES
+    element = tl.arange(0, ELEMENTS)
+    column = tl.arange(0, BLOCK_K)
+    limit = (K + CODES - 1) // CODES
+    # 128 and 1024 are the magic numbers' own value; see `ptx`.
+    MAGIC: tl.constexpr = 128 if DOT == tl.bfloat16 else 1024
+    INT8: tl.constexpr = KIND == "integer" and BITS == 8 and DOT == tl.bfloat16  # comes in two parts
+    # magic + code, times a scale of 4 bits, plus what the magic number adds: the fma and its constant are exact, as
+    # 17 * 15 < 256.
+    FMA: tl.constexpr = SCALE == "e4m3" and KIND == "integer" and BITS == 4 and not HAS_ZERO and DOT == tl.bfloat16
+    k = step * BLOCK_K  # a multiple of 16, as the compiler must see to load 16 bytes at a time
+    first, second = load_planes(qdata, q_rows, k // CODES + element, limit, PLANE0, PLANE1, CODES, not WHOLE)
+    x_pointers = x + x_rows[:, None] + (k + column)[None, :]
+    if WHOLE:
+        values = tl.load(x_pointers, mask=x_mask[:, None], other=0.0)
+    else:
+        values = tl.load(x_pointers, mask=x_mask[:, None] & ((k + column) < K)[None, :], other=0.0)
+    values = values.to(DOT)
+    if CODES == 1:
+        parts = (values,)
+    elif CODES == 2:
+        parts = _split2(values, BLOCK_M, BLOCK_K)
+    elif CODES == 4:
+        parts = _split4(values, BLOCK_M, BLOCK_K)
+    else:
+        parts = _split8(values, BLOCK_M, BLOCK_K)
+    if PTX is not None:
+        decoded = _decode_ptx(first, second, PLANE1, CODES * 2 if INT8 else CODES, PTX)
+    if SCALE_MODE == "before":
+        # One value for each group of the step, spread over the group's elements.
+        GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
+        if BLOCK_K > GROUP:  # so that the compiler sees a multiple of GROUPS, and loads those of a row at once
+            group = step * GROUPS + tl.arange(0, GROUPS)
+        else:
+            group = k // GROUP + tl.arange(0, GROUPS)
+        in_range = (group * GROUP < K)[None, :]
+        at = scale_rows[:, None] + group[None, :]
+        if WHOLE:
+            raw = tl.load(scale + at)
+        else:
+            raw = tl.load(scale + at, mask=in_range, other=0)
+        if SCALE == "e4m3" and PTX is not None:
+            factor = e4m3_by_ptx(raw, DOT)
+        else:
+            factor = scale_in(raw, SCALE, DOT)
+        if FMA:
+            centre = spread(factor * tl.full((1, 1), -136.0, DOT), BLOCK_N, GROUPS, ELEMENTS)  # 128 + 8
+        factor = spread(factor, BLOCK_N, GROUPS, ELEMENTS)
+        if HAS_ZERO:
+            if WHOLE:
+                zero = tl.load(zero_point + at)
+            else:
+                zero = tl.load(zero_point + at, mask=in_range, other=0)
+            offset = (zero.to(tl.int16) + MAGIC).to(DOT)
+            offset = spread(offset, BLOCK_N, GROUPS, ELEMENTS)
+    else:
+        if SCALE_MODE == "after":
+            factor = scale_in(tl.load(scale + scale_rows + k // GROUP), SCALE, tl.float32)
+        if HAS_ZERO:
+            offset = (tl.load(zero_point + scale_rows + k // GROUP).to(tl.int16) + MAGIC).to(DOT)[:, None]
+    partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SCALE_MODE == "after" else total
+    for i in tl.static_range(CODES):
+        if PTX is None:
+            weight = decode_portable(first, second, levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+        else:
+            weight = decoded[i].to(DOT, bitcast=True)
+            if INT8:
+                weight = weight - decoded[CODES + i].to(DOT, bitcast=True)
+        if FMA and SCALE_MODE == "before":
+            weight = tl.fma(weight, factor, centre)
+        elif KIND == "integer" and BITS == 8:
+            if DOT == tl.float16:
+                weight = weight - tl.full((1, 1), 1024 + 128, DOT)
+        elif KIND == "integer":
+            if HAS_ZERO:
+                weight = weight - offset
+            else:
+                weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
+        elif MULTIPLIER != 1.0:
+            weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
+        if SCALE_MODE == "before" and not FMA:
+            weight = weight * factor
+        partial = tl.dot(weight, tl.trans(parts[i]), partial)
+    if SCALE_MODE == "after":
+        total += partial * factor[:, None]
+    else:
+        total = partial
+    return total
+
+
+@triton.jit
 def tile_product(
     x,
     x_rows,
@@ -75,95 +198,22 @@ def tile_product(
     group, on the partial sums. "before": on the weights in DOT, for groups smaller than a step, or where a second
     accumulator has no room.
     """
-    ELEMENTS: tl.constexpr = BLOCK_K // CODES
-    element = tl.arange(0, ELEMENTS)
-    column = tl.arange(0, BLOCK_K)
-    limit = (K + CODES - 1) // CODES
-    # 128 and 1024 are the magic numbers' own value; see `ptx`.
-    MAGIC: tl.constexpr = 128 if DOT == tl.bfloat16 else 1024
-    INT8: tl.constexpr = KIND == "integer" and BITS == 8 and DOT == tl.bfloat16  # comes in two parts
-    # magic + code, times a scale of 4 bits, plus what the magic number adds: the fma and its constant are exact, as
-    # 17 * 15 < 256.
-    FMA: tl.constexpr = SCALE == "e4m3" and KIND == "integer" and BITS == 4 and not HAS_ZERO and DOT == tl.bfloat16
+    # The step that K ends inside of comes by itself: with masks the loop would have 20 to 35 % more instructions.
+    whole = end_step if EVEN_K else tl.minimum(end_step, K // BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(first_step, end_step):
-        k = step * BLOCK_K  # a multiple of 16, as the compiler must see to load 16 bytes at a time
-        first, second = load_planes(qdata, q_rows, k // CODES + element, limit, PLANE0, PLANE1, CODES, not EVEN_K)
-        x_pointers = x + x_rows[:, None] + (k + column)[None, :]
-        if EVEN_K:
-            values = tl.load(x_pointers, mask=x_mask[:, None], other=0.0)
-        else:
-            values = tl.load(x_pointers, mask=x_mask[:, None] & ((k + column) < K)[None, :], other=0.0)
-        values = values.to(DOT)
-        if CODES == 1:
-            parts = (values,)
-        elif CODES == 2:
-            parts = _split2(values, BLOCK_M, BLOCK_K)
-        elif CODES == 4:
-            parts = _split4(values, BLOCK_M, BLOCK_K)
-        else:
-            parts = _split8(values, BLOCK_M, BLOCK_K)
-        if PTX is not None:
-            decoded = _decode_ptx(first, second, PLANE1, CODES * 2 if INT8 else CODES, PTX)
-        if SCALE_MODE == "before":
-            # One value for each group of the step, spread over the group's elements.
-            GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
-            if BLOCK_K > GROUP:  # so that the compiler sees a multiple of GROUPS, and loads those of a row at once
-                group = step * GROUPS + tl.arange(0, GROUPS)
-            else:
-                group = k // GROUP + tl.arange(0, GROUPS)
-            in_range = (group * GROUP < K)[None, :]
-            at = scale_rows[:, None] + group[None, :]
-            if EVEN_K:
-                raw = tl.load(scale + at)
-            else:
-                raw = tl.load(scale + at, mask=in_range, other=0)
-            if SCALE == "e4m3" and PTX is not None:
-                factor = e4m3_by_ptx(raw, DOT)
-            else:
-                factor = scale_in(raw, SCALE, DOT)
-            if FMA:
-                centre = spread(factor * tl.full((1, 1), -136.0, DOT), BLOCK_N, GROUPS, ELEMENTS)  # 128 + 8
-            factor = spread(factor, BLOCK_N, GROUPS, ELEMENTS)
-            if HAS_ZERO:
-                if EVEN_K:
-                    zero = tl.load(zero_point + at)
-                else:
-                    zero = tl.load(zero_point + at, mask=in_range, other=0)
-                offset = (zero.to(tl.int16) + MAGIC).to(DOT)
-                offset = spread(offset, BLOCK_N, GROUPS, ELEMENTS)
-        else:
-            if SCALE_MODE == "after":
-                factor = scale_in(tl.load(scale + scale_rows + k // GROUP), SCALE, tl.float32)
-            if HAS_ZERO:
-                offset = (tl.load(zero_point + scale_rows + k // GROUP).to(tl.int16) + MAGIC).to(DOT)[:, None]
-        partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SCALE_MODE == "after" else total
-        for i in tl.static_range(CODES):
-            if PTX is None:
-                weight = decode_portable(first, second, levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
-            else:
-                weight = decoded[i].to(DOT, bitcast=True)
-                if INT8:
-                    weight = weight - decoded[CODES + i].to(DOT, bitcast=True)
-            if FMA and SCALE_MODE == "before":
-                weight = tl.fma(weight, factor, centre)
-            elif KIND == "integer" and BITS == 8:
-                if DOT == tl.float16:
-                    weight = weight - tl.full((1, 1), 1024 + 128, DOT)
-            elif KIND == "integer":
-                if HAS_ZERO:
-                    weight = weight - offset
-                else:
-                    weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
-            elif MULTIPLIER != 1.0:
-                weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
-            if SCALE_MODE == "before" and not FMA:
-                weight = weight * factor
-            partial = tl.dot(weight, tl.trans(parts[i]), partial)
-        if SCALE_MODE == "after":
-            total += partial * factor[:, None]
-        else:
-            total = partial
+    for step in range(first_step, whole):
+        total = _add_step(
+            *(total, step, x, x_rows, x_mask, qdata, q_rows, scale, scale_rows, zero_point, levels, K),
+            *(BLOCK_M, BLOCK_N, BLOCK_K, True, GROUP, SCALE_MODE, SCALE, HAS_ZERO),
+            *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX),
+        )
+    if not EVEN_K:
+        if whole < end_step:
+            total = _add_step(
+                *(total, whole, x, x_rows, x_mask, qdata, q_rows, scale, scale_rows, zero_point, levels, K),
+                *(BLOCK_M, BLOCK_N, BLOCK_K, False, GROUP, SCALE_MODE, SCALE, HAS_ZERO),
+                *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX),
+            )
     return total
 
 

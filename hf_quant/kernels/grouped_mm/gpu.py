@@ -25,6 +25,7 @@ from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
     bits_of,
     codes_per_element,
+    common_unit,
     decode_options,
     levels_tensor,
     row_alignment,
@@ -142,6 +143,7 @@ def _grouped_mm_kernel(
     q_matrix,
     scale_stride,
     scale_matrix,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -182,10 +184,10 @@ def _grouped_mm_kernel(
             scales += row // SCALE_ROWS * scale_stride
         total = tile_product(
             x,
-            m.to(tl.int64) * x_stride,
+            m.to(tl.int64) * (x_stride * ALIGN),
             m < end_row,
             qdata,
-            expert.to(tl.int64) * q_matrix + row.to(tl.int64) * q_stride,
+            expert.to(tl.int64) * q_matrix + row.to(tl.int64) * (q_stride * ALIGN),
             scale,
             scales,
             zero_point,
@@ -309,6 +311,7 @@ def _fused(
             x = x.to(dtype)  # these GPUs cannot read float8_e4m3fn
     y = torch.empty(M, w.N, dtype=dtype, device=x.device)
     stride = row_elements(w.qdata, plan.codes)
+    unit = common_unit(x.stride(0), stride)
     launch(
         _grouped_mm_kernel,
         (plan.tiles_m * plan.tiles_n,),
@@ -326,11 +329,12 @@ def _fused(
         w.N,
         K,
         plan.tiles_m,
-        x.stride(0),
-        stride,
+        x.stride(0) // unit,
+        stride // unit,
         stride * w.N,
         w.scale.stride(1),
         w.scale.stride(0),
+        ALIGN=unit,
         HAS_ZERO=w.zero_point is not None,
         HAS_GLOBAL=w.global_scale is not None,
         HAS_BIAS=bias is not None,

@@ -43,6 +43,7 @@ from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
     bits_of,
     codes_per_element,
+    common_unit,
     decode_options,
     levels_tensor,
     row_alignment,
@@ -159,6 +160,10 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
                 block_m = 64  # without wgmma x is in registers, too: 3.5 KB of stack (int3 g32, M = 65, sm80)
         else:
             return f"groups of {group_size} do not fit a tile of {block_k}"
+    half = block_k // 2
+    fits = half // codes >= _MIN_DOT_K and (half >= group_size or group_size % half == 0)
+    if fits and K % half == 0 and K % block_k:
+        block_k = half  # whole steps (K of 576, 2880)
     while table == "sm100" and IS_OLD_TRITON and block_m * block_n * codes > _TENSOR_MEMORY:
         block_m //= 2
     return Tiling(block_m, block_n, block_k, num_warps, num_stages, max_split, mode)
@@ -258,10 +263,11 @@ def fused_plan(
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
     }
-    if not options["EVEN_K"] and (found.block_m, found.block_n) in ((32, 64), (128, 64)):
-        options["num_warps"] = 8  # the masks of 4 warps keep 72 (fp8, sm86) to 550 bytes on the stack (sm90, sm100)
-    if target.table == "sm90" and (found.block_m, codes, found.scale_mode) == (32, 2, "after"):
-        options["num_warps"] = 8  # 4 keep 72 bytes on the stack (fp8 in blocks)
+    if target.table == "sm90" and (found.block_m, codes) == (32, 2):
+        if found.scale_mode == "after" or not options["EVEN_K"]:
+            options["num_warps"] = 8  # 4 keep 72 bytes on the stack (fp8 in blocks), and 184 to 472
+    if target.table in _WARP_MMA and found.block_m == 32 and not options["EVEN_K"]:
+        options["maxnreg"] = 200  # left alone, ptxas takes 168 and keeps 8 bytes on the stack (sm80, int4 g128)
     if target.table == "sm100" and found.block_m == 64 and codes == 4 and found.scale_mode == "before":
         options["maxnreg"] = 128  # as ptxas takes by itself, then with 8 bytes on the stack (mxfp4)
     if target.table in ("sm75", "sm89") and found.block_m <= 8 and codes <= 4:
@@ -281,6 +287,8 @@ def fused_product(
     M, K = x.shape
     N, device = w.N, x.device
     y = torch.empty(M, N, dtype=dtype, device=device)
+    q_stride = row_elements(w.qdata, plan.codes)
+    unit = common_unit(x.stride(0), q_stride)
     partials = counters = None
     if plan.split > 1 or plan.programs:
         parts = (plan.programs, 2) if plan.programs else (plan.tiles, plan.split)
@@ -304,10 +312,11 @@ def fused_product(
         M,
         N,
         K,
-        x.stride(0),
-        row_elements(w.qdata, plan.codes),
+        x.stride(0) // unit,
+        q_stride // unit,
         w.scale.stride(0),
         plan.steps,
+        ALIGN=unit,
         HAS_ZERO=w.zero_point is not None,
         HAS_GLOBAL=w.global_scale is not None,
         HAS_BIAS=bias is not None,

@@ -30,6 +30,7 @@ def _weight_only_mm_kernel(
     q_stride,
     scale_stride,
     steps,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -68,10 +69,10 @@ def _weight_only_mm_kernel(
         scale_rows = row // SCALE_ROWS * scale_stride
     total = tile_product(
         x,
-        m.to(tl.int64) * x_stride,
+        m.to(tl.int64) * (x_stride * ALIGN),
         m < M,
         qdata,
-        row.to(tl.int64) * q_stride,
+        row.to(tl.int64) * (q_stride * ALIGN),
         scale,
         scale_rows,
         zero_point,
@@ -139,6 +140,7 @@ def _weight_only_mm_stripes_kernel(
     q_stride,
     scale_stride,
     steps,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -182,7 +184,8 @@ def _weight_only_mm_stripes_kernel(
             scale_rows = row // SCALE_ROWS * scale_stride
         first_step = tl.maximum(start - tile * length, 0)
         total = tile_product(
-            *(x, m.to(tl.int64) * x_stride, m < M, qdata, row.to(tl.int64) * q_stride, scale, scale_rows, zero_point),
+            *(x, m.to(tl.int64) * (x_stride * ALIGN), m < M, qdata, row.to(tl.int64) * (q_stride * ALIGN)),
+            *(scale, scale_rows, zero_point),
             *(levels, first_step, tl.minimum(end - tile * length, length), K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K),
             *(GROUP, SCALE_MODE, SCALE, HAS_ZERO, DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX),
         )

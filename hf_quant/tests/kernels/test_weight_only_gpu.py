@@ -147,6 +147,25 @@ def test_split_k_gives_the_same_bits_every_time_and_leaves_the_counters_at_zero(
     assert _kernels(M, quant, N, K, "sm90")[0].options["SPLIT_K"] >= 4
 
 
+@pytest.mark.parametrize(
+    ("quant", "K", "options"),
+    [
+        (INT8, 2088, {"EVEN_K": False, "ALIGN": 4, "BLOCK_K": 128}),  # rows of 1044 elements
+        (INT4, 2088, {"EVEN_K": False, "ALIGN": 8, "BLOCK_K": 128}),  # of 544: its groups are filled up
+        (INT4, 2112, {"EVEN_K": True, "ALIGN": 1, "BLOCK_K": 64}),  # of 528, and 33 steps
+    ],
+    ids=str,
+)
+def test_k_of_no_whole_steps(quant, K, options):
+    packed, kwargs = packed_case(quant, 40, K)
+    weight, x = decode_slowly(packed, quant, K), _x(2, K, torch.bfloat16)
+    y = weight_only_mm_gpu(x, *packed, None, **kwargs)
+    assert_product(y, x.double() @ weight.t(), weight)
+    assert rejects(y, x[:, :-8].double() @ weight[:, :-8].t(), weight)
+    launched = _kernels(2, quant, 40, K, "sm90")[0].options
+    assert launched.items() >= options.items() and launched["SPLIT_K"] > 1
+
+
 @pytest.mark.parametrize("shape", [(0, 64, 256), (2, 1, 256), (3, 33, 33), (2, 130, 100), (1, 5, 7)], ids=str)
 @pytest.mark.parametrize("quant", [INT4, INT8, TensorQuant("int3", "row"), TensorQuant("nf4", "group", 64)], ids=str)
 def test_shapes_off_the_tile(quant, shape):

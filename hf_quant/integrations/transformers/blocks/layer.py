@@ -44,6 +44,7 @@ _NORMS = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("operator_norm", None, "ffn_norm", None),
     _PARALLEL,
 )
 _FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward", "moe")

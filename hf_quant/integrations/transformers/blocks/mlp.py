@@ -37,7 +37,8 @@ _PLAIN = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"), ("dense_
 
 def is_mlp(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> bool:
     """True if a module has layers of a class, named as in a feed-forward block; a trial shows what it computes."""
-    return _layers(module, linear) is not None and _act_of(module) is not None
+    found = _layers(module, linear)
+    return found is not None and (found[0] == "gated" or _act_of(module) is not None)
 
 
 def _layers(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> tuple[str, tuple[nn.Module, ...]] | None:
@@ -56,7 +57,7 @@ def _act_of(module: nn.Module) -> Any:
 def activation_of(module: nn.Module) -> str:
     """The name of the activation function of a module. Raises Unproven."""
     x = torch.linspace(-8, 8, 1001)
-    y = _act_of(module)(x)
+    y = (_act_of(module) or F.silu)(x)  # LFM2's names none
     for name, function in _FUNCTIONS.items():
         if isinstance(y, Tensor) and torch.allclose(y, function(x), rtol=1e-5, atol=1e-5):
             return name

@@ -28,12 +28,12 @@ _SIZES = (1e-3, 0.03, 1.0, 30.0)  # of the rows of a trial: eps counts for the s
 def is_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
     """True if a module may be an RMSNorm or a LayerNorm of rows; a trial shows what it computes.
 
-    It has a weight and a bias at most, and an epsilon.
+    It has a weight and a bias at most.
     """
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     is_named = bool(_NAMES.search(type(module).__name__)) or getattr(module, "kernel_layer_name", None) == "RMSNorm"
     is_named = is_named and set(parameters) <= {"weight", "bias"} and not module._modules
-    return is_named and all(p.dim() == 1 for p in parameters.values()) and _eps_of(module) is not None
+    return is_named and all(p.dim() == 1 for p in parameters.values())
 
 
 def is_slow_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
@@ -41,9 +41,9 @@ def is_slow_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool
     return is_norm(module, linear) and not isinstance(module, nn.LayerNorm)
 
 
-def _eps_of(module: nn.Module) -> float | None:
+def _eps_of(module: nn.Module) -> float:
     found = [value for name in _EPS if isinstance(value := getattr(module, name, None), float)]
-    return found[0] if found else None
+    return found[0] if found else 1e-5  # OLMo's has it in its code
 
 
 class NormBlock:
