@@ -21,9 +21,11 @@ from hf_quant.kernels.weight import Weight
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu", "clamped_pairs")
+ACTIVATIONS += ("identity", "sigmoid")
 # Of a rotary embedding: see `TurnedPairs` in kernels.h.
 PAIRS = ("halves", "neighbors", "neighbors_by_pair", "halves_by_pair")
 _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND, _ROUTE, _COMBINE, _WEIGH = range(10)
+_SMALL, _CONVOLVE, _DELTA, _SPLIT = range(10, 14)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
 
@@ -117,12 +119,13 @@ class Block:
         width: int = 0,
         alpha: float = 0.0,
         limit: float = 0.0,
+        rounds: bool = True,
     ) -> None:
         """Compute activation(x) * up, or activation(x). If up is x, its rows hold both, each of this width.
 
-        `alpha`, `limit`: of "clamped_pairs", see `Activation` in kernels.h.
+        `alpha`, `limit`: of "clamped_pairs", see `Activation` in kernels.h. `rounds`: activation(x) to the dtype.
         """
-        numbers = (ACTIVATIONS.index(activation), width, _bits(alpha), _bits(limit))
+        numbers = (ACTIVATIONS.index(activation), width, _bits(alpha), _bits(limit), not rounds)
         self._steps.append((None, _GATE, x, -1 if up is None else up, -1, to, *numbers))
 
     def add(self, x: int, more: int, to: int, factor: float = 1.0) -> None:
@@ -164,6 +167,49 @@ class Block:
     def weigh(self, x: int, to: int, weight: Tensor) -> None:
         """Multiply `to` in place by sigmoid(x @ weight [1, K].T)."""
         self._steps.append((None, _WEIGH, x, -1, -1, to, *weight.shape, *self._held(weight), 0, 0, True))
+
+    def split(self, x: int, first: int, second: int, width: int) -> None:
+        """Copy the first and the second half of each head of x, which is 2 * width wide, to two buffers."""
+        self._steps.append((None, _SPLIT, x, -1, -1, first, second, width))
+
+    def small(self, x: int, weight: Tensor, bias: Tensor | None) -> int:
+        """Compute x @ weight [N, K].T + bias [N], rounded to the dtype, in a buffer of fp32 that is returned."""
+        to = self.buffer(len(weight))
+        self._dtypes[to] = torch.float32
+        self._steps.append((None, _SMALL, x, -1, -1, to, *weight.shape, *self._held(weight), *self._held(bias), True))
+        return to
+
+    def convolve(
+        self, x: int, to: int, state: int, weight: Tensor, bias: Tensor | None, activation: str = "identity"
+    ) -> None:
+        """Shift x into `state` [M, width * taps], and compute activation(round(state * weight summed over taps + bias)).
+
+        weight [width, taps] and bias [width] have the dtype.
+        """
+        address, _, more, _ = (*self._held(weight), *self._held(bias))
+        numbers = (state, weight.shape[1], address, more, ACTIVATIONS.index(activation))
+        self._steps.append((None, _CONVOLVE, x, -1, -1, to, *numbers))
+
+    def delta(
+        self,
+        x: int,
+        a: int,
+        b: int,
+        to: int,
+        state: int,
+        *,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        log_decay: Tensor,
+        time_bias: Tensor,
+    ) -> None:
+        """Compute a token of the gated delta rule, whose state [M, heads * key_dim * value_dim] is fp32; see `DeltaRows`.
+
+        `heads`: of keys and of values; `dims`: of a key and of a value. x holds q, k and v, one after the other.
+        """
+        self._dtypes[state] = torch.float32
+        numbers = (state, *heads, *dims, *self._held(log_decay), *self._held(time_bias), _bits(1e-6))
+        self._steps.append((None, _DELTA, x, a, b, to, *numbers))
 
     def append(self, k: int, v: int, num_heads: int) -> None:
         """Write keys and values of one new token of each of M sequences into the cache of the call."""

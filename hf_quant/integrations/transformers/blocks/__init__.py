@@ -23,6 +23,14 @@ from hf_quant.integrations.transformers.blocks.layer import is_layer, run_layer
 from hf_quant.integrations.transformers.blocks.mixture import is_mixture, run_mixture
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp, run_mlp
 from hf_quant.integrations.transformers.blocks.norm import is_slow_norm, run_norm
+from hf_quant.integrations.transformers.blocks.recurrent import (
+    is_delta_net,
+    is_recurrent_layer,
+    is_short_convolution,
+    run_delta_net,
+    run_recurrent_layer,
+    run_short_convolution,
+)
 from hf_quant.modules import QuantizedModule, QuantLinear
 from hf_quant.planning import Rules
 
@@ -33,7 +41,10 @@ _KINDS = (
     (is_mlp, run_mlp, run_mlp_on_gpu),
     (is_mixture, run_mixture, None),
     (is_attention, run_attention, run_attention_on_gpu),
+    (is_delta_net, run_delta_net, None),
+    (is_short_convolution, run_short_convolution, None),
     (is_layer, run_layer, run_layer_on_gpu),
+    (is_recurrent_layer, run_recurrent_layer, None),
     (is_decoder, run_decoder, None),
 )
 

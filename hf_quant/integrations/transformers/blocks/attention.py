@@ -6,7 +6,7 @@ at a high position, and the same output from the same result of the attention. W
 of `kv_cache`, as the host would call it; for other caches the host's own function is called.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ class AttentionBlock:
         self._read(module, dtype, turned, angle_dtype)
         self.norms = [NormBlock(norm, _width(norm, self.sizes.D), dtype) for norm in _norms(module)]
         self.scale = self._prove(module)
-        self.projections = self._projections()
+        self.projections = self.projections_of()
         angles = max(turned, 1)
         self.block = Block(dtype, self.K, angles, angles, self.N)
         self.add_to(self.block, 0, 3)
@@ -113,24 +113,31 @@ class AttentionBlock:
         if self.N != self.K:
             raise Unproven("the output is of another width than the input")
         D = module.head_dim
+        self.is_gated = len(layers) == 4 and layers[0].out_features == 2 * layers[-1].in_features
         if len(layers) == 4:
-            heads, shared = layers[0].out_features // D, layers[1].out_features // D
+            heads, shared = layers[0].out_features // D // (1 + self.is_gated), layers[1].out_features // D
         else:
             heads = layers[1].in_features // D
             shared = (layers[0].out_features // D - heads) // 2
         self.sizes = _Sizes(heads, shared, D, turned)
-        self.widths = (heads * D, shared * D, shared * D)
+        self.widths = (heads * D, shared * D, shared * D) + (heads * D,) * self.is_gated
         self.options: dict[str, Any] = {}  # of the attention function
         self.function: Callable[..., Any] | None = None  # of a model's own attention, "eager"
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms_last = False  # after the rotary embedding
 
-    def add_projections(self, block: Block, x: int, to: tuple[int, int, int]) -> None:
-        """Add the steps from x to queries, keys and values; cos and sin are the arguments 1 and 2 of the block."""
+    def add_projections(self, block: Block, x: int, to: Sequence[int]) -> None:
+        """Add the steps from x to queries, keys, values, and gates, if there are some.
+
+        cos and sin are the arguments 1 and 2 of the block. Heads of gates lie behind those of queries (Qwen3-Next).
+        """
         layers = self.layers
         if len(layers) == 4:
-            for layer, target in zip(layers, to):
+            targets = [block.buffer(2 * self.widths[0]) if self.is_gated else to[0], *to[1:]]
+            for layer, target in zip(layers[:3], targets):
                 add_product(block, x, target, layer)
+            if self.is_gated:
+                block.split(targets[0], to[0], to[3], self.sizes.D)
         else:
             start = 0
             for target, width in zip(to, self.widths):
@@ -149,19 +156,27 @@ class AttentionBlock:
     def add_to(self, block: Block, x: int, to: int) -> None:
         """Add all steps, from x to the output."""
         heads, shared, _, _ = self.sizes
-        q, k, v = (block.buffer(width) for width in self.widths)
+        q, k, v, *gate = found = [block.buffer(width) for width in self.widths]
         y = block.buffer(self.widths[0])
-        self.add_projections(block, x, (q, k, v))
+        self.add_projections(block, x, found)
         block.append(k, v, shared)
         more = {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
         block.attend(q, y, heads, shared, scale=self.scale, **more)
+        self.add_output(block, y, to, *gate)
+
+    def add_output(self, block: Block, y: int, to: int, *gate: int) -> None:
+        """Add the steps from the result of the attention, and the gate if there is one, to the output."""
+        if gate:
+            gated = block.buffer(self.widths[0])
+            block.gate(gate[0], y, gated, "sigmoid")
+            y = gated
         add_product(block, y, to, self.layers[-1])
 
-    def _projections(self) -> Block:
-        """The block from x to queries, keys and values, which are its last arguments."""
+    def projections_of(self, add_before: Callable[[Block], int] = lambda block: 0) -> Block:
+        """The block from x to queries, keys, values and gates, its last arguments; `add_before`: what lies before."""
         angles = max(self.sizes.turned, 1)
         block = Block(self.dtype, self.K, angles, angles, *self.widths)
-        self.add_projections(block, 0, (3, 4, 5))
+        self.add_projections(block, add_before(block), range(3, 3 + len(self.widths)))
         return block.finish()
 
     def _prove(self, module: nn.Module) -> float:
@@ -170,11 +185,11 @@ class AttentionBlock:
         orders = (False, True) if self.sizes.turned and self.norms else (False,)
         ways, errors = [*product(self._ways(), orders)], []
         for self.turn, self.norms_last in ways:
-            block = self._projections()
-            errors.append(max(self.error(block, *trial[:3], of) for trial, of in zip(found, records)))
+            block = self.projections_of()
+            errors.append(max(self.error(self.of_trial(block, trial), of) for trial, of in zip(found, records)))
         best = min(errors)
         self.turn, self.norms_last = ways[errors.index(best)]
-        return self._scale_of(module, records, best)
+        return self._scale_of(module, found, records, best)
 
     def _records(
         self, module: nn.Module, device: torch.device | None = None, positions: tuple[int, ...] = _POSITIONS
@@ -194,15 +209,18 @@ class AttentionBlock:
         kinds = [pairs for pairs in PAIRS if pairs != "halves_by_pair" or 2 * turned <= D]
         return [None, *product(kinds, (True, False))] if turned else [None]
 
-    def _scale_of(self, module: nn.Module, records: list[Recorded], error: float) -> float:
+    def _scale_of(self, module: nn.Module, trials: list[Any], records: list[Recorded], error: float) -> float:
         """The scale of the scores, if the queries and keys of trials are right. Raises Unproven."""
         heads, shared, D, _ = self.sizes
         dtype = self.dtype
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} has other queries or keys: off by {error:.3g} roundings")
-        for of in records:
+        for (x, *_), of in zip(trials, records):
             self._check_options(module, of.options)
-            y = self.layers[-1](of.result.reshape(2, 1, heads * D))
+            result = of.result.reshape(2, 1, heads * D)
+            if self.is_gated:
+                result = result * self.layers[0](x).view(2, 1, heads, 2, D)[..., 1, :].flatten(2).sigmoid()
+            y = self.layers[-1](result)
             if not difference(y, of.output[0]) <= TOLERANCE[dtype]:
                 raise Unproven(f"{type(module).__name__} makes something else of the result of the attention")
         scales = {of.options.get("scaling") for of in records}
@@ -215,13 +233,24 @@ class AttentionBlock:
         self.function = function if self.implementation == "eager" else None
         return D**-0.5 if scale is None else float(scale)
 
-    def error(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, recorded: Recorded) -> float:
-        """The `difference` of a block's queries, keys and values, which are its last arguments, from recorded ones."""
-        heads, shared, D, turned = self.sizes
-        results = [torch.empty(*x.shape[:2], count, D, dtype=self.dtype) for count in (heads, shared, shared)]
-        addresses = [tensor.data_ptr() for tensor in (x, cos, sin, *results)]
-        block(x.shape[0] * x.shape[1], *addresses, angle_stride=turned)
-        pairs = zip(results, (recorded.q, recorded.k, recorded.v))
+    def project(self, block: Block, x: Tensor, cos: Any, sin: Any, stride: int) -> list[Tensor]:
+        """Queries, keys, values and gates [B, S, heads, D] of x [B, S, K] by a block that ends in them.
+
+        `cos`, `sin`: addresses. `stride` from row to row of them.
+        """
+        found = [x.new_empty(*x.shape[:2], width // self.sizes.D, self.sizes.D) for width in self.widths]
+        addresses = [tensor.data_ptr() for tensor in found]
+        block(x.shape[0] * x.shape[1], x.data_ptr(), cos, sin, *addresses, angle_stride=stride)
+        return found
+
+    def of_trial(self, block: Block, trial: tuple[Tensor, Tensor, Tensor, int]) -> list[Tensor]:
+        """`project` for the arguments of a trial."""
+        x, cos, sin, _ = trial
+        return self.project(block, x, cos.data_ptr(), sin.data_ptr(), self.sizes.turned)
+
+    def error(self, found: list[Tensor], recorded: Recorded) -> float:
+        """The `difference` of a block's queries, keys and values from recorded ones."""
+        pairs = zip(found, (recorded.q, recorded.k, recorded.v))
         return max(difference(own.transpose(1, 2), theirs) for own, theirs in pairs)
 
     def _check_options(self, module: nn.Module, options: dict[str, Any]) -> None:
@@ -276,13 +305,10 @@ class AttentionBlock:
 
     def _by_host(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The output by the cache's own `update` and the host's attention function."""
-        heads, shared, D, turned = self.sizes
-        q, k, v = (x.new_empty(len(x), count, 1, D) for count in (heads, shared, shared))
-        cos, sin, stride = addresses_of(angles, turned)
-        addresses = (x.data_ptr(), cos, sin, q.data_ptr(), k.data_ptr(), v.data_ptr())
-        self.projections(len(x), *addresses, angle_stride=stride)
-        y = self.attend(module, q, k, v, mask, past)
-        return self.layers[-1](y.reshape(len(x), 1, heads * D))
+        q, k, v, *gate = self.project(self.projections, x, *addresses_of(angles, self.sizes.turned))
+        y = self.attend(module, *(part.transpose(1, 2) for part in (q, k, v)), mask, past)
+        y = y.reshape(len(x), 1, self.widths[0])
+        return self.layers[-1](y * gate[0].view_as(y).sigmoid() if gate else y)
 
     def attend(
         self,

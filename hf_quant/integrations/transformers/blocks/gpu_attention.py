@@ -36,7 +36,7 @@ from hf_quant.integrations.transformers.blocks.gpu import (
     closest,
     is_served,
 )
-from hf_quant.integrations.transformers.blocks.layer import _feed_forward, _names
+from hf_quant.integrations.transformers.blocks.layer import feed_forward, names_of_norms
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp
 from hf_quant.kernels.dispatch import direct
 from hf_quant.kernels.steps.op import PAIRS, rotary_reference
@@ -53,6 +53,8 @@ class GpuAttention(AttentionBlock):
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, device: torch.device) -> None:
         check_place(module, device)
         self._read(module, dtype, turned, dtype)
+        if self.is_gated:
+            raise Unproven(f"{type(module).__name__} has gates")
         D = self.sizes.D
         norms = [GpuNorm(norm, _width(norm, D), dtype, device) for norm in _norms(module)]
         # Norms of heads are a part of the launch, if those of queries and keys are alike; norms of rows are not.
@@ -80,7 +82,7 @@ class GpuAttention(AttentionBlock):
         self.turn = closest([way for way in self._ways() if way is None or way[0] in PAIRS], with_turn)
         # What a host passes on to the attention function, it passes on as it is.
         self.passes = all("position_ids" in of.options for of in records)
-        return self._scale_of(module, records, error_of(rotary))
+        return self._scale_of(module, found, records, error_of(rotary))
 
     def _error(self, turn: Callable[..., Any], x: Tensor, cos: Tensor, sin: Tensor, of: Recorded) -> float:
         found = self.project(x, (cos, sin), turn)
@@ -159,7 +161,7 @@ class GpuLayer:
 
     def __init__(self, module: nn.Module, x: Tensor, angles: Any) -> None:
         children, dtype, device = module._modules, x.dtype, x.device
-        attention, mlp = children["self_attn"], _feed_forward(module)
+        attention, mlp = children["self_attn"], feed_forward(module)
         if not is_mlp(mlp):
             raise Unproven("its feed-forward block is no plain one")
         found = _attention_of(attention, _state(attention), x, angles)
@@ -168,7 +170,7 @@ class GpuLayer:
             raise Unproven("its attention or its feed-forward block has no block")
         self.attention, self.mlp, self.K = found, mlp_block, found.K
         self.watch = Watch.of_all([Watch(module), found.watch, mlp_block.watch])
-        names = _names(module) or ()
+        names = names_of_norms(module, "self_attn") or ()
         self.norms = [None if name is None else GpuNorm(children[name], self.K, dtype, device) for name in names]
         self._prove(module, dtype, turned_by(angles), device)
 

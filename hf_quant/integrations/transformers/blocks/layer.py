@@ -27,7 +27,6 @@ from hf_quant.integrations.transformers.blocks.base import (
     State,
     Unproven,
     Watch,
-    add_product,
     difference,
 )
 from hf_quant.integrations.transformers.blocks.mixture import MixtureBlock, is_mixture
@@ -54,61 +53,44 @@ _CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
 
 def is_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
     """True if a module has the parts of a layer, by their names; a trial shows what it computes."""
-    if _names(module) is None or not is_attention(module._modules["self_attn"], linear):
-        return False
-    rest = _feed_forward(module)
-    return is_mlp(rest, linear) or is_mixture(rest)
+    return has_parts(module, "self_attn", linear) and is_attention(module._modules["self_attn"], linear)
 
 
-def _feed_forward(module: nn.Module) -> nn.Module | None:
+def has_parts(module: nn.Module, mixer: str, linear: type[nn.Module]) -> bool:
+    """True if a module has a child `mixer`, norms, and a feed-forward block of layers of a class."""
+    rest = feed_forward(module)
+    return names_of_norms(module, mixer) is not None and (is_mlp(rest, linear) or is_mixture(rest))
+
+
+def feed_forward(module: nn.Module) -> nn.Module | None:
+    """The feed-forward block of a layer, None if it has none."""
     return next((module._modules[name] for name in _FEED_FORWARD if name in module._modules), None)
 
 
-def _names(module: nn.Module) -> tuple[str | None, ...] | None:
+def names_of_norms(module: nn.Module, mixer: str) -> tuple[str | None, ...] | None:
+    """The names of the norms before and behind `mixer` and feed-forward of a layer, None if it has others."""
     children = module._modules
-    if "self_attn" not in children or _feed_forward(module) is None:
+    if mixer not in children or feed_forward(module) is None:
         return None
     norms = {name for name, child in children.items() if not isinstance(child, nn.Dropout)}
-    norms -= {"self_attn", *_FEED_FORWARD}
+    norms -= {mixer, *_FEED_FORWARD}
     found = next((names for names in _NORMS if norms == set(names) - {None}), None)
     return found if found is not None and all(is_norm(children[name]) for name in norms) else None
 
 
-class LayerBlock:
-    """The native block of a layer for x of one dtype, and angles of one."""
+class Rest:
+    """The norms and the feed-forward block of a layer whose x and output are K wide; `factor`: of what is added to x."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
-        children, rest = module._modules, _feed_forward(module)
-        self.attention = attention = AttentionBlock(children["self_attn"], dtype, turned, of_angles)
-        self.K = attention.K
+    def __init__(self, module: nn.Module, mixer: str, K: int, dtype: torch.dtype) -> None:
+        children, rest = module._modules, feed_forward(module)
         self.mlp = MLPBlock(rest, dtype) if is_mlp(rest) else MixtureBlock(rest, dtype)
-        self.watch = Watch.of_all([Watch(module), attention.watch, self.mlp.watch])
-        self.factor = float(getattr(module, "residual_multiplier", 1.0))  # of what is added to x: Granite
-        if self.mlp.K != self.K or self.mlp.N != self.K:
+        if self.mlp.K != K or self.mlp.N != K:
             raise Unproven("the widths of attention and feed-forward differ")
-        names = _names(module) or ()
-        self.is_parallel, self.residual_last = names == _PARALLEL, False
-        self.norms = [None if name is None else NormBlock(children[name], self.K, dtype) for name in names]
-        angles = max(turned, 1)
-        self.first = Block(dtype, self.K, angles, angles, *attention.widths)
-        attention.add_projections(self.first, self._before(self.first), (3, 4, 5))
-        self.first.finish()
-        self._prove(module, dtype, turned)
-        self.block = Block(dtype, self.K, angles, angles, self.K)
-        x, y = self._before(self.block), self.block.buffer(self.K)
-        attention.add_to(self.block, x, y)
-        self._add_rest(self.block, x, y, 3)
-        self.block.finish()
+        self.K, self.names = K, names_of_norms(module, mixer) or ()
+        self.norms = [None if name is None else NormBlock(children[name], K, dtype) for name in self.names]
+        self.factor = float(getattr(module, "residual_multiplier", 1.0))  # Granite
 
-    def _make_last(self, dtype: torch.dtype) -> Block:
-        """The block from x and the result of the attention to the output."""
-        block = Block(dtype, self.K, self.attention.widths[0], self.K)
-        x, y = self._before(block) if self.is_parallel else 0, block.buffer(self.K)
-        add_product(block, 1, y, self.attention.layers[-1])
-        self._add_rest(block, x, y, 2)
-        return block.finish()
-
-    def _before(self, block: Block) -> int:
+    def add_before(self, block: Block) -> int:
         """Add the norm before the attention to a block; returns the buffer of its result."""
         if self.norms[0] is None:
             return 0
@@ -116,15 +98,10 @@ class LayerBlock:
         self.norms[0].add_to(block, 0, h)
         return h
 
-    def _add_rest(self, block: Block, x: int, y: int, to: int) -> None:
-        """Add the steps from the input x and the output y of the attention to the output of the layer."""
+    def add_behind(self, block: Block, y: int, to: int) -> None:
+        """Add the steps from the input, buffer 0, and the output y of the attention to the output of the layer."""
         _, after, before_mlp, after_mlp = self.norms
         h, n = block.buffer(self.K), block.buffer(self.K)
-        if self.is_parallel:
-            self.mlp.add_to(block, x, h)
-            block.add(y if self.residual_last else 0, h if self.residual_last else y, n)
-            block.add(n, 0 if self.residual_last else h, to)
-            return
         if after is not None:
             after.add_to(block, y, y)
         block.add(0, y, h, self.factor)
@@ -135,17 +112,56 @@ class LayerBlock:
             after_mlp.add_to(block, y, y)
         block.add(h, y, to, self.factor)
 
+
+class LayerBlock:
+    """The native block of a layer for x of one dtype, and angles of one."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
+        self.attention = attention = AttentionBlock(module._modules["self_attn"], dtype, turned, of_angles)
+        self.K = attention.K
+        self.rest = rest = Rest(module, "self_attn", self.K, dtype)
+        self.watch = Watch.of_all([Watch(module), attention.watch, rest.mlp.watch])
+        self.is_parallel, self.residual_last = rest.names == _PARALLEL, False
+        self.first = attention.projections_of(rest.add_before)
+        self._prove(module, dtype, turned)
+        angles = max(turned, 1)
+        self.block = Block(dtype, self.K, angles, angles, self.K)
+        x, y = rest.add_before(self.block), self.block.buffer(self.K)
+        attention.add_to(self.block, x, y)
+        self._add_rest(self.block, x, y, 3)
+        self.block.finish()
+
+    def _make_last(self, dtype: torch.dtype) -> Block:
+        """The block from x and the result of the attention to the output; the last argument is the gate, if any."""
+        block = Block(dtype, self.K, self.attention.widths[0], self.K, *self.attention.widths[3:])
+        x, y = self.rest.add_before(block) if self.is_parallel else 0, block.buffer(self.K)
+        self.attention.add_output(block, 1, y, *range(3, len(self.attention.widths)))
+        self._add_rest(block, x, y, 2)
+        return block.finish()
+
+    def _add_rest(self, block: Block, x: int, y: int, to: int) -> None:
+        """Add the steps from the normed input x and the output y of the attention to the output of the layer."""
+        if not self.is_parallel:
+            self.rest.add_behind(block, y, to)
+            return
+        h, n = block.buffer(self.K), block.buffer(self.K)
+        self.rest.mlp.add_to(block, x, h)
+        block.add(y if self.residual_last else 0, h if self.residual_last else y, n)
+        block.add(n, 0 if self.residual_last else h, to)
+
     def _prove(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
         """Compare with the host's layer, whose attention function returns a given result. Raises Unproven."""
         host = type(module)._hf_quant_block_of.forward
         kind = self.attention.angle_dtype
         probes = [probe(self.K, turned, _POSITION, dtype, tokens, angle_dtype=kind) for tokens in (1, 3)]
         records = [record(host, module, *trial) for trial in probes]
-        error = max(self.attention.error(self.first, *trial[:3], of) for trial, of in zip(probes, records))
+        projected = [self.attention.of_trial(self.first, trial) for trial in probes]
+        error = max(self.attention.error(*pair) for pair in zip(projected, records))
         ways, blocks, errors = (False, True) if self.is_parallel else (False,), [], []
         for self.residual_last in ways:
             blocks.append(self._make_last(dtype))
-            errors.append(max(error, *(_error(blocks[-1], trial[0], of) for trial, of in zip(probes, records))))
+            found = zip(probes, projected, records)
+            errors.append(max(error, *(_error(blocks[-1], trial[0], parts[3:], of) for trial, parts, of in found)))
         best = errors.index(min(errors))
         self.residual_last, self.last = ways[best], blocks[best]
         if not min(errors) <= TOLERANCE[dtype]:
@@ -155,12 +171,13 @@ class LayerBlock:
     def in_parts(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The layer's output for tokens x [B, S, K], whose attention is the host's."""
         B, S, K = x.shape
-        heads, shared, D, turned = self.attention.sizes
-        q, k, v = (x.new_empty(B, S, count, D) for count in (heads, shared, shared))
+        _, _, D, turned = self.attention.sizes
+        widths = self.attention.widths
+        q, k, v, *gate = projected = [x.new_empty(B, S, width // D, D) for width in widths]
         cos, sin = (part.expand(B, S, turned).contiguous() for part in angles) if turned else (None, None)
         for start in range(0, B * S, _CHUNK):
             rows = min(_CHUNK, B * S - start)
-            parts = ((x, K), (cos, turned), (sin, turned), *zip((q, k, v), self.attention.widths))
+            parts = ((x, K), (cos, turned), (sin, turned), *zip(projected, widths))
             at = [0 if part is None else _address(part, start * width) for part, width in parts]
             self.first(rows, *at, angle_stride=turned)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -168,7 +185,7 @@ class LayerBlock:
         attended = attended.to(x.dtype).contiguous()
         y = torch.empty_like(x)
         for start in range(0, B * S, _CHUNK):
-            rows, parts = min(_CHUNK, B * S - start), ((x, K), (attended, heads * D), (y, K))
+            rows, parts = min(_CHUNK, B * S - start), ((x, K), (attended, widths[0]), (y, K), *zip(gate, widths[3:]))
             self.last(rows, *[_address(part, start * width) for part, width in parts])
         return y
 
@@ -177,10 +194,10 @@ def _address(part: Tensor, element: int) -> int:
     return part.data_ptr() + element * part.element_size()
 
 
-def _error(last: Block, x: Tensor, recorded: Recorded) -> float:
+def _error(last: Block, x: Tensor, gate: list[Tensor], recorded: Recorded) -> float:
     """The `difference` of the output of a layer's last block from a recorded one."""
     y, result = torch.empty_like(x), recorded.result.contiguous()
-    last(x.shape[0] * x.shape[1], x.data_ptr(), result.data_ptr(), y.data_ptr())
+    last(x.shape[0] * x.shape[1], *[part.data_ptr() for part in (x, result, y, *gate)])
     return difference(y, recorded.output)
 
 

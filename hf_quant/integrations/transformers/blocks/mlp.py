@@ -56,12 +56,17 @@ def _act_of(module: nn.Module) -> Any:
 
 def activation_of(module: nn.Module) -> str:
     """The name of the activation function of a module. Raises Unproven."""
+    return named(_act_of(module) or F.silu, type(module).__name__)  # LFM2's has none
+
+
+def named(act: Any, owner: str) -> str:
+    """The name of an activation function of a module of the class `owner`. Raises Unproven."""
     x = torch.linspace(-8, 8, 1001)
-    y = (_act_of(module) or F.silu)(x)  # LFM2's names none
+    y = act(x)
     for name, function in _FUNCTIONS.items():
         if isinstance(y, Tensor) and torch.allclose(y, function(x), rtol=1e-5, atol=1e-5):
             return name
-    raise Unproven(f"the activation function of {type(module).__name__} is none that hf_quant knows")
+    raise Unproven(f"the activation function of {owner} is none that hf_quant knows")
 
 
 class MLPBlock:

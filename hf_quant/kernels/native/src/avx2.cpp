@@ -18,6 +18,7 @@
 #include "attention.h"
 #include "fake.h"
 #include "mixture.h"
+#include "recurrent.h"
 #include "steps.h"
 #include "two_way.h"
 
@@ -301,7 +302,7 @@ const Kernels kAvx2 = {"avx2", false, false, avx2::matmul, avx2_portable::dequan
                        avx2_portable::attention, avx2_portable::quantize, avx2_portable::append, avx2_portable::adam_step,
                          avx2_portable::fake_quantize, avx2_portable::quantize_two_way, avx2_portable::scale_sums,
                          avx2_portable::requantize_rows, avx2_portable::norm_rows, avx2_portable::turn_rows, avx2_portable::gate_rows, avx2_portable::add_rows,
-                         avx2_portable::small_product, avx2_portable::combine_rows};
+                         avx2_portable::small_product, avx2_portable::combine_rows, avx2_portable::convolve_rows, avx2_portable::delta_rows};
 
 }  // namespace hfq
 

@@ -1,5 +1,7 @@
 #include "block.h"
 
+#include <cstring>
+
 #include "parallel.h"
 
 namespace hfq {
@@ -142,6 +144,51 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
     case BlockStep::WEIGH:
       return weigh(kernels, step.small, call.M, at[from], buffers_[from].dtype, call.threads, buffers_[to].width,
                    at[to]);
+    case BlockStep::SPLIT: {
+      const int64_t bytes = step.heads * element_size(buffers_[from].dtype), count = call.M * buffers_[to].width / step.heads;
+      const char* both = static_cast<const char*>(at[from]);
+      for (int64_t i = 0; i < count; ++i) {
+        memcpy(static_cast<char*>(at[to]) + i * bytes, both + 2 * i * bytes, static_cast<size_t>(bytes));
+        memcpy(static_cast<char*>(at[step.second]) + i * bytes, both + (2 * i + 1) * bytes, static_cast<size_t>(bytes));
+      }
+      return true;
+    }
+    case BlockStep::SMALL: {
+      SmallProduct p = step.small;
+      p.M = call.M;
+      p.x = at[from];
+      p.dtype = buffers_[from].dtype;
+      p.y = static_cast<float*>(at[to]);
+      p.threads = call.threads;
+      return kernels.small_product(p);
+    }
+    case BlockStep::CONVOLVE: {
+      ConvolveRows c = step.convolve;
+      c.rows = call.M;
+      c.width = buffers_[from].width;
+      c.x = at[from];
+      c.state = at[step.state];
+      c.y = at[to];
+      c.dtype = buffers_[from].dtype;
+      c.threads = call.threads;
+      kernels.convolve_rows(c);
+      return true;
+    }
+    case BlockStep::DELTA: {
+      DeltaRows d = step.delta;
+      d.rows = call.M;
+      d.x = at[from];
+      d.a = at[step.from[1]];
+      d.b = at[step.from[2]];
+      d.state = static_cast<float*>(at[step.state]);
+      d.y = at[to];
+      d.dtype = buffers_[from].dtype;
+      d.a_dtype = buffers_[step.from[1]].dtype;
+      d.b_dtype = buffers_[step.from[2]].dtype;
+      d.threads = call.threads;
+      kernels.delta_rows(d);
+      return true;
+    }
     default: return attend(kernels, call, step, at, scratch.lse);
   }
 }

@@ -17,7 +17,7 @@ struct BlockBuffer {
 };
 
 struct BlockStep {
-  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH } kind;
+  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH, SMALL, CONVOLVE, DELTA, SPLIT } kind;
   int from[3], to;  // buffers; -1: none
   Product product;
   bool routed;  // PRODUCT: of rows that ROUTE has sorted by experts
@@ -25,7 +25,11 @@ struct BlockStep {
   TurnRows turn;
   GateRows gate;
   Router router;             // ROUTE
-  SmallProduct small;        // WEIGH
+  SmallProduct small;        // WEIGH; SMALL, whose result is fp32
+  ConvolveRows convolve;
+  DeltaRows delta;
+  int state;                 // buffer; CONVOLVE, DELTA
+  int second;                // buffer; SPLIT: of the second halves of heads, which are `heads` wide each
   bool rounds;               // COMBINE: products, before they are added
   int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values
   float scale, softcap;         // ATTEND: of the scores, see Attention; ADD: scale of what is added

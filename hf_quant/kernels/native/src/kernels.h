@@ -238,7 +238,7 @@ struct TurnRows {
 };
 
 // CLAMPED_PAIRS: of gpt-oss. x [rows, width, 2] holds gate and up, both clamped; (up + 1) * gate * sigmoid(alpha * gate).
-enum Activation : int { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU, CLAMPED_PAIRS };
+enum Activation : int { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU, CLAMPED_PAIRS, IDENTITY, SIGMOID };
 
 // y [rows, width] = activation(x), rounded, * up; up may be null.
 struct GateRows {
@@ -249,6 +249,7 @@ struct GateRows {
   int dtype, activation;
   float alpha, limit;  // CLAMPED_PAIRS
   int threads;
+  bool unrounded;  // activation(x), if there is an up
 };
 
 // y [count] = x + more * factor, which is rounded
@@ -285,6 +286,38 @@ struct CombineRows {
   int threads;
 };
 
+// One token of each of `rows` sequences: a causal convolution of each channel with its last `taps` values, then an
+// activation function. y [rows, width] = activation(round(sum of state * weight + bias)) once x has been shifted into the
+// state. y may be x.
+constexpr int64_t kMaxTaps = 8;
+
+struct ConvolveRows {
+  int64_t rows, width, taps;
+  const void* x;
+  void *state, *y;            // [rows, width, taps] and [rows, width]
+  const void *weight, *bias;  // [width, taps] and [width], or null
+  int dtype;                  // of all
+  int activation;
+  int threads;
+};
+
+// One token of each of `rows` sequences: the gated delta rule (https://arxiv.org/abs/2412.06464). With q and k of length
+// 1, q divided by the root of key_dim, in fp32:
+//   state = exp(-exp(log_decay) * softplus(a + time_bias)) * state
+//   state = state + k (sigmoid(b) * (v - k.T @ state)).T
+//   y = q.T @ state
+struct DeltaRows {
+  int64_t rows, key_heads, heads, key_dim, value_dim;  // as many heads as keys have share one
+  const void* x;  // [rows, 2 * key_heads * key_dim + heads * value_dim]: q, k, v
+  const void *a, *b;                     // [rows, heads]
+  const void *log_decay, *time_bias;     // [heads]
+  float* state;  // [rows, heads, key_dim, value_dim]
+  void* y;       // [rows, heads * value_dim]
+  int dtype, a_dtype, b_dtype, decay_dtype, bias_dtype;  // of x and y, ...
+  float eps;  // added to the squared lengths of q and k
+  int threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;         // whether Product.compute may be BY_BF16
@@ -307,6 +340,8 @@ struct Kernels {
   void (*add_rows)(const AddRows&);
   bool (*small_product)(const SmallProduct&);
   void (*combine_rows)(const CombineRows&);
+  void (*convolve_rows)(const ConvolveRows&);
+  void (*delta_rows)(const DeltaRows&);
 };
 
 extern const Kernels kPortable;

@@ -490,11 +490,36 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.gate.width = a.number();
       step.gate.alpha = bits_to_float(static_cast<uint32_t>(a.number()));
       step.gate.limit = bits_to_float(static_cast<uint32_t>(a.number()));
+      step.gate.unrounded = a.integer() != 0;
       break;
     case BlockStep::ADD: step.scale = bits_to_float(static_cast<uint32_t>(a.number())); break;
     case BlockStep::ROUTE: read_router(a, step.router); break;
     case BlockStep::COMBINE: step.rounds = a.integer() != 0; break;
-    case BlockStep::WEIGH: read_small(a, step.small); break;
+    case BlockStep::WEIGH:
+    case BlockStep::SMALL: read_small(a, step.small); break;
+    case BlockStep::SPLIT:
+      step.second = a.integer();
+      step.heads = a.number();
+      break;
+    case BlockStep::CONVOLVE:
+      step.state = a.integer();
+      step.convolve.taps = a.number();
+      step.convolve.weight = a.pointer<const void>();
+      step.convolve.bias = a.pointer<const void>();
+      step.convolve.activation = a.integer();
+      break;
+    case BlockStep::DELTA:
+      step.state = a.integer();
+      step.delta.key_heads = a.number();
+      step.delta.heads = a.number();
+      step.delta.key_dim = a.number();
+      step.delta.value_dim = a.number();
+      step.delta.log_decay = a.pointer<const void>();
+      step.delta.decay_dtype = a.integer();
+      step.delta.time_bias = a.pointer<const void>();
+      step.delta.bias_dtype = a.integer();
+      step.delta.eps = bits_to_float(static_cast<uint32_t>(a.number()));
+      break;
     default:
       step.heads = a.number();
       step.shared_heads = a.number();
@@ -684,7 +709,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(19); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(20); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 

@@ -20,6 +20,7 @@
 #include "attention.h"
 #include "fake.h"
 #include "mixture.h"
+#include "recurrent.h"
 #include "steps.h"
 #include "two_way.h"
 
@@ -28,7 +29,7 @@ const Kernels kNeon = {"neon", false, false, neon::matmul, neon::dequantize, neo
                        neon::attention, neon::quantize, neon::append, neon::adam_step,
                          neon::fake_quantize, neon::quantize_two_way, neon::scale_sums,
                          neon::requantize_rows, neon::norm_rows, neon::turn_rows, neon::gate_rows, neon::add_rows,
-                         neon::small_product, neon::combine_rows};
+                         neon::small_product, neon::combine_rows, neon::convolve_rows, neon::delta_rows};
 }
 
 // What follows runs on any Arm.

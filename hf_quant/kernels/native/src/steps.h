@@ -216,6 +216,10 @@ static HFQ_LOOP void activate(int activation, int64_t count, float* __restrict x
     case QUICK_GELU:
       for (int64_t i = 0; i < count; ++i) x[i] *= sigmoid(1.702f * x[i]);
       return;
+    case IDENTITY: return;
+    case SIGMOID:
+      for (int64_t i = 0; i < count; ++i) x[i] = sigmoid(x[i]);
+      return;
     default:
       for (int64_t i = 0; i < count; ++i) x[i] = x[i] < 0.0f ? 0.0f : x[i];
       if (activation == RELU_SQUARED)
@@ -256,7 +260,7 @@ static void gate_rows(const GateRows& g) {
     to_float(g.x, g.dtype, row * g.stride + column, count, values);
     activate(g.activation, count, values);
     if (g.up != nullptr) {
-      round_values(count, g.dtype, values);
+      if (!g.unrounded) round_values(count, g.dtype, values);
       to_float(g.up, g.dtype, row * g.stride + column, count, up);
       multiply_values(up, count, 0.0f, values);
     }

@@ -1,0 +1,317 @@
+"""One token in layers with a state in place of a cache, as one native call: gated delta nets and short convolutions.
+
+Qwen3.5's gated delta nets (https://arxiv.org/abs/2412.06464) and LFM2's convolutions. The host's module is tried with
+states that are given: the block must compute the same output and leave the same states. Prompts go by the host.
+"""
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from hf_quant.integrations.transformers.blocks.base import (
+    MAX_ROWS,
+    TOLERANCE,
+    State,
+    Unproven,
+    Watch,
+    add_product,
+    difference,
+    is_served,
+    random_rows,
+)
+from hf_quant.integrations.transformers.blocks.layer import Rest, has_parts
+from hf_quant.integrations.transformers.blocks.mlp import named
+from hf_quant.integrations.transformers.blocks.norm import _eps_of
+from hf_quant.kernels.native.blocks import Block
+from hf_quant.modules import QuantLinear
+
+
+_MAX_TAPS, _MAX_DIM = 8, 512  # of a convolution and of heads in the native kernels
+_DELTA = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj"}
+_QUANTIZED = ("in_proj_qkv", "in_proj_z", "out_proj")
+_IGNORED = {"hidden_states", "use_cache", "position_ids", "cache_position", "position_embeddings"}
+
+
+class _States:
+    """A cache that holds the given states of one layer."""
+
+    def __init__(self, conv: Tensor, recurrent: Tensor | None) -> None:
+        self.conv, self.recurrent = conv, recurrent
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self.recurrent = states
+        return states
+
+
+def is_delta_net(module: nn.Module, linear: type[nn.Module]) -> bool:
+    """True if a module has the parts of a gated delta net, by their names; a trial shows what it computes."""
+    children = module._modules
+    return set(children) == _DELTA and all(isinstance(children[name], linear) for name in _QUANTIZED)
+
+
+def is_short_convolution(module: nn.Module, linear: type[nn.Module]) -> bool:
+    """True if a module has the parts of a convolution with two gates, by their names."""
+    children = module._modules
+    is_named = set(children) == {"conv", "in_proj", "out_proj"} and isinstance(children["conv"], nn.Conv1d)
+    return is_named and all(isinstance(children[name], linear) for name in ("in_proj", "out_proj"))
+
+
+def _taps(convolution: Any, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(weight [width, taps], bias) of a causal convolution of each channel. Raises Unproven."""
+    weight, bias = (convolution._parameters.get(name) for name in ("weight", "bias"))
+    if type(convolution) is not nn.Conv1d or weight.shape[:2] != (width, 1) or weight.shape[2] > _MAX_TAPS:
+        raise Unproven("its convolution is of another kind")
+    for part in (weight, bias):
+        if part is not None and (part.dtype != dtype or not part.is_contiguous() or not part.is_cpu):
+            raise Unproven("its convolution is of another dtype")
+    return weight.squeeze(1), bias
+
+
+class _Mixer:
+    """Base of the two kinds: what a layer computes in place of attention.
+
+    Attributes:
+        K: width of x and y.
+        width: channels of the convolution.
+        taps, bias: of the convolution, [width, taps] and [width].
+        shape: of the recurrent state of a sequence; None: there is none.
+    """
+
+    cache = "past_key_values"  # the name of the argument with the states
+    shape: tuple[int, ...] | None = None
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.watch, self.dtype = Watch(module), dtype
+        self._read(module)
+        errors, ways = [], self._ways()
+        for self.way in ways:
+            errors.append(_error(self._make(), self, module, {self.cache: None}))
+        best = min(errors)
+        self.way = ways[errors.index(best)]
+        self.block = self._make()
+        _check(module, best, dtype)
+
+    def _read(self, module: nn.Module) -> None:
+        """Find the layers and their sizes. Raises Unproven."""
+        raise NotImplementedError
+
+    def _ways(self) -> list[Any]:
+        """What may differ from host to host, and is found by trial."""
+        return [None]
+
+    def add_to(self, block: Block, x: int, to: int) -> None:
+        """Add the steps from x to the result to a block that `begin` has begun."""
+        raise NotImplementedError
+
+    def begin(self) -> Block:
+        """Begin a block with the arguments x, the state of the convolution, the recurrent state, and y."""
+        recurrent = torch.Size(self.shape or ()).numel()
+        return Block(self.dtype, self.K, self.width * self.taps.shape[1], recurrent, self.K)
+
+    def _make(self) -> Block:
+        block = self.begin()
+        self.add_to(block, 0, 3)
+        return block.finish()
+
+    def fits(self, B: int, conv: Any, recurrent: Any) -> bool:
+        """True if states are those of B sequences, as blocks read them."""
+        found = ((conv, (self.width, self.taps.shape[1]), self.dtype), (recurrent, self.shape, torch.float32))
+        for state, shape, dtype in found:
+            if shape is None:
+                continue
+            if not isinstance(state, Tensor) or state.shape != (B, *shape) or state.dtype != dtype:
+                return False
+            if not (state.is_cpu and state.is_contiguous()):
+                return False
+        return True
+
+
+class _Layer:
+    """The native block of a layer: norms, a mixer, feed-forward, and the sums between, for x of one dtype."""
+
+    def __init__(self, module: nn.Module, name: str, kind: type[_Mixer], dtype: torch.dtype) -> None:
+        self.mixer = mixer = kind(module._modules[name], dtype)
+        rest = Rest(module, name, mixer.K, dtype)
+        self.watch = Watch.of_all([Watch(module), mixer.watch, rest.mlp.watch])
+        self.block = block = mixer.begin()
+        x, y = rest.add_before(block), block.buffer(mixer.K)
+        mixer.add_to(block, x, y)
+        rest.add_behind(block, y, 3)
+        block.finish()
+        error = _error(block, mixer, module, {"past_key_values": None, "position_embeddings": None})
+        _check(module, error, dtype)
+
+
+def _moved(block: Block, x: Tensor, conv: Tensor, recurrent: Tensor | None) -> Tensor:
+    """The output of a block for x [B, 1, K]; the states are moved on."""
+    y = torch.empty_like(x)
+    state = 0 if recurrent is None else recurrent.data_ptr()
+    block(len(x), x.data_ptr(), conv.data_ptr(), state, y.data_ptr())
+    return y
+
+
+def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, None]) -> float:
+    """The largest `difference` of output and states of a block from those of the host's module.
+
+    `kwargs`: of the module; the first one is that of the states.
+    """
+    dtype = mixer.dtype
+    x, conv = random_rows(2, 1, mixer.K, dtype=dtype), random_rows(2, mixer.width, mixer.taps.shape[1], dtype=dtype, seed=1)
+    recurrent = None if mixer.shape is None else random_rows(2, *mixer.shape, dtype=torch.float32, seed=2)
+    theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
+    kwargs = {"hidden_states": x, "attention_mask": None, **kwargs, next(iter(kwargs)): theirs}
+    expected = type(module)._hf_quant_block_of.forward(module, **kwargs)
+    errors = [difference(_moved(block, x, conv, recurrent), expected), difference(conv, theirs.conv)]
+    if recurrent is not None:
+        errors.append(difference(recurrent.to(dtype), theirs.recurrent.to(dtype)))
+    return max(errors)
+
+
+def _check(module: nn.Module, error: float, dtype: torch.dtype) -> None:
+    if not error <= TOLERANCE[dtype]:
+        raise Unproven(f"{type(module).__name__} computes something else: off by {error:.3g} roundings")
+
+
+class DeltaNet(_Mixer):
+    """The native block of a gated delta net for x of one dtype."""
+
+    cache = "cache_params"
+
+    def _read(self, module: nn.Module) -> None:
+        self.layers = children = dict(module._modules)
+        self.decay, self.time_bias = module.A_log, module.dt_bias
+        self.K, self.width = children["in_proj_qkv"].in_features, children["in_proj_qkv"].out_features
+        self.taps, self.bias = _taps(children["conv1d"], self.width, self.dtype)
+        self.heads = module.num_k_heads, module.num_v_heads
+        self.dims = module.head_k_dim, module.head_v_dim
+        self.shape = (module.num_v_heads, *self.dims)
+        self.activation = named(ACT2FN[module.activation], type(module).__name__)
+        values = module.num_v_heads * module.head_v_dim
+        if self.width != 2 * module.num_k_heads * module.head_k_dim + values or max(self.dims) > _MAX_DIM:
+            raise Unproven("its heads are of other sizes")
+        if module.head_k_dim % 4 or module.num_v_heads % module.num_k_heads:
+            raise Unproven("its heads are of other sizes")
+        if children["out_proj"].in_features != values or children["out_proj"].out_features != self.K:
+            raise Unproven("its output is of another width")
+
+    def _ways(self) -> list[Any]:
+        return [*product((True, False), repeat=2)]
+
+    def add_to(self, block: Block, x: int, to: int) -> None:
+        (rounds, rounds_gate), layers, heads, value_dim = self.way, self.layers, self.heads[1], self.dims[1]
+        qkv, y, z = (block.buffer(width) for width in (self.width, heads * value_dim, heads * value_dim))
+        add_product(block, x, qkv, layers["in_proj_qkv"])
+        add_product(block, x, z, layers["in_proj_z"])
+        a, b = (self._small(block, x, layers[name]) for name in ("in_proj_a", "in_proj_b"))
+        block.convolve(qkv, qkv, 1, self.taps, self.bias, self.activation)
+        block.delta(qkv, a, b, y, 2, heads=self.heads, dims=self.dims, log_decay=self.decay, time_bias=self.time_bias)
+        norm = layers["norm"]
+        options = {"plus_one": False, "rounds_weight": False, "rounds": rounds, "centers": False}
+        block.norm(y, y, norm.weight, None, _eps_of(norm), **options)
+        block.gate(z, y, y, "silu", rounds=rounds_gate)
+        add_product(block, y, to, layers["out_proj"])
+
+    def _small(self, block: Block, x: int, layer: nn.Module) -> int:
+        """Add a product with one output for each head; returns the buffer of the result."""
+        heads = self.heads[1]
+        if isinstance(layer, QuantLinear) and layer.out_features == heads:
+            to = block.buffer(heads)
+            add_product(block, x, to, layer)
+            return to
+        if type(layer) is not nn.Linear or not layer.weight.is_contiguous() or layer.out_features != heads:
+            raise Unproven(f"{type(layer).__name__} is no linear layer of {heads} outputs")
+        return block.small(x, layer.weight, layer.bias)
+
+
+class ShortConvolution(_Mixer):
+    """The native block of a convolution between two gates, for x of one dtype."""
+
+    def _read(self, module: nn.Module) -> None:
+        self.layers = first, last = module._modules["in_proj"], module._modules["out_proj"]
+        self.K = self.width = first.in_features
+        if (first.out_features, last.in_features, last.out_features) != (3 * self.K, self.K, self.K):
+            raise Unproven("its layers are of other widths")
+        self.taps, self.bias = _taps(module._modules["conv"], self.width, self.dtype)
+
+    def add_to(self, block: Block, x: int, to: int) -> None:
+        K = self.K
+        before, after, y = (block.buffer(K) for _ in range(3))
+        for i, part in enumerate((before, after, y)):
+            add_product(block, x, part, self.layers[0], slice(i * K, (i + 1) * K))
+        block.gate(before, y, y, "identity")
+        block.convolve(y, y, 1, self.taps, self.bias)
+        block.gate(after, y, y, "identity")
+        add_product(block, y, to, self.layers[1])
+
+
+_KINDS = (("linear_attn", DeltaNet, is_delta_net), ("conv", ShortConvolution, is_short_convolution))
+
+
+def _mixer_of(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> tuple[str, type[_Mixer]] | None:
+    """(name, kind) of the child of a layer that stands in place of attention, None if there is none."""
+    for name, kind, is_kind in _KINDS:
+        if name in module._modules and is_kind(module._modules[name], linear):
+            return name, kind
+    return None
+
+
+def is_recurrent_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
+    """True if a module has the parts of a layer with a state, by their names; a trial shows what it computes."""
+    found = _mixer_of(module, linear)
+    return found is not None and has_parts(module, found[0], linear)
+
+
+def _run(module: nn.Module, state: State, x: Any, index: int, cache: str, kwargs: dict[str, Any], make: Any) -> Any:
+    """The output for one token x [B, 1, K] of each sequence, None where the host has to compute it."""
+    past = kwargs.get(cache)
+    if module.training or past is None or not is_served(x) or x.dtype not in TOLERANCE:
+        return None
+    if x.dim() != 3 or x.shape[1] != 1 or not 0 < len(x) <= MAX_ROWS:
+        return None
+    if not all([name in _IGNORED or name == cache or value is None for name, value in kwargs.items()]):
+        return None
+    conv = past.get_conv_state(index, state_idx=0)
+    if conv is None or past.is_recording_past(index):
+        return None
+    found = state.block(module, x.dtype, lambda: make(x.dtype))
+    if found is None:
+        return None
+    mixer = getattr(found, "mixer", found)
+    recurrent = None if mixer.shape is None else past.get_recurrent_state(index, state_idx=0)
+    return _moved(found.block, x, conv, recurrent) if mixer.K == x.shape[2] and mixer.fits(len(x), conv, recurrent) else None
+
+
+def run_delta_net(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The module's output for one token of each sequence, None where the host has to compute it."""
+    return _run_mixer(DeltaNet, module, state, args, kwargs)
+
+
+def run_short_convolution(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The module's output for one token of each sequence, None where the host has to compute it."""
+    return _run_mixer(ShortConvolution, module, state, args, kwargs)
+
+
+def _run_mixer(kind: type[_Mixer], module: nn.Module, state: State, args: tuple, kwargs: dict[str, Any]) -> Any:
+    x, index = kwargs.get("hidden_states"), module.layer_idx
+    return None if args else _run(module, state, x, index, kind.cache, kwargs, lambda dtype: kind(module, dtype))
+
+
+def run_recurrent_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The layer's output for one token of each sequence, None where the host has to compute it."""
+    found = _mixer_of(module)
+    if len(args) != 1 or found is None:
+        return None
+    index = module._modules[found[0]].layer_idx
+    return _run(module, state, args[0], index, "past_key_values", kwargs, lambda dtype: _Layer(module, *found, dtype))
