@@ -1247,10 +1247,79 @@ class StepsCase : RandomCall {
       const double value = x->at(i, dtype) + up->at(i, dtype);
       if (!near(y->at(i, dtype), value, std::fabs(value))) return wrong(kernels, "a sum");
     }
-    return routes(kernels);
+    return routes(kernels) && convolves(kernels) && recurs(kernels);
   }
 
  private:
+  // A convolution of each channel.
+  bool convolves(const Kernels& kernels) {
+    const int64_t taps = 1 + random_.below(kMaxTaps), channels = heads * width, count = rows * channels;
+    Memory state, filter, y = make(count * element_size(dtype), false);
+    const auto some = [&] { return random_.between(-1, 1); };
+    fill(state, count * taps, dtype, false, some);
+    fill(filter, channels * taps, dtype, false, some);
+    std::vector<double> before;
+    for (int64_t i = 0; i < count * taps; ++i) before.push_back(state->at(i, dtype));
+    kernels.convolve_rows({rows, channels, taps, x->data, state->data, y->data, filter->data,
+                           centers ? up->data : nullptr, dtype, IDENTITY, threads});
+    for (int64_t i = 0; i < count; ++i) {
+      double sum = centers ? up->at(i % channels, dtype) : 0, size = std::fabs(sum);
+      for (int64_t t = 0; t < taps; ++t) {
+        const double value = t + 1 < taps ? before[static_cast<size_t>(i * taps + t + 1)] : x->at(i, dtype);
+        if (state->at(i * taps + t, dtype) != value) return wrong(kernels, "the state of a convolution");
+        const double part = value * filter->at(i % channels * taps + t, dtype);
+        sum += part;
+        size += std::fabs(part);
+      }
+      if (!near(y->at(i, dtype), sum, size)) return wrong(kernels, "a convolution");
+    }
+    return true;
+  }
+
+  // The gated delta rule.
+  bool recurs(const Kernels& kernels) {
+    const int64_t key_dim = 4 * (1 + random_.below(8)), value_dim = 1 + random_.below(40);
+    const int64_t key_heads = heads % 2 == 0 ? heads / 2 : heads, keys = key_heads * key_dim;
+    const int64_t all = 2 * keys + heads * value_dim;
+    Memory given, a, b, decay, bias, state, y = make(rows * heads * value_dim * element_size(dtype), false);
+    const auto some = [&] { return random_.between(-1, 1); };
+    fill(given, rows * all, dtype, false, some);
+    fill(a, rows * heads, F32, false, some);
+    fill(b, rows * heads, dtype, false, some);
+    fill(decay, heads, angle_dtype, false, some);
+    fill(bias, heads, dtype, false, some);
+    fill(state, rows * heads * key_dim * value_dim, F32, false, some);
+    std::vector<double> old;
+    for (int64_t i = 0; i < rows * heads * key_dim * value_dim; ++i) old.push_back(state->at(i, F32));
+    kernels.delta_rows({rows, key_heads, heads, key_dim, value_dim, given->data, a->data, b->data, decay->data,
+                        bias->data, state->as<float>(), y->data, dtype, F32, dtype, angle_dtype, dtype, 1e-6f, threads});
+    for (int64_t i = 0; i < rows * heads; ++i) {
+      const int64_t row = i / heads * all, shared = i % heads / (heads / key_heads) * key_dim;
+      const auto unit = [&](int64_t first, int64_t c) {
+        double squares = 1e-6;
+        for (int64_t j = 0; j < key_dim; ++j) squares += std::pow(given->at(first + j, dtype), 2);
+        return given->at(first + c, dtype) / std::sqrt(squares);
+      };
+      const double step = std::log1p(std::exp(a->at(i, F32) + bias->at(i % heads, dtype)));
+      const double kept = std::exp(-std::exp(decay->at(i % heads, angle_dtype)) * step);
+      const double beta = 1 / (1 + std::exp(-b->at(i, dtype)));
+      for (int64_t v = 0; v < value_dim; ++v) {
+        double known = 0, result = 0;
+        for (int64_t c = 0; c < key_dim; ++c)
+          known += kept * old[static_cast<size_t>((i * key_dim + c) * value_dim + v)] * unit(row + keys + shared, c);
+        const double change = beta * (given->at(row + 2 * keys + i % heads * value_dim + v, dtype) - known);
+        for (int64_t c = 0; c < key_dim; ++c) {
+          const int64_t at = (i * key_dim + c) * value_dim + v;
+          const double moved = kept * old[static_cast<size_t>(at)] + unit(row + keys + shared, c) * change;
+          if (!near(state->at(at, F32), moved, 8.0)) return wrong(kernels, "the state of a delta rule");
+          result += moved * unit(row + shared, c) / std::sqrt(static_cast<double>(key_dim));
+        }
+        if (!near(y->at(i * value_dim + v, dtype), result, 8.0)) return wrong(kernels, "a delta rule");
+      }
+    }
+    return true;
+  }
+
   // The rows of x through experts that return what they get, whose weights add up to 1.
   bool routes(const Kernels& kernels) {
     const int64_t experts = width, chosen = 1 + random_.below(min64(experts, 8)), N = rows * heads;

@@ -108,7 +108,7 @@ def test_turn(dtype, angle_dtype, pairs, turned, shared):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS[:-1])
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "clamped_pairs"])
 def test_gate(dtype, gated, activation):
     functions = {
         "silu": F.silu,
@@ -117,6 +117,8 @@ def test_gate(dtype, gated, activation):
         "relu": F.relu,
         "relu_squared": lambda x: F.relu(x).square(),
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+        "identity": lambda x: x,
+        "sigmoid": torch.sigmoid,
     }
     x, up = 4 * rows(M, 1501, dtype=dtype), rows(M, 1501, dtype=dtype, seed=1)
     block, y = Block(dtype, 1501, 1501, 1501), torch.empty_like(x)
@@ -141,6 +143,70 @@ def test_gate_of_halves_and_of_pairs(dtype):
     run(block, x, y)
     gate, up = x[:, ::2].clamp(max=3.0), x[:, 1::2].clamp(-3.0, 3.0)
     assert_near(y, (up + 1) * (gate * torch.sigmoid(gate * 1.702)), 64 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_that_is_not_rounded(dtype):
+    x, up = 4 * rows(M, 1501, dtype=dtype), rows(M, 1501, dtype=dtype, seed=1)
+    block, y = Block(dtype, 1501, 1501, 1501), torch.empty_like(x)
+    block.gate(0, 1, 2, "silu", rounds=False)
+    run(block, x, up, y)
+    assert_near(y, (F.silu(x.float()) * up.float()).to(dtype), 64 if dtype == torch.float32 else 0.51)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "taps"), [(7, 3), (2050, 4)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_convolution_moves_its_state_on(dtype, width, taps, has_bias):
+    x, state, weight, bias = (
+        rows(*shape, dtype=dtype, seed=i)
+        for i, shape in enumerate([(M, width), (M, width, taps), (width, taps), (width,)])
+    )
+    bias = bias if has_bias else None
+    moved = torch.cat([state[..., 1:], x[..., None]], -1)
+    expected = F.silu((moved.double() * weight.double()).sum(-1).add(bias.double() if has_bias else 0).to(dtype))
+    block, y = Block(dtype, width, width * taps, width), torch.empty_like(x)
+    block.convolve(0, 2, 1, weight, bias, "silu")
+    run(block, x, state, y)
+    assert torch.equal(state, moved)
+    assert_near(y, expected, 64 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dims"), [((2, 4), (32, 48)), ((3, 3), (4, 7)), ((1, 2), (128, 128))])
+def test_delta_rule(dtype, heads, dims):
+    (shared, count), (key_dim, value_dim) = heads, dims
+    keys, values = shared * key_dim, count * value_dim
+    x, hidden = rows(M, 2 * keys + values, dtype=dtype), rows(M, 24, dtype=dtype, seed=1)
+    state = rows(M, count, key_dim, value_dim, dtype=torch.float32, seed=2)
+    log_decay, time_bias = rows(count, dtype=torch.float32, seed=3), rows(count, dtype=dtype, seed=4)
+    weights = rows(2, count, 24, dtype=dtype, seed=5)
+    a, b = (F.linear(hidden.float(), weight.float()).to(dtype) for weight in weights)
+    q, k, v = (part.view(M, -1, D).double() for part, D in zip(x.split([keys, keys, values], -1), (key_dim,) * 2 + (value_dim,)))
+    q, k = ((part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(count // shared, 1) for part in (q, k))
+    decay = (-log_decay.double().exp() * F.softplus(a.double() + time_bias.double())).exp()
+    moved = state.double() * decay[..., None, None]
+    change = (v - (moved * k[..., None]).sum(-2)) * b.sigmoid().double()[..., None]
+    moved = moved + k[..., None] * change[..., None, :]
+    expected = (moved * q[..., None]).sum(-2) / key_dim**0.5
+
+    block, y = Block(dtype, x.shape[1], 24, state[0].numel(), values), x.new_empty(M, values)
+    places = [block.small(1, weight, None) for weight in weights]
+    options = {"heads": heads, "dims": dims, "log_decay": log_decay, "time_bias": time_bias}
+    block.delta(0, *places, 3, 2, **options)
+    run(block, x, hidden, state, y)
+    roundings = 256 if dtype == torch.float32 else 2
+    assert_near(y.view_as(expected), expected.to(dtype), roundings)
+    assert_near(state.to(dtype), moved.to(dtype), roundings)
+
+
+def test_split():
+    x = rows(M, 2 * 3 * 8, dtype=torch.bfloat16)
+    first, second = torch.empty(2, M, 3 * 8, dtype=torch.bfloat16)
+    block = Block(torch.bfloat16, 48, 24, 24)
+    block.split(0, 1, 2, 8)
+    run(block, x, first, second)
+    assert torch.equal(torch.stack([first, second], 1).view(M, 2, 3, 8), x.view(M, 3, 2, 8).transpose(1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
