@@ -97,10 +97,10 @@ EXPERTS = (
     Linear("qwen3 gate_up", 1536, 2048, 128, 8),
     Linear("qwen3 down", 2048, 768, 128, 8),
 )
-OFF_TILE = (  # no power of two divides them far; of the last K, 64 is the largest
+OFF_TILE = (  # no power of two divides them far; of the last K it is 64
     Linear("off-tile", 4104, 4056),
     Linear("odd", 1001, 1000),
-    Linear("half steps", 3072, 576),
+    Linear("small gate_up", 3072, 576),
 )
 TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1024, 2048, 4096, 8192)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -182,9 +182,9 @@ class Block:
     def convolve(
         self, x: int, to: int, state: int, weight: Tensor, bias: Tensor | None, activation: str = "identity"
     ) -> None:
-        """Shift x into `state` [M, width * taps], and compute activation(round(state * weight summed over taps + bias)).
+        """Shift x into `state` [M, width * taps], and compute the activation of its products with the weight.
 
-        weight [width, taps] and bias [width] have the dtype.
+        The sums over taps, plus the bias, are rounded first. weight [width, taps] and bias [width] have the dtype.
         """
         address, _, more, _ = (*self._held(weight), *self._held(bias))
         numbers = (state, weight.shape[1], address, more, ACTIVATIONS.index(activation))
@@ -203,9 +203,10 @@ class Block:
         log_decay: Tensor,
         time_bias: Tensor,
     ) -> None:
-        """Compute a token of the gated delta rule, whose state [M, heads * key_dim * value_dim] is fp32; see `DeltaRows`.
+        """Compute a token of the gated delta rule, see `DeltaRows` in kernels.h.
 
-        `heads`: of keys and of values; `dims`: of a key and of a value. x holds q, k and v, one after the other.
+        The state [M, heads * key_dim * value_dim] is fp32. `heads`: of keys and of values; `dims`: of a key and of a
+        value. x holds q, k and v, one after the other.
         """
         self._dtypes[state] = torch.float32
         numbers = (state, *heads, *dims, *self._held(log_decay), *self._held(time_bias), _bits(1e-6))

@@ -160,10 +160,6 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
                 block_m = 64  # without wgmma x is in registers, too: 3.5 KB of stack (int3 g32, M = 65, sm80)
         else:
             return f"groups of {group_size} do not fit a tile of {block_k}"
-    half = block_k // 2
-    fits = half // codes >= _MIN_DOT_K and (half >= group_size or group_size % half == 0)
-    if fits and K % half == 0 and K % block_k:
-        block_k = half  # whole steps (K of 576, 2880)
     while table == "sm100" and IS_OLD_TRITON and block_m * block_n * codes > _TENSOR_MEMORY:
         block_m //= 2
     return Tiling(block_m, block_n, block_k, num_warps, num_stages, max_split, mode)

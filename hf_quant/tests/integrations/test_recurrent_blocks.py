@@ -44,14 +44,13 @@ def test_tokens_of_the_host(kind):
     model = make(kind, **fields)
     ids, mask = prompt(3), torch.ones(3, 7, dtype=torch.long)
     mask[0, :3] = mask[2, :1] = 0
-    found = [generate(model, ids[:1]), generate(model, ids, attention_mask=mask), generate(model, ids[:1], num_beams=3)]
+    calls = ((ids[:1], {}), (ids, {"attention_mask": mask}), (ids[:1], {"num_beams": 3}))
+    found = [generate(model, given, **options) for given, options in calls]
     assert block_reasons(model) == dict.fromkeys(block_reasons(model)) and len(states(model)) == count
     assert all(state.found for state in states(model, *but(model)))
     logits, cache = per_token(model, ids)
     unfuse_activations_(model)
-    expected = [generate(model, ids[:1]), generate(model, ids, attention_mask=mask)]
-    expected.append(generate(model, ids[:1], num_beams=3))
-    assert all(torch.equal(*pair) for pair in zip(found, expected))
+    assert all(torch.equal(own, generate(model, given, **options)) for own, (given, options) in zip(found, calls))
     of_host, cache_of_host = per_token(model, ids)
     assert ((logits - of_host).norm() / of_host.norm()) < 1e-4
     for own, theirs in zip(cache.layers, cache_of_host.layers):

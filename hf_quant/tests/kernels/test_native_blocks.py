@@ -182,11 +182,12 @@ def test_delta_rule(dtype, heads, dims):
     log_decay, time_bias = rows(count, dtype=torch.float32, seed=3), rows(count, dtype=dtype, seed=4)
     weights = rows(2, count, 24, dtype=dtype, seed=5)
     a, b = (F.linear(hidden.float(), weight.float()).to(dtype) for weight in weights)
-    q, k, v = (part.view(M, -1, D).double() for part, D in zip(x.split([keys, keys, values], -1), (key_dim,) * 2 + (value_dim,)))
-    q, k = ((part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(count // shared, 1) for part in (q, k))
+    q, k, v = x.double().split([keys, keys, values], -1)
+    q, k = (part.view(M, shared, key_dim).repeat_interleave(count // shared, 1) for part in (q, k))
+    q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
     decay = (-log_decay.double().exp() * F.softplus(a.double() + time_bias.double())).exp()
     moved = state.double() * decay[..., None, None]
-    change = (v - (moved * k[..., None]).sum(-2)) * b.sigmoid().double()[..., None]
+    change = (v.view(M, count, -1) - (moved * k[..., None]).sum(-2)) * b.sigmoid().double()[..., None]
     moved = moved + k[..., None] * change[..., None, :]
     expected = (moved * q[..., None]).sum(-2) / key_dim**0.5
 

@@ -153,7 +153,7 @@ def test_one_native_call_begins_a_cache_as_the_parts_do(instructions, format, dt
         monkeypatch.undo()
         assert_close(own.k_frame, parts.k_frame, rms=1e-4)
         for name in ("k_codes", "v_codes", "k_pairs", "v_pairs"):
-            assert torch.equal(getattr(own, name), getattr(other, name)), (name, S)
+            assert torch.equal(getattr(own, name)[:, :, :S], getattr(other, name)[:, :, :S]), (name, S)
         assert (own.k_first is None) == (other.k_first is None)
         assert own.k_first is None or torch.equal(own.k_first, other.k_first), S
 

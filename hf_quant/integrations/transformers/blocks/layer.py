@@ -79,7 +79,7 @@ def names_of_norms(module: nn.Module, mixer: str) -> tuple[str | None, ...] | No
 
 
 class Rest:
-    """The norms and the feed-forward block of a layer whose x and output are K wide; `factor`: of what is added to x."""
+    """The norms and the feed-forward block of a layer whose x is K wide; `factor`: of what is added to x."""
 
     def __init__(self, module: nn.Module, mixer: str, K: int, dtype: torch.dtype) -> None:
         children, rest = module._modules, feed_forward(module)

@@ -108,7 +108,7 @@ class _Mixer:
         raise NotImplementedError
 
     def _ways(self) -> list[Any]:
-        """What may differ from host to host, and is found by trial."""
+        """Return the settings that differ from host to host, of which a trial finds the right one."""
         return [None]
 
     def add_to(self, block: Block, x: int, to: int) -> None:
@@ -168,7 +168,8 @@ def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, Non
     `kwargs`: of the module; the first one is that of the states.
     """
     dtype = mixer.dtype
-    x, conv = random_rows(2, 1, mixer.K, dtype=dtype), random_rows(2, mixer.width, mixer.taps.shape[1], dtype=dtype, seed=1)
+    x = random_rows(2, 1, mixer.K, dtype=dtype)
+    conv = random_rows(2, mixer.width, mixer.taps.shape[1], dtype=dtype, seed=1)
     recurrent = None if mixer.shape is None else random_rows(2, *mixer.shape, dtype=torch.float32, seed=2)
     theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
     kwargs = {"hidden_states": x, "attention_mask": None, **kwargs, next(iter(kwargs)): theirs}
@@ -290,7 +291,9 @@ def _run(module: nn.Module, state: State, x: Any, index: int, cache: str, kwargs
         return None
     mixer = getattr(found, "mixer", found)
     recurrent = None if mixer.shape is None else past.get_recurrent_state(index, state_idx=0)
-    return _moved(found.block, x, conv, recurrent) if mixer.K == x.shape[2] and mixer.fits(len(x), conv, recurrent) else None
+    if mixer.K != x.shape[2] or not mixer.fits(len(x), conv, recurrent):
+        return None
+    return _moved(found.block, x, conv, recurrent)
 
 
 def run_delta_net(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
