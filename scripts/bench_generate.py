@@ -15,8 +15,8 @@
         --formats int4 --only-both
 
 The model is a Llama of 468M parameters with random weights in bf16 (hidden 1024, 24 layers, intermediate 4096,
-vocabulary 32000), of another --shape (moe: a small Qwen3-MoE), or a directory given by --model. Every library leaves
-the output embedding in 16 bit; ours quantizes it with --head. The models take turns, one generation each; the medians
+vocabulary 32000), of another --shape (moe: a small Qwen3-MoE; hybrid: a Qwen3.5 of 12 layers), or a directory given by
+--model. Every library leaves the output embedding in 16 bit; ours quantizes it with --head. The models take turns, one generation each; the medians
 count: of the time to the first token, and of the interval between tokens. With --kv-cache the 16-bit model and each
 format are measured with each quantized cache, too (--only-both: only formats with a cache, next to 16 bit with one of
 16 bit). --context is the length of the prompt; memory is then measured as well: a generation's peak beside the
@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from common import vllm_engine
 from common.checkout import commit
@@ -56,8 +56,12 @@ SHAPES = {
     "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
     "moe": {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 32000}
     | {"num_experts": 64, "num_experts_per_tok": 8, "head_dim": 64},
+    "hybrid": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 12, "vocab_size": 32000}
+    | {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
 }
-HEADS = {"468m": (16, 16), "llama-3.1-8b": (32, 8), "moe": (16, 4)}  # of queries, of keys and values
+# Of queries, of keys and values.
+HEADS = {"468m": (16, 16), "llama-3.1-8b": (32, 8), "moe": (16, 4), "hybrid": (8, 2)}
+CONFIGS = {"moe": Qwen3MoeConfig, "hybrid": Qwen3_5TextConfig}
 
 
 def make_model(path: Path | None, shape: str, layers: int | None, context: int, device: str) -> nn.Module:
@@ -66,7 +70,7 @@ def make_model(path: Path | None, shape: str, layers: int | None, context: int, 
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     torch.manual_seed(0)
     heads, kv_heads = HEADS[shape]
-    config = (Qwen3MoeConfig if shape == "moe" else LlamaConfig)(
+    config = CONFIGS.get(shape, LlamaConfig)(
         **{**SHAPES[shape], **({} if layers is None else {"num_hidden_layers": layers})},
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,

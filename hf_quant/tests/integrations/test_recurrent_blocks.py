@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_quant import unfuse_activations_
+from hf_quant import capture_generate, unfuse_activations_
 from hf_quant.integrations.transformers.blocks import base, block_reasons
 from hf_quant.tests.integrations.test_fused_blocks import generate, make, needs_native, prompt, states
 
@@ -19,15 +19,15 @@ _LINEAR = {
 }
 # {model type: (further fields, modules that have a block)}.
 FAMILIES = {
-    "qwen3_5_text": (_LINEAR, 23),  # gated delta nets, and attention with gates
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}, 18),
+    "qwen3_5_text": (_LINEAR, 24),  # gated delta nets, and attention with gates
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}, 19),
     "olmo": ({}, 12),  # norms without weights, and no state
 }
 
 
 def but(model) -> list:
-    """The decoder, and norms of queries that lie apart: they have no blocks of their own."""
-    return [model.model, *(module for name, module in model.named_modules() if name.endswith("q_norm"))]
+    """Norms of queries that lie apart, which have no blocks of their own."""
+    return [module for name, module in model.named_modules() if name.endswith("q_norm")]
 
 
 def per_token(model, ids) -> tuple[torch.Tensor, DynamicCache]:
@@ -48,6 +48,10 @@ def test_tokens_of_the_host(kind):
     found = [generate(model, given, **options) for given, options in calls]
     assert block_reasons(model) == dict.fromkeys(block_reasons(model)) and len(states(model)) == count
     assert all(state.found for state in states(model, *but(model)))
+    with capture_generate(model) as steps:
+        captured = [generate(model, given, **options) for given, options in calls[:2]]
+    assert all(map(torch.equal, captured, found))
+    assert steps.num_replays > 10 and not steps.reasons
     logits, cache = per_token(model, ids)
     unfuse_activations_(model)
     assert all(torch.equal(own, generate(model, given, **options)) for own, (given, options) in zip(found, calls))
@@ -67,7 +71,7 @@ def test_inputs_of_every_kind(kind, activations, dtype):
     config = {"weights": "int4", "kv_cache": "int8", "cpu_activations": activations}
     model = make(kind, config, dtype, **FAMILIES[kind][0])
     logits, _ = per_token(model, prompt(2, 30))
-    assert all(state.found for state in states(model, *but(model))) and logits.dtype == dtype
+    assert all(state.found for state in states(model, model.model, *but(model))) and logits.dtype == dtype
     expected, _ = per_token(unfuse_activations_(model), prompt(2, 30))
     assert ((logits - expected).float().norm() / expected.float().norm()) < (0.1 if activations else 0.03)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 
 # Places of a call's arguments. ROTARY: the positions but for their first row, which is of text alone in Qwen2-VL.
-PLACES = X, POSITIONS, ROTARY = object(), object(), object()
+# THREE_TIMES: positions as those of time, height and width (Qwen3.5).
+PLACES = X, POSITIONS, ROTARY, THREE_TIMES = object(), object(), object(), object()
 _AHEAD = 64  # tokens
 _BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embeddings that change with the largest position
 
@@ -19,7 +20,7 @@ _BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embeddings that change w
 class Angles:
     """The result of a module for x and the positions of one new token of each sequence.
 
-    `args`, `kwargs`: of the module's call, with `X`, `POSITIONS` and `ROTARY` in the places of the tensors.
+    `args`, `kwargs`: of the module's call, with marks of PLACES in the places of the tensors.
     """
 
     def __init__(self, module: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -45,6 +46,7 @@ class Angles:
 
     def _call(self, x: Tensor, positions: Tensor) -> Any:
         places = {X: x, POSITIONS: positions, ROTARY: positions[1:]}
+        places[THREE_TIMES] = positions.expand(3, *positions.shape) if positions.dim() == 2 else None
         kwargs = {name: places.get(value, value) for name, value in self.kwargs.items()}
         return self.module(*[places.get(value, value) for value in self.args], **kwargs)
 

@@ -8,13 +8,14 @@ is trusted with that, for layers that attend to all tokens or to a window.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.angles import PLACES, POSITIONS, ROTARY, Angles, X
+from hf_quant.integrations.transformers.blocks.angles import PLACES, POSITIONS, ROTARY, THREE_TIMES, Angles, X
 from hf_quant.integrations.transformers.blocks.attention import (
     addresses_of,
     fit,
@@ -34,19 +35,21 @@ from hf_quant.integrations.transformers.blocks.base import (
     weight_of,
 )
 from hf_quant.integrations.transformers.blocks.layer import LayerBlock, is_layer
+from hf_quant.integrations.transformers.blocks.recurrent import RecurrentLayer, States, is_recurrent_layer
 from hf_quant.kernels.native.blocks import run_in_turn
 from hf_quant.kernels.native.products import row_reader
 from hf_quant.modules import QuantEmbedding
 
 
-_TYPES = {"full_attention", "sliding_attention"}  # of layers
+_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv"}  # of layers
 _SETTINGS = (bool, int, float, str, type(None))
 
 
 def is_decoder(module: nn.Module, linear: type[nn.Module]) -> bool:
     """True if a module has one list of children, all of which are layers; a trial shows what it computes."""
     layers = _layers(module)
-    return layers is not None and len(layers) > 0 and all(is_layer(layer, linear) for layer in layers)
+    kinds = (is_layer, is_recurrent_layer)
+    return bool(layers) and all(any(is_kind(layer, linear) for is_kind in kinds) for layer in layers)
 
 
 def _layers(module: nn.Module) -> nn.ModuleList | None:
@@ -119,6 +122,8 @@ class _Inputs(NamedTuple):
             return POSITIONS
         if not isinstance(value, Tensor) or value.dtype != positions.dtype:
             return None
+        if positions.dim() == 2 and value.dim() == 3:
+            return THREE_TIMES if len(value) == 3 and bool((value == positions).all()) else None
         if self.own_positions:
             return POSITIONS if torch.equal(value, positions) else None
         rest = positions[1:]
@@ -160,7 +165,11 @@ class DecoderBlock:
             raise Unproven("a layer of the cache takes new tokens another way")
         kinds = []
         for call, before, block, token in zip(ours, [x, *(call.result for call in ours)], blocks, tokens):
-            _check(call, before, inputs, token.place[1])
+            if isinstance(token, States):
+                _check(call, before, inputs)
+                kinds.append((None, States, None))
+                continue
+            _check(call, before, inputs, inputs.mask(token.place[1]), token.place[1])
             angles = call.kwargs.get("position_embeddings")
             number = None if angles is None else [made.result is angles for made in rotary].index(True)
             turned = block.attention.sizes.turned
@@ -174,11 +183,12 @@ class DecoderBlock:
         self.parts, self.masked_parts = _parts([kind[:2] for kind in kinds]), _parts(kinds)
         self.watch = Watch.of_all([watch, *(block.watch for block in blocks)])
 
-    def _tokens(self, inputs: _Inputs) -> list[kv_cache.NextToken] | None:
+    def _tokens(self, inputs: _Inputs) -> list[kv_cache.NextToken | States] | None:
         """The places of the next token in the cache, None if a layer of the cache takes it another way."""
         tokens, rows = [], inputs.rows
         for block in self.blocks:
-            token = block.attention.next_token(inputs.past, rows)
+            is_recurrent = isinstance(block, RecurrentLayer)
+            token = (block.mixer.states if is_recurrent else block.attention.next_token)(inputs.past, rows)
             if token is None:
                 return None
             tokens.append(token)
@@ -205,8 +215,8 @@ class DecoderBlock:
         parts = [self._part(part, inputs, x, y, tokens, angles) for part in parts]
         if None in parts:
             return None
-        for part in parts:
-            run_in_turn(*part)
+        for run in parts:
+            run()
         for token in tokens:
             token.done()
         return y[-1]
@@ -217,12 +227,16 @@ class DecoderBlock:
         inputs: _Inputs,
         x: Tensor,
         y: Tensor,
-        tokens: list[kv_cache.NextToken],
+        tokens: list[kv_cache.NextToken | States],
         angles: list[Any],
-    ) -> tuple | None:
-        """The arguments of `run_in_turn` for a part of the layers, whose results are y; None: left to the host."""
+    ) -> Callable[[], None] | None:
+        """A function that runs a part of the layers, whose results are y; None: left to the host."""
         number, start, end = part
-        attention, tokens = self.blocks[start].attention, tokens[start:end]
+        blocks, tokens = self.blocks[start:end], tokens[start:end]
+        inputs_of = [x if start == 0 else y[start - 1], *y[start : end - 1]]
+        if isinstance(blocks[0], RecurrentLayer):
+            return partial(_run_states, blocks, tokens, inputs_of, y[start:end])
+        attention = blocks[0].attention
         B, (heads, _, _, turned), count = len(x), attention.sizes, tokens[0].place[1]
         if turned and not (number is not None and fit(*angles[number], B, turned, attention.angle_dtype)):
             return None
@@ -232,10 +246,15 @@ class DecoderBlock:
             if mask is None or any(token.place[1] != count for token in tokens):
                 return None
         cos, sin, stride = addresses_of(None if number is None else angles[number], turned)
-        first = x if start == 0 else y[start - 1]
-        blocks, caches = [block.block for block in self.blocks[start:end]], tuple([token.cache for token in tokens])
+        blocks, caches = [block.block for block in blocks], tuple([token.cache for token in tokens])
         places = [token.place for token in tokens]
-        return blocks, B, stride, caches, places, mask, first.data_ptr(), cos, sin, y[start].data_ptr()
+        addresses = (inputs_of[0].data_ptr(), cos, sin, y[start].data_ptr())
+        return partial(run_in_turn, blocks, B, stride, caches, places, mask, *addresses)
+
+
+def _run_states(blocks: list[RecurrentLayer], states: list[States], inputs: list[Tensor], results: Tensor) -> None:
+    for block, state, x, y in zip(blocks, states, inputs, results):
+        block.block(len(x), x.data_ptr(), *state.addresses(), y.data_ptr())
 
 
 def _parts(kinds: list[tuple]) -> list[tuple[int | None, int, int]]:
@@ -291,18 +310,21 @@ def _scale(embedded: Tensor, x: Tensor, config: Any) -> float:
     raise Unproven("the first layer is given something else than the embedding")
 
 
-def _check(call: Call, before: Tensor, inputs: _Inputs, tokens: int) -> None:
-    """Raise Unproven if a layer was given something else than the result of the one before, the cache and the mask."""
+def _check(call: Call, before: Tensor, inputs: _Inputs, expected: Tensor | None = None, tokens: int = 0) -> None:
+    """Raise Unproven if a layer was given something else than the result of the one before, the cache and the mask.
+
+    `expected`: the mask of `tokens` tokens that its attention needs; of 0 tokens: it needs none.
+    """
     name, kwargs = type(call.child).__name__, call.kwargs
     if len(call.args) != 1 or call.args[0] is not before or not is_one_token(before, kwargs):
         raise Unproven(f"{name} is given something else than the result of the layer before it")
     if kwargs["past_key_values"] is not inputs.past:
         raise Unproven(f"{name} is given another cache")
-    mask, expected = kwargs.get("attention_mask"), inputs.mask(tokens)
+    mask = kwargs.get("attention_mask")
     if mask is None:
         is_known = expected is None or bool(expected.all())
     else:
-        seen = _seen(mask)
+        seen = _seen(mask) if tokens else None
         is_known = seen is not None and bool((seen[..., :tokens] == (True if expected is None else expected)).all())
     if not is_known:
         raise Unproven(f"{name} is given another mask than that of the padding")
@@ -334,12 +356,15 @@ def _output_of(output: Any, y: Tensor, past: Any) -> Callable[[Tensor, Any], Any
     return lambda y, past: kind(last_hidden_state=y, past_key_values=past)
 
 
-def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock:
+def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock | RecurrentLayer:
     state = state_of(layer)
     block = None if state is None else state.found.get(dtype)
     if block is None or not block.watch.holds():
         raise Unproven("a layer has no block")
-    if block.attention.implementation != implementation_of(layer._modules["self_attn"]):
+    is_changed = isinstance(block, LayerBlock) and (
+        block.attention.implementation != implementation_of(layer._modules["self_attn"])
+    )
+    if is_changed:
         raise Unproven("another attention function is chosen")
     state.reason = None  # an adapter or a hook may be gone again
     return block

@@ -114,7 +114,7 @@ class Rest:
 
 
 class LayerBlock:
-    """The native block of a layer for x of one dtype, and angles of one."""
+    """The native block of a layer with attention for x of one dtype, and angles of one."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
         self.attention = attention = AttentionBlock(module._modules["self_attn"], dtype, turned, of_angles)

@@ -5,7 +5,7 @@ states that are given: the block must compute the same output and leave the same
 """
 
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class _Mixer:
     shape: tuple[int, ...] | None = None
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self.watch, self.dtype = Watch(module), dtype
+        self.watch, self.dtype, self.index = Watch(module), dtype, module.layer_idx
         self._read(module)
         errors, ways = [], self._ways()
         for self.way in ways:
@@ -125,24 +125,42 @@ class _Mixer:
         self.add_to(block, 0, 3)
         return block.finish()
 
-    def fits(self, B: int, conv: Any, recurrent: Any) -> bool:
-        """True if states are those of B sequences, as blocks read them."""
-        found = ((conv, (self.width, self.taps.shape[1]), self.dtype), (recurrent, self.shape, torch.float32))
-        for state, shape, dtype in found:
-            if shape is None:
-                continue
-            if not isinstance(state, Tensor) or state.shape != (B, *shape) or state.dtype != dtype:
-                return False
-            if not (state.is_cpu and state.is_contiguous()):
-                return False
-        return True
+    def states(self, past: Any, B: int) -> "States | None":
+        """The states of B sequences in a cache, None if there are none yet, or they lie otherwise than blocks read."""
+        conv = past.get_conv_state(self.index, state_idx=0)
+        if past.is_recording_past(self.index) or not _lies(conv, (B, self.width, self.taps.shape[1]), self.dtype):
+            return None
+        if self.shape is None:
+            return States(conv, None)
+        recurrent = past.get_recurrent_state(self.index, state_idx=0)
+        return States(conv, recurrent) if _lies(recurrent, (B, *self.shape), torch.float32) else None
 
 
-class _Layer:
+def _lies(state: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    is_like = isinstance(state, Tensor) and state.shape == shape and state.dtype == dtype
+    return is_like and state.is_cpu and state.is_contiguous()
+
+
+class States(NamedTuple):
+    """The states of a layer: of its convolution [B, width, taps], and the recurrent one, if it has one."""
+
+    conv: Tensor
+    recurrent: Tensor | None
+
+    def addresses(self) -> tuple[int, int]:
+        """The addresses of both, 0 if there is none."""
+        return self.conv.data_ptr(), 0 if self.recurrent is None else self.recurrent.data_ptr()
+
+    def done(self) -> None:
+        """Count the token that was added: states do not count."""
+
+
+class RecurrentLayer:
     """The native block of a layer: norms, a mixer, feed-forward, and the sums between, for x of one dtype."""
 
     def __init__(self, module: nn.Module, name: str, kind: type[_Mixer], dtype: torch.dtype) -> None:
         self.mixer = mixer = kind(module._modules[name], dtype)
+        self.K = mixer.K
         rest = Rest(module, name, mixer.K, dtype)
         self.watch = Watch.of_all([Watch(module), mixer.watch, rest.mlp.watch])
         self.block = block = mixer.begin()
@@ -154,11 +172,10 @@ class _Layer:
         _check(module, error, dtype)
 
 
-def _moved(block: Block, x: Tensor, conv: Tensor, recurrent: Tensor | None) -> Tensor:
+def _moved(block: Block, x: Tensor, states: States) -> Tensor:
     """The output of a block for x [B, 1, K]; the states are moved on."""
     y = torch.empty_like(x)
-    state = 0 if recurrent is None else recurrent.data_ptr()
-    block(len(x), x.data_ptr(), conv.data_ptr(), state, y.data_ptr())
+    block(len(x), x.data_ptr(), *states.addresses(), y.data_ptr())
     return y
 
 
@@ -174,7 +191,7 @@ def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, Non
     theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
     kwargs = {"hidden_states": x, "attention_mask": None, **kwargs, next(iter(kwargs)): theirs}
     expected = type(module)._hf_quant_block_of.forward(module, **kwargs)
-    errors = [difference(_moved(block, x, conv, recurrent), expected), difference(conv, theirs.conv)]
+    errors = [difference(_moved(block, x, States(conv, recurrent)), expected), difference(conv, theirs.conv)]
     if recurrent is not None:
         errors.append(difference(recurrent.to(dtype), theirs.recurrent.to(dtype)))
     return max(errors)
@@ -274,7 +291,7 @@ def is_recurrent_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
     return found is not None and has_parts(module, found[0], linear)
 
 
-def _run(module: nn.Module, state: State, x: Any, index: int, cache: str, kwargs: dict[str, Any], make: Any) -> Any:
+def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, Any], make: Any) -> Tensor | None:
     """The output for one token x [B, 1, K] of each sequence, None where the host has to compute it."""
     past = kwargs.get(cache)
     if module.training or past is None or not is_served(x) or x.dtype not in TOLERANCE:
@@ -283,17 +300,11 @@ def _run(module: nn.Module, state: State, x: Any, index: int, cache: str, kwargs
         return None
     if not all([name in _IGNORED or name == cache or value is None for name, value in kwargs.items()]):
         return None
-    conv = past.get_conv_state(index, state_idx=0)
-    if conv is None or past.is_recording_past(index):
-        return None
     found = state.block(module, x.dtype, lambda: make(x.dtype))
-    if found is None:
+    if found is None or found.K != x.shape[2]:
         return None
-    mixer = getattr(found, "mixer", found)
-    recurrent = None if mixer.shape is None else past.get_recurrent_state(index, state_idx=0)
-    if mixer.K != x.shape[2] or not mixer.fits(len(x), conv, recurrent):
-        return None
-    return _moved(found.block, x, conv, recurrent)
+    states = getattr(found, "mixer", found).states(past, len(x))
+    return None if states is None else _moved(found.block, x, states)
 
 
 def run_delta_net(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -307,8 +318,8 @@ def run_short_convolution(module: nn.Module, state: State, *args: Any, **kwargs:
 
 
 def _run_mixer(kind: type[_Mixer], module: nn.Module, state: State, args: tuple, kwargs: dict[str, Any]) -> Any:
-    x, index = kwargs.get("hidden_states"), module.layer_idx
-    return None if args else _run(module, state, x, index, kind.cache, kwargs, lambda dtype: kind(module, dtype))
+    x = kwargs.get("hidden_states")
+    return None if args else _run(module, state, x, kind.cache, kwargs, lambda dtype: kind(module, dtype))
 
 
 def run_recurrent_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -316,5 +327,4 @@ def run_recurrent_layer(module: nn.Module, state: State, *args: Any, **kwargs: A
     found = _mixer_of(module)
     if len(args) != 1 or found is None:
         return None
-    index = module._modules[found[0]].layer_idx
-    return _run(module, state, args[0], index, "past_key_values", kwargs, lambda dtype: _Layer(module, *found, dtype))
+    return _run(module, state, args[0], "past_key_values", kwargs, lambda dtype: RecurrentLayer(module, *found, dtype))
