@@ -16,13 +16,14 @@
 
 The model is a Llama of 468M parameters with random weights in bf16 (hidden 1024, 24 layers, intermediate 4096,
 vocabulary 32000), of another --shape (moe: a small Qwen3-MoE; hybrid: a Qwen3.5 of 12 layers), or a directory given by
---model. Every library leaves the output embedding in 16 bit; ours quantizes it with --head. The models take turns, one generation each; the medians
-count: of the time to the first token, and of the interval between tokens. With --kv-cache the 16-bit model and each
-format are measured with each quantized cache, too (--only-both: only formats with a cache, next to 16 bit with one of
-16 bit). --context is the length of the prompt; memory is then measured as well: a generation's peak beside the
-weights. --rivals adds torchao, optimum-quanto and bitsandbytes as far as they are installed, llama.cpp, if the
-packages llama-cpp-python and gguf are (a Llama on the CPU), and vLLM's CPU build, if `make engines` has installed it
-(wall time only, because it runs in a process of its own); or those of them whose names begin as given.
+--model. Every library leaves the output embedding in 16 bit; ours quantizes it with --head. The models take turns, one
+generation each; the medians count: of the time to the first token, and of the interval between tokens. With --kv-cache
+the 16-bit model and each format are measured with each quantized cache, too (--only-both: only formats with a cache,
+next to 16 bit with one of 16 bit). --context is the length of the prompt; memory is then measured as well: a
+generation's peak beside the weights. --rivals adds torchao, optimum-quanto and bitsandbytes as far as they are
+installed, llama.cpp, if the packages llama-cpp-python and gguf are (a Llama on the CPU), and vLLM's CPU build, if
+`make engines` has installed it (wall time only, because it runs in a process of its own); or those of them whose names
+begin as given.
 """
 
 import argparse
