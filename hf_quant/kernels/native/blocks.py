@@ -25,7 +25,7 @@ ACTIVATIONS += ("identity", "sigmoid")
 # Of a rotary embedding: see `TurnedPairs` in kernels.h.
 PAIRS = ("halves", "neighbors", "neighbors_by_pair", "halves_by_pair")
 _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND, _ROUTE, _COMBINE, _WEIGH = range(10)
-_SMALL, _CONVOLVE, _DELTA, _SPLIT = range(10, 14)
+_SMALL, _CONVOLVE, _DELTA, _PICK = range(10, 14)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
 
@@ -168,9 +168,12 @@ class Block:
         """Multiply `to` in place by sigmoid(x @ weight [1, K].T)."""
         self._steps.append((None, _WEIGH, x, -1, -1, to, *weight.shape, *self._held(weight), 0, 0, True))
 
-    def split(self, x: int, first: int, second: int, width: int) -> None:
-        """Copy the first and the second half of each head of x, which is 2 * width wide, to two buffers."""
-        self._steps.append((None, _SPLIT, x, -1, -1, first, second, width))
+    def pick(self, x: int, to: int, columns: slice, *, group: int, column: int = 0) -> None:
+        """Copy `columns` of each `group` columns of x, one after the other, to `column` of a buffer and on."""
+        if x in self._dtypes:
+            self._dtypes.setdefault(to, self._dtypes[x])
+        numbers = (group, columns.start, columns.stop - columns.start, column)
+        self._steps.append((None, _PICK, x, -1, -1, to, *numbers))
 
     def small(self, x: int, weight: Tensor, bias: Tensor | None) -> int:
         """Compute x @ weight [N, K].T + bias [N], rounded to the dtype, in a buffer of fp32 that is returned."""

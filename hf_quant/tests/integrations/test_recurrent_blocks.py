@@ -17,9 +17,17 @@ _LINEAR = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
 }
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 # {model type: (further fields, modules that have a block)}.
 FAMILIES = {
     "qwen3_5_text": (_LINEAR, 24),  # gated delta nets, and attention with gates
+    "qwen3_next": (_LINEAR | _EXPERTS, 28),  # whose products are joined
+    "qwen3_5_moe_text": (_LINEAR | _EXPERTS, 28),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}, 19),
     "olmo": ({}, 12),  # norms without weights, and no state
 }

@@ -201,13 +201,17 @@ def test_delta_rule(dtype, heads, dims):
     assert_near(state.to(dtype), moved.to(dtype), roundings)
 
 
-def test_split():
+def test_pick():
     x = rows(M, 2 * 3 * 8, dtype=torch.bfloat16)
     first, second = torch.empty(2, M, 3 * 8, dtype=torch.bfloat16)
     block = Block(torch.bfloat16, 48, 24, 24)
-    block.split(0, 1, 2, 8)
+    block.pick(0, 1, slice(0, 8), group=16)
+    block.pick(0, 2, slice(8, 12), group=16, column=12)
+    block.pick(0, 2, slice(12, 16), group=16)
     run(block, x, first, second)
-    assert torch.equal(torch.stack([first, second], 1).view(M, 2, 3, 8), x.view(M, 3, 2, 8).transpose(1, 2))
+    expected = x.view(M, 3, 4, 4).transpose(1, 2).flatten(2)
+    assert torch.equal(first, x.view(M, 3, 2, 8)[:, :, 0].flatten(1))
+    assert torch.equal(second, torch.cat([expected[:, 3], expected[:, 2]], -1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

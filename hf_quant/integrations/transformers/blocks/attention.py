@@ -137,7 +137,9 @@ class AttentionBlock:
             for layer, target in zip(layers[:3], targets):
                 add_product(block, x, target, layer)
             if self.is_gated:
-                block.split(targets[0], to[0], to[3], self.sizes.D)
+                D = self.sizes.D
+                block.pick(targets[0], to[0], slice(0, D), group=2 * D)
+                block.pick(targets[0], to[3], slice(D, 2 * D), group=2 * D)
         else:
             start = 0
             for target, width in zip(to, self.widths):

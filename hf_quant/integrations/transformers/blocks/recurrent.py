@@ -1,7 +1,8 @@
 """One token in layers with a state in place of a cache, as one native call: gated delta nets and short convolutions.
 
-Qwen3.5's gated delta nets (https://arxiv.org/abs/2412.06464) and LFM2's convolutions. The host's module is tried with
-states that are given: the block must compute the same output and leave the same states. Prompts go by the host.
+Gated delta nets (https://arxiv.org/abs/2412.06464) of Qwen3-Next and Qwen3.5, and LFM2's convolutions. The host's
+module is tried with states that are given: the block must compute the same output and leave the same states. Prompts
+go by the host.
 """
 
 from itertools import product
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from hf_quant.integrations.transformers.blocks.attention import _TAKEN
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
     TOLERANCE,
@@ -30,9 +32,8 @@ from hf_quant.modules import QuantLinear
 
 
 _MAX_TAPS, _MAX_DIM = 8, 512  # of a convolution and of heads in the native kernels
-_DELTA = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj"}
-_QUANTIZED = ("in_proj_qkv", "in_proj_z", "out_proj")
-_IGNORED = {"hidden_states", "use_cache", "position_ids", "cache_position", "position_embeddings"}
+# Layers of a gated delta net: one with its queries, keys and values, and those of one output for each head.
+_APART, _JOINED = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"), ("in_proj_qkvz", "in_proj_ba")
 
 
 class _States:
@@ -58,7 +59,9 @@ class _States:
 def is_delta_net(module: nn.Module, linear: type[nn.Module]) -> bool:
     """True if a module has the parts of a gated delta net, by their names; a trial shows what it computes."""
     children = module._modules
-    return set(children) == _DELTA and all(isinstance(children[name], linear) for name in _QUANTIZED)
+    is_named = any(set(children) == {*names, "conv1d", "norm", "out_proj"} for names in (_APART, _JOINED))
+    large = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")
+    return is_named and all(isinstance(child, linear) for name, child in children.items() if name in large)
 
 
 def is_short_convolution(module: nn.Module, linear: type[nn.Module]) -> bool:
@@ -210,13 +213,15 @@ class DeltaNet(_Mixer):
     def _read(self, module: nn.Module) -> None:
         self.layers = children = dict(module._modules)
         self.decay, self.time_bias = module.A_log, module.dt_bias
-        self.K, self.width = children["in_proj_qkv"].in_features, children["in_proj_qkv"].out_features
+        self.is_joined = "in_proj_qkvz" in children
+        first = children["in_proj_qkvz" if self.is_joined else "in_proj_qkv"]
+        values = module.num_v_heads * module.head_v_dim
+        self.K, self.width = first.in_features, first.out_features - values * self.is_joined
         self.taps, self.bias = _taps(children["conv1d"], self.width, self.dtype)
         self.heads = module.num_k_heads, module.num_v_heads
         self.dims = module.head_k_dim, module.head_v_dim
         self.shape = (module.num_v_heads, *self.dims)
         self.activation = named(ACT2FN[module.activation], type(module).__name__)
-        values = module.num_v_heads * module.head_v_dim
         if self.width != 2 * module.num_k_heads * module.head_k_dim + values or max(self.dims) > _MAX_DIM:
             raise Unproven("its heads are of other sizes")
         if module.head_k_dim % 4 or module.num_v_heads % module.num_k_heads:
@@ -230,9 +235,12 @@ class DeltaNet(_Mixer):
     def add_to(self, block: Block, x: int, to: int) -> None:
         (rounds, rounds_gate), layers, heads, value_dim = self.way, self.layers, self.heads[1], self.dims[1]
         qkv, y, z = (block.buffer(width) for width in (self.width, heads * value_dim, heads * value_dim))
-        add_product(block, x, qkv, layers["in_proj_qkv"])
-        add_product(block, x, z, layers["in_proj_z"])
-        a, b = (self._small(block, x, layers[name]) for name in ("in_proj_a", "in_proj_b"))
+        if self.is_joined:
+            a, b = self._add_joined(block, x, qkv, z)
+        else:
+            add_product(block, x, qkv, layers["in_proj_qkv"])
+            add_product(block, x, z, layers["in_proj_z"])
+            a, b = (self._small(block, x, layers[name], heads) for name in ("in_proj_a", "in_proj_b"))
         block.convolve(qkv, qkv, 1, self.taps, self.bias, self.activation)
         block.delta(qkv, a, b, y, 2, heads=self.heads, dims=self.dims, log_decay=self.decay, time_bias=self.time_bias)
         norm = layers["norm"]
@@ -241,15 +249,31 @@ class DeltaNet(_Mixer):
         block.gate(z, y, y, "silu", rounds=rounds_gate)
         add_product(block, y, to, layers["out_proj"])
 
-    def _small(self, block: Block, x: int, layer: nn.Module) -> int:
-        """Add a product with one output for each head; returns the buffer of the result."""
-        heads = self.heads[1]
-        if isinstance(layer, QuantLinear) and layer.out_features == heads:
-            to = block.buffer(heads)
+    def _add_joined(self, block: Block, x: int, qkv: int, z: int) -> tuple[int, int]:
+        """Add two products, whose results lie together by heads of keys (Qwen3-Next); returns the buffers of a, b."""
+        (shared, heads), (key_dim, value_dim) = self.heads, self.dims
+        each = heads // shared  # heads of values
+        both = block.buffer(self.width + heads * value_dim)
+        small = self._small(block, x, self.layers["in_proj_ba"], 2 * heads)
+        add_product(block, x, both, self.layers["in_proj_qkvz"])
+        first, column = 0, 0
+        for width, to in ((key_dim, qkv), (key_dim, qkv), (each * value_dim, qkv), (each * value_dim, z)):
+            at = 0 if to == z else column
+            block.pick(both, to, slice(first, first + width), group=2 * (key_dim + each * value_dim), column=at)
+            first, column = first + width, column + shared * width
+        a, b = block.buffer(heads), block.buffer(heads)
+        block.pick(small, b, slice(0, each), group=2 * each)
+        block.pick(small, a, slice(each, 2 * each), group=2 * each)
+        return a, b
+
+    def _small(self, block: Block, x: int, layer: nn.Module, outputs: int) -> int:
+        """Add a product with few outputs; returns the buffer of the result."""
+        if isinstance(layer, QuantLinear) and layer.out_features == outputs:
+            to = block.buffer(outputs)
             add_product(block, x, to, layer)
             return to
-        if type(layer) is not nn.Linear or not layer.weight.is_contiguous() or layer.out_features != heads:
-            raise Unproven(f"{type(layer).__name__} is no linear layer of {heads} outputs")
+        if type(layer) is not nn.Linear or not layer.weight.is_contiguous() or layer.out_features != outputs:
+            raise Unproven(f"{type(layer).__name__} is no linear layer of {outputs} outputs")
         return block.small(x, layer.weight, layer.bias)
 
 
@@ -298,7 +322,10 @@ def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, 
         return None
     if x.dim() != 3 or x.shape[1] != 1 or not 0 < len(x) <= MAX_ROWS:
         return None
-    if not all([name in _IGNORED or name == cache or value is None for name, value in kwargs.items()]):
+    taken = (cache, *_TAKEN)
+    if kwargs.get("attention_mask") is not None:
+        return None
+    if not all([name in taken or value is None or value is False for name, value in kwargs.items()]):
         return None
     found = state.block(module, x.dtype, lambda: make(x.dtype))
     if found is None or found.K != x.shape[2]:

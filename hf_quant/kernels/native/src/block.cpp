@@ -144,12 +144,13 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
     case BlockStep::WEIGH:
       return weigh(kernels, step.small, call.M, at[from], buffers_[from].dtype, call.threads, buffers_[to].width,
                    at[to]);
-    case BlockStep::SPLIT: {
-      const int64_t bytes = step.heads * element_size(buffers_[from].dtype), count = call.M * buffers_[to].width / step.heads;
-      const char* both = static_cast<const char*>(at[from]);
-      for (int64_t i = 0; i < count; ++i) {
-        memcpy(static_cast<char*>(at[to]) + i * bytes, both + 2 * i * bytes, static_cast<size_t>(bytes));
-        memcpy(static_cast<char*>(at[step.second]) + i * bytes, both + (2 * i + 1) * bytes, static_cast<size_t>(bytes));
+    case BlockStep::PICK: {
+      const int64_t size = element_size(buffers_[from].dtype), groups = buffers_[from].width / step.group;
+      for (int64_t i = 0; i < call.M * groups; ++i) {
+        const int64_t column = i / groups * buffers_[to].width + step.column + i % groups * step.width;
+        memcpy(static_cast<char*>(at[to]) + column * size,
+               static_cast<const char*>(at[from]) + (i * step.group + step.first) * size,
+               static_cast<size_t>(step.width * size));
       }
       return true;
     }

@@ -17,7 +17,7 @@ struct BlockBuffer {
 };
 
 struct BlockStep {
-  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH, SMALL, CONVOLVE, DELTA, SPLIT } kind;
+  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH, SMALL, CONVOLVE, DELTA, PICK } kind;
   int from[3], to;  // buffers; -1: none
   Product product;
   bool routed;  // PRODUCT: of rows that ROUTE has sorted by experts
@@ -29,7 +29,7 @@ struct BlockStep {
   ConvolveRows convolve;
   DeltaRows delta;
   int state;                 // buffer; CONVOLVE, DELTA
-  int second;                // buffer; SPLIT: of the second halves of heads, which are `heads` wide each
+  int64_t group, first, width, column;  // PICK: columns first..first + width of each group, to `column` and on
   bool rounds;               // COMBINE: products, before they are added
   int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values
   float scale, softcap;         // ATTEND: of the scores, see Attention; ADD: scale of what is added

@@ -497,9 +497,11 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
     case BlockStep::COMBINE: step.rounds = a.integer() != 0; break;
     case BlockStep::WEIGH:
     case BlockStep::SMALL: read_small(a, step.small); break;
-    case BlockStep::SPLIT:
-      step.second = a.integer();
-      step.heads = a.number();
+    case BlockStep::PICK:
+      step.group = a.number();
+      step.first = a.number();
+      step.width = a.number();
+      step.column = a.number();
       break;
     case BlockStep::CONVOLVE:
       step.state = a.integer();
