@@ -1256,18 +1256,25 @@ class StepsCase : RandomCall {
     const int64_t taps = 1 + random_.below(kMaxTaps), channels = heads * width, count = rows * channels;
     Memory state, filter, y = make(count * element_size(dtype), false);
     const auto some = [&] { return random_.between(-1, 1); };
-    fill(state, count * taps, dtype, false, some);
+    fill(state, count * taps, dtype, false, some);  // enough for a token a sequence
     fill(filter, channels * taps, dtype, false, some);
     std::vector<double> before;
     for (int64_t i = 0; i < count * taps; ++i) before.push_back(state->at(i, dtype));
-    kernels.convolve_rows({rows, channels, taps, x->data, state->data, y->data, filter->data,
+    const int64_t tokens = rows % 2 == 0 ? 2 : 1;
+    kernels.convolve_rows({rows / tokens, tokens, channels, taps, x->data, state->data, y->data, filter->data,
                            centers ? up->data : nullptr, dtype, IDENTITY, threads});
     for (int64_t i = 0; i < count; ++i) {
-      double sum = centers ? up->at(i % channels, dtype) : 0, size = std::fabs(sum);
+      const int64_t channel = i % channels, token = i / channels % tokens, sequence = i / channels / tokens;
+      const auto given = [&](int64_t at) {  // from the old state on
+        const int64_t own = (sequence * channels + channel) * taps + at;
+        if (at < taps) return before[static_cast<size_t>(own)];
+        return x->at((sequence * tokens + at - taps) * channels + channel, dtype);
+      };
+      double sum = centers ? up->at(channel, dtype) : 0, size = std::fabs(sum);
       for (int64_t t = 0; t < taps; ++t) {
-        const double value = t + 1 < taps ? before[static_cast<size_t>(i * taps + t + 1)] : x->at(i, dtype);
-        if (state->at(i * taps + t, dtype) != value) return wrong(kernels, "the state of a convolution");
-        const double part = value * filter->at(i % channels * taps + t, dtype);
+        if (token == 0 && state->at((sequence * channels + channel) * taps + t, dtype) != given(tokens + t))
+          return wrong(kernels, "the state of a convolution");
+        const double part = given(token + 1 + t) * filter->at(channel * taps + t, dtype);
         sum += part;
         size += std::fabs(part);
       }
@@ -1291,32 +1298,34 @@ class StepsCase : RandomCall {
     fill(state, rows * heads * key_dim * value_dim, F32, false, some);
     std::vector<double> old;
     for (int64_t i = 0; i < rows * heads * key_dim * value_dim; ++i) old.push_back(state->at(i, F32));
-    kernels.delta_rows({rows, key_heads, heads, key_dim, value_dim, given->data, a->data, b->data, decay->data,
+    const int64_t tokens = rows % 2 == 0 ? 2 : 1;
+    kernels.delta_rows({rows / tokens, tokens, key_heads, heads, key_dim, value_dim, given->data, a->data, b->data, decay->data,
                         bias->data, state->as<float>(), y->data, dtype, F32, dtype, angle_dtype, dtype, 1e-6f, threads});
-    for (int64_t i = 0; i < rows * heads; ++i) {
-      const int64_t row = i / heads * all, shared = i % heads / (heads / key_heads) * key_dim;
-      const auto unit = [&](int64_t first, int64_t c) {
+    for (int64_t i = 0; i < rows * heads; ++i) {  // by tokens, then by heads
+      const int64_t row = i / heads * all, head = i % heads, shared = head / (heads / key_heads) * key_dim;
+      const int64_t first = (i / heads / tokens * heads + head) * key_dim * value_dim;
+      const auto unit = [&](int64_t from, int64_t c) {
         double squares = 1e-6;
-        for (int64_t j = 0; j < key_dim; ++j) squares += std::pow(given->at(first + j, dtype), 2);
-        return given->at(first + c, dtype) / std::sqrt(squares);
+        for (int64_t j = 0; j < key_dim; ++j) squares += std::pow(given->at(from + j, dtype), 2);
+        return given->at(from + c, dtype) / std::sqrt(squares);
       };
-      const double step = std::log1p(std::exp(a->at(i, F32) + bias->at(i % heads, dtype)));
-      const double kept = std::exp(-std::exp(decay->at(i % heads, angle_dtype)) * step);
+      const double step = std::log1p(std::exp(a->at(i, F32) + bias->at(head, dtype)));
+      const double kept = std::exp(-std::exp(decay->at(head, angle_dtype)) * step);
       const double beta = 1 / (1 + std::exp(-b->at(i, dtype)));
       for (int64_t v = 0; v < value_dim; ++v) {
         double known = 0, result = 0;
-        for (int64_t c = 0; c < key_dim; ++c)
-          known += kept * old[static_cast<size_t>((i * key_dim + c) * value_dim + v)] * unit(row + keys + shared, c);
-        const double change = beta * (given->at(row + 2 * keys + i % heads * value_dim + v, dtype) - known);
+        double* own = old.data() + first + v;
+        for (int64_t c = 0; c < key_dim; ++c) known += kept * own[c * value_dim] * unit(row + keys + shared, c);
+        const double change = beta * (given->at(row + 2 * keys + head * value_dim + v, dtype) - known);
         for (int64_t c = 0; c < key_dim; ++c) {
-          const int64_t at = (i * key_dim + c) * value_dim + v;
-          const double moved = kept * old[static_cast<size_t>(at)] + unit(row + keys + shared, c) * change;
-          if (!near(state->at(at, F32), moved, 8.0)) return wrong(kernels, "the state of a delta rule");
-          result += moved * unit(row + shared, c) / std::sqrt(static_cast<double>(key_dim));
+          own[c * value_dim] = kept * own[c * value_dim] + unit(row + keys + shared, c) * change;
+          result += own[c * value_dim] * unit(row + shared, c) / std::sqrt(static_cast<double>(key_dim));
         }
-        if (!near(y->at(i * value_dim + v, dtype), result, 8.0)) return wrong(kernels, "a delta rule");
+        if (!near(y->at(i * value_dim + v, dtype), result, 16.0)) return wrong(kernels, "a delta rule");
       }
     }
+    for (size_t i = 0; i < old.size() / static_cast<size_t>(tokens); ++i)
+      if (!near(state->at(static_cast<int64_t>(i), F32), old[i], 16.0)) return wrong(kernels, "the state of a delta rule");
     return true;
   }
 

@@ -185,7 +185,7 @@ class Block:
     def convolve(
         self, x: int, to: int, state: int, weight: Tensor, bias: Tensor | None, activation: str = "identity"
     ) -> None:
-        """Shift x into `state` [M, width * taps], and compute the activation of its products with the weight.
+        """Shift x into `state` [width * taps] of its sequence, and compute the activation of its products with the weight.
 
         The sums over taps, plus the bias, are rounded first. weight [width, taps] and bias [width] have the dtype.
         """
@@ -206,9 +206,9 @@ class Block:
         log_decay: Tensor,
         time_bias: Tensor,
     ) -> None:
-        """Compute a token of the gated delta rule, see `DeltaRows` in kernels.h.
+        """Compute tokens of the gated delta rule, see `DeltaRows` in kernels.h.
 
-        The state [M, heads * key_dim * value_dim] is fp32. `heads`: of keys and of values; `dims`: of a key and of a
+        The state [heads * key_dim * value_dim] of a sequence is fp32. `heads`: of keys and of values; `dims`: of a key and of a
         value. x holds q, k and v, one after the other.
         """
         self._dtypes[state] = torch.float32
@@ -252,9 +252,13 @@ class Block:
             module.add_step(self._block, *step)
         return self
 
-    def __call__(self, M: int, *addresses: int, angle_stride: int = 0) -> None:
-        """Run the steps for M rows; `addresses` of the arguments, whose rows are contiguous."""
-        _run(self._block, None, M, _num_threads(), angle_stride, *addresses)
+    def __call__(self, M: int, *addresses: int, angle_stride: int = 0, sequences: int = 0) -> None:
+        """Run the steps for M rows; `addresses` of the arguments, whose rows are contiguous.
+
+        `sequences`: the rows are one token after the other of each of so many; 0: each row is of another one. It
+        counts for the steps with a state.
+        """
+        _run(self._block, None, M, _num_threads(), angle_stride, sequences or M, *addresses)
 
     def with_cache(
         self,

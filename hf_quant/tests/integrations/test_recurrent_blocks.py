@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_quant import capture_generate, unfuse_activations_
-from hf_quant.integrations.transformers.blocks import base, block_reasons
+from hf_quant.integrations.transformers.blocks import base, block_reasons, layer, recurrent
 from hf_quant.tests.integrations.test_fused_blocks import generate, make, needs_native, prompt, states
 
 
@@ -84,17 +84,28 @@ def test_inputs_of_every_kind(kind, activations, dtype):
     assert ((logits - expected).float().norm() / expected.float().norm()) < (0.1 if activations else 0.03)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+def test_prompts_in_parts(kind, monkeypatch):
+    model, ids, found = make(kind, **FAMILIES[kind][0]), prompt(3, 27), []
+    for rows in (layer.CHUNK, 60, 5):  # all sequences at once, two of them, and parts of one
+        monkeypatch.setattr(recurrent, "CHUNK", rows)
+        found.append(per_token(model, ids)[0])
+        torch.testing.assert_close(found[-1], found[0], rtol=1e-4, atol=1e-4)
+    expected, _ = per_token(unfuse_activations_(model), ids)
+    torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-3)
+
+
 def test_states_that_lie_otherwise_are_left_to_the_host():
     model = make("qwen3_5_text", **FAMILIES["qwen3_5_text"][0])
     mixer = next(module for module in model.modules() if type(module).__name__ == "Qwen3_5GatedDeltaNet")
     _, cache = per_token(model, prompt(2))
-    layer, x, found = cache.layers[mixer.layer_idx], torch.randn(2, 1, 128), []
-    conv, recurrent = layer.conv_states[0].clone(), layer.recurrent_states[0].clone()
+    own, x, found = cache.layers[mixer.layer_idx], torch.randn(2, 1, 128), []
+    conv, recurrent = own.conv_states[0].clone(), own.recurrent_states[0].clone()
     for given in (recurrent.clone(), recurrent.mT.contiguous().mT):
-        layer.conv_states[0], layer.recurrent_states[0] = conv.clone(), given
+        own.conv_states[0], own.recurrent_states[0] = conv.clone(), given
         with torch.no_grad():
-            found.append((mixer(hidden_states=x, cache_params=cache), layer.conv_states[0], layer.recurrent_states[0]))
+            found.append((mixer(hidden_states=x, cache_params=cache), own.conv_states[0], own.recurrent_states[0]))
     assert base.state_of(mixer).found and not found[1][2].is_contiguous()
-    for own, theirs in zip(*found):
-        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found[0][2], recurrent, rtol=1e-2)

@@ -201,6 +201,29 @@ def test_delta_rule(dtype, heads, dims):
     assert_near(state.to(dtype), moved.to(dtype), roundings)
 
 
+def test_tokens_of_a_sequence_in_one_call_are_those_of_many():
+    heads, D, taps, S, dtype = 2, 8, 3, 7, torch.bfloat16
+    x, gates = rows(2 * S, 3 * heads * D, dtype=dtype), rows(2 * S, heads, dtype=dtype, seed=1)
+    weight, of_heads = rows(3 * heads * D, taps, dtype=dtype, seed=2), rows(heads, dtype=dtype, seed=3)
+    conv = rows(2, 3 * heads * D, taps, dtype=dtype, seed=4)
+    state = rows(2, heads, D, D, dtype=torch.float32, seed=5)
+    block = Block(dtype, 3 * heads * D, heads, conv[0].numel(), state[0].numel(), heads * D)
+    y = block.buffer(3 * heads * D)
+    block.convolve(0, y, 2, weight, None, "silu")
+    block.delta(y, 1, 1, 4, 3, heads=(heads, heads), dims=(D, D), log_decay=of_heads, time_bias=of_heads)
+    block.finish()
+    found = []
+    for calls in (1, S):
+        states, results = (conv.clone(), state.clone()), []
+        for part in zip(*(given.view(2, S, -1).chunk(calls, 1) for given in (x, gates))):
+            result = torch.empty(*part[0].shape[:2], heads * D, dtype=dtype)
+            given = [tensor.contiguous() for tensor in part]
+            block(2 * S // calls, *(t.data_ptr() for t in (*given, *states, result)), sequences=2)
+            results.append(result)
+        found.append((torch.cat(results, 1), *states))
+    assert all(map(torch.equal, *found)) and not torch.equal(found[0][2], state)
+
+
 def test_pick():
     x = rows(M, 2 * 3 * 8, dtype=torch.bfloat16)
     first, second = torch.empty(2, M, 3 * 8, dtype=torch.bfloat16)

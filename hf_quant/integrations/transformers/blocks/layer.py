@@ -48,7 +48,7 @@ _NORMS = (
 )
 _FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 _POSITION = 5  # of the trial
-_CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
+CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
 
 
 def is_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
@@ -175,8 +175,8 @@ class LayerBlock:
         widths = self.attention.widths
         q, k, v, *gate = projected = [x.new_empty(B, S, width // D, D) for width in widths]
         cos, sin = (part.expand(B, S, turned).contiguous() for part in angles) if turned else (None, None)
-        for start in range(0, B * S, _CHUNK):
-            rows = min(_CHUNK, B * S - start)
+        for start in range(0, B * S, CHUNK):
+            rows = min(CHUNK, B * S - start)
             parts = ((x, K), (cos, turned), (sin, turned), *zip(projected, widths))
             at = [0 if part is None else _address(part, start * width) for part, width in parts]
             self.first(rows, *at, angle_stride=turned)
@@ -184,8 +184,8 @@ class LayerBlock:
         attended = self.attention.attend(module._modules["self_attn"], q, k, v, mask, past)
         attended = attended.to(x.dtype).contiguous()
         y = torch.empty_like(x)
-        for start in range(0, B * S, _CHUNK):
-            rows, parts = min(_CHUNK, B * S - start), ((x, K), (attended, widths[0]), (y, K), *zip(gate, widths[3:]))
+        for start in range(0, B * S, CHUNK):
+            rows, parts = min(CHUNK, B * S - start), ((x, K), (attended, widths[0]), (y, K), *zip(gate, widths[3:]))
             self.last(rows, *[_address(part, start * width) for part, width in parts])
         return y
 

@@ -1,8 +1,8 @@
-"""One token in layers with a state in place of a cache, as one native call: gated delta nets and short convolutions.
+"""Layers with a state in place of a cache, one native call for a token: gated delta nets and short convolutions.
 
 Gated delta nets (https://arxiv.org/abs/2412.06464) of Qwen3-Next and Qwen3.5, and LFM2's convolutions. The host's
 module is tried with states that are given: the block must compute the same output and leave the same states. Prompts
-go by the host.
+are served by the blocks of layers, one token after the other, unless they are padded.
 """
 
 from itertools import product
@@ -24,7 +24,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     is_served,
     random_rows,
 )
-from hf_quant.integrations.transformers.blocks.layer import Rest, has_parts
+from hf_quant.integrations.transformers.blocks.layer import CHUNK, Rest, has_parts
 from hf_quant.integrations.transformers.blocks.mlp import named
 from hf_quant.integrations.transformers.blocks.norm import _eps_of
 from hf_quant.kernels.native.blocks import Block
@@ -37,13 +37,19 @@ _APART, _JOINED = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"), ("in_p
 
 
 class _States:
-    """A cache that holds the given states of one layer."""
+    """A cache that holds the given states of one layer, if there are some."""
 
-    def __init__(self, conv: Tensor, recurrent: Tensor | None) -> None:
+    def __init__(self, conv: Tensor | None, recurrent: Tensor | None) -> None:
         self.conv, self.recurrent = conv, recurrent
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.conv
+
+    def update_conv_state(
+        self, states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
+    ) -> Tensor:
+        self.conv = states[..., -conv_kernel_size:]
+        return states
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.recurrent
@@ -128,6 +134,11 @@ class _Mixer:
         self.add_to(block, 0, 3)
         return block.finish()
 
+    def new_states(self, B: int) -> "States":
+        """The states of B sequences before their first token."""
+        conv = torch.zeros(B, self.width, self.taps.shape[1], dtype=self.dtype)
+        return States(conv, None if self.shape is None else torch.zeros(B, *self.shape))
+
     def states(self, past: Any, B: int) -> "States | None":
         """The states of B sequences in a cache, None if there are none yet, or they lie otherwise than blocks read."""
         conv = past.get_conv_state(self.index, state_idx=0)
@@ -171,8 +182,22 @@ class RecurrentLayer:
         mixer.add_to(block, x, y)
         rest.add_behind(block, y, 3)
         block.finish()
-        error = _error(block, mixer, module, {"past_key_values": None, "position_embeddings": None})
-        _check(module, error, dtype)
+        kwargs = {"past_key_values": None, "position_embeddings": None}
+        _check(module, max(_error(block, mixer, module, kwargs, tokens) for tokens in (1, 70)), dtype)
+
+    def prompt(self, x: Tensor, past: Any) -> Tensor | None:
+        """The output for tokens x [B, S, K], which are added to the states; None: left to the host."""
+        mixer = self.mixer
+        is_new = past.get_conv_state(mixer.index, state_idx=0) is None and not past.is_recording_past(mixer.index)
+        states = mixer.new_states(len(x)) if is_new else mixer.states(past, len(x))
+        if states is None:
+            return None
+        y = _moved_through(self.block, x, states)
+        if is_new:
+            past.update_conv_state(states.conv, mixer.index, conv_kernel_size=states.conv.shape[2])
+            if states.recurrent is not None:
+                past.update_recurrent_state(states.recurrent, mixer.index)
+        return y
 
 
 def _moved(block: Block, x: Tensor, states: States) -> Tensor:
@@ -182,21 +207,38 @@ def _moved(block: Block, x: Tensor, states: States) -> Tensor:
     return y
 
 
-def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, None]) -> float:
+def _moved_through(block: Block, x: Tensor, states: States) -> Tensor:
+    """The output of a block for x [B, S, K]; the states are moved on by S tokens. Some hundred rows at a time."""
+    (B, S, K), y, size = x.shape, torch.empty_like(x), x.element_size()
+    together = max(CHUNK // S, 1)  # sequences
+    for b in range(0, B, together):
+        count = min(together, B - b)
+        at = States(*(None if state is None else state[b:] for state in states)).addresses()
+        for start in range(0, S, CHUNK):
+            offset = (b * S + start) * K * size
+            rows = count * min(S - start, CHUNK)
+            block(rows, x.data_ptr() + offset, *at, y.data_ptr() + offset, sequences=count)
+    return y
+
+
+def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, None], tokens: int = 1) -> float:
     """The largest `difference` of output and states of a block from those of the host's module.
 
-    `kwargs`: of the module; the first one is that of the states.
+    One token meets random states, several are the first ones. `kwargs`: of the module; the first one is of the states.
     """
     dtype = mixer.dtype
-    x = random_rows(2, 1, mixer.K, dtype=dtype)
-    conv = random_rows(2, mixer.width, mixer.taps.shape[1], dtype=dtype, seed=1)
-    recurrent = None if mixer.shape is None else random_rows(2, *mixer.shape, dtype=torch.float32, seed=2)
-    theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
+    x, given, theirs = random_rows(2, tokens, mixer.K, dtype=dtype), mixer.new_states(2), _States(None, None)
+    if tokens == 1:
+        conv, recurrent = given
+        conv.copy_(random_rows(*conv.shape, dtype=dtype, seed=1))
+        if recurrent is not None:
+            recurrent.copy_(random_rows(*recurrent.shape, dtype=torch.float32, seed=2))
+        theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
     kwargs = {"hidden_states": x, "attention_mask": None, **kwargs, next(iter(kwargs)): theirs}
     expected = type(module)._hf_quant_block_of.forward(module, **kwargs)
-    errors = [difference(_moved(block, x, States(conv, recurrent)), expected), difference(conv, theirs.conv)]
-    if recurrent is not None:
-        errors.append(difference(recurrent.to(dtype), theirs.recurrent.to(dtype)))
+    errors = [difference(_moved_through(block, x, given), expected), difference(given.conv, theirs.conv)]
+    if given.recurrent is not None:
+        errors.append(difference(given.recurrent.to(dtype), theirs.recurrent.to(dtype)))
     return max(errors)
 
 
@@ -316,11 +358,11 @@ def is_recurrent_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
 
 
 def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, Any], make: Any) -> Tensor | None:
-    """The output for one token x [B, 1, K] of each sequence, None where the host has to compute it."""
+    """The output for tokens x [B, S, K], of modules but layers S = 1; None where the host has to compute it."""
     past = kwargs.get(cache)
     if module.training or past is None or not is_served(x) or x.dtype not in TOLERANCE:
         return None
-    if x.dim() != 3 or x.shape[1] != 1 or not 0 < len(x) <= MAX_ROWS:
+    if x.dim() != 3 or not x.numel():
         return None
     taken = (cache, *_TAKEN)
     if kwargs.get("attention_mask") is not None:
@@ -330,6 +372,8 @@ def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, 
     found = state.block(module, x.dtype, lambda: make(x.dtype))
     if found is None or found.K != x.shape[2]:
         return None
+    if isinstance(found, RecurrentLayer) and (x.shape[1] > 1 or len(x) > MAX_ROWS):
+        return found.prompt(x, past)
     states = getattr(found, "mixer", found).states(past, len(x))
     return None if states is None else _moved(found.block, x, states)
 
@@ -346,11 +390,12 @@ def run_short_convolution(module: nn.Module, state: State, *args: Any, **kwargs:
 
 def _run_mixer(kind: type[_Mixer], module: nn.Module, state: State, args: tuple, kwargs: dict[str, Any]) -> Any:
     x = kwargs.get("hidden_states")
-    return None if args else _run(module, state, x, kind.cache, kwargs, lambda dtype: kind(module, dtype))
+    is_prompt = isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] > 1
+    return None if args or is_prompt else _run(module, state, x, kind.cache, kwargs, lambda dtype: kind(module, dtype))
 
 
 def run_recurrent_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The layer's output for one token of each sequence, None where the host has to compute it."""
+    """The layer's output, None where the host has to compute it."""
     found = _mixer_of(module)
     if len(args) != 1 or found is None:
         return None

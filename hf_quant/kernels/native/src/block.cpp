@@ -165,7 +165,8 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
     }
     case BlockStep::CONVOLVE: {
       ConvolveRows c = step.convolve;
-      c.rows = call.M;
+      c.sequences = call.sequences;
+      c.tokens = call.M / call.sequences;
       c.width = buffers_[from].width;
       c.x = at[from];
       c.state = at[step.state];
@@ -177,7 +178,8 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
     }
     case BlockStep::DELTA: {
       DeltaRows d = step.delta;
-      d.rows = call.M;
+      d.sequences = call.sequences;
+      d.tokens = call.M / call.sequences;
       d.x = at[from];
       d.a = at[step.from[1]];
       d.b = at[step.from[2]];

@@ -67,6 +67,7 @@ struct BlockCall {
   int mask_dtype;
   int64_t mask_batch, mask_head;
   int64_t angle_stride;     // elements of cos and sin from row to row
+  int64_t sequences;        // rows are one token after the other of each; for CONVOLVE and DELTA
   const Block* following;   // the block that is run next, or null
 };
 

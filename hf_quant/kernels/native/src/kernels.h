@@ -286,33 +286,33 @@ struct CombineRows {
   int threads;
 };
 
-// One token of each of `rows` sequences: a causal convolution of each channel with its last `taps` values, then an
-// activation function. y [rows, width] = activation(round(sum of state * weight + bias)) once x has been shifted into the
-// state. y may be x.
+// The next tokens of each of some sequences: a causal convolution of each channel with its last `taps` values, then an
+// activation function. Of each token x [width]: x is shifted into the state, and y = activation(round(sum of state *
+// weight + bias)). y may be x.
 constexpr int64_t kMaxTaps = 8;
 
 struct ConvolveRows {
-  int64_t rows, width, taps;
-  const void* x;
-  void *state, *y;            // [rows, width, taps] and [rows, width]
+  int64_t sequences, tokens, width, taps;
+  const void* x;    // [sequences, tokens, width]
+  void *state, *y;  // [sequences, width, taps] and as x
   const void *weight, *bias;  // [width, taps] and [width], or null
   int dtype;                  // of all
   int activation;
   int threads;
 };
 
-// One token of each of `rows` sequences: the gated delta rule (https://arxiv.org/abs/2412.06464). With q and k of length
-// 1, q divided by the root of key_dim, in fp32:
+// The next tokens of each of some sequences: the gated delta rule (https://arxiv.org/abs/2412.06464), one token after
+// the other. With q and k of length 1, q divided by the root of key_dim, in fp32:
 //   state = exp(-exp(log_decay) * softplus(a + time_bias)) * state
 //   state = state + k (sigmoid(b) * (v - k.T @ state)).T
 //   y = q.T @ state
 struct DeltaRows {
-  int64_t rows, key_heads, heads, key_dim, value_dim;  // as many heads as keys have share one
-  const void* x;  // [rows, 2 * key_heads * key_dim + heads * value_dim]: q, k, v
-  const void *a, *b;                     // [rows, heads]
-  const void *log_decay, *time_bias;     // [heads]
-  float* state;  // [rows, heads, key_dim, value_dim]
-  void* y;       // [rows, heads * value_dim]
+  int64_t sequences, tokens, key_heads, heads, key_dim, value_dim;  // heads / key_heads heads share one of keys
+  const void* x;      // [sequences, tokens, 2 * key_heads * key_dim + heads * value_dim]: q, k, v
+  const void *a, *b;  // [sequences, tokens, heads]
+  const void *log_decay, *time_bias;  // [heads]
+  float* state;  // [sequences, heads, key_dim, value_dim]
+  void* y;       // [sequences, tokens, heads * value_dim]
   int dtype, a_dtype, b_dtype, decay_dtype, bias_dtype;  // of x and y, ...
   float eps;  // added to the squared lengths of q and k
   int threads;

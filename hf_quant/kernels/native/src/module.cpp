@@ -627,7 +627,7 @@ PyObject* prepare_cache(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // What `run_block` and `run_blocks` are told of the caches of their call.
 void read_call(Arguments& a, BlockCall& call) {
   call.by_bf16 = multiplies_bf16();
-  call.M = a.number();
+  call.M = call.sequences = a.number();
   call.threads = a.integer();
   call.angle_stride = a.number();
 }
@@ -660,6 +660,8 @@ PyObject* run_block(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (call.cache == nullptr) return nullptr;
     read_columns(a, call);
     read_mask(a, call);
+  } else {
+    call.sequences = a.number();
   }
   void* arguments[kMaxBlockArguments];
   if (block->num_arguments() > kMaxBlockArguments) {

@@ -1,4 +1,4 @@
-// One token in layers that have a state instead of a cache: causal convolutions, and the gated delta rule.
+// Tokens in layers that have a state instead of a cache: causal convolutions, and the gated delta rule.
 #pragma once
 
 #include <cmath>
@@ -11,42 +11,58 @@
 namespace hfq {
 namespace HFQ_SET {
 
-template <class T>
-static void shift_in(const T* x, int64_t count, int64_t taps, T* state) {
-  for (int64_t c = 0; c < count; ++c, state += taps) {
-    for (int64_t t = 0; t + 1 < taps; ++t) state[t] = state[t + 1];
-    state[taps - 1] = x[c];
+// values [count, taps] -> planes [taps, kStepValues], and back
+static HFQ_LOOP void to_planes(const float* __restrict values, int64_t count, int64_t taps, float* __restrict planes) {
+  if (taps == 4) {  // which the compiler vectorizes
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t t = 0; t < 4; ++t) planes[t * kStepValues + c] = values[4 * c + t];
+    return;
+  }
+  for (int64_t c = 0; c < count; ++c)
+    for (int64_t t = 0; t < taps; ++t) planes[t * kStepValues + c] = values[c * taps + t];
+}
+
+static HFQ_LOOP void from_planes(const float* __restrict planes, int64_t count, int64_t taps, int64_t first,
+                                 float* __restrict values) {
+  for (int64_t t = 0; t < taps; ++t) {
+    const float* __restrict plane = planes + (first + t) % taps * kStepValues;
+    for (int64_t c = 0; c < count; ++c) values[c * taps + t] = plane[c];
   }
 }
 
-static HFQ_LOOP void add_taps(const float* __restrict state, const float* __restrict weight, int64_t count, int64_t taps,
-                              float* __restrict sums) {
-  for (int64_t c = 0; c < count; ++c)
-    for (int64_t t = 0; t < taps; ++t) sums[c] += state[c * taps + t] * weight[c * taps + t];
+static HFQ_LOOP void add_products(const float* __restrict x, const float* __restrict by, int64_t count,
+                                  float* __restrict sums) {
+  for (int64_t c = 0; c < count; ++c) sums[c] += x[c] * by[c];
 }
 
 static void convolve_rows(const ConvolveRows& p) {
-  const int64_t parts = ceil_div(p.width, kStepValues), size = element_size(p.dtype);
-  parallel_for(p.rows * parts, p.rows * p.width < (1 << 14) ? 1 : p.threads, [&](int64_t task) {
-    float state[kStepValues * kMaxTaps], weight[kStepValues * kMaxTaps], sums[kStepValues];
-    const int64_t row = task / parts, column = task % parts * kStepValues, count = min64(kStepValues, p.width - column);
-    const int64_t first = row * p.width + column;
-    const char* x = static_cast<const char*>(p.x) + first * size;
-    char* own = static_cast<char*>(p.state) + first * p.taps * size;
-    if (size == 2)
-      shift_in(reinterpret_cast<const uint16_t*>(x), count, p.taps, reinterpret_cast<uint16_t*>(own));
-    else
-      shift_in(reinterpret_cast<const float*>(x), count, p.taps, reinterpret_cast<float*>(own));
-    to_float(p.state, p.dtype, first * p.taps, count * p.taps, state);
-    to_float(p.weight, p.dtype, column * p.taps, count * p.taps, weight);
-    if (p.bias != nullptr)
-      to_float(p.bias, p.dtype, column, count, sums);
-    else
-      memset(sums, 0, sizeof sums);
-    add_taps(state, weight, count, p.taps, sums);
-    round_values(count, p.dtype, sums);
-    activate(p.activation, count, sums);
-    store_row(sums, count, p.y, p.dtype, first);
+  const int64_t parts = ceil_div(p.width, kStepValues);
+  const bool is_small = p.sequences * p.tokens * p.width < (1 << 14);
+  parallel_for(p.sequences * parts, is_small ? 1 : p.threads, [&](int64_t task) {
+    // The last `taps` tokens, and the weights of each.
+    float planes[kStepValues * kMaxTaps], weights[kStepValues * kMaxTaps], values[kStepValues * kMaxTaps];
+    const int64_t sequence = task / parts, column = task % parts * kStepValues;
+    const int64_t count = min64(kStepValues, p.width - column), state = (sequence * p.width + column) * p.taps;
+    to_float(p.weight, p.dtype, column * p.taps, count * p.taps, values);
+    to_planes(values, count, p.taps, weights);
+    to_float(p.state, p.dtype, state, count * p.taps, values);
+    to_planes(values, count, p.taps, planes);
+    for (int64_t token = 0; token < p.tokens; ++token) {
+      const int64_t at = (sequence * p.tokens + token) * p.width + column;
+      float sums[kStepValues];
+      if (p.bias != nullptr)
+        to_float(p.bias, p.dtype, column, count, sums);
+      else
+        memset(sums, 0, sizeof sums);
+      to_float(p.x, p.dtype, at, count, planes + token % p.taps * kStepValues);  // in place of the oldest
+      for (int64_t t = 0; t < p.taps; ++t)
+        add_products(planes + (token + 1 + t) % p.taps * kStepValues, weights + t * kStepValues, count, sums);
+      round_values(count, p.dtype, sums);
+      activate(p.activation, count, sums);
+      store_row(sums, count, p.y, p.dtype, at);
+    }
+    from_planes(planes, count, p.taps, p.tokens, values);
+    store_row(values, count * p.taps, p.state, p.dtype, state);
   });
 }
 
@@ -82,25 +98,29 @@ static void load_unit(const DeltaRows& p, int64_t first, float size, float* valu
 static void delta_rows(const DeltaRows& p) {
   const int64_t keys = p.key_heads * p.key_dim, width = 2 * keys + p.heads * p.value_dim;
   const float size = 1.0f / std::sqrt(static_cast<float>(p.key_dim));
-  parallel_for(p.rows * p.heads, p.threads, [&](int64_t task) {
+  parallel_for(p.sequences * p.heads, p.threads, [&](int64_t task) {
     float q[kMaxHeadDim], k[kMaxHeadDim], v[kMaxHeadDim], sums[kMaxHeadDim];
-    const int64_t row = task / p.heads, head = task % p.heads, shared = head / (p.heads / p.key_heads);
-    load_unit(p, row * width + shared * p.key_dim, size, q);
-    load_unit(p, row * width + keys + shared * p.key_dim, 1.0f, k);
-    to_float(p.x, p.dtype, row * width + 2 * keys + head * p.value_dim, p.value_dim, v);
-    const float step = load_as_float(p.a, p.a_dtype, task) + load_as_float(p.time_bias, p.bias_dtype, head);
-    const float positive = step > 20.0f ? step : std::log1p(std::exp(step));  // as torch's softplus
-    const float decay = std::exp(-std::exp(load_as_float(p.log_decay, p.decay_dtype, head)) * positive);
-    float beta = 1.0f / (1.0f + std::exp(-load_as_float(p.b, p.b_dtype, task)));
-    round_values(1, p.dtype, &beta);
+    const int64_t head = task % p.heads, shared = head / (p.heads / p.key_heads) * p.key_dim;
+    const float bias = load_as_float(p.time_bias, p.bias_dtype, head);
+    const float speed = -std::exp(load_as_float(p.log_decay, p.decay_dtype, head));
     float* state = p.state + task * p.key_dim * p.value_dim;
-    memset(sums, 0, sizeof sums);
-    for (int64_t i = 0; i < p.key_dim; i += 4) add_four_rows(state + i * p.value_dim, p.value_dim, k + i, sums);
-    for (int64_t i = 0; i < p.value_dim; ++i) v[i] = (v[i] - sums[i] * decay) * beta;
-    memset(sums, 0, sizeof sums);
-    for (int64_t i = 0; i < p.key_dim; i += 4)
-      move_four_rows(state + i * p.value_dim, p.value_dim, decay, k + i, q + i, v, sums);
-    store_row(sums, p.value_dim, p.y, p.dtype, task * p.value_dim);
+    for (int64_t token = 0; token < p.tokens; ++token) {
+      const int64_t row = task / p.heads * p.tokens + token, at = row * p.heads + head;
+      load_unit(p, row * width + shared, size, q);
+      load_unit(p, row * width + keys + shared, 1.0f, k);
+      to_float(p.x, p.dtype, row * width + 2 * keys + head * p.value_dim, p.value_dim, v);
+      const float step = load_as_float(p.a, p.a_dtype, at) + bias;
+      const float decay = std::exp(speed * (step > 20.0f ? step : std::log1p(std::exp(step))));  // as torch's softplus
+      float beta = 1.0f / (1.0f + std::exp(-load_as_float(p.b, p.b_dtype, at)));
+      round_values(1, p.dtype, &beta);
+      memset(sums, 0, sizeof sums);
+      for (int64_t i = 0; i < p.key_dim; i += 4) add_four_rows(state + i * p.value_dim, p.value_dim, k + i, sums);
+      for (int64_t i = 0; i < p.value_dim; ++i) v[i] = (v[i] - sums[i] * decay) * beta;
+      memset(sums, 0, sizeof sums);
+      for (int64_t i = 0; i < p.key_dim; i += 4)
+        move_four_rows(state + i * p.value_dim, p.value_dim, decay, k + i, q + i, v, sums);
+      store_row(sums, p.value_dim, p.y, p.dtype, at * p.value_dim);
+    }
   });
 }
 
