@@ -185,9 +185,9 @@ class Block:
     def convolve(
         self, x: int, to: int, state: int, weight: Tensor, bias: Tensor | None, activation: str = "identity"
     ) -> None:
-        """Shift x into `state` [width * taps] of its sequence, and compute the activation of its products with the weight.
+        """Shift x into `state`, and compute the activation of the state's products with the weight.
 
-        The sums over taps, plus the bias, are rounded first. weight [width, taps] and bias [width] have the dtype.
+        The state of a sequence is [width * taps]. The sums over taps, plus the bias, are rounded first. weight [width, taps] and bias [width] have the dtype.
         """
         address, _, more, _ = (*self._held(weight), *self._held(bias))
         numbers = (state, weight.shape[1], address, more, ACTIVATIONS.index(activation))
