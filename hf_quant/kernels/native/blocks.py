@@ -187,7 +187,8 @@ class Block:
     ) -> None:
         """Shift x into `state`, and compute the activation of the state's products with the weight.
 
-        The state of a sequence is [width * taps]. The sums over taps, plus the bias, are rounded first. weight [width, taps] and bias [width] have the dtype.
+        The state of a sequence is [width * taps]. The sums over taps, plus the bias, are rounded first. weight [width,
+        taps] and bias [width] have the dtype.
         """
         address, _, more, _ = (*self._held(weight), *self._held(bias))
         numbers = (state, weight.shape[1], address, more, ACTIVATIONS.index(activation))
@@ -208,8 +209,8 @@ class Block:
     ) -> None:
         """Compute tokens of the gated delta rule, see `DeltaRows` in kernels.h.
 
-        The state [heads * key_dim * value_dim] of a sequence is fp32. `heads`: of keys and of values; `dims`: of a key and of a
-        value. x holds q, k and v, one after the other.
+        The state [heads * key_dim * value_dim] of a sequence is fp32. x holds q, k and v, one after the other.
+        `heads`: of keys and of values; `dims`: of a key and of a value.
         """
         self._dtypes[state] = torch.float32
         numbers = (state, *heads, *dims, *self._held(log_decay), *self._held(time_bias), _bits(1e-6))
