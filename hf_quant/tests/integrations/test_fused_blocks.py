@@ -283,7 +283,7 @@ def test_layers_are_computed_in_one_call(parts, kind, fields, counts, inference,
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "smollm3", "phi3"])
 def test_prompts_are_two_calls_a_layer(kind, has_cache, monkeypatch):
     model = make(kind, **FAMILIES[kind][0])
-    monkeypatch.setattr("hf_quant.integrations.transformers.blocks.layer._CHUNK", 16)
+    monkeypatch.setattr("hf_quant.integrations.transformers.blocks.layer.CHUNK", 16)
     calls, real = [], blocks._run
     monkeypatch.setattr(blocks, "_run", lambda *given: (calls.append(given[2]), real(*given)))
     ids, mask = prompt(2, 19), torch.ones(2, 19, dtype=torch.long)
