@@ -192,7 +192,7 @@ class RecurrentLayer:
         states = mixer.new_states(len(x)) if is_new else mixer.states(past, len(x))
         if states is None:
             return None
-        y = _moved_through(self.block, x, states)
+        y = _moved(self.block, x, states)
         if is_new:
             past.update_conv_state(states.conv, mixer.index, conv_kernel_size=states.conv.shape[2])
             if states.recurrent is not None:
@@ -201,13 +201,6 @@ class RecurrentLayer:
 
 
 def _moved(block: Block, x: Tensor, states: States) -> Tensor:
-    """The output of a block for x [B, 1, K]; the states are moved on."""
-    y = torch.empty_like(x)
-    block(len(x), x.data_ptr(), *states.addresses(), y.data_ptr())
-    return y
-
-
-def _moved_through(block: Block, x: Tensor, states: States) -> Tensor:
     """The output of a block for x [B, S, K]; the states are moved on by S tokens. Some hundred rows at a time."""
     (B, S, K), y, size = x.shape, torch.empty_like(x), x.element_size()
     together = max(CHUNK // S, 1)  # sequences
@@ -236,7 +229,7 @@ def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, Non
         theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
     kwargs = {"hidden_states": x, "attention_mask": None, **kwargs, next(iter(kwargs)): theirs}
     expected = type(module)._hf_quant_block_of.forward(module, **kwargs)
-    errors = [difference(_moved_through(block, x, given), expected), difference(given.conv, theirs.conv)]
+    errors = [difference(_moved(block, x, given), expected), difference(given.conv, theirs.conv)]
     if given.recurrent is not None:
         errors.append(difference(given.recurrent.to(dtype), theirs.recurrent.to(dtype)))
     return max(errors)
