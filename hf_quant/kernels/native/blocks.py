@@ -28,6 +28,7 @@ _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND, _ROUTE, _COMBINE, _WEIGH 
 _SMALL, _CONVOLVE, _DELTA, _PICK = range(10, 14)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
+max_head_dim: Callable[[], int] = getattr(module, "max_head_dim", None)
 
 
 def _unchanged(*places: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], bytes]) -> bool:

@@ -235,7 +235,7 @@ class AttentionBlock:
         self.function = function if self.implementation == "eager" else None
         return D**-0.5 if scale is None else float(scale)
 
-    def project(self, block: Block, x: Tensor, cos: Any, sin: Any, stride: int) -> list[Tensor]:
+    def projected(self, block: Block, x: Tensor, cos: Any, sin: Any, stride: int) -> list[Tensor]:
         """Queries, keys, values and gates [B, S, heads, D] of x [B, S, K] by a block that ends in them.
 
         `cos`, `sin`: addresses. `stride` from row to row of them.
@@ -246,9 +246,9 @@ class AttentionBlock:
         return found
 
     def of_trial(self, block: Block, trial: tuple[Tensor, Tensor, Tensor, int]) -> list[Tensor]:
-        """`project` for the arguments of a trial."""
+        """`projected` for the arguments of a trial."""
         x, cos, sin, _ = trial
-        return self.project(block, x, cos.data_ptr(), sin.data_ptr(), self.sizes.turned)
+        return self.projected(block, x, cos.data_ptr(), sin.data_ptr(), self.sizes.turned)
 
     def error(self, found: list[Tensor], recorded: Recorded) -> float:
         """The `difference` of a block's queries, keys and values from recorded ones."""
@@ -307,7 +307,7 @@ class AttentionBlock:
 
     def _by_host(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The output by the cache's own `update` and the host's attention function."""
-        q, k, v, *gate = self.project(self.projections, x, *addresses_of(angles, self.sizes.turned))
+        q, k, v, *gate = self.projected(self.projections, x, *addresses_of(angles, self.sizes.turned))
         y = self.attend(module, *(part.transpose(1, 2) for part in (q, k, v)), mask, past)
         y = y.reshape(len(x), 1, self.widths[0])
         return self.layers[-1](y * gate[0].view_as(y).sigmoid() if gate else y)

@@ -187,8 +187,7 @@ class DecoderBlock:
         """The places of the next token in the cache, None if a layer of the cache takes it another way."""
         tokens, rows = [], inputs.rows
         for block in self.blocks:
-            is_recurrent = isinstance(block, RecurrentLayer)
-            token = (block.mixer.states if is_recurrent else block.attention.next_token)(inputs.past, rows)
+            token = block.next_token(inputs.past, rows)
             if token is None:
                 return None
             tokens.append(token)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.attention import (
     AttentionBlock,
     Recorded,
@@ -167,6 +168,10 @@ class LayerBlock:
         if not min(errors) <= TOLERANCE[dtype]:
             name = type(module).__name__
             raise Unproven(f"{name} puts its parts together otherwise: off by {min(errors):.3g} roundings")
+
+    def next_token(self, past: Any, B: int) -> kv_cache.NextToken | None:
+        """The place of the next token in a quantized cache, see `AttentionBlock.next_token`."""
+        return self.attention.next_token(past, B)
 
     def in_parts(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The layer's output for tokens x [B, S, K], whose attention is the host's."""

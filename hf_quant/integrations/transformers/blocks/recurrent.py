@@ -27,11 +27,11 @@ from hf_quant.integrations.transformers.blocks.base import (
 from hf_quant.integrations.transformers.blocks.layer import CHUNK, Rest, has_parts
 from hf_quant.integrations.transformers.blocks.mlp import named
 from hf_quant.integrations.transformers.blocks.norm import _eps_of
-from hf_quant.kernels.native.blocks import Block
+from hf_quant.kernels.native.blocks import Block, max_head_dim
 from hf_quant.modules import QuantLinear
 
 
-_MAX_TAPS, _MAX_DIM = 8, 512  # of a convolution and of heads in the native kernels
+_MAX_TAPS = 8  # of a convolution: kMaxTaps of the native kernels
 # Layers of a gated delta net: one with its queries, keys and values, and those of one output for each head.
 _APART, _JOINED = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"), ("in_proj_qkvz", "in_proj_ba")
 
@@ -172,7 +172,11 @@ class States(NamedTuple):
 class RecurrentLayer:
     """The native block of a layer: norms, a mixer, feed-forward, and the sums between, for x of one dtype."""
 
-    def __init__(self, module: nn.Module, name: str, kind: type[_Mixer], dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        found = _mixer_of(module)
+        if found is None:
+            raise Unproven("its layers were replaced")
+        name, kind = found
         self.mixer = mixer = kind(module._modules[name], dtype)
         self.K = mixer.K
         rest = Rest(module, name, mixer.K, dtype)
@@ -184,6 +188,10 @@ class RecurrentLayer:
         block.finish()
         kwargs = {"past_key_values": None, "position_embeddings": None}
         _check(module, max(_error(block, mixer, module, kwargs, tokens) for tokens in (1, 70)), dtype)
+
+    def next_token(self, past: Any, B: int) -> States | None:
+        """The states that the next token of B sequences moves on, None if there are none that the block reads."""
+        return self.mixer.states(past, B)
 
     def prompt(self, x: Tensor, past: Any) -> Tensor | None:
         """The output for tokens x [B, S, K], which are added to the states; None: left to the host."""
@@ -257,7 +265,7 @@ class DeltaNet(_Mixer):
         self.dims = module.head_k_dim, module.head_v_dim
         self.shape = (module.num_v_heads, *self.dims)
         self.activation = named(ACT2FN[module.activation], type(module).__name__)
-        if self.width != 2 * module.num_k_heads * module.head_k_dim + values or max(self.dims) > _MAX_DIM:
+        if self.width != 2 * module.num_k_heads * module.head_k_dim + values or max(self.dims) > max_head_dim():
             raise Unproven("its heads are of other sizes")
         if module.head_k_dim % 4 or module.num_v_heads % module.num_k_heads:
             raise Unproven("its heads are of other sizes")
@@ -357,10 +365,9 @@ def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, 
         return None
     if x.dim() != 3 or not x.numel():
         return None
-    taken = (cache, *_TAKEN)
     if kwargs.get("attention_mask") is not None:
         return None
-    if not all([name in taken or value is None or value is False for name, value in kwargs.items()]):
+    if not all([name in _TAKEN or name == cache or value is None or value is False for name, value in kwargs.items()]):
         return None
     found = state.block(module, x.dtype, lambda: make(x.dtype))
     if found is None or found.K != x.shape[2]:
@@ -389,7 +396,6 @@ def _run_mixer(kind: type[_Mixer], module: nn.Module, state: State, args: tuple,
 
 def run_recurrent_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The layer's output, None where the host has to compute it."""
-    found = _mixer_of(module)
-    if len(args) != 1 or found is None:
+    if len(args) != 1:
         return None
-    return _run(module, state, args[0], "past_key_values", kwargs, lambda dtype: RecurrentLayer(module, *found, dtype))
+    return _run(module, state, args[0], "past_key_values", kwargs, lambda dtype: RecurrentLayer(module, dtype))
