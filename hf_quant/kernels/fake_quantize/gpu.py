@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.fake_quantize import op
-from hf_quant.kernels.gpu.launch import launch, tl, triton, unavailable_reason
+from hf_quant.kernels.gpu.launch import launch, target_of, tl, triton, unavailable_reason
 
 
 _VALUES = 2048  # of a program at a time: 16 bytes of bf16 a lane, also where a warp has 64 lanes
@@ -150,7 +150,9 @@ def _launch(
     group_size = min(group_size, K)
     is_even = K % group_size == 0 and group_size % min(triton.next_power_of_2(group_size), _VALUES) == 0
     is_even = is_even and group_size % 16 == 0
-    values = _VALUES if is_even else _VALUES // 2  # one access for each value takes more registers
+    # An access for each value takes more registers, and so does the backward: Triton 3.6 spills 16 of mxfp4 (sm120).
+    takes_more = not is_even or (grad is not None and target_of(weight.device).is_nvidia)
+    values = _VALUES // 2 if takes_more else _VALUES
     C = min(triton.next_power_of_2(group_size), values)
     _, mantissa_bits, bias = spec.minifloat or (0, 0, 0)
     launch(

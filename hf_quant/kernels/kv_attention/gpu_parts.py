@@ -15,12 +15,17 @@ UNALIGNED = ("k_scale", "k_offset", "v_scale", "v_offset")
 
 @triton.jit
 def butterfly(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LOG_SIZE: tl.constexpr, NORM: tl.constexpr):
-    """`op.rotate` of x [ROWS, BLOCK_D], in blocks of 2 ** LOG_SIZE channels."""
+    """`op.rotate` of x [ROWS, BLOCK_D], in blocks of 2 ** LOG_SIZE channels.
+
+    The xor of a pair's bits is what turns either into the other: values stay with their threads. Where pairs were
+    split and joined again, Triton 3.6 gave each thread a whole row: three times as many instructions.
+    """
+    is_right = (tl.arange(0, 2) == 1)[None, None, :, None]
     for stage in tl.static_range(LOG_SIZE):
         pairs = tl.reshape(x, (ROWS, BLOCK_D // (2 << stage), 2, 1 << stage))
-        low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        pairs = tl.join(low + high, low - high)
-        x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROWS, BLOCK_D))
+        bits = pairs.to(tl.int32, bitcast=True)
+        others = (bits ^ tl.expand_dims(tl.xor_sum(bits, 2), 2)).to(tl.float32, bitcast=True)
+        x = tl.reshape(tl.where(is_right, others - pairs, pairs + others), (ROWS, BLOCK_D))
     return x * NORM
 
 

@@ -55,9 +55,14 @@ def _norm_options(
 
 @cached_plan
 def _norm_plan(target: Target, M: int, K: int, plus_one: bool, rounds: bool) -> tuple[int, dict[str, object]]:
-    """(blocks, options) of a launch: those of row quantization, but no lane has less than 8 values of a row."""
+    """(blocks, options) of a launch: those of row quantization, but no lane has less than 8 values of a row.
+
+    Of a long row none has more than 32: beside 64, and what is to be written, Triton 3.6 spills registers (sm120).
+    """
     ROWS, BLOCK_K, BLOCKS, num_warps = config(target, M, K)
     lanes = 64 if target.name.startswith("gfx") else 32
+    if BLOCKS is not None and K > 8192:
+        num_warps = max(num_warps, triton.next_power_of_2(K) // (32 * lanes))
     if ROWS == 1 and BLOCK_K < num_warps * lanes * _LANE <= K:
         BLOCK_K = num_warps * lanes * _LANE
         BLOCKS = None if BLOCKS is None else -(-K // BLOCK_K)
