@@ -48,7 +48,7 @@ class CodedWeight(Tensor):
         """Quantize a weight [..., N, K], each row with the scale amax / 120: the largest may grow before its row needs
         another scale. Raises ValueError for NaN or inf."""
         codes = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
-        none = torch.full((*weight.shape[:-1], 1), torch.nan, device=weight.device)
+        none = torch.full((*weight.shape[:-1], 1), torch.nan, dtype=torch.float32, device=weight.device)
         coded = cls(codes, none, weight.dtype)
         coded.write_(weight.detach().float().contiguous(), low=None, high=0, row=0)
         if not bool(coded.scale.isfinite().all()):

@@ -9,6 +9,8 @@
 - a private module `a/_b.py`, and a private name `_x` of a module in `a`, are imported inside the directory `a` only
 - the first line of a docstring is a sentence with a verb, or "Noun: ...": it does not begin with What, How, Whether,
   Which, Why, Where, Of, As, None or All
+- a tensor that torch makes names its dtype: the default one is the user's (`torch.set_default_dtype`), and native code
+  writes fp32 into what it is given
 - the picture of the architecture in CONTRIBUTING.md is the one that scripts/draw_architecture.py draws
 """
 
@@ -24,6 +26,8 @@ from draw_architecture import is_current
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FILE_BYTES = 500, 80, 64 << 20
 ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN_FIRST_WORDS = {"What", "How", "Whether", "Which", "Why", "Where", "Of", "As", "None", "All"}
+# Of torch, whose results have the default dtype.
+MAKERS = {"empty", "zeros", "ones", "full", "rand", "randn", "linspace", "logspace", "eye"}
 # The character classes keep this file from containing what it forbids.
 FORBIDDEN_TEXT = {
     "a path of one machine": re.compile(r"(?<![\w.])/(?:home|root|work|Users)[/]\w"),
@@ -102,6 +106,18 @@ def docstring_findings(path: Path, source: str) -> list[str]:
     return findings
 
 
+def dtype_findings(path: Path, source: str) -> list[str]:
+    """Calls of torch that make a tensor of the default dtype."""
+    findings = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in MAKERS:
+            continue
+        names = {keyword.arg for keyword in node.keywords}  # None: **options, which are not looked into
+        if ast.unparse(node.func.value) == "torch" and not names & {"dtype", None}:
+            findings.append(f"{path}:{node.lineno}: torch.{node.func.attr} without dtype")
+    return findings
+
+
 def text_findings(path: Path, source: str) -> list[str]:
     """Lines that contain what no file of the project may contain."""
     return [
@@ -125,7 +141,7 @@ def main() -> int:
         findings += text_findings(path, source)
         is_package = path.parts[0] == "hf_quant" and path.parts[1] != "tests"
         if path.suffix == ".py" and is_package:
-            findings += size_findings(path, source)
+            findings += size_findings(path, source) + dtype_findings(path, source)
         if path.suffix == ".py" and (is_package or path.parts[0] == "scripts"):
             findings += import_findings(path, source) + docstring_findings(path, source)
     if not is_current():

@@ -81,7 +81,7 @@ class Quantization:
         self.zero_point = None if packed.zero_point is None else packed.zero_point.view_as(self.scale)
         self.global_scale = None if packed.global_scale is None else packed.global_scale.view(L)
         # NaN once a weight was NaN or inf. Read once, at the end, so that a GPU is never waited for.
-        self.poison = torch.zeros((), device=weight.device)
+        self.poison = torch.zeros((), dtype=torch.float32, device=weight.device)
         limit = _BLOCK_ELEMENTS_CPU if weight.device.type == "cpu" else _BLOCK_ELEMENTS
         self.step = max(limit // K // self.tile_rows, 1) * self.tile_rows
         padded = -(-K // self.columns) * self.columns

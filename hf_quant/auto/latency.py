@@ -238,11 +238,11 @@ def _seconds_of_layer(module: nn.Module, entry: PlanEntry, shape: tuple[int, ...
     if entry.kind == "experts":
         *lead, top_k = shape
         count = next(iter(entry.shapes.values()))[0]
-        index = torch.rand(*lead[:-1], count, device=device).topk(top_k).indices
+        index = torch.rand(*lead[:-1], count, dtype=torch.float32, device=device).topk(top_k).indices
         inputs = (
             torch.randn(lead, device=device, dtype=dtype),
             index,
-            torch.rand(index.shape, device=device).to(dtype),
+            torch.rand(index.shape, dtype=torch.float32, device=device).to(dtype),
         )
     else:
         inputs = (torch.randn(shape, device=device, dtype=dtype),)

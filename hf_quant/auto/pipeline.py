@@ -171,7 +171,7 @@ def _influence(pipe: Any, calibration: Callable[[Any], Any], model: nn.Module, c
 
 
 def _noisy(generator: torch.Generator, x: Tensor) -> Tensor:
-    noise = torch.randn(x.shape, generator=generator, device=x.device)
+    noise = torch.randn(x.shape, generator=generator, dtype=torch.float32, device=x.device)
     size = x.float().square().mean().sqrt() * _NOISE**0.5
     return (x.float() + noise * size).to(x.dtype)
 

@@ -90,7 +90,7 @@ def _windows(ids: Tensor, model: nn.Module, name: str, tokenizer: Any, num_token
     if not window:
         raise ValueError(f"{name}: calibration data is empty; needs a text, or token ids")
     rows = cut_windows(ids, tokenizer, window=window, source=name).view(-1, window)
-    chosen = torch.linspace(0, len(rows) - 1, min(len(rows), max(num_tokens // window, 1))).long()
+    chosen = torch.linspace(0, len(rows) - 1, min(len(rows), max(num_tokens // window, 1)), dtype=torch.float32).long()
     return of_rows(rows[chosen], model, name)
 
 

@@ -388,7 +388,7 @@ def _projections(output: Any, generator: torch.Generator) -> list[Tensor]:
     found = []
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad:
-            noise = torch.randn(value.shape, generator=generator, device=value.device)
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32, device=value.device)
             found.append((value.float() * noise).sum() / value.detach().float().norm())
     if not found:
         raise ValueError(f"the model returns a {type(output).__name__} without a tensor that depends on its layers")

@@ -53,7 +53,7 @@ def sample(
                 size = min(_BATCH, count - first)
                 begin = torch.randint(config.vocab_size, (size, 1))
                 if start is not None and length > 2:
-                    begin = torch.cat((torch.full((size, 1), start), begin), 1)
+                    begin = torch.cat((torch.full((size, 1), start, dtype=torch.long), begin), 1)
                 begin = begin.to(device)
                 rows.append(
                     model.generate(

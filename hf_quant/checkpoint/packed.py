@@ -97,7 +97,7 @@ def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> No
     if part == "zero_point":
         _check_range(stored, 0, 2**spec.bits - 1, where, "zero points")
     elif part == INPUT_SCALE:
-        lowest = int(torch.tensor(SMALLEST_SCALE).view(torch.int32))
+        lowest = int(torch.tensor(SMALLEST_SCALE, dtype=torch.float32).view(torch.int32))
         _check_range(stored, lowest, _largest_finite(torch.float32), where, "scales of inputs, as bits,")
     elif part == "scale" or part == "global_scale":
         dtype = torch.float32 if part == "global_scale" else getattr(torch, quant.scale_dtype)

@@ -196,7 +196,7 @@ def parse_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     # torch answers a build without the device's code by AssertionError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None

@@ -33,7 +33,7 @@ _NEIGHBOURS = 8  # scales around the exact one that are tried
 _ROWS = 256  # of scales at a time
 _NF4 = list(FORMATS["nf4"].spec.levels)
 _TWELFTHS = [*(sign * n for sign in (1, -1) for n in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))]  # levels of FP4
-_FP4 = (torch.tensor(_TWELFTHS) / 12).tolist()
+_FP4 = (torch.tensor(_TWELFTHS, dtype=torch.float32) / 12).tolist()
 _FP6_CODES = [FORMATS["fp6_e3m2"].spec.levels.index(n) for n in _TWELFTHS]
 _FORMATS = {"nf4": "nf4", "fp4": "fp6_e3m2"}
 
@@ -130,10 +130,15 @@ def _unpack_four(
     if layout.nested_block is not None:
         levels = files.read(f"{prefix}.nested_quant_map")[absmax.int()]
         nested = files.read(f"{prefix}.nested_absmax").repeat_interleave(layout.nested_block)[: len(levels)]
-        absmax = levels * nested + torch.tensor(layout.nested_offset)
+        absmax = levels * nested + torch.tensor(layout.nested_offset, dtype=torch.float32)
     if fp4 is not None:
-        codes, wanted = torch.tensor(_FP6_CODES, dtype=torch.uint8)[codes.int()], torch.tensor(_FP4)
-        absmax = _agreeing(absmax[:, None], 12, torch.tensor(_TWELFTHS), lambda part: wanted * part, fp4, prefix)[:, 0]
+        codes, wanted = (
+            torch.tensor(_FP6_CODES, dtype=torch.uint8)[codes.int()],
+            torch.tensor(_FP4, dtype=torch.float32),
+        )
+        absmax = _agreeing(
+            absmax[:, None], 12, torch.tensor(_TWELFTHS, dtype=torch.float32), lambda part: wanted * part, fp4, prefix
+        )[:, 0]
     # Blocks run on from row to row.
     scale = absmax.repeat_interleave(layout.block // columns)[: N * K // columns].view(N, K // columns)
     codes, scale = without_zero_scales(codes, scale, columns, _NF4.index(0.0) if fp4 is None else 0)

@@ -24,7 +24,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     levels = torch.tensor(_LEVELS, dtype=torch.float64, device="cpu")
     midpoints = ((levels[1:] + levels[:-1]) / 2).float()
     at = _cell(midpoints).long()
-    midpoint = torch.full((_CELLS + 1,), float("inf"), device="cpu").index_put_((at,), midpoints)
+    midpoint = torch.full((_CELLS + 1,), float("inf"), dtype=torch.float32, device="cpu").index_put_((at,), midpoints)
     below = torch.bucketize(torch.arange(_CELLS + 1, device="cpu"), at)
     code = torch.stack([below, (below + 1).clamp(max=15)], 1).flatten()
     return midpoint.to(device), code.to(torch.uint8).to(device), levels.float()[code].to(device)

@@ -85,7 +85,9 @@ def _nf4_levels() -> tuple[float, ...]:
 
     def quantiles(count: int) -> Tensor:
         # Probabilities in fp32, as in the published table: the same levels, bit for bit.
-        return torch.special.ndtri(torch.linspace(0.9677083, 0.5, count + 1, device="cpu")[:-1].double())
+        return torch.special.ndtri(
+            torch.linspace(0.9677083, 0.5, count + 1, dtype=torch.float32, device="cpu")[:-1].double()
+        )
 
     # On the CPU also where this module is imported under `torch.device("meta")`.
     positive, negative = quantiles(8), -quantiles(7)

@@ -115,7 +115,8 @@ class KVCacheConfig:
 
     def layout(self, D: int) -> Layout:
         """Return the sizes for heads of D channels. Raises ValueError if their codes do not fill words of 32 bits."""
-        spec, size = CODES[self.format], self.resolved().group_size
+        spec = CODES[self.format]
+        size = DEFAULTS[self.format].group_size if self.group_size is None else self.group_size
         if spec.is_packed and D * spec.bits % 32:
             fitting = ", ".join(n for n in CACHE_FORMATS if not CODES[n].is_packed or D * CODES[n].bits % 32 == 0)
             raise ValueError(

@@ -92,7 +92,7 @@ def _is_equal(
     softcap, factor = options.get("softcap"), D**-0.5 if scale is None else scale
     generator = torch.Generator().manual_seed(0)
     q, k, v, mask = (
-        torch.randn(2, heads, tokens, width, generator=generator).to(device)
+        torch.randn(2, heads, tokens, width, generator=generator, dtype=torch.float32).to(device)
         for heads, tokens, width in ((H, 3, D), (kv_heads, 7, D), (kv_heads, 7, D), (1, 3, 7))
     )
     mask = torch.zeros_like(mask).masked_fill(mask < -0.5, torch.finfo(mask.dtype).min)

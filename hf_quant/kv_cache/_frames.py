@@ -51,7 +51,7 @@ def frame_of(keys: Tensor) -> Tensor:
 def begun(
     keys: Tensor,
     values: Tensor,
-    start: Tensor | None,
+    start: int | Tensor,
     parts: Sequence[Tensor | None],
     frame: Tensor,
     first: Tensor | None,
@@ -70,7 +70,7 @@ def begun(
     if any(append_unsupported_reason(x.dtype, x.shape[3], parts[1].dtype) is not None for x in (keys, values)):
         return False
     append(
-        *(keys, values, 0 if start is None else int(start), tuple(parts[:3]), tuple(parts[3:]), CODES[format]),
+        *(keys, values, int(start), tuple(parts[:3]), tuple(parts[3:]), CODES[format]),
         **{"rotates_keys": rotates_keys, "rotates_values": rotates_values},
         **{"k_frame": frame, "begins": True, "first_lacks": first},
     )
@@ -78,7 +78,7 @@ def begun(
 
 
 def _neutral(keys: Tensor) -> Tensor:
-    zeros = torch.zeros_like(keys[:, :, 0], dtype=torch.float32)
+    zeros = torch.zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32, device=keys.device)
     return torch.stack([zeros, zeros + 1], 2)
 
 

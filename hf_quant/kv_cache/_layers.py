@@ -76,9 +76,11 @@ class CodeStorage:
                 setattr(self, f"{which}_codes", new_codes(*shape, layout.width, dtype=spec.dtype, **options))
                 setattr(self, f"{which}_pairs", torch.zeros(pairs, dtype=scale_dtype(self.dtype), **options))
                 setattr(self, f"{which}_window", torch.zeros(kept, dtype=states.dtype, **options) if window else None)
-            self.k_frame = torch.zeros(*first[:2], 2, first[2], **options)
-            self.k_frame[:, :, 1] = 1
-            self.k_first = None if config.sink_tokens else torch.zeros(first, **options)  # those are in 16 bit
+            self.k_frame = torch.empty(*first[:2], 2, first[2], dtype=torch.float32, **options)
+            if not key_states.shape[2]:  # else these states set it
+                self.k_frame.copy_(frame_of(key_states))
+            # What sinks are in 16 bit needs no exact first key.
+            self.k_first = None if config.sink_tokens else torch.zeros(first, dtype=torch.float32, **options)
         kept = (config.sink_tokens, config.recent_tokens)
         self.key_kind = Kind(config.format, key_states.shape[-1], config.rotate_keys, *kept, key_states.dtype)
         self.value_kind = Kind(config.format, value_states.shape[-1], config.rotate_values, *kept, value_states.dtype)
@@ -97,24 +99,26 @@ class CodeStorage:
 
     def _own(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Convert states to the dtypes of the first ones: in a model they change where autocast begins or ends."""
-        return key_states.detach().to(self.key_kind.dtype), value_states.detach().to(self.value_kind.dtype)
+        return _as(key_states, self.key_kind.dtype), _as(value_states, self.value_kind.dtype)
 
-    def _append(
-        self, keys: Tensor, values: Tensor, start: Tensor | None, tokens: slice, *, is_first: bool = False
-    ) -> None:
-        """Write states into the columns `tokens`, beginning at their column `start`; the first ones set the frame."""
+    def _append(self, keys: Tensor, values: Tensor, start: int | Tensor, *, is_first: bool = False) -> None:
+        """Write states into the columns from `start` on; the first ones set the frame."""
         is_first = is_first and keys.shape[2] > 0
-        parts = []
-        for which in ("k", "v"):
-            codes, pairs = (getattr(self, f"{which}_{name}")[:, :, tokens] for name in ("codes", "pairs"))
-            parts += [codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None]
-        rotates = {"rotates_keys": self.config.rotate_keys, "rotates_values": self.config.rotate_values}
-        values, format = values.to(keys.dtype), self.config.format
-        if is_first and begun(keys, values, start, parts, self.k_frame, self.k_first, format=format, **rotates):
+        values, format = _as(values, keys.dtype), self.config.format
+        options = {
+            "format": format,
+            "rotates_keys": self.config.rotate_keys,
+            "rotates_values": self.config.rotate_values,
+        }
+        whole = (self.k_codes, self.k_pairs, self.v_codes, self.v_pairs)
+        if is_first and begun(keys, values, start, _parts(*whole), self.k_frame, self.k_first, **options):
             return
         if is_first:
             self.k_frame.copy_(frame_of(keys))
-        _kv_append(keys, values, start, *parts, format=format, k_frame=self.k_frame, **rotates)
+        if isinstance(start, int):
+            whole, start = tuple(part[:, :, start : start + keys.shape[2]] for part in whole), None
+        parts = _parts(*whole)
+        _kv_append(keys, values, start, *parts, k_frame=self.k_frame, **options)
         if is_first and self.k_first is not None:
             codes = [part if part is None else part[:, :, :1] for part in parts[:3]]
             kind = {"format": format, "rotated": self.config.rotate_keys}
@@ -193,6 +197,16 @@ class CodeStorage:
             self.batch_size = self.k_codes.shape[0]
 
 
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype and not x.requires_grad else x.detach().to(dtype)
+
+
+def _parts(k_codes: Tensor, k_pairs: Tensor, v_codes: Tensor, v_pairs: Tensor) -> tuple[Tensor | None, ...]:
+    """(codes, scales, offsets or None) of keys, then of values."""
+    k_offset, v_offset = (pairs.select(4, 1) if pairs.shape[4] == 2 else None for pairs in (k_pairs, v_pairs))
+    return k_codes, k_pairs.select(4, 0), k_offset, v_codes, v_pairs.select(4, 0), v_offset
+
+
 _TENSORS = ("k_codes", "k_pairs", "k_window", "k_frame", "k_first", "v_codes", "v_pairs", "v_window")
 
 
@@ -245,7 +259,7 @@ class GrowingStorage(CodeStorage):
         self._reserve(S)
         column = self._first + self._end - self._start
         keys, values = self._own(key_states, value_states)
-        self._append(keys, values, None, slice(column, column + S), is_first=self._end == 0)
+        self._append(keys, values, column, is_first=self._end == 0)
         if self.k_window is not None:
             self._keep(keys, values, self._end)
         self._end += S
@@ -427,7 +441,7 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
         is_first, self.is_empty = self.is_empty, False
         exact = new if is_first else ()
         keys, values = self._own(*new)
-        self._append(keys, values, start, slice(None), is_first=is_first)
+        self._append(keys, values, start, is_first=is_first)
         if self.k_window is not None:
             self._keep(keys, values, start)
         self.cumulative_length.add_(key_states.shape[2])

@@ -47,7 +47,7 @@ def _make(block_size: int, K: int, device: torch.device) -> Tensor:
             f"quantize the model with input_transform={{'block_size': n}} where n divides {K}"
         )
     with torch.inference_mode(False):
-        made = torch.tensor(_SIGNS[:block_size], device=device).repeat(K // block_size, 1)
+        made = torch.tensor(_SIGNS[:block_size], dtype=torch.float32, device=device).repeat(K // block_size, 1)
     if not _num_modes():  # a tensor of a fake or another mode must not leave it
         torch._dynamo.mark_static_address(made, guard=False)
         _made[block_size, K, device] = made

@@ -87,7 +87,7 @@ def zeros(p: Tensor, shape: tuple[int, ...], local_shape: tuple[int, ...], dtype
         return found
     from torch.distributed.tensor import DTensor
 
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=dtype, device="meta").stride()
     return DTensor.from_local(
         found, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

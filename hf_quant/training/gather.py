@@ -95,7 +95,7 @@ class _SharedScales:
         parts = [_measure(p._local_tensor, recipe) for p, recipe in self.weights]
         device = parts[0].device if mesh.device_type == "cpu" else torch.device(mesh.device_type)
         # One reduction: the largest of what each process has found, and for sums all of it, each in its own column.
-        numbers = torch.zeros(len(parts), mesh.size(), device=device)
+        numbers = torch.zeros(len(parts), mesh.size(), dtype=torch.float32, device=device)
         numbers[:, mesh.get_local_rank()] = torch.stack(parts).to(device)
         torch.distributed.all_reduce(numbers, group=mesh.get_group())
         for (p, recipe), row in zip(self.weights, numbers):

@@ -208,7 +208,7 @@ def sharded_as(parameter: Any, part: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     shape = (*parameter.shape[:-1], part.shape[-1])
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     options = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
     return DTensor.from_local(part, parameter.device_mesh, parameter.placements, **options)
 

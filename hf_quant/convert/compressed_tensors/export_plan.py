@@ -114,7 +114,9 @@ def write_export(plan: Plan, files: TensorFiles, target: Path, fields: dict[str,
     refused: dict[str, str] = {}
 
     def convert(name: str) -> dict[str, Tensor]:
-        scales = {scale: torch.tensor([value]) for scale, value in plan.kv_scales.get(name, {}).items()}
+        scales = {
+            scale: torch.tensor([value], dtype=torch.float32) for scale, value in plan.kv_scales.get(name, {}).items()
+        }
         if name in plan.dropped:
             return scales
         if name not in plan.weights:

@@ -121,7 +121,7 @@ def divisor_of(factor: Tensor, dtype: torch.dtype, *, back: bool = False) -> Ten
     and one of the numbers closest to the reciprocal is taken with which all agree in the model's dtype.
     `back`: from a divisor to a factor. Raises Inexpressible if there is none.
     """
-    levels = torch.tensor([level for level in FORMATS["nvfp4"].spec.levels if level > 0])
+    levels = torch.tensor([level for level in FORMATS["nvfp4"].spec.levels if level > 0], dtype=torch.float32)
     scales = torch.arange(1, _LARGEST_SCALE + 1, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
 
     def products(number: Tensor, divides: bool) -> Tensor:

@@ -273,7 +273,7 @@ def _nvfp4(files: TensorFiles, weight: _Weight) -> ForeignWeight:
 
     def unpack() -> PackedWeight:
         scale = _in_order(files, weight, N, width // 8)
-        total = torch.ones(1)
+        total = torch.ones(1, dtype=torch.float32)
         if "per_tensor_scale" in weight.record.parts:
             total = files.read(weight.key("per_tensor_scale")).reshape(1)
         return nvfp4_weight(files.read(weight.key("qdata")), scale, total)

@@ -266,7 +266,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         if not safe_serialization:
             raise ValueError("a quantized model is saved as safetensors only; leave safe_serialization=True")
         # The guard: without hf_quant a load fails at this key by its shape, even if config.json is lost.
-        return {**state_dict, f"{codes.removesuffix('qdata')}weight": torch.empty(0)}, {}
+        return {**state_dict, f"{codes.removesuffix('qdata')}weight": torch.empty(0, dtype=torch.float32)}, {}
 
     def dequantize(self, model: nn.Module) -> nn.Module:
         return dequantize_(model)  # `_observe` corrects the model's records, here as after a direct call

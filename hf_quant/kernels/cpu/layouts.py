@@ -67,7 +67,7 @@ def pack_int4(w: Weight, group: int) -> tuple[Tensor, Tensor, Tensor]:
         zero = (8 - zero_point.float()) * factor
     repeat = w.group_size // (group if spec.is_integer else group // 2)
     pairs = torch.stack([factor, zero], -1).repeat_interleave(repeat, 1)
-    terms = torch.tensor(TERMS.get(spec.name, ())).unsqueeze(-1)
+    terms = torch.tensor(TERMS.get(spec.name, ()), dtype=torch.float32).unsqueeze(-1)
     return packed, pairs.transpose(0, 1).to(torch.bfloat16).contiguous(), terms
 
 

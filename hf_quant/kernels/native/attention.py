@@ -48,7 +48,7 @@ def attention(
     """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked that they are supported."""
     B, H, S, D = q.shape
     H_kv, T, groups = *keys[0].shape[1:3], keys[1].shape[3]
-    result, lse = torch.empty_like(q), torch.empty(B, H, S, device="cpu")
+    result, lse = torch.empty_like(q), torch.empty(B, H, S, dtype=torch.float32, device="cpu")
     q = q if q.stride(3) == 1 else q.contiguous()
     y = result if result.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device="cpu")
     keys, values = _rows_of_cache(*keys), _rows_of_cache(*values)  # referred to until the end of the call
@@ -100,7 +100,10 @@ def attention_of_values(
     if k.dtype is not q.dtype or v.dtype is not q.dtype or (sinks is not None and sinks.dtype not in DTYPES):
         return None
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    y, lse = torch.empty(B, S, H, D, dtype=q.dtype, device="cpu"), torch.empty(B, H, S, device="cpu")
+    y, lse = (
+        torch.empty(B, S, H, D, dtype=q.dtype, device="cpu"),
+        torch.empty(B, H, S, dtype=torch.float32, device="cpu"),
+    )
     mask, mask_arguments = _mask_arguments(mask, (B, H, S, T))
     strides = [[stride * x.element_size() for stride in x.stride()[:3]] for x in (k, v)]
     sinks = None if sinks is None else sinks.contiguous()

@@ -27,7 +27,7 @@ def quantize_rows(
     if not _reads_rows(x, block_size):
         return None
     codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
-    scales = torch.empty(x.shape[0], 1, device="cpu")
+    scales = torch.empty(x.shape[0], 1, dtype=torch.float32, device="cpu")
     given, key = (0 if part is None else part.data_ptr() for part in (input_scale, seed))
     _rows(x, block_size, diagonal, given, codes.data_ptr(), scales.data_ptr(), 0, 0, key, 0)
     return codes, scales
@@ -38,7 +38,7 @@ def quantize_rows_to_e4m3(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor] | No
     if not _reads_rows(x, 0):
         return None
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu")
-    scales = torch.empty(x.shape[0], 1, device="cpu")
+    scales = torch.empty(x.shape[0], 1, dtype=torch.float32, device="cpu")
     _rows(x, 0, None, 0, codes.data_ptr(), scales.data_ptr(), 0, 0, seed.data_ptr(), 1)
     return codes, scales
 
@@ -55,9 +55,9 @@ def quantize_two_way(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tenso
     rows_t = K if columns else 0
     found = (
         torch.empty(M, K, dtype=torch.int8, device="cpu"),
-        torch.empty(M, 1, device="cpu"),
+        torch.empty(M, 1, dtype=torch.float32, device="cpu"),
         torch.empty(rows_t, M, dtype=torch.int8, device="cpu"),
-        torch.empty(rows_t, 1, device="cpu"),
+        torch.empty(rows_t, 1, dtype=torch.float32, device="cpu"),
     )
     results = (each.data_ptr() for each in found)  # 0 for what is empty
     module.quantize_two_way(M, K, x.data_ptr(), DTYPES[x.dtype], x.stride(0), *results, torch.get_num_threads())
@@ -107,7 +107,7 @@ def _rows(x: Tensor, block_size: int, diagonal: Tensor | None, *scale_and_result
 @cache
 def _ones(K: int) -> Tensor:
     with torch.inference_mode(False):
-        return torch.ones(K, device="cpu")
+        return torch.ones(K, dtype=torch.float32, device="cpu")
 
 
 def quantizes(weight: Tensor, spec: CodeSpec) -> bool:
@@ -195,7 +195,7 @@ def fake_quantize(
     zero_point = None if zero_point is None else zero_point.contiguous()
     grad = None if grad is None else grad.contiguous()
     result = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
-    grad_scale = None if grad is None else torch.empty(scale.shape, device="cpu")
+    grad_scale = None if grad is None else torch.empty(scale.shape, dtype=torch.float32, device="cpu")
     of_values = torch.tensor([high, *inside], dtype=torch.float32, device="cpu")
     is_table = not spec.is_integer and spec.minifloat is None
     module.fake_quantize(

@@ -26,7 +26,7 @@ def quantize_rowwise_cpu(x: Tensor, seed: Tensor | None = None, *, format: str) 
         x = x.detach()
     codes = torch.empty(x.shape, dtype=ROW_FORMATS[format])
     if x.numel() == 0:
-        return codes, torch.ones(*x.shape[:-1], 1)
+        return codes, torch.ones(*x.shape[:-1], 1, dtype=torch.float32)
     rows, flat = x.reshape(-1, x.shape[-1]), codes.view(-1, x.shape[-1])
     found = None
     if format == "int8":
@@ -85,9 +85,9 @@ def quantize_blocks(
     limit, K = row_max(format), x.shape[-1]
     codes = torch.empty(x.shape, dtype=ROW_FORMATS[format])
     if x.numel() == 0:
-        return codes, torch.ones(*x.shape[:-1], 1)
+        return codes, torch.ones(*x.shape[:-1], 1, dtype=torch.float32)
     flat = codes.view(-1, K)
-    scale = torch.empty(flat.shape[0], 1)
+    scale = torch.empty(flat.shape[0], 1, dtype=torch.float32)
     for block in _blocks(*flat.shape):
         part = values(block)
         if diagonal is not None:

@@ -70,7 +70,7 @@ def round_stochastically(values: Tensor, bits: Tensor, *, format: str) -> Tensor
     The step is 1 for int8; for fp8_e4m3 it is 2**-3 of the value's power of two, 2**-9 below 2**-6.
     """
     if format == "int8":
-        step = torch.ones((), device=values.device)
+        step = torch.ones((), dtype=torch.float32, device=values.device)
     else:
         power = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
         step = power.clamp(min=2.0**-6) * 2.0**-3

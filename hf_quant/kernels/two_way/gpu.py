@@ -259,15 +259,21 @@ def quantize_two_way_gpu(
     x = x if x.stride(1) == 1 else x.contiguous()
     first = max(M, E + 1)  # of the columns' maxima
     tops = torch.zeros(first + (E + 1) * K, dtype=torch.int32, device=x.device)
-    codes, row_scale = torch.empty(M, K, dtype=torch.int8, device=x.device), torch.empty(M, 1, device=x.device)
+    codes, row_scale = (
+        torch.empty(M, K, dtype=torch.int8, device=x.device),
+        torch.empty(M, 1, dtype=torch.float32, device=x.device),
+    )
     if offsets is None:
         codes_t = torch.empty(rows_t, M, dtype=torch.int8, device=x.device)
-        column_scale, tiles = torch.empty(rows_t, 1, device=x.device), triton.cdiv(M, _BLOCK_M)
+        column_scale, tiles = torch.empty(rows_t, 1, dtype=torch.float32, device=x.device), triton.cdiv(M, _BLOCK_M)
     else:
         offsets = offsets.contiguous()
         # Where the groups' rows end is not known here: what fills them up is zero from the start.
         codes_t = torch.zeros(rows_t * op.padded_rows(M, E), dtype=torch.int8, device=x.device)
-        column_scale, tiles = torch.ones(E, rows_t, 1, device=x.device), M // _BLOCK_M + min(E, M) + 1
+        column_scale, tiles = (
+            torch.ones(E, rows_t, 1, dtype=torch.float32, device=x.device),
+            M // _BLOCK_M + min(E, M) + 1,
+        )
     grid = (tiles * triton.cdiv(K, _BLOCK_K),)
     options = {"TENSOR": scaling == "tensor", "COLUMNS": columns, "BLOCK_M": _BLOCK_M, "BLOCK_K": _BLOCK_K}
     kernels, given = (_largest_kernel, _two_way_kernel), ()

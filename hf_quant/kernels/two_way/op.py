@@ -86,7 +86,9 @@ def by_groups(
         torch.zeros(shape, dtype=torch.uint8, device=x.device).view(DTYPES[format])
         for shape in ((M, K), (rows_t * padded_rows(M, E),))
     )
-    row_scale, column_scale = (torch.ones(*shape, 1, device=x.device) for shape in ((M,), (E, rows_t)))
+    row_scale, column_scale = (
+        torch.ones(*shape, 1, dtype=torch.float32, device=x.device) for shape in ((M,), (E, rows_t))
+    )
     for e, rows, block in blocks_of(codes_t, rows_t, offsets):
         found = quantize(x[rows])
         codes[rows], row_scale[rows], column_scale[e] = found[0], found[1], found[3]

@@ -83,7 +83,7 @@ def product_backward(grad: Tensor, w: Weight) -> Tensor:
         values = values.float().mul_(factor.view(-1)).to(dtype)
     elif dtype == torch.bfloat16 and w.group_size >= 32:
         factor = factor.to(dtype)
-    total = torch.zeros(M, w.K)
+    total = torch.zeros(M, w.K, dtype=torch.float32)
     step = min(max(_BLOCK_BACKWARD // max(w.K, 1), 1), N)
     for start in range(0, N, step):
         n = min(step, N - start)

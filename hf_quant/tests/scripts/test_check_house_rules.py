@@ -43,6 +43,18 @@ def test_first_words_of_docstrings_are_found(source, count):
     assert len(check_house_rules.docstring_findings(Path("hf_quant/a.py"), source)) == count
 
 
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("torch.empty(3)", 1),
+        ("x = [torch.zeros(2, device=d), torch.ones(1, dtype=torch.float32)]", 1),
+        ("torch.empty(3, **options), torch.zeros_like(x), x.new_empty(3), numpy.empty(3)", 0),
+    ],
+)
+def test_tensors_without_a_dtype_are_found(source, count):
+    assert len(check_house_rules.dtype_findings(Path("hf_quant/a.py"), source)) == count
+
+
 def test_a_picture_that_is_old_is_found(monkeypatch, tmp_path):
     assert draw_architecture.is_current()
     page = tmp_path / "CONTRIBUTING.md"

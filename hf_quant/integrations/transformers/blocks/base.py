@@ -240,7 +240,7 @@ def twin_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Modu
 def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
     """Normally distributed values for a trial, without a change of the process's random numbers."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(device, dtype)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
 
 
 def difference(ours: Tensor, host: Any) -> float:

@@ -179,7 +179,9 @@ class LayerBlock:
         _, _, D, turned = self.attention.sizes
         widths = self.attention.widths
         q, k, v, *gate = projected = [x.new_empty(B, S, width // D, D) for width in widths]
-        cos, sin = (part.expand(B, S, turned).contiguous() for part in angles) if turned else (None, None)
+        cos, sin = angles if turned else (None, None)
+        if turned and len(cos) != B:
+            cos, sin = (part.expand(B, S, turned).contiguous() for part in angles)
         for start in range(0, B * S, CHUNK):
             rows = min(CHUNK, B * S - start)
             parts = ((x, K), (cos, turned), (sin, turned), *zip(projected, widths))
@@ -187,7 +189,8 @@ class LayerBlock:
             self.first(rows, *at, angle_stride=turned)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         attended = self.attention.attend(module._modules["self_attn"], q, k, v, mask, past)
-        attended = attended.to(x.dtype).contiguous()
+        if attended.dtype != x.dtype or not attended.is_contiguous():
+            attended = attended.to(x.dtype).contiguous()
         y = torch.empty_like(x)
         for start in range(0, B * S, CHUNK):
             rows, parts = min(CHUNK, B * S - start), ((x, K), (attended, widths[0]), (y, K), *zip(gate, widths[3:]))

@@ -61,7 +61,7 @@ def activation_of(module: nn.Module) -> str:
 
 def named(act: Any, owner: str) -> str:
     """The name of an activation function of a module of the class `owner`. Raises Unproven."""
-    x = torch.linspace(-8, 8, 1001)
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float32)
     y = act(x)
     for name, function in _FUNCTIONS.items():
         if isinstance(y, Tensor) and torch.allclose(y, function(x), rtol=1e-5, atol=1e-5):

@@ -137,7 +137,7 @@ class _Mixer:
     def new_states(self, B: int) -> "States":
         """The states of B sequences before their first token."""
         conv = torch.zeros(B, self.width, self.taps.shape[1], dtype=self.dtype)
-        return States(conv, None if self.shape is None else torch.zeros(B, *self.shape))
+        return States(conv, None if self.shape is None else torch.zeros(B, *self.shape, dtype=torch.float32))
 
     def states(self, past: Any, B: int) -> "States | None":
         """The states of B sequences in a cache, None if there are none yet, or they lie otherwise than blocks read."""
