@@ -33,6 +33,7 @@ def _dequantized(
     CODES: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     """Words [N, E] -> values [N, BLOCK_D] in DOT; without scales if not SCALED."""
     values = decode_in_order(words, words, words, DOT, KIND, BITS, BITS, 0, CODES, 3, MULTIPLIER, PTX)
@@ -43,6 +44,11 @@ def _dequantized(
         values = values * spread(scale.to(DOT), N, G, BLOCK_D)
         if HAS_OFFSET:
             values = values + spread(offset.to(DOT), N, G, BLOCK_D)
+    if ONCE:
+        # The rows of a product are split among the warps, and each would decode all tokens for itself: Triton moves what
+        # lies before a product behind the exchange of its operand, but no instruction with a side effect.
+        bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=tl.int16, is_pure=False, pack=2)
+        values = bits.to(DOT, bitcast=True)
     return values
 
 
@@ -79,6 +85,7 @@ def _prefill_step(
     CODES: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    ONCE: tl.constexpr,
     SCALE: tl.constexpr,
     K_OFFSET: tl.constexpr,
     V_OFFSET: tl.constexpr,
@@ -93,7 +100,7 @@ def _prefill_step(
     """Add BLOCK_N tokens: acc [BLOCK_M, BLOCK_D], online softmax."""
     keys = _dequantized(
         *(k_words, k_raw, BLOCK_N, BLOCK_D, G, SCALED, K_OFFSET, K_PAIRED, SCALE, DOT, KIND, BITS, CODES),
-        *(MULTIPLIER, PTX),
+        *(MULTIPLIER, PTX, ONCE),
     )
     scores = tl.dot(q, tl.trans(keys))
     if not SCALED:
@@ -118,7 +125,7 @@ def _prefill_step(
         p *= tl.reshape(scale, (1, BLOCK_N))
     values = _dequantized(
         *(v_words, v_raw, BLOCK_N, BLOCK_D, G, SCALED, V_OFFSET, V_PAIRED, SCALE, DOT, KIND, BITS, CODES),
-        *(MULTIPLIER, PTX),
+        *(MULTIPLIER, PTX, ONCE),
     )
     acc = tl.dot(p.to(DOT), values, acc * shrink[:, None])
     return acc, weight, top
@@ -197,6 +204,7 @@ def _kv_prefill_kernel(
     BITS: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    ONCE: tl.constexpr,
     SCALE: tl.constexpr,
     K_PAIRED: tl.constexpr,
     V_PAIRED: tl.constexpr,
@@ -290,7 +298,7 @@ def _kv_prefill_kernel(
                     SCALED,
                     DOT,
                 ),
-                *(KIND, BITS, CODES, MULTIPLIER, PTX, SCALE, K_OFFSET, V_OFFSET, K_PAIRED, V_PAIRED, False),
+                *(KIND, BITS, CODES, MULTIPLIER, PTX, ONCE, SCALE, K_OFFSET, V_OFFSET, K_PAIRED, V_PAIRED, False),
                 *(CAUSAL, WINDOWED, MASK, first_key is not None),
             )
     # The blocks before and behind those.
@@ -321,7 +329,7 @@ def _kv_prefill_kernel(
                 BLOCK_D,
                 SCALED,
             ),
-            *(DOT, KIND, BITS, CODES, MULTIPLIER, PTX, SCALE, K_OFFSET, V_OFFSET, K_PAIRED, V_PAIRED, True),
+            *(DOT, KIND, BITS, CODES, MULTIPLIER, PTX, ONCE, SCALE, K_OFFSET, V_OFFSET, K_PAIRED, V_PAIRED, True),
             *(CAUSAL, WINDOWED, MASK, first_key is not None),
         )
     found = tl.where(largest == float("-inf"), largest, largest * factor + tl.log2(weight))
