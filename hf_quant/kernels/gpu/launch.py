@@ -88,6 +88,11 @@ class Target(NamedTuple):
         return not self.is_nvidia or self.capability >= 80
 
     @property
+    def has_warp_dot(self) -> bool:
+        """True if each warp multiplies what lies in its registers (mma.sync), not in shared memory."""
+        return self.is_nvidia and self.has_dot and self.table not in ("sm90", "sm100")
+
+    @property
     def has_fp8_dot(self) -> bool:
         """True if the matrix units multiply float8_e4m3fn (gfx942 has another fp8, with a bias of 8)."""
         return self.capability >= 89 or self.name == "gfx950"

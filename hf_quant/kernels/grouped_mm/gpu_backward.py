@@ -15,6 +15,7 @@ from hf_quant.kernels.gpu.decode import (
     codes_per_element,
     decode_in_order,
     decode_options,
+    decoded_once,
     group_in_block,
     levels_tensor,
     load_planes,
@@ -76,6 +77,7 @@ def _grouped_mm_backward_kernel(
     MANTISSA: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     """grad_x[m, k] = sum over n of grad[m, n] * weight[n, k]; programs as in `_grouped_mm_kernel`, over K for N."""
     program = tl.program_id(0)
@@ -122,7 +124,10 @@ def _grouped_mm_backward_kernel(
                     weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
             pointers = grad + m.to(tl.int64)[:, None] * grad_stride + n[None, :]
             values = tl.load(pointers, mask=(m < end_row)[:, None] & (n < N)[None, :], other=0.0)
-            total = tl.dot(values, weight * factor, total)
+            weight = weight * factor
+            if ONCE:
+                weight = decoded_once(weight, DOT)
+            total = tl.dot(values, weight, total)
         if HAS_GLOBAL:
             total *= tl.load(global_scale + expert)
     tl.store(out, total.to(grad_x.dtype.element_ty), mask=mask)
@@ -173,6 +178,7 @@ def _fused_backward(grad: Tensor, w: Weight, offsets: Tensor, target: Target) ->
         HAS_GLOBAL=global_scale is not None,
         DOT=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16,
         **decode_options(w.format, dtype, codes, use_ptx=target.is_nvidia),
+        ONCE=target.has_warp_dot,
         num_warps=8 if block_m == 128 else 4,
         num_stages=2 if target.shared_memory < 2**17 else 3,
     )

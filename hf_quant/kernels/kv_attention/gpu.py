@@ -260,8 +260,7 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         options["G"] = _power(shape.D) // group if shape.groups > 1 else 1
         options |= {"MULTIPLIER": _multiplier(spec, dot)}
         options |= {"PTX": ptx(shape.format, dot) if target.is_nvidia else None}
-        # Where tl.dot is mma.sync; on sm100 Triton 3.6 cannot pipeline the instruction that it takes.
-        options |= {"ONCE": target.is_nvidia and target.has_dot and target.table not in ("sm90", "sm100")}
+        options |= {"ONCE": target.has_warp_dot}
         kernel, tiles, programs = _kv_prefill_kernel, -(-rows // block_m), 1
     options |= {"num_warps": num_warps, "num_stages": stages}
     # By what fits at once, not by how long the cache is, so that a growing one compiles nothing anew.

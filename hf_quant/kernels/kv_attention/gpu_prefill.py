@@ -1,6 +1,6 @@
 """Triton kernel of `kv_attention` for many queries; gpu.py says what it costs."""
 
-from hf_quant.kernels.gpu.decode import decode_in_order, spread
+from hf_quant.kernels.gpu.decode import decode_in_order, decoded_once, spread
 from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
@@ -44,12 +44,7 @@ def _dequantized(
         values = values * spread(scale.to(DOT), N, G, BLOCK_D)
         if HAS_OFFSET:
             values = values + spread(offset.to(DOT), N, G, BLOCK_D)
-    if ONCE:
-        # The rows of a product are split among the warps, and each would decode all tokens for itself: Triton moves what
-        # lies before a product behind the exchange of its operand, but no instruction with a side effect.
-        bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=tl.int16, is_pure=False, pack=2)
-        values = bits.to(DOT, bitcast=True)
-    return values
+    return decoded_once(values, DOT) if ONCE else values
 
 
 @triton.jit
