@@ -362,17 +362,6 @@ def _joined(
 
 
 @triton.jit
-def decoded_once(values, DOT: tl.constexpr):
-    """The values of an operand of a product whose rows are split among the warps; see `Target.has_warp_dot`.
-
-    Each warp would decode the whole operand for itself: Triton moves what lies before a product behind the exchange of
-    its operand (most of it in 3.6, less in 3.9), but no instruction with a side effect.
-    """
-    bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=tl.int16, is_pure=False, pack=2)
-    return bits.to(DOT, bitcast=True)
-
-
-@triton.jit
 def decode_in_order(
     first,
     second,
@@ -461,3 +450,14 @@ def spread(values, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constex
     """values [ROWS, GROUPS] -> [ROWS, COLUMNS], each repeated COLUMNS / GROUPS times."""
     wide = tl.broadcast_to(values[:, :, None], (ROWS, GROUPS, COLUMNS // GROUPS))
     return tl.reshape(wide, (ROWS, COLUMNS))
+
+
+@triton.jit
+def decoded_once(values, DOT: tl.constexpr):
+    """The values of an operand of a product whose rows are split among the warps; see `Target.has_warp_dot`.
+
+    Each warp would decode the whole operand for itself: Triton moves what lies before a product behind the exchange of
+    its operand (most of it in 3.6, less in 3.9), but no instruction with a side effect.
+    """
+    bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=tl.int16, is_pure=False, pack=2)
+    return bits.to(DOT, bitcast=True)
