@@ -132,13 +132,9 @@ def _unpack_four(
         nested = files.read(f"{prefix}.nested_absmax").repeat_interleave(layout.nested_block)[: len(levels)]
         absmax = levels * nested + torch.tensor(layout.nested_offset, dtype=torch.float32)
     if fp4 is not None:
-        codes, wanted = (
-            torch.tensor(_FP6_CODES, dtype=torch.uint8)[codes.int()],
-            torch.tensor(_FP4, dtype=torch.float32),
-        )
-        absmax = _agreeing(
-            absmax[:, None], 12, torch.tensor(_TWELFTHS, dtype=torch.float32), lambda part: wanted * part, fp4, prefix
-        )[:, 0]
+        codes = torch.tensor(_FP6_CODES, dtype=torch.uint8)[codes.int()]
+        twelfths, wanted = (torch.tensor(each, dtype=torch.float32) for each in (_TWELFTHS, _FP4))
+        absmax = _agreeing(absmax[:, None], 12, twelfths, lambda part: wanted * part, fp4, prefix)[:, 0]
     # Blocks run on from row to row.
     scale = absmax.repeat_interleave(layout.block // columns)[: N * K // columns].view(N, K // columns)
     codes, scale = without_zero_scales(codes, scale, columns, _NF4.index(0.0) if fp4 is None else 0)

@@ -77,10 +77,8 @@ def expanded(stored: Tensor, quant: TensorQuant, K: int) -> Tensor:
     """Inverse of `compressed`: whole codes, `qdata` of the format."""
     format = FORMATS[quant.format]
     values, places = parts_of(stored, quant, K)
-    chosen, zero = (
-        format.unpack(values, K // 2),
-        format.encode(torch.zeros(1, dtype=torch.float32, device=stored.device)),
-    )
+    chosen = format.unpack(values, K // 2)
+    zero = format.encode(torch.zeros(1, dtype=torch.float32, device=stored.device))
     if not format.spec.is_packed:  # no op takes fp8
         chosen, zero = chosen.view(torch.int8), zero.view(torch.int8)
     whole = zero.expand(*stored.shape[:-1], K // 4, 4).clone()

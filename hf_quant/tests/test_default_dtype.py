@@ -17,7 +17,7 @@ SCHEMES = ("int8", "int4", "int3", "int2", "nf4", "fp8", "fp6_e3m2", "mxfp4", "n
 
 
 @contextmanager
-def default(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -76,7 +76,7 @@ FLOWS |= {
 def test_results_do_not_depend_on_the_default_dtype(flow):
     model, found = llama().bfloat16(), []
     for dtype in (torch.float32, torch.bfloat16):
-        with default(dtype):
+        with default_dtype(dtype):
             torch.manual_seed(0)
             found.append(FLOWS[flow](copy.deepcopy(model)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

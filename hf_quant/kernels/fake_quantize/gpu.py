@@ -1,8 +1,8 @@
 """`fake_quantize` and its backward in Triton: one kernel, which reads and writes each value once.
 
-A program takes some groups, or one that is larger than 2048 values in several steps, and so needs no second pass for
-the gradient of a scale. Memory bounds it: 4 bytes a weight forward and 6 backward in bf16. Levels are those of the
-reference, bit for bit; the gradient of a scale is summed in fp32.
+A program takes some groups, or one of more than 2048 values (NVIDIA's backward: 1024) in several steps, and so needs
+no second pass for the gradient of a scale. Memory bounds it: 4 bytes a weight forward and 6 backward in bf16. Levels
+are those of the reference, bit for bit; the gradient of a scale is summed in fp32.
 """
 
 from functools import lru_cache

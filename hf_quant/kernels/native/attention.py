@@ -100,10 +100,8 @@ def attention_of_values(
     if k.dtype is not q.dtype or v.dtype is not q.dtype or (sinks is not None and sinks.dtype not in DTYPES):
         return None
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    y, lse = (
-        torch.empty(B, S, H, D, dtype=q.dtype, device="cpu"),
-        torch.empty(B, H, S, dtype=torch.float32, device="cpu"),
-    )
+    y = torch.empty(B, S, H, D, dtype=q.dtype, device="cpu")
+    lse = torch.empty(B, H, S, dtype=torch.float32, device="cpu")
     mask, mask_arguments = _mask_arguments(mask, (B, H, S, T))
     strides = [[stride * x.element_size() for stride in x.stride()[:3]] for x in (k, v)]
     sinks = None if sinks is None else sinks.contiguous()

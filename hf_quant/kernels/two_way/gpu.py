@@ -270,10 +270,8 @@ def quantize_two_way_gpu(
         offsets = offsets.contiguous()
         # Where the groups' rows end is not known here: what fills them up is zero from the start.
         codes_t = torch.zeros(rows_t * op.padded_rows(M, E), dtype=torch.int8, device=x.device)
-        column_scale, tiles = (
-            torch.ones(E, rows_t, 1, dtype=torch.float32, device=x.device),
-            M // _BLOCK_M + min(E, M) + 1,
-        )
+        column_scale = torch.ones(E, rows_t, 1, dtype=torch.float32, device=x.device)
+        tiles = M // _BLOCK_M + min(E, M) + 1
     grid = (tiles * triton.cdiv(K, _BLOCK_K),)
     options = {"TENSOR": scaling == "tensor", "COLUMNS": columns, "BLOCK_M": _BLOCK_M, "BLOCK_K": _BLOCK_K}
     kernels, given = (_largest_kernel, _two_way_kernel), ()

@@ -28,6 +28,7 @@ from hf_quant.modules.rotation import rotated
 from hf_quant.resolve import fields_of, resolve_scheme
 from hf_quant.scheme import LinearScheme, TensorQuant
 from hf_quant.testing import sqnr
+from hf_quant.tests.test_default_dtype import default_dtype
 
 
 STATIC = {"weights": "W8A8", "activation_scale": "static"}
@@ -201,15 +202,12 @@ def test_fused_projections():
 
 
 def test_the_scale_is_fp32_whatever_the_default_is():
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         scheme, _ = resolve_scheme({**STATIC, "input_transform": "none"}, torch.bfloat16)
         layer = convert_module_(nn.Linear(128, 64), scheme)
         assert layer.input_scale.dtype == torch.int32
         layer.calibrate_input_("weight", torch.ones(128, dtype=torch.float32))
         assert layer.static_scale().dtype == torch.float32 and layer(normal(3, 128).bfloat16()).isfinite().all()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def test_the_scale_is_part_of_the_model(tmp_path):
