@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._layers import QuantizedLayer
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
     from hf_quant.kv_cache._states import QuantizedStates
-    from hf_quant.kv_cache._token import NextToken, next_token
+    from hf_quant.kv_cache._token import NextToken, NextTokens, next_token
 
 _HOME = {
     "KVCacheConfig": "_config",
     "NextToken": "_token",
+    "NextTokens": "_token",
     "QuantizedCache": "_cache",
     "QuantizedLayer": "_layers",
     "QuantizedStates": "_states",
@@ -41,6 +42,7 @@ _HOME = {
 __all__ = [
     "KVCacheConfig",
     "NextToken",
+    "NextTokens",
     "QuantizedCache",
     "QuantizedLayer",
     "QuantizedStates",

@@ -1,5 +1,7 @@
 """`next_token`: a growing layer of a cache, for a native block that writes one token into it and attends to all."""
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,37 @@ def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -
     start = layer._start_of_next()
     place = (first + start - begin, end + 1 - start, start == 0 and state["k_first"] is not None)
     return NextToken(prepared.cache, place, layer)
+
+
+class NextTokens:
+    """The places of the tokens that follow those for which `next_token` has found places, in several layers."""
+
+    def __init__(self, tokens: Sequence[NextToken], windows: Sequence[int | None]) -> None:
+        """`windows`: how many tokens a place of each layer may have; None: any number."""
+        layers = [token.layer for token in tokens]
+        self.caches = [token.cache for token in tokens]
+        self._counts = [layer._count_token for layer in layers]
+        self._known = [
+            (layer.__dict__, layer._prepared, getattr(layer, "sliding_window", 0), most or math.inf)
+            for layer, most in zip(layers, windows)
+        ]
+
+    def places(self) -> list[int] | None:
+        """The next `NextToken.place` of each layer, one after the other; None: `next_token` has to look again."""
+        places = []
+        for state, prepared, window, most in self._known:
+            first, begin, end = state["_first"], state["_start"], state["_end"]
+            start = max(begin, end - window + 1) if window else begin
+            is_full = first + end - begin >= prepared.capacity
+            if not end or is_full or state["k_codes"] is not prepared.codes or end - start >= most:
+                return None
+            places += (first + start - begin, end + 1 - start, start == 0 and state["k_first"] is not None)
+        return places
+
+    def done(self) -> None:
+        """Count the tokens, once they are written."""
+        for count in self._counts:
+            count()
 
 
 def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -> bool:

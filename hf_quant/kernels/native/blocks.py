@@ -7,7 +7,6 @@ checked that the extension computes them (`products.serves`, `attention.unsuppor
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,20 +28,6 @@ _SMALL, _CONVOLVE, _DELTA, _PICK = range(10, 14)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
 max_head_dim: Callable[[], int] = getattr(module, "max_head_dim", None)
-
-
-def _unchanged(*places: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], bytes]) -> bool:
-    for entries, numbers, empty, _ in places:
-        if any(of.get(key) is not value for of, key, value in zip(entries[::3], entries[1::3], entries[2::3])):
-            return False
-        if any(read() != number for read, number in zip(numbers[::2], numbers[1::2])) or any(empty):
-            return False
-    return True
-
-
-# Of each (entries, numbers, empty, addresses): True if dict.get(key) is the value for each three of `entries`, each
-# function of `numbers` returns the number behind it, and all of `empty` are; `addresses` are prefetched.
-unchanged: Callable[..., bool] = getattr(module, "unchanged", None) or _unchanged
 
 
 class Block:
@@ -276,23 +261,21 @@ class Block:
         _run(self._block, cache, M, _num_threads(), angle_stride, *place, *_mask_numbers(mask), *addresses)
 
 
-def run_in_turn(
-    blocks: Sequence[Block],
-    M: int,
-    angle_stride: int,
-    caches: tuple[object, ...],
-    places: Sequence[tuple[int, int, bool]],
-    mask: Tensor | None,
-    *addresses: int,
-) -> None:
-    """Run blocks with the arguments (x, cos, sin, y) one after the other, each on the result of the one before.
+class Chain:
+    """Blocks with the arguments (x, cos, sin, y), each with a prepared cache, on the result of the one before."""
 
-    `caches`, `places` and `mask` as in `Block.with_cache`; `addresses`: of the first x, of cos, of sin, and of the
-    results of all blocks, one after the other.
-    """
-    handles = tuple([block._block for block in blocks])
-    numbers = [number for place in places for number in place]
-    _run_in_turn(handles, caches, M, _num_threads(), angle_stride, *_mask_numbers(mask), *addresses, *numbers)
+    def __init__(self, blocks: Sequence[Block], caches: Sequence[object]) -> None:
+        self._blocks, self._caches = tuple([block._block for block in blocks]), tuple(caches)
+
+    def __call__(
+        self, M: int, angle_stride: int, places: Sequence[int], mask: Tensor | None, *addresses: int
+    ) -> None:
+        """Run them. `places`: as `place` of `Block.with_cache`, one after the other; `mask`: as there.
+
+        `addresses`: of the first x, of cos, of sin, and of the last result.
+        """
+        settings = (M, _num_threads(), angle_stride, *_mask_numbers(mask))
+        _run_in_turn(self._blocks, self._caches, *settings, *addresses, *places)
 
 
 def _mask_numbers(mask: Tensor | None) -> tuple[int, int, int, int]:

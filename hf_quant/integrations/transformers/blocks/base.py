@@ -7,7 +7,6 @@ input, and must agree to the rounding of the dtype. It is made again after a par
 """
 
 import logging
-import struct
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
@@ -18,7 +17,8 @@ from torch.nn.modules import module as nn_module
 
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native import active
-from hf_quant.kernels.native.blocks import Block, unchanged
+from hf_quant.kernels.native.blocks import Block
+from hf_quant.kernels.native.places import place_of, unchanged
 from hf_quant.kernels.native.products import serves, takes_int8
 from hf_quant.kernels.weight import Weight
 from hf_quant.modules import QuantizedModule, QuantLinear
@@ -28,7 +28,6 @@ from hf_quant.modules.rotation import signs
 logger = logging.getLogger(__name__)
 MAX_ROWS = 32  # of an input; prompts are arithmetic, and their buffers large
 _MOST_WAITS = 12  # trials after which the number of calls until the next one does not double any more
-_IMPL_BYTES = 256  # of a tensor in memory, about
 _STATE = "_hf_quant_block"
 
 
@@ -44,7 +43,7 @@ class Watch:
 
         Raises Unproven if a child has hooks: a trial would call them.
         """
-        entries, numbers = list(entries), list(numbers)
+        entries = list(entries)
         tensors: list[Tensor] = []
         empty: list[Any] = [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
         children = {id(child): child for module in modules for child in module._modules.values() if child is not None}
@@ -58,13 +57,8 @@ class Watch:
             for name, parameter in module._parameters.items():
                 entries += [module._parameters, name, parameter]
                 if parameter is not None:
-                    numbers += [parameter.data_ptr, parameter.data_ptr()]
                     tensors.append(parameter)
-        read = [id(part) for part in (*entries[::3], *numbers, *empty, *tensors)]
-        for tensor in tensors:  # what `data_ptr` reads
-            impl, storage = tensor._cdata, tensor.untyped_storage()._cdata
-            read += [*range(impl, impl + _IMPL_BYTES, 64), storage]
-        self.places = ((tuple(entries), tuple(numbers), tuple(empty), struct.pack(f"{len(read)}Q", *read)),)
+        self.places = (place_of(entries, numbers, empty, tensors),)
         if not self.holds():
             raise Unproven("its layers have hooks")
 
@@ -126,6 +120,14 @@ def is_served(x: Any) -> bool:
         and x.is_contiguous()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def new_result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor for a result on the CPU, which may leave inference mode, as those of a host do."""
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 @cache

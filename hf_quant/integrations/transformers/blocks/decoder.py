@@ -10,6 +10,7 @@ is trusted with that, for layers that attend to all tokens or to a window.
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,14 @@ from hf_quant.integrations.transformers.blocks.base import (
     Watch,
     entries_of,
     is_served,
+    new_result,
     state_of,
     twin_of,
     weight_of,
 )
 from hf_quant.integrations.transformers.blocks.layer import LayerBlock, is_layer
 from hf_quant.integrations.transformers.blocks.recurrent import RecurrentLayer, States, is_recurrent_layer
-from hf_quant.kernels.native.blocks import run_in_turn
+from hf_quant.kernels.native.blocks import Chain
 from hf_quant.kernels.native.products import row_reader
 from hf_quant.modules import QuantEmbedding
 
@@ -182,6 +184,8 @@ class DecoderBlock:
         # Layers that follow each other with equal angles and heads, and if there is a mask with an equal window.
         self.parts, self.masked_parts = _parts([kind[:2] for kind in kinds]), _parts(kinds)
         self.watch = Watch.of_all([watch, *(block.watch for block in blocks)])
+        # By cache: (rows and whether there is no padding, its layers, parts for their next tokens).
+        self.known: WeakKeyDictionary[Any, tuple[tuple, list, list[_CachedPart | _StatePart]]] = WeakKeyDictionary()
 
     def _tokens(self, inputs: _Inputs) -> list[kv_cache.NextToken | States] | None:
         """The places of the next token in the cache, None if a layer of the cache takes it another way."""
@@ -200,60 +204,104 @@ class DecoderBlock:
 
     def states(self, inputs: _Inputs) -> Tensor | None:
         """The result of the last layer, before the norm; the tokens are added to the cache. None: left to the host."""
-        tokens = self._tokens(inputs)
-        if tokens is None:
+        parts, places = self._next(inputs)
+        if places is None:
             return None
         x = inputs.x if self.embed is None else self.embed(inputs.ids)
         x = x if self.scale is None else x * self.scale
         if x.dtype != self.dtype or not is_served(x):
             return None
         angles = [rotary(x, inputs.positions) for rotary in self.rotary]
-        with torch.inference_mode(False):  # as results of the host, which may leave inference mode
-            y = torch.empty((len(tokens), *x.shape), dtype=x.dtype)
-        parts = self.parts if inputs.padding is None else self.masked_parts
-        parts = [self._part(part, inputs, x, y, tokens, angles) for part in parts]
-        if None in parts:
+        results = [new_result(x.shape, x.dtype) for _ in parts]
+        rows = [x, *results]
+        runs = [part.run(inputs, x, y, angles, place) for part, x, y, place in zip(parts, rows, results, places)]
+        if None in runs:
             return None
-        for run in parts:
+        for run in runs:
             run()
-        for token in tokens:
-            token.done()
-        return y[-1]
+        for part in parts:
+            part.done()
+        return results[-1]
 
-    def _part(
-        self,
-        part: tuple[int | None, int, int],
-        inputs: _Inputs,
-        x: Tensor,
-        y: Tensor,
-        tokens: list[kv_cache.NextToken | States],
-        angles: list[Any],
+    def _next(self, inputs: _Inputs) -> tuple[list["_CachedPart | _StatePart"], list[list[Any]] | None]:
+        """The parts of the layers for the next token, and its places in the cache; None: left to the host."""
+        key = (inputs.rows, inputs.padding is None)
+        found = self.known.get(inputs.past)
+        if found is not None and found[0] == key and found[1] == inputs.past.layers:
+            places = [part.places(inputs) for part in found[2]]
+            if None not in places:
+                return found[2], places
+        tokens = self._tokens(inputs)
+        if tokens is None:
+            return [], None
+        bounds = self.parts if inputs.padding is None else self.masked_parts
+        parts = [_part(self.blocks[start:end], tokens[start:end], number) for number, start, end in bounds]
+        self.known[inputs.past] = key, list(inputs.past.layers), parts
+        places = [part.places(inputs) for part in parts]
+        return parts, None if None in places else places
+
+
+class _CachedPart:
+    """Consecutive layers of equal kinds with a quantized cache, for the next tokens in it."""
+
+    def __init__(self, blocks: list[LayerBlock], tokens: list[kv_cache.NextToken], number: int | None) -> None:
+        """Make it of the `next_token` of each layer; `number`: of their angles."""
+        self.attention, self.number = blocks[0].attention, number
+        windows = [block.attention.options.get("sliding_window") for block in blocks]
+        self.tokens = kv_cache.NextTokens(tokens, windows)
+        self.chain = Chain([block.block for block in blocks], self.tokens.caches)
+        self.done = self.tokens.done
+
+    def places(self, inputs: _Inputs) -> list[int] | None:
+        """See `NextTokens.places`."""
+        return self.tokens.places()
+
+    def run(
+        self, inputs: _Inputs, x: Tensor, y: Tensor, angles: list[Any], places: list[int]
     ) -> Callable[[], None] | None:
-        """A function that runs a part of the layers, whose results are y; None: left to the host."""
-        number, start, end = part
-        blocks, tokens = self.blocks[start:end], tokens[start:end]
-        inputs_of = [x if start == 0 else y[start - 1], *y[start : end - 1]]
-        if isinstance(blocks[0], RecurrentLayer):
-            return partial(_run_states, blocks, tokens, inputs_of, y[start:end])
-        attention = blocks[0].attention
-        B, (heads, _, _, turned), count = len(x), attention.sizes, tokens[0].place[1]
-        if turned and not (number is not None and fit(*angles[number], B, turned, attention.angle_dtype)):
+        """A function that computes the last layer's result y of the first one's input; None: left to the host."""
+        B, (heads, _, _, turned), count = len(x), self.attention.sizes, places[1]
+        own = None if self.number is None else angles[self.number]
+        if turned and not (own is not None and fit(*own, B, turned, self.attention.angle_dtype)):
             return None
         mask = inputs.mask(count)
         if mask is not None:
             mask = usable(mask, B, heads, count)
-            if mask is None or any(token.place[1] != count for token in tokens):
+            if mask is None or any(other != count for other in places[1::3]):
                 return None
-        cos, sin, stride = addresses_of(None if number is None else angles[number], turned)
-        blocks, caches = [block.block for block in blocks], tuple([token.cache for token in tokens])
-        places = [token.place for token in tokens]
-        addresses = (inputs_of[0].data_ptr(), cos, sin, y[start].data_ptr())
-        return partial(run_in_turn, blocks, B, stride, caches, places, mask, *addresses)
+        cos, sin, stride = addresses_of(own, turned)
+        return partial(self.chain, B, stride, places, mask, x.data_ptr(), cos, sin, y.data_ptr())
 
 
-def _run_states(blocks: list[RecurrentLayer], states: list[States], inputs: list[Tensor], results: Tensor) -> None:
-    for block, state, x, y in zip(blocks, states, inputs, results):
-        block.block(len(x), x.data_ptr(), *state.addresses(), y.data_ptr())
+class _StatePart:
+    """Consecutive layers with states."""
+
+    def __init__(self, blocks: list[RecurrentLayer]) -> None:
+        self.blocks = blocks
+
+    def places(self, inputs: _Inputs) -> list[States] | None:
+        """The states of each layer; None: left to the host."""
+        states = [block.next_token(inputs.past, inputs.rows) for block in self.blocks]
+        return None if None in states else states
+
+    def run(
+        self, inputs: _Inputs, x: Tensor, y: Tensor, angles: list[Any], places: list[States]
+    ) -> Callable[[], None]:
+        """A function that computes the last layer's result y of the first one's input."""
+        rows = [x, *(torch.empty_like(x) for _ in self.blocks[1:]), y]
+
+        def run() -> None:
+            for block, state, before, after in zip(self.blocks, places, rows, rows[1:]):
+                block.block(len(x), before.data_ptr(), *state.addresses(), after.data_ptr())
+
+        return run
+
+    def done(self) -> None:
+        """Count the tokens: states do not count."""
+
+
+def _part(blocks: list[Any], tokens: list[Any], number: int | None) -> _CachedPart | _StatePart:
+    return _StatePart(blocks) if isinstance(blocks[0], RecurrentLayer) else _CachedPart(blocks, tokens, number)
 
 
 def _parts(kinds: list[tuple]) -> list[tuple[int | None, int, int]]:
@@ -369,8 +417,11 @@ def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock | RecurrentLay
     return block
 
 
-def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
-    """Return the arguments of a decoder, None if they are not one token of each sequence with a cache."""
+def _inputs_of(kwargs: dict[str, Any], is_whole: bool) -> _Inputs | None:
+    """Return the arguments of a decoder, None if they are not one token of each sequence with a cache.
+
+    `is_whole`: the mask is known to be all ones.
+    """
     ids, x, positions, past, mask = [kwargs.get(name) for name in INPUTS]
     if isinstance(mask, dict) and all([each is None for each in mask.values()]):
         mask = None  # a multimodal model (Gemma 3) makes the masks of all kinds of layers itself, and needs none
@@ -384,7 +435,7 @@ def _inputs_of(kwargs: dict[str, Any]) -> _Inputs | None:
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != len(given):
             return None
-        mask = None if bool(mask.all()) else mask
+        mask = None if is_whole or bool(mask.all()) else mask
     if positions is None:
         return _Inputs(ids, x, torch.tensor([[past.get_seq_length()]]), True, past, mask)
     return _Inputs(ids, x, positions, False, past, mask) if isinstance(positions, Tensor) else None
@@ -406,9 +457,9 @@ class OneToken(NamedTuple):
     key: tuple
 
     @classmethod
-    def of(cls, kwargs: dict[str, Any]) -> "OneToken | None":
-        """The call with these arguments, None if it is of another kind."""
-        inputs = _inputs_of(kwargs)
+    def of(cls, kwargs: dict[str, Any], *, is_whole: bool = False) -> "OneToken | None":
+        """The call with these arguments, None if it is of another kind. `is_whole`: the mask is known to be all ones."""
+        inputs = _inputs_of(kwargs, is_whole)
         if inputs is None:
             return None
         settings = tuple([(name, _setting(name, value)) for name, value in kwargs.items() if name not in INPUTS])

@@ -143,6 +143,15 @@ class DecodeGraphs:
         decoder = self._chosen.__dict__.pop("decoder", None)
         return host(compile_config) if decoder is None else decoder
 
+    def _update_model_kwargs_for_generation(
+        self, host: Callable[..., Any], outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        decoder = self._decoder_of(model_kwargs.get("past_key_values"))
+        is_one = not args and kwargs.get("num_new_tokens", 1) == 1
+        if isinstance(decoder, TokenDecoder) and is_one and decoder.moved_on(model_kwargs):
+            return model_kwargs
+        return host(outputs, model_kwargs, *args, **kwargs)
+
     def create_masks_for_generate(self, host: Callable[..., Any], **kwargs: Any) -> Any:
         """Leave the mask of a captured step to the model, which creates it inside the graph."""
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
@@ -175,6 +184,7 @@ _METHODS = (
     "_valid_auto_compile_criteria",
     "get_compiled_call",
     "create_masks_for_generate",
+    "_update_model_kwargs_for_generation",
 )
 
 

@@ -7,18 +7,20 @@ real step of the host, whose children note how they are called. What it was made
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     add_product,
     entries_of,
+    new_result,
     random_rows,
     state_of,
     twin_of,
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from hf_quant.integrations.transformers.graphs.capture import DecodeGraphs
 
 _WAITS = 3  # steps in which the blocks of a model are made
+_AHEAD = 64  # tokens
+# Arguments of a step that the host's own `_update_model_kwargs_for_generation` makes, from those of the one before.
+_MADE = ("token_type_ids", "mm_token_type_ids")
+_OWN = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
 class TokenStep:
@@ -161,13 +167,39 @@ def _end(decoder: DecoderBlock, head: nn.Module, N: int) -> Callable[[Tensor], T
         return lambda y: head(norm(y))
 
     def end(y: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            logits = torch.empty(len(y), 1, N, dtype=y.dtype)
+        logits = new_result((len(y), 1, N), y.dtype)
         block(len(y), y.data_ptr(), logits.data_ptr())
         return logits
 
     probe = random_rows(1, 1, K, dtype=decoder.dtype)
     return end if torch.equal(end(probe), head(norm(probe))) else lambda y: head(norm(y))
+
+
+class _Ahead:
+    """Masks [B, tokens] and positions [..., 1] of tokens to come, made at once.
+
+    Between two tokens the code of the ops that make them leaves the caches of the CPU.
+    """
+
+    def __init__(self, mask: Tensor | None, positions: Tensor | None) -> None:
+        """Begin behind a token with this mask and these positions [..., tokens]."""
+        self.mask, self.positions, self.has_padding = mask, positions, mask is not None and not bool(mask.all())
+        masks: Sequence[Tensor | None] = [None] * _AHEAD
+        coming: Sequence[Tensor | None] = masks
+        if mask is not None:
+            longest = torch.cat([mask, mask.new_ones(len(mask), _AHEAD)], dim=1)
+            masks = [longest[:, :tokens] for tokens in range(mask.shape[1] + 1, longest.shape[1] + 1)]
+        if positions is not None:
+            steps = torch.arange(1, _AHEAD + 1, dtype=positions.dtype, device=positions.device)
+            coming = (positions[..., -1:] + steps).split(1, dim=-1)
+        self.coming = zip(masks, coming)
+
+    def moved_on(self) -> bool:
+        """Go on to the next token; False: there is none."""
+        found = next(self.coming, None)
+        if found is not None:
+            self.mask, self.positions = found
+        return found is not None
 
 
 class TokenDecoder:
@@ -177,10 +209,29 @@ class TokenDecoder:
         self.graphs, self.cache = graphs, weakref.ref(cache)
         self.step: TokenStep | None = None
         self.waits = _WAITS  # steps of the host until a captured one has to be there
+        self.ahead: _Ahead | None = None
+        # A class with methods of its own may make more of the arguments than they are.
+        kinds = (type(graphs.model()), GenerationMixin)
+        self.makes_arguments = all(len({getattr(kind, name) for kind in kinds}) == 1 for name in _OWN)
+
+    def moved_on(self, kwargs: dict[str, Any]) -> bool:
+        """Make the mask and the positions of the next token in the arguments of `generate`'s steps.
+
+        False: left to the host's `_update_model_kwargs_for_generation`, which does so with a dozen ops.
+        """
+        if self.step is None or not self.makes_arguments or any(kwargs.get(name) is not None for name in _MADE):
+            return False
+        mask, positions, ahead = kwargs.get("attention_mask"), kwargs.get("position_ids"), self.ahead
+        if ahead is None or ahead.mask is not mask or ahead.positions is not positions or not ahead.moved_on():
+            self.ahead = ahead = _Ahead(mask, positions)
+            ahead.moved_on()
+        kwargs.update({name: value for name, value in (("attention_mask", ahead.mask), ("position_ids", ahead.positions)) if value is not None})
+        return True
 
     def __call__(self, **inputs: Any) -> Any:
-        model, graphs = self.graphs.model(), self.graphs
-        token = OneToken.of(inputs)
+        model, graphs, ahead = self.graphs.model(), self.graphs, self.ahead
+        is_whole = ahead is not None and not ahead.has_padding and inputs.get("attention_mask") is ahead.mask
+        token = OneToken.of(inputs, is_whole=is_whole)
         if token is None or token.inputs.past is not self.cache():
             ids = inputs.get("input_ids")
             if self.waits and isinstance(ids, Tensor) and ids.shape[-1] == 1:

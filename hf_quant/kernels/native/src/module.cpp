@@ -1,11 +1,15 @@
 // The Python module: numbers in, nothing but numbers and names out. Its callers check every argument.
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "arguments.h"
 #include "block.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "unchanged.h"
 
 namespace {
 
@@ -535,81 +539,6 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-void prefetch(const void* address) {
-#if defined(__GNUC__)
-  __builtin_prefetch(address);
-#endif
-}
-
-// One place of `unchanged`: (entries, numbers, empty, addresses), see there.
-struct Place {
-  PyObject *entries, *numbers, *empty, *addresses;
-};
-
-bool read_place(PyObject* tuple, Place& place) {
-  PyObject** parts[] = {&place.entries, &place.numbers, &place.empty, &place.addresses};
-  if (PyTuple_Size(tuple) != 4) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "takes tuples of four parts");
-    return false;
-  }
-  for (int i = 0; i < 4; ++i) *parts[i] = PyTuple_GetItem(tuple, i);
-  for (int i = 0; i < 3; ++i)
-    if (PyTuple_Size(*parts[i]) < 0) return false;
-  return true;
-}
-
-// Asks for all that a check of a place reads. Between two tokens it has left the caches of the CPU, and one miss after
-// the other takes longer than the check.
-bool prefetch_place(const Place& place) {
-  char* addresses;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(place.addresses, &addresses, &size) < 0) return false;
-  for (Py_ssize_t i = 0; i + static_cast<Py_ssize_t>(sizeof(void*)) <= size; i += sizeof(void*)) {
-    const void* address;
-    std::memcpy(&address, addresses + i, sizeof(void*));
-    prefetch(address);
-  }
-  return true;
-}
-
-// 1: a place is unchanged, 0: it is not, -1: error.
-int check_place(const Place& place) {
-  for (Py_ssize_t i = 0; i + 2 < PyTuple_Size(place.entries); i += 3) {
-    PyObject* found = PyDict_GetItemWithError(PyTuple_GetItem(place.entries, i), PyTuple_GetItem(place.entries, i + 1));
-    if (PyErr_Occurred()) return -1;
-    if ((found == nullptr ? Py_None : found) != PyTuple_GetItem(place.entries, i + 2)) return 0;
-  }
-  for (Py_ssize_t i = 0; i + 1 < PyTuple_Size(place.numbers); i += 2) {
-    PyObject* found = PyObject_CallObject(PyTuple_GetItem(place.numbers, i), nullptr);
-    if (found == nullptr) return -1;
-    const long long number = PyLong_AsLongLong(found);
-    const long long expected = PyLong_AsLongLong(PyTuple_GetItem(place.numbers, i + 1));
-    Py_DecRef(found);
-    if (PyErr_Occurred()) return -1;
-    if (number != expected) return 0;
-  }
-  for (Py_ssize_t i = 0; i < PyTuple_Size(place.empty); ++i) {
-    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(place.empty, i));
-    if (size != 0) return size < 0 ? -1 : 0;
-  }
-  return 1;
-}
-
-// Whether what blocks were made from is in its place. For each block: tuples of (dict, key, value or None for none), of
-// (function that returns a number, the number), of dicts that must be empty, and the bytes of addresses that are worth
-// a prefetch. In Python this takes as long as a small product.
-PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Place place{}, next{};
-  for (Py_ssize_t i = -1; i < count; ++i) {
-    if (i + 1 < count && !(read_place(args[i + 1], next) && prefetch_place(next))) return nullptr;
-    const int found = i < 0 ? 1 : check_place(place);
-    if (found < 0) return nullptr;
-    if (found == 0) Py_RETURN_FALSE;
-    place = next;
-  }
-  Py_RETURN_TRUE;
-}
-
 void forget_cache(PyObject* capsule) { delete static_cast<BlockCache*>(PyCapsule_GetPointer(capsule, nullptr)); }
 
 PyObject* prepare_cache(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -676,8 +605,8 @@ PyObject* run_block(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // Blocks with the arguments (x, cos, sin, y), each of which reads the result of the one before it: tuples of blocks and
-// of caches, the numbers of the call and of its mask, the addresses of the first x, of cos, of sin and of all results
-// one after the other, and each block's place in its cache.
+// of caches, the numbers of the call and of its mask, the addresses of the first x, of cos, of sin and of the last
+// result, and each block's place in its cache.
 PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count < 2 || PyTuple_Size(args[0]) < 1 || PyTuple_Size(args[0]) != PyTuple_Size(args[1])) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "takes a tuple of blocks and one of as many caches");
@@ -690,6 +619,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* arguments[4];
   for (void*& argument : arguments) argument = a.pointer<void>();
   std::vector<std::pair<const Block*, BlockCall>> calls;
+  size_t bytes = 0;  // of a result
   for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); ++i) {
     const Block* block = block_of(PyTuple_GetItem(args[0], i));
     call.cache = static_cast<const BlockCache*>(PyCapsule_GetPointer(PyTuple_GetItem(args[1], i), nullptr));
@@ -700,20 +630,23 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     read_columns(a, call);
     calls.emplace_back(block, call);
+    bytes = std::max(bytes, static_cast<size_t>(block->bytes_of(3, call.M)));
   }
   if (!a.finish()) return nullptr;
   bool ok = true;
   for (size_t i = 0; i + 1 < calls.size(); ++i) calls[i].second.following = calls[i + 1].first;
-  Py_BEGIN_ALLOW_THREADS for (const auto& [block, of_block] : calls) {
-    ok = ok && block->run(*active, of_block, arguments);
+  std::vector<char> between(2 * bytes);
+  void* const last = arguments[3];
+  Py_BEGIN_ALLOW_THREADS for (size_t i = 0; i < calls.size() && ok; ++i) {
+    arguments[3] = i + 1 < calls.size() ? between.data() + (i % 2) * bytes : last;
+    ok = calls[i].first->run(*active, calls[i].second, arguments);
     arguments[0] = arguments[3];
-    arguments[3] = static_cast<char*>(arguments[3]) + block->bytes_of(3, of_block.M);
   }
   Py_END_ALLOW_THREADS return done(ok);
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(20); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(21); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
@@ -776,7 +709,9 @@ PyMethodDef methods[] = {
     {"add_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add_step)), METH_FASTCALL,
      "Adds a step to a block, see `BlockStep` in block.h."},
     {"unchanged", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(unchanged)), METH_FASTCALL,
-     "Whether dicts hold the same objects, functions return the same numbers, and dicts are empty, for each tuple."},
+     "Whether dicts hold the same objects, functions return the same numbers, tensors have the same memory, and dicts are "
+     "empty, for each tuple."},
+    {"read_tensors_by", read_tensors_by, METH_O, "The address of torch's aoti_torch_get_data_ptr, for `unchanged`."},
     {"prepare_cache", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare_cache)), METH_FASTCALL,
      "The tensors of a layer of a cache for `run_block`, which does not keep their memory alive."},
     {"run_block", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_block)), METH_FASTCALL,
