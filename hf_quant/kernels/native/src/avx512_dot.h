@@ -4,6 +4,10 @@
 // cycles for 64 bytes, where memory takes 7 (Zen 5, one core).
 #pragma once
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
 #include "avx512_pack.h"
 
 namespace hfq {
@@ -35,7 +39,7 @@ struct DotRows {
   static constexpr int V = vecs<C>();
   // Independent sums, so that the latency of the dot products (4 to 6 cycles) is hidden.
   static constexpr int CHAINS =
-      R * MB >= 4 || V == 1 || GROUPING >= WITHIN_BLOCK ? 1 : R * MB >= 2 || V == 2 ? 2 : 4;
+      V == 1 || GROUPING >= WITHIN_BLOCK || (R * MB >= 4 && MB > 1) ? 1 : R * MB >= 2 || V == 2 ? 2 : 4;
   using Sums = Sum[R][MB][CHAINS];
 
   const Product& p;
@@ -203,11 +207,11 @@ HFQ_INLINE int64_t scale_of_row(const Product& p, int64_t n) { return n / p.scal
 constexpr int kPanel = 64;  // rows of the weight that a task takes
 
 // Scales of rows of a panel as fp32, each row's with a vector to spare behind it. Those of short rows, which lie side by side,
-// are converted all at once; else those of two rows at a time.
+// are converted all at once; else those of up to four rows at a time.
 class RowScales {
  public:
   static int64_t floats(const Product& p) {
-    return is_at_once(p) ? kPanel * p.groups + kScalesAtOnce + 16 : 2 * room(p);
+    return is_at_once(p) ? kPanel * p.groups + kScalesAtOnce + 16 : 4 * room(p);
   }
   // `first`: of the expert, in elements. `memory`: `floats` of them.
   RowScales(const Product& p, int64_t first, int64_t n, int64_t end, float* memory)
@@ -218,11 +222,9 @@ class RowScales {
     const char* ahead = static_cast<const char*>(p.scale) + (at + count) * element;  // of the next panel
     for (int64_t i = 0; i < count * element; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
   }
-  // Makes the scales of rows n and n + distance ready.
-  HFQ_METHOD void load(int64_t n, int64_t distance) const {
-    if (at_once_) return;
-    load_row(n, memory_);
-    if (distance > 0) load_row(n + distance, memory_ + room(p_));
+  // Makes the scales of rows n, n + distance, .. ready.
+  HFQ_METHOD void load(int64_t n, int rows, int64_t distance = 1) const {
+    for (int r = 0; r < rows && !at_once_; ++r) load_row(n + r * distance, memory_ + r * room(p_));
   }
   HFQ_METHOD const float* of(int64_t n) const { return at_once_ ? memory_ + (n - n_) * p_.groups : memory_; }
   HFQ_METHOD int64_t gap(int64_t distance) const { return at_once_ ? distance * p_.groups : distance > 0 ? room(p_) : 0; }
@@ -275,7 +277,7 @@ struct DotPanel {
 // panel. (1536 x 576 in int4 with 8 rows of x, from memory: 82 us by kAhead, 57 so, where they are 52 from the caches; Zen 5.)
 static int64_t ahead_of_pair(int64_t gap) { return 2 * gap <= 16 * kAhead ? 2 * gap : kAhead; }
 
-// Sums of rows n and, for R = 2, n + distance of the weight with MB rows of x from i0 on, scaled by the groups' scales.
+// Sums of rows n, n + distance, .. of the weight with MB rows of x from i0 on, scaled by the groups' scales.
 template <class C, int R, int MB, Grouping GROUPING>
 static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0, float (&out)[R][MB]) {
   const Product& p = a.p;
@@ -285,7 +287,7 @@ static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t 
                                    a.lanes,
                                    a.weight.qdata + n * p.row_bytes,
                                    distance * p.row_bytes,
-                                   distance > 1 ? ahead_of_pair(distance * p.row_bytes) : kAhead,
+                                   distance > 1 ? ahead_of_pair(distance * p.row_bytes) : max64(R * p.row_bytes, kAhead),
                                    a.px.rows + x * a.px.stride,
                                    a.px.stride,
                                    a.scales.of(n),
@@ -311,7 +313,7 @@ static void dot_pair_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int
 
 template <class C, Grouping GROUPING>
 static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance, DotSums& sums, int64_t at) {
-  a.scales.load(n, distance);
+  a.scales.load(n, 2, distance);
   for (int64_t i = 0; i < a.count;) {
     const int64_t left = a.count - i, rows = left <= 4 ? left : left == 5 ? 3 : 4;  // never 4 + 1
     switch (rows) {
@@ -323,27 +325,42 @@ static void dot_pair(const DotPanel<C>& a, int64_t n, int64_t distance, DotSums&
   }
 }
 
+// R rows from n on with the only row of x.
+template <class C, int R, Grouping GROUPING>
+static void dot_few(const DotPanel<C>& a, int64_t n, float* to) {
+  float out[R][1];
+  a.scales.load(n, R);
+  dot_rows<C, R, 1, GROUPING>(a, n, R > 1 ? 1 : 0, 0, out);
+  for (int r = 0; r < R; ++r) to[r] = out[r][0];
+}
+
+// Whether x of so many bytes stays in the L1 cache while a row of the weight passes through it. If it does not, four rows
+// share what is read of it: 4096 x 14336 in int4 takes half of the time (Zen 4).
+static bool stays_in_l1(int64_t bytes) {
+  static const int64_t size = [] {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    const long found = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    if (found > 0) return static_cast<int64_t>(found);
+#endif
+    return int64_t{32} << 10;
+  }();
+  return bytes <= size * 9 / 16;
+}
+
 // Rows n..end of the weight with `count` rows of x.
 template <class C, Grouping GROUPING>
 static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
   DotSums sums;
   if (a.count == 1) {
-    float pair[2][1], one[1][1];
+    // Bytes need no work that rows could share: one stream of them is a third faster than two (Zen 5).
+    const bool shares = vecs<C>() > 1 && a.p.scale_rows == 1;
     int64_t row = n;
-    // Of longer rows, what is prefetched for one would be what the other reads. Bytes need no work that a pair could share:
-    // one stream of them is a third faster than two (Zen 5).
-    const bool in_pairs = vecs<C>() > 1 && 2 * a.p.row_bytes <= kAhead;
-    for (; row + 1 < end && in_pairs; row += 2) {
-      a.scales.load(row, 1);
-      dot_rows<C, 2, 1, GROUPING>(a, row, 1, 0, pair);
-      sums[0][row - n] = pair[0][0];
-      sums[0][row - n + 1] = pair[1][0];
+    if (shares && !stays_in_l1(a.px.stride + a.px.units * 64)) {
+      for (; row + 4 <= end; row += 4) dot_few<C, 4, GROUPING>(a, row, sums[0] + row - n);
+    } else if (shares && 2 * a.p.row_bytes <= kAhead) {  // of longer rows, one would read what is prefetched for the other
+      for (; row + 2 <= end; row += 2) dot_few<C, 2, GROUPING>(a, row, sums[0] + row - n);
     }
-    for (; row < end; ++row) {
-      a.scales.load(row, 0);
-      dot_rows<C, 1, 1, GROUPING>(a, row, 0, 0, one);
-      sums[0][row - n] = one[0][0];
-    }
+    for (; row < end; ++row) dot_few<C, 1, GROUPING>(a, row, sums[0] + row - n);
   } else {
     const int64_t distance = (end - n + 1) / 2;  // of an odd number the one in the middle is computed twice
     for (int64_t i = 0; i < distance; ++i) dot_pair<C, GROUPING>(a, n + i, min64(distance, end - 1 - n - i), sums, i);

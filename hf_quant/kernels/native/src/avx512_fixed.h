@@ -103,6 +103,17 @@ static bool pack_fixed(const Product& p, const void* x, int dtype, int32_t facto
   return finite == 0xffff;
 }
 
+// The sums of four vectors, each added up in the order of _mm512_reduce_add_ps.
+HFQ_INLINE __m128 sums_of_four(const __m512& a, const __m512& b, const __m512& c, const __m512& d) {
+  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+  __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4E));
+  all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xB1));
+  return _mm512_castps512_ps128(
+      _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), all));
+}
+
 // R rows of the weight, `gap` bytes apart, with MB rows of x, `stride` bytes apart.
 template <class F, int R, int MB, bool ZEROS>
 struct FixedRows {
@@ -123,7 +134,7 @@ struct FixedRows {
     const int64_t g = lanes.first[b];
     __m512i codes[R][F::VECS], zero[R];
     __m512 scale[R];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const uint8_t* from = w + r * gap + b * F::BYTES;
       _mm_prefetch(reinterpret_cast<const char*>(from) + ahead, _MM_HINT_T1);
@@ -138,7 +149,7 @@ struct FixedRows {
       const __m512i sums = load_once(own + FixedBlock<F>::SUMS);
       const __m512 unit = as_float(load_once(own + FixedBlock<F>::UNITS));
       __m512i high[R], low[R];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         high[r] = _mm512_setzero_si512();
         low[r] = ZEROS ? _mm512_mullo_epi32(sums, zero[r]) : sums;
@@ -146,13 +157,13 @@ struct FixedRows {
 #pragma GCC unroll 4
       for (int j = 0; j < F::VECS; ++j) {
         const __m512i upper = load_once(own + 128 * j), lower = load_once(own + 128 * j + 64);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           high[r] = dot_bytes(high[r], upper, codes[r][j]);
           low[r] = dot_bytes(low[r], lower, codes[r][j]);
         }
       }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
         y[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(unit, scale[r]), y[r][i]);
@@ -167,16 +178,20 @@ struct FixedRows {
     // What is asked for in advance must not be what a neighbour reads.
     const int64_t ahead = R * p.row_bytes > kAhead ? R * p.row_bytes : kAhead;
     __m512 y[R][MB];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int i = 0; i < MB; ++i) y[r][i] = _mm512_setzero_ps();
     for (int64_t b = 0; b < full; ++b) block(all, b, ahead, y);
     if (full < blocks) block(masks_of(p.row_bytes - full * F::BYTES), full, ahead, y);
-#pragma GCC unroll 2
-    for (int r = 0; r < R; ++r)
+    if constexpr (R == 4 && MB == 1) {
+      _mm_storeu_ps(out[0], sums_of_four(y[0][0], y[1][0], y[2][0], y[3][0]));
+    } else {
 #pragma GCC unroll 4
-      for (int i = 0; i < MB; ++i) out[r][i] = _mm512_reduce_add_ps(y[r][i]);
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < MB; ++i) out[r][i] = _mm512_reduce_add_ps(y[r][i]);
+    }
   }
 };
 
@@ -291,7 +306,7 @@ class FixedMatmul {
     return other(row);
   }
 
-  // Rows n..end of the weight, two at a time, with the rows of a segment.
+  // Rows n..end of the weight, two or four at a time, with the rows of a segment.
   bool multiply(const Segment& s, int64_t first, int64_t n, int64_t end) const {
     float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p_)) * 4));
     if (memory == nullptr) return false;
@@ -299,8 +314,14 @@ class FixedMatmul {
     float sums[4][kPanel];
     for (int64_t i = 0; i < s.count; i += 4) {
       const int64_t count = min64(s.count - i, 4);
-      for (int64_t row = n; row < end; row += 2) {
-        scales.load(row, end - row > 1 ? 1 : 0);
+      int64_t row = n;
+      // The sums of short rows are added up together; x of long ones does not stay in the L1 cache.
+      for (; count == 1 && p_.scale_rows == 1 && row + 4 <= end; row += 4) {
+        scales.load(row, 4);
+        rows<4, 1>(s, row, i, scales, sums, row - n);
+      }
+      for (; row < end; row += 2) {
+        scales.load(row, end - row > 1 ? 2 : 1);
         switch (count + 4 * (min64(end - row, 2) - 1)) {
           case 1: rows<1, 1>(s, row, i, scales, sums, row - n); break;
           case 2: rows<1, 2>(s, row, i, scales, sums, row - n); break;
@@ -336,7 +357,7 @@ class FixedMatmul {
                                          scales.of(n),
                                          scales.gap(1),
                                          ZEROS ? p_.zero + s.expert * p_.expert_scale + scale : nullptr,
-                                         scale_of_row(p_, n + R - 1) - scale};
+                                         scale_of_row(p_, n + (R > 1)) - scale};
     float out[R][MB];
     all.run(out);
     for (int r = 0; r < R; ++r)
