@@ -267,9 +267,7 @@ class Chain:
     def __init__(self, blocks: Sequence[Block], caches: Sequence[object]) -> None:
         self._blocks, self._caches = tuple([block._block for block in blocks]), tuple(caches)
 
-    def __call__(
-        self, M: int, angle_stride: int, places: Sequence[int], mask: Tensor | None, *addresses: int
-    ) -> None:
+    def __call__(self, M: int, angle_stride: int, places: Sequence[int], mask: Tensor | None, *addresses: int) -> None:
         """Run them. `places`: as `place` of `Block.with_cache`, one after the other; `mask`: as there.
 
         `addresses`: of the first x, of cos, of sin, and of the last result.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_quant import capture_generate, quantize_
 from hf_quant.integrations.transformers.blocks.angles import POSITIONS, Angles, X
+from hf_quant.integrations.transformers.graphs import cpu
 from hf_quant.kernels.native import active
 
 
@@ -228,6 +229,25 @@ class _Given(transformers.LlamaForCausalLM):
 
     def prepare_inputs_for_generation(self, *args, **kwargs):
         return {**super().prepare_inputs_for_generation(*args, **kwargs), "of_others": torch.ones(1)}
+
+
+class _Positions(transformers.LlamaForCausalLM):
+    """A model that makes more of the arguments of its steps than they are."""
+
+    def prepare_inputs_for_generation(self, input_ids, position_ids=None, **kwargs):
+        assert position_ids.shape[-1] == input_ids.shape[-1]
+        return super().prepare_inputs_for_generation(input_ids, position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [transformers.LlamaForCausalLM, _Positions])
+def test_masks_and_positions_are_made_ahead(kind, monkeypatch):
+    model = quantize_(kind(CONFIGS["llama"]()).to(torch.bfloat16).eval(), QUANTIZED)
+    expected = run(model, rows=2, padding=3, tokens=150)
+    seen, real = [], cpu._Ahead.__init__
+    monkeypatch.setattr(cpu._Ahead, "__init__", lambda *given: (seen.append(1), real(*given))[1])
+    with capture_generate(model) as graphs:
+        assert are_equal(run(model, rows=2, padding=3, tokens=150), expected)
+        assert graphs.num_replays > 140 and len(seen) == (3 if kind is transformers.LlamaForCausalLM else 0)
 
 
 def test_steps_with_unknown_inputs():

@@ -1,6 +1,7 @@
 """Blocks of transformers on CPUs: the results of the host, where the host's code runs instead, and the way back."""
 
 import copy
+import gc
 import pickle
 import weakref
 from importlib import import_module
@@ -22,8 +23,8 @@ from hf_quant import (
 )
 from hf_quant.integrations.transformers.blocks import base, block_reasons, decoder, fuse_blocks_
 from hf_quant.kernels import native
-from hf_quant.kernels.native import blocks
-from hf_quant.kv_cache import next_token
+from hf_quant.kernels.native import blocks, places
+from hf_quant.kv_cache import NextTokens, next_token
 
 
 SMALL = {
@@ -226,6 +227,26 @@ def test_hooks_and_replaced_layers_are_noticed():
     assert torch.equal(generate(unfuse_activations_(model), prompt()), changed)
 
 
+@pytest.mark.parametrize("reads", [True, False])  # memory by torch's C interface, or by the tensors' methods
+def test_memory_of_parameters_is_watched(reads, monkeypatch):
+    if not reads:
+        monkeypatch.setattr(places, "_offset", None)
+    assert (places._offset is not None) == reads
+    mlp, x = make().model.layers[0].mlp, torch.randn(1, 1, 128)
+    host = type(mlp)._hf_quant_block_of.forward
+    with torch.no_grad():
+        for change in (None, "data", "swapped"):
+            codes = mlp.down_proj.qdata
+            if change == "data":
+                codes.data = codes.data.flip(0).contiguous()
+            elif change == "swapped":
+                torch.utils.swap_tensors(codes, nn.Parameter(torch.zeros_like(codes), requires_grad=False))
+                gc.collect()
+            for _ in range(3):
+                torch.testing.assert_close(mlp(x), host(mlp, x))
+            assert base.state_of(mlp).found and block_reasons(mlp)[""] is None
+
+
 def test_adapters_come_and_go():
     model = make()
     expected, attention = generate(model, prompt()), model.model.layers[0].self_attn
@@ -249,9 +270,9 @@ def test_adapters_come_and_go():
 @pytest.fixture
 def parts(monkeypatch):
     """The number of layers of each native call that computes several."""
-    counts, real = [], decoder.run_in_turn
+    counts, real = [], decoder.Chain.__call__
     monkeypatch.setattr(
-        decoder, "run_in_turn", lambda blocks, *given: (counts.append(len(blocks)), real(blocks, *given))
+        decoder.Chain, "__call__", lambda self, *given: (counts.append(len(self._blocks)), real(self, *given))[1]
     )
     return counts
 
@@ -496,3 +517,37 @@ def test_next_token_only_of_layers_in_use(llama):
     static = QuantizedCache(llama.config, "int8", max_cache_len=32)
     decode(llama, prompt(2), static)
     assert next_token(static.layers[0], *sizes) is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_next_tokens_are_where_each_layer_has_its_own(kind):
+    """Beyond the first block of 256 columns, beyond windows, and after changes of the cache."""
+    model = make(kind, **({} if kind == "llama" else FAMILIES[kind][0]))
+    cache = QuantizedCache(model.config, "int8")
+    for layer in cache.layers:
+        layer.activate_past_recording() if hasattr(layer, "activate_past_recording") else None
+    decode(model, prompt(3, 250), cache)
+    shape = cache.layers[0].k_codes.shape
+
+    def find(rows=3):
+        return [next_token(layer, rows, shape[1], model.config.head_dim, torch.float32) for layer in cache.layers]
+
+    changes = {
+        2: lambda: cache.crop(-2),
+        4: lambda: cache.reorder_cache(torch.tensor([2, 0, 1])),
+        6: lambda: cache.batch_select_indices(torch.tensor([0, 2])),
+    }
+    tokens, lost = NextTokens(find(), [None] * len(cache.layers)), []
+    for i in range(280):
+        changes.get(i, lambda: None)()
+        places, found = tokens.places(), find(2 if i >= 6 else 3)
+        if places is None:
+            lost.append(i)
+            tokens = NextTokens(found, [None] * len(cache.layers))
+            places = tokens.places()
+        assert places == [number for token in found for number in token.place]
+        tokens.done()
+    assert lost[:2] == [4, 6] and len(lost) == 3  # the last one where the memory was full
+    assert NextTokens(found, [200] * len(cache.layers)).places() is None  # longer than the window
+    cache.reset()
+    assert tokens.places() is None

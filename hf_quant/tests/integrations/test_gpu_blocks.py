@@ -14,7 +14,7 @@ from hf_quant import QuantizedCache, quantize_, unfuse_activations_
 from hf_quant.integrations.transformers.blocks import base, block_reasons, fuse_blocks_, gpu
 from hf_quant.kernels import dispatch, native
 from hf_quant.kernels.gpu import launch
-from hf_quant.kernels.native import blocks
+from hf_quant.kernels.native import places
 from hf_quant.modules import products
 from hf_quant.tests.integrations.test_fused_blocks import FAMILIES, SMALL, decode, prompt
 from hf_quant.tests.kernels.interpreter import install
@@ -177,9 +177,11 @@ def test_what_watches_gets_the_host(llama):
         assert blocks_of(llama).keys() == {"model.norm"}
 
 
-@pytest.mark.parametrize("unchanged", [blocks.unchanged, blocks._unchanged])  # with and without the extension
-def test_hooks_and_replaced_parameters(llama, monkeypatch, unchanged):
-    monkeypatch.setattr(base, "unchanged", unchanged)
+@pytest.mark.parametrize("has_extension", [True, False])
+def test_hooks_and_replaced_parameters(llama, monkeypatch, has_extension):
+    if not has_extension:
+        monkeypatch.setattr(places, "_offset", None)
+        monkeypatch.setattr(base, "unchanged", places._unchanged)
     mlp, norm, x = llama.model.layers[0].mlp, llama.model.norm, torch.randn(1, 2, 128)
     with torch.no_grad():
         expected, seen = mlp(x), []

@@ -458,7 +458,7 @@ class OneToken(NamedTuple):
 
     @classmethod
     def of(cls, kwargs: dict[str, Any], *, is_whole: bool = False) -> "OneToken | None":
-        """The call with these arguments, None if it is of another kind. `is_whole`: the mask is known to be all ones."""
+        """The call with these arguments, None if it is of another kind. `is_whole`: the mask is all ones for sure."""
         inputs = _inputs_of(kwargs, is_whole)
         if inputs is None:
             return None

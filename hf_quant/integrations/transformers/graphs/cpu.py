@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 _WAITS = 3  # steps in which the blocks of a model are made
 _AHEAD = 64  # tokens
-# Arguments of a step that the host's own `_update_model_kwargs_for_generation` makes, from those of the one before.
+# Arguments of a step that the host's `_update_model_kwargs_for_generation` makes from those of the one before.
 _MADE = ("token_type_ids", "mm_token_type_ids")
+_GROWN = ("attention_mask", "position_ids")
 _OWN = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
@@ -183,23 +184,27 @@ class _Ahead:
 
     def __init__(self, mask: Tensor | None, positions: Tensor | None) -> None:
         """Begin behind a token with this mask and these positions [..., tokens]."""
-        self.mask, self.positions, self.has_padding = mask, positions, mask is not None and not bool(mask.all())
-        masks: Sequence[Tensor | None] = [None] * _AHEAD
-        coming: Sequence[Tensor | None] = masks
+        self.has_padding = mask is not None and not bool(mask.all())
+        self.made: dict[str, Tensor] = {}  # the arguments of the last token
+        self._coming: dict[str, Sequence[Tensor]] = {}
+        self._at = 0
         if mask is not None:
             longest = torch.cat([mask, mask.new_ones(len(mask), _AHEAD)], dim=1)
-            masks = [longest[:, :tokens] for tokens in range(mask.shape[1] + 1, longest.shape[1] + 1)]
+            first = mask.shape[1] + 1
+            self._coming["attention_mask"] = [longest[:, :tokens] for tokens in range(first, first + _AHEAD)]
         if positions is not None:
             steps = torch.arange(1, _AHEAD + 1, dtype=positions.dtype, device=positions.device)
-            coming = (positions[..., -1:] + steps).split(1, dim=-1)
-        self.coming = zip(masks, coming)
+            self._coming["position_ids"] = (positions[..., -1:] + steps).split(1, dim=-1)
 
-    def moved_on(self) -> bool:
-        """Go on to the next token; False: there is none."""
-        found = next(self.coming, None)
-        if found is not None:
-            self.mask, self.positions = found
-        return found is not None
+    def follows(self, kwargs: dict[str, Any]) -> bool:
+        """True if these arguments are those of the last token, and there are some for the next one."""
+        return self._at < _AHEAD and all(kwargs.get(name) is self.made.get(name) for name in _GROWN)
+
+    def moved_on(self) -> dict[str, Tensor]:
+        """The arguments of the next token."""
+        self.made = {name: coming[self._at] for name, coming in self._coming.items()}
+        self._at += 1
+        return self.made
 
 
 class TokenDecoder:
@@ -210,9 +215,10 @@ class TokenDecoder:
         self.step: TokenStep | None = None
         self.waits = _WAITS  # steps of the host until a captured one has to be there
         self.ahead: _Ahead | None = None
-        # A class with methods of its own may make more of the arguments than they are.
-        kinds = (type(graphs.model()), GenerationMixin)
-        self.makes_arguments = all(len({getattr(kind, name) for kind in kinds}) == 1 for name in _OWN)
+        # A method of its own may make more of the arguments than they are.
+        model = graphs.model()
+        is_own = any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in _OWN)
+        self.makes_arguments = not is_own and _OWN[0] not in model.__dict__
 
     def moved_on(self, kwargs: dict[str, Any]) -> bool:
         """Make the mask and the positions of the next token in the arguments of `generate`'s steps.
@@ -221,16 +227,14 @@ class TokenDecoder:
         """
         if self.step is None or not self.makes_arguments or any(kwargs.get(name) is not None for name in _MADE):
             return False
-        mask, positions, ahead = kwargs.get("attention_mask"), kwargs.get("position_ids"), self.ahead
-        if ahead is None or ahead.mask is not mask or ahead.positions is not positions or not ahead.moved_on():
-            self.ahead = ahead = _Ahead(mask, positions)
-            ahead.moved_on()
-        kwargs.update({name: value for name, value in (("attention_mask", ahead.mask), ("position_ids", ahead.positions)) if value is not None})
+        if self.ahead is None or not self.ahead.follows(kwargs):
+            self.ahead = _Ahead(*(kwargs.get(name) for name in _GROWN))
+        kwargs.update(self.ahead.moved_on())
         return True
 
     def __call__(self, **inputs: Any) -> Any:
         model, graphs, ahead = self.graphs.model(), self.graphs, self.ahead
-        is_whole = ahead is not None and not ahead.has_padding and inputs.get("attention_mask") is ahead.mask
+        is_whole = ahead is not None and not ahead.has_padding and inputs.get(_GROWN[0]) is ahead.made.get(_GROWN[0])
         token = OneToken.of(inputs, is_whole=is_whole)
         if token is None or token.inputs.past is not self.cache():
             ids = inputs.get("input_ids")
