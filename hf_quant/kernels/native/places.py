@@ -1,4 +1,4 @@
-"""What a block was made from, and whether it is still there: asked before each token, for all layers of a model."""
+"""The check that all a block was made from is still there, made before each token, for all layers of a model."""
 
 import ctypes
 import struct
