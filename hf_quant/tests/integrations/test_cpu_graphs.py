@@ -35,6 +35,7 @@ CONFIGS = {
     "gemma2": lambda: transformers.Gemma2Config(**_SMALL, head_dim=32, sliding_window=16),  # capped logits
     "granite": lambda: transformers.GraniteConfig(**_SMALL, logits_scaling=3.0),
     "cohere": lambda: transformers.CohereConfig(**_SMALL),  # LayerNorm, one more factor
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_SMALL),  # ids without a name
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_SMALL, **_EXPERTS, head_dim=32),
 }
 QUANTIZED = {"weights": "int4", "cpu_activations": "int8", "kv_cache": "int8", "modules": {"lm_head": "int4"}}

@@ -56,6 +56,8 @@ FAMILIES = {
     "olmo2": ({}, 16),  # norms of whole rows
     "cohere": ({}, 10),  # LayerNorm; neighbors are turned; attention and feed-forward read the same
     "phi": ({"num_key_value_heads": 4}, 7),  # the same, added up in another order
+    "gpt_neox": ({}, 7),  # two norms of the same, projections joined by heads, half of the channels are turned
+    "persimmon": ({}, 7),  # the same projections, one after the other
     "hunyuan_v1_moe": ({"num_experts": 8, "moe_topk": 2}, 18),  # heads are turned, then normalized; fp32 router
     "mixtral": ({"num_local_experts": 8}, 12),
     "qwen2_moe": (MOE | {"shared_expert_intermediate_size": 96}, 14),  # a shared expert with a gate

@@ -6,6 +6,7 @@ at a high position, and the same output from the same result of the attention. W
 of `kv_cache`, as the host would call it; for other caches the host's own function is called.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ from hf_quant.modules import QuantLinear
 
 
 _PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj", "out_proj", "dense"))
-_JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"))
+_JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value", "dense"))
+_PASTS = ("past_key_values", "layer_past")  # names of the argument with the cache
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _POSITIONS = (3, 200_001)  # of the trials
 # Of a call: what does not change its result. All else is left to the host.
@@ -112,7 +114,9 @@ class AttentionBlock:
         self.K, self.N = layers[0].in_features, layers[-1].out_features
         if self.N != self.K:
             raise Unproven("the output is of another width than the input")
-        D = module.head_dim
+        D = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        if D is None:
+            raise Unproven(f"{type(module).__name__} does not tell the width of its heads")
         self.is_gated = len(layers) == 4 and layers[0].out_features == 2 * layers[-1].in_features
         if len(layers) == 4:
             heads, shared = layers[0].out_features // D // (1 + self.is_gated), layers[1].out_features // D
@@ -125,6 +129,7 @@ class AttentionBlock:
         self.function: Callable[..., Any] | None = None  # of a model's own attention, "eager"
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms_last = False  # after the rotary embedding
+        self.by_heads = False  # a joined projection has query, key and value of one head after the other
 
     def add_projections(self, block: Block, x: int, to: Sequence[int]) -> None:
         """Add the steps from x to queries, keys, values, and gates, if there are some.
@@ -140,6 +145,11 @@ class AttentionBlock:
                 D = self.sizes.D
                 block.pick(targets[0], to[0], slice(0, D), group=2 * D)
                 block.pick(targets[0], to[3], slice(D, 2 * D), group=2 * D)
+        elif self.by_heads:
+            joined, D = block.buffer(sum(self.widths)), self.sizes.D
+            add_product(block, x, joined, layers[0])
+            for i, target in enumerate(to):
+                block.pick(joined, target, slice(i * D, (i + 1) * D), group=3 * D)
         else:
             start = 0
             for target, width in zip(to, self.widths):
@@ -184,13 +194,15 @@ class AttentionBlock:
     def _prove(self, module: nn.Module) -> float:
         """Find the rotary embedding by trial, and return the scale of the scores. Raises Unproven."""
         found, records = self._records(module)
-        orders = (False, True) if self.sizes.turned and self.norms else (False,)
-        ways, errors = [*product(self._ways(), orders)], []
-        for self.turn, self.norms_last in ways:
+        heads, shared, _, turned = self.sizes
+        orders = (False, True) if turned and self.norms else (False,)
+        layouts = (False, True) if len(self.layers) == 2 and heads == shared else (False,)
+        ways, errors = [*product(self._ways(), orders, layouts)], []
+        for self.turn, self.norms_last, self.by_heads in ways:
             block = self.projections_of()
             errors.append(max(self.error(self.of_trial(block, trial), of) for trial, of in zip(found, records)))
         best = min(errors)
-        self.turn, self.norms_last = ways[errors.index(best)]
+        self.turn, self.norms_last, self.by_heads = ways[errors.index(best)]
         return self._scale_of(module, found, records, best)
 
     def _records(
@@ -372,6 +384,7 @@ def record(
         return seen[-1][-1]
 
     kv_cache.register_attention()
+    past = next((name for name in _PASTS if name in inspect.signature(host).parameters), _PASTS[0])
     positions = torch.arange(position, position + x.shape[1], device=x.device).expand(len(x), -1)
     with kv_cache.recorded_attention(attend):
         output = host(
@@ -379,9 +392,9 @@ def record(
             hidden_states=x,
             position_embeddings=(cos, sin),
             attention_mask=None,
-            past_key_values=_NoCache(),
             position_ids=positions,
             cache_position=positions[0],
+            **{past: _NoCache()},
         )
     if len(seen) != 1:
         raise Unproven(f"{type(module).__name__} does not call one attention function")
@@ -423,7 +436,7 @@ def implementation_of(module: nn.Module) -> str | None:
 
 def is_one_token(x: Any, kwargs: dict[str, Any]) -> bool:
     """True if a module is called for one token of each sequence, with a cache and nothing that blocks do not know."""
-    if kwargs.get("past_key_values") is None or not are_tokens(x, kwargs):
+    if past_of(kwargs) is None or not are_tokens(x, kwargs):
         return False
     return x.shape[1] == 1 and x.shape[0] <= MAX_ROWS
 
@@ -433,6 +446,12 @@ def are_tokens(x: Any, kwargs: dict[str, Any]) -> bool:
     if not is_served(x) or x.dim() != 3 or x.dtype not in TOLERANCE or not x.numel():
         return False
     return all([name in _TAKEN or value is None or value is False for name, value in kwargs.items()])
+
+
+def past_of(kwargs: dict[str, Any]) -> Any:
+    """The cache that a module is given, None without one."""
+    past = kwargs.get(_PASTS[0])
+    return kwargs.get(_PASTS[1]) if past is None else past
 
 
 def turned_by(angles: Any) -> int:
@@ -447,8 +466,8 @@ def angle_dtype(angles: Any, dtype: torch.dtype) -> torch.dtype:
 
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """The module's result for one token, None where the host has to compute it."""
-    x = kwargs.get("hidden_states")
-    if args or module.training or not is_one_token(x, kwargs):
+    x = args[0] if args else kwargs.get("hidden_states")
+    if len(args) > 1 or module.training or not is_one_token(x, kwargs):
         return None
     angles = kwargs.get("position_embeddings")
     turned = turned_by(angles)
@@ -458,8 +477,8 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
         return None
     if turned != block.sizes.turned or (block.function is not None and kv_cache.wants_weights(module, kwargs)):
         return None
-    y = block(module, x, angles, kwargs.get("attention_mask"), kwargs["past_key_values"])
+    y = block(module, x, angles, kwargs.get("attention_mask"), past_of(kwargs))
     return None if y is None else (y, None)
 
 
-_TAKEN = {"hidden_states", "past_key_values", "position_embeddings", "attention_mask", *_IGNORED}
+_TAKEN = {"hidden_states", *_PASTS, "position_embeddings", "attention_mask", *_IGNORED}

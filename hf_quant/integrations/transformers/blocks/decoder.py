@@ -22,6 +22,7 @@ from hf_quant.integrations.transformers.blocks.attention import (
     fit,
     implementation_of,
     is_one_token,
+    past_of,
     usable,
 )
 from hf_quant.integrations.transformers.blocks.base import (
@@ -36,7 +37,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     twin_of,
     weight_of,
 )
-from hf_quant.integrations.transformers.blocks.layer import LayerBlock, is_layer
+from hf_quant.integrations.transformers.blocks.layer import LayerBlock, attention_of, is_layer
 from hf_quant.integrations.transformers.blocks.recurrent import RecurrentLayer, States, is_recurrent_layer
 from hf_quant.kernels.native.blocks import Chain
 from hf_quant.kernels.native.products import row_reader
@@ -142,7 +143,7 @@ class DecoderBlock:
         layers = list(_layers(module) or ())
         calls, output = _record(module, kwargs)
         ours = [call for call in calls if call.child in layers]
-        others = [call for call in calls if call.child not in layers]
+        others = [call for call in calls if call.child not in layers and not isinstance(call.child, nn.Dropout)]
         embed = None if inputs.ids is None else others.pop(0).child
         if [call.child for call in ours] != layers or not others:
             raise Unproven(f"{type(module).__name__} does not call each of its layers once")
@@ -365,7 +366,7 @@ def _check(call: Call, before: Tensor, inputs: _Inputs, expected: Tensor | None 
     name, kwargs = type(call.child).__name__, call.kwargs
     if len(call.args) != 1 or call.args[0] is not before or not is_one_token(before, kwargs):
         raise Unproven(f"{name} is given something else than the result of the layer before it")
-    if kwargs["past_key_values"] is not inputs.past:
+    if past_of(kwargs) is not inputs.past:
         raise Unproven(f"{name} is given another cache")
     mask = kwargs.get("attention_mask")
     if mask is None:
@@ -409,7 +410,7 @@ def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock | RecurrentLay
     if block is None or not block.watch.holds():
         raise Unproven("a layer has no block")
     is_changed = isinstance(block, LayerBlock) and (
-        block.attention.implementation != implementation_of(layer._modules["self_attn"])
+        block.attention.implementation != implementation_of(attention_of(layer))
     )
     if is_changed:
         raise Unproven("another attention function is chosen")
@@ -439,6 +440,13 @@ def _inputs_of(kwargs: dict[str, Any], is_whole: bool) -> _Inputs | None:
     if positions is None:
         return _Inputs(ids, x, torch.tensor([[past.get_seq_length()]]), True, past, mask)
     return _Inputs(ids, x, positions, False, past, mask) if isinstance(positions, Tensor) else None
+
+
+def named_inputs(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a decoder by name, None if more than its ids has none."""
+    if len(args) > 1 or (args and "input_ids" in kwargs):
+        return None
+    return {"input_ids": args[0], **kwargs} if args else kwargs
 
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids", "past_key_values", "attention_mask")
@@ -471,7 +479,8 @@ class OneToken(NamedTuple):
 
 def run_decoder(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Any:
     """The decoder's output for one token, None where the host has to compute it."""
-    if args or module.training:
+    kwargs = named_inputs(args, kwargs)
+    if kwargs is None or module.training:
         return None
     token = OneToken.of(kwargs)
     if token is None:

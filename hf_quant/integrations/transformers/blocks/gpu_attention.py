@@ -36,7 +36,12 @@ from hf_quant.integrations.transformers.blocks.gpu import (
     closest,
     is_served,
 )
-from hf_quant.integrations.transformers.blocks.layer import feed_forward, names_of_norms
+from hf_quant.integrations.transformers.blocks.layer import (
+    attention_of,
+    feed_forward,
+    name_of_attention,
+    names_of_norms,
+)
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp
 from hf_quant.kernels.dispatch import direct
 from hf_quant.kernels.steps.op import PAIRS, rotary_reference
@@ -55,6 +60,8 @@ class GpuAttention(AttentionBlock):
         self._read(module, dtype, turned, dtype)
         if self.is_gated:
             raise Unproven(f"{type(module).__name__} has gates")
+        if "query_key_value" in module._modules:
+            raise Unproven(f"{type(module).__name__} has one projection by heads")
         D = self.sizes.D
         norms = [GpuNorm(norm, _width(norm, D), dtype, device) for norm in _norms(module)]
         # Norms of heads are a part of the launch, if those of queries and keys are alike; norms of rows are not.
@@ -161,7 +168,7 @@ class GpuLayer:
 
     def __init__(self, module: nn.Module, x: Tensor, angles: Any) -> None:
         children, dtype, device = module._modules, x.dtype, x.device
-        attention, mlp = children["self_attn"], feed_forward(module)
+        attention, mlp = children[name_of_attention(module)], feed_forward(module)
         if not is_mlp(mlp):
             raise Unproven("its feed-forward block is no plain one")
         found = _attention_of(attention, _state(attention), x, angles)
@@ -170,7 +177,7 @@ class GpuLayer:
             raise Unproven("its attention or its feed-forward block has no block")
         self.attention, self.mlp, self.K = found, mlp_block, found.K
         self.watch = Watch.of_all([Watch(module), found.watch, mlp_block.watch])
-        names = names_of_norms(module, "self_attn") or ()
+        names = names_of_norms(module, name_of_attention(module)) or ()
         self.norms = [None if name is None else GpuNorm(children[name], self.K, dtype, device) for name in names]
         self._prove(module, dtype, turned_by(angles), device)
 
@@ -200,7 +207,7 @@ class GpuLayer:
     ) -> Tensor:
         before, after, before_mlp, after_mlp = self.norms
         h = x if before is None else before(x)
-        y = self.attention.output(module._modules["self_attn"], h, angles, mask, past, kwargs)
+        y = self.attention.output(attention_of(module), h, angles, mask, past, kwargs)
         y = y if after is None else after(y)
         x, h = (x + y, None) if before_mlp is None else before_mlp.of_sum(x, y)
         y = self.mlp(x if h is None else h)
@@ -220,6 +227,6 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
         return None
     x, angles = args[0], kwargs.get("position_embeddings")
     block = block_of(module, state, x, lambda: GpuLayer(module, x, angles))
-    if block is None or not block.attention.takes(module._modules["self_attn"], x, angles):
+    if block is None or not block.attention.takes(attention_of(module), x, angles):
         return None
     return block(module, x, angles, kwargs.get("attention_mask"), kwargs.get("past_key_values"), kwargs)

@@ -18,6 +18,7 @@ from hf_quant.integrations.transformers.blocks.attention import (
     fit,
     implementation_of,
     is_attention,
+    past_of,
     probe,
     record,
     turned_by,
@@ -47,6 +48,8 @@ _NORMS = (
     ("operator_norm", None, "ffn_norm", None),
     _PARALLEL,
 )
+# Of these norms: (whether attention and feed-forward read the same x, whether x is added last), as they may be.
+_WAYS = {_PARALLEL: [(True, False), (True, True)], _NORMS[0]: [(False, False), (True, False), (True, True)]}
 _FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 _POSITION = 5  # of the trial
 CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
@@ -54,7 +57,18 @@ CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
 
 def is_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
     """True if a module has the parts of a layer, by their names; a trial shows what it computes."""
-    return has_parts(module, "self_attn", linear) and is_attention(module._modules["self_attn"], linear)
+    name = name_of_attention(module)
+    return has_parts(module, name, linear) and is_attention(module._modules[name], linear)
+
+
+def name_of_attention(module: nn.Module) -> str:
+    """The name of the attention of a layer."""
+    return "attention" if "attention" in module._modules else "self_attn"
+
+
+def attention_of(module: nn.Module) -> nn.Module:
+    """The attention of a layer."""
+    return module._modules[name_of_attention(module)]
 
 
 def has_parts(module: nn.Module, mixer: str, linear: type[nn.Module]) -> bool:
@@ -118,11 +132,11 @@ class LayerBlock:
     """The native block of a layer with attention for x of one dtype, and angles of one."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
-        self.attention = attention = AttentionBlock(module._modules["self_attn"], dtype, turned, of_angles)
+        self.attention = attention = AttentionBlock(attention_of(module), dtype, turned, of_angles)
         self.K = attention.K
-        self.rest = rest = Rest(module, "self_attn", self.K, dtype)
+        self.rest = rest = Rest(module, name_of_attention(module), self.K, dtype)
         self.watch = Watch.of_all([Watch(module), attention.watch, rest.mlp.watch])
-        self.is_parallel, self.residual_last = rest.names == _PARALLEL, False
+        self.is_parallel, self.residual_last = False, False
         self.first = attention.projections_of(rest.add_before)
         self._prove(module, dtype, turned)
         angles = max(turned, 1)
@@ -135,7 +149,8 @@ class LayerBlock:
     def _make_last(self, dtype: torch.dtype) -> Block:
         """The block from x and the result of the attention to the output; the last argument is the gate, if any."""
         block = Block(dtype, self.K, self.attention.widths[0], self.K, *self.attention.widths[3:])
-        x, y = self.rest.add_before(block) if self.is_parallel else 0, block.buffer(self.K)
+        reads_same = self.is_parallel and self.rest.names == _PARALLEL
+        x, y = self.rest.add_before(block) if reads_same else 0, block.buffer(self.K)
         self.attention.add_output(block, 1, y, *range(3, len(self.attention.widths)))
         self._add_rest(block, x, y, 2)
         return block.finish()
@@ -146,7 +161,10 @@ class LayerBlock:
             self.rest.add_behind(block, y, to)
             return
         h, n = block.buffer(self.K), block.buffer(self.K)
-        self.rest.mlp.add_to(block, x, h)
+        own = self.rest.norms[2]  # GPT-NeoX
+        if own is not None:
+            own.add_to(block, 0, n)
+        self.rest.mlp.add_to(block, x if own is None else n, h)
         block.add(y if self.residual_last else 0, h if self.residual_last else y, n)
         block.add(n, 0 if self.residual_last else h, to)
 
@@ -158,13 +176,15 @@ class LayerBlock:
         records = [record(host, module, *trial) for trial in probes]
         projected = [self.attention.of_trial(self.first, trial) for trial in probes]
         error = max(self.attention.error(*pair) for pair in zip(projected, records))
-        ways, blocks, errors = (False, True) if self.is_parallel else (False,), [], []
-        for self.residual_last in ways:
+        ways, blocks, errors = list(_WAYS.get(self.rest.names, [(False, False)])), [], []
+        for self.is_parallel, self.residual_last in ways:
             blocks.append(self._make_last(dtype))
             found = zip(probes, projected, records)
             errors.append(max(error, *(_error(blocks[-1], trial[0], parts[3:], of) for trial, parts, of in found)))
+            if not self.is_parallel and errors[-1] <= TOLERANCE[dtype]:
+                break
         best = errors.index(min(errors))
-        self.residual_last, self.last = ways[best], blocks[best]
+        (self.is_parallel, self.residual_last), self.last = ways[best], blocks[best]
         if not min(errors) <= TOLERANCE[dtype]:
             name = type(module).__name__
             raise Unproven(f"{name} puts its parts together otherwise: off by {min(errors):.3g} roundings")
@@ -188,7 +208,7 @@ class LayerBlock:
             at = [0 if part is None else _address(part, start * width) for part, width in parts]
             self.first(rows, *at, angle_stride=turned)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        attended = self.attention.attend(module._modules["self_attn"], q, k, v, mask, past)
+        attended = self.attention.attend(attention_of(module), q, k, v, mask, past)
         if attended.dtype != x.dtype or not attended.is_contiguous():
             attended = attended.to(x.dtype).contiguous()
         y = torch.empty_like(x)
@@ -220,11 +240,11 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
     if block is None or block.K != x.shape[2]:
         return None
     attention = block.attention
-    if turned != attention.sizes.turned or attention.implementation != implementation_of(module._modules["self_attn"]):
+    if turned != attention.sizes.turned or attention.implementation != implementation_of(attention_of(module)):
         return None
     B, S = x.shape[:2]
     if turned and not fit(*angles, B, turned, attention.angle_dtype, S):
         return None
-    mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    mask, past = kwargs.get("attention_mask"), past_of(kwargs)
     y = attention.with_codes(block.block, x, angles, mask, past) if S == 1 and B <= MAX_ROWS else None
     return block.in_parts(module, x, angles, mask, past) if y is None else y

@@ -25,7 +25,15 @@ from hf_quant.integrations.transformers.blocks.base import (
     state_of,
     twin_of,
 )
-from hf_quant.integrations.transformers.blocks.decoder import INPUTS, Call, DecoderBlock, OneToken, Recorder, rows_of
+from hf_quant.integrations.transformers.blocks.decoder import (
+    INPUTS,
+    Call,
+    DecoderBlock,
+    OneToken,
+    Recorder,
+    named_inputs,
+    rows_of,
+)
 from hf_quant.integrations.transformers.blocks.norm import NormBlock
 from hf_quant.integrations.transformers.graphs.state import globals_of
 from hf_quant.kernels.native.blocks import Block
@@ -62,7 +70,8 @@ class TokenStep:
         if len(calls) != 2:
             raise Unproven(f"{name} calls something else than a decoder and a head")
         (decoder, args, kwargs, states), (head, head_args, head_kwargs, logits) = calls
-        is_passed = not args and all(kwargs.get(key) is given.get(key) for key in INPUTS)
+        kwargs = named_inputs(args, kwargs) or {}
+        is_passed = all(kwargs.get(key) is given.get(key) for key in INPUTS)
         y, modules = states.last_hidden_state, [model, decoder]
         self.embed: Callable[[Tensor], Tensor] | None = None  # of the decoder, if it is given embeddings
         if inner:
@@ -158,6 +167,8 @@ def _capped(x: Tensor, limit: float) -> Tensor:
 def _end(decoder: DecoderBlock, head: nn.Module, N: int) -> Callable[[Tensor], Tensor]:
     """A function that gives the logits [B, 1, N] of the states before a decoder's norm: one block, or both modules."""
     norm, K = decoder.norm, decoder.blocks[0].K
+    if state_of(norm) is None:  # torch's own, whose sums are rounded otherwise
+        return lambda y: head(norm(y))
     try:
         block = Block(decoder.dtype, K, N)
         middle = block.buffer(K)
