@@ -15,6 +15,7 @@ struct PackedX {
   int32_t* half_sums;   // [rows, runs, 8]
   int32_t* group_sums;  // [rows, groups]
   float* scales;        // [rows]
+  int64_t ahead = 0;    // bytes at which codes are prefetched, 0: not by `Stream`, whose rows follow each other
 };
 
 constexpr int64_t kAhead = 4096;  // bytes of codes that are asked for in advance
@@ -82,7 +83,7 @@ struct Int4Pairs {
       __m256i part[MB];
 #pragma GCC unroll 2
       for (int pair = 0; pair < PAIRS; ++pair, from += 32, from_x += 2 * kUnit) {
-        _mm_prefetch(reinterpret_cast<const char*>(from) + (MB > 1 ? 2 * p.row_bytes : kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(from) + (x.ahead > 0 ? x.ahead : kAhead), _MM_HINT_T0);
         const __m256i codes = load_vector(from);
         const __m256i even = _mm256_and_si256(codes, low), odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
 #pragma GCC unroll 4
@@ -180,7 +181,7 @@ struct Planes {
 #pragma GCC unroll 4
         for (int j = 0; j < SUMS; ++j) part[i][j] = _mm256_setzero_ps();
       for (int64_t step = 0; step < steps && u < end; ++step, u += UNITS, from += UNITS * L::BYTES) {
-        _mm_prefetch(reinterpret_cast<const char*>(from) + (MB > 1 ? 2 * p.row_bytes : kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(from) + (x.ahead > 0 ? x.ahead : kAhead), _MM_HINT_T0);
         __m256i planes[UNITS];
         L::planes(from, planes);
 #pragma GCC unroll 4
@@ -284,7 +285,7 @@ struct FixedPlanes {
     for (; u < end; scale += groups.count) {
       const __m256 factor = _mm256_permutevar8x32_ps(_mm256_loadu_ps(scale), places);
       for (int64_t step = 0; step < groups.steps && u < end; ++step, u += UNITS, from += UNITS * L::BYTES) {
-        _mm_prefetch(reinterpret_cast<const char*>(from) + (MB > 1 ? 2 * p.row_bytes : kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(from) + (x.ahead > 0 ? x.ahead : kAhead), _MM_HINT_T0);
         __m256i planes[UNITS];
         L::planes(from, planes);
 #pragma GCC unroll 4
@@ -343,7 +344,7 @@ struct Stream {
 
     auto add_unit = [&](const uint8_t* codes) HFQ_LAMBDA {
       typename C::Value value[C::V];
-      if (MB > 1) _mm_prefetch(reinterpret_cast<const char*>(codes + 2 * p.row_bytes), _MM_HINT_T0);
+      if (x.ahead > 0) _mm_prefetch(reinterpret_cast<const char*>(codes + x.ahead), _MM_HINT_T0);
       c.values(L::load(codes), table, value);
 #pragma GCC unroll 4
       for (int j = 0; j < C::V; ++j)
