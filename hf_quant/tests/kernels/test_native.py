@@ -133,6 +133,28 @@ def test_products_of_random_shapes(seed, calls):
             assert excess(weight_only_mm(less, *packed, bias, **options), x, weight, bias, **rule) > 2, where
 
 
+@pytest.mark.parametrize("format", ["int4", "nf4", "int8", "fp8_e4m3", "int2"])
+@pytest.mark.parametrize("K", [12_300, 20_480])
+def test_one_row_that_the_l1_cache_does_not_hold(format, K, instructions, calls):
+    """Then rows of the weight share what is read of x, four at a time, or meet it block by block."""
+    for number, (N, symmetric) in enumerate(((1, True), (3, True), (71, True), (71, False))):
+        if not symmetric and not FORMATS[format].allows_asymmetric:
+            continue
+        quant = TensorQuant(format, "group", 128, symmetric, "bfloat16")
+        packed, options = random_packed(quant, N, K, number), options_of(quant, N, K)
+        weight = decode_slowly(packed, quant, K)
+        for dtype in (torch.bfloat16, torch.float32):
+            x = normal(1, K, seed=number).to(dtype)
+            y = weight_only_mm(x, *packed, None, **options)
+            assert excess(y, x, weight, None, nf4=format == "nf4" and dtype == torch.bfloat16) <= 1, f"{N}, {dtype}"
+        if format in ("int4", "int8"):
+            codes, row_scale = quantize_rowwise_reference(x, format="int8")
+            values = codes.float() * row_scale
+            y = dynamic_mm(x, *packed, None, activation="int8", **options)
+            assert excess(y, values, weight, None, nf4=False) <= 1, f"{N}, int8"
+    assert calls
+
+
 @pytest.mark.parametrize("format", ["int4", "int8"])
 def test_products_of_integers(format, instructions, calls):
     """Sums of integers are exact. With one scale a row they are rounded once, else their lanes are, for each group."""
