@@ -32,7 +32,8 @@ def _offset_of_pointer() -> int | None:
     """Bytes from the begin of a tensor's object in Python to the pointer to torch's own; None: not to be found."""
     if module is None:
         return None
-    probes = (torch.zeros(3, dtype=torch.float32), torch.nn.Parameter(torch.zeros(2, dtype=torch.float32)))
+    tensor = torch.zeros(3, dtype=torch.float32, device="cpu")
+    probes = (tensor, torch.nn.Parameter(tensor.clone()))
     words = [struct.unpack("6Q", ctypes.string_at(id(probe), 48)) for probe in probes if probe.__sizeof__() >= 48]
     found = {i for i in range(6) if all(word[i] == probe._cdata for word, probe in zip(words, probes))}
     try:

@@ -429,7 +429,9 @@ def _inputs_of(kwargs: dict[str, Any], is_whole: bool) -> _Inputs | None:
     given = x if ids is None else ids
     if past is None or (ids is not None and x is not None) or not isinstance(given, Tensor) or not given.is_cpu:
         return None
-    if given.dim() != (3 if ids is None else 2) or given.shape[1] != 1 or not hasattr(past, "layers"):
+    if given.dim() != (3 if ids is None else 2) or given.shape[1] != 1:
+        return None
+    if not hasattr(past, "layers") or type(past).__hash__ is None:  # blocks know a cache by its hash
         return None
     if not 0 < len(given) <= MAX_ROWS:
         return None
