@@ -15,10 +15,21 @@ struct PackedX {
   int32_t* half_sums;   // [rows, runs, 8]
   int32_t* group_sums;  // [rows, groups]
   float* scales;        // [rows]
-  int64_t ahead = 0;    // bytes at which codes are prefetched, 0: not by `Stream`, whose rows follow each other
+  int64_t ahead = 0;    // bytes at which codes are prefetched; 0: those of the rows follow each other
 };
 
 constexpr int64_t kAhead = 4096;  // bytes of codes that are asked for in advance
+
+// Asks for codes that are read later. Into the L2 cache where one row of x of bytes is all that the L1 cache has to hold
+// beside them: W8A8 of 4096 x 14336 takes half of the time, W4A8 three quarters (Zen 4).
+template <bool TO_L2>
+HFQ_INLINE void prefetch_codes(const uint8_t* from) {
+  if (TO_L2) {
+    _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);
+  } else {
+    _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
+  }
+}
 
 // Units whose halves are each of one group: `length` of them at a time (the last run may be shorter). Aligned: of one
 // group both, that of the run's number.
@@ -83,7 +94,7 @@ struct Int4Pairs {
       __m256i part[MB];
 #pragma GCC unroll 2
       for (int pair = 0; pair < PAIRS; ++pair, from += 32, from_x += 2 * kUnit) {
-        _mm_prefetch(reinterpret_cast<const char*>(from) + (x.ahead > 0 ? x.ahead : kAhead), _MM_HINT_T0);
+        prefetch_codes<MB == 1>(from + (x.ahead > 0 ? x.ahead : kAhead));
         const __m256i codes = load_vector(from);
         const __m256i even = _mm256_and_si256(codes, low), odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
 #pragma GCC unroll 4
@@ -181,7 +192,7 @@ struct Planes {
 #pragma GCC unroll 4
         for (int j = 0; j < SUMS; ++j) part[i][j] = _mm256_setzero_ps();
       for (int64_t step = 0; step < steps && u < end; ++step, u += UNITS, from += UNITS * L::BYTES) {
-        _mm_prefetch(reinterpret_cast<const char*>(from) + (x.ahead > 0 ? x.ahead : kAhead), _MM_HINT_T0);
+        prefetch_codes<false>(from + (x.ahead > 0 ? x.ahead : kAhead));
         __m256i planes[UNITS];
         L::planes(from, planes);
 #pragma GCC unroll 4
@@ -285,7 +296,7 @@ struct FixedPlanes {
     for (; u < end; scale += groups.count) {
       const __m256 factor = _mm256_permutevar8x32_ps(_mm256_loadu_ps(scale), places);
       for (int64_t step = 0; step < groups.steps && u < end; ++step, u += UNITS, from += UNITS * L::BYTES) {
-        _mm_prefetch(reinterpret_cast<const char*>(from) + (x.ahead > 0 ? x.ahead : kAhead), _MM_HINT_T0);
+        prefetch_codes<false>(from + (x.ahead > 0 ? x.ahead : kAhead));
         __m256i planes[UNITS];
         L::planes(from, planes);
 #pragma GCC unroll 4
@@ -344,7 +355,11 @@ struct Stream {
 
     auto add_unit = [&](const uint8_t* codes) HFQ_LAMBDA {
       typename C::Value value[C::V];
-      if (x.ahead > 0) _mm_prefetch(reinterpret_cast<const char*>(codes + x.ahead), _MM_HINT_T0);
+      if (x.ahead > 0) {
+        prefetch_codes<false>(codes + x.ahead);
+      } else {
+        prefetch_codes<true>(codes + 2 * kAhead);
+      }
       c.values(L::load(codes), table, value);
 #pragma GCC unroll 4
       for (int j = 0; j < C::V; ++j)
