@@ -553,3 +553,18 @@ def test_next_tokens_are_where_each_layer_has_its_own(kind):
     assert NextTokens(found, [200] * len(cache.layers)).places() is None  # longer than the window
     cache.reset()
     assert tokens.places() is None
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_how_a_layer_with_small_weights_adds_up(parallel):
+    """Beside the x of a trial they are nearly nothing, beside that of the model they are not."""
+    sizes = {"num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    sizes |= {"vocab_size": 96, "num_hidden_layers": 2}
+    given = AutoConfig.for_model("gpt_neox", use_parallel_residual=parallel, **sizes)
+    model = AutoModelForCausalLM.from_config(given, dtype=torch.bfloat16).eval()
+    quantize_(model, {"weights": "int4", "group_size": 32})
+    with torch.no_grad():
+        found = model(prompt(2)).logits.float()
+        assert not any(block_reasons(model)[f"gpt_neox.layers.{i}"] for i in range(2))
+        expected = unfuse_activations_(model)(prompt(2)).logits.float()
+    assert (found - expected).norm() / expected.norm() < 0.05
