@@ -84,16 +84,16 @@ class NextTokens:
         self.caches = [token.cache for token in tokens]
         self._counts = [layer._count_token for layer in layers]
         self._known = [
-            (layer.__dict__, layer._prepared, getattr(layer, "sliding_window", 0), most or math.inf)
+            (layer.__dict__, layer._prepared, layer._start_of_next, most or math.inf)
             for layer, most in zip(layers, windows)
         ]
 
     def places(self) -> list[int] | None:
         """The next `NextToken.place` of each layer, one after the other; None: `next_token` has to look again."""
         places = []
-        for state, prepared, window, most in self._known:
+        for state, prepared, start_of_next, most in self._known:
             first, begin, end = state["_first"], state["_start"], state["_end"]
-            start = max(begin, end - window + 1) if window else begin
+            start = start_of_next()
             is_full = first + end - begin >= prepared.capacity
             if not end or is_full or state["k_codes"] is not prepared.codes or end - start >= most:
                 return None

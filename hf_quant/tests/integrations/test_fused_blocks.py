@@ -527,7 +527,8 @@ def test_next_tokens_are_where_each_layer_has_its_own(kind):
     model = make(kind, **({} if kind == "llama" else FAMILIES[kind][0]))
     cache = QuantizedCache(model.config, "int8")
     for layer in cache.layers:
-        layer.activate_past_recording() if hasattr(layer, "activate_past_recording") else None
+        if hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
     decode(model, prompt(3, 250), cache)
     shape = cache.layers[0].k_codes.shape
 

@@ -60,8 +60,6 @@ class GpuAttention(AttentionBlock):
         self._read(module, dtype, turned, dtype)
         if self.is_gated:
             raise Unproven(f"{type(module).__name__} has gates")
-        if "query_key_value" in module._modules:
-            raise Unproven(f"{type(module).__name__} has one projection by heads")
         D = self.sizes.D
         norms = [GpuNorm(norm, _width(norm, D), dtype, device) for norm in _norms(module)]
         # Norms of heads are a part of the launch, if those of queries and keys are alike; norms of rows are not.

@@ -103,7 +103,8 @@ static bool pack_fixed(const Product& p, const void* x, int dtype, int32_t facto
   return finite == 0xffff;
 }
 
-// The sums of four vectors, each added up in the order of _mm512_reduce_add_ps.
+// The sums of four vectors, each added up in the order of _mm512_reduce_add_ps: `reduce_add` has another one, by which a row
+// would differ in its last bits from what it is beside fewer others.
 HFQ_INLINE __m128 sums_of_four(const __m512& a, const __m512& b, const __m512& c, const __m512& d) {
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
