@@ -237,3 +237,12 @@ def test_copies_and_pickles(llama):
         for other in (copy.deepcopy(llama.model.norm), pickle.loads(pickle.dumps(llama.model.norm))):
             assert not base.state_of(other).found and torch.equal(other(x), expected) and base.state_of(other).found
     assert fuse_blocks_(llama) == 7 and not blocks_of(llama)
+
+
+def test_joined_projections_of_another_order_stay_with_the_host():
+    model = quantize_(plain("gpt_neox"), CONFIG)
+    with torch.no_grad():
+        found = model(prompt()).logits
+        reasons = block_reasons(model)
+        assert error(found, unfuse_activations_(model)(prompt()).logits) < 1e-5
+    assert "other queries or keys" in reasons["gpt_neox.layers.0.attention"]
