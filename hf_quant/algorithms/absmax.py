@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.algorithms.groups import Choice, Groups
+from hf_quant.kernels.codes import divided
 
 
 def absmax(groups: Groups, shrink: float | Tensor = 1.0) -> Choice:
@@ -13,8 +14,8 @@ def absmax(groups: Groups, shrink: float | Tensor = 1.0) -> Choice:
     """
     if groups.symmetric:
         amax = torch.maximum(groups.high, -groups.low)
-        return Choice(groups.round_scale(amax / groups.format.max * shrink))
+        return Choice(groups.round_scale(divided(amax, groups.format.max) * shrink))
     top = 2**groups.format.bits - 1
     low, high = groups.low.clamp(max=0) * shrink, groups.high.clamp(min=0) * shrink
-    scale = groups.round_scale((high - low) / top)
+    scale = groups.round_scale(divided(high - low, top))
     return Choice(scale, torch.round(-low / scale).clamp_(0, top))

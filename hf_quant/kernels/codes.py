@@ -195,6 +195,11 @@ def expand_scale(scale: Tensor, N: int, K: int, group_size: int) -> Tensor:
     return scale
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once: on a GPU torch multiplies by the reciprocal of a Python number, which rounds twice."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def row_max(format: str) -> float:
     """Largest magnitude of a row format: 127 for int8 (symmetric), 448 for fp8_e4m3."""
     if format not in ROW_FORMATS:

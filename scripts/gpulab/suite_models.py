@@ -191,9 +191,10 @@ def model_runs(device: torch.device, *, tiny: bool) -> Iterator[Callable[[Ceilin
     plain = random_model(device, tiny=tiny)
     found: dict[str, float] = {}
 
-    def eager(_: Ceilings) -> dict[str, Any]:
-        found["eager"] = generate_seconds(plain, EAGER_TOKENS)
-        return _record("bf16 eager", found["eager"])
+    def eager(_: Ceilings, model: nn.Module = plain, name: str = "bf16") -> dict[str, Any]:
+        seconds = generate_seconds(model, EAGER_TOKENS)
+        ratio = {"x bf16 eager": found.setdefault("eager", seconds) / seconds}
+        return _record(f"{name} eager", seconds, **ratio)
 
     def graph(_: Ceilings) -> dict[str, Any]:
         found["graph"], tokens = decode_seconds(plain)
@@ -227,5 +228,6 @@ def model_runs(device: torch.device, *, tiny: bool) -> Iterator[Callable[[Ceilin
         yield quantize
         yield generate
         yield partial(captured, model=model, name=name)
+        yield partial(eager, model=model, name=name)
         del model, quantize, generate
         gc.collect()

@@ -41,7 +41,7 @@ def _level(
         binade = tl.maximum(magnitude.to(tl.int32, bitcast=True), NORMAL) & 0x7F800000
         quanta = (binade + ((23 - MANTISSA) << 23) + 0x400000).to(tl.float32, bitcast=True)
         level = magnitude + quanta - quanta
-        level = tl.where(x < 0, -level, level)
+        level = tl.where(x < 0, level * -1.0, level)  # -level would be 0 - level, which loses the sign of zero
     else:
         level = tl.zeros_like(x) + TABLE[0]
         for i in tl.static_range(15):

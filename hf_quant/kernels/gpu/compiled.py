@@ -23,6 +23,22 @@ if importlib.util.find_spec("triton") is not None:
     from triton.runtime import driver
 
 
+class Address:
+    """A tensor as a kernel takes it, by its address and dtype: it keeps no memory alive."""
+
+    __slots__ = ("_address", "_index", "device", "dtype")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._address, self._index = tensor.data_ptr(), tensor.get_device()
+        self.device, self.dtype = tensor.device, tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def get_device(self) -> int:
+        return self._index
+
+
 class _Ready(NamedTuple):
     """A compiled kernel, loaded on a device."""
 
@@ -117,7 +133,7 @@ def _key_function(kernel: Any, args: tuple[Any, ...]) -> Callable[..., tuple[tup
                 elif not parameter.do_not_specialize:
                     key.append(f"{name} == 1")
         else:
-            assert arg is None or isinstance(arg, Tensor)
+            assert arg is None or isinstance(arg, Tensor | Address)
             found = {f"p{name}": f"{name}.data_ptr()", f"d{name}": f"{name}.dtype", f"i{name}": f"{name}.get_device()"}
             if aligns:
                 found[f"l{name}"] = f"p{name} & 15"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_quant.kernels.gpu import ready
 from hf_quant.kernels.gpu.compiled import run_by_jit, run_compiled
 
 
@@ -347,7 +348,7 @@ def forget_plans() -> None:
         forget()
 
 
-_PLANS: list[Callable[[], None]] = []
+_PLANS: list[Callable[[], None]] = [ready.forget]
 
 
 def cached_plan(fn: Callable) -> Callable:

@@ -37,6 +37,52 @@ def _split8(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [ROWS, COLUMNS] -> its left and its right half."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _pieces(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr):
+    """x [ROWS, COLUMNS] -> COUNT (1, 2, 4) pieces of neighbouring columns."""
+    if COUNT == 1:
+        return (x,)
+    elif COUNT == 2:
+        return _halves(x, ROWS, COLUMNS)
+    else:
+        left, right = _halves(x, ROWS, COLUMNS)
+        x0, x1 = _halves(left, ROWS, COLUMNS // 2)
+        x2, x3 = _halves(right, ROWS, COLUMNS // 2)
+        return x0, x1, x2, x3
+
+
+@triton.jit
+def _dot(weight, x, total, BATCH: tl.constexpr):
+    """total + weight [N, K] @ x [M, K].T; total is [N, M], or [BATCH, N / BATCH, M] if BATCH is not 1.
+
+    A dot of a batch is mma.sync, also where Triton makes wgmma of others: with a weight that is decoded in registers,
+    or an x that is split there, it waits for each wgmma. BATCH is the number of warps: each has rows of its own.
+    """
+    if BATCH == 1:
+        return tl.dot(weight, tl.trans(x), total)
+    else:
+        N: tl.constexpr = weight.shape[0]
+        K: tl.constexpr = weight.shape[1]
+        M: tl.constexpr = x.shape[0]
+        right = tl.broadcast_to(tl.trans(x)[None, :, :], (BATCH, K, M))
+        return tl.dot(tl.reshape(weight, (BATCH, N // BATCH, K)), right, total)
+
+
+@triton.jit
+def _scaled(partial, factor, BATCH: tl.constexpr):
+    """Sums [N, M], or [BATCH, N / BATCH, M], times factor [N]."""
+    if BATCH == 1:
+        return partial * factor[:, None]
+    else:
+        return partial * tl.reshape(factor, (BATCH, factor.shape[0] // BATCH))[:, :, None]
+
+
+@triton.jit
 def _add_step(
     total,
     step,
@@ -67,6 +113,7 @@ def _add_step(
     MANTISSA: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
     """Return total + weight @ x.T of one step of BLOCK_K; not WHOLE: K ends inside of it."""
     ELEMENTS: tl.constexpr = BLOCK_K // CODES
@@ -95,8 +142,10 @@ def _add_step(
         parts = _split4(values, BLOCK_M, BLOCK_K)
     else:
         parts = _split8(values, BLOCK_M, BLOCK_K)
-    if PTX is not None:
-        decoded = _decode_ptx(first, second, PLANE1, CODES * 2 if INT8 else CODES, PTX)
+    # Scales that enter behind the dots belong to one piece of the step each.
+    PIECES: tl.constexpr = BLOCK_K // GROUP if SCALE_MODE == "after" and BLOCK_K > GROUP else 1
+    firsts = _pieces(first, BLOCK_N, ELEMENTS, PIECES)
+    seconds = _pieces(second, BLOCK_N, ELEMENTS, PIECES)
     if SCALE_MODE == "before":
         # One value for each group of the step, spread over the group's elements.
         GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
@@ -124,38 +173,48 @@ def _add_step(
                 zero = tl.load(zero_point + at, mask=in_range, other=0)
             offset = (zero.to(tl.int16) + MAGIC).to(DOT)
             offset = spread(offset, BLOCK_N, GROUPS, ELEMENTS)
-    else:
+    for piece in tl.static_range(PIECES):
+        group_of_piece = k // GROUP + piece
+        if not WHOLE and PIECES > 1:  # behind K there are no scales
+            group_of_piece = tl.minimum(group_of_piece, (K - 1) // GROUP)
         if SCALE_MODE == "after":
-            factor = scale_in(tl.load(scale + scale_rows + k // GROUP), SCALE, tl.float32)
-        if HAS_ZERO:
-            offset = (tl.load(zero_point + scale_rows + k // GROUP).to(tl.int16) + MAGIC).to(DOT)[:, None]
-    partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SCALE_MODE == "after" else total
-    for i in tl.static_range(CODES):
-        if PTX is None:
-            weight = decode_portable(first, second, levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+            partial = tl.zeros_like(total)
         else:
-            weight = decoded[i].to(DOT, bitcast=True)
-            if INT8:
-                weight = weight - decoded[CODES + i].to(DOT, bitcast=True)
-        if FMA and SCALE_MODE == "before":
-            weight = tl.fma(weight, factor, centre)
-        elif KIND == "integer" and BITS == 8:
-            if DOT == tl.float16:
-                weight = weight - tl.full((1, 1), 1024 + 128, DOT)
-        elif KIND == "integer":
-            if HAS_ZERO:
-                weight = weight - offset
+            partial = total
+        if SCALE_MODE != "before" and HAS_ZERO:
+            zero = tl.load(zero_point + scale_rows + group_of_piece)
+            offset = (zero.to(tl.int16) + MAGIC).to(DOT)[:, None]
+        if PTX is not None:
+            decoded = _decode_ptx(firsts[piece], seconds[piece], PLANE1, CODES * 2 if INT8 else CODES, PTX)
+        for i in tl.static_range(CODES):
+            if PTX is None:
+                weight = decode_portable(
+                    *(firsts[piece], seconds[piece], levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
+                )
             else:
-                weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
-        elif MULTIPLIER != 1.0:
-            weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
-        if SCALE_MODE == "before" and not FMA:
-            weight = weight * factor
-        partial = tl.dot(weight, tl.trans(parts[i]), partial)
-    if SCALE_MODE == "after":
-        total += partial * factor[:, None]
-    else:
-        total = partial
+                weight = decoded[i].to(DOT, bitcast=True)
+                if INT8:
+                    weight = weight - decoded[CODES + i].to(DOT, bitcast=True)
+            if FMA and SCALE_MODE == "before":
+                weight = tl.fma(weight, factor, centre)
+            elif KIND == "integer" and BITS == 8:
+                if DOT == tl.float16:
+                    weight = weight - tl.full((1, 1), 1024 + 128, DOT)
+            elif KIND == "integer":
+                if HAS_ZERO:
+                    weight = weight - offset
+                else:
+                    weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
+            elif MULTIPLIER != 1.0:
+                weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
+            if SCALE_MODE == "before" and not FMA:
+                weight = weight * factor
+            partial = _dot(weight, _pieces(parts[i], BLOCK_M, ELEMENTS, PIECES)[piece], partial, BATCH)
+        if SCALE_MODE == "after":
+            factor = scale_in(tl.load(scale + scale_rows + group_of_piece), SCALE, tl.float32)
+            total += _scaled(partial, factor, BATCH)
+        else:
+            total = partial
     return total
 
 
@@ -190,6 +249,7 @@ def tile_product(
     MANTISSA: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
     """sum of weight[n, k] * x[m, k] over the given steps of BLOCK_K -> fp32 [BLOCK_N, BLOCK_M].
 
@@ -200,21 +260,24 @@ def tile_product(
     """
     # The step that K ends inside of comes by itself: with masks the loop would have 20 to 35 % more instructions.
     whole = end_step if EVEN_K else tl.minimum(end_step, K // BLOCK_K)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if BATCH == 1:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BATCH, BLOCK_N // BATCH, BLOCK_M), tl.float32)
     for step in range(first_step, whole):
         total = _add_step(
             *(total, step, x, x_rows, x_mask, qdata, q_rows, scale, scale_rows, zero_point, levels, K),
             *(BLOCK_M, BLOCK_N, BLOCK_K, True, GROUP, SCALE_MODE, SCALE, HAS_ZERO),
-            *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX),
+            *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX, BATCH),
         )
     if not EVEN_K:
         if whole < end_step:
             total = _add_step(
                 *(total, whole, x, x_rows, x_mask, qdata, q_rows, scale, scale_rows, zero_point, levels, K),
                 *(BLOCK_M, BLOCK_N, BLOCK_K, False, GROUP, SCALE_MODE, SCALE, HAS_ZERO),
-                *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX),
+                *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX, BATCH),
             )
-    return total
+    return total if BATCH == 1 else tl.reshape(total, (BLOCK_N, BLOCK_M))
 
 
 @triton.jit

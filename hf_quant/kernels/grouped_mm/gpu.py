@@ -51,7 +51,7 @@ from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
 from hf_quant.kernels.weight import Weight, takes_weight
-from hf_quant.kernels.weight_only.gpu import choose_row, supports_fused, tiling
+from hf_quant.kernels.weight_only.gpu import batch_of, choose_row, supports_fused, tiling
 from hf_quant.kernels.weight_only.op import weight_only_mm
 
 
@@ -74,9 +74,9 @@ CONFIGS = {
         (2**30, 128, 128, 64, 8, 3, 1, 1),
     ),
     "sm90": (
-        (4, 8, 64, 128, 4, 6, 1, 0),
-        (16, 16, 64, 128, 4, 5, 1, 0),
-        (48, 64, 128, 128, 8, 4, 1, 0),
+        (4, 8, 64, 256, 4, 3, 1, 0),
+        (16, 16, 64, 256, 4, 3, 1, 0),
+        (48, 64, 128, 128, 8, 3, 1, 0),
         (160, 128, 128, 64, 8, 4, 1, 1),
         (2**30, 256, 128, 64, 8, 3, 1, 1),
         (2**30, 128, 128, 64, 8, 4, 1, 1),
@@ -167,6 +167,7 @@ def _grouped_mm_kernel(
     MANTISSA: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
     """Program tile_n * tiles_m + tile_m: tiles of rows, and so the tiles of one expert, are neighbours."""
     program = tl.program_id(0)
@@ -212,6 +213,7 @@ def _grouped_mm_kernel(
             MANTISSA,
             MULTIPLIER,
             PTX,
+            BATCH,
         )
         if SCALE_MODE == "row":
             total *= scale_in(tl.load(scale + scales), SCALE, tl.float32)[:, None]
@@ -276,6 +278,7 @@ def grouped_plan(
         "SCALE_ROWS": scale_rows(scale_shape, N),
         "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float16,
         **decode_options(format, dtype, codes, use_ptx=target.is_nvidia),
+        "BATCH": batch_of(found.block_m, found.num_warps, target),
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
     }

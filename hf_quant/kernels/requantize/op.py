@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.adam_step.op import key_of
-from hf_quant.kernels.codes import SMALLEST_SCALE
+from hf_quant.kernels.codes import SMALLEST_SCALE, divided
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.rowwise.op import random_bits, round_stochastically
 
@@ -51,7 +51,7 @@ def requantize_rows__reference(
         return
     amax = values.abs().amax(1, keepdim=True)
     stays = (amax >= scale * LEAST) & (amax <= scale * LARGEST)
-    fresh = amax / torch.full_like(amax, NEW_LARGEST)  # torch multiplies by the reciprocal of a number
+    fresh = divided(amax, NEW_LARGEST)
     new = torch.where(stays, scale, torch.where(fresh < SMALLEST_SCALE, 1.0, fresh))
     found = (values / new).clamp(-LARGEST, LARGEST)
     if low is None:

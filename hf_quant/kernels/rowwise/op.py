@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_quant.kernels.codes import ROW_FORMATS, SMALLEST_SCALE, row_max
+from hf_quant.kernels.codes import ROW_FORMATS, SMALLEST_SCALE, divided, row_max
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.sign_matrices import transform
 from hf_quant.kernels.weight import check_diagonal, check_input_scale
@@ -24,7 +24,7 @@ PHILOX_ROUNDS = 7
 
 def row_scale(amax: Tensor, limit: float) -> Tensor:
     """amax fp32 -> scale: amax / limit; 1 if that is below 2**-90; NaN and inf stay."""
-    scale = amax / limit
+    scale = divided(amax, limit)
     return torch.where(scale < SMALLEST_SCALE, 1.0, scale)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import SMALLEST_SCALE
+from hf_quant.kernels.codes import SMALLEST_SCALE, divided
 from hf_quant.kernels.dispatch import define_op
 from hf_quant.kernels.grouped_mm.op import rows_of_experts
 
@@ -49,7 +49,7 @@ def check_offsets(offsets: Tensor) -> None:
 
 def scales_of(amax: Tensor, format: str, scaling: str) -> Tensor:
     """amax fp32 -> amax / limit; 1 if that is below 2**-90; NaN and inf stay. Powers of two are rounded up."""
-    scale = amax / limit_of(format)
+    scale = divided(amax, limit_of(format))
     if scaling == "power_of_two":
         # Without `log2`: the next power of two has the exponent of the largest number below it, and one more.
         bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000

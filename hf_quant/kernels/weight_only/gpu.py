@@ -38,6 +38,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
+from hf_quant.kernels.gpu.compiled import Address
 from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
@@ -64,6 +65,7 @@ from hf_quant.kernels.gpu.launch import (
     triton,
     unavailable_reason,
 )
+from hf_quant.kernels.gpu.ready import Run, make_ready
 from hf_quant.kernels.gpu.trials import dependent_options, trials
 from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.weight import Weight, takes_weight
@@ -93,13 +95,10 @@ CONFIGS = {
         (256, 128, 128, 64, 8, 3, 2, 1),
     ),
     "sm90": (
-        (8, 8, 128, 128, 4, 4, 16, 0),
-        (16, 16, 128, 128, 4, 4, 16, 0),
-        (32, 32, 128, 128, 4, 4, 8, 0),
-        (64, 64, 128, 128, 8, 4, 8, 0),
-        (128, 128, 64, 64, 4, 4, 4, 1),
-        (1024, 256, 128, 64, 8, 3, 1, 1),
-        (1024, 128, 64, 64, 8, 4, 4, 1),
+        (8, 8, 64, 256, 4, 3, 16, 0),
+        (16, 16, 64, 256, 4, 3, 16, 0),
+        (32, 32, 64, 256, 4, 3, 8, 0),
+        (128, 64, 128, 128, 8, 3, 8, 0),
     ),
     "sm100": (
         (8, 8, 128, 128, 4, 4, 16, 0),
@@ -117,8 +116,10 @@ CONFIGS = {
         (256, 128, 128, 64, 8, 2, 2, 1),
     ),
 }
-_MIN_STEPS = 4  # K steps of a part: fewer would not fill the pipeline of loads
+_MIN_PART = 512  # columns of a part of K: fewer would not fill the pipeline of loads
 _MIN_DOT_K = 16
+_MAX_PIECES = 4
+_SEGMENT = 128  # bytes of a row that a step reads at most
 _WARP_MMA = ("sm80", "sm89")  # tables of GPUs whose matrix units read both operands from registers
 # BLOCK_M * BLOCK_N * CODES: of larger tiles Triton 3.6 wants 528 columns of tensor memory on sm100, which has 512 (the
 # launch raises OutOfResources); 3.9 takes 512.
@@ -141,6 +142,9 @@ class Tiling(NamedTuple):
 def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str) -> Tiling | str:
     """The tiling for groups of `group_size` read `codes` at a time, or why there is none; `table`: of the target."""
     _, block_m, block_n, block_k, num_warps, num_stages, max_split, before = row
+    block_k = min(block_k, max(_SEGMENT // 2 * codes, 128))
+    while block_k > 128 and K % block_k:  # the masks of a last step cost more than short steps
+        block_k //= 2
     mode = "row"
     if block_k // codes < _MIN_DOT_K:  # 2 and 3 bits: a longer step, which leaves room for fewer tokens
         block_k, block_m, num_stages = _MIN_DOT_K * codes, min(block_m, 128), min(num_stages, 3)
@@ -148,7 +152,9 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
         inside = block_k  # the largest step inside of one group
         while group_size % inside:
             inside //= 2
-        if inside // codes >= _MIN_DOT_K:
+        if _MAX_PIECES * inside >= block_k > inside == group_size and inside // codes >= _MIN_DOT_K:
+            mode = "after"  # a group for each piece of the step
+        elif inside // codes >= _MIN_DOT_K:
             # Without wgmma a second accumulator spills beside x (8 to 72 bytes, int3 g128, int4 with zero points).
             before = before or (codes >= 4 and row[1:3] == (64, 64) and table in _WARP_MMA)
             block_k, mode = inside, "before" if before else "after"
@@ -195,12 +201,17 @@ FUSED = (Path("Triton, decoded in registers", "M <= 256 to 1024, by GPU; 32 on s
 DENSE = (Path("dequantize + GEMM", "any other M", lambda problem: None),)
 
 
-def split_of_k(tiles: int, steps: int, max_split: int, target: Target) -> int:
+def split_of_k(tiles: int, K: int, max_split: int, target: Target) -> int:
     """Parts of K (a power of two) so that the blocks fill the multiprocessors twice."""
     split = 1
-    while 2 * split <= max_split and tiles * split < 2 * target.multiprocessors and 2 * split * _MIN_STEPS <= steps:
+    while 2 * split <= max_split and tiles * split < 2 * target.multiprocessors and 2 * split * _MIN_PART <= K:
         split *= 2
     return split
+
+
+def batch_of(block_m: int, num_warps: int, target: Target) -> int:
+    """The blocks of rows that the dots of a tile are cut into, see `tile_product`; 1: none."""
+    return num_warps if target.table == "sm90" and block_m <= _DECODE else 1
 
 
 class FusedPlan(NamedTuple):
@@ -242,7 +253,7 @@ def fused_plan(
         return None
     tiles = triton.cdiv(M, found.block_m) * triton.cdiv(N, found.block_n)
     steps = triton.cdiv(K, found.block_k)
-    split = split_of_k(tiles, steps, found.max_split, target)
+    split = split_of_k(tiles, K, found.max_split, target)
     options = {
         **dependent_options(target),
         "BLOCK_M": found.block_m,
@@ -268,6 +279,7 @@ def fused_plan(
         options["maxnreg"] = 128  # as ptxas takes by itself, then with 8 bytes on the stack (mxfp4)
     if target.table in ("sm75", "sm89") and found.block_m <= 8 and codes <= 4:
         options["maxnreg"] = 128  # left alone, ptxas takes 72 or 80 and keeps 8 to 24 bytes on the stack (int8, W4A8)
+    options["BATCH"] = batch_of(found.block_m, options["num_warps"], target)
     if trials().stripes and M <= _DECODE and target.table in ("sm90", "sm100"):  # elsewhere they spill
         del options["SPLIT_K"]
         stripe = triton.cdiv(tiles * steps, 2 * target.multiprocessors)
@@ -275,16 +287,36 @@ def fused_plan(
     return FusedPlan(found, codes, tiles, split, triton.cdiv(steps, split), options)
 
 
+class Operands(NamedTuple):
+    """A weight as the kernel takes it: tensors, or what stands for them."""
+
+    codes: Tensor | Address
+    scale: Tensor | Address
+    zero_point: Tensor | Address | None
+    global_scale: Tensor | Address | None
+    levels: Tensor
+    N: int
+    q_stride: int
+    scale_stride: int
+
+
+def operands_of(w: Weight, plan: FusedPlan, dtype: torch.dtype) -> Operands:
+    """The operands for a product in `dtype`."""
+    codes, scale = bits_of(w.qdata), bits_of(w.scale)
+    levels = levels_tensor(w.format, dtype, codes.device)
+    strides = row_elements(w.qdata, plan.codes), w.scale.stride(0)
+    return Operands(codes, scale, w.zero_point, w.global_scale, levels, w.N, *strides)
+
+
 def fused_product(
-    x: Tensor, w: Weight, bias: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype, plan: FusedPlan
+    x: Tensor, w: Operands, bias: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype, plan: FusedPlan
 ) -> Tensor:
     """x [M, K] (rows contiguous; codes of a quantized x with its row_scale [M, 1]) -> [M, N] in `dtype`."""
     bias, row_scale = (None if t is None else t.contiguous() for t in (bias, row_scale))
     M, K = x.shape
     N, device = w.N, x.device
     y = torch.empty(M, N, dtype=dtype, device=device)
-    q_stride = row_elements(w.qdata, plan.codes)
-    unit = common_unit(x.stride(0), q_stride)
+    unit = common_unit(x.stride(0), w.q_stride)
     partials = counters = None
     if plan.split > 1 or plan.programs:
         parts = (plan.programs, 2) if plan.programs else (plan.tiles, plan.split)
@@ -295,13 +327,13 @@ def fused_product(
         _weight_only_mm_stripes_kernel if plan.programs else _weight_only_mm_kernel,
         (plan.programs,) if plan.programs else (plan.tiles, plan.split),
         x,
-        bits_of(w.qdata),
-        bits_of(w.scale),
+        w.codes,
+        w.scale,
         w.zero_point,
         w.global_scale,
         bias,
         row_scale,
-        levels_tensor(w.format, dtype, device),
+        w.levels,
         y,
         partials,
         counters,
@@ -309,8 +341,8 @@ def fused_product(
         N,
         K,
         x.stride(0) // unit,
-        q_stride // unit,
-        w.scale.stride(0),
+        w.q_stride // unit,
+        w.scale_stride,
         plan.steps,
         ALIGN=unit,
         HAS_ZERO=w.zero_point is not None,
@@ -322,6 +354,12 @@ def fused_product(
     return y
 
 
+def _ready(operands: Operands, plan: FusedPlan) -> Run:
+    """The product with a weight, by its addresses."""
+    kept = Operands(*(None if part is None else Address(part) for part in operands[:4]), *operands[4:])
+    return lambda x, bias: fused_product(x, kept, bias, None, x.dtype, plan)
+
+
 def as_rows(x: Tensor) -> Tensor:
     """x [..., K] -> [M, K] with contiguous rows; copied only if its strides force it."""
     x = x.reshape(prod(x.shape[:-1]), x.shape[-1])
@@ -329,12 +367,14 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def with_plain_rows(w: Weight) -> Weight:
-    """A weight [N, K] with rows that are contiguous, and zero points with the strides of the scales."""
+    """A weight [N, K] with rows that are contiguous, and zero points with the strides of the scales; w if it is one."""
     qdata, scale, zero_point, _ = w.packed
     if qdata.stride(1) != 1:
         qdata = qdata.contiguous()
     if scale.stride(1) != 1 or (zero_point is not None and zero_point.stride() != scale.stride()):
         scale, zero_point = scale.contiguous(), None if zero_point is None else zero_point.contiguous()
+    if qdata is w.qdata and scale is w.scale and zero_point is w.zero_point:
+        return w
     return w._replace(qdata=qdata, scale=scale, zero_point=zero_point)
 
 
@@ -348,7 +388,7 @@ def fused_mm(
     if unavailable_reason(x.device) is not None:
         return None
     rows, target = as_rows(x), target_of(x.device)
-    w = with_plain_rows(w)
+    given, w = w, with_plain_rows(w)
     plan = fused_plan(
         *(rows.shape[0], w.N, w.K, dtype, w.format, w.group_size),
         *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, target),
@@ -357,7 +397,10 @@ def fused_mm(
         return None
     if rows.dtype == torch.float8_e4m3fn and not target.has_fp8_dot:
         rows = rows.to(dtype)  # these GPUs cannot read it
-    y = fused_product(rows, w, bias, row_scale, dtype, plan)
+    operands = operands_of(w, plan, dtype)
+    if row_scale is None and w is given and w.input_diagonal is None:
+        make_ready(rows, w, lambda: _ready(operands, plan))
+    y = fused_product(rows, operands, bias, row_scale, dtype, plan)
     return y.view(*x.shape[:-1], y.shape[1])
 
 

@@ -53,6 +53,7 @@ def _weight_only_mm_kernel(
     MANTISSA: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    BATCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (tile, part): rows of y that share weights are neighbours, so that the weights are read from L2."""
@@ -97,6 +98,7 @@ def _weight_only_mm_kernel(
         MANTISSA,
         MULTIPLIER,
         PTX,
+        BATCH,
     )
     last = True
     if SPLIT_K > 1:
@@ -162,6 +164,7 @@ def _weight_only_mm_stripes_kernel(
     MANTISSA: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
+    BATCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program: `steps` steps of K, of one tile or several, counted through all tiles in their order.
@@ -187,7 +190,22 @@ def _weight_only_mm_stripes_kernel(
             *(x, m.to(tl.int64) * (x_stride * ALIGN), m < M, qdata, row.to(tl.int64) * (q_stride * ALIGN)),
             *(scale, scale_rows, zero_point),
             *(levels, first_step, tl.minimum(end - tile * length, length), K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K),
-            *(GROUP, SCALE_MODE, SCALE, HAS_ZERO, DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX),
+            *(
+                GROUP,
+                SCALE_MODE,
+                SCALE,
+                HAS_ZERO,
+                DOT,
+                KIND,
+                BITS,
+                PLANE0,
+                PLANE1,
+                CODES,
+                MANTISSA,
+                MULTIPLIER,
+                PTX,
+                BATCH,
+            ),
         )
         first, final = tile * length // steps, ((tile + 1) * length - 1) // steps  # programs that share the tile
         last = first == final
