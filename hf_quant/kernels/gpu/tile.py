@@ -37,23 +37,20 @@ def _split8(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [ROWS, COLUMNS] -> its left and its right half."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+def _wide_x(x, x_rows, x_mask, element, limit, WHOLE: tl.constexpr, DOT: tl.constexpr):
+    """Columns 4j, 4j + 1, 4j + 2, 4j + 3 of x for j in `element`, each [M, elements]; rows at multiples of 8 bytes.
 
-
-@triton.jit
-def _pieces(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr):
-    """x [ROWS, COLUMNS] -> COUNT (1, 2, 4) pieces of neighbouring columns."""
-    if COUNT == 1:
-        return (x,)
-    elif COUNT == 2:
-        return _halves(x, ROWS, COLUMNS)
+    They are read as words of 64 bits and taken apart in registers. So they lie in shared memory as the matrix units'
+    operand wants it; as 16-bit numbers that are split they would lie row by row, and 8 rows in the same banks.
+    """
+    at = x.to(tl.pointer_type(tl.int64)) + (x_rows // 4)[None, :] + element[:, None]
+    if WHOLE:
+        words = tl.load(at, mask=x_mask[None, :], other=0)
     else:
-        left, right = _halves(x, ROWS, COLUMNS)
-        x0, x1 = _halves(left, ROWS, COLUMNS // 2)
-        x2, x3 = _halves(right, ROWS, COLUMNS // 2)
-        return x0, x1, x2, x3
+        words = tl.load(at, mask=x_mask[None, :] & (element < limit)[:, None], other=0)
+    x0, x1 = words.to(tl.int16).to(DOT, bitcast=True), (words >> 16).to(tl.int16).to(DOT, bitcast=True)
+    x2, x3 = (words >> 32).to(tl.int16).to(DOT, bitcast=True), (words >> 48).to(tl.int16).to(DOT, bitcast=True)
+    return tl.trans(x0), tl.trans(x1), tl.trans(x2), tl.trans(x3)
 
 
 @triton.jit
@@ -114,6 +111,7 @@ def _add_step(
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
     BATCH: tl.constexpr,
+    WIDE_X: tl.constexpr,
 ):
     """Return total + weight @ x.T of one step of BLOCK_K; not WHOLE: K ends inside of it."""
     ELEMENTS: tl.constexpr = BLOCK_K // CODES
@@ -128,24 +126,25 @@ def _add_step(
     FMA: tl.constexpr = SCALE == "e4m3" and KIND == "integer" and BITS == 4 and not HAS_ZERO and DOT == tl.bfloat16
     k = step * BLOCK_K  # a multiple of 16, as the compiler must see to load 16 bytes at a time
     first, second = load_planes(qdata, q_rows, k // CODES + element, limit, PLANE0, PLANE1, CODES, not WHOLE)
-    x_pointers = x + x_rows[:, None] + (k + column)[None, :]
-    if WHOLE:
-        values = tl.load(x_pointers, mask=x_mask[:, None], other=0.0)
+    if WIDE_X:
+        parts = _wide_x(x, x_rows, x_mask, k // CODES + element, limit, WHOLE, DOT)
     else:
-        values = tl.load(x_pointers, mask=x_mask[:, None] & ((k + column) < K)[None, :], other=0.0)
-    values = values.to(DOT)
-    if CODES == 1:
-        parts = (values,)
-    elif CODES == 2:
-        parts = _split2(values, BLOCK_M, BLOCK_K)
-    elif CODES == 4:
-        parts = _split4(values, BLOCK_M, BLOCK_K)
-    else:
-        parts = _split8(values, BLOCK_M, BLOCK_K)
-    # Scales that enter behind the dots belong to one piece of the step each.
-    PIECES: tl.constexpr = BLOCK_K // GROUP if SCALE_MODE == "after" and BLOCK_K > GROUP else 1
-    firsts = _pieces(first, BLOCK_N, ELEMENTS, PIECES)
-    seconds = _pieces(second, BLOCK_N, ELEMENTS, PIECES)
+        x_pointers = x + x_rows[:, None] + (k + column)[None, :]
+        if WHOLE:
+            values = tl.load(x_pointers, mask=x_mask[:, None], other=0.0)
+        else:
+            values = tl.load(x_pointers, mask=x_mask[:, None] & ((k + column) < K)[None, :], other=0.0)
+        values = values.to(DOT)
+        if CODES == 1:
+            parts = (values,)
+        elif CODES == 2:
+            parts = _split2(values, BLOCK_M, BLOCK_K)
+        elif CODES == 4:
+            parts = _split4(values, BLOCK_M, BLOCK_K)
+        else:
+            parts = _split8(values, BLOCK_M, BLOCK_K)
+    if PTX is not None:
+        decoded = _decode_ptx(first, second, PLANE1, CODES * 2 if INT8 else CODES, PTX)
     if SCALE_MODE == "before":
         # One value for each group of the step, spread over the group's elements.
         GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
@@ -173,49 +172,38 @@ def _add_step(
                 zero = tl.load(zero_point + at, mask=in_range, other=0)
             offset = (zero.to(tl.int16) + MAGIC).to(DOT)
             offset = spread(offset, BLOCK_N, GROUPS, ELEMENTS)
-    for piece in tl.static_range(PIECES):
-        group_of_piece = k // GROUP + piece
-        if not WHOLE and PIECES > 1:  # behind K there are no scales
-            group_of_piece = tl.minimum(group_of_piece, (K - 1) // GROUP)
+    else:
+        group = k // GROUP
+        if not WHOLE:  # a step that begins behind K has no scales
+            group = tl.minimum(group, (K - 1) // GROUP)
         if SCALE_MODE == "after":
-            partial = tl.zeros_like(total)
+            factor = scale_in(tl.load(scale + scale_rows + group), SCALE, tl.float32)
+        if HAS_ZERO:
+            offset = (tl.load(zero_point + scale_rows + group).to(tl.int16) + MAGIC).to(DOT)[:, None]
+    partial = tl.zeros_like(total) if SCALE_MODE == "after" else total
+    for i in tl.static_range(CODES):
+        if PTX is None:
+            weight = decode_portable(first, second, levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
         else:
-            partial = total
-        if SCALE_MODE != "before" and HAS_ZERO:
-            zero = tl.load(zero_point + scale_rows + group_of_piece)
-            offset = (zero.to(tl.int16) + MAGIC).to(DOT)[:, None]
-        if PTX is not None:
-            decoded = _decode_ptx(firsts[piece], seconds[piece], PLANE1, CODES * 2 if INT8 else CODES, PTX)
-        for i in tl.static_range(CODES):
-            if PTX is None:
-                weight = decode_portable(
-                    *(firsts[piece], seconds[piece], levels, i, DOT, KIND, BITS, PLANE0, PLANE1, MANTISSA)
-                )
+            weight = decoded[i].to(DOT, bitcast=True)
+            if INT8:
+                weight = weight - decoded[CODES + i].to(DOT, bitcast=True)
+        if FMA and SCALE_MODE == "before":
+            weight = tl.fma(weight, factor, centre)
+        elif KIND == "integer" and BITS == 8:
+            if DOT == tl.float16:
+                weight = weight - tl.full((1, 1), 1024 + 128, DOT)
+        elif KIND == "integer":
+            if HAS_ZERO:
+                weight = weight - offset
             else:
-                weight = decoded[i].to(DOT, bitcast=True)
-                if INT8:
-                    weight = weight - decoded[CODES + i].to(DOT, bitcast=True)
-            if FMA and SCALE_MODE == "before":
-                weight = tl.fma(weight, factor, centre)
-            elif KIND == "integer" and BITS == 8:
-                if DOT == tl.float16:
-                    weight = weight - tl.full((1, 1), 1024 + 128, DOT)
-            elif KIND == "integer":
-                if HAS_ZERO:
-                    weight = weight - offset
-                else:
-                    weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
-            elif MULTIPLIER != 1.0:
-                weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
-            if SCALE_MODE == "before" and not FMA:
-                weight = weight * factor
-            partial = _dot(weight, _pieces(parts[i], BLOCK_M, ELEMENTS, PIECES)[piece], partial, BATCH)
-        if SCALE_MODE == "after":
-            factor = scale_in(tl.load(scale + scale_rows + group_of_piece), SCALE, tl.float32)
-            total += _scaled(partial, factor, BATCH)
-        else:
-            total = partial
-    return total
+                weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
+        elif MULTIPLIER != 1.0:
+            weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
+        if SCALE_MODE == "before" and not FMA:
+            weight = weight * factor
+        partial = _dot(weight, parts[i], partial, BATCH)
+    return total + _scaled(partial, factor, BATCH) if SCALE_MODE == "after" else partial
 
 
 @triton.jit
@@ -250,6 +238,7 @@ def tile_product(
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
     BATCH: tl.constexpr,
+    WIDE_X: tl.constexpr,
 ):
     """sum of weight[n, k] * x[m, k] over the given steps of BLOCK_K -> fp32 [BLOCK_N, BLOCK_M].
 
@@ -258,6 +247,8 @@ def tile_product(
     group, on the partial sums. "before": on the weights in DOT, for groups smaller than a step, or where a second
     accumulator has no room.
     """
+    # A step of several groups whose scales enter behind the dots is made of a part for each.
+    PARTS: tl.constexpr = BLOCK_K // GROUP if SCALE_MODE == "after" and BLOCK_K > GROUP else 1
     # The step that K ends inside of comes by itself: with masks the loop would have 20 to 35 % more instructions.
     whole = end_step if EVEN_K else tl.minimum(end_step, K // BLOCK_K)
     if BATCH == 1:
@@ -265,18 +256,20 @@ def tile_product(
     else:
         total = tl.zeros((BATCH, BLOCK_N // BATCH, BLOCK_M), tl.float32)
     for step in range(first_step, whole):
-        total = _add_step(
-            *(total, step, x, x_rows, x_mask, qdata, q_rows, scale, scale_rows, zero_point, levels, K),
-            *(BLOCK_M, BLOCK_N, BLOCK_K, True, GROUP, SCALE_MODE, SCALE, HAS_ZERO),
-            *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX, BATCH),
-        )
+        for part in tl.static_range(PARTS):
+            total = _add_step(
+                *(total, step * PARTS + part, x, x_rows, x_mask, qdata, q_rows, scale, scale_rows, zero_point),
+                *(levels, K, BLOCK_M, BLOCK_N, BLOCK_K // PARTS, True, GROUP, SCALE_MODE, SCALE, HAS_ZERO),
+                *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX, BATCH, WIDE_X),
+            )
     if not EVEN_K:
         if whole < end_step:
-            total = _add_step(
-                *(total, whole, x, x_rows, x_mask, qdata, q_rows, scale, scale_rows, zero_point, levels, K),
-                *(BLOCK_M, BLOCK_N, BLOCK_K, False, GROUP, SCALE_MODE, SCALE, HAS_ZERO),
-                *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX, BATCH),
-            )
+            for part in tl.static_range(PARTS):
+                total = _add_step(
+                    *(total, whole * PARTS + part, x, x_rows, x_mask, qdata, q_rows, scale, scale_rows, zero_point),
+                    *(levels, K, BLOCK_M, BLOCK_N, BLOCK_K // PARTS, False, GROUP, SCALE_MODE, SCALE, HAS_ZERO),
+                    *(DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX, BATCH, WIDE_X),
+                )
     return total if BATCH == 1 else tl.reshape(total, (BLOCK_N, BLOCK_M))
 
 

@@ -51,7 +51,7 @@ from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
 from hf_quant.kernels.weight import Weight, takes_weight
-from hf_quant.kernels.weight_only.gpu import batch_of, choose_row, supports_fused, tiling
+from hf_quant.kernels.weight_only.gpu import batch_of, choose_row, is_wide, reads_wide, supports_fused, tiling
 from hf_quant.kernels.weight_only.op import weight_only_mm
 
 
@@ -74,12 +74,10 @@ CONFIGS = {
         (2**30, 128, 128, 64, 8, 3, 1, 1),
     ),
     "sm90": (
-        (4, 8, 64, 256, 4, 3, 1, 0),
-        (16, 16, 64, 256, 4, 3, 1, 0),
-        (48, 64, 128, 128, 8, 3, 1, 0),
-        (160, 128, 128, 64, 8, 4, 1, 1),
-        (2**30, 256, 128, 64, 8, 3, 1, 1),
-        (2**30, 128, 128, 64, 8, 4, 1, 1),
+        (4, 8, 64, 128, 4, 4, 1, 0),
+        (16, 16, 128, 128, 4, 3, 1, 0),
+        (96, 32, 128, 128, 4, 3, 1, 0),
+        (2**30, 128, 256, 64, 8, 3, 1, 1),
     ),
     "sm100": (
         (4, 8, 64, 128, 4, 6, 1, 0),
@@ -168,6 +166,7 @@ def _grouped_mm_kernel(
     MULTIPLIER: tl.constexpr,
     PTX: tl.constexpr,
     BATCH: tl.constexpr,
+    WIDE_X: tl.constexpr,
 ):
     """Program tile_n * tiles_m + tile_m: tiles of rows, and so the tiles of one expert, are neighbours."""
     program = tl.program_id(0)
@@ -214,6 +213,7 @@ def _grouped_mm_kernel(
             MULTIPLIER,
             PTX,
             BATCH,
+            WIDE_X,
         )
         if SCALE_MODE == "row":
             total *= scale_in(tl.load(scale + scales), SCALE, tl.float32)[:, None]
@@ -233,6 +233,7 @@ class GroupedPlan(NamedTuple):
     tiles_m: int
     tiles_n: int
     options: dict
+    wide: bool  # whether tiles read x so, where its rows allow it
 
 
 @cached_plan
@@ -289,7 +290,9 @@ def grouped_plan(
             options["maxnreg"] = 128  # left alone, ptxas takes 95 and keeps 8 bytes on the stack (sm120, int3)
         elif found.block_m == 64 and found.num_warps == 4 and group_size < found.block_k:
             options["num_stages"] = 2  # with 3 as many bytes (Triton 3.6, int3 g16); 4 leave room for one block only
-    return GroupedPlan(codes, M // found.block_m + min(E, M) + 1, triton.cdiv(N, found.block_n), options)
+    tiles_m = M // found.block_m + min(E, M) + 1
+    wide = is_wide(found.block_m, codes, options["BATCH"], K, target)
+    return GroupedPlan(codes, tiles_m, triton.cdiv(N, found.block_n), options, wide)
 
 
 def _fused(
@@ -342,6 +345,7 @@ def _fused(
         HAS_GLOBAL=w.global_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_ROW_SCALE=row_scale is not None,
+        WIDE_X=reads_wide(x, plan.wide),
         **plan.options,
     )
     return y

@@ -102,7 +102,12 @@ _DECODE = (
 )
 DECODE_CONFIGS = dict.fromkeys(("sm80", "sm89", "sm90"), _DECODE)
 # In 2 warps Triton 3.6 keeps 16 to 24 bytes of many rows, and of capped scores, in local memory.
-DECODE_CONFIGS["sm90"] = tuple((2, 128, 2, 32, 4, 3, 3) if row[:3] == (2, 128, 2) else row for row in _DECODE)
+_SM90 = {
+    (2, 128, 2): (2, 128, 2, 32, 4, 3, 3),
+    (4, 128, 1): (4, 128, 1, 64, 2, 3, 4),
+    (8, 128, 1): (8, 128, 1, 64, 2, 3, 4),
+}
+DECODE_CONFIGS["sm90"] = tuple(_SM90.get(row[:3], row) for row in _DECODE)
 # Where ptxas keeps 8 to 32 bytes in local memory: on sm100 int4 in 4 warps, on both int2 in 168 registers.
 _SM120 = {(2, 128, 2): (2, 128, 2, 32, 2, 3, 5)}
 _SM100 = {**_SM120, (4, 128, 2): (4, 128, 2, 32, 8, 3, 2)}

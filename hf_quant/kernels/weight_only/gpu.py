@@ -66,10 +66,9 @@ from hf_quant.kernels.gpu.launch import (
     unavailable_reason,
 )
 from hf_quant.kernels.gpu.ready import Run, make_ready
-from hf_quant.kernels.gpu.trials import dependent_options, trials
 from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.weight import Weight, takes_weight
-from hf_quant.kernels.weight_only.gpu_kernels import _weight_only_mm_kernel, _weight_only_mm_stripes_kernel
+from hf_quant.kernels.weight_only.gpu_kernels import _weight_only_mm_kernel
 from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, weight_only_mm_backward
 
 
@@ -95,10 +94,10 @@ CONFIGS = {
         (256, 128, 128, 64, 8, 3, 2, 1),
     ),
     "sm90": (
-        (8, 8, 64, 256, 4, 3, 16, 0),
-        (16, 16, 64, 256, 4, 3, 16, 0),
-        (32, 32, 64, 256, 4, 3, 8, 0),
-        (128, 64, 128, 128, 8, 3, 8, 0),
+        (8, 8, 64, 128, 4, 4, 16, 0),
+        (16, 16, 128, 128, 4, 3, 16, 0),
+        (32, 32, 128, 128, 4, 3, 16, 0),
+        (128, 64, 128, 128, 4, 4, 8, 0),
     ),
     "sm100": (
         (8, 8, 128, 128, 4, 4, 16, 0),
@@ -118,7 +117,7 @@ CONFIGS = {
 }
 _MIN_PART = 512  # columns of a part of K: fewer would not fill the pipeline of loads
 _MIN_DOT_K = 16
-_MAX_PIECES = 4
+_MAX_PARTS = 4  # groups of a step
 _SEGMENT = 128  # bytes of a row that a step reads at most
 _WARP_MMA = ("sm80", "sm89")  # tables of GPUs whose matrix units read both operands from registers
 # BLOCK_M * BLOCK_N * CODES: of larger tiles Triton 3.6 wants 528 columns of tensor memory on sm100, which has 512 (the
@@ -152,8 +151,8 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
         inside = block_k  # the largest step inside of one group
         while group_size % inside:
             inside //= 2
-        if _MAX_PIECES * inside >= block_k > inside == group_size and inside // codes >= _MIN_DOT_K:
-            mode = "after"  # a group for each piece of the step
+        if _MAX_PARTS * inside >= block_k > inside == group_size and inside // codes >= _MIN_DOT_K:
+            mode = "after"  # a part of the step for each group
         elif inside // codes >= _MIN_DOT_K:
             # Without wgmma a second accumulator spills beside x (8 to 72 bytes, int3 g128, int4 with zero points).
             before = before or (codes >= 4 and row[1:3] == (64, 64) and table in _WARP_MMA)
@@ -201,17 +200,19 @@ FUSED = (Path("Triton, decoded in registers", "M <= 256 to 1024, by GPU; 32 on s
 DENSE = (Path("dequantize + GEMM", "any other M", lambda problem: None),)
 
 
-def split_of_k(tiles: int, K: int, max_split: int, target: Target) -> int:
+def split_of_k(tiles: int, K: int, max_split: int, target: Target, fill: int = 2) -> int:
     """Parts of K (a power of two) so that the blocks fill the multiprocessors twice."""
     split = 1
-    while 2 * split <= max_split and tiles * split < 2 * target.multiprocessors and 2 * split * _MIN_PART <= K:
+    while 2 * split <= max_split and tiles * split < fill * target.multiprocessors and 2 * split * _MIN_PART <= K:
         split *= 2
     return split
 
 
 def batch_of(block_m: int, num_warps: int, target: Target) -> int:
     """The blocks of rows that the dots of a tile are cut into, see `tile_product`; 1: none."""
-    return num_warps if target.table == "sm90" and block_m <= _DECODE else 1
+    if target.table != "sm90" or num_warps % 4 or block_m > 32 or (block_m == 8 and IS_OLD_TRITON):
+        return 1
+    return num_warps
 
 
 class FusedPlan(NamedTuple):
@@ -223,7 +224,7 @@ class FusedPlan(NamedTuple):
     split: int
     steps: int  # of K, for one part
     options: dict
-    programs: int = 0  # of stripes, which `steps` are then the length of; 0: tiles and parts
+    wide: bool  # whether tiles read x so, where its rows allow it
 
 
 @cached_plan
@@ -253,9 +254,8 @@ def fused_plan(
         return None
     tiles = triton.cdiv(M, found.block_m) * triton.cdiv(N, found.block_n)
     steps = triton.cdiv(K, found.block_k)
-    split = split_of_k(tiles, K, found.max_split, target)
+    split = split_of_k(tiles, K, found.max_split, target, 1 if found.block_m > 16 else 2)
     options = {
-        **dependent_options(target),
         "BLOCK_M": found.block_m,
         "BLOCK_N": found.block_n,
         "BLOCK_K": found.block_k,
@@ -280,11 +280,18 @@ def fused_plan(
     if target.table in ("sm75", "sm89") and found.block_m <= 8 and codes <= 4:
         options["maxnreg"] = 128  # left alone, ptxas takes 72 or 80 and keeps 8 to 24 bytes on the stack (int8, W4A8)
     options["BATCH"] = batch_of(found.block_m, options["num_warps"], target)
-    if trials().stripes and M <= _DECODE and target.table in ("sm90", "sm100"):  # elsewhere they spill
-        del options["SPLIT_K"]
-        stripe = triton.cdiv(tiles * steps, 2 * target.multiprocessors)
-        return FusedPlan(found, codes, tiles, 1, stripe, options, triton.cdiv(tiles * steps, stripe))
-    return FusedPlan(found, codes, tiles, split, triton.cdiv(steps, split), options)
+    wide = is_wide(found.block_m, codes, options["BATCH"], K, target)
+    return FusedPlan(found, codes, tiles, split, triton.cdiv(steps, split), options, wide)
+
+
+def is_wide(block_m: int, codes: int, batch: int, K: int, target: Target) -> bool:
+    """True if a tile may read four columns of x at once: where its dots are mma.sync, as `tile_product` wants it."""
+    return target.table == "sm90" and codes == 4 and batch == 1 and block_m <= 32 and K % 4 == 0
+
+
+def reads_wide(x: Tensor, wide: bool) -> bool:
+    """True if a tile that may does so: rows of 16-bit numbers at multiples of 8 bytes."""
+    return wide and x.element_size() == 2 and not (x.stride(0) % 4 or x.data_ptr() % 8)
 
 
 class Operands(NamedTuple):
@@ -318,14 +325,13 @@ def fused_product(
     y = torch.empty(M, N, dtype=dtype, device=device)
     unit = common_unit(x.stride(0), w.q_stride)
     partials = counters = None
-    if plan.split > 1 or plan.programs:
-        parts = (plan.programs, 2) if plan.programs else (plan.tiles, plan.split)
-        shape = (*parts, plan.tiling.block_n, plan.tiling.block_m)
+    if plan.split > 1:
+        shape = (plan.tiles, plan.split, plan.tiling.block_n, plan.tiling.block_m)
         partials = torch.empty(shape, dtype=torch.float32, device=device)
         counters = tile_counters(plan.tiles, device)
     launch(
-        _weight_only_mm_stripes_kernel if plan.programs else _weight_only_mm_kernel,
-        (plan.programs,) if plan.programs else (plan.tiles, plan.split),
+        _weight_only_mm_kernel,
+        (plan.tiles, plan.split),
         x,
         w.codes,
         w.scale,
@@ -349,6 +355,7 @@ def fused_product(
         HAS_GLOBAL=w.global_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_ROW_SCALE=row_scale is not None,
+        WIDE_X=reads_wide(x, plan.wide),
         **plan.options,
     )
     return y
@@ -367,7 +374,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def with_plain_rows(w: Weight) -> Weight:
-    """A weight [N, K] with rows that are contiguous, and zero points with the strides of the scales; w if it is one."""
+    """w if its rows are contiguous, and its zero points have the strides of its scales; else such a copy."""
     qdata, scale, zero_point, _ = w.packed
     if qdata.stride(1) != 1:
         qdata = qdata.contiguous()
