@@ -105,18 +105,23 @@ def _line(target: Target) -> str:
 def rows() -> list[tuple[str, ...]]:
     """The table: its header, then a row for each target."""
     measured, table = measured_values(), [("target", "what", "wanted", "found", "", "how")]
-    kernels = [t for t in TARGETS if t.section in CELLS]
-    for verdict in judge(kernels, modelled_sections()):
+    modelled = modelled_sections()
+    for verdict in judge(TARGETS, modelled):
         target = verdict.target
+        if target.section not in modelled and (target.id, target.what, target.versus) not in measured:
+            continue
         can_tell = target.versus in ("bf16", "copy") or target.id == "K1"  # other rivals are code of others
         model = verdict.value if can_tell else None
         device, value = measured.get((target.id, target.what, target.versus), (None, model))
         sign = "<=" if target.is_upper else ">="
         text = "" if value is None else _verdict(value, target.limit, target.is_upper)
         how = f"measured ({device})" if device else "modelled" if value is not None else "a rival: only a GPU can tell"
-        found = "" if value is None else f"{value:.2f}"
+        found = "" if value is None else f"{value:.0f}" if value > 100 else f"{value:.2f}"
         table.append((target.id, _line(target), f"{sign} {target.limit:g}", found, text, how))
+    known = {(row[0], row[1]) for row in table}
     for one in FORMULAS:
+        if (one.id, one.what) in known:
+            continue
         sign = "<=" if one.is_upper else ">="
         value = f"{one.modelled:.0f}" if one.modelled > 100 else f"{one.modelled:.2f}"
         text = _verdict(one.modelled, one.wanted, one.is_upper)
