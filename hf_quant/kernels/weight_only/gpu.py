@@ -118,7 +118,7 @@ CONFIGS = {
 _MIN_PART = 512  # columns of a part of K: fewer would not fill the pipeline of loads
 _MIN_DOT_K = 16
 _MAX_PARTS = 4  # groups of a step
-_SEGMENT = 128  # bytes of a row that a step reads at most
+_SEGMENT = 256  # bytes of a row that a step reads at most
 _WARP_MMA = ("sm80", "sm89")  # tables of GPUs whose matrix units read both operands from registers
 # BLOCK_M * BLOCK_N * CODES: of larger tiles Triton 3.6 wants 528 columns of tensor memory on sm100, which has 512 (the
 # launch raises OutOfResources); 3.9 takes 512.
