@@ -39,7 +39,7 @@ from gpulab.build import (
 )
 from gpulab.cases import gpu_ops
 from gpulab.code_checks import check_built, is_excepted, wide_share
-from gpulab.collect import Use, case_label, collect, collect_trials, cover, uncovered, work_of
+from gpulab.collect import Use, case_label, collect, cover, uncovered, work_of
 from gpulab.machine_code import access_bits
 from gpulab.model import CHIPS, modelled, occupancy
 from hf_quant.kernels.gpu.launch import TARGETS
@@ -168,10 +168,6 @@ def main() -> int:
     start = time.perf_counter()
     cases = [case for case in all_cases(args.ops) if re.search(args.cases, case.name)]
     collected = collect(cases, [target_named(name) for name in names])
-    if args.ops is None and not args.cases:
-        trials = collect_trials([target_named(name) for name in names])
-        collected.uses.update({key: use for key, use in trials.uses.items() if key not in collected.uses})
-        collected.failures.update(trials.failures)
     uses = list(collected.uses.values())
     chosen = uses if args.subset == "all" else cover(uses, crossed=args.subset == "tiles")
     took = time.perf_counter() - start

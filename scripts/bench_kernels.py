@@ -3,7 +3,6 @@
     python scripts/bench_kernels.py                                      # int4, int8 and fp8 weights, Llama-3.1-8B
     python scripts/bench_kernels.py dynamic_mm --m 1 4096 --vs torch,torchao
     python scripts/bench_kernels.py weight_only_mm --shape 8192,8192 --format "int4 g128" --m 1 16 64 --json out.json
-    python scripts/bench_kernels.py --trials stripes --m 1               # with what is off until it is measured
     python scripts/bench_kernels.py --model --target sm90                # modelled from compiled code, without a GPU
 
 Medians of CUDA graphs over at least 4 copies of each weight, so that nothing stays in the cache, random data, variants
@@ -49,7 +48,6 @@ from gpulab.measures import (
     table,
 )
 from gpulab.timing import Ceilings, GraphTimer, Timer, environment, environment_line, gpu, measure_ceilings
-from hf_quant.kernels.gpu.trials import Trials, named_trials, use_trials
 from hf_quant.planning import format_table
 
 
@@ -193,7 +191,7 @@ def model_table(todo: list[Job], target_name: str, workers: int | None) -> str:
 
 
 def main() -> int:
-    """Read the arguments and run by them; return the exit status."""
+    """Read the arguments, measure or model, print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("op", nargs="?", choices=tuple(FORMATS), default="weight_only_mm")
     parser.add_argument("--shape", nargs="+", metavar="N,K", help="(default: those of Llama-3.1-8B and others)")
@@ -205,19 +203,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the records there, too")
     parser.add_argument("--model", action="store_true", help="model from compiled code instead of measuring")
     parser.add_argument("--target", default="sm90", help="with --model (default: sm90)")
-    parser.add_argument("--trials", nargs="+", default=[], choices=Trials._fields, help="see kernels/gpu/trials.py")
     parser.add_argument("--workers", type=int, help="with --model: processes that compile (default: one per core)")
     args = parser.parse_args()
     try:
         todo = jobs(args)
     except ValueError as error:
         parser.error(str(error))
-    with use_trials(named_trials(args.trials)):
-        return run(args, todo)
-
-
-def run(args: argparse.Namespace, todo: list[Job]) -> int:
-    """Measure or model, print; return the exit status."""
     if args.model:
         print(model_table(todo, args.target, args.workers))
         return 0

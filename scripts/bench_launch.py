@@ -27,7 +27,6 @@ from hf_quant.evaluate import machine
 from hf_quant.kernels.gpu import launch as launches
 from hf_quant.kernels.gpu.compiled import run_by_jit, run_compiled
 from hf_quant.kernels.gpu.launch import TARGETS, Launch, launch, pretend, record_launches
-from hf_quant.kernels.gpu.trials import Trials, use_trials
 from hf_quant.planning import format_table
 
 
@@ -112,13 +111,10 @@ def time_kernels(rounds: int) -> list[dict[str, Any]]:
     for case in correctness_cases(quick=True):
         kinds[case.op, case.M, case.dtype, case.name.split(",")[0], "rotated" in case.name] = case
     found = first_launches(list(kinds.values()))
-    with use_trials(Trials(stripes=True)):
-        found |= first_launches([case for case in kinds.values() if case.op == "weight_only_mm" and case.M == 1])
     launches.RUNNERS["meta"] = run_compiled
     records = []
     for name, (one, case) in sorted(found.items()):
         by_jit = partial(run_by_jit, one.kernel, one.grid, None, one.args, one.options)
-        stripes = Trials(stripes="stripes" in name)
         own = {key: value for key, value in one.options.items() if key not in one.shared}
         ours = partial(launch, one.kernel, one.grid, *one.args, shared=one.shared, **own)
         by_jit()
@@ -129,7 +125,7 @@ def time_kernels(rounds: int) -> list[dict[str, Any]]:
             raise RuntimeError(f"{name}: the driver gets other arguments than from Triton's JIT")
         arguments, options = case.make("meta")
         times = {"jit": microseconds(by_jit, rounds), "launch": microseconds(ours, rounds)}
-        with pretend(TARGETS["sm90"]), use_trials(stripes), record_launches() as recorded:
+        with pretend(TARGETS["sm90"]), record_launches() as recorded:
             around = partial(_noted, recorded, launcher(case.op), arguments, options)
             times["before"] = microseconds(around, min(rounds, 5))
         records.append({"kernel": name, "arguments": len(one.args), "op": case.op, **times})

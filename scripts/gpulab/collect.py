@@ -8,12 +8,10 @@ from typing import NamedTuple
 import torch
 
 from gpulab.build import Built, Recorded, Unit, VendorProduct, record, record_call, tensors
-from gpulab.cache_cases import CACHE_GROUPS, CACHED, append_case, cached_case
-from gpulab.cases import LLAMA, Case, candidate, gpu_ops, launcher, linear_case
+from gpulab.cases import Case, gpu_ops, launcher
 from gpulab.code_checks import dot_kind
 from gpulab.model import Work
 from hf_quant.kernels.gpu.launch import Target
-from hf_quant.kernels.gpu.trials import Trials, use_trials
 from hf_quant.kernels.grouped_mm import gpu as grouped
 
 
@@ -183,14 +181,3 @@ def work_of(case: Case, launched: Recorded, built: Built) -> Work:
 
 def _experts(launched: Recorded) -> int:
     return max((t.shape[0] for t in tensors(launched.arguments) if t.dim() == 3), default=1)
-
-
-def collect_trials(targets: Sequence[Target]) -> Collected:
-    """`collect` with all trials of gpu/trials.py on, for the calls of decoding that they change."""
-    formats = [candidate(name) for name in ("int4 g128", "int8", "fp8_e4m3", "nf4 g64")]
-    cases = [linear_case(one, LLAMA[2], M, torch.bfloat16) for one in formats for M in (1, 16, 64)]
-    for format in CACHE_GROUPS:
-        cases += [cached_case(CACHED[1], format, torch.bfloat16, rotates=rotates) for rotates in (False, True)]
-        cases.append(append_case(CACHED[1]._replace(S=1), format, torch.bfloat16))
-    with use_trials(Trials(*(True for _ in Trials._fields))):
-        return collect(cases, targets)

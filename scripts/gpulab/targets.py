@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
 INT4, INT8, FP8 = ("int4 g128",), ("int8",), ("fp8_e4m3",)
 W8A8_INT8, W8A8_FP8 = ("W8A8 int8",), ("W8A8 fp8",)
 MIDDLE, LARGE, EVERY = (256, 512, 1024), (4096, 8192), tuple(2**i for i in range(14))
-_FIXED = "the fixed cost of a launch: launch_pdl=True on the decode kernels; then half the blocks per processor"
+_FIXED = "the fixed cost of a launch: half the blocks per processor"
 _SMALL_N = "BLOCK_N 32, or a larger split of K, so that 4096 rows fill 132 multiprocessors twice"
 _DECODE = "is it issue slots (build/aot's report) or bytes in flight: num_stages 6 -> 4 makes room for a third block"
 _MMA = "num_warps 8 with BLOCK_N 128 at M = 64; two consumer warpgroups by BLOCK_N 256 at M = 128"

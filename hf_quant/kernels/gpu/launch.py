@@ -24,27 +24,17 @@ from hf_quant.kernels.gpu.compiled import run_by_jit, run_compiled
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 else:  # the decorated functions are never called then
 
     def _jit(fn: Callable | None = None, **options: Any) -> Callable:
         return fn if fn is not None else (lambda f: f)
 
     triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b), constexpr_function=_jit)
-    gdc_launch_dependents = gdc_wait = None
     # What stands outside of functions: annotations, and constants of types.
     tl = SimpleNamespace(constexpr=lambda value: value, int16="int16")
 
 HAS_TRITON = hasattr(triton, "compile")
 IS_OLD_TRITON = HAS_TRITON and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # 3.6 to 3.8
-
-
-@triton.jit
-def begin(DEPENDENT: tl.constexpr):
-    """Begin a program of a dependent launch: let the next kernel be set up, and wait for what the last one wrote."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 class Target(NamedTuple):

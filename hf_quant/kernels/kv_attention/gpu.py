@@ -47,6 +47,9 @@ warps the same rows: each does everything; two places side by side need a pass t
 one warp for each program for int4 and int8 (spills); decoding all places at once (the same registers); rescaling in
 every step (10 % more instructions); strides of queries that the compiler may not assume to be multiples of 16 (the
 tile's pointers alone took 128 registers of the prefill kernel, which spilled 592 bytes).
+Tried and lost on an H200, at 32768 tokens: the program that comes last adds the splits, without a launch for it (1.02
+times as long for a batch of 8, 2.0 for one sequence, 3.3 for one of int2); programmatic dependent launches (.97 to
+1.04 times as long).
 """
 
 import math
@@ -57,7 +60,6 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES, CodeSpec
 from hf_quant.kernels.dispatch import Path, Problem, implements
-from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import bits_of, ptx
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
@@ -69,7 +71,6 @@ from hf_quant.kernels.gpu.launch import (
     tl,
     unavailable_reason,
 )
-from hf_quant.kernels.gpu.trials import dependent_options, trials
 from hf_quant.kernels.hadamard.gpu import hadamard_gpu
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.kv_attention.cpu import attend_in_blocks
@@ -254,7 +255,6 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
             options["maxnreg"] = 168  # of 3 programs: ptxas aims at as many, and keeps 8 bytes on the stack (sm90)
         if target.capability >= 100 and row[:3] == (2, 128, 2) and not shape.is_capped:
             options["maxnreg"] = 192  # of 5 programs
-        options |= {"BLOCK_D": _power(shape.D), **dependent_options(target)}
         kernel, tiles = _kv_decode_kernel, -(-rows // R)
     else:
         _, _, block_m, block_n, num_warps, stages = row
@@ -272,7 +272,6 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
     # By what fits at once, not by how long the cache is, so that a growing one compiles nothing anew.
     most = min(max(programs * target.multiprocessors // (shape.heads * tiles), 1), _MAX_SPLITS)
     merge = {"D": shape.D, "BLOCK_D": _power(shape.D), "SPLITS": max(_power(most), 2), "num_warps": 4}
-    merge |= dependent_options(target)
     merge["STEP"] = min(merge["SPLITS"], 4096 // merge["BLOCK_D"])
     return AttentionPlan(kernel, tiles, most, options, merge)
 
@@ -343,7 +342,7 @@ def _queries(q: Tensor, frame: Tensor | None, *, rotates: bool, is_capped: bool)
         y = y if y.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         sizes = (S, H, H // frame.shape[1], *q.stride()[:3], *y.stride()[:3])
         options = {"D": D, "BLOCK_D": max(_power(D), 16), "LOG_ROTATION": block.bit_length() - 1 if rotates else 0}
-        options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4, **dependent_options(target_of(q.device))}
+        options |= {"NORM": block**-0.5, "TOKENS": _QUERIES, "num_warps": 4}
         launch(_kv_query_kernel, (-(-S // _QUERIES) * B * H,), q, frame.contiguous(), y, shift, *sizes, **options)
         return y, shift
     shift = None if shift is None else shift.zero_()
@@ -410,28 +409,22 @@ def kv_attention_gpu(
         workspace = torch.empty(rows * (D + 1), dtype=torch.float32, device=q.device)
         parts, stats = workspace[: rows * D], workspace[rows * D :]
     mask, mask_strides, kind = _mask_operand(mask)
-    block = op.rotation_block(D) if rotates_values else 1
-    rotation = {"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5}
-    counters, merges, own = (), False, {}
-    if plan.kernel is _kv_decode_kernel:
-        merges = adds and trials().merged_splits
-        counters = (tile_counters(B * kv_heads * plan.tiles, q.device) if merges else None,)
-        own = {"MERGES": merges, **(rotation if merges else {"LOG_ROTATION": 0, "NORM": 1.0})}
     launch(
         *(plan.kernel, (B * kv_heads * plan.tiles, splits), q, keys.codes, keys.scale, keys.offset),
-        *(values.codes, values.scale, values.offset, mask, length, k_first, shift, y, lse, parts, stats, *counters),
+        *(values.codes, values.scale, values.offset, mask, length, k_first, shift, y, lse, parts, stats),
         *(scale * math.log2(math.e), 1 / scale, (softcap or 1.0) / scale, S, T, kv_heads, repeats, plan.tiles, window),
         *(k_scale.shape[3], *q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
         *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),
         shared=plan.options,
         **{"K_PAIRED": keys.is_paired, "V_PAIRED": values.is_paired, "K_ALIGN": keys.align, "V_ALIGN": values.align},
-        **{"CAUSAL": is_causal, "WINDOWED": window > 0, "MASK": kind, **own},
+        **{"CAUSAL": is_causal, "WINDOWED": window > 0, "MASK": kind},
     )
-    if adds and not merges:
+    if adds:
+        block = op.rotation_block(D) if rotates_values else 1
         launch(
             *(_kv_merge_kernel, (S * repeats * B * kv_heads,), parts, stats, y, lse, S, kv_heads, repeats, splits),
             *y.stride()[:3],
             shared=plan.merge,
-            **rotation,
+            **{"LOG_ROTATION": block.bit_length() - 1, "NORM": block**-0.5},
         )
     return (y if y is out else out.copy_(y)), lse

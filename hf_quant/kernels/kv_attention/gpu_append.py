@@ -18,7 +18,6 @@ from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
-    begin,
     cached_plan,
     launch,
     target_of,
@@ -27,7 +26,6 @@ from hf_quant.kernels.gpu.launch import (
     unavailable_reason,
 )
 from hf_quant.kernels.gpu.row_codes import encode
-from hf_quant.kernels.gpu.trials import dependent_options
 from hf_quant.kernels.kv_attention import op
 from hf_quant.kernels.kv_attention.gpu_parts import butterfly
 
@@ -241,13 +239,11 @@ def _kv_append_kernel(
     RANGE: tl.constexpr,
     FITS: tl.constexpr,
     TOKENS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Program: a block of tokens of a head of keys or of values; first all heads of keys, then all heads of values.
 
     In one dimension of the grid: the second has 65,535 places only, and a batch of 1024 with 32 heads has more.
     """
-    begin(DEPENDENT)
     blocks = tl.cdiv(S, TOKENS)
     block, head, both = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks // 2
     b, h = head % both // heads, head % both % heads
@@ -295,7 +291,7 @@ def _options(
     format: str, key: tuple[int, int], value: tuple[int, int], rotates: tuple[bool, bool], target: Target
 ) -> dict:
     """The options of the kernel for keys and values of (channels, groups)."""
-    spec, options = CODES[format], dependent_options(target)
+    spec, options = CODES[format], {}
     for name, (D, groups), rotated in zip("KV", (key, value), rotates):
         rotation, block = op.rotation_block(D) if rotated else 1, max(triton.next_power_of_2(D), 16)
         options |= {f"{name}_D": D, f"{name}_BLOCK": block, f"{name}_GROUP": D // groups}

@@ -1,8 +1,7 @@
 """The Triton kernel of `kv_attention` for few queries; gpu.py says what it costs."""
 
 from hf_quant.kernels.gpu.decode import decode_portable
-from hf_quant.kernels.gpu.launch import begin, tl, triton
-from hf_quant.kernels.kv_attention.gpu_merge import merge_rows
+from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import (
     SIZES,
     UNALIGNED,
@@ -183,7 +182,6 @@ def _kv_decode_kernel(
     lse,
     parts,
     stats,
-    counters,
     factor,
     inverse_scale,
     cap,
@@ -251,17 +249,8 @@ def _kv_decode_kernel(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MERGES: tl.constexpr,
-    LOG_ROTATION: tl.constexpr,
-    NORM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Program (tile of R rows of a head of keys, split): attention over a part of the tokens; see gpu.py.
-
-    If MERGES, the program that comes last adds the splits of its tile, in their order.
-    """
-    begin(DEPENDENT)
+    """Program (tile of R rows of a head of keys, split): attention over a part of the tokens; see gpu.py."""
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile, head = head % tiles, head // tiles
     b, h = head // kv_heads, head % kv_heads
@@ -434,15 +423,3 @@ def _kv_decode_kernel(
         tl.store(lse + at * S + row // repeats, found * 0.6931471805599453, mask=row < total_rows)
     else:
         tl.store(stats + (head.to(tl.int64) * splits + split) * total_rows + row, found, mask=row < total_rows)
-    if MERGES:
-        tl.debug_barrier()  # all warps have stored before the count says so
-        if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
-            y_row = y + b.to(tl.int64) * y_batch + (h * repeats + row % repeats).to(tl.int64) * y_head
-            y_row += (row // repeats).to(tl.int64) * y_token
-            lse_row = lse + ((b * kv_heads + h).to(tl.int64) * repeats + row % repeats) * S + row // repeats
-            first_split = head.to(tl.int64) * splits
-            merge_rows(
-                *(parts, stats, y_row, lse_row, first_split, row, splits, total_rows),
-                *(R, D, BLOCK_D, LOG_ROTATION, NORM),
-            )
-            tl.store(counters + tl.program_id(0), 0)

@@ -1,46 +1,7 @@
-"""The sum of splits of `kv_attention`: by a launch of its own, or by the program that comes last."""
+"""The Triton kernel that adds the splits of `kv_attention`; gpu.py says what it costs."""
 
-from hf_quant.kernels.gpu.launch import begin, tl, triton
+from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.kv_attention.gpu_parts import butterfly
-
-
-@triton.jit
-def merge_rows(
-    parts,
-    stats,
-    out,
-    out_lse,
-    first,
-    row,
-    splits,
-    rows,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    LOG_ROTATION: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Add the splits of R rows, as `_kv_merge_kernel` does, and store them at out and out_lse [R]."""
-    d, inside = tl.arange(0, BLOCK_D), row < rows
-    top = tl.full((R,), float("-inf"), tl.float32)
-    for i in range(splits):
-        found = tl.load(stats + (first + i) * rows + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        top = tl.maximum(top, found)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    weight, total = tl.zeros((R,), tl.float32), tl.zeros((R, BLOCK_D), tl.float32)
-    for i in range(splits):
-        found = tl.load(stats + (first + i) * rows + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        sees = (found != float("-inf"))[:, None] & (d < D)[None, :]
-        at = parts + ((first + i) * rows + row)[:, None] * D + d[None, :]
-        share = tl.exp2(found - safe)
-        total += tl.load(at, mask=sees, other=0.0, cache_modifier=".cg") * share[:, None]
-        weight += share
-    total *= tl.where(weight == 0, 0.0, 1 / weight)[:, None]
-    if LOG_ROTATION > 0:
-        total = butterfly(total, R, BLOCK_D, LOG_ROTATION, NORM)
-    tl.store(out[:, None] + d[None, :], total.to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
-    found = tl.where(top == float("-inf"), top, top + tl.log2(weight)) * 0.6931471805599453
-    tl.store(out_lse, found, mask=inside)
 
 
 @triton.jit(do_not_specialize=["S", "kv_heads", "repeats", "splits", "y_batch", "y_head", "y_token"])
@@ -62,10 +23,8 @@ def _kv_merge_kernel(
     STEP: tl.constexpr,
     LOG_ROTATION: tl.constexpr,
     NORM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Program: the attention of all splits to a row of a head of keys, in their order; rotated as values were."""
-    begin(DEPENDENT)
     rows = S * repeats
     row, head = tl.program_id(0) % rows, tl.program_id(0) // rows
     b, h = head // kv_heads, head % kv_heads

@@ -1,6 +1,6 @@
 """Parts of the kernels of `kv_attention`: addresses, scales, masks, the tokens of a split."""
 
-from hf_quant.kernels.gpu.launch import begin, tl, triton
+from hf_quant.kernels.gpu.launch import tl, triton
 
 
 # Nothing that the length of a cache changes may compile a kernel anew.
@@ -49,13 +49,11 @@ def _kv_query_kernel(
     LOG_ROTATION: tl.constexpr,
     NORM: tl.constexpr,
     TOKENS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Program: `op.query_rows`, of keys in a frame, of a block of TOKENS positions of a head of queries.
 
     With `shift` [B, H, S] their products with the mean of the frame, too.
     """
-    begin(DEPENDENT)
     blocks = tl.cdiv(S, TOKENS)
     s, d = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_D)
     b, h = tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads

@@ -15,8 +15,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
-from hf_quant.kernels.gpu import launch
-
 
 _TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
@@ -115,8 +113,6 @@ def install() -> None:
     InterpreterBuilder.create_fneg = patched_neg
     InterpreterBuilder.create_dot = patched_dot
     InterpreterBuilder.create_inline_asm = _inline_asm
-    # Programs run one after the other: nothing to wait for.
-    launch.gdc_wait = launch.gdc_launch_dependents = lambda: None
 
 
 def _inline_asm(self, text, constraints, values, types, is_pure, pack):

@@ -6,7 +6,6 @@ import torch
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
-from hf_quant.kernels.gpu.trials import Trials, use_trials
 from hf_quant.kernels.kv_attention import gpu, gpu_append
 from hf_quant.kernels.kv_attention.gpu import kv_attention_gpu
 from hf_quant.kernels.kv_attention.gpu_append import kv_append_gpu
@@ -84,30 +83,6 @@ def test_few_queries(format, heads):
         q, parts = queries(B, H, S, D, dtype), caches((B, H_kv, T, D), format, groups)
         assert kernels(q, parts, target=target, format=format, **CAUSAL) == (DECODE, T > 256, T > 256)
         compare(q, parts, format=format, target=target, **CAUSAL)
-
-
-@pytest.mark.parametrize("format", ["int8", "int4"])
-def test_splits_that_the_last_program_adds(format, monkeypatch):
-    counters = []
-    monkeypatch.setattr(
-        gpu,
-        "tile_counters",
-        lambda count, device: counters.append(torch.zeros(count, dtype=torch.int32)) or counters[-1],
-    )
-    for (H, H_kv, D), S, T, rotates in (((4, 1, 64), 1, 330, True), ((2, 1, 80), 3, 300, False)):
-        q, parts = queries(1, H, S, D, torch.bfloat16), caches((1, H_kv, T, D), format, 1)
-        options = {**CAUSAL, "format": format, "rotates_values": rotates}
-        separate = kv_attention_gpu(q, *parts[0], *parts[1], None, torch.tensor(T - 5), **options)
-        assert not counters
-        with use_trials(Trials(merged_splits=True)):
-            assert kernels(q, parts, **options) == (DECODE, True, False)
-            counters.clear()
-            found = compare(q, parts, length=torch.tensor(T - 5), **options)
-            again = kv_attention_gpu(q, *parts[0], *parts[1], None, torch.tensor(T - 5), **options)
-        assert len(counters) == 2 and not any(c.any() for c in counters)
-        assert all(torch.equal(a, b) for a, b in zip(found, again))
-        assert_close(found[0], separate[0], rms=2e-3)
-        counters.clear()
 
 
 @pytest.mark.parametrize("format", CACHE_FORMATS)

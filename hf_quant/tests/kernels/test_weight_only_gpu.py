@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from hf_quant.algorithms import empty_packed, geometry, quantize_matrix
-from hf_quant.kernels.gpu import launch
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
-from hf_quant.kernels.gpu.trials import Trials, named_trials, use_trials
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.weight import weight_of
 from hf_quant.kernels.weight_only import gpu
@@ -303,66 +301,3 @@ def test_bad_input():
         weight_only_mm_gpu(torch.randn(2, 300).bfloat16(), *packed, None, **kwargs)
     with pytest.raises(ValueError, match="needs .* in fp16, bf16 or fp32"):
         weight_only_mm_gpu(torch.ones(2, 256, dtype=torch.int32), *packed, None, **kwargs)
-
-
-@pytest.fixture
-def stripes():
-    with use_trials(Trials(stripes=True)):
-        yield
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 40, 2048), (3, 200, 384), (40, 130, 1024), (2, 130, 100), (64, 600, 256)], ids=str
-)
-@pytest.mark.parametrize("quant", [INT4, ASYMMETRIC, INT8], ids=str)
-def test_stripes_share_tiles_and_give_the_same_bits_every_time(stripes, quant, shape, monkeypatch):
-    from hf_quant.kernels.weight_only import gpu
-
-    counters = []
-    monkeypatch.setattr(
-        gpu,
-        "tile_counters",
-        lambda count, device: counters.append(torch.zeros(count, dtype=torch.int32)) or counters[-1],
-    )
-    M, N, K = shape
-    packed, kwargs = packed_case(quant, N, K)
-    weight, x = decode_slowly(packed, quant, K), _x(M, K, torch.bfloat16)
-    few = TARGETS["sm90"]._replace(multiprocessors=3)  # 6 programs: tiles of one, of several, and parts of two tiles
-    with pretend(few):
-        first = weight_only_mm_gpu(x, *packed, None, **kwargs)
-        assert torch.equal(first, weight_only_mm_gpu(x, *packed, None, **kwargs))
-    assert_product(first, x.double() @ weight.t(), weight)
-    assert counters and not any(c.any() for c in counters)
-
-
-def test_trials_are_off_and_change_the_launch(stripes):
-    name = lambda: _kernels(1, INT4, 4096, 4096, "sm90")[0].kernel.fn.__name__  # noqa: E731
-    assert name() == "_weight_only_mm_stripes_kernel"
-    with use_trials(Trials()):
-        launch = _kernels(1, INT4, 4096, 4096, "sm90")[0]
-        assert launch.kernel.fn.__name__ == "_weight_only_mm_kernel"
-        assert not launch.options["DEPENDENT"] and "launch_pdl" not in launch.options
-    assert name() == "_weight_only_mm_stripes_kernel"
-    assert len(_kernels(512, INT4, 4096, 4096, "sm90")) == 1, "many tokens have tiles for all"
-    with use_trials(Trials(dependent_launches=True)):
-        options = _kernels(1, INT4, 4096, 4096, "sm90")[0].options
-        assert options["DEPENDENT"] and options["launch_pdl"]
-        assert "launch_pdl" not in _kernels(1, INT4, 4096, 4096, "sm80")[0].options
-
-
-def test_a_dependent_launch_waits_and_computes_the_same(monkeypatch):
-    waits = []
-    monkeypatch.setattr(launch, "gdc_wait", lambda: waits.append(1))
-    packed, kwargs = packed_case(INT4, 72, 288)
-    x = _x(3, 288, torch.bfloat16)
-    plain = weight_only_mm_gpu(x, *packed, None, **kwargs)
-    assert not waits
-    with use_trials(Trials(dependent_launches=True)):
-        assert torch.equal(weight_only_mm_gpu(x, *packed, None, **kwargs), plain) and waits
-
-
-def test_an_unknown_trial_is_named(monkeypatch):
-    with pytest.raises(
-        ValueError, match="no trial is named stream_k; HF_QUANT_TRIALS takes: dependent_launches, stripes"
-    ):
-        named_trials(["stripes", "stream_k"])
