@@ -1,6 +1,6 @@
 """The targets of the GPU kernels, and of what is built on them: what was measured, and what is modelled.
 
-    python scripts/gpu_targets.py             # the table
+    python scripts/gpu_targets.py             # the tables
     python scripts/gpu_targets.py --readme    # into docs/gpu.md
 
 Measured are the values in scripts/results/*.json, which gpu_suite.py alone writes. Where there is none, a value is
@@ -9,8 +9,9 @@ modelled for an H200: kernels by gpulab/roofline.py (bytes, operations, launches
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.pages import markdown, write_section
 from gpulab.cells import CELLS
@@ -79,15 +80,18 @@ def modelled_sections() -> dict[str, dict]:
     return found
 
 
-def measured_values() -> dict[tuple[str, str, str], tuple[str, float]]:
-    """{(id, what, against): (device, value)} of the results that are checked in."""
+def _key(id: str, what: str, versus: str, tokens: Iterable[int], **_: Any) -> tuple[Any, ...]:
+    return id, what, versus, tuple(tokens)
+
+
+def measured_values() -> dict[tuple[Any, ...], tuple[str, float]]:
+    """{key of a target: (device, value)} of the results that are checked in."""
     found = {}
     for path in sorted(RESULTS.glob("*.json")):
         run = json.loads(path.read_text())
         for target in run["targets"]:
             if target["value"] is not None:
-                key = target["id"], target["what"], target["versus"]
-                found[key] = (run["environment"]["device"], target["value"])
+                found[_key(**target)] = (run["environment"]["device"], target["value"])
     return found
 
 
@@ -108,11 +112,12 @@ def rows() -> list[tuple[str, ...]]:
     modelled = modelled_sections()
     for verdict in judge(TARGETS, modelled):
         target = verdict.target
-        if target.section not in modelled and (target.id, target.what, target.versus) not in measured:
+        key = _key(**target._asdict())
+        if target.section not in modelled and key not in measured:
             continue
         can_tell = target.versus in ("bf16", "copy") or target.id == "K1"  # other rivals are code of others
         model = verdict.value if can_tell else None
-        device, value = measured.get((target.id, target.what, target.versus), (None, model))
+        device, value = measured.get(key, (None, model))
         sign = "<=" if target.is_upper else ">="
         text = "" if value is None else _verdict(value, target.limit, target.is_upper)
         how = f"measured ({device})" if device else "modelled" if value is not None else "a rival: only a GPU can tell"
@@ -129,16 +134,53 @@ def rows() -> list[tuple[str, ...]]:
     return sorted(table[:1]) + sorted(table[1:], key=lambda row: (row[0][0], int(row[0][1:])))
 
 
+MEASURED = "gpu measured"
+_NAMES = {"weights": "weights alone", "dynamic": "with quantized inputs", "experts": "weights of experts"}
+
+
+def _against(records: list[dict]) -> float:
+    """How many times as fast as 16 bit, all records together; attention over a cache: as the best rival."""
+    others = [record["bf16_ms"] or min(record["rivals_ms"].values()) for record in records]
+    return sum(others) / sum(record["ms"] for record in records)
+
+
+def _place(section: str, record: dict) -> tuple[str, str]:
+    """(what a record is of, its size) for the table of what was measured."""
+    what, size = record["candidate"], str(record["M"])
+    if section == "attention":
+        cache, _, place = what.partition(" cache ")  # batch x tokens
+        return (f"{cache} cache", place) if place else (f"{what}, {record['linear']}", size)
+    return f"{what}, {'product of codes' if record['op'].endswith('_scaled_mm') else _NAMES[section]}", size
+
+
+def measured_rows() -> list[tuple[str, ...]]:
+    """The table of what each results file has: times as fast as 16 bit on the same GPU in the same run."""
+    table = [("device", "what", "tokens", "x 16 bit")]
+    for path in sorted(RESULTS.glob("*.json")):
+        run = json.loads(path.read_text())
+        groups: dict[str, dict[str, list[dict]]] = {}
+        for section in (*_NAMES, "attention"):
+            for record in run["sections"].get(section, {"records": ()})["records"]:
+                if record["bf16_ms"] is not None or record["rivals_ms"]:
+                    what, size = _place(section, record)
+                    groups.setdefault(what, {}).setdefault(size, []).append(record)
+        for what, by_size in groups.items():
+            sizes = sorted(by_size, key=lambda size: [int(number) for number in size.split("x")])
+            ratios = [f"{_against(by_size[size]):.2f}" for size in sizes]
+            table.append((run["environment"]["device"], what, ", ".join(sizes), ", ".join(ratios)))
+    return table
+
+
 def main() -> None:
-    """Print the table, or write it."""
+    """Print both tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--readme", action="store_true", help="write the table into docs/gpu.md")
+    parser.add_argument("--readme", action="store_true", help="write the tables into docs/gpu.md")
     args = parser.parse_args()
-    text = markdown(rows())
-    if args.readme:
-        write_section(SECTION, text)
-    else:
-        print(text)
+    for section, found in ((MEASURED, measured_rows()), (SECTION, rows())):
+        if args.readme:
+            write_section(section, markdown(found))
+        else:
+            print(markdown(found))
 
 
 if __name__ == "__main__":

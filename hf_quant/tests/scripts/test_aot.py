@@ -67,7 +67,7 @@ def test_every_tile_meets_every_decoder(results):
 
 
 def test_the_report(tmp_path):
-    name = "^int4 g128, llama o 4096x4096, M=1, bf16$"
+    name = "^int4 g128, llama o 4096x4096, M=64, bf16$"
     options = (
         "--ops",
         "weight_only_mm",

@@ -40,6 +40,7 @@ def few(monkeypatch):
 
 
 def test_every_target_has_a_row(few, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_targets, "RESULTS", tmp_path)
     table = rows()
     ids = {row[0] for row in table[1:]}
     wanted = [f"G{i}" for i in range(1, 12)] + [f"L{i}" for i in range(1, 5)] + ["K1"]
@@ -47,10 +48,9 @@ def test_every_target_has_a_row(few, tmp_path, monkeypatch):
     gate_up = next(row for row in table if row[1].startswith("int4, gate_up"))
     assert gate_up[3] and gate_up[4] and gate_up[5] == "modelled"
     assert all(row[5] == "a rival: only a GPU can tell" for row in table if row[1].endswith("tinygemm"))
-    target = {"id": "G1", "what": "int4, gate_up", "versus": "bf16", "value": 1.65}
+    target = {"id": "G1", "what": "int4, gate_up", "versus": "bf16", "tokens": [1], "value": 1.65}
     run = {"targets": [target], "environment": {"device": "NVIDIA X"}}
     (tmp_path / "x.json").write_text(json.dumps(run))
-    monkeypatch.setattr(gpu_targets, "RESULTS", tmp_path)
     row = next(row for row in rows() if row[1].startswith("int4, gate_up"))
     assert row[3:] == ("1.65", "misses by 50%", "measured (NVIDIA X)")
 
@@ -60,3 +60,19 @@ def test_the_page_has_the_table():
     body = text[text.index(f"<!-- {SECTION}: begin -->") : text.index(f"<!-- {SECTION}: end -->")]
     header = markdown([("target", "what", "wanted", "found", "", "how")])
     assert header in body and body.count("\n| ") > 50
+
+
+def test_what_was_measured_is_added_up_by_its_time(tmp_path, monkeypatch):
+    def record(candidate: str, M: int, ms: float, bf16: float | None, **rivals: float) -> dict:
+        base = {"op": "weight_only_mm", "candidate": candidate, "linear": "o", "M": M, "ms": ms, "bf16_ms": bf16}
+        return {**base, "rivals_ms": rivals}
+
+    weights = [record("int4", 8, 1.0, 1.0), record("int4", 1, 1.0, 4.0), record("int4", 1, 3.0, 4.0)]
+    attention = [record("int8 cache 1x9", 1, 2.0, None, SDPA=3.0, repeated=8.0), record("alone", 1, 2.0, None)]
+    sections = {"weights": {"records": weights}, "attention": {"records": attention}}
+    (tmp_path / "x.json").write_text(json.dumps({"sections": sections, "environment": {"device": "NVIDIA X"}}))
+    monkeypatch.setattr(gpu_targets, "RESULTS", tmp_path)
+    assert gpu_targets.measured_rows()[1:] == [
+        ("NVIDIA X", "int4, weights alone", "1, 8", "2.00, 1.00"),
+        ("NVIDIA X", "int8 cache", "1x9", "1.50"),
+    ]
