@@ -15,11 +15,13 @@ accumulates untouched: 7.0 instructions a score where online softmax takes 12.3 
 have that range: they take online softmax.
 
 Traffic and time, modelled on an H200 (132 multiprocessors at 1.755 GHz, 4.3 TB/s, 1979 TOP/s int8, 989 bf16, 5.5 TB/s
-from L2; not measured). Every block of 128 queries reads all keys (int8) and values (bf16) from L2.
+from L2). Every block of 128 queries reads all keys (int8) and values (bf16) from L2.
 - Flux, S = 4608, 24 heads of 128: 1 and 2 move 113 MB, 26 us. 3: L2 280 us, matrix units 198, exp2 137, instructions
   121; so some .31 ms, 840 TOP/s (bf16 at 600 TFLOP/s: .43 ms).
 - CogVideoX, S = 17776, 48 heads of 64: 1 and 2 move 460 MB, .11 ms. 3: exp2 4.1 ms, L2 4.1, instructions 3.4, matrix
   units 3.0; so some 4.8 ms, 810 TOP/s (bf16: 6.5 ms).
+Measured there with Triton 3.6 (docs/gpu.md): Flux .476 ms, .83 times as fast as torch's bf16 (.397 ms, a kernel made
+for Hopper); CogVideoX 7.4 ms, 1.19 times. The waits below cost more than the model has. fp8 values: .84 and 13.2 ms.
 Two blocks of 4 warps share a multiprocessor, so that one computes weights while the other multiplies: Triton waits for
 int8 products at once, and warps of one block wait for each other.
 

@@ -29,7 +29,7 @@ are written and read, .03 ms of a prefill's 1.35 (modelled). What the first key 
 Rotated and framed queries: by a launch before (2 us). In the kernel each of some 400 programs would make the sign
 matrix again: about 800 instructions a thread, a tenth of a split of 2048 tokens.
 
-Traffic and time, modelled on an H200 (132 multiprocessors at 1.755 GHz, 4.3 TB/s; not measured): 32 / 8 heads of 128,
+Traffic and time, modelled on an H200 (132 multiprocessors at 1.755 GHz, 4.3 TB/s): 32 / 8 heads of 128,
 131072 tokens, batch 1; instructions of the loop's machine code for sm90 per decoded channel, without the rescaling,
 at 29.7e12 a second; 16 rows on the matrix units at 60 % of their rate take 15 us. bf16 reads 537 MB: 125 us.
 - int8 (one bf16 scale): 273 MB, 63 us; 3.6 instructions, 33 us. 165 registers, 12 warps a multiprocessor. 1.97 x.
@@ -37,6 +37,8 @@ at 29.7e12 a second; 16 rows on the matrix units at 60 % of their rate take 15 u
 - int4 g64: 151 MB, 35 us; 3.0 instructions, 27 us. 152 registers, 12 warps. 3.6 x.
 - int2 g32: 101 MB, 23.4 us; 2.45 instructions, 22 us. 230 registers, 8 warps. 5.3 x at most: bytes and instructions
   take equally long, so the target of 4.2 leaves them 6 us that do not overlap.
+Measured there with Triton 3.6 (docs/gpu.md): int8 82 us, int4 58, int2 53 (torch's bf16: 124), the sum of the splits
+included; with 8 sequences 533, 379 and 328 us (924).
 The sum of the splits reads .8 MB (49 splits) to 2.1 MB (128) from L2, and takes some 2 us with its launch.
 Prefill, 2048 tokens at 32768: 1.07 TFLOP, 1.35 ms at 790 TFLOP/s; the loop's instructions take 1.2 (int4, int2) to
 1.5 ms (int8). One block of 8 warps has a multiprocessor for itself, so the two overlap in part only.
@@ -63,6 +65,7 @@ from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.decode import bits_of, ptx
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
+    IS_OLD_TRITON,
     Target,
     cached_plan,
     config_table,
@@ -252,7 +255,8 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         options |= {"K_PTX": place_ptx(shape.format, centered=False) if use_ptx else None}
         options |= {"V_PTX": place_ptx(shape.format, centered=True) if use_ptx else None}
         options |= {"PLACES": places(shape.format, use_ptx=use_ptx)}
-        if use_ptx and R == 16 and row[:3] == (8, 128, 1) and shape.D == 128 and not shape.has_mask:
+        is_capped_at_168 = R == 16 and row[:3] == (8, 128, 1) and shape.D == 128 and not shape.has_mask
+        if use_ptx and is_capped_at_168 and (num_warps == 4 or IS_OLD_TRITON):
             options["maxnreg"] = 168  # of 3 programs: ptxas aims at as many, and keeps 8 bytes on the stack (sm90)
         if target.capability >= 100 and row[:3] == (2, 128, 2) and not shape.is_capped:
             options["maxnreg"] = 192  # of 5 programs

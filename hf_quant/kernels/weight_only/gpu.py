@@ -3,25 +3,31 @@
 Three branches, by M (tokens):
 - decode, M <= 64: bound by the bytes of the codes. The weight is the left operand, so few tokens cost little; K is
   split over blocks until they fill the multiprocessors twice, and the last block of a tile adds the parts in order.
-- crossover, M to 256 (1024 on sm90): a block decodes its weights once for 128 or 256 tokens. Modelled for BLOCK_M 256:
-  968 cycles of issue beside 1964 of the matrix unit for 128 values of K, so some .65 to .75 of its peak.
+- crossover, M to 256 (sm90: 128; sm100: 1024): a block decodes its weights once for 64 to 256 tokens.
 - prefill: one pass writes the weight in 16 bit (2.5 bytes a weight of traffic), then the vendor's GEMM: its cost does
-  not grow with M, the decoding of every tile of tokens does. Modelled for 8192 x 8192: .69 of bf16 at M = 512, .82 at
-  1024, .90 at 2048, .95 at 4096; where that reaches the crossover's .82, at 1024, the branches change.
+  not grow with M, the decoding of every tile of tokens does.
 
-Traffic of one decode call: N*K*bits/8 codes + N*K/group_size scales, x and y beside them nothing. Modelled on 132
-multiprocessors at 4.3 TB/s, 1.75 GHz (a machine whose times were not measured): a K step of int4 (BLOCK_N 128, BLOCK_M
-16, BLOCK_K 128, 4 warps) is 318 instructions a warp for 4 KB of codes, 72 % of the issue slots that pass while these
-arrive; so the bytes decide. 28672 x 4096, M = 1: 60.6 MB, 14.1 us + launch; 4096 x 14336: 30.3 MB, 7.0 us + launch.
-The other formats in instructions a weight, and the share of bandwidth that this leaves (3.4 at 4 bits, 6.9 at 8): see
-`python scripts/aot_compile.py`. Groups of 32 with fp8 scales, M = 1, 128 values of K: int4 335 on sm90, 192 on sm80
-(302 and 183 in groups of 128 with bf16 scales), nf4 750 and 404 (750 and 430 in groups of 64 with bf16 scales).
+Measured on an H200 with Triton 3.6 (docs/gpu.md), int4 in groups of 128, 28672 x 4096: M = 1, 23.5 us, 2.6 TB/s of
+the 4.3 that a copy moves and 2.4 times as fast as bf16; 16, 29.8 us; 32, 37.8; 64, 50; 128, 96, where bf16 takes 66.
+At 256 one pass and the GEMM take 170 us (bf16: 88), as long as the best tile of 256 tokens; at 2048 .89 of bf16, at
+8192 .97.
 
-Tried and lost, by the compiler's output: BLOCK_N 64 at M <= 8 (3.2 instructions a weight, 2.4 at 128); x gathered
-from memory at stride 8 instead of split in registers (16 LDG and 16 STS more a step); int32 elements (8 dots of K =
-16: twice the waits for the matrix unit); shifting and masking in Triton (see `gpu.decode`); group scales before
-the dot (64 HMUL2 more a step), kept where a step holds several groups, or where a second accumulator would spill
-(BLOCK_M 128).
+Why sm90 is slower than its bytes (machine code, and times of other tiles):
+- With a weight that is decoded in registers, or an x that is split there, Triton waits for each wgmma, four times a
+  step of int4. Up to 32 tokens mma.sync is faster (`batch_of`), and there x is read as `tile_product` says. A kernel
+  that decodes in some warps for others to multiply would be the way beyond 32 tokens; Triton has no such.
+- At M = 1 neither bytes nor issue slots decide (31 % of them), but how long a step of a few KB takes: two warps on 32
+  rows of 128 bytes, 23.3 us; four on 64 rows of 64 bytes, 24.4; four on 128 rows, 28.8; more stages or blocks lose.
+
+Tried and lost there: equal stripes of work for two programs a multiprocessor (stream-K, see
+https://arxiv.org/abs/2301.03598), 1.0 to 1.3 times as long; programmatic dependent launches, .98 to 1.3; a step of 256
+columns that is loaded as a whole and cut in registers, 1.5, as it lies in shared memory row by row; a batch of dots
+(mma.sync) at 64 tokens, 1.5 times as long as wgmma.
+
+Tried and lost, by the compiler's output: x gathered from memory at stride 8 instead of split in registers (16 LDG and
+16 STS more a step); int32 elements (8 dots of K = 16: twice the waits for the matrix unit); shifting and masking in
+Triton (see `gpu.decode`); group scales before the dot (64 HMUL2 more a step), kept where a step holds several groups
+that are shorter than a dot, or where a second accumulator would spill (BLOCK_M 128).
 
 Turing (sm75, fp16): `tl.dot` is FMAs of fp32 there (see `Target.has_dot`), so few tokens are served only: 4096 x 4096,
 modelled on a T4 (40 multiprocessors at 1.59 GHz, .32 TB/s): int4, M = 8, 31 us of instructions beside 27 of bytes, M =
@@ -145,13 +151,16 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
     while block_k > 128 and K % block_k:  # the masks of a last step cost more than short steps
         block_k //= 2
     mode = "row"
+    if codes == 8 and block_n == 256:
+        block_n = 128  # two sums and eight operands spill (sm90, int3 g128: 192 bytes)
     if block_k // codes < _MIN_DOT_K:  # 2 and 3 bits: a longer step, which leaves room for fewer tokens
         block_k, block_m, num_stages = _MIN_DOT_K * codes, min(block_m, 128), min(num_stages, 3)
     if group_size < K:
         inside = block_k  # the largest step inside of one group
         while group_size % inside:
             inside //= 2
-        if _MAX_PARTS * inside >= block_k > inside == group_size and inside // codes >= _MIN_DOT_K:
+        takes_parts = table == "sm90" and not before and _MAX_PARTS * inside >= block_k > inside == group_size
+        if takes_parts and inside // codes >= _MIN_DOT_K:
             mode = "after"  # a part of the step for each group
         elif inside // codes >= _MIN_DOT_K:
             # Without wgmma a second accumulator spills beside x (8 to 72 bytes, int3 g128, int4 with zero points).
@@ -196,12 +205,12 @@ def supports_fused(problem: Problem) -> str | None:
     return found if isinstance(found, str) else None
 
 
-FUSED = (Path("Triton, decoded in registers", "M <= 256 to 1024, by GPU; 32 on sm75", supports_fused),)
+FUSED = (Path("Triton, decoded in registers", "M <= 128 to 1024, by GPU; 32 on sm75", supports_fused),)
 DENSE = (Path("dequantize + GEMM", "any other M", lambda problem: None),)
 
 
-def split_of_k(tiles: int, K: int, max_split: int, target: Target, fill: int = 2) -> int:
-    """Parts of K (a power of two) so that the blocks fill the multiprocessors twice."""
+def split_of_k(tiles: int, K: int, max_split: int, target: Target, fill: int) -> int:
+    """Parts of K (a power of two) so that the blocks fill the multiprocessors `fill` times."""
     split = 1
     while 2 * split <= max_split and tiles * split < fill * target.multiprocessors and 2 * split * _MIN_PART <= K:
         split *= 2
@@ -273,6 +282,8 @@ def fused_plan(
     if target.table == "sm90" and (found.block_m, codes) == (32, 2):
         if found.scale_mode == "after" or not options["EVEN_K"]:
             options["num_warps"] = 8  # 4 keep 72 bytes on the stack (fp8 in blocks), and 184 to 472
+    if target.table == "sm90" and found.block_m == 64 and options["KIND"] == "table":
+        options["num_warps"] = 8  # 4 keep 112 bytes on the stack (nf4 g64, Triton 3.9)
     if target.table in _WARP_MMA and found.block_m == 32 and not options["EVEN_K"]:
         options["maxnreg"] = 200  # left alone, ptxas takes 168 and keeps 8 bytes on the stack (sm80, int4 g128)
     if target.table == "sm100" and found.block_m == 64 and codes == 4 and found.scale_mode == "before":

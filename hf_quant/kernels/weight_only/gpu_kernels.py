@@ -1,8 +1,4 @@
-"""The Triton kernel of weight-only products.
-
-Tried and lost on an H200 (int4 in groups of 128, M = 1): equal stripes of work for two programs a multiprocessor
-(stream-K, https://arxiv.org/abs/2301.03598), 1.0 to 1.3 times as long; programmatic dependent launches, .98 to 1.3.
-"""
+"""The Triton kernel of weight-only products; gpu.py says when it runs and why."""
 
 from hf_quant.kernels.gpu.launch import tl, triton
 from hf_quant.kernels.gpu.tile import store_product, tile_product

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_quant.algorithms import empty_packed, geometry, quantize_matrix
+from hf_quant.kernels.gpu import ready
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.weight import weight_of
@@ -301,3 +302,74 @@ def test_bad_input():
         weight_only_mm_gpu(torch.randn(2, 300).bfloat16(), *packed, None, **kwargs)
     with pytest.raises(ValueError, match="needs .* in fp16, bf16 or fp32"):
         weight_only_mm_gpu(torch.ones(2, 256, dtype=torch.int32), *packed, None, **kwargs)
+
+
+@pytest.mark.parametrize("M", [1, 8, 12, 30, 60])
+@pytest.mark.parametrize("quant", [INT4, ASYMMETRIC, TensorQuant("nf4", "group", 64, scale_dtype="bfloat16")], ids=str)
+def test_tiles_by_mma_sync_on_hopper(quant, M):
+    """x is read by four columns where its rows allow it, else one by one, to the same bits."""
+    N, K = 72, 512
+    packed, kwargs = packed_case(quant, N, K)
+    weight, x = decode_slowly(packed, quant, K), _x(M, K, torch.bfloat16)
+    elsewhere = torch.empty(M * K + 1, dtype=x.dtype)[1:].view(M, K).copy_(x)
+    with pretend(TARGETS["sm90"]):
+        with record_launches() as launches:
+            fused_mm(x, weight_of(*packed, **kwargs, K=K), None, dtype=x.dtype)
+            fused_mm(elsewhere, weight_of(*packed, **kwargs, K=K), None, dtype=x.dtype)
+        found, other = (weight_only_mm_gpu(each, *packed, None, **kwargs) for each in (x, elsewhere))
+    options = [launch.options for launch in launches]
+    batch = options[0]["BATCH"]
+    assert batch == (options[0]["num_warps"] if options[0]["BLOCK_M"] == 32 else 1)
+    assert options[0]["WIDE_X"] == (batch == 1 and options[0]["BLOCK_M"] <= 32) and not options[1]["WIDE_X"]
+    if M <= 8:
+        assert options[0]["BLOCK_K"] > quant.group_size
+    assert_product(found, x.double() @ weight.t(), weight)
+    assert torch.equal(found, other)
+
+
+def _arguments(launch) -> list:
+    """The arguments of a launch, tensors by their place; without the result and its parts, which are new."""
+    new = [i for i, arg in enumerate(launch.args) if isinstance(arg, torch.Tensor)][-3:]
+    given = [arg for i, arg in enumerate(launch.args) if i not in new]
+    return [(arg.data_ptr(), arg.dtype, arg.get_device()) if hasattr(arg, "data_ptr") else arg for arg in given]
+
+
+NVFP4 = TensorQuant("nvfp4", "group", 16, scale_dtype="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("quant", [INT4, ASYMMETRIC, NVFP4], ids=str)
+def test_a_product_that_is_ready_launches_the_same(quant):
+    N, K, M = 200, 1024, 3
+    packed, kwargs = packed_case(quant, N, K)
+    weight, x, bias = (*packed, None), _x(M, K, torch.bfloat16), torch.randn(N).bfloat16()
+    with pretend(TARGETS["sm90"]), record_launches() as launches:
+        assert ready.ready_product(x, bias, weight, quant.format) is None
+        fused_mm(x, weight_of(*packed, **kwargs, K=K), bias, dtype=x.dtype)
+        assert ready.ready_product(x.view(1, M, K), bias, weight, quant.format).shape == (1, M, N)
+    first, again = launches
+    assert first.options["SPLIT_K"] > 1 and first.options["HAS_BIAS"]
+    assert (first.kernel, first.grid, first.options) == (again.kernel, again.grid, again.options)
+    assert _arguments(first) == _arguments(again)
+
+
+def test_when_a_product_is_ready():
+    packed, kwargs = packed_case(INT4, 72, 256)
+    w, x = weight_of(*packed, **kwargs, K=256), torch.randn(2, 3, 256)
+    rows, result = x.view(6, 256), torch.ones(6, 72)
+
+    def is_ready(x=x, bias=None, weight=(*packed, None)) -> bool:
+        return ready.ready_product(x, bias, weight, "int4") is not None
+
+    ready.make_ready(rows, w, lambda: lambda x, bias: result)
+    assert ready.ready_product(x, None, (*packed, None), "int4").shape == (2, 3, 72)
+    assert is_ready(rows) and not is_ready(x[:1]) and not is_ready(x.double())
+    assert not is_ready(torch.randn(256, 6).t()), "rows that are not contiguous"
+    assert not is_ready(weight=(packed.qdata.clone(), *packed[1:], None))
+    ready.forget()
+    assert not is_ready()
+    ready.make_ready(rows, w, lambda: lambda x, bias: result)
+    packed.scale.mul_(2)
+    assert not is_ready(), "the weight has changed"
+    many = torch.randn(ready.MOST_TOKENS + 1, 256)
+    ready.make_ready(many, w, lambda: lambda x, bias: result)
+    assert not is_ready(many)
