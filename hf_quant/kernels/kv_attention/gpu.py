@@ -65,7 +65,6 @@ from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.decode import bits_of, ptx
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
-    IS_OLD_TRITON,
     Target,
     cached_plan,
     config_table,
@@ -233,8 +232,8 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         table = config_table("kv_decode", DECODE_CONFIGS, target)
         row = next(r for r in table if r[0] == spec.bits and shape.D <= r[1] and parts <= r[2])
         _, _, _, block_n, num_warps, stages, programs = row
-        is_plain = shape.D == 128 and G * _power(rows) <= 16 and not (shape.has_mask or shape.is_capped)
-        if row in _TWO_WARPS and not is_plain:  # these two keep 232 and more bytes in local memory
+        few_rows = shape.D == 128 and G * _power(rows) <= 16 and not shape.has_mask
+        if row in _TWO_WARPS and (not few_rows or shape.is_capped):  # they keep 232 and more bytes in local memory
             num_warps, programs = 4, 3
         # With 64 tokens ptxas keeps 8 to 120 bytes in local memory, for sm80 in the first case alone: 8 bytes with 32.
         if shape.is_capped and shape.D > 128 and ((spec.bits == 8 and shape.has_mask) or target.capability != 80):
@@ -255,8 +254,7 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         options |= {"K_PTX": place_ptx(shape.format, centered=False) if use_ptx else None}
         options |= {"V_PTX": place_ptx(shape.format, centered=True) if use_ptx else None}
         options |= {"PLACES": places(shape.format, use_ptx=use_ptx)}
-        is_capped_at_168 = R == 16 and row[:3] == (8, 128, 1) and shape.D == 128 and not shape.has_mask
-        if use_ptx and is_capped_at_168 and (num_warps == 4 or IS_OLD_TRITON):
+        if use_ptx and few_rows and row[:3] == (8, 128, 1) and num_warps == 4:
             options["maxnreg"] = 168  # of 3 programs: ptxas aims at as many, and keeps 8 bytes on the stack (sm90)
         if target.capability >= 100 and row[:3] == (2, 128, 2) and not shape.is_capped:
             options["maxnreg"] = 192  # of 5 programs
