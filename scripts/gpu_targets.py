@@ -139,7 +139,7 @@ _NAMES = {"weights": "weights alone", "dynamic": "with quantized inputs", "exper
 
 
 def _against(records: list[dict]) -> float:
-    """How many times as fast as 16 bit, all records together; attention over a cache: as the best rival."""
+    """Return their speed in units of 16 bit, all together; of attention over a cache in units of the best rival."""
     others = [record["bf16_ms"] or min(record["rivals_ms"].values()) for record in records]
     return sum(others) / sum(record["ms"] for record in records)
 
