@@ -22,7 +22,7 @@ parser.add_argument("--out", default="flux-compiled.png")
 args = parser.parse_args()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
-config = QuantizerConfig("W8A8_FP8", attention="int8")  # before Ada and Hopper: "W8A8", int8
+config = QuantizerConfig("W8A8_FP8", attention="int8")  # Hopper: without attention; before Ada: "W8A8", int8
 quantization = PipelineQuantizationConfig(quant_mapping={"transformer": config})
 pipe = DiffusionPipeline.from_pretrained(args.model, dtype=torch.bfloat16, quantization_config=quantization)
 pipe.to(device)

@@ -57,7 +57,7 @@ def weights(quick: bool, tiny: bool) -> list[Cell]:
     size = shrunk if tiny else (lambda linear: linear)
     first = (1, 16, 64, 512, 4096) if quick else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     cells = [_linear("int4 g128", size(linear), M, wanted) for M in first for linear in LLAMA]
-    for name in ("int8", "fp8_e4m3"):
+    for name in ("int8", "fp8_e4m3", "int4 g32 fp8"):  # the last is the default of "int4"
         for M in (1, 64, 512) if quick else (1, 8, 64, 512, 4096):
             cells += [_linear(name, size(linear), M, wanted) for linear in (LLAMA[1:3] if quick else LLAMA)]
     if not quick:

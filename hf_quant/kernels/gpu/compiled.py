@@ -26,11 +26,10 @@ if importlib.util.find_spec("triton") is not None:
 class Address:
     """A tensor as a kernel takes it, by its address and dtype: it keeps no memory alive."""
 
-    __slots__ = ("_address", "_index", "device", "dtype")
+    __slots__ = ("_address", "_index", "dtype")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._address, self._index = tensor.data_ptr(), tensor.get_device()
-        self.device, self.dtype = tensor.device, tensor.dtype
+        self._address, self._index, self.dtype = tensor.data_ptr(), tensor.get_device(), tensor.dtype
 
     def data_ptr(self) -> int:
         return self._address

@@ -245,7 +245,7 @@ def tile_product(
     x_rows [BLOCK_M], q_rows (see `load_planes`) and scale_rows [BLOCK_N] are the offsets of the rows. SCALE_MODE says
     where the scales enter. "row": not at all, the caller multiplies the sum. "after": once per step, inside of one
     group, on the partial sums. "before": on the weights in DOT, for groups smaller than a step, or where a second
-    accumulator has no room.
+    accumulator has no room. BATCH: see `_dot`; WIDE_X: see `_wide_x`.
     """
     # A step of several groups whose scales enter behind the dots is made of a part for each.
     PARTS: tl.constexpr = BLOCK_K // GROUP if SCALE_MODE == "after" and BLOCK_K > GROUP else 1

@@ -335,7 +335,10 @@ def _product_of_codes(
         return y
     # int8 and fp8 codes are exact in bf16. A sum of 127 * w can pass fp16's 65504, hence fp32 there.
     dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
-    y = (codes.to(dtype) @ dequantized(w, dtype).t()).float() * row_scale
+    y = codes.to(dtype) @ dequantized(w, dtype).t()
+    if bias is None and dtype == out_dtype:
+        return y.mul_(row_scale)  # in one pass, rounded as below
+    y = y.float() * row_scale
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
