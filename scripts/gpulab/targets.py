@@ -64,21 +64,22 @@ class Verdict(NamedTuple):
 INT4, INT8, FP8 = ("int4 g128",), ("int8",), ("fp8_e4m3",)
 W8A8_INT8, W8A8_FP8 = ("W8A8 int8",), ("W8A8 fp8",)
 MIDDLE, LARGE, EVERY = (256, 512, 1024), (4096, 8192), tuple(2**i for i in range(14))
-_FIXED = "the fixed cost of a launch: half the blocks per processor"
+_FIXED = (
+    "what a step of few bytes takes: a sum of x for the offset of the codes (32 of 177 instructions), longer steps"
+)
 _SMALL_N = "BLOCK_N 32, or a larger split of K, so that 4096 rows fill 132 multiprocessors twice"
-_DECODE = "is it issue slots (build/aot's report) or bytes in flight: num_stages 6 -> 4 makes room for a third block"
-_MMA = "num_warps 8 with BLOCK_N 128 at M = 64; two consumer warpgroups by BLOCK_N 256 at M = 128"
-_PREFILL = "the crossover in weight_only CONFIGS (last row): lower the largest M if `dequantize + GEMM` wins there"
+_DECODE = "warps that decode for warps that multiply (Gluon): Triton waits for wgmma of a decoded operand"
+_PREFILL = "a pass over the weight costs 2.5 bytes each: decode into shared memory beside the products (Gluon)"
 _DENSE = "time `dequantize` alone: over 2.5 bytes a weight at copy bandwidth, widen its loads; else it is cuBLAS"
-_FP8 = "num_stages 3 -> 4, BLOCK_N 256 with 8 warps; then the chain length (_CHAIN) that bounds fp8 accumulation"
-_INT8 = "two blocks of 128 x 128 and 4 warps a multiprocessor, or BLOCK_K 64 with 6 stages; is _int_mm any faster"
+_FP8 = "two groups of warps in turns (Gluon); tiles, stages and the length of chains are tried"
+_INT8 = "Triton waits for each int8 wgmma: two groups of warps in turns (Gluon); tiles and stages are tried"
 _BLOCKS = (
     "profile one block: what is neither a product nor attention (norms, rotary embeddings, quantizing q, k, v thrice)"
 )
 _EAGER = (
     "launches per block: quantize an input once for q, k and v; fuse the norm, its modulation and the quantization"
 )
-_EXPERTS = "sort blocks so that those of one expert run together; BLOCK_M 8 where most experts have one row"
+_EXPERTS = "few rows: as the other products; many: dequantize all once, and torch._grouped_mm, if its copy has room"
 
 
 def _caches(format: str) -> tuple[str, ...]:
@@ -121,18 +122,27 @@ TARGETS: tuple[Target, ...] = (
     Target("G1", "int4", "weights", INT4, (1,), "gemlite", 1.7, _FIXED),
     Target("G2", "int4", "weights", INT4, (8,), "bf16", 2.9, _DECODE),
     Target("G2", "int4", "weights", INT4, (16,), "bf16", 2.8, _DECODE),
-    Target("G2", "int4", "weights", INT4, (32,), "bf16", 2.6, _MMA),
+    Target("G2", "int4", "weights", INT4, (32,), "bf16", 2.6, _DECODE),
     Target("G2", "int4", "weights", INT4, (8, 16, 32), "gemlite", 2.0, _DECODE),
-    Target("G3", "int4", "weights", INT4, (64,), "bf16", 2.0, _MMA),
-    Target("G3", "int4", "weights", INT4, (128,), "bf16", 1.2, _MMA),
-    Target("G3", "int4", "weights", INT4, (64, 128), "best rival", 1.3, _MMA),
+    Target("G3", "int4", "weights", INT4, (64,), "bf16", 2.0, _DECODE),
+    Target("G3", "int4", "weights", INT4, (128,), "bf16", 1.2, _DECODE),
+    Target("G3", "int4", "weights", INT4, (64, 128), "best rival", 1.3, _DECODE),
     Target("G4", "int4, prefill", "weights", INT4, MIDDLE, "bf16", 0.82, _PREFILL),
     Target("G4", "int4, prefill", "weights", INT4, (2048,), "bf16", 0.90, _DENSE),
     Target("G4", "int4, prefill", "weights", INT4, LARGE, "bf16", 0.94, _DENSE),
     Target("G4", "int4, prefill", "weights", INT4, (*MIDDLE, 2048, *LARGE), "gemlite", 1.7, _PREFILL),
-    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (64,), "bf16", 2.6, "int8 dots of decoded codes: half the MMA"),
-    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (256,), "bf16", 1.6, "int8 dots of decoded codes, BLOCK_M 128"),
-    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (4096,), "bf16", 1.45, "decode to int8 once, then int8_scaled_mm"),
+    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (64,), "bf16", 2.6, _DECODE),
+    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (256,), "bf16", 1.6, _DECODE),
+    Target(
+        "G5",
+        "W4A8",
+        "dynamic",
+        ("W4A8 int8",),
+        (4096,),
+        "bf16",
+        1.45,
+        "scales of groups keep it from int8 products: one scale a row, or the vendor's GEMM without passes beside it",
+    ),
     Target("G6", "int8, fp8 weights", "weights", INT8 + FP8, (1, 8, 64), "bf16", 1.75, _FIXED),
     Target("G6", "int8, fp8 weights", "weights", INT8 + FP8, (512, 4096), "bf16", 0.95, _PREFILL),
     Target("G6", "int8 weights", "weights", INT8, (1, 8, 64, 512, 4096), "best rival", 1.2, _DECODE),
@@ -188,8 +198,12 @@ TARGETS: tuple[Target, ...] = (
             "K1", f"attention over an {format} cache", "attention", _caches(format), (1,), "best rival", limit, next
         )
         for format, limit, next in (
-            ("int8", 1.8, "bytes in flight: num_stages 4; then 8 warps with BLOCK_N 128"),
-            ("int4", 3.0, "issue slots or occupancy: BLOCK_N 128 (fewer instructions), maxnreg 128 (more blocks)"),
+            ("int8", 1.8, "one sequence: the sum of its splits, a launch; stages, warps and BLOCK_N are tried"),
+            (
+                "int4",
+                3.0,
+                "fewer instructions: half of the issue slots, and of the bandwidth, are in use; BLOCK_N is tried",
+            ),
             ("int2", 4.2, "instructions: skip the rescaling of the sums where the maximum stays"),
         )
     ),
