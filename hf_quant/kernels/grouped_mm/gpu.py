@@ -11,8 +11,8 @@ Traffic at decode: the codes of the experts that have rows, each once. Modelled 
 grid and share its codes in L2; the scales enter before the dot, as in the crossover branch of `weight_only`.
 
 Measured on an H200 (docs/gpu.md): one token 47.8 us of Mixtral's gate and up, 4.4 times as fast as torch's grouped
-product of bf16, 10.1 us of Qwen3's; 4096 tokens .5 to .7 of it, as tiles that decode their weights again for each
-256 rows are bound by that. The order of the grid (tiles of rows fastest) is modelled, not measured.
+product of bf16, 10.1 us of Qwen3's; 4096 tokens .44 to .70 of it, as tiles decode their weights again for each 128
+rows, and Triton waits for their wgmma. The order of the grid (tiles of rows fastest) is modelled, not measured.
 """
 
 from typing import NamedTuple

@@ -231,10 +231,10 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         parts = 1 if shape.dtype == torch.bfloat16 else 2
         table = config_table("kv_decode", DECODE_CONFIGS, target)
         row = next(r for r in table if r[0] == spec.bits and shape.D <= r[1] and parts <= r[2])
-        _, _, _, block_n, num_warps, stages, programs = row
         few_rows = shape.D == 128 and G * _power(rows) <= 16 and not shape.has_mask
         if row in _TWO_WARPS and (not few_rows or shape.is_capped):  # they keep 232 and more bytes in local memory
-            num_warps, programs = 4, 3
+            row = next(r for r in _DECODE if r[:3] == row[:3])
+        _, _, _, block_n, num_warps, stages, programs = row
         # With 64 tokens ptxas keeps 8 to 120 bytes in local memory, for sm80 in the first case alone: 8 bytes with 32.
         if shape.is_capped and shape.D > 128 and ((spec.bits == 8 and shape.has_mask) or target.capability != 80):
             block_n = min(block_n, 32)
