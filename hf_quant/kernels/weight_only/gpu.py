@@ -129,7 +129,7 @@ _WARP_MMA = ("sm80", "sm89")  # tables of GPUs whose matrix units read both oper
 # BLOCK_M * BLOCK_N * CODES: of larger tiles Triton 3.6 wants 528 columns of tensor memory on sm100, which has 512 (the
 # launch raises OutOfResources); 3.9 takes 512.
 _TENSOR_MEMORY = 2**15
-_DECODE = 64  # tokens
+_MMA_SYNC = 32  # tokens of the largest tile whose dots are mma.sync on sm90
 
 
 class Tiling(NamedTuple):
@@ -219,7 +219,7 @@ def split_of_k(tiles: int, K: int, max_split: int, target: Target, fill: int) ->
 
 def batch_of(block_m: int, num_warps: int, target: Target) -> int:
     """The blocks of rows that the dots of a tile are cut into, see `tile_product`; 1: none."""
-    if target.table != "sm90" or num_warps % 4 or block_m > 32 or (block_m == 8 and IS_OLD_TRITON):
+    if target.table != "sm90" or num_warps % 4 or block_m > _MMA_SYNC or (block_m == 8 and IS_OLD_TRITON):
         return 1
     return num_warps
 
@@ -297,7 +297,7 @@ def fused_plan(
 
 def is_wide(block_m: int, codes: int, batch: int, K: int, target: Target) -> bool:
     """True if a tile may read four columns of x at once: where its dots are mma.sync, as `tile_product` wants it."""
-    return target.table == "sm90" and codes == 4 and batch == 1 and block_m <= 32 and K % 4 == 0
+    return target.table == "sm90" and codes == 4 and batch == 1 and block_m <= _MMA_SYNC and K % 4 == 0
 
 
 def reads_wide(x: Tensor, wide: bool) -> bool:
