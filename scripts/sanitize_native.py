@@ -34,7 +34,7 @@ SOURCES = ROOT / "hf_quant" / "kernels" / "native" / "src"
 DRIVER = Path(__file__).parent / "cpulab" / "native_driver.cpp"
 CACHE = ROOT / "build" / "sanitize"
 TIMEOUT = 1200  # seconds; a run of the default number of cases takes 20
-INSTRUCTION_SETS = ("avx512", "avx2")  # sources besides the portable ones; those that take longest first
+INSTRUCTION_SETS = ("avx512", "avx2", "avx_vnni_evex", "avx_vnni")  # sources besides the portable ones; those that take longest first
 COMMON = ("-std=c++17", "-O1", "-g1", "-w", "-pthread")
 
 
@@ -104,7 +104,7 @@ def launcher(compiler: str, build: Build) -> tuple[str, ...] | None:
 
 def compile_commands(compiler: str, build: Build, sources: Path, folder: Path, portable_only: bool) -> list[list[str]]:
     """A command for each source, those that take longest first; the last argument is the object file."""
-    names = [*(() if portable_only else INSTRUCTION_SETS), "portable", "mixture", "parallel"]
+    names = [*(() if portable_only else INSTRUCTION_SETS), "portable", "mixture", "parallel", "sets"]
     only = ("-DPORTABLE_ONLY",) if portable_only else ()
     commands = []
     for source in [*(sources / f"{name}.cpp" for name in names), DRIVER]:

@@ -1403,22 +1403,9 @@ int main(int argc, char** argv) {
     return 2;
   }
   const int64_t cases = atoll(argv[1]), seed = atoll(argv[2]), callers = atoll(argv[3]);
-  std::vector<const Kernels*> sets = {&kPortable};
-  bool has_bf16 = false;
-#if defined(__x86_64__) && !defined(PORTABLE_ONLY)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-      __builtin_cpu_supports("bmi2"))
-    sets.push_back(&kAvx2);
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512vbmi")) {
-    sets.push_back(&kAvx512);
-    has_bf16 = __builtin_cpu_supports("avx512bf16");
-  }
-#elif defined(__aarch64__) && !defined(PORTABLE_ONLY)
-  if (has_dot_products()) sets.push_back(&kNeon);
-#endif
+  const Kernels* sets[kMostSets];
+  bool has_bf16;
+  const int num_sets = find_kernels(sets, &has_bf16);
 #ifndef NO_SANITIZER
   __sanitizer_set_death_callback(print_current);
 #endif
@@ -1433,7 +1420,8 @@ int main(int argc, char** argv) {
       AppendCase appended(random);
       AdamCase adam(random);
       StepsCase steps(random);
-      for (const Kernels* kernels : sets) {
+      for (int set = 0; set < num_sets; ++set) {
+        const Kernels* kernels = sets[set];
         if (it.passes(*kernels) && attention.passes(*kernels) && weight.passes(*kernels) &&
             appended.passes(*kernels) && adam.passes(*kernels) && steps.passes(*kernels))
           continue;
@@ -1449,7 +1437,7 @@ int main(int argc, char** argv) {
   for (std::thread& thread : threads) thread.join();
   if (failed) return 1;
   printf("%lld cases, %lld at once:", static_cast<long long>(cases), static_cast<long long>(callers));
-  for (const Kernels* kernels : sets) printf(" %s", kernels->name);
+  for (int set = 0; set < num_sets; ++set) printf(" %s", sets[set]->name);
   printf(has_bf16 ? " with bf16\n" : "\n");
   return 0;
 }

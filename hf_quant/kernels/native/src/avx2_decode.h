@@ -11,7 +11,7 @@
 #include "types.h"
 
 namespace hfq {
-namespace avx2 {
+namespace HFQ_AVX2 {
 
 #define HFQ_INLINE static inline __attribute__((always_inline))
 #define HFQ_METHOD inline __attribute__((always_inline))
@@ -19,9 +19,9 @@ namespace avx2 {
 
 constexpr int kUnit = 32;
 
-// Loaders: BYTES of a unit in memory; byte b of either half gets its code `code(b)`. Those of codes of 4 bits and less
-// also bring PLANES units at a time into as many vectors, in fewer instructions: byte b of vector s gets code
-// PLANES * b + s.
+// Loaders: BYTES of a unit in memory; byte b of either half gets its code `code(b)`. Those whose
+// codes are integers also bring PLANES units at a time into as many vectors, in fewer instructions: byte b of vector s
+// gets code PLANES * b + s.
 
 // A value for each half.
 HFQ_INLINE __m256i in_halves(__m256i first, __m256i second) { return _mm256_blend_epi32(first, second, 0xF0); }
@@ -118,7 +118,16 @@ struct Bytes {
   static constexpr int code(int b) { return b; }
 
   HFQ_INLINE __m256i load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+  static constexpr int PLANES = 1;
+  HFQ_INLINE void planes(const uint8_t* p, __m256i* to) { to[0] = load(p); }
 };
+
+// Codes of 8 bits are signed: 128 more than they are they fit an unsigned byte, as the others do.
+template <class L>
+HFQ_INLINE __m256i unsigned_codes(__m256i codes) {
+  return L::BYTES == 32 ? _mm256_xor_si256(codes, _mm256_set1_epi8(-128)) : codes;
+}
 
 HFQ_INLINE __m256i in_both(const uint8_t* bytes) {
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
@@ -258,5 +267,5 @@ struct Integers {
   }
 };
 
-}  // namespace avx2
+}  // namespace HFQ_AVX2
 }  // namespace hfq

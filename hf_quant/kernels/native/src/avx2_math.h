@@ -4,7 +4,7 @@
 #include "avx2_decode.h"
 
 namespace hfq {
-namespace avx2 {
+namespace HFQ_AVX2 {
 
 HFQ_INLINE __m256i load_vector(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
@@ -21,7 +21,7 @@ struct ByF32 : D {
   using Part = __m256;
   using Sum = __m256;
   using Value = __m256;
-  static constexpr int V = 4, X_BYTES = 4, TILE = 6;
+  static constexpr int V = 4, X_BYTES = 4, TILE = 6, CHAINS = 4;
   static constexpr int64_t MOST = INT64_MAX;
   static constexpr bool INTEGER = false;
   using D::D;
@@ -54,10 +54,33 @@ struct IntegerSums {
   }
 };
 
+#ifdef HFQ_DOT_BYTES
+// Four products of an unsigned byte of a and a signed one of b, added to each element.
+HFQ_INLINE __m256i dot_bytes(__m256i sum, __m256i a, __m256i b) { return HFQ_DOT_BYTES(sum, a, b); }
+
+// Codes as unsigned bytes, OFFSET more than they stand for.
+template <class L, int OFFSET_OF_CODES>
+struct ByteDots : IntegerSums {
+  using Loader = L;
+  static constexpr int V = 1, X_BYTES = 1, OFFSET = OFFSET_OF_CODES, TILE = 6, CHAINS = 4;
+  static constexpr int64_t MOST = INT64_MAX;
+  using IntegerSums::IntegerSums;
+
+  static constexpr int place(int half, int b) { return 16 * half + b; }
+  static constexpr int offset(int word, int) { return 4 * word; }
+  HFQ_INLINE void values(__m256i codes, Table, Value* value) { value[0] = unsigned_codes<L>(codes); }
+  HFQ_INLINE Part dot(Part sum, __m256i x, Value w) { return in_order(dot_bytes(sum, w, x)); }
+  HFQ_INLINE Part join(Part a, Part b) { return _mm256_add_epi32(a, b); }
+  HFQ_INLINE Sum add(Sum sum, Part part) { return _mm256_add_epi32(sum, part); }
+};
+
+using Int4ByInt8 = ByteDots<Packed4, 8>;
+using Int8ByInt8 = ByteDots<Bytes, 128>;
+#else
 // A pair of products is at most 2 * 15 * 128, and 8 of them fit 16 bits.
 struct Int4ByInt8 : IntegerSums {
   using Loader = Packed4;
-  static constexpr int V = 1, X_BYTES = 1, OFFSET = 8, TILE = 4;
+  static constexpr int V = 1, X_BYTES = 1, OFFSET = 8, TILE = 4, CHAINS = 1;
   static constexpr int64_t MOST = 8;
   using IntegerSums::IntegerSums;
 
@@ -76,7 +99,7 @@ struct Int4ByInt8 : IntegerSums {
 // Both sides as 16 bits: bytes times bytes would saturate, and -128 has no magnitude in 8 bits.
 struct Int8ByInt8 : IntegerSums {
   using Loader = Bytes;
-  static constexpr int V = 2, X_BYTES = 2, OFFSET = 0, TILE = 4;
+  static constexpr int V = 2, X_BYTES = 2, OFFSET = 0, TILE = 4, CHAINS = 2;
   static constexpr int64_t MOST = INT64_MAX;
   using IntegerSums::IntegerSums;
 
@@ -92,6 +115,7 @@ struct Int8ByInt8 : IntegerSums {
   HFQ_INLINE Part join(Part a, Part b) { return _mm256_add_epi32(a, b); }
   HFQ_INLINE Sum add(Sum sum, Part part) { return _mm256_add_epi32(sum, part); }
 };
+#endif
 
 HFQ_INLINE float reduce(__m256 v) {
   __m128 sum = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -133,6 +157,14 @@ static inline void load_floats(const void* base, int dtype, int64_t first, int64
   for (; i < count; ++i) to[i] = load_as_float(base, dtype, first + i);
 }
 
+// Bytes without a sign.
+static inline void load_floats(const uint8_t* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i)))));
+  for (; i < count; ++i) to[i] = from[i];
+}
+
 // 8 values to y.
 HFQ_INLINE void store_floats(void* base, int dtype, int64_t first, __m256 value) {
   if (dtype == F32) {
@@ -160,5 +192,5 @@ static inline void store_floats(void* base, int dtype, int64_t first, int64_t co
   for (; i < count; ++i) store_float(base, dtype, first + i, from[i]);
 }
 
-}  // namespace avx2
+}  // namespace HFQ_AVX2
 }  // namespace hfq

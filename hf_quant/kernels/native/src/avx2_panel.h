@@ -5,7 +5,7 @@
 #include "avx2_stream.h"
 
 namespace hfq {
-namespace avx2 {
+namespace HFQ_AVX2 {
 
 // One expert's weight.
 struct Weight {
@@ -42,7 +42,7 @@ class Panel {
     zeros_ = reinterpret_cast<int32_t*>(scales + ROWS * GROUPS);
     y_ = scales + 2 * ROWS * GROUPS;
     totals_ = reinterpret_cast<int32_t*>(y_ + count * ROWS);
-    memset(y_, 0, static_cast<size_t>(2 * count * ROWS) * 4);
+    memset(y_, 0, static_cast<size_t>(count * ROWS) * 4);
     const int64_t halves = ceil_div(p_.K, kHalf);
     for (int64_t k = 0; k < halves; k += BLOCK) {
       const int64_t end = min64(k + BLOCK, halves);
@@ -159,13 +159,20 @@ class Panel {
     }
   }
 
+  template <int MR>
+  HFQ_METHOD static void clear(Part (&part)[MR][2]) {
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) part[m][0] = part[m][1] = C::zero();
+  }
+
   // Adds the products of halves k.. of rows of x with 16 rows of the panel.
   template <int MR>
   HFQ_METHOD void multiply(const char* x, int64_t k, int64_t end, const char* w, Part (&part)[MR][2]) const {
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m) part[m][0] = part[m][1] = C::zero();
     for (; k < end; ++k) {
-      const char* from = x + k / 2 * (32 * C::V) + k % 2 * 16;
+      const char* rows = x + (C::V == 1 ? 16 * k : k / 2 * (32 * C::V) + k % 2 * 16);
+      const char* more_rows = rows + 3 * x_.stride;
+      // Or GCC 12 makes a pointer of each place, more than there are registers.
+      asm("" : "+r"(rows), "+r"(more_rows));
 #pragma GCC unroll 4
       for (int word = 0; word < 4; ++word, w += STEP) {
 #pragma GCC unroll 4
@@ -175,7 +182,8 @@ class Panel {
           memcpy(&w1, w + 64 * j + 32, 32);
 #pragma GCC unroll 8
           for (int m = 0; m < MR; ++m) {
-            const __m256i value = _mm256_set1_epi32(load<int32_t>(from + m * x_.stride + C::offset(word, j), 0));
+            const char* from = (m < 3 ? rows + m * x_.stride : more_rows + (m - 3) * x_.stride) + C::offset(word, j);
+            const __m256i value = _mm256_set1_epi32(load<int32_t>(from, 0));
             part[m][0] = C::dot(part[m][0], value, w0);
             part[m][1] = C::dot(part[m][1], value, w1);
           }
@@ -191,6 +199,7 @@ class Panel {
     Part part[MR][2];
     float* y = y_ + i * ROWS + 16 * pair;
     if constexpr (!C::INTEGER) {
+      clear(part);
       multiply<MR>(x, k, end, w, part);
 #pragma GCC unroll 8
       for (int m = 0; m < MR; ++m)
@@ -200,46 +209,55 @@ class Panel {
           if (h == 1) y += ROWS - 16;
         }
     } else {
-      __m256i totals[MR][2];  // of a group that goes on in the next block they are kept
-      int32_t* kept = totals_ + i * ROWS + 16 * pair;
-#pragma GCC unroll 4
-      for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) totals[m][h] = load_vector(kept + m * ROWS + 8 * h);
       const int64_t halves = ceil_div(p_.K, kHalf);
+      int32_t* kept = totals_ + i * ROWS + 16 * pair;  // of a group that goes on in the next block
       for (int64_t g = group_of(k); k < end; ++g) {
         const int64_t group_end = g == p_.groups - 1 ? halves : (g + 1) * p_.group_size / kHalf;
-        for (const int64_t stop = min64(group_end, end); k < stop;) {
-          const int64_t next = min64(stop, k + C::MOST / 4);
-          multiply<MR>(x, k, next, w, part);
-          w += (next - k) * 4 * STEP;
-          k = next;
-#pragma GCC unroll 4
-          for (int m = 0; m < MR; ++m)
+        const bool begins = k == 0 || k == g * p_.group_size / kHalf;
+        const int64_t at = (g - first_group_) * ROWS + 16 * pair;
+        __m256i totals[MR][2];
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) {
+          const __m256i sum_x = _mm256_set1_epi32(x_.group_sums[g * x_.most_rows + first + i + m]);
 #pragma GCC unroll 2
-            for (int h = 0; h < 2; ++h) totals[m][h] = C::add(totals[m][h], part[m][h]);
-        }
-        if (k < group_end) break;
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) {
-          const int64_t at = (g - first_group_) * ROWS + 16 * pair + 8 * h;
-          const __m256i zero = p_.zero == nullptr ? _mm256_set1_epi32(C::OFFSET) : load_vector(zeros_ + at);
-          const __m256 scale = _mm256_load_ps(scales_ + at);
-#pragma GCC unroll 4
-          for (int m = 0; m < MR; ++m) {
-            const __m256i sum_x = _mm256_set1_epi32(x_.group_sums[(first + i + m) * p_.groups + g]);
-            const __m256i sum = _mm256_sub_epi32(totals[m][h], _mm256_mullo_epi32(sum_x, zero));
-            float* to = y + m * ROWS + 8 * h;
-            _mm256_store_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, _mm256_load_ps(to)));
-            totals[m][h] = _mm256_setzero_si256();
+          for (int h = 0; h < 2; ++h) {
+            totals[m][h] = !begins ? load_vector(kept + m * ROWS + 8 * h)
+                           : p_.zero == nullptr ? sum_x
+                                                : _mm256_mullo_epi32(sum_x, load_vector(zeros_ + at + 8 * h));
           }
         }
-      }
-#pragma GCC unroll 4
-      for (int m = 0; m < MR; ++m)
+        for (const int64_t stop = min64(group_end, end); k < stop;) {
+          const int64_t next = C::MOST == INT64_MAX ? stop : min64(stop, k + C::MOST / 4);
+          if constexpr (C::MOST == INT64_MAX) {
+            multiply<MR>(x, k, next, w, totals);
+          } else {
+            clear(part);
+            multiply<MR>(x, k, next, w, part);
+#pragma GCC unroll 8
+            for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h)
-          _mm256_store_si256(reinterpret_cast<__m256i*>(kept + m * ROWS + 8 * h), totals[m][h]);
+              for (int h = 0; h < 2; ++h) totals[m][h] = C::add(totals[m][h], part[m][h]);
+          }
+          w += (next - k) * 4 * STEP;
+          k = next;
+        }
+        if (k < group_end) {
+#pragma GCC unroll 8
+          for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; ++h)
+              _mm256_store_si256(reinterpret_cast<__m256i*>(kept + m * ROWS + 8 * h), totals[m][h]);
+          break;
+        }
+        const __m256 scale[2] = {_mm256_load_ps(scales_ + at), _mm256_load_ps(scales_ + at + 8)};
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 2
+          for (int h = 0; h < 2; ++h) {
+            float* to = y + m * ROWS + 8 * h;
+            _mm256_store_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[m][h]), scale[h], _mm256_load_ps(to)));
+          }
+      }
     }
   }
 
@@ -256,5 +274,5 @@ class Panel {
   int group_[SPAN];  // of each half, less the first
 };
 
-}  // namespace avx2
+}  // namespace HFQ_AVX2
 }  // namespace hfq

@@ -4,32 +4,28 @@
 #include "avx2_math.h"
 
 namespace hfq {
-namespace avx2 {
+namespace HFQ_AVX2 {
+
+constexpr int64_t kAhead = 8192;  // bytes of codes that are asked for in advance
+
+// Asks for codes that are read later, into the L2 cache: into L1, W8A8 takes a quarter more time, and int8 half as much
+// again (4096 x 4096, Zen 4).
+HFQ_INLINE void prefetch_codes(const uint8_t* from) {
+  _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);
+}
 
 // Rows of x ready to multiply. Rows are 64 bytes longer than they need be: at a power of two apart they would meet in
 // the same set of the cache. For products of integers, also sums of x: of the halves of each run, in their first
-// elements, times -OFFSET or, with zero points, times -1; and of each group.
+// elements or in those that the products are in, and of each group, both times -OFFSET or, with zero points, times -1.
 struct PackedX {
   char* rows;
   int64_t stride;  // bytes
   int32_t* half_sums;   // [rows, runs, 8]
-  int32_t* group_sums;  // [rows, groups]
+  int32_t* group_sums;  // [groups, most_rows]
+  int64_t most_rows;
   float* scales;        // [rows]
-  int64_t ahead = 0;    // bytes at which codes are prefetched; 0: those of the rows follow each other
+  int64_t ahead = kAhead;  // bytes at which codes are prefetched
 };
-
-constexpr int64_t kAhead = 4096;  // bytes of codes that are asked for in advance
-
-// Asks for codes that are read later. Into the L2 cache where one row of x of bytes is all that the L1 cache has to hold
-// beside them: W8A8 of 4096 x 14336 takes half of the time, W4A8 three quarters (Zen 4).
-template <bool TO_L2>
-HFQ_INLINE void prefetch_codes(const uint8_t* from) {
-  if (TO_L2) {
-    _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);
-  } else {
-    _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
-  }
-}
 
 // Units whose halves are each of one group: `length` of them at a time (the last run may be shorter). Aligned: of one
 // group both, that of the run's number.
@@ -85,32 +81,38 @@ struct Int4Pairs {
     const char* from_x = x.rows + first * x.stride + u * kUnit;
     const int32_t* sums = x.half_sums + first * runs.count * 8 + place_of_sum(u, LENGTH);
     const float* scale = scales + u / LENGTH;
-    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const __m256i low = _mm256_set1_epi8(15);
     const __m256i twice = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
     __m256 y[MB];
 #pragma GCC unroll 4
     for (int i = 0; i < MB; ++i) y[i] = _mm256_setzero_ps();
     for (; u < end; u += 2 * PAIRS, sums += 8, scale += LENGTH == 1 ? 2 : 1) {
-      __m256i part[MB];
+      __m256i part[MB];  // of 16 bits, or with dot products of bytes of 32
 #pragma GCC unroll 2
       for (int pair = 0; pair < PAIRS; ++pair, from += 32, from_x += 2 * kUnit) {
-        prefetch_codes<MB == 1>(from + (x.ahead > 0 ? x.ahead : kAhead));
+        prefetch_codes(from + x.ahead);
         const __m256i codes = load_vector(from);
         const __m256i even = _mm256_and_si256(codes, low), odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
 #pragma GCC unroll 4
         for (int i = 0; i < MB; ++i) {
-          const __m256i own = _mm256_add_epi16(_mm256_maddubs_epi16(even, load_vector(from_x + i * x.stride)),
-                                               _mm256_maddubs_epi16(odd, load_vector(from_x + i * x.stride + kUnit)));
+          const __m256i of_even = load_vector(from_x + i * x.stride), of_odd = load_vector(from_x + i * x.stride + kUnit);
+#ifdef HFQ_DOT_BYTES
+          if (pair == 0) part[i] = load_vector(sums + i * runs.count * 8);
+          part[i] = dot_bytes(dot_bytes(part[i], even, of_even), odd, of_odd);
+#else
+          const __m256i own = _mm256_add_epi16(_mm256_maddubs_epi16(even, of_even), _mm256_maddubs_epi16(odd, of_odd));
           part[i] = pair == 0 ? own : _mm256_add_epi16(part[i], own);
+#endif
         }
       }
       const __m256 two = _mm256_castsi256_ps(_mm256_set1_epi64x(load<int64_t>(scale, 0)));
       const __m256 factor = LENGTH == 1 ? _mm256_permutevar8x32_ps(two, twice) : _mm256_broadcast_ss(scale);
 #pragma GCC unroll 4
       for (int i = 0; i < MB; ++i) {
-        const __m256i sum =
-            _mm256_add_epi32(_mm256_madd_epi16(part[i], ones), load_vector(sums + i * runs.count * 8));
-        y[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), factor, y[i]);
+#ifndef HFQ_DOT_BYTES
+        part[i] = _mm256_add_epi32(_mm256_madd_epi16(part[i], _mm256_set1_epi16(1)), load_vector(sums + i * runs.count * 8));
+#endif
+        y[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[i]), factor, y[i]);
       }
     }
 #pragma GCC unroll 4
@@ -146,10 +148,12 @@ struct Planes {
   const uint8_t* row;
   const float* scales;
 
-  static bool serves(const Product& p) {
-    const bool fits = p.group_size % 16 == 0 && (WIDTH % p.group_size == 0 || p.group_size % WIDTH == 0);
-    return p.zero == nullptr && p.K % WIDTH == 0 && (p.groups == 1 || fits);
+  // Whether whole vectors and whole groups lie side by side.
+  static bool fits(const Product& p) {
+    const bool is_whole = p.group_size % 16 == 0 && (WIDTH % p.group_size == 0 || p.group_size % WIDTH == 0);
+    return p.K % WIDTH == 0 && (p.groups == 1 || is_whole);
   }
+  static bool serves(const Product& p) { return p.zero == nullptr && fits(p); }
   static PlaneGroups groups_of(const Product& p) {
     PlaneGroups groups;
     groups.size = p.groups == 1 ? p.K : p.group_size;
@@ -192,7 +196,7 @@ struct Planes {
 #pragma GCC unroll 4
         for (int j = 0; j < SUMS; ++j) part[i][j] = _mm256_setzero_ps();
       for (int64_t step = 0; step < steps && u < end; ++step, u += UNITS, from += UNITS * L::BYTES) {
-        prefetch_codes<false>(from + (x.ahead > 0 ? x.ahead : kAhead));
+        prefetch_codes(from + x.ahead);
         __m256i planes[UNITS];
         L::planes(from, planes);
 #pragma GCC unroll 4
@@ -225,9 +229,10 @@ struct Planes {
 };
 
 // The same where codes are integers and x is bf16: x in fixed point of 16 bits, as two bytes, with a power of two for
-// the 8 or 16 columns whose products meet in an element of a sum. What lies within 2**-7 of their largest is exact, the
-// rest to 2**-15 of that; the sums are exact. That takes half as many instructions for a weight as fp32 does.
-template <class C>
+// the 4, 8 or 16 columns whose products meet in an element of a sum. What lies within 2**-7 of their largest is exact,
+// the rest to 2**-15 of that; the sums are exact, zero points included. That takes half as many instructions for a weight
+// as fp32 does. ASYMMETRIC: with zero points.
+template <class C, bool ASYMMETRIC>
 struct FixedPlanes {
   using L = typename C::Loader;
   static constexpr int UNITS = L::PLANES, WIDTH = UNITS * kUnit, COLUMNS = 4 * UNITS;
@@ -237,20 +242,22 @@ struct FixedPlanes {
   const PlaneGroups& groups;
   const PackedX& x;
   const uint8_t* row;
-  const float* scales;
+  const float *scales, *zeros;
 
   static bool serves(const Product& p) {
-    if (p.x_dtype != BF16 || !Planes<C>::serves(p)) return false;
-    const int count = UNITS == 2 ? 16 : L::BYTES == 8 ? 4 : 8;
+    if (p.x_dtype != BF16 || !Planes<C>::fits(p) || (p.zero != nullptr) != ASYMMETRIC) return false;
+    if (UNITS == 1) return !ASYMMETRIC;  // codes of 8 bits are what they stand for
+    const int count = UNITS == 2 ? 16 : L::BYTES == 8 ? 4 : 8, zero = ASYMMETRIC ? 0 : count / 2;
     for (int i = 0; i < count; ++i)
-      if (p.levels[i] != static_cast<float>(i - count / 2)) return false;
+      if (p.levels[i] != static_cast<float>(i - zero)) return false;
     return true;
   }
 
   // Returns whether all values are finite; else nothing is packed.
   static bool pack(const Product& p, const float* values, char* to) {
+    const int32_t offset = ASYMMETRIC ? 1 : UNITS == 1 ? 128 : static_cast<int32_t>(-p.levels[0]);
     for (int64_t k = 0; k < p.K; k += WIDTH, values += WIDTH, to += BYTES)
-      if (!pack_vector(values, static_cast<int32_t>(-p.levels[0]), to)) return false;
+      if (!pack_vector(values, offset, to)) return false;
     return true;
   }
 
@@ -278,9 +285,39 @@ struct FixedPlanes {
         sums[e] -= offset * value;
       }
     }
-    memcpy(to + SUMS, sums, 32);
+    const __m256i of_codes = load_vector(sums);
+    const __m256i stored = ASYMMETRIC ? _mm256_castps_si256(_mm256_cvtepi32_ps(of_codes)) : of_codes;
+    memcpy(to + SUMS, &stored, 32);
     memcpy(to + SCALES, units, 32);
     return true;
+  }
+
+  // The products of a vector of codes with packed x, in each element those of COLUMNS columns, less `zero` times x.
+  HFQ_METHOD __m256 dot(const __m256i (&planes)[UNITS], const char* own, __m256 zero) const {
+    if constexpr (!ASYMMETRIC) return _mm256_cvtepi32_ps(dot(planes, own, load_vector(own + SUMS)));
+    const __m256 products = _mm256_cvtepi32_ps(dot(planes, own, _mm256_setzero_si256()));
+    return _mm256_fmadd_ps(as_float(load_vector(own + SUMS)), zero, products);
+  }
+  HFQ_METHOD __m256i dot(const __m256i (&planes)[UNITS], const char* own, __m256i sums) const {
+#ifdef HFQ_DOT_BYTES
+    __m256i high = _mm256_setzero_si256(), low = sums;
+#pragma GCC unroll 4
+    for (int s = 0; s < UNITS; ++s) {
+      high = dot_bytes(high, planes[s], load_vector(own + 64 * s));
+      low = dot_bytes(low, planes[s], load_vector(own + 64 * s + 32));
+    }
+    return _mm256_add_epi32(_mm256_slli_epi32(high, 8), low);
+#else
+    __m256i high = _mm256_maddubs_epi16(planes[0], load_vector(own));
+    __m256i low = _mm256_maddubs_epi16(planes[0], load_vector(own + 32));
+#pragma GCC unroll 4
+    for (int s = 1; s < UNITS; ++s) {
+      high = _mm256_add_epi16(high, _mm256_maddubs_epi16(planes[s], load_vector(own + 64 * s)));
+      low = _mm256_add_epi16(low, _mm256_maddubs_epi16(planes[s], load_vector(own + 64 * s + 32)));
+    }
+    const __m256i of_high = _mm256_madd_epi16(high, _mm256_set1_epi16(256));
+    return _mm256_add_epi32(_mm256_add_epi32(of_high, _mm256_madd_epi16(low, _mm256_set1_epi16(1))), sums);
+#endif
   }
 
   // As `Stream::run`.
@@ -288,31 +325,30 @@ struct FixedPlanes {
   void run(int64_t first, int64_t u, int64_t end, float* out) const {
     const uint8_t* from = row + u * L::BYTES;
     const char* from_x = x.rows + first * x.stride + u / UNITS * BYTES;
-    const float* scale = u == 0 ? scales : scales + u * kUnit / groups.size;
-    const __m256i places = load_vector(groups.sums), shift = _mm256_set1_epi16(256), ones = _mm256_set1_epi16(1);
+    const int64_t g = u == 0 ? 0 : u * kUnit / groups.size;
+    const float *scale = scales + g, *zero = ASYMMETRIC ? zeros + g : nullptr;
+    const __m256i places = load_vector(groups.sums);
     __m256 y[MB];
 #pragma GCC unroll 4
     for (int i = 0; i < MB; ++i) y[i] = _mm256_setzero_ps();
     for (; u < end; scale += groups.count) {
       const __m256 factor = _mm256_permutevar8x32_ps(_mm256_loadu_ps(scale), places);
+      __m256 of_zero = _mm256_setzero_ps();
+      if constexpr (ASYMMETRIC) {
+        of_zero = _mm256_permutevar8x32_ps(_mm256_loadu_ps(zero), places);
+        zero += groups.count;
+      }
       for (int64_t step = 0; step < groups.steps && u < end; ++step, u += UNITS, from += UNITS * L::BYTES) {
-        prefetch_codes<false>(from + (x.ahead > 0 ? x.ahead : kAhead));
+        prefetch_codes(from + x.ahead);
         __m256i planes[UNITS];
         L::planes(from, planes);
+        if (UNITS == 1) planes[0] = unsigned_codes<L>(planes[0]);
 #pragma GCC unroll 4
         for (int i = 0; i < MB; ++i) {
           const char* own = from_x + i * x.stride;
-          __m256i high = _mm256_maddubs_epi16(planes[0], load_vector(own));
-          __m256i low = _mm256_maddubs_epi16(planes[0], load_vector(own + 32));
-#pragma GCC unroll 4
-          for (int s = 1; s < UNITS; ++s) {
-            high = _mm256_add_epi16(high, _mm256_maddubs_epi16(planes[s], load_vector(own + 64 * s)));
-            low = _mm256_add_epi16(low, _mm256_maddubs_epi16(planes[s], load_vector(own + 64 * s + 32)));
-          }
-          const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(high, shift), _mm256_madd_epi16(low, ones));
-          const __m256 sum = _mm256_cvtepi32_ps(_mm256_add_epi32(products, load_vector(own + SUMS)));
+          const __m256 sum = dot(planes, own, of_zero);
           const __m256 unit = _mm256_loadu_ps(reinterpret_cast<const float*>(own + SCALES));
-          y[i] = _mm256_fmadd_ps(_mm256_mul_ps(sum, unit), factor, y[i]);
+          y[i] = _mm256_fmadd_ps(sum, _mm256_mul_ps(unit, factor), y[i]);
         }
         from_x += BYTES;
       }
@@ -340,8 +376,10 @@ struct Stream {
   template <int MB, bool ALIGNED, int LENGTH>
   void run(int64_t first, int64_t u, int64_t end, float* out) const {
     // Several, so that the latency of sums is hidden; short runs follow each other without waiting.
-    constexpr int LONG = MB == 1 ? C::V : C::V > 1 ? 2 : 1, SHORT = MB == 1 && C::V > 2 ? 2 : 1;
-    constexpr int CHAINS = LENGTH > 0 && LENGTH <= 2 ? SHORT : LONG;
+    // Those of a unit go to sums in turn, or where they are one vector, those of units.
+    constexpr int LONG = MB == 1 ? C::CHAINS : C::CHAINS > 1 && (C::V > 1 || MB == 2) ? 2 : 1;
+    constexpr int SHORT = MB == 1 && C::V > 2 ? 2 : 1;
+    constexpr int CHAINS = LENGTH > 0 && (LENGTH <= 2 || C::V == 1) ? SHORT : LONG;
     const int64_t full = min64(p.row_bytes / L::BYTES, end);
     const uint8_t* from = row + u * L::BYTES;
     const char* from_x = x.rows + first * x.stride + u * (C::V * 32);
@@ -353,20 +391,16 @@ struct Stream {
 #pragma GCC unroll 4
     for (int i = 0; i < MB; ++i) y[i] = _mm256_setzero_ps();
 
-    auto add_unit = [&](const uint8_t* codes) HFQ_LAMBDA {
+    auto add_unit = [&](const uint8_t* codes, int chain) HFQ_LAMBDA {
       typename C::Value value[C::V];
-      if (x.ahead > 0) {
-        prefetch_codes<false>(codes + x.ahead);
-      } else {
-        prefetch_codes<true>(codes + 2 * kAhead);
-      }
+      prefetch_codes(codes + x.ahead);
       c.values(L::load(codes), table, value);
 #pragma GCC unroll 4
       for (int j = 0; j < C::V; ++j)
 #pragma GCC unroll 4
         for (int i = 0; i < MB; ++i)
-          part[i][j % CHAINS] =
-              C::dot(part[i][j % CHAINS], load_vector(from_x + i * x.stride + j * 32), value[j]);
+          part[i][(chain + j) % CHAINS] =
+              C::dot(part[i][(chain + j) % CHAINS], load_vector(from_x + i * x.stride + j * 32), value[j]);
       from_x += C::V * 32;
     };
     auto clear = [&]() HFQ_LAMBDA {
@@ -414,7 +448,7 @@ struct Stream {
       for (; u + LENGTH <= full; u += LENGTH, ++r) {
         begin_run(r);
 #pragma GCC unroll 4
-        for (int i = 0; i < LENGTH; ++i, from += L::BYTES) add_unit(from);
+        for (int i = 0; i < LENGTH; ++i, from += L::BYTES) add_unit(from, 0);
         end_run(r);
       }
     }
@@ -423,7 +457,12 @@ struct Stream {
       const int64_t stop = min64(u + runs.length, end), whole = min64(stop, full);
       while (u < whole) {
         const int64_t next = C::MOST == INT64_MAX ? whole : min64(whole, u + C::MOST);
-        for (; u < next; ++u, from += L::BYTES) add_unit(from);
+        if constexpr (CHAINS > C::V) {
+          for (; u + CHAINS <= next; u += CHAINS)
+#pragma GCC unroll 4
+            for (int chain = 0; chain < CHAINS; ++chain, from += L::BYTES) add_unit(from, chain);
+        }
+        for (; u < next; ++u, from += L::BYTES) add_unit(from, 0);
         if (C::MOST != INT64_MAX && u < whole) {
           flush();
           clear();
@@ -436,7 +475,7 @@ struct Stream {
         }
         alignas(32) uint8_t tail[32] = {};
         memcpy(tail, from, static_cast<size_t>(p.row_bytes - u * L::BYTES));
-        add_unit(tail);
+        add_unit(tail, 0);
         ++u;
       }
       end_run(r);
@@ -466,5 +505,5 @@ struct Stream {
   }
 };
 
-}  // namespace avx2
+}  // namespace HFQ_AVX2
 }  // namespace hfq

@@ -347,9 +347,16 @@ struct Kernels {
 extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2, kAvx512;
+extern bool (*const kAvxVnniMatmul)(const Product&);  // null if the compiler does not know AVX-VNNI
+extern bool (*const kAvxVnniEvexMatmul)(const Product&);
 #elif defined(__aarch64__)
 extern const Kernels kNeon;
 bool has_dot_products();  // which kNeon needs
 #endif
+
+// Finds the instruction sets that were compiled in and that this CPU has, best first, and returns how many there are.
+// has_bf16: whether the CPU has what the first needs to multiply in bf16.
+constexpr int kMostSets = 4;
+int find_kernels(const Kernels* (&found)[kMostSets], bool* has_bf16);
 
 }  // namespace hfq

@@ -16,29 +16,10 @@ namespace {
 using namespace hfq;
 
 // The instruction sets that were compiled in and that this CPU has, best first.
-const Kernels* available[4];
+const Kernels* available[kMostSets];
 int num_available = 0;
 const Kernels* active = nullptr;
 bool has_bf16 = false;
-
-void find_kernels() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512vbmi")) {
-    available[num_available++] = &kAvx512;
-    has_bf16 = __builtin_cpu_supports("avx512bf16");
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-      __builtin_cpu_supports("bmi2"))
-    available[num_available++] = &kAvx2;
-#elif defined(__aarch64__)
-  if (has_dot_products()) available[num_available++] = &kNeon;
-#endif
-  available[num_available++] = &kPortable;
-  active = available[0];
-}
 
 bool multiplies_bf16() { return active->by_bf16 && has_bf16; }
 
@@ -732,6 +713,9 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Quantized products 
 }  // namespace
 
 PyMODINIT_FUNC PyInit__native() {
-  if (num_available == 0) find_kernels();
+  if (num_available == 0) {
+    num_available = find_kernels(available, &has_bf16);
+    active = available[0];
+  }
   return PyModule_Create(&definition);
 }

@@ -1,6 +1,10 @@
 // The random bits of `random_bits` (hf_quant.kernels.rowwise): Philox4x32-7, eight values of 16 bits a counter.
 #pragma once
 
+#if HFQ_VECTOR_BYTES >= 32
+#include <immintrin.h>
+#endif
+
 #include "types.h"
 
 namespace hfq {

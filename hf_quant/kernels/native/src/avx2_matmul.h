@@ -1,0 +1,309 @@
+// The products of one instruction set with vectors of 256 bits: rows of x are packed, few stream rows of codes, many meet
+// panels of them.
+#pragma once
+
+#include <atomic>
+#include <type_traits>
+
+#include "avx2_panel.h"
+
+namespace hfq {
+namespace HFQ_AVX2 {
+
+constexpr int64_t kStreamRows = 4;     // of x, up to which streaming wins over panels
+constexpr int64_t kStreamedX = 16384;  // bytes of x that stay in the L1 cache
+constexpr int64_t kAloneX = 30720;     // of one row that fills it: in blocks, int8 at K = 8192 takes 3/4 of the time (Zen 4)
+
+// Whether every expert's rows are few enough to stream its weight.
+static bool has_few_rows(const Product& p) {
+  if (p.ends == nullptr) return p.M <= kStreamRows;
+  for (int64_t e = 0, start = 0; e < p.experts; start = max64(start, p.ends[e++]))
+    if (p.ends[e] - start > kStreamRows) return false;
+  return true;
+}
+
+template <class C>
+class Matmul {
+  using L = typename C::Loader;
+
+ public:
+  explicit Matmul(const Product& p) : p_(p), c_(p), units_(ceil_div(p.K, kUnit)) {
+    runs_.aligned = p.groups == 1 || p.group_size % kUnit == 0;
+    runs_.length = p.groups == 1 ? units_ : runs_.aligned ? p.group_size / kUnit : 1;
+    runs_.count = ceil_div(units_, runs_.length);
+    for (int half = 0; half < 2; ++half)
+      for (int b = 0; b < 16; ++b) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
+    in_pairs_ = std::is_same<C, Int4ByInt8>::value && has_few_rows(p) && Int4Pairs::serves(p, runs_);
+    if constexpr (kHasPlanes) {
+      in_planes_ = has_few_rows(p) && Planes<C>::serves(p);
+      in_fixed_ = has_few_rows(p) && (FixedPlanes<C, false>::serves(p) || FixedPlanes<C, true>::serves(p));
+      if (in_planes_ || in_fixed_) plane_groups_ = Planes<C>::groups_of(p);
+    }
+  }
+
+  bool run() {
+    const int64_t chunk = min64(p_.M, kChunk);
+    x_.stride = units_ * kUnit * C::X_BYTES + 64;
+    // segments | packed rows | groups of runs | sums | row scales
+    const int64_t segment_bytes = ceil_div(chunk * static_cast<int64_t>(sizeof(Segment)), 64) * 64;
+    const int64_t rows_bytes = chunk * x_.stride;
+    const int64_t run_bytes = runs_.count * 8, sums = C::INTEGER ? chunk * (runs_.count * 8 + p_.groups) : 0;
+    char* memory = static_cast<char*>(
+        thread_scratch(0, static_cast<size_t>(segment_bytes + rows_bytes + run_bytes + sums * 4 + chunk * 4)));
+    if (memory == nullptr) return false;
+    segments_ = reinterpret_cast<Segment*>(memory);
+    x_.rows = memory + segment_bytes;
+    int32_t* groups = reinterpret_cast<int32_t*>(x_.rows + rows_bytes);
+    runs_.groups = groups;
+    x_.half_sums = groups + 2 * runs_.count;
+    x_.group_sums = x_.half_sums + (C::INTEGER ? chunk * runs_.count * 8 : 0);
+    x_.most_rows = chunk;
+    x_.scales = reinterpret_cast<float*>(x_.half_sums + sums);
+    for (int64_t half = 0; half < 2 * runs_.count; ++half)
+      groups[half] = static_cast<int32_t>(group_of(half / 2 * runs_.length * kUnit + half % 2 * kUnit / 2));
+    for (int64_t first = 0; first < p_.M; first += kChunk) {
+      const int64_t count = min64(kChunk, p_.M - first);
+      if (!pack(first, count)) {
+        if (!in_fixed_) return false;
+        in_fixed_ = false;  // x is not finite
+        if (!pack(first, count)) return false;
+      }
+      if (!multiply(first, count)) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kChunk = 240;  // rows of x that are packed at once
+  static constexpr int64_t kStreamed = 64;  // rows of the weight that a task streams
+#ifdef HFQ_DOT_BYTES
+  static constexpr bool kStreams = !C::INTEGER;  // and nothing else
+#else
+  static constexpr bool kStreams = false;
+#endif
+  static constexpr bool kHasPlanes = !C::INTEGER && (L::BYTES <= 16 || kStreams);  // at most 4 bits a code, or integers
+  static constexpr int64_t kMostPlanes = 4;
+
+  int64_t group_of(int64_t k) const { return p_.groups == 1 ? 0 : min64(k / p_.group_size, p_.groups - 1); }
+
+  bool pack(int64_t first, int64_t count) const {
+    std::atomic<bool> ok{true};
+    parallel_for(count, count * p_.K < (1 << 16) ? 1 : p_.threads, [&](int64_t i) {
+      char* natural = static_cast<char*>(thread_scratch(1, static_cast<size_t>(units_ * kUnit * 8)));
+      if (natural == nullptr) {
+        ok = false;
+        return;
+      }
+      const void* x = static_cast<const char*>(p_.x) + (first + i) * p_.x_stride * element_size(p_.x_dtype);
+      int dtype = p_.x_dtype;
+      if (p_.block != 0) {
+        float* values = reinterpret_cast<float*>(natural + units_ * kUnit * 4);
+        HFQ_SET::transform_row(x, dtype, p_.K, p_.diagonal, p_.block, values);
+        x = values;
+        dtype = F32;
+      }
+      x_.scales[i] = p_.row_scale == nullptr ? 1.0f : p_.row_scale[first + i];
+      if constexpr (C::INTEGER) {
+        int8_t* codes = reinterpret_cast<int8_t*>(natural);
+        if (dtype == INT8) {
+          memcpy(codes, x, static_cast<size_t>(p_.K));
+        } else {
+          x_.scales[i] = HFQ_SET::quantize_row(x, dtype, p_.K, p_.input_scale, codes);
+        }
+        memset(codes + p_.K, 0, static_cast<size_t>(units_ * kUnit - p_.K));
+        add_sums(codes, i);
+        using Element = typename std::conditional<C::X_BYTES == 1, int8_t, int16_t>::type;
+        if (in_pairs_) {
+          Int4Pairs::reorder(codes, units_, reinterpret_cast<int8_t*>(x_.rows + i * x_.stride));
+        } else {
+          reorder(codes, reinterpret_cast<Element*>(x_.rows + i * x_.stride));
+        }
+      } else {
+        float* values = reinterpret_cast<float*>(natural);
+        memset(values + (units_ - 1) * kUnit, 0, kUnit * 4);
+        load_floats(x, dtype, 0, p_.K, values);
+        float* to = reinterpret_cast<float*>(x_.rows + i * x_.stride);
+        if constexpr (kHasPlanes) {
+          if (in_fixed_) {
+            char* packed = reinterpret_cast<char*>(to);
+            const bool is_finite = p_.zero == nullptr ? FixedPlanes<C, false>::pack(p_, values, packed)
+                                                      : FixedPlanes<C, true>::pack(p_, values, packed);
+            if (!is_finite) ok = false;
+            return;
+          }
+          if (in_planes_) return Planes<C>::reorder(values, units_, to);
+        }
+        reorder(values, to);
+      }
+    });
+    return ok;
+  }
+
+  template <class From, class To>
+  void reorder(const From* values, To* to) const {
+    for (int64_t u = 0; u < units_; ++u, values += kUnit, to += kUnit)
+      for (int j = 0; j < kUnit; ++j) to[j] = values[from_[j]];
+  }
+
+  void add_sums(const int8_t* codes, int64_t i) const {
+    int32_t *halves = x_.half_sums + i * runs_.count * 8, *groups = x_.group_sums + i;
+    memset(halves, 0, static_cast<size_t>(runs_.count) * 32);
+    const int32_t factor = p_.zero == nullptr ? -C::OFFSET : -1;
+    for (int64_t g = 0; g < p_.groups; ++g) groups[g * x_.most_rows] = 0;
+    for (int64_t half = 0; half < 2 * units_; ++half) {
+      int32_t sum = 0;
+      const int64_t u = half / 2, of_run = u / runs_.length * 8 + half % 2 * 4;
+      for (int e = 0; e < 4; ++e) {
+        int32_t four = 0;
+        for (int j = 0; j < 4; ++j) four += codes[half * (kUnit / 2) + 4 * e + j];
+        sum += four;
+        // Large offsets are made up for where they arise, so that an element of a sum stays as small as what it means.
+        if (C::OFFSET == 128) halves[of_run + e] += factor * four;
+      }
+      if (C::OFFSET != 128) halves[in_pairs_ ? Int4Pairs::place_of_sum(u, runs_.length) : of_run] += factor * sum;
+      groups[group_of(half * (kUnit / 2)) * x_.most_rows] += factor * sum;
+    }
+  }
+
+  bool multiply(int64_t first, int64_t count) const {
+    const int64_t num_segments = split_by_experts(p_, first, count, segments_);
+    const int64_t rows = max64(kStreamed, Panel<C>::ROWS), panels = ceil_div(p_.N, rows);
+    std::atomic<bool> ok{true};
+    parallel_for(num_segments * panels, threads_of(p_, count, num_segments), [&](int64_t task) {
+      const Segment& s = segments_[task / panels];
+      const int64_t n = task % panels * rows, end = min64(n + rows, p_.N);
+      if (kStreams || s.count <= kStreamRows) {
+        if (!stream(s, first, n, end)) ok = false;
+      } else if constexpr (!kStreams) {
+        if (!panel(s, first, n, end)) ok = false;
+      }
+    });
+    return ok;
+  }
+
+  bool stream(const Segment& s, int64_t first, int64_t n, int64_t end) const {
+    // The scales of all rows are converted at once where a row of x needs no blocks, else row by row.
+    const bool at_once = s.count == 1 && p_.scale_rows == 1 && p_.scale_stride == p_.groups;
+    const int64_t num_scales = at_once ? (end - n) * p_.groups : p_.groups;
+    float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(2 * num_scales + 16) * 4));
+    if (memory == nullptr) return false;
+    const Weight weight = weight_of(s.expert);
+    float* floats = in_fixed_ && p_.zero != nullptr ? memory + num_scales + 8 : nullptr;  // zero points
+    if (at_once) {
+      const int64_t first_scale = scale_of_row(p_, weight, n);
+      load_floats(p_.scale, p_.scale_dtype, first_scale, num_scales, memory);
+      if (floats != nullptr) load_floats(p_.zero + first_scale, num_scales, floats);
+    }
+    float out[kStreamed][kStreamRows] = {};
+    // Several rows of x, or a long one, meet the rows block by block, so that they stay in the L1 cache.
+    PackedX x = x_;
+    const bool in_blocks = s.count > 1 || (!C::INTEGER && x.stride > kAloneX);
+    if (in_blocks) x.ahead = 2 * p_.row_bytes;
+    const int64_t fit = in_blocks ? kStreamedX / (s.count * C::V * 32) : units_;
+    const int64_t whole = max64(p_.groups == 1 ? 1 : runs_.length, in_planes_ || in_fixed_ ? kMostPlanes : 1);
+    const int64_t block = max64(fit / whole, 1) * whole;
+    for (int64_t u = 0; u < units_; u += block) {
+      const int64_t g = group_of(u * kUnit), groups = group_of((u + block) * kUnit - 1) - g + 1;
+      for (int64_t row = n; row < end; ++row) {
+        const int64_t first_scale = scale_of_row(p_, weight, row);
+        const int64_t own = at_once ? (row - n) * p_.groups : 0;
+        const float *scales = memory + own, *own_zeros = floats + own;
+        if (!at_once) {
+          load_floats(p_.scale, p_.scale_dtype, first_scale + g, groups, memory + g);
+          if (floats != nullptr) load_floats(p_.zero + first_scale + g, groups, floats + g);
+          // The CPU does not foresee that scales are read block by block.
+          const int64_t element = element_size(p_.scale_dtype);
+          const char* ahead = static_cast<const char*>(p_.scale) + (first_scale + g + 8 * p_.scale_stride) * element;
+          for (int64_t at = 0; at < groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
+        }
+        const uint8_t* zeros = p_.zero == nullptr ? nullptr : p_.zero + first_scale;
+        const uint8_t* codes = weight.qdata + row * p_.row_bytes;
+        const int64_t until = min64(u + block, units_);
+        if constexpr (kHasPlanes) {
+          if (in_fixed_ && zeros == nullptr) {
+            const FixedPlanes<C, false> fixed{p_, plane_groups_, x, codes, scales, nullptr};
+            run_rows(fixed, s.first, s.count, u, until, out[row - n]);
+            continue;
+          }
+          if (in_fixed_) {
+            const FixedPlanes<C, true> fixed{p_, plane_groups_, x, codes, scales, own_zeros};
+            run_rows(fixed, s.first, s.count, u, until, out[row - n]);
+            continue;
+          }
+          if (in_planes_) {
+            run_rows(Planes<C>{p_, c_, plane_groups_, x, codes, scales}, s.first, s.count, u, until, out[row - n]);
+            continue;
+          }
+        }
+        if (in_pairs_) {
+          run_rows(Int4Pairs{p_, runs_, x, codes, scales}, s.first, s.count, u, until, out[row - n]);
+        } else {
+          run_rows(Stream<C>{p_, c_, runs_, x, codes, scales, zeros}, s.first, s.count, u, until, out[row - n]);
+        }
+      }
+    }
+    store(s, first, n, end, weight, out);
+    return true;
+  }
+
+  // Sums of rows n..end of the weight, scaled by what is left, to y.
+  void store(const Segment& s, int64_t first, int64_t n, int64_t end, const Weight& weight,
+             const float (*out)[kStreamRows]) const {
+    const int64_t count = end - n;
+    const bool sums = C::INTEGER && p_.groups == 1;
+    float added[kStreamed], scale[kStreamed], y[kStreamed];
+    for (int64_t r = 0; r < count; ++r) added[r] = bias(s, n + r);
+    for (int64_t r = 0; sums && r < count; ++r)
+      scale[r] = load_as_float(p_.scale, p_.scale_dtype, scale_of_row(p_, weight, n + r));
+    for (int64_t i = 0; i < s.count; ++i) {
+      const float factor = global(s) * x_.scales[s.first + i];
+      if (sums) {  // exact, as long as K <= 65536
+        for (int64_t r = 0; r < count; ++r)
+          y[r] = static_cast<float>(static_cast<int32_t>(float_to_bits(out[r][i]))) * scale[r] * factor + added[r];
+      } else {
+        for (int64_t r = 0; r < count; ++r) y[r] = out[r][i] * factor + added[r];
+      }
+      store_floats(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + n, count, y);
+    }
+  }
+
+  bool panel(const Segment& s, int64_t first, int64_t n, int64_t end) const {
+    char* memory = static_cast<char*>(thread_scratch(2, Panel<C>::scratch_bytes(s.count)));
+    if (memory == nullptr) return false;
+    const Weight weight = weight_of(s.expert);
+    Panel<C> panel(p_, c_, weight, x_);
+    for (; n < end; n += Panel<C>::ROWS) {
+      const float* y = panel.run(n, s.first, s.count, memory);
+      const int64_t rows = min64(Panel<C>::ROWS, end - n);
+      float added[Panel<C>::ROWS], out[Panel<C>::ROWS];
+      for (int64_t r = 0; r < rows; ++r) added[r] = bias(s, n + r);
+      for (int64_t i = 0; i < s.count; ++i) {
+        const float factor = global(s) * x_.scales[s.first + i];
+        for (int64_t r = 0; r < rows; ++r) out[r] = y[i * Panel<C>::ROWS + r] * factor + added[r];
+        store_floats(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + n, rows, out);
+      }
+    }
+    return true;
+  }
+
+  Weight weight_of(int64_t expert) const {
+    return {p_.qdata + expert * p_.expert_qdata, expert * p_.expert_scale};
+  }
+  float global(const Segment& s) const { return p_.global_scale == nullptr ? 1.0f : p_.global_scale[s.expert]; }
+  float bias(const Segment& s, int64_t n) const {
+    return p_.bias == nullptr ? 0.0f : load_as_float(p_.bias, p_.bias_dtype, s.expert * p_.expert_bias + n);
+  }
+
+  const Product& p_;
+  const C c_;
+  const int64_t units_;
+  Runs runs_{};
+  PackedX x_{};
+  Segment* segments_ = nullptr;
+  PlaneGroups plane_groups_;
+  bool in_pairs_, in_planes_ = false, in_fixed_ = false;
+  uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
+};
+
+}  // namespace HFQ_AVX2
+}  // namespace hfq

@@ -1,0 +1,31 @@
+// AVX2 with dot products of bytes: the same products, those of integers in a third of the instructions. Everything that
+// has no products of integers is AVX2's.
+#pragma once
+
+#include "portable.h"
+
+#include "avx2_matmul.h"
+
+namespace hfq {
+namespace HFQ_AVX2 {
+
+template <class C>
+static bool multiply_by_f32(const Product& p) {
+  const bool is_fixed = FixedPlanes<C, false>::serves(p) || FixedPlanes<C, true>::serves(p);
+  return has_few_rows(p) && is_fixed ? Matmul<C>(p).run() : kAvx2.matmul(p);
+}
+
+static bool matmul(const Product& p) {
+  if (p.compute == BY_INT8) return p.layout == PACKED4 ? Matmul<Int4ByInt8>(p).run() : Matmul<Int8ByInt8>(p).run();
+  switch (p.layout) {
+    case PACKED2: return multiply_by_f32<ByF32<Levels<Packed2>>>(p);
+    case PACKED3: return multiply_by_f32<ByF32<Levels<Packed3>>>(p);
+    case PACKED4: return multiply_by_f32<ByF32<Levels<Packed4>>>(p);
+    case PACKED6:
+    case BYTES_FLOAT: return kAvx2.matmul(p);
+    default: return multiply_by_f32<ByF32<Integers>>(p);
+  }
+}
+
+}  // namespace HFQ_AVX2
+}  // namespace hfq
