@@ -112,12 +112,8 @@ class Matmul {
         }
         memset(codes + p_.K, 0, static_cast<size_t>(units_ * kUnit - p_.K));
         add_sums(codes, i);
-        using Element = typename std::conditional<C::X_BYTES == 1, int8_t, int16_t>::type;
-        if (in_pairs_) {
-          Int4Pairs::reorder(codes, units_, reinterpret_cast<int8_t*>(x_.rows + i * x_.stride));
-        } else {
-          reorder(codes, reinterpret_cast<Element*>(x_.rows + i * x_.stride));
-        }
+        char* to = x_.rows + i * x_.stride;
+        in_pairs_ ? Int4Pairs::reorder(codes, units_, to) : reorder(codes, to);
       } else {
         float* values = reinterpret_cast<float*>(natural);
         memset(values + (units_ - 1) * kUnit, 0, kUnit * 4);
@@ -139,29 +135,61 @@ class Matmul {
     return ok;
   }
 
-  template <class From, class To>
-  void reorder(const From* values, To* to) const {
+  void reorder(const float* values, float* to) const {
     for (int64_t u = 0; u < units_; ++u, values += kUnit, to += kUnit)
       for (int j = 0; j < kUnit; ++j) to[j] = values[from_[j]];
+  }
+
+  // The same of bytes: those of packed x come from the same half, and those of 16 bits are sorted as the codes are.
+  void reorder(const int8_t* codes, char* to) const {
+    const __m256i from = _mm256_and_si256(load_vector(from_), _mm256_set1_epi8(15));
+    for (int64_t u = 0; u < units_; ++u, codes += kUnit, to += kUnit * C::X_BYTES) {
+      __m256i packed[C::X_BYTES];
+      if constexpr (C::X_BYTES == 1) {
+        packed[0] = _mm256_shuffle_epi8(load_vector(codes), from);
+      } else {
+        C::values(load_vector(codes), {}, packed);
+      }
+      memcpy(to, packed, sizeof packed);
+    }
   }
 
   void add_sums(const int8_t* codes, int64_t i) const {
     int32_t *halves = x_.half_sums + i * runs_.count * 8, *groups = x_.group_sums + i;
     memset(halves, 0, static_cast<size_t>(runs_.count) * 32);
-    const int32_t factor = p_.zero == nullptr ? -C::OFFSET : -1;
     for (int64_t g = 0; g < p_.groups; ++g) groups[g * x_.most_rows] = 0;
-    for (int64_t half = 0; half < 2 * units_; ++half) {
-      int32_t sum = 0;
-      const int64_t u = half / 2, of_run = u / runs_.length * 8 + half % 2 * 4;
-      for (int e = 0; e < 4; ++e) {
-        int32_t four = 0;
-        for (int j = 0; j < 4; ++j) four += codes[half * (kUnit / 2) + 4 * e + j];
-        sum += four;
-        // Large offsets are made up for where they arise, so that an element of a sum stays as small as what it means.
-        if (C::OFFSET == 128) halves[of_run + e] += factor * four;
+    const __m256i factor = _mm256_set1_epi16(static_cast<int16_t>(p_.zero == nullptr ? -C::OFFSET : -1));
+    int64_t next_group = p_.groups == 1 ? p_.K : p_.group_size, last_groups = p_.groups - 1;
+    for (int64_t u = 0, in_run = 0; u < units_; ++u) {
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load_vector(codes + u * kUnit));
+      const __m256i fours = _mm256_madd_epi16(pairs, factor);
+      alignas(32) int32_t sums[8];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(sums), fours);
+      const int32_t half[2] = {sums[0] + sums[1] + sums[2] + sums[3], sums[4] + sums[5] + sums[6] + sums[7]};
+      for (int h = 0; h < 2; ++h) {
+        if (u * kUnit + h * kUnit / 2 >= next_group && last_groups > 0) {
+          groups += x_.most_rows;
+          next_group += p_.group_size;
+          --last_groups;
+        }
+        *groups += half[h];
       }
-      if (C::OFFSET != 128) halves[in_pairs_ ? Int4Pairs::place_of_sum(u, runs_.length) : of_run] += factor * sum;
-      groups[group_of(half * (kUnit / 2)) * x_.most_rows] += factor * sum;
+      if (in_pairs_) {
+        halves[Int4Pairs::place_of_sum(u, runs_.length)] += half[0] + half[1];
+        continue;
+      }
+      if (C::OFFSET == 128) {
+        // A large offset is made up for where it arises: an element of a sum stays as small as what it means.
+        __m256i* own = reinterpret_cast<__m256i*>(halves);
+        _mm256_storeu_si256(own, _mm256_add_epi32(_mm256_loadu_si256(own), fours));
+      } else {
+        halves[0] += half[0];
+        halves[4] += half[1];
+      }
+      if (++in_run == runs_.length) {
+        in_run = 0;
+        halves += 8;
+      }
     }
   }
 

@@ -61,12 +61,17 @@ struct Int4Pairs {
     const bool is_whole = p.K % (max64(2, runs.length) * kUnit) == 0;
     return p.groups > 1 && runs.aligned && is_short && is_whole && p.zero == nullptr;
   }
-  static void reorder(const int8_t* values, int64_t units, int8_t* to) {
-    for (int64_t u = 0; u < units; u += 2, values += 2 * kUnit, to += 2 * kUnit)
-      for (int j = 0; j < kUnit; ++j) {
-        to[j] = values[2 * j];
-        to[kUnit + j] = values[2 * j + 1];
-      }
+  static void reorder(const int8_t* values, int64_t units, char* to) {
+    const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,  //
+                                           0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    for (int64_t u = 0; u < units; u += 2, values += 2 * kUnit, to += 2 * kUnit) {
+      __m256i unit[2];  // the even columns of each, then its odd ones
+      for (int i = 0; i < 2; ++i)
+        unit[i] = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(load_vector(values + i * kUnit), apart), 0xD8);
+      const __m256i packed[2] = {_mm256_permute2x128_si256(unit[0], unit[1], 0x20),
+                                 _mm256_permute2x128_si256(unit[0], unit[1], 0x31)};
+      memcpy(to, packed, sizeof packed);
+    }
   }
   // Where the sum of a unit of x goes among the half sums: units of one group are added up.
   static int64_t place_of_sum(int64_t u, int64_t length) {
