@@ -123,6 +123,13 @@ HFQ_INLINE float reduce(__m256 v) {
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
+// Four of them, each added up in the same order.
+HFQ_INLINE __m128 reduce(__m256 a, __m256 b, __m256 c, __m256 d) {
+  auto halves = [](__m256 v) HFQ_LAMBDA { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); };
+  auto quarters = [](__m128 v, __m128 w) HFQ_LAMBDA { return _mm_add_ps(_mm_movelh_ps(v, w), _mm_movehl_ps(w, v)); };
+  return _mm_hadd_ps(quarters(halves(a), halves(b)), quarters(halves(c), halves(d)));
+}
+
 HFQ_INLINE int32_t reduce(__m256i v) {
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));

@@ -230,9 +230,18 @@ class Matmul {
     const int64_t fit = in_blocks ? kStreamedX / (s.count * C::V * 32) : units_;
     const int64_t whole = max64(p_.groups == 1 ? 1 : runs_.length, in_planes_ || in_fixed_ ? kMostPlanes : 1);
     const int64_t block = max64(fit / whole, 1) * whole;
+    int64_t begin = n;
+    if (in_pairs_ && at_once) {  // four rows of the weight share what is read of x
+      x.ahead = max64(kAhead, 4 * p_.row_bytes);
+      for (; begin + 4 <= end; begin += 4) {
+        const uint8_t* codes = weight.qdata + begin * p_.row_bytes;
+        const Int4Pairs pairs{p_, runs_, x, codes, memory + (begin - n) * p_.groups};
+        pairs.template run<4, 1>(s.first, 0, units_, out[begin - n], kStreamRows);
+      }
+    }
     for (int64_t u = 0; u < units_; u += block) {
       const int64_t g = group_of(u * kUnit), groups = group_of((u + block) * kUnit - 1) - g + 1;
-      for (int64_t row = n; row < end; ++row) {
+      for (int64_t row = begin; row < end; ++row) {
         const int64_t first_scale = scale_of_row(p_, weight, row);
         const int64_t own = at_once ? (row - n) * p_.groups : 0;
         const float *scales = memory + own, *own_zeros = floats + own;

@@ -78,9 +78,10 @@ struct Int4Pairs {
     return length == 1 ? u / 2 * 8 + u % 2 * 4 : u / length * 8;
   }
 
-  // As `Stream::run`.
-  template <int MB, int LENGTH>
-  void run(int64_t first, int64_t u, int64_t end, float* out) const {
+  // As `Stream::run`, of R rows of the weight, which follow each other as their scales do; `out` of each is `room` on.
+  template <int R, int MB, int LENGTH>
+  void run(int64_t first, int64_t u, int64_t end, float* out, int64_t room) const {
+    static_assert(R == 1 || MB == 1, "not enough registers");
     constexpr int PAIRS = LENGTH > 2 ? LENGTH / 2 : 1;
     const uint8_t* from = row + u * 16;
     const char* from_x = x.rows + first * x.stride + u * kUnit;
@@ -88,49 +89,70 @@ struct Int4Pairs {
     const float* scale = scales + u / LENGTH;
     const __m256i low = _mm256_set1_epi8(15);
     const __m256i twice = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
-    __m256 y[MB];
+    __m256 y[R][MB];
 #pragma GCC unroll 4
-    for (int i = 0; i < MB; ++i) y[i] = _mm256_setzero_ps();
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < MB; ++i) y[r][i] = _mm256_setzero_ps();
     for (; u < end; u += 2 * PAIRS, sums += 8, scale += LENGTH == 1 ? 2 : 1) {
-      __m256i part[MB];  // of 16 bits, or with dot products of bytes of 32
+      __m256i part[R][MB];  // of 16 bits, or with dot products of bytes of 32
 #pragma GCC unroll 2
       for (int pair = 0; pair < PAIRS; ++pair, from += 32, from_x += 2 * kUnit) {
-        prefetch_codes(from + x.ahead);
-        const __m256i codes = load_vector(from);
-        const __m256i even = _mm256_and_si256(codes, low), odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
 #pragma GCC unroll 4
-        for (int i = 0; i < MB; ++i) {
-          const __m256i of_even = load_vector(from_x + i * x.stride), of_odd = load_vector(from_x + i * x.stride + kUnit);
+        for (int r = 0; r < R; ++r) {
+          prefetch_codes(from + r * p.row_bytes + x.ahead);
+          const __m256i codes = load_vector(from + r * p.row_bytes);
+          const __m256i even = _mm256_and_si256(codes, low), odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
+#pragma GCC unroll 4
+          for (int i = 0; i < MB; ++i) {
+            const char* of_row = from_x + i * x.stride;
 #ifdef HFQ_DOT_BYTES
-          if (pair == 0) part[i] = load_vector(sums + i * runs.count * 8);
-          part[i] = dot_bytes(dot_bytes(part[i], even, of_even), odd, of_odd);
+            if (pair == 0) part[r][i] = load_vector(sums + i * runs.count * 8);
+            part[r][i] = dot_bytes(dot_bytes(part[r][i], even, load_vector(of_row)), odd, load_vector(of_row + kUnit));
 #else
-          const __m256i own = _mm256_add_epi16(_mm256_maddubs_epi16(even, of_even), _mm256_maddubs_epi16(odd, of_odd));
-          part[i] = pair == 0 ? own : _mm256_add_epi16(part[i], own);
+            const __m256i own = _mm256_add_epi16(_mm256_maddubs_epi16(even, load_vector(of_row)),
+                                                 _mm256_maddubs_epi16(odd, load_vector(of_row + kUnit)));
+            part[r][i] = pair == 0 ? own : _mm256_add_epi16(part[r][i], own);
 #endif
+          }
         }
       }
-      const __m256 two = _mm256_castsi256_ps(_mm256_set1_epi64x(load<int64_t>(scale, 0)));
-      const __m256 factor = LENGTH == 1 ? _mm256_permutevar8x32_ps(two, twice) : _mm256_broadcast_ss(scale);
 #pragma GCC unroll 4
-      for (int i = 0; i < MB; ++i) {
+      for (int r = 0; r < R; ++r) {
+        const float* own = scale + r * p.groups;
+        const __m256 two = _mm256_castsi256_ps(_mm256_set1_epi64x(load<int64_t>(own, 0)));
+        const __m256 factor = LENGTH == 1 ? _mm256_permutevar8x32_ps(two, twice) : _mm256_broadcast_ss(own);
+#pragma GCC unroll 4
+        for (int i = 0; i < MB; ++i) {
+          __m256i sum = part[r][i];
 #ifndef HFQ_DOT_BYTES
-        part[i] = _mm256_add_epi32(_mm256_madd_epi16(part[i], _mm256_set1_epi16(1)), load_vector(sums + i * runs.count * 8));
+          sum = _mm256_add_epi32(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)), load_vector(sums + i * runs.count * 8));
 #endif
-        y[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[i]), factor, y[i]);
+          y[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), factor, y[r][i]);
+        }
       }
     }
+    if constexpr (R == 4) {
+      alignas(16) float four[4];
+      _mm_store_ps(four, reduce(y[0][0], y[1][0], y[2][0], y[3][0]));
+      for (int r = 0; r < 4; ++r) out[r * room] += four[r];
+    } else {
 #pragma GCC unroll 4
-    for (int i = 0; i < MB; ++i) out[i] += reduce(y[i]);
+      for (int i = 0; i < MB; ++i) out[i] += reduce(y[0][i]);
+    }
   }
 
+  template <int R, int MB>
+  void run(int64_t first, int64_t u, int64_t end, float* out, int64_t room) const {
+    switch (runs.length) {
+      case 1: return run<R, MB, 1>(first, u, end, out, room);
+      case 2: return run<R, MB, 2>(first, u, end, out, room);
+      default: return run<R, MB, 4>(first, u, end, out, room);
+    }
+  }
   template <int MB>
   void run(int64_t first, int64_t u, int64_t end, float* out) const {
-    switch (runs.length) {
-      case 1: return run<MB, 1>(first, u, end, out);
-      case 2: return run<MB, 2>(first, u, end, out);
-      default: return run<MB, 4>(first, u, end, out);
-    }
+    run<1, MB>(first, u, end, out, 0);
   }
 };
 
