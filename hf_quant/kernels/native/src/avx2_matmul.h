@@ -231,12 +231,19 @@ class Matmul {
     const int64_t whole = max64(p_.groups == 1 ? 1 : runs_.length, in_planes_ || in_fixed_ ? kMostPlanes : 1);
     const int64_t block = max64(fit / whole, 1) * whole;
     int64_t begin = n;
-    if (in_pairs_ && at_once) {  // four rows of the weight share what is read of x
+    if ((in_pairs_ || in_fixed_) && at_once && !in_blocks) {  // four rows of the weight share what is read of x
       x.ahead = max64(kAhead, 4 * p_.row_bytes);
       for (; begin + 4 <= end; begin += 4) {
         const uint8_t* codes = weight.qdata + begin * p_.row_bytes;
-        const Int4Pairs pairs{p_, runs_, x, codes, memory + (begin - n) * p_.groups};
-        pairs.template run<4, 1>(s.first, 0, units_, out[begin - n], kStreamRows);
+        const int64_t own = (begin - n) * p_.groups;
+        auto run = [&](const auto& rows) { rows.template run<4, 1>(s.first, 0, units_, out[begin - n], kStreamRows); };
+        if constexpr (!kHasPlanes) {
+          run(Int4Pairs{p_, runs_, x, codes, memory + own});
+        } else if (floats == nullptr) {
+          run(FixedPlanes<C, false>{p_, plane_groups_, x, codes, memory + own, nullptr});
+        } else {
+          run(FixedPlanes<C, true>{p_, plane_groups_, x, codes, memory + own, floats + own});
+        }
       }
     }
     for (int64_t u = 0; u < units_; u += block) {

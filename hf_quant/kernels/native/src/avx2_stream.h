@@ -46,6 +46,20 @@ static inline void run_rows(const Row& row, int64_t first, int64_t count, int64_
   }
 }
 
+// Adds what was summed up for R rows of the weight and MB of x, one of which is 1, to out[r * room + i].
+template <int R, int MB>
+HFQ_INLINE void add_rows(const __m256 (&y)[R][MB], float* out, int64_t room) {
+  static_assert(R == 4 ? MB == 1 : R == 1, "not enough registers");
+  if constexpr (R == 4) {
+    alignas(16) float four[4];
+    _mm_store_ps(four, reduce(y[0][0], y[1][0], y[2][0], y[3][0]));
+    for (int r = 0; r < 4; ++r) out[r * room] += four[r];
+  } else {
+#pragma GCC unroll 4
+    for (int i = 0; i < MB; ++i) out[i] += reduce(y[0][i]);
+  }
+}
+
 // Codes of 4 bits without zero points, in groups of 32, 64 or 128 columns, with integer x: two units at a time, the
 // first in the lower half of a vector. A byte has two neighbours, so that x lies with the even columns of both units
 // before the odd ones. That takes half as many instructions for a weight as a unit at a time.
@@ -81,7 +95,6 @@ struct Int4Pairs {
   // As `Stream::run`, of R rows of the weight, which follow each other as their scales do; `out` of each is `room` on.
   template <int R, int MB, int LENGTH>
   void run(int64_t first, int64_t u, int64_t end, float* out, int64_t room) const {
-    static_assert(R == 1 || MB == 1, "not enough registers");
     constexpr int PAIRS = LENGTH > 2 ? LENGTH / 2 : 1;
     const uint8_t* from = row + u * 16;
     const char* from_x = x.rows + first * x.stride + u * kUnit;
@@ -132,14 +145,7 @@ struct Int4Pairs {
         }
       }
     }
-    if constexpr (R == 4) {
-      alignas(16) float four[4];
-      _mm_store_ps(four, reduce(y[0][0], y[1][0], y[2][0], y[3][0]));
-      for (int r = 0; r < 4; ++r) out[r * room] += four[r];
-    } else {
-#pragma GCC unroll 4
-      for (int i = 0; i < MB; ++i) out[i] += reduce(y[0][i]);
-    }
+    add_rows<R, MB>(y, out, room);
   }
 
   template <int R, int MB>
@@ -347,41 +353,53 @@ struct FixedPlanes {
 #endif
   }
 
-  // As `Stream::run`.
-  template <int MB>
-  void run(int64_t first, int64_t u, int64_t end, float* out) const {
+  // As `Int4Pairs::run`.
+  template <int R, int MB>
+  void run(int64_t first, int64_t u, int64_t end, float* out, int64_t room) const {
     const uint8_t* from = row + u * L::BYTES;
     const char* from_x = x.rows + first * x.stride + u / UNITS * BYTES;
     const int64_t g = u == 0 ? 0 : u * kUnit / groups.size;
     const float *scale = scales + g, *zero = ASYMMETRIC ? zeros + g : nullptr;
     const __m256i places = load_vector(groups.sums);
-    __m256 y[MB];
+    auto of_groups = [&](const float* of_row) HFQ_LAMBDA {
+      return _mm256_permutevar8x32_ps(_mm256_loadu_ps(of_row), places);
+    };
+    __m256 y[R][MB];
 #pragma GCC unroll 4
-    for (int i = 0; i < MB; ++i) y[i] = _mm256_setzero_ps();
-    for (; u < end; scale += groups.count) {
-      const __m256 factor = _mm256_permutevar8x32_ps(_mm256_loadu_ps(scale), places);
-      __m256 of_zero = _mm256_setzero_ps();
-      if constexpr (ASYMMETRIC) {
-        of_zero = _mm256_permutevar8x32_ps(_mm256_loadu_ps(zero), places);
-        zero += groups.count;
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < MB; ++i) y[r][i] = _mm256_setzero_ps();
+    for (; u < end; scale += groups.count, zero += ASYMMETRIC ? groups.count : 0) {
+      __m256 factor[R], of_zero[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        factor[r] = of_groups(scale + r * p.groups);
+        if constexpr (ASYMMETRIC) of_zero[r] = of_groups(zero + r * p.groups);
       }
       for (int64_t step = 0; step < groups.steps && u < end; ++step, u += UNITS, from += UNITS * L::BYTES) {
-        prefetch_codes(from + x.ahead);
-        __m256i planes[UNITS];
-        L::planes(from, planes);
-        if (UNITS == 1) planes[0] = unsigned_codes<L>(planes[0]);
 #pragma GCC unroll 4
-        for (int i = 0; i < MB; ++i) {
-          const char* own = from_x + i * x.stride;
-          const __m256 sum = dot(planes, own, of_zero);
-          const __m256 unit = _mm256_loadu_ps(reinterpret_cast<const float*>(own + SCALES));
-          y[i] = _mm256_fmadd_ps(sum, _mm256_mul_ps(unit, factor), y[i]);
+        for (int r = 0; r < R; ++r) {
+          const uint8_t* codes = from + r * p.row_bytes;
+          prefetch_codes(codes + x.ahead);
+          __m256i planes[UNITS];
+          L::planes(codes, planes);
+          if (UNITS == 1) planes[0] = unsigned_codes<L>(planes[0]);
+#pragma GCC unroll 4
+          for (int i = 0; i < MB; ++i) {
+            const char* own = from_x + i * x.stride;
+            const __m256 sum = dot(planes, own, of_zero[r]);
+            const __m256 unit = _mm256_loadu_ps(reinterpret_cast<const float*>(own + SCALES));
+            y[r][i] = _mm256_fmadd_ps(sum, _mm256_mul_ps(unit, factor[r]), y[r][i]);
+          }
         }
         from_x += BYTES;
       }
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < MB; ++i) out[i] += reduce(y[i]);
+    add_rows<R, MB>(y, out, room);
+  }
+  template <int MB>
+  void run(int64_t first, int64_t u, int64_t end, float* out) const {
+    run<1, MB>(first, u, end, out, 0);
   }
 };
 
