@@ -167,8 +167,10 @@ static inline void load_floats(const void* base, int dtype, int64_t first, int64
 // Bytes without a sign.
 static inline void load_floats(const uint8_t* from, int64_t count, float* to) {
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i)))));
+  for (; i + 8 <= count; i += 8) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i)));
+    _mm256_storeu_ps(to + i, _mm256_cvtepi32_ps(bytes));
+  }
   for (; i < count; ++i) to[i] = from[i];
 }
 

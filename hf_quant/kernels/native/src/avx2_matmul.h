@@ -1,5 +1,5 @@
-// The products of one instruction set with vectors of 256 bits: rows of x are packed, few stream rows of codes, many meet
-// panels of them.
+// The products of one instruction set with vectors of 256 bits: rows of x are packed, few of them meet codes as they
+// stream through, many meet panels of codes.
 #pragma once
 
 #include <atomic>

@@ -2,7 +2,7 @@
 // hold, and multiplied from there by a tile of up to six rows of x at a time.
 #pragma once
 
-#include "avx2_stream.h"
+#include "avx2_planes.h"
 
 namespace hfq {
 namespace HFQ_AVX2 {

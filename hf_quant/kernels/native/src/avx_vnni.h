@@ -1,5 +1,5 @@
-// AVX2 with dot products of bytes: the same products, those of integers in a third of the instructions. Everything that
-// has no products of integers is AVX2's.
+// AVX2 with dot products of bytes: the same products, with those of integers in a third of the instructions. What has no
+// products of integers is AVX2's.
 #pragma once
 
 #include "portable.h"
