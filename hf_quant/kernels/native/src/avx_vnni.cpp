@@ -1,5 +1,5 @@
 // AVX-VNNI: Intel's CPUs from Alder Lake on, those without AVX-512 included.
-#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 11)
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 11)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,avxvnni"))), apply_to = function)
 #else
