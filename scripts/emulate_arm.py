@@ -49,7 +49,7 @@ def build(compiler: list[str], folder: Path) -> str | None:
         done = subprocess.run([*compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
         return done.stderr if done.returncode != 0 else ""
 
-    sources = [*(SOURCES / f"{name}.cpp" for name in ("neon", "portable", "parallel")), DRIVER]
+    sources = [*(SOURCES / f"{name}.cpp" for name in ("neon", "portable", "parallel", "sets")), DRIVER]
     commands = [[*FLAGS, *DEFINES.get(s.stem, ()), "-c", s, "-o", folder / f"{s.stem}.o"] for s in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         errors = "".join(pool.map(run, commands))
