@@ -251,7 +251,7 @@ class Matmul {
       for (int64_t row = begin; row < end; ++row) {
         const int64_t first_scale = scale_of_row(p_, weight, row);
         const int64_t own = at_once ? (row - n) * p_.groups : 0;
-        const float *scales = memory + own, *own_zeros = floats + own;
+        const float *scales = memory + own, *own_zeros = floats == nullptr ? nullptr : floats + own;
         if (!at_once) {
           load_floats(p_.scale, p_.scale_dtype, first_scale + g, groups, memory + g);
           if (floats != nullptr) load_floats(p_.zero + first_scale + g, groups, floats + g);
