@@ -61,6 +61,7 @@ class WeightView(torch.Tensor):
 class WeightProxy(torch.Tensor):
     """Stand-in for a quantized weight of `module`; see the module docstring."""
 
+    is_view = False  # True for a part of a weight, or a transposed one
     # transformers draws random values for tensors without this mark; a parent's `_init_weights` reaches into children.
     _is_hf_initialized = True
 
@@ -94,11 +95,13 @@ class WeightProxy(torch.Tensor):
 
     # `weight.data += delta` (PEFT's merge) reads `.data`, adds out of place and assigns `.data`.
     @property
-    def data(self) -> "WeightProxy":
-        return type(self)(self.module, self.name_in_module, is_data=True)
+    def data(self) -> Tensor:
+        return self.dequantize() if self.is_view else type(self)(self.module, self.name_in_module, is_data=True)
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if self.is_view:
+            raise ValueError("this is a view of a quantized weight, which takes no values: assign to the whole weight")
         self.module.requantize_weight_(self.name_in_module, value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -124,11 +127,6 @@ class WeightProxy(torch.Tensor):
                 f"this weight is stored as {args[0].module.scheme} and cannot be trained: train an adapter of its "
                 "layer, or dequantize_ the model first"
             )
-        # Code that bypasses the module's forward (nn.MultiheadAttention, custom subclasses) still meets the kernels.
-        if func is F.linear:
-            x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias") if k in kwargs), None)[:3]
-            if isinstance(weight, cls) and not isinstance(x, cls) and hasattr(weight.module, "linear"):
-                return weight.module.linear(x, bias)
         if func is F.embedding and len(args) == 2 and isinstance(args[1], cls) and hasattr(args[1].module, "look_up"):
             return args[1].module.look_up(args[0])
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors, not proxies
@@ -146,5 +144,5 @@ class WeightProxy(torch.Tensor):
             if isinstance(argument, cls) and schema.alias_info is not None and schema.alias_info.is_write
         ]
         for proxy, value in written:
-            proxy.module.requantize_weight_(proxy.name_in_module, value)
+            proxy.data = value
         return args[0] if written and result is written[0][1] else result

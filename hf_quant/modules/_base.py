@@ -341,7 +341,7 @@ class QuantizedModule(StaticInput, nn.Module):
     def _fits(self, name: str, proxy: WeightProxy) -> bool:
         """True if the codes behind a proxy can serve as codes of a weight of this module."""
         shape = proxy.module.matrix_shape(proxy.name_in_module)
-        return proxy.module.scheme == self.scheme and shape == self.matrix_shape(name)
+        return proxy.module.scheme == self.scheme and shape == self.matrix_shape(name) and not proxy.is_view
 
     def _load_from_state_dict(
         self,

@@ -18,6 +18,7 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.kernels import dequantize
 from hf_quant.modules._base import QuantizedModule, weight_property
 from hf_quant.modules._registry import derive_class
+from hf_quant.modules.packed_linear import EXCHANGES
 from hf_quant.modules.products import autocast, linear
 from hf_quant.modules.rotation import rotated_back
 from hf_quant.weight_proxy import WeightProxy
@@ -182,6 +183,7 @@ class MatrixProxy(WeightProxy):
     ) -> None:
         super().__init__(module, name, is_data)
         self.index, self.is_swapped = index, is_swapped
+        self.is_view = is_swapped or index is not None
         # torch's own `shape` and `dim()` come back to `__torch_function__`.
         self.sizes = tuple(module.weight_shape(name) if shape is None else shape)
 
@@ -248,7 +250,7 @@ def _view(func: Callable, proxy: MatrixProxy, args: tuple[Any, ...]) -> MatrixPr
         return proxy.part(index) if isinstance(index, int) and not isinstance(index, bool) else None
     dims = len(proxy.sizes)
     is_transpose = func in (Tensor.transpose, torch.transpose) and {d % dims for d in args} == {dims - 2, dims - 1}
-    if is_transpose or func == Tensor.mT.__get__ or (func in _EXCHANGES and dims == 2):
+    if is_transpose or func == Tensor.mT.__get__ or (func in EXCHANGES and dims == 2):
         return proxy.swapped()
     return proxy.stack(args) if func in (Tensor.view, Tensor.reshape) else None
 
@@ -291,7 +293,6 @@ def _grouped(x: Any, weight: Any, *, offs: Any = None, bias: Any = None, out_dty
     return weight.module.product(weight.name_in_module, x, offsets=offs.to(torch.int32))
 
 
-_EXCHANGES = (Tensor.t, torch.t, Tensor.T.__get__)
 _PRODUCTS: dict[Callable, Callable[..., Tensor | None]] = {
     F.linear: _linear,
     torch.matmul: _matmul,

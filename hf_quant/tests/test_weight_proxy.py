@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_quant import QuantizerConfig, QuantLinear, quantize_
 from hf_quant.testing import assert_close, assert_sqnr, sqnr
@@ -52,7 +53,9 @@ READS = {
     "detach and clone": lambda w: w.detach().clone(),
     "data": lambda w: w.data.clone(),
     "contiguous": lambda w: w.contiguous() + 0,
-    "transpose": lambda w: w.t(),
+    "transpose": lambda w: w.t() + 0,
+    "transpose by dims": lambda w: w.transpose(-1, 0) * 2,
+    "transpose twice": lambda w: w.T.mT - 1,
     "matmul": lambda w: torch.ones(3, 64) @ w.t(),
     "row": lambda w: w[5],
     "rows": lambda w: w[torch.tensor([1, 5])],
@@ -240,12 +243,40 @@ def test_gradients_reach_what_is_computed_with_it():
     assert_close(magnitude.grad, (weight * x.detach().sum(0)).sum(1, keepdim=True), rms=1e-5)
 
 
-def test_f_linear_with_it_is_the_layers_product():
-    layer = linear("W8A8")
+PRODUCTS = {
+    "F.linear": lambda x, w: F.linear(x, w),
+    "T": lambda x, w: x @ w.T,
+    "t": lambda x, w: torch.mm(x, w.t()),
+    "transpose": lambda x, w: torch.matmul(x, w.transpose(-1, -2)),
+    "of a transposed one": lambda x, w: F.linear(x, w.T.mT),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_a_product_with_it_is_the_layers(product):
+    layer, conv = quantize_(nn.Linear(64, 64, bias=False), "W8A8"), Conv1D(64, 64)
+    conv = quantize_(nn.Sequential(conv), "W8A8")[0]
     x = noise(3, 64)
     with torch.no_grad():
-        assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))
-        assert not torch.equal(layer(x), F.linear(x, layer.dequantize_weight(), layer.bias))
+        assert torch.equal(product(x, layer.weight), layer(x))
+        assert not torch.equal(layer(x), F.linear(x, layer.dequantize_weight()))
+        assert torch.equal(product(x, conv.weight.T), conv(x))  # it is stored [in, out]
+        assert torch.equal(product(x, conv.weight), product(x, conv.dequantize_weight()))
+
+
+def test_a_transposed_weight_is_a_view():
+    layer = quantize_(nn.Linear(64, 64), "int8")
+    view, codes = layer.weight.T, layer.qdata.clone()
+    assert view.shape == (64, 64) and torch.equal(view + 0, layer.dequantize_weight().T)
+    assert type(view.data) is Tensor and torch.equal(view.data, layer.dequantize_weight().T)
+    for write in (lambda: view.add_(1.0), lambda: view.__setitem__(0, 1.0), lambda: setattr(view, "data", view + 1)):
+        with pytest.raises(ValueError, match="view of a quantized weight"):
+            write()
+    assert torch.equal(layer.qdata, codes)
+    other = quantize_(nn.Linear(64, 64), "int8")
+    other.weight = view  # no tie
+    assert other.qdata is not layer.qdata
+    assert_sqnr(other.dequantize_weight(), layer.dequantize_weight().T, at_least=38, at_most=60)
 
 
 def test_copies_are_plain_and_pickles_too():
