@@ -114,9 +114,9 @@ class Block:
         numbers = (ACTIVATIONS.index(activation), width, _bits(alpha), _bits(limit), not rounds)
         self._steps.append((None, _GATE, x, -1 if up is None else up, -1, to, *numbers))
 
-    def add(self, x: int, more: int, to: int, factor: float = 1.0) -> None:
-        """Compute x + more * factor, which is rounded first."""
-        self._steps.append((None, _ADD, x, more, -1, to, _bits(factor)))
+    def add(self, x: int | None, more: int, to: int, factor: float = 1.0) -> None:
+        """Compute x + more * factor, which is rounded first; without x the product alone."""
+        self._steps.append((None, _ADD, -1 if x is None else x, more, -1, to, _bits(factor)))
 
     def route(
         self,

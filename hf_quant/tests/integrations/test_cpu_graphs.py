@@ -36,6 +36,9 @@ CONFIGS = {
     "granite": lambda: transformers.GraniteConfig(**_SMALL, logits_scaling=3.0),
     "cohere": lambda: transformers.CohereConfig(**_SMALL),  # LayerNorm, one more factor
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**_SMALL),  # ids without a name
+    "gpt2": lambda: transformers.GPT2Config(**_SMALL),  # learned positions
+    # A model that goes around a child to its decoder.
+    "opt": lambda: transformers.OPTConfig(**_SMALL, ffn_dim=192, word_embed_proj_dim=128),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_SMALL, **_EXPERTS, head_dim=32),
 }
 QUANTIZED = {"weights": "int4", "cpu_activations": "int8", "kv_cache": "int8", "modules": {"lm_head": "int4"}}

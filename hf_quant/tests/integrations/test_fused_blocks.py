@@ -65,6 +65,9 @@ FAMILIES = {
     "glm4": ({"num_key_value_heads": 2}, 16),  # and of these the half
     "granite": ({"embedding_multiplier": 3.7, "residual_multiplier": 0.22}, 12),
     "starcoder2": ({}, 7),  # no gate
+    "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, 7),  # `Conv1D`, learned positions
+    "gpt_bigcode": ({}, 7),  # heads that share one key
+    "opt": ({"ffn_dim": 192, "word_embed_proj_dim": 128}, 5),  # queries are scaled; no module of feed-forward
     "smollm3": ({"no_rope_layers": [1, 0]}, 12),  # a layer without rotary embedding
 }
 needs_native = pytest.mark.skipif(not native.active(), reason="the native kernels are not built")

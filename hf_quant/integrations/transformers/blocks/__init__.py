@@ -13,7 +13,15 @@ from torch import nn
 
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations.transformers.blocks.attention import is_attention, run_attention
-from hf_quant.integrations.transformers.blocks.base import fuse_, is_fused, reason_of, unfuse_
+from hf_quant.integrations.transformers.blocks.base import (
+    LINEAR,
+    QUANTIZED,
+    Classes,
+    fuse_,
+    is_fused,
+    reason_of,
+    unfuse_,
+)
 from hf_quant.integrations.transformers.blocks.decoder import is_decoder, run_decoder
 from hf_quant.integrations.transformers.blocks.gpu import run_mlp as run_mlp_on_gpu
 from hf_quant.integrations.transformers.blocks.gpu import run_norm as run_norm_on_gpu
@@ -31,20 +39,20 @@ from hf_quant.integrations.transformers.blocks.recurrent import (
     run_recurrent_layer,
     run_short_convolution,
 )
-from hf_quant.modules import QuantizedModule, QuantLinear
+from hf_quant.modules import QuantizedModule
 from hf_quant.planning import Rules
 
 
-# (whether a module is of a kind, its block on a CPU, on a GPU).
+# (whether a module is of a kind, its block on a CPU, on a GPU). The first kind counts: OPT's layers look like an MLP.
 _KINDS = (
     (is_slow_norm, run_norm, run_norm_on_gpu),
+    (is_layer, run_layer, run_layer_on_gpu),
+    (is_recurrent_layer, run_recurrent_layer, None),
     (is_mlp, run_mlp, run_mlp_on_gpu),
     (is_mixture, run_mixture, None),
     (is_attention, run_attention, run_attention_on_gpu),
     (is_delta_net, run_delta_net, None),
     (is_short_convolution, run_short_convolution, None),
-    (is_layer, run_layer, run_layer_on_gpu),
-    (is_recurrent_layer, run_recurrent_layer, None),
     (is_decoder, run_decoder, None),
 )
 
@@ -52,9 +60,7 @@ _KINDS = (
 def fuse_blocks_(model: nn.Module) -> int:
     """Give every module of a quantized model that may have one a native block, and return their number."""
     unfuse_blocks_(model)
-    found = (
-        list(_candidates(model, QuantLinear)) if any(isinstance(m, QuantizedModule) for m in model.modules()) else []
-    )
+    found = list(_candidates(model, QUANTIZED)) if any(isinstance(m, QuantizedModule) for m in model.modules()) else []
     for module, *runs in found:
         fuse_(module, *runs)
     return len(found)
@@ -79,20 +85,20 @@ def fuse_blocks_as_configured_(model: nn.Module, config: QuantizerConfig) -> Non
 
 def block_rules(model: nn.Module) -> Rules:
     """The rules of a plan: one line on the modules that may get a block once the linear layers are quantized."""
-    counts = Counter(type(module).__name__ for module, *_ in _candidates(model, nn.Linear))
+    counts = Counter(type(module).__name__ for module, *_ in _candidates(model, LINEAR))
     found = ", ".join(f"{name} ({count})" for name, count in counts.items())
     text = f"one call each on CPUs, fewer launches on GPUs, where a trial agrees: {found}"
     return Rules({}, {}, blocks=text if found else None)
 
 
 def _candidates(
-    model: nn.Module, linear: type[nn.Module]
+    model: nn.Module, linear: Classes
 ) -> Iterator[tuple[nn.Module, Callable[..., Any], Callable[..., Any] | None]]:
     for module in model.modules():
-        for is_kind, run, run_on_gpu in _KINDS:
-            # A model that is a decoder itself keeps its class, which callers compare.
-            if is_kind(module, linear) and not (is_kind is is_decoder and module is model):
-                yield module, run, run_on_gpu
+        found = next((kind for kind in _KINDS if kind[0](module, linear)), None)
+        # A model that is a decoder itself keeps its class, which callers compare.
+        if found is not None and not (found[0] is is_decoder and module is model):
+            yield module, *found[1:]
 
 
 __all__ = ["block_reasons", "block_rules", "fuse_blocks_", "fuse_blocks_as_configured_", "unfuse_blocks_"]

@@ -7,7 +7,11 @@ position alone, so its module is asked for many positions at once, if that gives
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hf_quant.integrations.transformers.blocks.base import Call, Unproven
+from hf_quant.modules import QuantizedModule
 
 
 # Places of a call's arguments. ROTARY: the positions but for their first row, which is of text alone in Qwen2-VL.
@@ -68,3 +72,17 @@ class Angles:
         else:
             self.looks_ahead = False
         return found
+
+
+class LearnedPositions:
+    """The rows of an embedding of positions, which a host adds to that of the tokens (GPT-2, OPT)."""
+
+    def __init__(self, call: Call, positions: Tensor) -> None:
+        """Make it of a call of an embedding. Raises Unproven if that looked up something else than `positions`."""
+        self.module, self.offset = call.child, getattr(call.child, "offset", 0)
+        if isinstance(call.child, QuantizedModule) or not torch.equal(self(positions), call.result):
+            raise Unproven(f"{type(call.child).__name__} looks up something else than the positions")
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """The rows [1 or B, 1, K] of positions [1 or B, 1]."""
+        return F.embedding(positions + self.offset, self.module.weight)

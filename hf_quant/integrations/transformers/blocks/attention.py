@@ -17,23 +17,27 @@ from torch import Tensor, nn
 from hf_quant import kv_cache  # its layers, and what imports models, only when they are used
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
+    QUANTIZED,
     TOLERANCE,
+    Classes,
     State,
     Unproven,
     Watch,
     add_product,
+    by_name,
     difference,
     is_served,
+    outputs_of,
     random_rows,
+    width_of,
 )
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.blocks import PAIRS, Block
-from hf_quant.modules import QuantLinear
 
 
 _PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj", "out_proj", "dense"))
-_JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value", "dense"))
+_JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value", "dense"), ("c_attn", "c_proj"))
 _PASTS = ("past_key_values", "layer_past")  # names of the argument with the cache
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _POSITIONS = (3, 200_001)  # of the trials
@@ -44,12 +48,12 @@ _NEUTRAL = {"dropout": 0.0, "is_causal": True}
 _NOTHING: dict[str, Any] = {}
 
 
-def is_attention(module: nn.Module, linear: type[nn.Module]) -> bool:
+def is_attention(module: nn.Module, linear: Classes) -> bool:
     """True if a module has layers of a class, named as in attention with a cache; a trial shows what it computes."""
     return _layers(module, linear) is not None and isinstance(getattr(module, "layer_idx", None), int)
 
 
-def _layers(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> tuple[nn.Module, ...] | None:
+def _layers(module: nn.Module, linear: Classes = QUANTIZED) -> tuple[nn.Module, ...] | None:
     linears = {name: child for name, child in module._modules.items() if isinstance(child, linear)}
     for names in _PROJECTIONS + _JOINED:
         if set(names) == set(linears):
@@ -111,18 +115,15 @@ class AttentionBlock:
             raise Unproven("its layers were replaced")
         self.watch, self.dtype, self.layers, self.angle_dtype = Watch(module), dtype, layers, angle_dtype
         self.implementation, self.index = implementation_of(module), module.layer_idx
-        self.K, self.N = layers[0].in_features, layers[-1].out_features
+        self.K, self.N = width_of(layers[0]), outputs_of(layers[-1])
         if self.N != self.K:
             raise Unproven("the output is of another width than the input")
         D = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         if D is None:
             raise Unproven(f"{type(module).__name__} does not tell the width of its heads")
-        self.is_gated = len(layers) == 4 and layers[0].out_features == 2 * layers[-1].in_features
-        if len(layers) == 4:
-            heads, shared = layers[0].out_features // D // (1 + self.is_gated), layers[1].out_features // D
-        else:
-            heads = layers[1].in_features // D
-            shared = (layers[0].out_features // D - heads) // 2
+        heads, first = width_of(layers[-1]) // D, outputs_of(layers[0]) // D
+        self.is_gated = len(layers) == 4 and first == 2 * heads
+        shared = outputs_of(layers[1]) // D if len(layers) == 4 else (first - heads) // 2
         self.sizes = _Sizes(heads, shared, D, turned)
         self.widths = (heads * D, shared * D, shared * D) + (heads * D,) * self.is_gated
         self.options: dict[str, Any] = {}  # of the attention function
@@ -130,6 +131,7 @@ class AttentionBlock:
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms_last = False  # after the rotary embedding
         self.by_heads = False  # a joined projection has query, key and value of one head after the other
+        self.factor = 1.0  # of the queries (OPT)
 
     def add_projections(self, block: Block, x: int, to: Sequence[int]) -> None:
         """Add the steps from x to queries, keys, values, and gates, if there are some.
@@ -155,6 +157,8 @@ class AttentionBlock:
             for target, width in zip(to, self.widths):
                 add_product(block, x, target, layers[0], slice(start, start + width))
                 start += width
+        if self.factor != 1.0:
+            block.add(None, to[0], to[0], self.factor)
         for target, norm in zip(to, self.norms or (None, None)):
             if norm is not None and not self.norms_last:
                 norm.add_to(block, target, target)
@@ -197,12 +201,16 @@ class AttentionBlock:
         heads, shared, _, turned = self.sizes
         orders = (False, True) if turned and self.norms else (False,)
         layouts = (False, True) if len(self.layers) == 2 and heads == shared else (False,)
-        ways, errors = [*product(self._ways(), orders, layouts)], []
-        for self.turn, self.norms_last, self.by_heads in ways:
+        own = getattr(module, "scaling", None)
+        factors = (1.0, own) if not self.norms and isinstance(own, float) else (1.0,)
+        ways, errors = [*product(factors, self._ways(), orders, layouts)], []
+        for self.factor, self.turn, self.norms_last, self.by_heads in ways:
             block = self.projections_of()
             errors.append(max(self.error(self.of_trial(block, trial), of) for trial, of in zip(found, records)))
+            if errors[-1] == 0.0:
+                break
         best = min(errors)
-        self.turn, self.norms_last, self.by_heads = ways[errors.index(best)]
+        self.factor, self.turn, self.norms_last, self.by_heads = ways[errors.index(best)]
         return self._scale_of(module, found, records, best)
 
     def _records(
@@ -384,17 +392,19 @@ def record(
         return seen[-1][-1]
 
     kv_cache.register_attention()
-    past = next((name for name in _PASTS if name in inspect.signature(host).parameters), _PASTS[0])
+    named = inspect.signature(host).parameters
+    more: dict[str, Any] = {next((name for name in _PASTS if name in named), _PASTS[0]): _NoCache()}
+    if cos.shape[-1] > 1 or "position_embeddings" in named:  # what a host does not know it may hand on (GPT-2)
+        more["position_embeddings"] = (cos, sin)
     positions = torch.arange(position, position + x.shape[1], device=x.device).expand(len(x), -1)
     with kv_cache.recorded_attention(attend):
         output = host(
             module,
             hidden_states=x,
-            position_embeddings=(cos, sin),
             attention_mask=None,
             position_ids=positions,
             cache_position=positions[0],
-            **{past: _NoCache()},
+            **more,
         )
     if len(seen) != 1:
         raise Unproven(f"{type(module).__name__} does not call one attention function")
@@ -449,9 +459,10 @@ def are_tokens(x: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def past_of(kwargs: dict[str, Any]) -> Any:
-    """The cache that a module is given, None without one."""
+    """The cache of self-attention that a module is given, None without one."""
     past = kwargs.get(_PASTS[0])
-    return kwargs.get(_PASTS[1]) if past is None else past
+    past = kwargs.get(_PASTS[1]) if past is None else past
+    return getattr(past, "self_attention_cache", past)  # of a decoder with an encoder
 
 
 def turned_by(angles: Any) -> int:
@@ -466,8 +477,8 @@ def angle_dtype(angles: Any, dtype: torch.dtype) -> torch.dtype:
 
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """The module's result for one token, None where the host has to compute it."""
-    x = args[0] if args else kwargs.get("hidden_states")
-    if len(args) > 1 or module.training or not is_one_token(x, kwargs):
+    x, kwargs = args[0] if args else kwargs.get("hidden_states"), by_name(module, args, kwargs)
+    if module.training or not is_one_token(x, kwargs):
         return None
     angles = kwargs.get("position_embeddings")
     turned = turned_by(angles)

@@ -6,15 +6,18 @@ else. A block is made at the first such call, from the module as it is then, by 
 input, and must agree to the rounding of the dtype. It is made again after a parameter or a layer was replaced.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from transformers.pytorch_utils import Conv1D
 
+from hf_quant.integrations.transformers.conv1d import QuantConv1D
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native import active
 from hf_quant.kernels.native.blocks import Block
@@ -22,10 +25,14 @@ from hf_quant.kernels.native.places import place_of, unchanged
 from hf_quant.kernels.native.products import serves, takes_int8
 from hf_quant.kernels.weight import Weight
 from hf_quant.modules import QuantizedModule, QuantLinear
+from hf_quant.modules.packed_linear import PackedLinear
 from hf_quant.modules.rotation import signs
 
 
 logger = logging.getLogger(__name__)
+Classes = tuple[type[nn.Module], ...]
+LINEAR: Classes = (nn.Linear, Conv1D)  # layers of a host that blocks multiply with
+QUANTIZED: Classes = (QuantLinear, QuantConv1D)
 MAX_ROWS = 32  # of an input; prompts are arithmetic, and their buffers large
 _MOST_WAITS = 12  # trials after which the number of calls until the next one does not double any more
 _STATE = "_hf_quant_block"
@@ -72,6 +79,34 @@ class Watch:
     def holds(self) -> bool:
         """True if no parameter and no layer was replaced, and nothing watches the layers' calls."""
         return unchanged(*self.places)
+
+
+class Call(NamedTuple):
+    """A call of a child: the child, its arguments, its result."""
+
+    child: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any
+
+
+class Recorder(nn.Module):
+    """A child of a module in a trial: it notes its calls."""
+
+    def __init__(self, child: nn.Module, compute: Callable[..., Any], calls: list[Call]) -> None:
+        super().__init__()
+        self.__dict__.update(_child=child, _compute=compute, _calls=calls)  # the child is no child of this one
+        own = child.__dict__  # hosts ask for the dtype of their first parameter
+        self.__dict__.update((name, own[name]) for name in ("_parameters", "_buffers", "_modules", "training"))
+
+    def __getattr__(self, name: str) -> Any:
+        children = self.__dict__["_modules"]
+        return children[name] if name in children else getattr(self.__dict__["_child"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._compute(*args, **kwargs)
+        self._calls.append(Call(self._child, args, kwargs, result))
+        return result
 
 
 class State:
@@ -190,7 +225,7 @@ def reason_of(module: nn.Module) -> str | None:
 
 def add_product(block: Block, x: int, to: int, layer: nn.Module, rows: slice | None = None) -> None:
     """Add the product of a quantized layer, or of a part of its outputs, to a block. Raises Unproven."""
-    if not isinstance(layer, QuantLinear) or type(layer).forward is not QuantLinear.forward:
+    if not isinstance(layer, QUANTIZED) or type(layer).forward is not PackedLinear.forward:
         raise Unproven(f"{type(layer).__name__} is no quantized linear layer")
     weight, bias, integer = weight_of(layer, "weight", layer._parameters["bias"], block.dtype)
     if rows is not None:
@@ -200,6 +235,16 @@ def add_product(block: Block, x: int, to: int, layer: nn.Module, rows: slice | N
         weight = weight._replace(**dict(zip(("qdata", "scale", "zero_point"), parts)))
         bias = None if bias is None else bias[rows]
     block.product(x, to, weight, bias, integer=integer)
+
+
+def width_of(layer: nn.Module) -> int:
+    """K, the width of the inputs of a quantized linear layer."""
+    return layer.matrix_shape("weight")[1]
+
+
+def outputs_of(layer: nn.Module) -> int:
+    """N, the width of the outputs of a quantized linear layer."""
+    return layer.matrix_shape("weight")[0]
 
 
 def weight_of(
@@ -226,6 +271,19 @@ def weight_of(
     return weight, bias, integer
 
 
+@cache
+def _names_of(host: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(host.forward).parameters)[1:]
+
+
+def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a module's call by name, but for the first one, as its host's `forward` names them."""
+    if len(args) < 2:
+        return kwargs
+    names = _names_of(getattr(type(module), "_hf_quant_block_of", type(module)))
+    return {**dict(zip(names[1:], args[1:])), **kwargs}
+
+
 def entries_of(values: dict[str, Any]) -> list[Any]:
     """The `entries` of a `Watch` for all that a dict holds now."""
     return [part for name, value in values.items() for part in (values, name, value)]
@@ -237,6 +295,13 @@ def twin_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Modu
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_modules"] = children
     return twin
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """True if both are the same tensor, or views of one memory that look the same."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
 
 
 def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str | None = None) -> Tensor:

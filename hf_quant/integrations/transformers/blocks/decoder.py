@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.angles import PLACES, POSITIONS, ROTARY, THREE_TIMES, Angles, X
+from hf_quant.integrations.transformers.blocks.angles import (
+    PLACES,
+    POSITIONS,
+    ROTARY,
+    THREE_TIMES,
+    Angles,
+    LearnedPositions,
+    X,
+)
 from hf_quant.integrations.transformers.blocks.attention import (
     addresses_of,
     fit,
@@ -27,10 +35,15 @@ from hf_quant.integrations.transformers.blocks.attention import (
 )
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
+    Call,
+    Classes,
+    Recorder,
     State,
     Unproven,
     Watch,
+    by_name,
     entries_of,
+    is_same,
     is_served,
     new_result,
     state_of,
@@ -48,7 +61,7 @@ _TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv"}  # 
 _SETTINGS = (bool, int, float, str, type(None))
 
 
-def is_decoder(module: nn.Module, linear: type[nn.Module]) -> bool:
+def is_decoder(module: nn.Module, linear: Classes) -> bool:
     """True if a module has one list of children, all of which are layers; a trial shows what it computes."""
     layers = _layers(module)
     kinds = (is_layer, is_recurrent_layer)
@@ -58,33 +71,6 @@ def is_decoder(module: nn.Module, linear: type[nn.Module]) -> bool:
 def _layers(module: nn.Module) -> nn.ModuleList | None:
     lists = [child for child in module._modules.values() if isinstance(child, nn.ModuleList)]
     return lists[0] if len(lists) == 1 else None
-
-
-class Call(NamedTuple):
-    """A call of a child: the child, its arguments, its result."""
-
-    child: nn.Module
-    args: tuple
-    kwargs: dict[str, Any]
-    result: Any
-
-
-class Recorder(nn.Module):
-    """A child of a module in a trial: it notes its calls."""
-
-    def __init__(self, child: nn.Module, compute: Callable[..., Any], calls: list[Call]) -> None:
-        super().__init__()
-        self.__dict__.update(_child=child, _compute=compute, _calls=calls)  # the child is no child of this one
-        own = child.__dict__  # hosts ask for the dtype of their first parameter
-        self.__dict__.update((name, own[name]) for name in ("_parameters", "_buffers", "_modules", "training"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_child"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._compute(*args, **kwargs)
-        self._calls.append(Call(self._child, args, kwargs, result))
-        return result
 
 
 def _through(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -149,7 +135,11 @@ class DecoderBlock:
             raise Unproven(f"{type(module).__name__} does not call each of its layers once")
         *rotary, last = others
         embedded, x = _embedded(calls, inputs), ours[0].args[0]
-        self.scale = None if x is embedded else _scale(embedded, x, module.config)
+        self.learned = None
+        if rotary and isinstance(rotary[0].child, nn.Embedding):
+            table = rotary.pop(0)
+            self.learned, embedded = LearnedPositions(table, inputs.positions), embedded + table.result
+        self.scale = None if torch.equal(x, embedded) else _scale(embedded, x, module.config)
         self.norm, self.dtype = last.child, x.dtype
         self.embed = None if embed is None else rows_of(embed, x.dtype)
         self.rotary = [
@@ -209,6 +199,7 @@ class DecoderBlock:
         if places is None:
             return None
         x = inputs.x if self.embed is None else self.embed(inputs.ids)
+        x = x if self.learned is None else x + self.learned(inputs.positions)
         x = x if self.scale is None else x * self.scale
         if x.dtype != self.dtype or not is_served(x):
             return None
@@ -332,7 +323,8 @@ def _embedded(calls: list[Call], inputs: _Inputs) -> Tensor:
     if inputs.x is not None:
         return inputs.x
     first = calls[0]
-    if first.args != (inputs.ids,) or first.kwargs or not isinstance(first.result, Tensor):
+    is_given = len(first.args) == 1 and not first.kwargs and is_same(first.args[0], inputs.ids)
+    if not is_given or not isinstance(first.result, Tensor):
         raise Unproven(f"{type(first.child).__name__} is called before the embedding")
     return first.result
 
@@ -363,8 +355,8 @@ def _check(call: Call, before: Tensor, inputs: _Inputs, expected: Tensor | None 
 
     `expected`: the mask of `tokens` tokens that its attention needs; of 0 tokens: it needs none.
     """
-    name, kwargs = type(call.child).__name__, call.kwargs
-    if len(call.args) != 1 or call.args[0] is not before or not is_one_token(before, kwargs):
+    name, kwargs = type(call.child).__name__, by_name(call.child, call.args, call.kwargs)
+    if not call.args or call.args[0] is not before or not is_one_token(before, kwargs):
         raise Unproven(f"{name} is given something else than the result of the layer before it")
     if past_of(kwargs) is not inputs.past:
         raise Unproven(f"{name} is given another cache")
@@ -399,7 +391,7 @@ def _places(values: Any, x: Tensor, inputs: _Inputs) -> list[Any]:
 def _output_of(output: Any, y: Tensor, past: Any) -> Callable[[Tensor, Any], Any]:
     """A function that makes an output like `output` of (y, past). Raises Unproven if it holds something else."""
     kind, held = type(output), dict(output) if isinstance(output, dict) else {}
-    if held.pop("last_hidden_state", None) is not y or held.pop("past_key_values", None) is not past or held:
+    if not is_same(held.pop("last_hidden_state", None), y) or held.pop("past_key_values", None) is not past or held:
         raise Unproven(f"its {kind.__name__} holds more than the last states and the cache")
     return lambda y, past: kind(last_hidden_state=y, past_key_values=past)
 

@@ -20,6 +20,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Watch,
     difference,
     random_rows,
+    width_of,
 )
 from hf_quant.integrations.transformers.blocks.mlp import _layers, activation_of
 from hf_quant.integrations.transformers.blocks.norm import _SIZES, _eps_of
@@ -119,7 +120,7 @@ class GpuMLP:
             raise Unproven("its layers were replaced")
         self.watch, self.activation = Watch(module), activation_of(module)
         self.kind, self.layers = found
-        self.K = self.layers[0].in_features
+        self.K = width_of(self.layers[0])
         check_place(module, device)
         probe = random_rows(1, 2, self.K, dtype=dtype, device=device)
         error = difference(self(probe), type(module)._hf_quant_block_of.forward(module, probe))

@@ -26,9 +26,11 @@ from hf_quant.integrations.transformers.blocks.attention import (
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
     TOLERANCE,
+    Classes,
     State,
     Unproven,
     Watch,
+    by_name,
     difference,
 )
 from hf_quant.integrations.transformers.blocks.mixture import MixtureBlock, is_mixture
@@ -45,17 +47,21 @@ _NORMS = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("ln_1", None, "ln_2", None),
+    ("self_attn_layer_norm", None, "final_layer_norm", None),
     ("operator_norm", None, "ffn_norm", None),
     _PARALLEL,
 )
 # Of these norms: (whether attention and feed-forward read the same x, whether x is added last), as they may be.
 _WAYS = {_PARALLEL: [(True, False), (True, True)], _NORMS[0]: [(False, False), (True, False), (True, True)]}
 _FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward", "moe")
+_INLINE = {"fc1", "fc2", "activation_fn"}  # a feed-forward block without a module of its own (OPT)
+_ATTENTION = ("self_attn", "attention", "attn")
 _POSITION = 5  # of the trial
 CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
 
 
-def is_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
+def is_layer(module: nn.Module, linear: Classes) -> bool:
     """True if a module has the parts of a layer, by their names; a trial shows what it computes."""
     name = name_of_attention(module)
     return has_parts(module, name, linear) and is_attention(module._modules[name], linear)
@@ -63,7 +69,7 @@ def is_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
 
 def name_of_attention(module: nn.Module) -> str:
     """The name of the attention of a layer."""
-    return "attention" if "attention" in module._modules else "self_attn"
+    return next((name for name in _ATTENTION if name in module._modules), _ATTENTION[0])
 
 
 def attention_of(module: nn.Module) -> nn.Module:
@@ -71,15 +77,16 @@ def attention_of(module: nn.Module) -> nn.Module:
     return module._modules[name_of_attention(module)]
 
 
-def has_parts(module: nn.Module, mixer: str, linear: type[nn.Module]) -> bool:
+def has_parts(module: nn.Module, mixer: str, linear: Classes) -> bool:
     """True if a module has a child `mixer`, norms, and a feed-forward block of layers of a class."""
     rest = feed_forward(module)
     return names_of_norms(module, mixer) is not None and (is_mlp(rest, linear) or is_mixture(rest))
 
 
 def feed_forward(module: nn.Module) -> nn.Module | None:
-    """The feed-forward block of a layer, None if it has none."""
-    return next((module._modules[name] for name in _FEED_FORWARD if name in module._modules), None)
+    """The feed-forward block of a layer, which may be the layer itself; None if it has none."""
+    own = module if module._modules.keys() >= _INLINE - {"activation_fn"} else None
+    return next((module._modules[name] for name in _FEED_FORWARD if name in module._modules), own)
 
 
 def names_of_norms(module: nn.Module, mixer: str) -> tuple[str | None, ...] | None:
@@ -88,7 +95,7 @@ def names_of_norms(module: nn.Module, mixer: str) -> tuple[str | None, ...] | No
     if mixer not in children or feed_forward(module) is None:
         return None
     norms = {name for name, child in children.items() if not isinstance(child, nn.Dropout)}
-    norms -= {mixer, *_FEED_FORWARD}
+    norms -= {mixer, *(_INLINE if feed_forward(module) is module else _FEED_FORWARD)}
     found = next((names for names in _NORMS if norms == set(names) - {None}), None)
     return found if found is not None and all(is_norm(children[name]) for name in norms) else None
 
@@ -98,7 +105,7 @@ class Rest:
 
     def __init__(self, module: nn.Module, mixer: str, K: int, dtype: torch.dtype) -> None:
         children, rest = module._modules, feed_forward(module)
-        self.mlp = MLPBlock(rest, dtype) if is_mlp(rest) else MixtureBlock(rest, dtype)
+        self.mlp = MLPBlock(rest, dtype, is_part=rest is module) if is_mlp(rest) else MixtureBlock(rest, dtype)
         if self.mlp.K != K or self.mlp.N != K:
             raise Unproven("the widths of attention and feed-forward differ")
         self.K, self.names = K, names_of_norms(module, mixer) or ()
@@ -233,7 +240,8 @@ def _error(last: Block, x: Tensor, gate: list[Tensor], recorded: Recorded) -> fl
 
 def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The layer's output for tokens, None where the host has to compute it."""
-    if len(args) != 1 or module.training or not are_tokens(args[0], kwargs):
+    kwargs = by_name(module, args, kwargs)
+    if not args or module.training or not are_tokens(args[0], kwargs):
         return None
     x, angles = args[0], kwargs.get("position_embeddings")
     turned = turned_by(angles)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.integrations.transformers.blocks.base import (
+    LINEAR,
     MAX_ROWS,
     TOLERANCE,
+    Classes,
     State,
     Unproven,
     Watch,
@@ -34,7 +36,7 @@ _GROUPS = ("n_group", "num_group", "n_groups", "num_expert_group")
 _FACTORS = ("routed_scaling_factor", "route_scale", "routed_scale")  # names of what weights are multiplied by
 
 
-def is_mixture(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
+def is_mixture(module: nn.Module, linear: Classes = LINEAR) -> bool:
     """True if a module has experts and a router beside them; a trial shows what it computes."""
     experts = _experts(module)
     return experts is not None and next(_routers(module, experts), None) is not None

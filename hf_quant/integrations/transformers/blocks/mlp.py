@@ -8,17 +8,20 @@ from torch import Tensor, nn
 
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
+    QUANTIZED,
     TOLERANCE,
+    Classes,
     State,
     Unproven,
     Watch,
     add_product,
     difference,
     is_served,
+    outputs_of,
     random_rows,
+    width_of,
 )
 from hf_quant.kernels.native.blocks import Block
-from hf_quant.modules import QuantLinear
 
 
 _FUNCTIONS = {
@@ -35,13 +38,13 @@ _JOINED = (("gate_up_proj", "down_proj"),)
 _PLAIN = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
 
 
-def is_mlp(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> bool:
+def is_mlp(module: nn.Module, linear: Classes = QUANTIZED) -> bool:
     """True if a module has layers of a class, named as in a feed-forward block; a trial shows what it computes."""
     found = _layers(module, linear)
     return found is not None and (found[0] == "gated" or _act_of(module) is not None)
 
 
-def _layers(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> tuple[str, tuple[nn.Module, ...]] | None:
+def _layers(module: nn.Module, linear: Classes = QUANTIZED) -> tuple[str, tuple[nn.Module, ...]] | None:
     linears = {name: child for name, child in module._modules.items() if isinstance(child, linear)}
     for kind, found in (("gated", _GATED), ("joined", _JOINED), ("plain", _PLAIN)):
         for names in found:
@@ -72,16 +75,19 @@ def named(act: Any, owner: str) -> str:
 class MLPBlock:
     """The native block of a feed-forward block for x of one dtype."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, *, is_part: bool = False) -> None:
+        """Make it of a module. Not tried if that does more, `is_part`: OPT's layers, which are tried as a whole."""
         found = _layers(module)
         if found is None:
             raise Unproven("its layers were replaced")
         self.watch, self.activation = Watch(module), activation_of(module)
         self.kind, self.layers = found
-        self.K, self.N = self.layers[0].in_features, self.layers[-1].out_features
+        self.K, self.N = width_of(self.layers[0]), outputs_of(self.layers[-1])
         self.block = Block(dtype, self.K, self.N)
         self.add_to(self.block, 0, 1)
         self.block.finish()
+        if is_part:
+            return
         probe = random_rows(1, 2, self.K, dtype=dtype)
         error = difference(self(probe), type(module)._hf_quant_block_of.forward(module, probe))
         if not error <= TOLERANCE[dtype]:
@@ -90,7 +96,7 @@ class MLPBlock:
     def add_to(self, block: Block, x: int, to: int) -> None:
         """Add the steps to a block."""
         first, last = self.layers[0], self.layers[-1]
-        width = last.in_features
+        width = width_of(last)
         gate = block.buffer(width)
         up = None if self.kind == "plain" else block.buffer(width)
         if self.kind == "joined":

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.integrations.transformers.blocks.base import (
+    LINEAR,
     TOLERANCE,
+    Classes,
     State,
     Unproven,
     Watch,
@@ -25,7 +27,7 @@ _OPTIONS = ("plus_one", "rounds_weight", "rounds", "centers")
 _SIZES = (1e-3, 0.03, 1.0, 30.0)  # of the rows of a trial: eps counts for the small ones
 
 
-def is_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
+def is_norm(module: nn.Module, linear: Classes = LINEAR) -> bool:
     """True if a module may be an RMSNorm or a LayerNorm of rows; a trial shows what it computes.
 
     It has a weight and a bias at most.
@@ -36,7 +38,7 @@ def is_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
     return is_named and all(p.dim() == 1 for p in parameters.values())
 
 
-def is_slow_norm(module: nn.Module, linear: type[nn.Module] = nn.Linear) -> bool:
+def is_slow_norm(module: nn.Module, linear: Classes = LINEAR) -> bool:
     """True for a norm, unless torch computes it in one call."""
     return is_norm(module, linear) and not isinstance(module, nn.LayerNorm)
 

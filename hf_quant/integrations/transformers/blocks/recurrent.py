@@ -15,7 +15,9 @@ from transformers.activations import ACT2FN
 from hf_quant.integrations.transformers.blocks.attention import _TAKEN
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
+    QUANTIZED,
     TOLERANCE,
+    Classes,
     State,
     Unproven,
     Watch,
@@ -62,7 +64,7 @@ class _States:
         return states
 
 
-def is_delta_net(module: nn.Module, linear: type[nn.Module]) -> bool:
+def is_delta_net(module: nn.Module, linear: Classes) -> bool:
     """True if a module has the parts of a gated delta net, by their names; a trial shows what it computes."""
     children = module._modules
     is_named = any(set(children) == {*names, "conv1d", "norm", "out_proj"} for names in (_APART, _JOINED))
@@ -70,7 +72,7 @@ def is_delta_net(module: nn.Module, linear: type[nn.Module]) -> bool:
     return is_named and all(isinstance(child, linear) for name, child in children.items() if name in large)
 
 
-def is_short_convolution(module: nn.Module, linear: type[nn.Module]) -> bool:
+def is_short_convolution(module: nn.Module, linear: Classes) -> bool:
     """True if a module has the parts of a convolution with two gates, by their names."""
     children = module._modules
     is_named = set(children) == {"conv", "in_proj", "out_proj"} and isinstance(children["conv"], nn.Conv1d)
@@ -344,7 +346,7 @@ class ShortConvolution(_Mixer):
 _KINDS = (("linear_attn", DeltaNet, is_delta_net), ("conv", ShortConvolution, is_short_convolution))
 
 
-def _mixer_of(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> tuple[str, type[_Mixer]] | None:
+def _mixer_of(module: nn.Module, linear: Classes = QUANTIZED) -> tuple[str, type[_Mixer]] | None:
     """(name, kind) of the child of a layer that stands in place of attention, None if there is none."""
     for name, kind, is_kind in _KINDS:
         if name in module._modules and is_kind(module._modules[name], linear):
@@ -352,7 +354,7 @@ def _mixer_of(module: nn.Module, linear: type[nn.Module] = QuantLinear) -> tuple
     return None
 
 
-def is_recurrent_layer(module: nn.Module, linear: type[nn.Module]) -> bool:
+def is_recurrent_layer(module: nn.Module, linear: Classes) -> bool:
     """True if a module has the parts of a layer with a state, by their names; a trial shows what it computes."""
     found = _mixer_of(module, linear)
     return found is not None and has_parts(module, found[0], linear)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from hf_quant.integrations.transformers.blocks.base import (
+    Call,
+    Recorder,
     Unproven,
     Watch,
     add_product,
@@ -27,10 +29,8 @@ from hf_quant.integrations.transformers.blocks.base import (
 )
 from hf_quant.integrations.transformers.blocks.decoder import (
     INPUTS,
-    Call,
     DecoderBlock,
     OneToken,
-    Recorder,
     named_inputs,
     rows_of,
 )
@@ -67,16 +67,18 @@ class TokenStep:
         `inner`: calls of a child's children, if that is no decoder but holds one, as in multimodal models.
         """
         name = type(model).__name__
+        if len(calls) == len(inner) == 1:  # OPT's model goes around the child that holds its decoder
+            calls, inner = inner + calls, []
         if len(calls) != 2:
             raise Unproven(f"{name} calls something else than a decoder and a head")
         (decoder, args, kwargs, states), (head, head_args, head_kwargs, logits) = calls
         kwargs = named_inputs(args, kwargs) or {}
         is_passed = all(kwargs.get(key) is given.get(key) for key in INPUTS)
-        y, modules = states.last_hidden_state, [model, decoder]
+        y = states.last_hidden_state
         self.embed: Callable[[Tensor], Tensor] | None = None  # of the decoder, if it is given embeddings
         if inner:
             decoder, kwargs, self.embed = _inside(type(decoder).__name__, inner, kwargs, y)
-            modules.append(decoder)
+        holders = [child for child in model.children() if any(decoder is part for part in child.children())]
         self.block = block = _block_of(decoder, kwargs)
         if not is_passed:
             raise Unproven(f"{name} changes the inputs of its decoder")
@@ -90,7 +92,7 @@ class TokenStep:
         self.change = None if found is logits else _change(logits, found, model.config)
         self.kind, self.key, self.globals = type(output), token.key, globals_of(model)
         # It holds no model: a cycle would keep the memory of one that is gone.
-        watch = Watch(*modules, entries=entries_of(model.config.__dict__))
+        watch = Watch(model, *holders, decoder, entries=entries_of(model.config.__dict__))
         self.watch = Watch.of_all([watch, block.watch])
         if not self.is_valid(model):
             raise Unproven(f"{name} has hooks")
@@ -292,13 +294,25 @@ class TokenDecoder:
         return output
 
 
-def _recorded(module: nn.Module, calls: list[Call], inner: list[Call] | None = None) -> Callable[..., Any]:
+def _recorded(module: nn.Module, calls: list[Call], inner: list[Call]) -> Callable[..., Any]:
     """A module whose children note their calls; those of a child that holds a decoder note theirs in `inner`."""
     children = dict(module._modules)
-    for name, child in children.items():
-        if child is not None and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            holds = inner is not None and state_of(child) is None and any(map(_is_decoder, child.children()))
-            children[name] = Recorder(child, _recorded(child, inner) if holds else child, calls)
+    for name, child in _called(module):
+        children[name] = recorder = Recorder(child, child, calls)
+        if state_of(child) is None and any(map(_is_decoder, child.children())):
+            parts = {**child._modules, **{part: Recorder(own, own, inner) for part, own in _called(child)}}
+            recorder.__dict__.update(_compute=_with_children(child, parts), _modules=parts)
+    return _with_children(module, children)
+
+
+def _called(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, child) of the children that a module calls."""
+    found = module._modules.items()
+    return [(name, child) for name, child in found if not isinstance(child, nn.ModuleList | nn.ModuleDict | None)]
+
+
+def _with_children(module: nn.Module, children: dict[str, nn.Module | None]) -> Callable[..., Any]:
+    """A function that calls a module, with other children."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         twin = twin_of(module, children)

@@ -131,8 +131,8 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
       return true;
     }
     case BlockStep::ADD:
-      kernels.add_rows(
-          {call.M * buffers_[to].width, at[from], at[step.from[1]], at[to], buffers_[to].dtype, step.scale, call.threads});
+      kernels.add_rows({call.M * buffers_[to].width, from < 0 ? nullptr : at[from], at[step.from[1]], at[to],
+                        buffers_[to].dtype, step.scale, call.threads});
       return true;
     case BlockStep::APPEND: append(kernels, call, step, at); return true;
     case BlockStep::ROUTE:

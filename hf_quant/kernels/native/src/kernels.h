@@ -252,7 +252,7 @@ struct GateRows {
   bool unrounded;  // activation(x), if there is an up
 };
 
-// y [count] = x + more * factor, which is rounded
+// y [count] = x + more * factor, which is rounded; x null: without it
 struct AddRows {
   int64_t count;
   const void *x, *more;

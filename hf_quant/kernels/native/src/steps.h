@@ -272,14 +272,16 @@ static void add_rows(const AddRows& a) {
   parallel_for(ceil_div(a.count, kStepValues), a.count < (1 << 16) ? 1 : a.threads, [&](int64_t task) {
     float values[kStepValues], more[kStepValues];
     const int64_t first = task * kStepValues, count = min64(kStepValues, a.count - first);
-    to_float(a.x, a.dtype, first, count, values);
     to_float(a.more, a.dtype, first, count, more);
     if (a.factor != 1.0f) {
       scale_values(count, a.factor, more);
       round_values(count, a.dtype, more);
     }
-    add_values(more, count, values);
-    store_row(values, count, a.y, a.dtype, first);
+    if (a.x != nullptr) {
+      to_float(a.x, a.dtype, first, count, values);
+      add_values(values, count, more);
+    }
+    store_row(more, count, a.y, a.dtype, first);
   });
 }
 
