@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._layers import QuantizedLayer
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
     from hf_quant.kv_cache._states import QuantizedStates
-    from hf_quant.kv_cache._token import NextToken, NextTokens, next_token
+    from hf_quant.kv_cache._token import NextToken, NextTokens, held_tokens, next_token
 
 _HOME = {
     "KVCacheConfig": "_config",
@@ -30,6 +30,7 @@ _HOME = {
     "bytes_per_token": "_sizes",
     "check_generates": "_sizes",
     "describe": "_sizes",
+    "held_tokens": "_token",
     "is_quantized": "_cache",
     "next_token": "_token",
     "quantized_layers": "_cache",
@@ -50,6 +51,7 @@ __all__ = [
     "bytes_per_token",
     "check_generates",
     "describe",
+    "held_tokens",
     "is_quantized",
     "next_token",
     "quantized_layers",

@@ -52,14 +52,10 @@ def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -
     None if this layer takes new tokens only through its `update`: it is of another kind, empty, keeps tokens in
     16 bit, or its sequences, heads or dtype are others.
     """
-    if type(layer) not in _SERVED:
-        return None
     state, kind = layer.__dict__, (B, num_heads, D, dtype)
-    prepared = state.get("_prepared")
-    if prepared is None or prepared.codes is not state["k_codes"] or prepared.kind != kind:
-        if not _is_served(layer, *kind):
-            return None
-        prepared = _prepare(layer, kind)
+    prepared = _prepared_of(layer, kind)
+    if prepared is None:
+        return None
     first, begin, end = state["_first"], state["_start"], state["_end"]
     if not end:
         return None
@@ -73,6 +69,30 @@ def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -
     start = layer._start_of_next()
     place = (first + start - begin, end + 1 - start, start == 0 and state["k_first"] is not None)
     return NextToken(prepared.cache, place, layer)
+
+
+def held_tokens(
+    layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype
+) -> tuple[object, tuple[int, int, bool]] | None:
+    """(cache, place) of all tokens in a layer, as `Block.with_cache` takes them, for a block that adds none.
+
+    None as from `next_token`, and for layers with windows.
+    """
+    prepared = _prepared_of(layer, (B, num_heads, D, dtype)) if type(layer) is QuantizedLayer else None
+    if prepared is None or prepared.cache is None or not layer._end:
+        return None
+    count, is_whole = layer._end - layer._start, layer._start == 0
+    return prepared.cache, (layer._first, count, is_whole and layer.k_first is not None)
+
+
+def _prepared_of(layer: Any, kind: tuple) -> _Prepared | None:
+    if type(layer) not in _SERVED:
+        return None
+    state = layer.__dict__
+    prepared = state.get("_prepared")
+    if prepared is None or prepared.codes is not state["k_codes"] or prepared.kind != kind:
+        return _prepare(layer, kind) if _is_served(layer, *kind) else None
+    return prepared
 
 
 class NextTokens:

@@ -22,6 +22,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     reason_of,
     unfuse_,
 )
+from hf_quant.integrations.transformers.blocks.cross import is_cross_layer, run_cross_layer
 from hf_quant.integrations.transformers.blocks.decoder import is_decoder, run_decoder
 from hf_quant.integrations.transformers.blocks.gpu import run_mlp as run_mlp_on_gpu
 from hf_quant.integrations.transformers.blocks.gpu import run_norm as run_norm_on_gpu
@@ -48,6 +49,7 @@ _KINDS = (
     (is_slow_norm, run_norm, run_norm_on_gpu),
     (is_layer, run_layer, run_layer_on_gpu),
     (is_recurrent_layer, run_recurrent_layer, None),
+    (is_cross_layer, run_cross_layer, None),
     (is_mlp, run_mlp, run_mlp_on_gpu),
     (is_mixture, run_mixture, None),
     (is_attention, run_attention, run_attention_on_gpu),

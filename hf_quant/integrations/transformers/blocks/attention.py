@@ -6,7 +6,6 @@ at a high position, and the same output from the same result of the attention. W
 of `kv_cache`, as the host would call it; for other caches the host's own function is called.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -28,17 +27,16 @@ from hf_quant.integrations.transformers.blocks.base import (
     difference,
     is_served,
     outputs_of,
-    random_rows,
     width_of,
 )
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
+from hf_quant.integrations.transformers.blocks.trial import PASTS, Recorded, Trial, probe, record
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.blocks import PAIRS, Block
 
 
 _PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj", "out_proj", "dense"))
 _JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value", "dense"), ("c_attn", "c_proj"))
-_PASTS = ("past_key_values", "layer_past")  # names of the argument with the cache
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _POSITIONS = (3, 200_001)  # of the trials
 # Of a call: what does not change its result. All else is left to the host.
@@ -74,25 +72,6 @@ class _Sizes(NamedTuple):
     shared_heads: int  # of keys and values
     D: int
     turned: int  # channels that the rotary embedding turns, 0: none
-
-
-class Recorded(NamedTuple):
-    """A call of a host's module: what it asked the attention function for, what it was given, what it returned."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    function: Callable[..., Any]  # the attention function
-    options: dict[str, Any]  # of it
-    result: Tensor  # [B, S, H, D]
-    output: Any
-
-
-class _NoCache:
-    """A cache that returns what it is given; it takes no more arguments than the block gives."""
-
-    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        return k, v
 
 
 class AttentionBlock:
@@ -215,12 +194,12 @@ class AttentionBlock:
 
     def _records(
         self, module: nn.Module, device: torch.device | None = None, positions: tuple[int, ...] = _POSITIONS
-    ) -> tuple[list[tuple[Tensor, Tensor, Tensor, int]], list[Recorded]]:
+    ) -> tuple[list[Trial], list[Recorded]]:
         """(arguments of trials, what the host does with them). Raises Unproven."""
         kind = {"angle_dtype": self.angle_dtype, "device": device}
         found = [probe(self.K, self.sizes.turned, position, self.dtype, **kind) for position in positions]
         host = type(module)._hf_quant_block_of.forward
-        records = [record(host, module, *trial) for trial in found]
+        records = [record(host, module, trial) for trial in found]
         if any(not isinstance(r.output, tuple) or len(r.output) != 2 or r.output[1] is not None for r in records):
             raise Unproven(f"{type(module).__name__} returns more than its output")
         return found, records
@@ -265,7 +244,7 @@ class AttentionBlock:
         block(x.shape[0] * x.shape[1], x.data_ptr(), cos, sin, *addresses, angle_stride=stride)
         return found
 
-    def of_trial(self, block: Block, trial: tuple[Tensor, Tensor, Tensor, int]) -> list[Tensor]:
+    def of_trial(self, block: Block, trial: Trial) -> list[Tensor]:
         """`projected` for the arguments of a trial."""
         x, cos, sin, _ = trial
         return self.projected(block, x, cos.data_ptr(), sin.data_ptr(), self.sizes.turned)
@@ -359,58 +338,6 @@ def _width(norm: nn.Module, D: int) -> int:
     return D if weight is None else len(weight)
 
 
-def probe(
-    K: int,
-    turned: int,
-    position: int,
-    dtype: torch.dtype,
-    S: int = 1,
-    *,
-    angle_dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Random arguments of a trial: (x [2, S, K], cos and sin [2, S, turned], position)."""
-    x = random_rows(2, S, K, dtype=dtype, seed=position, device=device)
-    angles = random_rows(2, S, max(turned, 1), dtype=torch.float32, seed=position + 1, device=device)
-    angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
-    return x, angles.cos().to(angle_dtype), angles.sin().to(angle_dtype), position
-
-
-def record(
-    host: Callable[..., Any], module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, position: int
-) -> Recorded:
-    """Call a host's `forward` for tokens x [B, S, K] from a position on, with an attention function that records.
-
-    Raises Unproven if that is not called once.
-    """
-    seen: list[tuple] = []
-
-    def attend(function: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        B, H, S, D = q.shape
-        result = random_rows(B, S, H, D, dtype=q.dtype, seed=77, device=q.device)
-        seen.append((q.clone(), k.clone(), v.clone(), function, options, result))
-        return seen[-1][-1]
-
-    kv_cache.register_attention()
-    named = inspect.signature(host).parameters
-    more: dict[str, Any] = {next((name for name in _PASTS if name in named), _PASTS[0]): _NoCache()}
-    if cos.shape[-1] > 1 or "position_embeddings" in named:  # what a host does not know it may hand on (GPT-2)
-        more["position_embeddings"] = (cos, sin)
-    positions = torch.arange(position, position + x.shape[1], device=x.device).expand(len(x), -1)
-    with kv_cache.recorded_attention(attend):
-        output = host(
-            module,
-            hidden_states=x,
-            attention_mask=None,
-            position_ids=positions,
-            cache_position=positions[0],
-            **more,
-        )
-    if len(seen) != 1:
-        raise Unproven(f"{type(module).__name__} does not call one attention function")
-    return Recorded(*seen[0], output)
-
-
 def fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype, S: int = 1) -> bool:
     """True if cos and sin are of S tokens [1 or B, S, turned], as the block reads them."""
     for angle in (cos, sin):
@@ -460,8 +387,8 @@ def are_tokens(x: Any, kwargs: dict[str, Any]) -> bool:
 
 def past_of(kwargs: dict[str, Any]) -> Any:
     """The cache of self-attention that a module is given, None without one."""
-    past = kwargs.get(_PASTS[0])
-    past = kwargs.get(_PASTS[1]) if past is None else past
+    past = kwargs.get(PASTS[0])
+    past = kwargs.get(PASTS[1]) if past is None else past
     return getattr(past, "self_attention_cache", past)  # of a decoder with an encoder
 
 
@@ -492,4 +419,4 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
     return None if y is None else (y, None)
 
 
-_TAKEN = {"hidden_states", *_PASTS, "position_embeddings", "attention_mask", *_IGNORED}
+_TAKEN = {"hidden_states", *PASTS, "position_embeddings", "attention_mask", *_IGNORED}

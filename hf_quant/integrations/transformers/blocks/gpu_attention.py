@@ -18,13 +18,10 @@ from hf_quant.integrations.transformers.blocks.attention import (
     _POSITIONS,
     _TAKEN,
     AttentionBlock,
-    Recorded,
     _norms,
     _width,
     fit,
     implementation_of,
-    probe,
-    record,
     turned_by,
 )
 from hf_quant.integrations.transformers.blocks.base import TOLERANCE, State, Unproven, Watch, difference, state_of
@@ -43,6 +40,7 @@ from hf_quant.integrations.transformers.blocks.layer import (
     names_of_norms,
 )
 from hf_quant.integrations.transformers.blocks.mlp import is_mlp
+from hf_quant.integrations.transformers.blocks.trial import Recorded, probe, record
 from hf_quant.kernels.dispatch import direct
 from hf_quant.kernels.steps.op import PAIRS, rotary_reference
 
@@ -183,8 +181,8 @@ class GpuLayer:
         """Compare with the host's layer; the attention function of both returns a given result. Raises Unproven."""
         error = 0.0
         for tokens in (1, 3):
-            x, cos, sin, position = probe(self.K, turned, _POSITION, dtype, tokens, angle_dtype=dtype, device=device)
-            of = record(type(module)._hf_quant_block_of.forward, module, x, cos, sin, position)
+            trial = probe(self.K, turned, _POSITION, dtype, tokens, angle_dtype=dtype, device=device)
+            of = record(type(module)._hf_quant_block_of.forward, module, trial)
             seen: list[Tensor] = []
 
             def attend(
@@ -194,7 +192,7 @@ class GpuLayer:
                 return of.result
 
             with kv_cache.recorded_attention(attend):
-                y = self(module, x, (cos, sin), None, None, {})
+                y = self(module, trial[0], trial[1:3], None, None, {})
             pairs = ((y, of.output), *zip(seen, (of.q, of.k, of.v)))
             error = max(error, *(difference(own, theirs) for own, theirs in pairs))
         if not error <= TOLERANCE[dtype]:

@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.attention import (
     AttentionBlock,
-    Recorded,
     angle_dtype,
     are_tokens,
     fit,
     implementation_of,
     is_attention,
     past_of,
-    probe,
-    record,
     turned_by,
 )
 from hf_quant.integrations.transformers.blocks.base import (
@@ -36,6 +33,7 @@ from hf_quant.integrations.transformers.blocks.base import (
 from hf_quant.integrations.transformers.blocks.mixture import MixtureBlock, is_mixture
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
+from hf_quant.integrations.transformers.blocks.trial import Recorded, probe, record
 from hf_quant.kernels.native.blocks import Block
 
 
@@ -182,7 +180,7 @@ class LayerBlock:
         probes = [probe(self.K, turned, _POSITION, dtype, tokens, angle_dtype=kind) for tokens in (1, 3)]
         # Beside a large x, what a layer with small weights adds to it is lost in its rounding.
         probes = [(x * size, *angles) for size, (x, *angles) in zip((1.0, 2.0**-6), probes)]
-        records = [record(host, module, *trial) for trial in probes]
+        records = [record(host, module, trial) for trial in probes]
         projected = [self.attention.of_trial(self.first, trial) for trial in probes]
         error = max(self.attention.error(*pair) for pair in zip(projected, records))
         ways, blocks, errors = list(_WAYS.get(self.rest.names, [(False, False)])), [], []

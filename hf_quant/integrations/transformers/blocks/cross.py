@@ -1,0 +1,198 @@
+"""A layer of a decoder that also attends to an encoder, for one new token (Whisper, BART, Marian, M2M-100).
+
+It is two native calls: one up to the sum behind the self-attention, one from there to the end. The keys and values of
+the encoder's states are those in a quantized cache, which the host has written with the first token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant import kv_cache
+from hf_quant.integrations.transformers.blocks.attention import (
+    AttentionBlock,
+    implementation_of,
+    is_attention,
+    is_one_token,
+    usable,
+)
+from hf_quant.integrations.transformers.blocks.base import (
+    TOLERANCE,
+    Classes,
+    State,
+    Unproven,
+    Watch,
+    add_product,
+    by_name,
+    difference,
+    random_rows,
+    width_of,
+)
+from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
+from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
+from hf_quant.integrations.transformers.blocks.trial import Recorded, Trial, probe, records
+from hf_quant.kernels.native.blocks import Block
+
+
+_MIXERS = ("self_attn", "encoder_attn")
+_NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
+_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")  # arguments
+_POSITION = 5  # of the trial
+_STATES = 7  # of the encoder in the trial
+
+
+def is_cross_layer(module: nn.Module, linear: Classes) -> bool:
+    """True if a module has the parts of such a layer, by their names; a trial shows what it computes."""
+    children = {name: child for name, child in module._modules.items() if not isinstance(child, nn.Dropout)}
+    if children.keys() - {"activation_fn"} != {*_MIXERS, *_NORMS, "fc1", "fc2"} or not is_mlp(module, linear):
+        return False
+    return all(is_attention(children[name], linear) for name in _MIXERS) and all(is_norm(children[n]) for n in _NORMS)
+
+
+class _Crossing(AttentionBlock):
+    """The attention to the states of an encoder, from its layer's trial."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._read(module, dtype, 0, dtype)
+        self.scale = 1.0
+
+    def add_query(self, block: Block, x: int, to: int) -> None:
+        """Add the steps from x to the queries."""
+        add_product(block, x, to, self.layers[0])
+        if self.factor != 1.0:
+            block.add(None, to, to, self.factor)
+
+    def add_attention(self, block: Block, q: int, to: int) -> None:
+        """Add the step from the queries to the result of the attention."""
+        block.attend(q, to, self.sizes.heads, self.sizes.shared_heads, scale=self.scale, softcap=None, sinks=None)
+
+    def read_options(self, module: nn.Module, of: Recorded) -> None:
+        """Take over what the host asks the attention function for. Raises Unproven."""
+        self._check_options(module, of.options)
+        scale = of.options.get("scaling")
+        if not kv_cache.reads_codes(of.function, module, of.q, self.sizes.shared_heads, scale, self.options):
+            raise Unproven(f"{type(module).__name__} has an attention function that computes something else")
+        self.scale = self.sizes.D**-0.5 if scale is None else float(scale)
+
+
+class CrossLayer:
+    """The native blocks of a layer for x of one dtype."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        own, crossing = (module._modules[name] for name in _MIXERS)
+        self.attention, self.crossing = AttentionBlock(own, dtype, 0, dtype), _Crossing(crossing, dtype)
+        self.K, self.mlp = self.attention.K, MLPBlock(module, dtype, is_part=True)
+        if {self.crossing.K, self.mlp.K, self.mlp.N} != {self.K}:
+            raise Unproven("the widths of its parts differ")
+        self.norms = [NormBlock(module._modules[name], self.K, dtype) for name in _NORMS]
+        self.watch = Watch.of_all([self.mlp.watch, self.attention.watch, self.crossing.watch])
+        self.norms_first = True  # else behind the sums (BART)
+        self._prove(module, dtype)
+        self.first, self.second = Block(dtype, self.K, self.K), Block(dtype, self.K, self.K)
+        y = self.first.buffer(self.K)
+        self.attention.add_to(self.first, self._before(self.first, 0, 0), y)
+        self._add_sum(self.first, 0, y, 1, 0)
+        q, attended = (self.second.buffer(self.crossing.widths[0]) for _ in range(2))
+        self.crossing.add_query(self.second, self._before(self.second, 0, 1), q)
+        self.crossing.add_attention(self.second, q, attended)
+        self._add_end(self.second, attended, 1)
+        self.first.finish()
+        self.second.finish()
+
+    def _before(self, block: Block, x: int, norm: int) -> int:
+        """Add the norm of that number before a part to a block; returns the buffer of what the part reads."""
+        if not self.norms_first:
+            return x
+        n = block.buffer(self.K)
+        self.norms[norm].add_to(block, x, n)
+        return n
+
+    def _add_sum(self, block: Block, x: int, y: int, to: int, norm: int) -> None:
+        """Add the sum of x and the output y of a part, and the norm of that number if it comes behind."""
+        block.add(x, y, to)
+        if not self.norms_first:
+            self.norms[norm].add_to(block, to, to)
+
+    def _add_end(self, block: Block, attended: int, to: int) -> None:
+        """Add the steps from the input of the crossing, buffer 0, and its attention's result to the layer's output."""
+        y, h = block.buffer(self.K), block.buffer(self.K)
+        self.crossing.add_output(block, attended, y)
+        self._add_sum(block, 0, y, h, 1)
+        self.mlp.add_to(block, self._before(block, h, 2), y)
+        self._add_sum(block, h, y, to, 2)
+
+    def _prove(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Compare with the host's layer, whose attention function returns given results. Raises Unproven."""
+        trial = probe(self.K, 0, _POSITION, dtype, angle_dtype=dtype)
+        states = random_rows(2, _STATES, width_of(self.crossing.layers[1]), dtype=dtype, seed=3)
+        found = records(type(module)._hf_quant_block_of.forward, module, trial, encoder_hidden_states=states)
+        name = type(module).__name__
+        if len(found) != 2:
+            raise Unproven(f"{name} does not call two attention functions")
+        crossing = module._modules[_MIXERS[1]]
+        self.crossing.read_options(crossing, found[1])
+        own = getattr(crossing, "scaling", None)
+        factors = (1.0, own) if isinstance(own, float) else (1.0,)
+        ways, errors = [(first, factor) for first in (True, False) for factor in factors], []
+        for self.norms_first, self.crossing.factor in ways:
+            errors.append(self._error(trial, *found))
+        best = min(errors)
+        self.norms_first, self.crossing.factor = ways[errors.index(best)]
+        if not best <= TOLERANCE[dtype]:
+            raise Unproven(f"{name} puts its parts together otherwise: off by {best:.3g} roundings")
+
+    def _error(self, trial: Trial, own: Recorded, crossed: Recorded) -> float:
+        """The largest `difference` of queries, keys, values and the output from recorded ones."""
+        dtype, width, x = own.q.dtype, self.attention.widths[0], trial[0]
+        projections = self.attention.projections_of(lambda block: self._before(block, 0, 0))
+        error = self.attention.error(self.attention.of_trial(projections, trial), own)
+        middle, end = Block(dtype, self.K, width, self.K, width), Block(dtype, self.K, width, self.K)
+        y = middle.buffer(self.K)
+        self.attention.add_output(middle, 1, y)
+        self._add_sum(middle, 0, y, 2, 0)
+        self.crossing.add_query(middle, self._before(middle, 2, 1), 3)
+        self._add_end(end, 1, 2)
+        h, out, q = torch.empty_like(x), torch.empty_like(x), torch.empty_like(own.result)
+        middle.finish()(len(x), *[part.data_ptr() for part in (x, own.result, h, q)])
+        end.finish()(len(x), *[part.data_ptr() for part in (h, crossed.result, out)])
+        return max(error, difference(q.transpose(1, 2), crossed.q), difference(out, own.output))
+
+    def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The output for one token x [B, 1, K] of each sequence, which is added to the cache; None: the host's."""
+        past, B = kwargs["past_key_values"], len(x)
+        crossed, sizes = getattr(past, "cross_attention_cache", None), self.crossing.sizes
+        if crossed is None or crossed.offloading or not past.is_updated.get(self.crossing.index):
+            return None
+        token = self.attention.next_token(past.self_attention_cache, B)
+        held = kv_cache.held_tokens(crossed.layers[self.crossing.index], B, sizes.shared_heads, sizes.D, x.dtype)
+        if token is None or held is None:
+            return None
+        masks = [kwargs.get(name) for name in ("attention_mask", _ENCODER[1])]
+        for i, place in enumerate((token.place, held[1])):
+            if masks[i] is not None:
+                masks[i] = usable(masks[i], B, sizes.heads, place[1])
+                if masks[i] is None:
+                    return None
+        h, y = torch.empty_like(x), torch.empty_like(x)
+        self.first.with_cache(B, 0, token.cache, token.place, masks[0], x.data_ptr(), h.data_ptr())
+        token.done()
+        self.second.with_cache(B, 0, *held, masks[1], h.data_ptr(), y.data_ptr())
+        return y
+
+
+def run_cross_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The layer's output for one token, None where the host has to compute it."""
+    kwargs = by_name(module, args, kwargs)
+    if not args or module.training or not isinstance(kwargs.get(_ENCODER[0]), Tensor):
+        return None
+    x, rest = args[0], {name: value for name, value in kwargs.items() if name not in _ENCODER}
+    if not is_one_token(x, rest):
+        return None
+    block = state.block(module, x.dtype, lambda: CrossLayer(module, x.dtype))
+    if block is None or block.K != x.shape[2]:
+        return None
+    own = (block.attention, block.crossing)
+    if any(part.implementation != implementation_of(module._modules[name]) for part, name in zip(own, _MIXERS)):
+        return None
+    return block(x, kwargs)

@@ -1,0 +1,85 @@
+"""Trials of attention: a host's module is called with an attention function that records its calls."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_quant import kv_cache
+from hf_quant.integrations.transformers.blocks.base import Unproven, random_rows
+
+
+PASTS = ("past_key_values", "layer_past")  # names of the argument with the cache
+Trial = tuple[Tensor, Tensor, Tensor, int]  # x [2, S, K], cos and sin [2, S, turned], position
+
+
+class Recorded(NamedTuple):
+    """A call of a host's module: what it asked the attention function for, what it was given, what it returned."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    function: Callable[..., Any]  # the attention function
+    options: dict[str, Any]  # of it
+    result: Tensor  # [B, S, H, D]
+    output: Any
+
+
+class _NoCache:
+    """A cache that returns what it is given; it takes no more arguments than the block gives."""
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
+def probe(
+    K: int,
+    turned: int,
+    position: int,
+    dtype: torch.dtype,
+    S: int = 1,
+    *,
+    angle_dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Trial:
+    """Random arguments of a trial: (x [2, S, K], cos and sin [2, S, turned], position)."""
+    x = random_rows(2, S, K, dtype=dtype, seed=position, device=device)
+    angles = random_rows(2, S, max(turned, 1), dtype=torch.float32, seed=position + 1, device=device)
+    angles = angles[..., : turned // 2].repeat(1, 1, 2) if turned else angles
+    return x, angles.cos().to(angle_dtype), angles.sin().to(angle_dtype), position
+
+
+def records(host: Callable[..., Any], module: nn.Module, trial: Trial, **more: Any) -> list[Recorded]:
+    """Call a host's `forward` for tokens from a position on, with an attention function that records.
+
+    Returns each of its calls, with the output of the host. `more`: further arguments.
+    """
+    x, cos, sin, position = trial
+    seen: list[tuple] = []
+
+    def attend(function: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        B, H, S, D = q.shape
+        result = random_rows(B, S, H, D, dtype=q.dtype, seed=77 + len(seen), device=q.device)
+        seen.append((q.clone(), k.clone(), v.clone(), function, options, result))
+        return result
+
+    kv_cache.register_attention()
+    named = inspect.signature(host).parameters
+    more[next((name for name in PASTS if name in named), PASTS[0])] = _NoCache()
+    if cos.shape[-1] > 1 or "position_embeddings" in named:  # what a host does not know it may hand on (GPT-2)
+        more["position_embeddings"] = (cos, sin)
+    positions = torch.arange(position, position + x.shape[1], device=x.device).expand(len(x), -1)
+    more |= {"position_ids": positions, "cache_position": positions[0]}
+    with kv_cache.recorded_attention(attend):
+        output = host(module, hidden_states=x, attention_mask=None, **more)
+    return [Recorded(*call, output) for call in seen]
+
+
+def record(host: Callable[..., Any], module: nn.Module, trial: Trial) -> Recorded:
+    """The one call of the attention function in `records`. Raises Unproven if there is not one."""
+    found = records(host, module, trial)
+    if len(found) != 1:
+        raise Unproven(f"{type(module).__name__} does not call one attention function")
+    return found[0]
