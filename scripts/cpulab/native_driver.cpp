@@ -476,7 +476,7 @@ void rotate(std::vector<float>& x) {
 // One random attention over a cache, with its buffers.
 class AttentionCase : RandomCall {
  public:
-  explicit AttentionCase(Random& random) : RandomCall(random) {
+  AttentionCase(Random& random, bool has_bf16) : RandomCall(random) {
     p.B = 1 + random.below(2);
     p.H_kv = 1 + random.below(2);
     p.H = p.H_kv * (1 + random.below(5));
@@ -500,6 +500,7 @@ class AttentionCase : RandomCall {
     if (p.layout == VALUES) {
       p.group_size = p.D;
       p.groups = 1;
+      p.by_bf16 = has_bf16 && !random.one_in(3);
     } else {
       p.window = p.causal && random.one_in(2) ? 1 + random.below(100) : 0;
       p.rotates = random.one_in(3);
@@ -552,7 +553,7 @@ class AttentionCase : RandomCall {
              int(p.B), int(p.H), int(p.H_kv), int(p.S), int(p.T), int(p.D), p.layout, int(p.group_size), int(p.window));
     current = std::string(line) + (p.rotates ? " rotates" : "") + (p.rotates_values ? " values" : "") +
               (p.frame != nullptr ? " frame" : "") + (p.first != nullptr ? " first" : "") +
-              (p.softcap > 0 ? " capped" : "") + (p.sinks != nullptr ? " sinks" : "");
+              (p.softcap > 0 ? " capped" : "") + (p.by_bf16 ? " by bf16" : "") + (p.sinks != nullptr ? " sinks" : "");
     if (!kernels.attention(call)) return false;
     for (int64_t b = 0; b < p.B; ++b) {
       for (int64_t h = 0; h < p.H; ++h) {
@@ -1415,7 +1416,7 @@ int main(int argc, char** argv) {
     for (int64_t i = next++; i < cases && !failed; i = next++) {
       Random random(static_cast<uint64_t>(seed * 1000003 + i));
       Case it(random, has_bf16);
-      AttentionCase attention(random);
+      AttentionCase attention(random, has_bf16);
       QuantizationCase weight(random);
       AppendCase appended(random);
       AdamCase adam(random);

@@ -105,3 +105,13 @@ def test_what_is_left_to_the_host(how):
     found = generate(model, 2)
     assert bool(calls) == (how == "a hook")
     assert torch.equal(generate(unfuse_activations_(model), 2), found)
+
+
+@pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
+def test_feed_forward_blocks_of_t5(feed_forward):
+    fields = {"d_ff": 192, "d_kv": 32, "num_heads": 4, "num_layers": 1, "num_decoder_layers": 2}
+    model = make("t5", feed_forward_proj=feed_forward, **fields)
+    found = logits(model)
+    states = [base.state_of(module) for name, module in model.decoder.named_modules() if name.endswith("Dense")]
+    assert len(states) == 2 and all(state.found for state in states)
+    assert_close(found, logits(unfuse_activations_(model)), rms=1e-4)

@@ -300,7 +300,7 @@ def test_products_in_a_block_are_those_of_the_layers(config):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("S", "T", "heads", "D"), [(37, 37, (6, 2), 64), (5, 600, (4, 4), 128), (70, 70, (3, 1), 32)])
+@pytest.mark.parametrize(("S", "T", "heads", "D"), [(37, 37, (6, 2), 64), (5, 600, (4, 4), 128), (70, 70, (3, 1), 80)])
 @pytest.mark.parametrize("kind", ["causal", "full", "mask", "added"])
 def test_attention_of_values(dtype, S, T, heads, D, kind):
     q, k, v = (

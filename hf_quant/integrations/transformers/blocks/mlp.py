@@ -33,9 +33,15 @@ _FUNCTIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 _ACTS = ("act_fn", "activation_fn", "act", "activation", "hidden_act_fn")
-_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 _JOINED = (("gate_up_proj", "down_proj"),)
-_PLAIN = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
+_PLAIN = (
+    ("fc1", "fc2"),
+    ("c_fc", "c_proj"),
+    ("up_proj", "down_proj"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("wi", "wo"),
+)
 
 
 def is_mlp(module: nn.Module, linear: Classes = QUANTIZED) -> bool:

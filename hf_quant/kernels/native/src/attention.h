@@ -27,6 +27,12 @@ constexpr int kLanes = HFQ_VECTOR_BYTES / 4;
 constexpr int kVecs = HFQ_VECTOR_BYTES == 64 ? 4 : 2;
 typedef float Lanes __attribute__((vector_size(HFQ_VECTOR_BYTES), aligned(4), may_alias));
 
+// Sums of the products of a value with those of a row, in fp32.
+struct Products {
+  static constexpr int PER = 1;  // values of an element of 32 bits
+  static inline void add(float left, Lanes row, Lanes& sum) { sum += left * row; }
+};
+
 // One row of codes of one token and head, as fp32.
 static inline void decode_token(const Attention& a, const Cache& cache, int64_t b, int64_t h, int64_t t,
                                 float* __restrict values) {
@@ -57,6 +63,7 @@ static inline void decode_token(const Attention& a, const Cache& cache, int64_t 
 // How tokens first..first + count of a head become panels. With `few` rows, up to kFewTokens tokens at a time need none:
 // `scores` makes those of all rows, kFewTokens apart, `add` adds values weighted by them to out [rows, D].
 struct TokenPanels {
+  using Dot = Products;
   static constexpr int64_t STEP = kTokens;  // tokens whose scores are made before values are added
   static constexpr bool ROUNDS = false;     // exponentials, to the dtype of the queries
 
@@ -96,7 +103,7 @@ struct ValuePanels : TokenPanels {
   }
 };
 
-template <int ROWS, int VECS>
+template <class Dot, int ROWS, int VECS>
 static inline void multiply_tile(const float* left, int64_t left_stride, const float* panel, int64_t panel_stride,
                                  int64_t depth, float* out, int64_t out_stride) {
   Lanes sums[ROWS][VECS];
@@ -111,7 +118,7 @@ static inline void multiply_tile(const float* left, int64_t left_stride, const f
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-      for (int j = 0; j < VECS; ++j) sums[r][j] += left[r * left_stride + i] * row[j];
+      for (int j = 0; j < VECS; ++j) Dot::add(left[r * left_stride + i], row[j], sums[r][j]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
@@ -119,30 +126,31 @@ static inline void multiply_tile(const float* left, int64_t left_stride, const f
     for (int j = 0; j < VECS; ++j) *reinterpret_cast<Lanes*>(out + r * out_stride + j * kLanes) = sums[r][j];
 }
 
-template <int ROWS>
+template <class Dot, int ROWS>
 static void multiply_rows(const float* left, int64_t left_stride, const float* panel, int64_t columns, int64_t depth,
                           float* out) {
   int64_t c = 0;
   for (; c + kVecs * kLanes <= columns; c += kVecs * kLanes)
-    multiply_tile<ROWS, kVecs>(left, left_stride, panel + c, columns, depth, out + c, columns);
+    multiply_tile<Dot, ROWS, kVecs>(left, left_stride, panel + c, columns, depth, out + c, columns);
   for (; c < columns; c += kLanes)
-    multiply_tile<ROWS, 1>(left, left_stride, panel + c, columns, depth, out + c, columns);
+    multiply_tile<Dot, ROWS, 1>(left, left_stride, panel + c, columns, depth, out + c, columns);
 }
 
 // out [rows, columns] += left [rows, depth] @ panel [depth, columns]; columns a multiple of 16.
+template <class Dot>
 static void multiply(const float* left, int64_t left_stride, int64_t rows, const float* panel, int64_t columns,
                      int64_t depth, float* out) {
   int64_t r = 0;
   for (; r + 6 <= rows; r += 6)
-    multiply_rows<6>(left + r * left_stride, left_stride, panel, columns, depth, out + r * columns);
+    multiply_rows<Dot, 6>(left + r * left_stride, left_stride, panel, columns, depth, out + r * columns);
   left += r * left_stride;
   out += r * columns;
   switch (rows - r) {
-    case 1: return multiply_rows<1>(left, left_stride, panel, columns, depth, out);
-    case 2: return multiply_rows<2>(left, left_stride, panel, columns, depth, out);
-    case 3: return multiply_rows<3>(left, left_stride, panel, columns, depth, out);
-    case 4: return multiply_rows<4>(left, left_stride, panel, columns, depth, out);
-    case 5: return multiply_rows<5>(left, left_stride, panel, columns, depth, out);
+    case 1: return multiply_rows<Dot, 1>(left, left_stride, panel, columns, depth, out);
+    case 2: return multiply_rows<Dot, 2>(left, left_stride, panel, columns, depth, out);
+    case 3: return multiply_rows<Dot, 3>(left, left_stride, panel, columns, depth, out);
+    case 4: return multiply_rows<Dot, 4>(left, left_stride, panel, columns, depth, out);
+    case 5: return multiply_rows<Dot, 5>(left, left_stride, panel, columns, depth, out);
   }
 }
 
@@ -233,6 +241,9 @@ class AttentionTasks {
   }
 
  private:
+  using Dot = typename Panels::Dot;
+  static constexpr int PER = Dot::PER;
+
   // seen | queries [rows, D] | scores of the rows | panel [kTokens, D] | scores of a panel | of what the keys lack [rows]
   size_t scratch_floats(int64_t rows) const {
     const int64_t of_panel = Panels::STEP == kTokens ? 0 : rows * kTokens;
@@ -248,17 +259,24 @@ class AttentionTasks {
       float* to = Panels::STEP == kTokens ? scores : of_panel;
       Panels::keys(a_, b, h, t + at, min64(kTokens, count - at), panel);
       memset(to, 0, static_cast<size_t>(rows * kTokens) * sizeof(float));
-      multiply(queries, a_.D, rows, panel, kTokens, a_.D, to);
+      multiply<Dot>(queries, a_.D, rows, panel, kTokens, a_.D / PER, to);
+      for (int64_t i = 0; i < rows * kTokens && PER > 1; ++i) to[i] *= a_.scale;
       for (int64_t r = 0; r < rows && to != scores; ++r)
         memcpy(scores + r * tokens + at, to + r * kTokens, kTokens * sizeof(float));
     }
   }
 
+  // With pairs of values in an element they stay pairs, of which the last one is whole.
   void round_scores(int64_t count, float* scores) const {
     if (!Panels::ROUNDS || a_.q_dtype == F32) return;
     uint16_t rounded[Panels::STEP];
+    count = ceil_div(count, PER) * PER;
     store_row(scores, count, rounded, a_.q_dtype, 0);
-    to_float(rounded, a_.q_dtype, 0, count, scores);
+    if (PER > 1) {
+      memcpy(scores, rounded, static_cast<size_t>(count) * sizeof(uint16_t));
+    } else {
+      to_float(rounded, a_.q_dtype, 0, count, scores);
+    }
   }
 
   // Row r of a head of the keys: position r / repeats_, head r % repeats_ of the queries that share it.
@@ -304,9 +322,14 @@ class AttentionTasks {
     float* of_panel = panel + kTokens * a_.D;
     float* lacking_scores = of_panel + (Panels::STEP == kTokens ? 0 : rows * kTokens);
     for (int64_t r = 0; r < rows; ++r) {
-      load_query(query(head, first + r), head, queries + r * a_.D);
-      if (a_.softcap > 0.0f) lacking_scores[r] = lacking_score(query(head, first + r), head);
-      for (int64_t d = 0; d < a_.D; ++d) queries[r * a_.D + d] *= a_.scale;
+      const char* from = query(head, first + r);
+      if (a_.softcap > 0.0f) lacking_scores[r] = lacking_score(from, head);
+      if (PER > 1) {  // scores are scaled
+        memcpy(queries + r * a_.D, from, static_cast<size_t>(a_.D) * sizeof(uint16_t));
+      } else {
+        load_query(from, head, queries + r * a_.D);
+        for (int64_t d = 0; d < a_.D; ++d) queries[r * a_.D + d] *= a_.scale;
+      }
       seen.top[r] = -INFINITY;
       seen.weight[r] = 0.0f;
     }
@@ -340,7 +363,7 @@ class AttentionTasks {
         for (int64_t at = 0; at < count; at += kTokens) {
           const int64_t part = min64(kTokens, count - at);
           Panels::values(a_, b, h, t + at, part, panel);
-          multiply(scores + at, tokens, rows, panel, a_.D, part, seen.out);
+          multiply<Dot>(scores + at / PER, tokens, rows, panel, a_.D, ceil_div(part, PER), seen.out);
         }
       }
     }
@@ -374,20 +397,18 @@ class AttentionTasks {
 
   // Scores of so many tokens -> exp(score - top), of the new top; whether there is one above -inf.
   bool soften(int64_t tokens, float* __restrict scores, float& top, float& weight, float* __restrict out) const {
-    float tops[16];
-    int32_t nans[16] = {};
-    for (int i = 0; i < 16; ++i) tops[i] = -INFINITY;
-    for (int64_t t = 0; t < tokens; t += 16) {
-      for (int i = 0; i < 16; ++i) {
-        tops[i] = scores[t + i] > tops[i] ? scores[t + i] : tops[i];
-        nans[i] |= scores[t + i] != scores[t + i];
-      }
+    Lanes tops = Lanes{} - INFINITY;
+    auto nans = tops != tops;
+    for (int64_t t = 0; t < tokens; t += kLanes) {
+      const Lanes some = *reinterpret_cast<const Lanes*>(scores + t);
+      tops = some > tops ? some : tops;
+      nans |= some != some;
     }
     float largest = top;
-    int32_t any_nan = 0;
-    for (int i = 0; i < 16; ++i) {
+    bool any_nan = false;
+    for (int i = 0; i < kLanes; ++i) {
       largest = tops[i] > largest ? tops[i] : largest;
-      any_nan |= nans[i];
+      any_nan |= nans[i] != 0;
     }
     if (largest == -INFINITY && !any_nan) {
       memset(scores, 0, static_cast<size_t>(tokens) * sizeof(float));

@@ -133,9 +133,54 @@ struct ValuePanels : avx512_portable::ValuePanels {
   }
 };
 
+// Sums of the products of a pair of bf16 with those of a row. As assembly, like `ByBf16`.
+struct PairProducts {
+  static constexpr int PER = 2;
+  HFQ_INLINE void add(float left, avx512_portable::Lanes row, avx512_portable::Lanes& sum) {
+    const __m512 pair = _mm512_set1_ps(left);
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pair), "v"(row));
+  }
+};
+
+// Keys and values in bf16, which the CPU multiplies: panels of pairs, of channels of a key, and of tokens.
+struct PairPanels : avx512_portable::ValuePanels {
+  using Dot = PairProducts;
+
+  static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    for (int64_t part = 0; part < count; part += 16) {
+      for (int64_t line = 0; line < a.D / 2; line += 16) {
+        const int64_t left = min64(a.D / 2 - line, 16);
+        __m512i pairs[16];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < 16; ++i)  // past the end the last one again, which nobody reads
+          pairs[i] = _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << left) - 1),
+                                              a.k.row(b, h, first + min64(part + i, count - 1)) + line * 4);
+        transpose(pairs);
+        for (int64_t i = 0; i < left; ++i) _mm512_storeu_si512(panel + (line + i) * kTokens + part, pairs[i]);
+      }
+    }
+  }
+
+  static void values(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
+    for (int64_t t = 0; t < count; t += 2) {
+      const uint8_t *row = a.v.row(b, h, first + t), *next = t + 1 < count ? a.v.row(b, h, first + t + 1) : nullptr;
+      for (int64_t d = 0; d < a.D; d += 16, panel += 16) {
+        __m512i pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(row + 2 * d)));
+        if (next != nullptr) {
+          const __m512i more = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(next + 2 * d)));
+          pairs = _mm512_or_si512(pairs, _mm512_slli_epi32(more, 16));
+        }
+        _mm512_storeu_si512(panel, pairs);
+      }
+    }
+  }
+};
+
 static bool attention(const Attention& a) {
   switch (a.layout) {
-    case VALUES: return avx512_portable::AttentionTasks<ValuePanels>(a).run();
+    case VALUES:
+      return a.by_bf16 && a.q_dtype == BF16 ? avx512_portable::AttentionTasks<PairPanels>(a).run()
+                                            : avx512_portable::AttentionTasks<ValuePanels>(a).run();
     case PACKED2: return avx512_portable::AttentionTasks<WordPanels<2>>(a).run();
     case PACKED4: return avx512_portable::AttentionTasks<WordPanels<4>>(a).run();
     case BYTES_INT: return avx512_portable::AttentionTasks<WordPanels<8>>(a).run();

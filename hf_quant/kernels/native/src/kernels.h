@@ -73,6 +73,7 @@ struct Attention {
   const void* sinks;  // [H]: one more score for each head, with no value, of which lse knows nothing; null: none
   int sinks_dtype;
   int threads;
+  bool by_bf16;  // VALUES of bf16 may be multiplied as such
 };
 
 // New keys, or values, [B, H, S, D] and the cache that takes their codes; a cache as in `Cache`, but with any strides.

@@ -179,6 +179,7 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.sinks = a.pointer<const void>();
   p.sinks_dtype = a.integer();
   p.threads = a.integer();
+  p.by_bf16 = multiplies_bf16();
   if (!a.finish()) return nullptr;
   bool ok;
   Py_BEGIN_ALLOW_THREADS ok = active->attention(p);

@@ -1,0 +1,122 @@
+"""Time tokens of small models of many architectures, with random weights, on a CPU: in bf16, and in 4 bits.
+
+    python scripts/bench_families.py --threads 1
+    python scripts/bench_families.py whisper marian --rounds 5
+
+Weights and output embedding are in int4, activations and cache in int8; "unfused" is the same with
+`fuse_activations=False`. A prompt has `--prompt-tokens`, that of Whisper 30 seconds of sound. The time of a token is
+the median, over rounds in which the models take turns, of what tokens take beyond the first one.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from common.checkout import commit
+from hf_quant import QuantizerConfig, quantize_
+from hf_quant.evaluate import machine
+from hf_quant.planning import format_table
+
+
+def _seq2seq(width: int, layers: int) -> dict[str, int]:
+    sizes = {"layers": layers, "attention_heads": width // 64, "ffn_dim": 4 * width}
+    return {"d_model": width, **{f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}}
+
+
+_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50257}
+# {name: (model type, fields of its config)}: the sizes of gpt2, opt-125m, falcon-rw-1b with 12 layers, pythia-160m,
+# whisper-base, bart-base and opus-mt.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", _BASE),
+    "opt": ("opt", {**_BASE, "ffn_dim": 3072, "word_embed_proj_dim": 768}),
+    "falcon": ("falcon", {**_BASE, "alibi": False}),
+    "gpt_neox": ("gpt_neox", {**_BASE, "intermediate_size": 3072}),
+    "whisper": ("whisper", _seq2seq(512, 6)),
+    "bart": ("bart", _seq2seq(768, 6)),
+    "marian": ("marian", _seq2seq(512, 6)),
+}
+
+
+def make(name: str) -> nn.Module:
+    """A model in bf16 that never ends a generation by itself."""
+    kind, fields = FAMILIES[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **fields, dtype=torch.bfloat16)
+    auto = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        is_speech = kind == "whisper"
+        auto = transformers.AutoModelForSpeechSeq2Seq if is_speech else transformers.AutoModelForSeq2SeqLM
+    model = auto.from_config(config).eval()
+    for field in ("eos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "max_length"):
+        setattr(model.generation_config, field, None)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def inputs(model: nn.Module, tokens: int) -> dict[str, torch.Tensor]:
+    """Inputs of `generate`: ids, or 30 seconds of sound."""
+    if model.config.model_type == "whisper":
+        return {"input_features": torch.randn(1, model.config.num_mel_bins, 3000, dtype=model.dtype)}
+    return {"input_ids": torch.randint(5, 30000, (1, tokens))}
+
+
+def seconds_of(model: nn.Module, given: dict[str, torch.Tensor], new_tokens: int) -> float:
+    """CPU or wall time, by the number of threads, of a generation."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    model.generate(**given, do_sample=False, num_beams=1, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    return clock() - start
+
+
+def measure(name: str, args: argparse.Namespace) -> tuple[str, ...]:
+    """A row of the table."""
+    base = make(name)
+    given, models = inputs(base, args.prompt_tokens), {"bf16": base}
+    head = next(path for path, module in base.named_modules() if module is base.get_output_embeddings())
+    for fuses in (False, None):
+        model = models[f"fused: {fuses}"] = copy.deepcopy(base)
+        config = {"cpu_activations": "int8", "kv_cache": "int8", "modules": {head: "int4"}, "fuse_activations": fuses}
+        quantize_(model, QuantizerConfig("int4", **config))
+    found: dict[str, list[tuple[float, float]]] = {key: [] for key in models}
+    for turn in range(args.rounds + 1):
+        for key, model in models.items():
+            first, whole = (seconds_of(model, given, n) for n in (1, args.new_tokens + 1))
+            if turn:  # the first one makes the blocks
+                found[key].append((first * 1e3, (whole - first) / args.new_tokens * 1e3))
+    medians = [[statistics.median(times) for times in zip(*found[key])] for key in models]
+    row = [name]
+    for bf16, unfused, fused in zip(*medians):  # of the prompt, of a token
+        row += [f"{bf16:.1f}", f"{unfused:.1f}", f"{fused:.1f}", f"{bf16 / fused:.2f}"]
+    return tuple(row)
+
+
+def main() -> None:
+    """Read the arguments, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help=f"(default: {' '.join(FAMILIES)})")
+    parser.add_argument("--threads", type=int, help="of torch (default: torch's); CPU time with 1")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    unknown = set(args.families) - FAMILIES.keys()
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    torch.set_grad_enabled(False)
+    transformers.logging.set_verbosity_error()
+    print(f"python {' '.join(sys.argv)}\n{machine()}; commit {commit()}\n")
+    heads = [f"{what} {kind}" for what in ("prompt", "token") for kind in ("bf16, ms", "unfused", "fused", "x bf16")]
+    print(format_table([("family", *heads), *(measure(name, args) for name in args.families or FAMILIES)]))
+
+
+if __name__ == "__main__":
+    main()
