@@ -165,7 +165,7 @@ class GpuLayer:
     def __init__(self, module: nn.Module, x: Tensor, angles: Any) -> None:
         children, dtype, device = module._modules, x.dtype, x.device
         attention, mlp = children[name_of_attention(module)], feed_forward(module)
-        if not is_mlp(mlp):
+        if mlp is module or not is_mlp(mlp):
             raise Unproven("its feed-forward block is no plain one")
         found = _attention_of(attention, _state(attention), x, angles)
         mlp_block = block_of(mlp, _state(mlp), x, lambda: GpuMLP(mlp, dtype, device))
