@@ -79,7 +79,7 @@ _BLOCKS = (
 _EAGER = (
     "launches per block: quantize an input once for q, k and v; fuse the norm, its modulation and the quantization"
 )
-_EXPERTS = "few rows: as the other products; many: dequantize all once, and torch._grouped_mm, if its copy has room"
+_EXPERTS = "few rows: as the other products; many: how many rows it takes to dequantize them (grouped_mm: DENSE_ROWS)"
 
 
 def _caches(format: str) -> tuple[str, ...]:
