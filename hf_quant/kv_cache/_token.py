@@ -52,10 +52,11 @@ def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -
     None if this layer takes new tokens only through its `update`: it is of another kind, empty, keeps tokens in
     16 bit, or its sequences, heads or dtype are others.
     """
-    state, kind = layer.__dict__, (B, num_heads, D, dtype)
+    kind = (B, num_heads, D, dtype)
     prepared = _prepared_of(layer, kind)
     if prepared is None:
         return None
+    state = layer.__dict__
     first, begin, end = state["_first"], state["_start"], state["_end"]
     if not end:
         return None

@@ -30,7 +30,7 @@ from hf_quant.integrations.transformers.blocks.gpu_attention import run_attentio
 from hf_quant.integrations.transformers.blocks.gpu_attention import run_layer as run_layer_on_gpu
 from hf_quant.integrations.transformers.blocks.layer import is_layer, run_layer
 from hf_quant.integrations.transformers.blocks.mixture import is_mixture, run_mixture
-from hf_quant.integrations.transformers.blocks.mlp import is_mlp, run_mlp
+from hf_quant.integrations.transformers.blocks.mlp import is_only_mlp, run_mlp
 from hf_quant.integrations.transformers.blocks.norm import is_slow_norm, run_norm
 from hf_quant.integrations.transformers.blocks.recurrent import (
     is_delta_net,
@@ -44,13 +44,13 @@ from hf_quant.modules import QuantizedModule
 from hf_quant.planning import Rules
 
 
-# (whether a module is of a kind, its block on a CPU, on a GPU). The first kind counts: OPT's layers look like an MLP.
+# (whether a module is of a kind, its block on a CPU, on a GPU); the first kind counts.
 _KINDS = (
     (is_slow_norm, run_norm, run_norm_on_gpu),
     (is_layer, run_layer, run_layer_on_gpu),
     (is_recurrent_layer, run_recurrent_layer, None),
     (is_cross_layer, run_cross_layer, None),
-    (is_mlp, run_mlp, run_mlp_on_gpu),
+    (is_only_mlp, run_mlp, run_mlp_on_gpu),
     (is_mixture, run_mixture, None),
     (is_attention, run_attention, run_attention_on_gpu),
     (is_delta_net, run_delta_net, None),

@@ -50,6 +50,12 @@ def is_mlp(module: nn.Module, linear: Classes = QUANTIZED) -> bool:
     return found is not None and (found[0] == "gated" or _act_of(module) is not None)
 
 
+def is_only_mlp(module: nn.Module, linear: Classes = QUANTIZED) -> bool:
+    """True if a module may be no more than a feed-forward block: nothing else in it has parameters."""
+    rest = [child for child in module._modules.values() if child is not None and not isinstance(child, linear)]
+    return is_mlp(module, linear) and not any(True for child in rest for _ in child.parameters())
+
+
 def _layers(module: nn.Module, linear: Classes = QUANTIZED) -> tuple[str, tuple[nn.Module, ...]] | None:
     linears = {name: child for name, child in module._modules.items() if isinstance(child, linear)}
     for kind, found in (("gated", _GATED), ("joined", _JOINED), ("plain", _PLAIN)):
