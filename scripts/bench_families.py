@@ -32,7 +32,7 @@ def _seq2seq(width: int, layers: int) -> dict[str, int]:
 
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50257}
 # {name: (model type, fields of its config)}: the sizes of gpt2, opt-125m, falcon-rw-1b with 12 layers, pythia-160m,
-# whisper-base, bart-base and opus-mt.
+# whisper-base, bart-base, opus-mt and flan-t5-base.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _BASE),
     "opt": ("opt", {**_BASE, "ffn_dim": 3072, "word_embed_proj_dim": 768}),
@@ -41,6 +41,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "whisper": ("whisper", _seq2seq(512, 6)),
     "bart": ("bart", _seq2seq(768, 6)),
     "marian": ("marian", _seq2seq(512, 6)),
+    "t5": ("t5", {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 2048, "feed_forward_proj": "gated-gelu"}),
 }
 
 
@@ -57,6 +58,7 @@ def make(name: str) -> nn.Module:
     for field in ("eos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "max_length"):
         setattr(model.generation_config, field, None)
     model.generation_config.pad_token_id = 0
+    model.generation_config.bos_token_id = 1  # T5 names none
     return model
 
 

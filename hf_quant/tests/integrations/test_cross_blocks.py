@@ -107,11 +107,16 @@ def test_what_is_left_to_the_host(how):
     assert torch.equal(generate(unfuse_activations_(model), 2), found)
 
 
-@pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
-def test_feed_forward_blocks_of_t5(feed_forward):
-    fields = {"d_ff": 192, "d_kv": 32, "num_heads": 4, "num_layers": 1, "num_decoder_layers": 2}
-    model = make("t5", feed_forward_proj=feed_forward, **fields)
-    found = logits(model)
-    states = [base.state_of(module) for name, module in model.decoder.named_modules() if name.endswith("Dense")]
-    assert len(states) == 2 and all(state.found for state in states)
-    assert_close(found, logits(unfuse_activations_(model)), rms=1e-4)
+@pytest.mark.parametrize(("kind", "feed_forward"), [("t5", "relu"), ("t5", "gated-gelu"), ("mt5", "gated-gelu")])
+def test_layers_of_t5(kind, feed_forward):
+    fields = {"d_ff": 192, "d_kv": 32, "num_heads": 4, "num_layers": 3, "decoder_layers": 3}
+    model = make(kind, feed_forward_proj=feed_forward, **fields)
+    cases = [{}, {"rows": 3}, {"rows": 2, "padding": 4}]
+    found, beams = [logits(model, **case) for case in cases], generate(model, 2, num_beams=3)
+    states = [base.state_of(layer) for layer in model.decoder.block]
+    assert [len(state.found) for state in states] == [0, 1, 1]  # the first one makes the biases
+    assert not any(block_reasons(model).values())
+    unfuse_activations_(model)
+    for case, ours in zip(cases, found):
+        assert_close(ours, logits(model, **case), rms=1e-3)
+    assert torch.equal(generate(model, 2, num_beams=3), beams)

@@ -40,6 +40,7 @@ from hf_quant.integrations.transformers.blocks.recurrent import (
     run_recurrent_layer,
     run_short_convolution,
 )
+from hf_quant.integrations.transformers.blocks.t5 import is_t5_layer, run_t5_layer
 from hf_quant.modules import QuantizedModule
 from hf_quant.planning import Rules
 
@@ -50,6 +51,7 @@ _KINDS = (
     (is_layer, run_layer, run_layer_on_gpu),
     (is_recurrent_layer, run_recurrent_layer, None),
     (is_cross_layer, run_cross_layer, None),
+    (is_t5_layer, run_t5_layer, None),
     (is_only_mlp, run_mlp, run_mlp_on_gpu),
     (is_mixture, run_mixture, None),
     (is_attention, run_attention, run_attention_on_gpu),

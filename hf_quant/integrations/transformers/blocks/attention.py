@@ -38,6 +38,7 @@ from hf_quant.kernels.native.blocks import PAIRS, Block
 _PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj", "out_proj", "dense"))
 _JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value", "dense"), ("c_attn", "c_proj"))
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+_WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")  # names of the width of a head
 _POSITIONS = (3, 200_001)  # of the trials
 # Of a call: what does not change its result. All else is left to the host.
 _IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
@@ -87,9 +88,16 @@ class AttentionBlock:
         self.add_to(self.block, 0, 3)
         self.block.finish()
 
-    def _read(self, module: nn.Module, dtype: torch.dtype, turned: int, angle_dtype: torch.dtype) -> None:
-        """Find the layers and their sizes. Raises Unproven."""
-        layers = _layers(module)
+    def _read(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        turned: int,
+        angle_dtype: torch.dtype,
+        layers: tuple[nn.Module, ...] | None = None,
+    ) -> None:
+        """Find the layers, unless they are given, and their sizes. Raises Unproven."""
+        layers = _layers(module) if layers is None else layers
         if layers is None:
             raise Unproven("its layers were replaced")
         self.watch, self.dtype, self.layers, self.angle_dtype = Watch(module), dtype, layers, angle_dtype
@@ -97,7 +105,7 @@ class AttentionBlock:
         self.K, self.N = width_of(layers[0]), outputs_of(layers[-1])
         if self.N != self.K:
             raise Unproven("the output is of another width than the input")
-        D = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        D = next((size for name in _WIDTHS if (size := getattr(module, name, None))), None)
         if D is None:
             raise Unproven(f"{type(module).__name__} does not tell the width of its heads")
         heads, first = width_of(layers[-1]) // D, outputs_of(layers[0]) // D

@@ -37,9 +37,9 @@ from hf_quant.kernels.native.blocks import Block
 
 _MIXERS = ("self_attn", "encoder_attn")
 _NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
-_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")  # arguments
-_POSITION = 5  # of the trial
-_STATES = 7  # of the encoder in the trial
+ENCODER = ("encoder_hidden_states", "encoder_attention_mask")  # arguments
+POSITION = 5  # of the trial
+STATES = 7  # of the encoder in the trial
 
 
 def is_cross_layer(module: nn.Module, linear: Classes) -> bool:
@@ -50,12 +50,12 @@ def is_cross_layer(module: nn.Module, linear: Classes) -> bool:
     return all(is_attention(children[name], linear) for name in _MIXERS) and all(is_norm(children[n]) for n in _NORMS)
 
 
-class _Crossing(AttentionBlock):
-    """The attention to the states of an encoder, from its layer's trial."""
+class PartOfLayer(AttentionBlock):
+    """An attention, of a token or to the states of an encoder, whose trial is that of its layer."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._read(module, dtype, 0, dtype)
-        self.scale = 1.0
+    def __init__(self, module: nn.Module, dtype: torch.dtype, layers: tuple[nn.Module, ...] | None = None) -> None:
+        self._read(module, dtype, 0, dtype, layers)
+        self.norms, self.scale = [], 1.0
 
     def add_query(self, block: Block, x: int, to: int) -> None:
         """Add the steps from x to the queries."""
@@ -81,14 +81,19 @@ class CrossLayer:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         own, crossing = (module._modules[name] for name in _MIXERS)
-        self.attention, self.crossing = AttentionBlock(own, dtype, 0, dtype), _Crossing(crossing, dtype)
+        self.attention, self.crossing = AttentionBlock(own, dtype, 0, dtype), PartOfLayer(crossing, dtype)
         self.K, self.mlp = self.attention.K, MLPBlock(module, dtype, is_part=True)
         if {self.crossing.K, self.mlp.K, self.mlp.N} != {self.K}:
             raise Unproven("the widths of its parts differ")
         self.norms = [NormBlock(module._modules[name], self.K, dtype) for name in _NORMS]
         self.watch = Watch.of_all([self.mlp.watch, self.attention.watch, self.crossing.watch])
-        self.norms_first = True  # else behind the sums (BART)
         self._prove(module, dtype)
+        self._make(dtype)
+
+    norms_first = True  # else behind the sums (BART)
+
+    def _make(self, dtype: torch.dtype) -> None:
+        """Make the two blocks."""
         self.first, self.second = Block(dtype, self.K, self.K), Block(dtype, self.K, self.K)
         y = self.first.buffer(self.K)
         self.attention.add_to(self.first, self._before(self.first, 0, 0), y)
@@ -124,8 +129,8 @@ class CrossLayer:
 
     def _prove(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Compare with the host's layer, whose attention function returns given results. Raises Unproven."""
-        trial = probe(self.K, 0, _POSITION, dtype, angle_dtype=dtype)
-        states = random_rows(2, _STATES, width_of(self.crossing.layers[1]), dtype=dtype, seed=3)
+        trial = probe(self.K, 0, POSITION, dtype, angle_dtype=dtype)
+        states = random_rows(2, STATES, width_of(self.crossing.layers[1]), dtype=dtype, seed=3)
         found = records(type(module)._hf_quant_block_of.forward, module, trial, encoder_hidden_states=states)
         name = type(module).__name__
         if len(found) != 2:
@@ -160,7 +165,7 @@ class CrossLayer:
 
     def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The output for one token x [B, 1, K] of each sequence, which is added to the cache; None: the host's."""
-        past, B = kwargs["past_key_values"], len(x)
+        past, B = kwargs.get("past_key_values"), len(x)
         crossed, sizes = getattr(past, "cross_attention_cache", None), self.crossing.sizes
         if crossed is None or crossed.offloading or not past.is_updated.get(self.crossing.index):
             return None
@@ -168,7 +173,7 @@ class CrossLayer:
         held = kv_cache.held_tokens(crossed.layers[self.crossing.index], B, sizes.shared_heads, sizes.D, x.dtype)
         if token is None or held is None:
             return None
-        masks = [kwargs.get(name) for name in ("attention_mask", _ENCODER[1])]
+        masks = self._masks(kwargs)
         for i, place in enumerate((token.place, held[1])):
             if masks[i] is not None:
                 masks[i] = usable(masks[i], B, sizes.heads, place[1])
@@ -180,13 +185,17 @@ class CrossLayer:
         self.second.with_cache(B, 0, *held, masks[1], h.data_ptr(), y.data_ptr())
         return y
 
+    def _masks(self, kwargs: dict[str, Any]) -> list[Any]:
+        """The masks of both attentions."""
+        return [kwargs.get(name) for name in ("attention_mask", ENCODER[1])]
+
 
 def run_cross_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The layer's output for one token, None where the host has to compute it."""
     kwargs = by_name(module, args, kwargs)
-    if not args or module.training or not isinstance(kwargs.get(_ENCODER[0]), Tensor):
+    if not args or module.training or not isinstance(kwargs.get(ENCODER[0]), Tensor):
         return None
-    x, rest = args[0], {name: value for name, value in kwargs.items() if name not in _ENCODER}
+    x, rest = args[0], {name: value for name, value in kwargs.items() if name not in ENCODER}
     if not is_one_token(x, rest):
         return None
     block = state.block(module, x.dtype, lambda: CrossLayer(module, x.dtype))
