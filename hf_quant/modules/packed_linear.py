@@ -17,7 +17,7 @@ from hf_quant.weight_proxy import WeightProxy
 
 EXCHANGES = (Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__)
 _TRANSPOSES = (Tensor.transpose, torch.transpose)
-_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 _NO_TENSORS = (LazyInput, Proxy)
 
 
@@ -63,7 +63,7 @@ class LinearProxy(WeightProxy):
             x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias") if k in kwargs), None)[:3]
             if isinstance(weight, cls) and not isinstance(x, cls) and not weight._has_inputs_first():
                 return weight.module.linear(x, bias)
-        elif func in _MATMULS and len(args) == 2:
+        elif func in MATMULS and len(args) == 2:
             x, weight = args
             if isinstance(weight, cls) and not isinstance(x, cls) and weight._has_inputs_first():
                 return weight.module.linear(x, None)

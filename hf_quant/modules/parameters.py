@@ -18,7 +18,7 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.kernels import dequantize
 from hf_quant.modules._base import QuantizedModule, weight_property
 from hf_quant.modules._registry import derive_class
-from hf_quant.modules.packed_linear import EXCHANGES
+from hf_quant.modules.packed_linear import EXCHANGES, MATMULS
 from hf_quant.modules.products import autocast, linear
 from hf_quant.modules.rotation import rotated_back
 from hf_quant.weight_proxy import WeightProxy
@@ -295,11 +295,7 @@ def _grouped(x: Any, weight: Any, *, offs: Any = None, bias: Any = None, out_dty
 
 _PRODUCTS: dict[Callable, Callable[..., Tensor | None]] = {
     F.linear: _linear,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    torch.mm: _matmul,
-    Tensor.mm: _matmul,
+    **dict.fromkeys(MATMULS, _matmul),
     torch.bmm: _bmm,
     Tensor.bmm: _bmm,
     torch._grouped_mm: _grouped,  # of F.grouped_mm

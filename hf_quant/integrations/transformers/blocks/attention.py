@@ -39,7 +39,7 @@ _PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj",
 _JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value", "dense"), ("c_attn", "c_proj"))
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")  # names of the width of a head
-_POSITIONS = (3, 200_001)  # of the trials
+POSITIONS = (3, 200_001)  # of the trials
 # Of a call: what does not change its result. All else is left to the host.
 _IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
 _IGNORED |= {"logits_to_keep"}  # GOT-OCR 2.0 hands it on to its layers
@@ -144,8 +144,7 @@ class AttentionBlock:
             for target, width in zip(to, self.widths):
                 add_product(block, x, target, layers[0], slice(start, start + width))
                 start += width
-        if self.factor != 1.0:
-            block.add(None, to[0], to[0], self.factor)
+        self.scale_queries(block, to[0])
         for target, norm in zip(to, self.norms or (None, None)):
             if norm is not None and not self.norms_last:
                 norm.add_to(block, target, target)
@@ -156,16 +155,24 @@ class AttentionBlock:
             if norm is not None and self.norms_last:
                 norm.add_to(block, target, target)
 
+    def scale_queries(self, block: Block, q: int) -> None:
+        """Add the step that multiplies queries, if the module does."""
+        if self.factor != 1.0:
+            block.add(None, q, q, self.factor)
+
     def add_to(self, block: Block, x: int, to: int) -> None:
         """Add all steps, from x to the output."""
-        heads, shared, _, _ = self.sizes
         q, k, v, *gate = found = [block.buffer(width) for width in self.widths]
         y = block.buffer(self.widths[0])
         self.add_projections(block, x, found)
-        block.append(k, v, shared)
-        more = {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
-        block.attend(q, y, heads, shared, scale=self.scale, **more)
+        block.append(k, v, self.sizes.shared_heads)
+        self.add_attention(block, q, y)
         self.add_output(block, y, to, *gate)
+
+    def add_attention(self, block: Block, q: int, to: int) -> None:
+        """Add the step from the queries to the result of the attention to the cache."""
+        more = {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
+        block.attend(q, to, self.sizes.heads, self.sizes.shared_heads, scale=self.scale, **more)
 
     def add_output(self, block: Block, y: int, to: int, *gate: int) -> None:
         """Add the steps from the result of the attention, and the gate if there is one, to the output."""
@@ -201,7 +208,7 @@ class AttentionBlock:
         return self._scale_of(module, found, records, best)
 
     def _records(
-        self, module: nn.Module, device: torch.device | None = None, positions: tuple[int, ...] = _POSITIONS
+        self, module: nn.Module, device: torch.device | None = None, positions: tuple[int, ...] = POSITIONS
     ) -> tuple[list[Trial], list[Recorded]]:
         """(arguments of trials, what the host does with them). Raises Unproven."""
         kind = {"angle_dtype": self.angle_dtype, "device": device}
@@ -225,22 +232,29 @@ class AttentionBlock:
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} has other queries or keys: off by {error:.3g} roundings")
         for (x, *_), of in zip(trials, records):
-            self._check_options(module, of.options)
             result = of.result.reshape(2, 1, heads * D)
             if self.is_gated:
                 result = result * self.layers[0](x).view(2, 1, heads, 2, D)[..., 1, :].flatten(2).sigmoid()
             y = self.layers[-1](result)
             if not difference(y, of.output[0]) <= TOLERANCE[dtype]:
                 raise Unproven(f"{type(module).__name__} makes something else of the result of the attention")
-        scales = {of.options.get("scaling") for of in records}
-        scale = scales.pop()
-        if scales:
+        scale = self.read_options(module, records)
+        self.function = records[0].function if self.implementation == "eager" else None
+        return scale
+
+    def read_options(self, module: nn.Module, records: Sequence[Recorded]) -> float:
+        """Take over what a module asks the attention function for, and return the scale of the scores.
+
+        Raises Unproven if kernels do not compute that attention.
+        """
+        for of in records:
+            self._check_options(module, of.options)
+        if len({of.options.get("scaling") for of in records}) > 1:
             raise Unproven(f"the scale of the scores in {type(module).__name__} depends on the position")
-        function, q = records[0].function, records[0].q
-        if not kv_cache.reads_codes(function, module, q, shared, scale, self.options):
+        of, scale = records[0], records[0].options.get("scaling")
+        if not kv_cache.reads_codes(of.function, module, of.q, self.sizes.shared_heads, scale, self.options):
             raise Unproven(f"{type(module).__name__} has an attention function that computes something else")
-        self.function = function if self.implementation == "eager" else None
-        return D**-0.5 if scale is None else float(scale)
+        return self.sizes.D**-0.5 if scale is None else float(scale)
 
     def projected(self, block: Block, x: Tensor, cos: Any, sin: Any, stride: int) -> list[Tensor]:
         """Queries, keys, values and gates [B, S, heads, D] of x [B, S, K] by a block that ends in them.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.attention import (
+    POSITIONS,
     AttentionBlock,
     implementation_of,
     is_attention,
@@ -38,8 +39,7 @@ from hf_quant.kernels.native.blocks import Block
 _MIXERS = ("self_attn", "encoder_attn")
 _NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 ENCODER = ("encoder_hidden_states", "encoder_attention_mask")  # arguments
-POSITION = 5  # of the trial
-STATES = 7  # of the encoder in the trial
+STATES = 7  # of the encoder in the trials
 
 
 def is_cross_layer(module: nn.Module, linear: Classes) -> bool:
@@ -60,37 +60,41 @@ class PartOfLayer(AttentionBlock):
     def add_query(self, block: Block, x: int, to: int) -> None:
         """Add the steps from x to the queries."""
         add_product(block, x, to, self.layers[0])
-        if self.factor != 1.0:
-            block.add(None, to, to, self.factor)
-
-    def add_attention(self, block: Block, q: int, to: int) -> None:
-        """Add the step from the queries to the result of the attention."""
-        block.attend(q, to, self.sizes.heads, self.sizes.shared_heads, scale=self.scale, softcap=None, sinks=None)
-
-    def read_options(self, module: nn.Module, of: Recorded) -> None:
-        """Take over what the host asks the attention function for. Raises Unproven."""
-        self._check_options(module, of.options)
-        scale = of.options.get("scaling")
-        if not kv_cache.reads_codes(of.function, module, of.q, self.sizes.shared_heads, scale, self.options):
-            raise Unproven(f"{type(module).__name__} has an attention function that computes something else")
-        self.scale = self.sizes.D**-0.5 if scale is None else float(scale)
+        self.scale_queries(block, to)
 
 
 class CrossLayer:
     """The native blocks of a layer for x of one dtype."""
 
+    norms_first = True  # else behind the sums (BART)
+
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        own, crossing = (module._modules[name] for name in _MIXERS)
-        self.attention, self.crossing = AttentionBlock(own, dtype, 0, dtype), PartOfLayer(crossing, dtype)
-        self.K, self.mlp = self.attention.K, MLPBlock(module, dtype, is_part=True)
+        self.attention, self.crossing = (self._part(part, dtype) for part in self.attentions_of(module))
+        self.K, self.mlp = self.attention.K, self._mlp(module, dtype)
         if {self.crossing.K, self.mlp.K, self.mlp.N} != {self.K}:
             raise Unproven("the widths of its parts differ")
-        self.norms = [NormBlock(module._modules[name], self.K, dtype) for name in _NORMS]
-        self.watch = Watch.of_all([self.mlp.watch, self.attention.watch, self.crossing.watch])
+        self.norms = [NormBlock(norm, self.K, dtype) for norm in self._norms(module)]
+        parts = (self.attention, self.crossing, self.mlp)
+        self.watch = Watch.of_all([self._watch(module), *(part.watch for part in parts)])
         self._prove(module, dtype)
         self._make(dtype)
 
-    norms_first = True  # else behind the sums (BART)
+    @staticmethod
+    def attentions_of(module: nn.Module) -> list[nn.Module]:
+        """The attention of the token and that to the encoder, of a host's layer. Raises Unproven."""
+        return [module._modules[name] for name in _MIXERS]
+
+    def _part(self, attention: nn.Module, dtype: torch.dtype) -> PartOfLayer:
+        return PartOfLayer(attention, dtype)
+
+    def _mlp(self, module: nn.Module, dtype: torch.dtype) -> MLPBlock:
+        return MLPBlock(module, dtype, is_part=True)
+
+    def _norms(self, module: nn.Module) -> list[nn.Module]:
+        return [module._modules[name] for name in _NORMS]
+
+    def _watch(self, module: nn.Module) -> Watch:
+        return Watch(module)
 
     def _make(self, dtype: torch.dtype) -> None:
         """Make the two blocks."""
@@ -129,23 +133,38 @@ class CrossLayer:
 
     def _prove(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Compare with the host's layer, whose attention function returns given results. Raises Unproven."""
-        trial = probe(self.K, 0, POSITION, dtype, angle_dtype=dtype)
+        trials, name = [probe(self.K, 0, at, dtype, angle_dtype=dtype) for at in POSITIONS], type(module).__name__
         states = random_rows(2, STATES, width_of(self.crossing.layers[1]), dtype=dtype, seed=3)
-        found = records(type(module)._hf_quant_block_of.forward, module, trial, encoder_hidden_states=states)
-        name = type(module).__name__
-        if len(found) != 2:
+        host, more = type(module)._hf_quant_block_of.forward, self._arguments(dtype)
+        found = [records(host, module, trial, encoder_hidden_states=states, **more) for trial in trials]
+        if any(len(calls) != 2 for calls in found):
             raise Unproven(f"{name} does not call two attention functions")
-        crossing = module._modules[_MIXERS[1]]
-        self.crossing.read_options(crossing, found[1])
-        own = getattr(crossing, "scaling", None)
-        factors = (1.0, own) if isinstance(own, float) else (1.0,)
-        ways, errors = [(first, factor) for first in (True, False) for factor in factors], []
-        for self.norms_first, self.crossing.factor in ways:
-            errors.append(self._error(trial, *found))
+        found, attentions = [self._plain(name, calls, more) for calls in found], self.attentions_of(module)
+        for part, attention, calls in zip((self.attention, self.crossing), attentions, zip(*found)):
+            part.scale = part.read_options(attention, calls)
+        if self.crossing.options.get("sliding_window"):
+            raise Unproven(f"{name} attends to a window of the encoder's states")
+        own = getattr(attentions[0], "scaling", None)
+        factors = {1.0, own} if isinstance(own, float) else {1.0}
+        ways, errors = [(first, factor) for first in (True, False) for factor in sorted(factors, reverse=True)], []
+        for way in ways:
+            self._set(*way)
+            errors.append(max(self._error(trial, *calls) for trial, calls in zip(trials, found)))
         best = min(errors)
-        self.norms_first, self.crossing.factor = ways[errors.index(best)]
+        self._set(*ways[errors.index(best)])
         if not best <= TOLERANCE[dtype]:
             raise Unproven(f"{name} puts its parts together otherwise: off by {best:.3g} roundings")
+
+    def _set(self, norms_first: bool, factor: float) -> None:
+        self.norms_first, self.attention.factor, self.crossing.factor = norms_first, factor, factor
+
+    def _arguments(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Further arguments of the trials."""
+        return {}
+
+    def _plain(self, name: str, found: list[Recorded], given: dict[str, Any]) -> list[Recorded]:
+        """The records of a trial with the `given` arguments as those of a layer that takes and returns no more."""
+        return found
 
     def _error(self, trial: Trial, own: Recorded, crossed: Recorded) -> float:
         """The largest `difference` of queries, keys, values and the output from recorded ones."""
@@ -190,18 +209,33 @@ class CrossLayer:
         return [kwargs.get(name) for name in ("attention_mask", ENCODER[1])]
 
 
-def run_cross_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The layer's output for one token, None where the host has to compute it."""
-    kwargs = by_name(module, args, kwargs)
-    if not args or module.training or not isinstance(kwargs.get(ENCODER[0]), Tensor):
+def run(
+    module: nn.Module,
+    state: State,
+    kind: type[CrossLayer],
+    given: tuple[str, ...],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """The output of a layer for one token by a block of a kind, None where the host has to compute it.
+
+    `kwargs` are named, as by `by_name`; `given`: further arguments that must be tensors.
+    """
+    needed = (ENCODER[0], *given)
+    if not args or module.training or not all(isinstance(kwargs.get(name), Tensor) for name in needed):
         return None
-    x, rest = args[0], {name: value for name, value in kwargs.items() if name not in ENCODER}
+    x, rest = args[0], {name: value for name, value in kwargs.items() if name not in (*ENCODER, *given)}
     if not is_one_token(x, rest):
         return None
-    block = state.block(module, x.dtype, lambda: CrossLayer(module, x.dtype))
+    block = state.block(module, x.dtype, lambda: kind(module, x.dtype))
     if block is None or block.K != x.shape[2]:
         return None
-    own = (block.attention, block.crossing)
-    if any(part.implementation != implementation_of(module._modules[name]) for part, name in zip(own, _MIXERS)):
+    parts = zip((block.attention, block.crossing), kind.attentions_of(module))
+    if any(part.implementation != implementation_of(attention) for part, attention in parts):
         return None
     return block(x, kwargs)
+
+
+def run_cross_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The layer's output for one token, None where the host has to compute it."""
+    return run(module, state, CrossLayer, (), args, by_name(module, args, kwargs))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hf_quant import kernels, kv_cache
 from hf_quant.integrations.transformers.blocks.attention import (
     _IGNORED,
-    _POSITIONS,
     _TAKEN,
+    POSITIONS,
     AttentionBlock,
     _norms,
     _width,
@@ -128,11 +128,11 @@ def _positions(module: nn.Module) -> tuple[int, ...]:
     """
     named = inspect.signature(type(module)._hf_quant_block_of.forward).parameters
     if "position_ids" not in named:
-        return _POSITIONS
+        return POSITIONS
     known = getattr(module.config, "max_position_embeddings", None)
     if "position_embeddings" not in named or not known:
         raise Unproven(f"{type(module).__name__} may look up its positions in a table")
-    return tuple(min(position, known - 1) for position in _POSITIONS)
+    return tuple(min(position, known - 1) for position in POSITIONS)
 
 
 def _are_tokens(module: nn.Module, x: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -9,21 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_quant.integrations.transformers.blocks.attention import implementation_of, is_one_token
 from hf_quant.integrations.transformers.blocks.base import (
-    TOLERANCE,
     Classes,
     State,
     Unproven,
     Watch,
     by_name,
     random_rows,
-    width_of,
 )
-from hf_quant.integrations.transformers.blocks.cross import ENCODER, POSITION, STATES, CrossLayer, PartOfLayer
+from hf_quant.integrations.transformers.blocks.cross import ENCODER, STATES, CrossLayer, PartOfLayer, run
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
-from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
-from hf_quant.integrations.transformers.blocks.trial import probe, records
+from hf_quant.integrations.transformers.blocks.norm import is_norm
+from hf_quant.integrations.transformers.blocks.trial import Recorded
 
 
 _PARTS = ("SelfAttention", "EncDecAttention", "DenseReluDense")
@@ -49,47 +46,49 @@ def _parts(module: nn.Module) -> list[nn.Module] | None:
     return [layer._modules[name] for name, layer in zip(_PARTS, layers)]
 
 
+def _parts_or_raise(module: nn.Module) -> list[nn.Module]:
+    found = _parts(module)
+    if found is None:
+        raise Unproven("its layers were replaced")
+    return found
+
+
 class T5Layer(CrossLayer):
     """The native blocks of a layer for x of one dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         if dtype == torch.float16:
             raise Unproven("in fp16 the host cuts off infinities")
-        found = _parts(module)
-        if found is None:
-            raise Unproven("its layers were replaced")
-        own, crossing, mlp = found
-        self.attention, self.crossing = (
-            PartOfLayer(part, dtype, tuple(part._modules[name] for name in "qkvo")) for part in (own, crossing)
-        )
-        self.K, self.mlp = self.attention.K, MLPBlock(mlp, dtype)
-        if {self.crossing.K, self.mlp.K, self.mlp.N} != {self.K}:
-            raise Unproven("the widths of its parts differ")
-        self.norms = [NormBlock(layer.layer_norm, self.K, dtype) for layer in module.layer]
-        watched = [part.watch for part in (self.attention, self.crossing, self.mlp)]
-        self.watch = Watch.of_all([Watch(module, module.layer, *module.layer), *watched])
-        self._prove(module, dtype)
-        self._make(dtype)
+        super().__init__(module, dtype)
 
-    def _prove(self, module: nn.Module, dtype: torch.dtype) -> None:
-        trial, heads = probe(self.K, 0, POSITION, dtype, angle_dtype=dtype), self.attention.sizes.heads
-        states = random_rows(2, STATES, width_of(self.crossing.layers[1]), dtype=dtype, seed=3)
-        biases = [random_rows(1, heads, 1, tokens, dtype=dtype, seed=tokens) for tokens in (1, STATES)]
-        more = {**dict(zip(_BIASES, biases)), ENCODER[0]: states, "past_key_values": None}
-        found = records(type(module)._hf_quant_block_of.forward, module, trial, **more)
-        name = type(module).__name__
-        if len(found) != 2:
-            raise Unproven(f"{name} does not call two attention functions")
-        output = found[0].output
+    @staticmethod
+    def attentions_of(module: nn.Module) -> list[nn.Module]:
+        return _parts_or_raise(module)[:2]
+
+    def _part(self, attention: nn.Module, dtype: torch.dtype) -> PartOfLayer:
+        return PartOfLayer(attention, dtype, tuple(attention._modules[name] for name in "qkvo"))
+
+    def _mlp(self, module: nn.Module, dtype: torch.dtype) -> MLPBlock:
+        return MLPBlock(_parts_or_raise(module)[2], dtype)
+
+    def _norms(self, module: nn.Module) -> list[nn.Module]:
+        return [layer.layer_norm for layer in module.layer]
+
+    def _watch(self, module: nn.Module) -> Watch:
+        return Watch(module, module.layer, *module.layer)
+
+    def _arguments(self, dtype: torch.dtype) -> dict[str, Any]:
+        shapes = [(1, self.attention.sizes.heads, 1, tokens) for tokens in (1, STATES)]
+        biases = [random_rows(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+        return {**dict(zip(_BIASES, biases)), "past_key_values": None}
+
+    def _plain(self, name: str, found: list[Recorded], given: dict[str, Any]) -> list[Recorded]:
+        output, biases = found[0].output, [given[bias] for bias in _BIASES]
         if not isinstance(output, tuple) or len(output) != 3 or any(a is not b for a, b in zip(output[1:], biases)):
             raise Unproven(f"{name} returns something else than its output and the biases that it was given")
-        for part, of, bias, host in zip((self.attention, self.crossing), found, biases, _parts(module) or ()):
-            if of.options.pop("position_bias", None) is not bias:
-                raise Unproven(f"{name} gives its attention another bias")
-            part.read_options(host, of)
-        error = self._error(trial, *(of._replace(output=output[0]) for of in found))
-        if not error <= TOLERANCE[dtype]:
-            raise Unproven(f"{name} puts its parts together otherwise: off by {error:.3g} roundings")
+        if any(of.options.pop("position_bias", None) is not bias for of, bias in zip(found, biases)):
+            raise Unproven(f"{name} gives its attention another bias")
+        return [of._replace(output=output[0]) for of in found]
 
     def _masks(self, kwargs: dict[str, Any]) -> list[Any]:
         return [
@@ -111,16 +110,5 @@ def _with_bias(bias: Tensor, mask: Any) -> Any:
 def run_t5_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     """The layer's output and the biases for one token, None where the host has to compute it."""
     kwargs = by_name(module, args, kwargs)
-    biases = [kwargs.get(name) for name in _BIASES]
-    if not args or module.training or not all(isinstance(part, Tensor) for part in (kwargs.get(ENCODER[0]), *biases)):
-        return None
-    x, rest = args[0], {name: value for name, value in kwargs.items() if name not in (*ENCODER, *_BIASES)}
-    if not is_one_token(x, rest):
-        return None
-    block = state.block(module, x.dtype, lambda: T5Layer(module, x.dtype))
-    if block is None or block.K != x.shape[2]:
-        return None
-    if block.attention.implementation != implementation_of(module.layer[0].SelfAttention):
-        return None
-    y = block(x, kwargs)
-    return None if y is None else (y, *biases)
+    y = run(module, state, T5Layer, _BIASES, args, kwargs)
+    return None if y is None else (y, *(kwargs[name] for name in _BIASES))
