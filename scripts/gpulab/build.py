@@ -174,12 +174,14 @@ def record(
 def _compile(unit: Unit, cache_dir: str | None = None, *, dump_log: bool = False) -> Any:
     import triton
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     if cache_dir is not None:
         triton.knobs.cache.dir = cache_dir
     if dump_log:
         triton.knobs.nvidia.dump_ptxas_log = True
-    source = ASTSource(unit.kernel, unit.signature, unit.constants, unit.attributes)
+    source_type = GluonASTSource if unit.kernel.is_gluon() else ASTSource
+    source = source_type(unit.kernel, unit.signature, unit.constants, unit.attributes)
     return triton.compile(source, target=gpu_target(unit.target), options=unit.options)
 
 
@@ -209,7 +211,7 @@ def compile_unit(unit: Unit, cache_dir: str | None = None) -> Built:
         shared=compiled.metadata.shared,
         resources=resources,
         summary=machine_code.summarize(instructions),
-        dots=tuple(sorted(machine_code.dots(asm["ttir"]))),
+        dots=tuple(sorted(machine_code.dots(asm["ttgir" if unit.kernel.is_gluon() else "ttir"]))),
         seconds=time.perf_counter() - start,
         hazards=tuple(hazard.text for hazard in hazards),
         warnings=ptxas_warnings(said.getvalue()),

@@ -209,7 +209,7 @@ def parse_gcn_metadata(text: str) -> Resources:
     return Resources(vgprs, private, spills, scalar_spills)
 
 
-def dots(ttir: str) -> set[tuple[str, str]]:
-    """Element types of the operands of every `tt.dot` in Triton's IR: {("bf16", "bf16"), ("i8", "i8"), ...}."""
-    pattern = r"tt\.dot(?:_scaled)?\b.*?: tensor<(?:\d+x)+(\w+)>.*?\* tensor<(?:\d+x)+(\w+)>"
-    return set(re.findall(pattern, ttir))
+def dots(ir: str) -> set[tuple[str, str]]:
+    """Element types of the operands of every dot in Triton's IR or Gluon's: {("bf16", "bf16"), ("i8", "i8"), ...}."""
+    pattern = r"(?:tt\.dot(?:_scaled)?|ttng\.warp_group_dot)\b.*?: (?:tensor|!ttg\.memdesc)<(?:\d+x)+(\w+).*?"
+    return set(re.findall(pattern + r"\* (?:tensor|!ttg\.memdesc)<(?:\d+x)+(\w+)", ir))

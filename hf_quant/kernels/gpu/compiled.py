@@ -83,7 +83,7 @@ def run_compiled(
 ) -> None:
     """`run_by_jit` for the device that is the current one, without the JIT from the second launch of a key on.
 
-    Each parameter of a kernel takes one kind of argument: a tensor or None, an integer, or a float. Options that are
+    Each parameter of a kernel takes one kind of argument: a tensor or None, a tensor descriptor, an integer, or a float. Options that are
     equal are the same: no launcher gives one parameter 1 and 1.0. `shared` is not compared, but known by its identity,
     and must not change: the options of a plan that is kept.
     """
@@ -131,6 +131,9 @@ def _key_function(kernel: Any, args: tuple[Any, ...]) -> Callable[..., tuple[tup
                     key.append(f"{name} if {name} < 16 else {name} & 15 | 16")
                 elif not parameter.do_not_specialize:
                     key.append(f"{name} == 1")
+        elif hasattr(arg, "block_shape"):  # its block and layout follow from the constexprs
+            key += [f"{name}.base.dtype", f"{name}.base.get_device()"]
+            values.append(name)
         else:
             assert arg is None or isinstance(arg, Tensor | Address)
             found = {f"p{name}": f"{name}.data_ptr()", f"d{name}": f"{name}.dtype", f"i{name}": f"{name}.get_device()"}

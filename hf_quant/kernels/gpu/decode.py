@@ -11,7 +11,7 @@ offset is subtracted, exactly; minifloats get sign and magnitude at the places o
 by a power of two; nf4 looks its bytes up with `prmt`, whose selectors the codes themselves are.
 """
 
-import struct
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -118,7 +118,7 @@ def _ptx_table(levels: tuple[float, ...], dtype: torch.dtype) -> str:
     `prmt` selects by the low three bits among 8 levels; it is done for both halves of the table, and the fourth bit,
     spread over a byte by prmt's sign mode, picks one.
     """
-    words = [struct.unpack("<H", _bits16(level, dtype))[0] for level in levels]
+    words = table_words(levels, dtype)
 
     def constant(shift: int, first: int) -> str:
         return "0x" + "".join(f"{words[first + i] >> shift & 0xFF:02X}" for i in (3, 2, 1, 0))
@@ -139,8 +139,9 @@ def _ptx_table(levels: tuple[float, ...], dtype: torch.dtype) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-def _bits16(value: float, dtype: torch.dtype) -> bytes:
-    return bytes(torch.tensor([value], dtype=dtype, device="cpu").view(torch.uint8).tolist())
+def table_words(levels: Sequence[float], dtype: torch.dtype) -> list[int]:
+    """The 16 bits of each level in bf16 or fp16."""
+    return [bits & 0xFFFF for bits in torch.tensor(levels, dtype=dtype, device="cpu").view(torch.int16).tolist()]
 
 
 def decode_options(name: str, dtype: torch.dtype, codes: int, *, use_ptx: bool) -> dict:

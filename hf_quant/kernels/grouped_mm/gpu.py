@@ -41,6 +41,7 @@ from hf_quant.kernels.gpu.decode import (
     scale_rows,
     undecodable_reason,
 )
+from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import (
     Target,
     cached_plan,
@@ -332,7 +333,7 @@ def _fused(
     bias: Tensor | None,
     offsets: Tensor,
     activation: str | None,
-    plan: GroupedPlan,
+    plan: GroupedPlan | hopper.Plan,
     target: Target,
 ) -> Tensor:
     """`grouped_mm` in one launch, two with quantized activations; weights contiguous."""
@@ -346,6 +347,9 @@ def _fused(
             x, row_scale = quantize_static(x, w.input_scale, w.input_diagonal, format=activation)
         if activation != "int8" and not target.has_fp8_dot:
             x = x.to(dtype)  # these GPUs cannot read float8_e4m3fn
+    bias, offsets = None if bias is None else bias.contiguous(), offsets.contiguous()
+    if isinstance(plan, hopper.Plan):
+        return hopper.product(x.to(dtype), _weights(w), bias, row_scale, offsets, dtype, plan)
     y = torch.empty(M, w.N, dtype=dtype, device=x.device)
     stride = row_elements(w.qdata, plan.codes)
     unit = common_unit(x.stride(0), stride)
@@ -357,9 +361,9 @@ def _fused(
         bits_of(w.scale),
         w.zero_point,
         w.global_scale,
-        None if bias is None else bias.contiguous(),
+        bias,
         row_scale,
-        offsets.contiguous(),
+        offsets,
         levels_tensor(w.format, dtype, x.device),
         y,
         M,
@@ -380,6 +384,24 @@ def _fused(
         **plan.options,
     )
     return y
+
+
+def _weights(w: Weight) -> hopper.Weights:
+    """All experts' as the kernel for Hopper takes them."""
+    codes = w.qdata.view(torch.int32).flatten(0, 1)
+    strides = codes.stride(0), w.scale.stride(1), w.scale.stride(0)
+    return hopper.Weights(codes, bits_of(w.scale), w.zero_point, w.global_scale, w.N, len(codes), *strides)
+
+
+def _hopper_plan(x: Tensor, w: Weight, target: Target) -> hopper.Plan | None:
+    """The plan of the kernel for Hopper, None where it does not serve."""
+    E, found = w.qdata.shape[0], None
+    if x.stride(1) == 1 and hopper.is_readable(x, w.qdata, w.qdata.shape[2] * w.qdata.element_size() // 4):
+        found = hopper.plan(
+            *(x.shape[0], w.N, w.K, x.dtype, w.format, w.group_size, tuple(w.scale.shape), w.scale.dtype),
+            *(w.zero_point is not None, target, E),
+        )
+    return found
 
 
 def _is_dense(M: int, w: Weight, dtype: torch.dtype, activation: str | None, target: Target) -> bool:
@@ -413,6 +435,8 @@ def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *
         w = w._replace(input_diagonal=None)
     if unavailable_reason(x.device) is None:
         target, w = target_of(x.device), w.contiguous()
+        if (found := _hopper_plan(x, w, target)) is not None:
+            return _fused(x, w, bias, offsets, activation, found, target)
         if _is_dense(len(x), w, x.dtype, activation, target):
             return _dense(x, w, bias, offsets)
         plan = grouped_plan(

@@ -59,6 +59,7 @@ from hf_quant.kernels.gpu.decode import (
     scale_rows,
     undecodable_reason,
 )
+from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     IS_OLD_TRITON,
@@ -374,8 +375,42 @@ def fused_product(
 
 def _ready(operands: Operands, plan: FusedPlan) -> Run:
     """The product with a weight, by its addresses."""
-    kept = Operands(*(None if part is None else Address(part) for part in operands[:4]), *operands[4:])
+    kept = Operands(*map(_address, operands[:4]), *operands[4:])
     return lambda x, bias: fused_product(x, kept, bias, None, x.dtype, plan)
+
+
+def _address(part: Tensor | None) -> Address | None:
+    return None if part is None else Address(part)
+
+
+def _hopper_mm(
+    rows: Tensor, w: Weight, bias: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype, *, lasts: bool
+) -> Tensor | None:
+    """`fused_mm` by the kernel for Hopper, None where it does not serve; lasts: rows and w are the caller's."""
+    plan = hopper.plan(
+        *(rows.shape[0], w.N, w.K, dtype, w.format, w.group_size),
+        *(tuple(w.scale.shape), w.scale.dtype, w.zero_point is not None, target_of(rows.device)),
+    )
+    if plan is None:
+        return None
+    rows, codes = rows.to(dtype), w.qdata.view(torch.int32)
+    if not hopper.is_readable(rows, codes, codes.stride(0)):
+        return None
+    parts = codes, bits_of(w.scale), w.zero_point, w.global_scale
+    sizes = w.N, w.N, codes.stride(0), w.scale.stride(0)
+    if lasts and row_scale is None:
+        kept = hopper.Weights(*map(_address, parts), *sizes)
+        make_ready(rows, w, lambda: _hopper_ready(kept, plan))
+    bias, row_scale = (None if t is None else t.contiguous() for t in (bias, row_scale))
+    return hopper.product(rows, hopper.Weights(*parts, *sizes), bias, row_scale, None, dtype, plan)
+
+
+def _hopper_ready(w: hopper.Weights, plan: hopper.Plan) -> Run:
+    def run(x: Tensor, bias: Tensor | None) -> Tensor:
+        x = x if x.data_ptr() % 16 == 0 else x.clone()
+        return hopper.product(x, w, None if bias is None else bias.contiguous(), None, None, x.dtype, plan)
+
+    return run
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -407,6 +442,9 @@ def fused_mm(
         return None
     rows, target = as_rows(x), target_of(x.device)
     given, w = w, with_plain_rows(w)
+    lasts = w is given and w.input_diagonal is None
+    if (y := _hopper_mm(rows, w, bias, row_scale, dtype, lasts=lasts)) is not None:
+        return y.view(*x.shape[:-1], w.N)
     plan = fused_plan(
         *(rows.shape[0], w.N, w.K, dtype, w.format, w.group_size),
         *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, target),
@@ -416,7 +454,7 @@ def fused_mm(
     if rows.dtype == torch.float8_e4m3fn and not target.has_fp8_dot:
         rows = rows.to(dtype)  # these GPUs cannot read it
     operands = operands_of(w, plan, dtype)
-    if row_scale is None and w is given and w.input_diagonal is None:
+    if row_scale is None and lasts:
         make_ready(rows, w, lambda: _ready(operands, plan))
     y = fused_product(rows, operands, bias, row_scale, dtype, plan)
     return y.view(*x.shape[:-1], y.shape[1])

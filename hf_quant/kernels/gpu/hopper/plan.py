@@ -1,0 +1,258 @@
+"""When and how products of quantized weights run on Hopper by the Gluon kernel of kernel.py.
+
+Measured on an H100 with Triton 3.6 (docs/gpu.md), int4 in groups of 128, 28672 x 4096: 32 tokens, 37 us; 64, 42; 128,
+60; 256, 94; 1024, 330; in bf16 89, 89, 89, 102 and 302.
+
+Which tile a product takes follows from three numbers of each, measured there (`ROWS`): how long one of its columns of
+K takes where all multiprocessors work, and how much longer where each has one block only, which then has nothing to
+do while it waits. From them `choose` computes the time of a product for each tile and split of K.
+"""
+
+import importlib.util
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.gpu.counters import tile_counters
+from hf_quant.kernels.gpu.decode import ANY_GROUP, scale_kind, scale_rows
+from hf_quant.kernels.gpu.hopper.pairs import pair_ptx, selectors, undecodable_reason
+from hf_quant.kernels.gpu.launch import HAS_TRITON, Target, cached_plan, interpreting, launch, triton
+
+
+HAS_GLUON = HAS_TRITON and importlib.util.find_spec("triton.experimental.gluon") is not None
+LEAST_TOKENS, MOST_TOKENS = 17, 2048  # beyond them other kernels are faster
+MOST_ROWS = 2**30  # of an expert
+_SPLITS = (1, 2, 4)
+_SPLIT_TIME, _PARTIAL_TIME = 1500, 0.0015  # of adding up parts, and of one number of a part, in units of `Row.time`
+_MIN_PART = 512  # columns
+
+
+class Row(NamedTuple):
+    """A tile, and how fast it is.
+
+    Attributes:
+        block_m: tokens, the second operand of wgmma: a multiple of 8.
+        block_n: rows of the weight, 16 for each warp or a multiple of that.
+        block_k: columns of a step.
+        warps: that decode and multiply; 4 more copy.
+        stages: steps in the ring.
+        registers: of a thread, all warps alike at the start of the kernel.
+        time: of a column of K, relative to that of the tile of 64 x 64.
+        alone: that many times as long, where a multiprocessor has one block.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    registers: int
+    time: float
+    alone: float
+
+
+ROWS = (
+    Row(16, 64, 128, 4, 4, 128, 0.84, 1.3),
+    Row(32, 64, 128, 4, 4, 128, 0.88, 1.3),
+    Row(64, 64, 128, 4, 4, 128, 1.0, 1.3),
+    Row(128, 64, 64, 4, 4, 128, 1.42, 1.39),
+    Row(256, 64, 64, 4, 4, 255, 2.55, 1.0),
+    Row(256, 128, 64, 8, 4, 168, 4.5, 1.0),
+)
+
+
+class Plan(NamedTuple):
+    """The launch of a product: all that follows from sizes and types."""
+
+    row: Row
+    words: int  # of 32 bits, of one row and step
+    tiles_m: int
+    tiles: int
+    split: int
+    steps: int  # of one part of K
+    layouts: tuple[Any, Any]  # of tiles of x and of codes in shared memory
+    options: dict[str, Any]
+
+
+def unsupported_reason(format: str, group_size: int, K: int) -> str | None:
+    """The reason why no tile serves a weight, None if one does."""
+    if (reason := undecodable_reason(CODES[format])) is not None:
+        return reason
+    bits = 4 if CODES[format].is_packed else 8
+    if K * bits % 128:
+        return f"rows of {K} codes, which are no whole 16 bytes"
+    if group_size < K and any(
+        group_size % row.block_k and (row.block_k % group_size or group_size % 8) for row in ROWS
+    ):
+        return f"groups of {group_size}, which neither divide a step nor hold whole ones"
+    return None
+
+
+def choose(M: int, N: int, K: int, target: Target, experts: int = 0) -> tuple[Row, int]:
+    """(tile, split of K) of the least time; experts: as many have M / experts rows each, and K is not split."""
+
+    def time(row: Row, split: int) -> float:
+        tiles_m = max(experts, 1) * triton.cdiv(triton.cdiv(M, max(experts, 1)), row.block_m)
+        blocks = tiles_m * triton.cdiv(N, row.block_n) * split
+        rounds = triton.cdiv(blocks, target.multiprocessors)
+        columns = triton.cdiv(triton.cdiv(K, row.block_k), split) * row.block_k
+        added = _SPLIT_TIME + _PARTIAL_TIME * blocks * row.block_m * row.block_n if split > 1 else 0
+        return rounds * columns * row.time * (row.alone if rounds == 1 else 1) + added
+
+    pairs = [(row, split) for row in ROWS for split in _SPLITS if split == 1 or K >= split * _MIN_PART and not experts]
+    return min(pairs, key=lambda pair: time(*pair))
+
+
+@cache
+def _gluon() -> Any:
+    """The module of the kernel: importing it needs Gluon."""
+    from hf_quant.kernels.gpu.hopper import kernel
+
+    return kernel
+
+
+def _layouts(row: Row, words: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    gl = _gluon().gl
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    default = gl.NVMMASharedLayout.get_default_for
+    return default([row.block_m, row.block_k], kind), default([row.block_n, words], gl.int32)
+
+
+@cached_plan
+def plan(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    format: str,
+    group_size: int,
+    scale_shape: tuple[int, ...],
+    scale_dtype: torch.dtype,
+    has_zero: bool,
+    target: Target,
+    experts: int = 0,
+) -> Plan | None:
+    """The plan for M tokens, None where another path serves; experts: how many have weights, 0 for a plain weight."""
+    if not HAS_GLUON or target.table != "sm90" or not target.is_nvidia or interpreting():
+        return None
+    if dtype not in (torch.float16, torch.bfloat16) or M * N * K == 0:
+        return None
+    served = min(experts, M)
+    if not LEAST_TOKENS <= M // max(served, 1) <= (MOST_ROWS if experts else MOST_TOKENS):
+        return None
+    if unsupported_reason(format, group_size, K) is not None:
+        return None
+    spec, gl = CODES[format], _gluon().gl
+    row, split = choose(M, N, K, target, served)
+    bits = 4 if spec.is_packed else 8
+    words = row.block_k * bits // 32
+    scale, scaling = scale_kind(scale_dtype), "*" if group_size < K else ""
+    if has_zero:
+        scaling = "-*"
+    elif scaling and scale == "e4m3" and format == "int4" and dtype == torch.bfloat16:
+        scaling = "fma"
+    options = {
+        "BLOCK_M": row.block_m,
+        "BLOCK_N": row.block_n,
+        "BLOCK_K": row.block_k,
+        "EXPERTS": experts,
+        "PADDED": triton.next_power_of_2(experts) if experts else 0,
+        "GROUP": group_size if group_size < K else ANY_GROUP,
+        "BITS": bits,
+        "SCALE": scale,
+        "SCALE_ROWS": scale_rows(scale_shape, N),
+        "SCALING": scaling,
+        "HAS_ZERO": has_zero,
+        "SPLIT_K": split,
+        "DOT": gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
+        "MAGIC": 128 if dtype == torch.bfloat16 else 1024,
+        "PTX": pair_ptx(format, dtype, scaling),
+        "SELECTORS": selectors(spec),
+        "STAGES": row.stages,
+        "WARPS": row.warps,
+        "num_warps": row.warps,
+        "maxnreg": row.registers,
+    }
+    # As many tiles of tokens as any distribution over the experts can need, and one of rows of none.
+    tiles_m = M // row.block_m + served + 1 if experts else triton.cdiv(M, row.block_m)
+    steps = triton.cdiv(triton.cdiv(K, row.block_k), split)
+    tiles = tiles_m * triton.cdiv(N, row.block_n)
+    return Plan(row, words, tiles_m, tiles, split, steps, _layouts(row, words, dtype), options)
+
+
+def is_readable(x: Tensor, codes: Any, q_stride: int) -> bool:
+    """True if rows of x and of codes start at multiples of 16 bytes, as the tensor memory accelerator wants it."""
+    return not (x.stride(0) % 8 or x.data_ptr() % 16 or codes.data_ptr() % 16 or q_stride % 4)
+
+
+class Weights(NamedTuple):
+    """A weight [N, K], or those of all experts, as the kernel takes them: tensors, or what stands for them.
+
+    codes are int32 words [rows, words], of all experts one after the other. The strides are those of the rows of
+    codes, of the rows of scales, and of the experts' scales.
+    """
+
+    codes: Any
+    scale: Any
+    zero_point: Any
+    global_scale: Any
+    N: int
+    rows: int
+    q_stride: int
+    scale_stride: int
+    scale_matrix: int = 0
+
+
+def product(
+    x: Tensor,
+    w: Weights,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    offsets: Tensor | None,
+    dtype: torch.dtype,
+    plan: Plan,
+) -> Tensor:
+    """x [M, K] -> [M, N] in `dtype`, for `is_readable` operands; bias, row_scale and offsets are contiguous."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    M, K = x.shape
+    y = torch.empty(M, w.N, dtype=dtype, device=x.device)
+    row = plan.row
+    x_tiles = TensorDescriptor(x, [M, K], [x.stride(0), 1], [row.block_m, row.block_k], plan.layouts[0])
+    q_shape, q_strides = [w.rows, w.q_stride], [w.q_stride, 1]
+    q_tiles = TensorDescriptor(w.codes, q_shape, q_strides, [row.block_n, plan.words], plan.layouts[1])
+    partials = counters = None
+    if plan.split > 1:
+        shape = (plan.tiles, plan.split, row.block_n, row.block_m)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+        counters = tile_counters(plan.tiles, x.device)
+    launch(
+        _gluon().hopper_mm_kernel,
+        (plan.tiles, plan.split),
+        w.scale,
+        x_tiles,
+        q_tiles,
+        w.zero_point,
+        w.global_scale,
+        bias,
+        row_scale,
+        offsets,
+        y,
+        partials,
+        counters,
+        M,
+        w.N,
+        K,
+        plan.tiles_m,
+        w.scale_stride,
+        w.scale_matrix,
+        plan.steps,
+        HAS_GLOBAL=w.global_scale is not None,
+        HAS_BIAS=bias is not None,
+        HAS_ROW_SCALE=row_scale is not None,
+        shared=plan.options,
+    )
+    return y
