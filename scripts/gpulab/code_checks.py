@@ -66,6 +66,9 @@ EXCEPTIONS = (
         "Triton 3.6 multiplies int8 by mma.sync there, 3.9 in tensor memory",
         triton=r"3\.6\..*",
     ),
+    Accepted(
+        "width", "hopper_mm_kernel", "sm90", ".*", "tiles come by TMA, which is not counted; scales by registers"
+    ),
     Accepted("width", ".*", ".*", ".*(off-tile|odd) .*", "rows that do not start at multiples of 16 bytes"),
     Accepted("width", ".*", ".*", "(int3|fp6).*", "two planes: a lane's codes of one are half, or less, of 16 bytes"),
     Accepted("width", "_quantize_rowwise.*", ".*", r".* rows \d+x(64|128|1000), .*", "short or odd rows"),

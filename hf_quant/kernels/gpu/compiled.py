@@ -83,9 +83,9 @@ def run_compiled(
 ) -> None:
     """`run_by_jit` for the device that is the current one, without the JIT from the second launch of a key on.
 
-    Each parameter of a kernel takes one kind of argument: a tensor or None, a tensor descriptor, an integer, or a float. Options that are
-    equal are the same: no launcher gives one parameter 1 and 1.0. `shared` is not compared, but known by its identity,
-    and must not change: the options of a plan that is kept.
+    Each parameter of a kernel takes one kind of argument: a tensor or None, a tensor descriptor, an integer, or a
+    float. Options that are equal are the same: no launcher gives one parameter 1 and 1.0. `shared` is not compared,
+    but known by its identity, and must not change: the options of a plan that is kept.
     """
     launcher = _launchers.get(id(kernel))
     if launcher is None:

@@ -156,6 +156,11 @@ def record_launches() -> Iterator[list[Launch]]:
         _recorded = before
 
 
+def recording() -> bool:
+    """True inside of `record_launches`: no kernel runs."""
+    return _recorded is not None
+
+
 def interpreting() -> bool:
     """True if kernels run in Triton's interpreter (TRITON_INTERPRET=1 before they were imported)."""
     return HAS_TRITON and bool(triton.knobs.runtime.interpret)

@@ -1,7 +1,5 @@
 """Expert products on a GPU: one launch for all experts, each weight decoded in registers, none in 16 bit in memory.
 
-With many rows an expert on Hopper, all experts are dequantized at once instead, for torch's grouped product.
-
 Rows are sorted by expert, and how many each has is known on the device only. The grid is as large as any distribution
 of M rows over E experts can need (M // BLOCK_M + min(E, M) + 1 tiles of rows); a program finds its expert from the
 running sum of tiles over experts, E integers in registers, and leaves if there is none. So nothing is read on the
@@ -12,12 +10,12 @@ Traffic at decode: the codes of the experts that have rows, each once. Modelled 
 (2 of 8, 28672 x 4096 and 4096 x 14336): 28.3 us and 14.1 us. At prefill the tiles of one expert are neighbours in the
 grid and share its codes in L2; the scales enter before the dot, as in the crossover branch of `weight_only`.
 
-Measured on an H200 (docs/gpu.md): one token 47.8 us of Mixtral's gate and up, 4.4 times as fast as torch's grouped
-product of bf16, 10.1 us of Qwen3's; 4096 tokens .44 to .70 of it, as tiles decode their weights again for each 128
-rows, and Triton waits for their wgmma. The order of the grid (tiles of rows fastest) is modelled, not measured.
+On Hopper experts with 16 rows each and more are multiplied by the kernel of `gpu.hopper`: measured on an H100, int4
+g128, Mixtral's gate and up, 4096 tokens, 3.2 ms, where this one takes 5.5 and torch's grouped product of bf16 3.1; at
+256 tokens .47, .68 and .71. To dequantize all experts for torch's product takes 4.3 ms at 4096 tokens.
 
-So is the dense path: Mixtral's gate and up take 0.45 ms to be dequantized at 4.3 TB/s and 2.7 ms (measured) for the
-product of 4096 tokens, where the kernel takes 5.3 ms. Its copy of all experts lives for the time of the product.
+Measured on an H200 (docs/gpu.md): one token 47.8 us of Mixtral's gate and up, 4.4 times as fast as torch's grouped
+product of bf16, 10.1 us of Qwen3's. The order of the grid (tiles of rows fastest) is modelled, not measured.
 """
 
 from typing import NamedTuple
@@ -61,7 +59,6 @@ from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.gpu import (
     batch_of,
     choose_row,
-    dequantized,
     is_wide,
     reads_wide,
     supports_fused,
@@ -110,28 +107,12 @@ CONFIGS = {
 }
 
 
-# {target: mean of rows per expert from which on the experts are dequantized}, where torch's grouped product of bf16 is
-# one kernel that reads its offsets on the device.
-DENSE_ROWS = {"sm90": 512}
-MOST_COPIED = 2 << 30  # bytes of all experts in bf16
-
-
-def _supports_dense(problem: Problem) -> str | None:
-    if problem.dtype != torch.bfloat16 or problem.activation is not None:
-        return "torch's grouped product is of bf16"
-    if problem.N % 8 or problem.K % 8:
-        return "torch's grouped product reads rows of whole 16 bytes"
-    if 2 * (problem.num_experts or 1) * problem.N * problem.K > MOST_COPIED:
-        return f"all experts in bf16 take more than {MOST_COPIED >> 30} GiB"
-    return None
-
-
 def _supports_loop(problem: Problem) -> str | None:
     return "one launch serves all experts" if supports_fused(problem) is None else None
 
 
 FUSED = (Path("Triton, decoded in registers", "any M; sm75: up to 16 rows an expert", supports_fused),)
-DENSE = (Path("dequantize + torch's grouped GEMM", "sm90: from 512 rows an expert on", _supports_dense),)
+HOPPER = (Path("Gluon, decoded beside the product", "sm90: 16 rows an expert and more", hopper.supports),)
 LOOP = (Path("dequantize + GEMM, expert by expert", "any M", _supports_loop),)
 
 
@@ -395,35 +376,19 @@ def _weights(w: Weight) -> hopper.Weights:
 
 def _hopper_plan(x: Tensor, w: Weight, target: Target) -> hopper.Plan | None:
     """The plan of the kernel for Hopper, None where it does not serve."""
-    E, found = w.qdata.shape[0], None
-    if x.stride(1) == 1 and hopper.is_readable(x, w.qdata, w.qdata.shape[2] * w.qdata.element_size() // 4):
-        found = hopper.plan(
-            *(x.shape[0], w.N, w.K, x.dtype, w.format, w.group_size, tuple(w.scale.shape), w.scale.dtype),
-            *(w.zero_point is not None, target, E),
-        )
-    return found
-
-
-def _is_dense(M: int, w: Weight, dtype: torch.dtype, activation: str | None, target: Target) -> bool:
-    E, least = w.qdata.shape[0], DENSE_ROWS.get(target.name)
-    problem = Problem(w.format, w.group_size, w.N, w.K, dtype, activation=activation, num_experts=E)
-    return least is not None and M >= least * E and _supports_dense(problem) is None
-
-
-def _dense(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """`grouped_mm` by torch's product, which leaves rows of no expert as they were in memory."""
-    y = torch._grouped_mm(x.contiguous(), dequantized(w, x.dtype).transpose(1, 2), offs=offsets.contiguous())
-    rows = torch.arange(len(x), dtype=offsets.dtype, device=x.device)
-    if bias is not None:
-        y += bias.to(y.dtype)[torch.searchsorted(offsets, rows, right=True).clamp_(max=len(bias) - 1)]
-    return y.masked_fill_((rows >= offsets[-1]).unsqueeze(1), 0.0)
+    if x.stride(1) != 1 or not hopper.can_run(x, w.qdata):
+        return None
+    return hopper.plan(
+        *(x.shape[0], w.N, w.K, x.dtype, w.format, w.group_size, tuple(w.scale.shape), w.scale.dtype),
+        *(w.zero_point is not None, target, w.qdata.shape[0]),
+    )
 
 
 _hadamard = direct(hadamard)
 
 
 @implements(grouped_mm, "XPU", FUSED + LOOP)
-@implements(grouped_mm, "CUDA", FUSED + DENSE + LOOP)
+@implements(grouped_mm, "CUDA", FUSED + HOPPER + LOOP)
 @takes_weight(check, transforms=True, quantizes=True)
 def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """Compute `grouped_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
@@ -437,8 +402,6 @@ def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *
         target, w = target_of(x.device), w.contiguous()
         if (found := _hopper_plan(x, w, target)) is not None:
             return _fused(x, w, bias, offsets, activation, found, target)
-        if _is_dense(len(x), w, x.dtype, activation, target):
-            return _dense(x, w, bias, offsets)
         plan = grouped_plan(
             *(x.shape[0], tuple(w.qdata.shape), w.K, x.dtype, w.format, w.group_size),
             *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, target),

@@ -59,7 +59,7 @@ from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled_mm_split_kernel, _scaled_mm_tiles_kernel
 from hf_quant.kernels.weight import Weight, takes_weight
-from hf_quant.kernels.weight_only.gpu import DENSE, FUSED, as_rows, dequantized, fused_mm
+from hf_quant.kernels.weight_only.gpu import DENSE, FUSED, HOPPER, as_rows, dequantized, fused_mm
 
 
 # Decode and crossover. (largest M, BLOCK_M, BLOCK_N, BLOCK_K, blocks per multiprocessor, num_warps, num_stages)
@@ -312,7 +312,7 @@ def fp8_scaled_mm_gpu(
 
 
 @implements(op.quantized_mm, "XPU", SCALED + FUSED + DENSE)
-@implements(op.quantized_mm, "CUDA", SCALED + FUSED + DENSE)
+@implements(op.quantized_mm, "CUDA", SCALED + FUSED + HOPPER + DENSE)
 @takes_weight(op.check_quantized)
 def quantized_mm_gpu(
     codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
@@ -348,7 +348,7 @@ _quantize_static = direct(quantize_static)
 
 
 @implements(op.dynamic_mm, "XPU", SCALED + FUSED + DENSE)
-@implements(op.dynamic_mm, "CUDA", SCALED + FUSED + DENSE)
+@implements(op.dynamic_mm, "CUDA", SCALED + FUSED + HOPPER + DENSE)
 @takes_weight(op.check_dynamic, transforms=True, quantizes=True)
 def dynamic_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Compute `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""

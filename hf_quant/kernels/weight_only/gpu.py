@@ -207,6 +207,7 @@ def supports_fused(problem: Problem) -> str | None:
 
 
 FUSED = (Path("Triton, decoded in registers", "M <= 128 to 1024, by GPU; 32 on sm75", supports_fused),)
+HOPPER = (Path("Gluon, decoded beside the product", "sm90: 17 tokens (8 bits: 33) and more", hopper.supports),)
 DENSE = (Path("dequantize + GEMM", "any other M", lambda problem: None),)
 
 
@@ -393,9 +394,10 @@ def _hopper_mm(
     )
     if plan is None:
         return None
-    rows, codes = rows.to(dtype), w.qdata.view(torch.int32)
-    if not hopper.is_readable(rows, codes, codes.stride(0)):
+    rows = rows.to(dtype)
+    if not hopper.can_run(rows, w.qdata):
         return None
+    codes = w.qdata.view(torch.int32)
     parts = codes, bits_of(w.scale), w.zero_point, w.global_scale
     sizes = w.N, w.N, codes.stride(0), w.scale.stride(0)
     if lasts and row_scale is None:
@@ -464,7 +466,7 @@ _hadamard = direct(hadamard)
 
 
 @implements(weight_only_mm, "XPU", FUSED + DENSE)
-@implements(weight_only_mm, "CUDA", FUSED + DENSE)
+@implements(weight_only_mm, "CUDA", FUSED + HOPPER + DENSE)
 @takes_weight(check, transforms=True)
 def weight_only_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """Compute `weight_only_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.

@@ -171,6 +171,9 @@ _FLOAT = {  # `.approx` is within 2 units in the last place of these
 }
 
 
+_PAIRS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": lambda a, b, c: a * b + c}
+
+
 def _execute(name: str, a: np.ndarray, more: list[np.ndarray]) -> np.ndarray:
     if name == "mov.b32":
         return a
@@ -187,15 +190,16 @@ def _execute(name: str, a: np.ndarray, more: list[np.ndarray]) -> np.ndarray:
         return result
     if name == "prmt.b32":
         return _prmt(a, *more)
-    if name == "fma.rn.f16x2":
+    operation = _PAIRS.get(name.split(".")[0])
+    if operation and name.endswith(".rn.f16x2"):
         pairs = [np.ascontiguousarray(x).view(np.float16).astype(np.float64) for x in _full(a, *more)]
-        return (pairs[0] * pairs[1] + pairs[2]).astype(np.float16).view(np.uint32)
-    if name == "fma.rn.bf16x2":  # exact in fp64, rounded once
+        return operation(*pairs).astype(np.float16).view(np.uint32)
+    if operation and name.endswith(".rn.bf16x2"):  # exact in fp64, rounded once
         pairs = [
             _to_float32(np.ascontiguousarray(x).view(np.uint16), tl.bfloat16).astype(np.float64)
             for x in _full(a, *more)
         ]
-        return _from_float32((pairs[0] * pairs[1] + pairs[2]).astype(np.float32), tl.bfloat16).view(np.uint32)
+        return _from_float32(operation(*pairs).astype(np.float32), tl.bfloat16).view(np.uint32)
     if name in _FLOAT:
         with np.errstate(all="ignore"):
             values = (np.asarray(value, dtype=np.uint32).view(np.float32) for value in (a, *more))

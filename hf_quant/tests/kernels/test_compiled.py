@@ -72,6 +72,16 @@ def test_the_second_launch_goes_to_the_driver_as_it_is(kernel):
     assert kernel.sent[-1][:3] == (1, 2, 3)
 
 
+def test_tensor_descriptors_go_to_the_driver_as_they_are(kernel):
+    def tiles(dtype):
+        return types.SimpleNamespace(base=torch.zeros(64, dtype=dtype), block_shape=[8, 8])
+
+    first, second = tiles(torch.float32), tiles(torch.float32)
+    assert run(kernel, x=first) == 1 and run(kernel, x=second) == 1
+    assert kernel.sent[-1][9] is second
+    assert run(kernel, x=tiles(torch.float16)) == 2
+
+
 def test_launches_that_the_jit_would_compile_alike_share_a_kernel(kernel):
     run(kernel)
     for same in ({"M": 1}, {"M": 2**31 - 1}, {"N": 64}, {"stride": 3}, {"scale": SCALE[1:]}, {"x": X[4:]}):

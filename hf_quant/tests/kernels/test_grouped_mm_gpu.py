@@ -5,7 +5,6 @@ import torch
 
 from hf_quant.algorithms import geometry, quantize_matrix
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
-from hf_quant.kernels.grouped_mm import gpu
 from hf_quant.kernels.grouped_mm.gpu import grouped_mm_gpu
 from hf_quant.kernels.grouped_mm.gpu_backward import grouped_mm_backward_gpu
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward_reference, grouped_mm_reference
@@ -45,31 +44,6 @@ def test_every_format(quant, target):
     args, kwargs = _case(quant, [2, 0, 3])
     with pretend(TARGETS[target]):
         _check(args, kwargs)
-
-
-@pytest.mark.parametrize("quant", [INT4, QUANTS[0]], ids=str)
-def test_many_rows_are_multiplied_by_dequantized_experts(quant, monkeypatch):
-    taken, dense = [], gpu._dense
-    monkeypatch.setattr(gpu, "DENSE_ROWS", {"sm90": 8})
-    monkeypatch.setattr(gpu, "_dense", lambda *args: taken.append(args) or dense(*args))
-    args, kwargs = _case(quant, [11, 0, 13], tail=3)
-
-    def is_dense(*args, target="sm90", activation=None):
-        taken.clear()
-        with pretend(TARGETS[target]):
-            y = _check(args, kwargs, activation)
-        assert not y[24:].any()
-        return bool(taken)
-
-    x, *weight, bias, offsets = args
-    assert is_dense(*args) and is_dense(x, *weight, None, offsets)
-    assert is_dense(x[:, ::2].repeat_interleave(2, 1).t().contiguous().t(), *weight, bias, offsets)
-    assert not is_dense(*args, target="sm80") and not is_dense(*args, activation="int8")
-    assert not is_dense(x.half(), *weight, bias, offsets) and not is_dense(
-        x[:23], *weight, bias, offsets.clamp(max=23)
-    )
-    monkeypatch.setattr(gpu, "MOST_COPIED", 2 * 3 * 40 * 128 - 1)
-    assert not is_dense(*args)
 
 
 def test_strides_of_offsets_and_codes_at_odd_addresses():

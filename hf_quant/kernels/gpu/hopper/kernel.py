@@ -487,9 +487,9 @@ def hopper_mm_kernel(
     gl.warp_specialize(
         [
             (_compute, (
-                scale, zero_point, global_scale, bias, row_scale, y, partials, counters, xs, qs, full, empty, tile, part,
-                m0, n0, end_m, is_kept, first, end, N, K, scale_stride, GROUP, BITS, SCALE, SCALE_ROWS, SCALING, HAS_ZERO,
-                HAS_GLOBAL, HAS_BIAS, HAS_ROW_SCALE, SPLIT_K, DOT, MAGIC, PTX, SELECTORS, STAGES, WARPS,
+                scale, zero_point, global_scale, bias, row_scale, y, partials, counters, xs, qs, full, empty, tile,
+                part, m0, n0, end_m, is_kept, first, end, N, K, scale_stride, GROUP, BITS, SCALE, SCALE_ROWS, SCALING,
+                HAS_ZERO, HAS_GLOBAL, HAS_BIAS, HAS_ROW_SCALE, SPLIT_K, DOT, MAGIC, PTX, SELECTORS, STAGES, WARPS,
             )),
             (_copy, (x_tiles, q_tiles, xs, qs, full, empty, m0, q0, first, end, BLOCK_K, STAGES)),
         ],

@@ -51,11 +51,11 @@ def _both(value: float, dtype: torch.dtype) -> str:
 
 @cache
 def pair_ptx(name: str, dtype: torch.dtype, scaling: str) -> str:
-    """PTX of one pair: $0 the result, $1 and $2 the word, $3 and $4 the selector, $5 the scale and $6 the offset, twice.
+    """PTX of one pair: $0 the result, $1 and $2 the word, $3 and $4 the selector, $5 the scale, $6 the offset.
 
-    scaling: "" leaves the value of the code; "*" multiplies it by $5; "-*" takes $6 from 128 + code (bf16; 1024 + code
-    in fp16), then multiplies by $5; "fma" multiplies 128 + code by $5 and adds $6. The last two are of integers of 4
-    bits.
+    The scale and the offset are there twice, in both halves of a register. scaling: "" leaves the value of the code;
+    "*" multiplies it by $5; "-*" takes $6 from 128 + code (bf16; 1024 + code in fp16), then multiplies by $5; "fma"
+    multiplies 128 + code by $5 and adds $6. The last two are of integers of 4 bits.
     """
     spec = CODES[name]
     kind, mantissa = ("bf16x2", 7) if dtype == torch.bfloat16 else ("f16x2", 10)

@@ -9,6 +9,7 @@ do while it waits. From them `choose` computes the time of a product for each ti
 """
 
 import importlib.util
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,16 +17,19 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import CODES
+from hf_quant.kernels.dispatch import Problem
 from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import ANY_GROUP, scale_kind, scale_rows
 from hf_quant.kernels.gpu.hopper.pairs import pair_ptx, selectors, undecodable_reason
-from hf_quant.kernels.gpu.launch import HAS_TRITON, Target, cached_plan, interpreting, launch, triton
+from hf_quant.kernels.gpu.launch import HAS_TRITON, Target, cached_plan, interpreting, launch, recording, triton
 
 
 HAS_GLUON = HAS_TRITON and importlib.util.find_spec("triton.experimental.gluon") is not None
-LEAST_TOKENS, MOST_TOKENS = 17, 2048  # beyond them other kernels are faster
-MOST_ROWS = 2**30  # of an expert
+# Tokens, or rows of each expert, from which on it is faster than the kernels of `weight_only` and `grouped_mm`.
+LEAST_TOKENS = {4: 17, 8: 33}  # by bits
+LEAST_ROWS = 16
 _SPLITS = (1, 2, 4)
+_TILE_TIME = 300  # of the beginning and the end of a tile, in columns
 _SPLIT_TIME, _PARTIAL_TIME = 1500, 0.0015  # of adding up parts, and of one number of a part, in units of `Row.time`
 _MIN_PART = 512  # columns
 
@@ -55,12 +59,14 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row(16, 64, 128, 4, 4, 128, 0.84, 1.3),
-    Row(32, 64, 128, 4, 4, 128, 0.88, 1.3),
-    Row(64, 64, 128, 4, 4, 128, 1.0, 1.3),
-    Row(128, 64, 64, 4, 4, 128, 1.42, 1.39),
-    Row(256, 64, 64, 4, 4, 255, 2.55, 1.0),
-    Row(256, 128, 64, 8, 4, 168, 4.5, 1.0),
+    Row(32, 64, 128, 4, 6, 96, 0.82, 1.45),
+    Row(32, 128, 64, 8, 6, 80, 1.55, 1.2),  # steps of 128 columns leave too few registers (ptxas: C7512)
+    Row(64, 64, 128, 4, 4, 96, 0.91, 1.35),
+    Row(64, 128, 64, 8, 5, 80, 1.74, 1.2),
+    Row(128, 64, 128, 4, 3, 128, 1.27, 1.45),
+    Row(128, 128, 64, 8, 4, 104, 2.7, 1.05),
+    Row(256, 64, 64, 4, 4, 160, 2.38, 1.0),
+    Row(256, 128, 64, 8, 4, 168, 4.15, 1.0),
 )
 
 
@@ -75,6 +81,15 @@ class Plan(NamedTuple):
     steps: int  # of one part of K
     layouts: tuple[Any, Any]  # of tiles of x and of codes in shared memory
     options: dict[str, Any]
+
+
+def supports(problem: Problem) -> str | None:
+    """The reason why the kernel cannot serve a product, None if it can."""
+    if not HAS_GLUON:
+        return "Gluon, a part of triton, is not installed"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} activations"
+    return unsupported_reason(problem.format, problem.group_size, problem.K)
 
 
 def unsupported_reason(format: str, group_size: int, K: int) -> str | None:
@@ -94,15 +109,26 @@ def unsupported_reason(format: str, group_size: int, K: int) -> str | None:
 def choose(M: int, N: int, K: int, target: Target, experts: int = 0) -> tuple[Row, int]:
     """(tile, split of K) of the least time; experts: as many have M / experts rows each, and K is not split."""
 
+    served = max(experts, 1)
+
     def time(row: Row, split: int) -> float:
-        tiles_m = max(experts, 1) * triton.cdiv(triton.cdiv(M, max(experts, 1)), row.block_m)
+        tiles_m = triton.cdiv(M, row.block_m)
+        if experts:  # the last tile of each is half full
+            tiles_m = served * max(M / served / row.block_m + 0.5, 1)
         blocks = tiles_m * triton.cdiv(N, row.block_n) * split
-        rounds = triton.cdiv(blocks, target.multiprocessors)
-        columns = triton.cdiv(triton.cdiv(K, row.block_k), split) * row.block_k
+        rounds = math.ceil(blocks / target.multiprocessors)
+        columns = triton.cdiv(triton.cdiv(K, row.block_k), split) * row.block_k + _TILE_TIME
         added = _SPLIT_TIME + _PARTIAL_TIME * blocks * row.block_m * row.block_n if split > 1 else 0
         return rounds * columns * row.time * (row.alone if rounds == 1 else 1) + added
 
-    pairs = [(row, split) for row in ROWS for split in _SPLITS if split == 1 or K >= split * _MIN_PART and not experts]
+    # Tiles of 64 rows read x twice as often, and the rows of all experts are too many for the cache.
+    rows = [row for row in ROWS if row.block_n >= 128 or not experts]
+    pairs = [
+        (row, split)
+        for row in rows
+        for split in ((1,) if experts else _SPLITS)
+        if split == 1 or K >= split * _MIN_PART
+    ]
     return min(pairs, key=lambda pair: time(*pair))
 
 
@@ -136,18 +162,16 @@ def plan(
     experts: int = 0,
 ) -> Plan | None:
     """The plan for M tokens, None where another path serves; experts: how many have weights, 0 for a plain weight."""
-    if not HAS_GLUON or target.table != "sm90" or not target.is_nvidia or interpreting():
-        return None
-    if dtype not in (torch.float16, torch.bfloat16) or M * N * K == 0:
-        return None
-    served = min(experts, M)
-    if not LEAST_TOKENS <= M // max(served, 1) <= (MOST_ROWS if experts else MOST_TOKENS):
+    if target.name != "sm90" or dtype not in (torch.float16, torch.bfloat16) or M * N * K == 0:
         return None
     if unsupported_reason(format, group_size, K) is not None:
         return None
-    spec, gl = CODES[format], _gluon().gl
-    row, split = choose(M, N, K, target, served)
+    spec, served = CODES[format], min(experts, M)
     bits = 4 if spec.is_packed else 8
+    if (M // served < LEAST_ROWS) if experts else M < LEAST_TOKENS[bits]:
+        return None
+    gl = _gluon().gl
+    row, split = choose(M, N, K, target, served)
     words = row.block_k * bits // 32
     scale, scaling = scale_kind(scale_dtype), "*" if group_size < K else ""
     if has_zero:
@@ -183,9 +207,15 @@ def plan(
     return Plan(row, words, tiles_m, tiles, split, steps, _layouts(row, words, dtype), options)
 
 
-def is_readable(x: Tensor, codes: Any, q_stride: int) -> bool:
-    """True if rows of x and of codes start at multiples of 16 bytes, as the tensor memory accelerator wants it."""
-    return not (x.stride(0) % 8 or x.data_ptr() % 16 or codes.data_ptr() % 16 or q_stride % 4)
+def can_run(x: Tensor, qdata: Tensor) -> bool:
+    """True if there is the kernel, and rows of x and of codes start at multiples of 16 bytes, as its copies want it.
+
+    Triton's interpreter knows no Gluon.
+    """
+    if not HAS_GLUON or (interpreting() and not recording()):
+        return False
+    starts = x.data_ptr() | qdata.data_ptr() | x.stride(0) * x.element_size()
+    return (starts | qdata.stride(-2) * qdata.element_size()) % 16 == 0
 
 
 class Weights(NamedTuple):
@@ -215,7 +245,7 @@ def product(
     dtype: torch.dtype,
     plan: Plan,
 ) -> Tensor:
-    """x [M, K] -> [M, N] in `dtype`, for `is_readable` operands; bias, row_scale and offsets are contiguous."""
+    """x [M, K] -> [M, N] in `dtype`, for operands that `can_run`; bias, row_scale and offsets are contiguous."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     M, K = x.shape
