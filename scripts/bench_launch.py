@@ -51,11 +51,21 @@ def install_driver(sent: list[tuple]) -> None:
             get_current_device=lambda: None,  # the index of meta
             get_current_stream=lambda device: 0,
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            utils=SimpleNamespace(launch=send, build_signature_metadata=lambda signature: b""),
+            utils=SimpleNamespace(
+                launch=send,
+                build_signature_metadata=lambda signature: b"",
+                fill_tma_descriptor=_describe,  # Triton 3.6's name
+                fill_tma_descriptor_tiled=_describe,
+            ),
         )
     )
     triton.compiler.compile = lambda src, target, options, **_: _Compiled(src, nvidia.CudaLauncher)
     torch.accelerator.current_device_index = lambda: None
+
+
+def _describe(*args: Any) -> object:
+    """In place of the description of tiles that the driver makes."""
+    return args
 
 
 class _Compiled:
@@ -66,6 +76,8 @@ class _Compiled:
     def __init__(self, src: Any, launcher_class: Any) -> None:
         metadata = SimpleNamespace(num_ctas=1, global_scratch_align=1, profile_scratch_align=1)
         metadata.__dict__.update(dict.fromkeys(self._sizes, 0))
+        tiles = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+        metadata.tensordesc_meta = [tiles for kind in src.signature.values() if str(kind).startswith("tensordesc")]
         self.src, self.name, self.function, self.packed_metadata = src, "kernel", 0, (4, 1, 0)
         self.run = launcher_class(src, metadata)
 

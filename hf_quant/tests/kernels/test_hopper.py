@@ -140,7 +140,7 @@ def test_one_launch_with_tiles_of_x_and_of_codes(quant):
     x, packed, kwargs = _meta(quant, 192, 256, 100)
     bias = torch.empty(192, dtype=torch.bfloat16, device="meta")
     (one,) = _launches(lambda: weight_only_mm_gpu(x, *packed, bias, **kwargs))
-    assert one.kernel.__name__ == "hopper_mm_kernel" and one.options["HAS_BIAS"]
+    assert one.kernel.__name__ == "_hopper_mm_kernel" and one.options["HAS_BIAS"]
     x_tiles, q_tiles = one.args[1:3]
     assert x_tiles.shape == [100, 256] and q_tiles.shape[0] == 192
     assert q_tiles.shape[1] * 4 == packed[0].shape[1] * packed[0].element_size()
@@ -163,6 +163,6 @@ def test_all_experts_are_one_launch(activation):
     parts = qdata.expand(4, *qdata.shape).contiguous(), scale.expand(4, *scale.shape).contiguous(), zero, None
     offsets = torch.empty(4, dtype=torch.int32, device="meta")
     (one,) = _launches(lambda: grouped_mm_gpu(x, *parts, None, offsets, activation=activation, **kwargs))
-    assert one.kernel.__name__ == "hopper_mm_kernel"
+    assert one.kernel.__name__ == "_hopper_mm_kernel"
     assert one.options["EXPERTS"] == 4 and one.args[2].shape == [4 * 192, qdata.shape[1]]
     assert one.options["HAS_ROW_SCALE"] == (activation is not None)

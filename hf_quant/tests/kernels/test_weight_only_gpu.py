@@ -5,6 +5,7 @@ import torch
 
 from hf_quant.algorithms import empty_packed, geometry, quantize_matrix
 from hf_quant.kernels.gpu import ready
+from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.weight import weight_of
@@ -257,14 +258,14 @@ def test_older_tritons_get_tiles_that_fit_the_tensor_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942"])
-def test_ten_lengths_are_at_most_six_kernels(target):
+def test_lengths_share_their_kernels(target):
     """M is no constant: within a branch every length is the same compiled kernel."""
     found = set()
     for M in (1, 2, 5, 7, 8, 12, 16, 17, 30, 32, 33, 50, 64, 65, 100, 127, 128, 200, 256, 700):
         for one in _kernels(M, INT4, 4096, 4096, target, torch.float16):
-            if "weight_only" in one.kernel.__name__:
+            if "weight_only" in one.kernel.__name__ or "hopper" in one.kernel.__name__:
                 found.add(tuple(sorted((k, str(v)) for k, v in one.options.items() if k != "SPLIT_K")))
-    assert 4 <= len(found) <= 6
+    assert 4 <= len(found) <= 7
 
 
 @pytest.mark.parametrize("name", ["sm75", "sm70"])
@@ -306,12 +307,13 @@ def test_bad_input():
 
 @pytest.mark.parametrize("M", [1, 8, 12, 30, 60])
 @pytest.mark.parametrize("quant", [INT4, ASYMMETRIC, TensorQuant("nf4", "group", 64, scale_dtype="bfloat16")], ids=str)
-def test_tiles_by_mma_sync_on_hopper(quant, M):
+def test_tiles_by_mma_sync_on_hopper(quant, M, monkeypatch):
     """x is read by four columns where its rows allow it, else one by one, to the same bits."""
     N, K = 72, 512
     packed, kwargs = packed_case(quant, N, K)
     weight, x = decode_slowly(packed, quant, K), _x(M, K, torch.bfloat16)
     elsewhere = torch.empty(M * K + 1, dtype=x.dtype)[1:].view(M, K).copy_(x)
+    monkeypatch.setattr(hopper, "HAS_GLUON", False)
     with pretend(TARGETS["sm90"]):
         with record_launches() as launches:
             fused_mm(x, weight_of(*packed, **kwargs, K=K), None, dtype=x.dtype)

@@ -411,7 +411,7 @@ def _rows_of_tile(
 
 
 @gluon.jit(do_not_specialize=["M", "tiles_m", "steps"])
-def hopper_mm_kernel(
+def _hopper_mm_kernel(
     scale,
     x_tiles,
     q_tiles,
