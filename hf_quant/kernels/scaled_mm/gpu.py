@@ -43,6 +43,7 @@ from hf_quant.kernels.codes import BLOCK_SIZE
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
 from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import scale_rows
+from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
@@ -187,10 +188,11 @@ def scaled_plan(
     alignment: int,
     target: Target,
     largest: float = 448.0**2,
+    gluon: bool = False,
 ) -> ScaledPlan | None:
     """The plan, None where the dense path serves. `alignment`: K and all rows are multiples of it, up to 16 bytes.
 
-    largest: magnitude of a product of two fp8 codes.
+    largest: magnitude of a product of two fp8 codes. gluon: whether the kernel for Hopper may be taken.
     """
     if M * N * K == 0 or not has_units(fp8, target):
         return None
@@ -228,6 +230,12 @@ def scaled_plan(
     options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": group_m}
     # largest * K is the largest sum; 2**15 leaves fp16 a factor of 2.
     options |= {"UNIT": 2.0 ** -math.ceil(math.log2(largest * K / 2**15)) if chained else 0.0}
+    if gluon and tma and target.name == "sm90":
+        options = {name: value for name, value in options.items() if name != "GROUP_M"}
+        options |= {"SCALE_ROWS": scale_rows, "STAGES": num_stages, "WARPS": num_warps}
+        options |= {"num_warps": num_warps, "maxnreg": 168}
+        blocks = min(tiles, target.multiprocessors)
+        return ScaledPlan(hopper.scaled_mm_kernel(), (blocks,), chain, (block_m, block_n), options)
     options |= {"EVEN_K": tma or K % block_k == 0, "TMA": tma, **common}
     options |= {"num_warps": num_warps, "num_stages": num_stages}
     blocks = min(tiles, target.multiprocessors) if tma else tiles
@@ -257,12 +265,21 @@ def scaled_product(
         target = target_of(a.device)
         sizes = (M, N, K, a.dtype != torch.int8, out_dtype.itemsize, scale_rows(tuple(b_scale.shape), N))
         largest = 448.0**2 if a.dtype == b.dtype else 448.0 * torch.finfo(a.dtype).max
-        plan = scaled_plan(*sizes, _alignment(a, b), target, largest)
+        gluon = a.dtype == b.dtype and hopper.has_kernels()
+        plan = scaled_plan(*sizes, _alignment(a, b), target, largest, gluon)
     if plan is None:
         return _dense_product(a, b, a_scale, b_scale, bias, out_dtype)
     y = torch.empty(M, N, dtype=out_dtype, device=a.device)
     bias = None if bias is None else bias.contiguous()
     operands = (a, b, a_scale.contiguous(), b_scale.contiguous(), bias, y)
+    if "WARPS" in plan.options:
+        block_k = plan.options["BLOCK_K"]
+        tiles = (
+            hopper.tiles_of(t, tuple(t.shape), t.stride(0), (rows, block_k)) for t, rows in zip((a, b), plan.block)
+        )
+        operands = (operands[2], *tiles, *operands[3:])
+        launch(plan.kernel, plan.grid, *operands, M, N, K, plan.steps, HAS_BIAS=bias is not None, **plan.options)
+        return y
     unit = plan.options["ALIGN"]
     sizes = (M, N, K // unit, a.stride(0) // unit, b.stride(0) // unit, plan.steps)
     has_bias = {"HAS_BIAS": bias is not None}

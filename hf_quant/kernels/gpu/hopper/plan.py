@@ -79,7 +79,6 @@ class Plan(NamedTuple):
     tiles: int
     split: int
     steps: int  # of one part of K
-    layouts: tuple[Any, Any]  # of tiles of x and of codes in shared memory
     options: dict[str, Any]
 
 
@@ -140,11 +139,27 @@ def _gluon() -> Any:
     return kernel
 
 
-def _layouts(row: Row, words: int, dtype: torch.dtype) -> tuple[Any, Any]:
+@cache
+def scaled_mm_kernel() -> Any:
+    """The kernel of products of codes with codes."""
+    from hf_quant.kernels.gpu.hopper.scaled_kernel import _hopper_scaled_mm_kernel
+
+    return _hopper_scaled_mm_kernel
+
+
+@cache
+def _layout(shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    """The layout of a tile in shared memory, which copies write and wgmma reads."""
     gl = _gluon().gl
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    default = gl.NVMMASharedLayout.get_default_for
-    return default([row.block_m, row.block_k], kind), default([row.block_n, words], gl.int32)
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, torch.int8: gl.int8}
+    return gl.NVMMASharedLayout.get_default_for(list(shape), kinds.get(dtype, gl.float8e4nv))
+
+
+def tiles_of(tensor: Any, shape: tuple[int, int], stride: int, block: tuple[int, int]) -> Any:
+    """A matrix of that shape and stride of rows as the copies of a kernel take it, in tiles of `block`."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(tensor, list(shape), [stride, 1], list(block), _layout(block, tensor.dtype))
 
 
 @cached_plan
@@ -205,15 +220,17 @@ def plan(
     tiles_m = M // row.block_m + served + 1 if experts else triton.cdiv(M, row.block_m)
     steps = triton.cdiv(triton.cdiv(K, row.block_k), split)
     tiles = tiles_m * triton.cdiv(N, row.block_n)
-    return Plan(row, words, tiles_m, tiles, split, steps, _layouts(row, words, dtype), options)
+    return Plan(row, words, tiles_m, tiles, split, steps, options)
+
+
+def has_kernels() -> bool:
+    """True if there is Gluon, which Triton's interpreter does not know."""
+    return HAS_GLUON and (recording() or not interpreting())
 
 
 def can_run(x: Tensor, qdata: Tensor) -> bool:
-    """True if there is the kernel, and rows of x and of codes start at multiples of 16 bytes, as its copies want it.
-
-    Triton's interpreter knows no Gluon.
-    """
-    if not HAS_GLUON or (interpreting() and not recording()):
+    """True if there is the kernel, and rows of x and of codes start at multiples of 16 bytes, as it copies them."""
+    if not has_kernels():
         return False
     starts = x.data_ptr() | qdata.data_ptr() | x.stride(0) * x.element_size()
     return (starts | qdata.stride(-2) * qdata.element_size()) % 16 == 0
@@ -247,14 +264,11 @@ def product(
     plan: Plan,
 ) -> Tensor:
     """x [M, K] -> [M, N] in `dtype`, for operands that `can_run`; bias, row_scale and offsets are contiguous."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     M, K = x.shape
     y = torch.empty(M, w.N, dtype=dtype, device=x.device)
     row = plan.row
-    x_tiles = TensorDescriptor(x, [M, K], [x.stride(0), 1], [row.block_m, row.block_k], plan.layouts[0])
-    q_shape, q_strides = [w.rows, w.q_stride], [w.q_stride, 1]
-    q_tiles = TensorDescriptor(w.codes, q_shape, q_strides, [row.block_n, plan.words], plan.layouts[1])
+    x_tiles = tiles_of(x, (M, K), x.stride(0), (row.block_m, row.block_k))
+    q_tiles = tiles_of(w.codes, (w.rows, w.q_stride), w.q_stride, (row.block_n, plan.words))
     partials = counters = None
     if plan.split > 1:
         shape = (plan.tiles, plan.split, row.block_n, row.block_m)
