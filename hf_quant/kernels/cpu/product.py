@@ -374,7 +374,7 @@ def _by_decoded_blocks(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     (M, K), dtype, spec = x.shape, x.dtype, w.spec
     if dtype == torch.bfloat16 and spec.planes == (4,):
         if spec.is_integer and K % PACK == K % w.group_size == 0 and w.group_size % PACK == 0:
-            factor = expand_rows(scale_values(w.scale, None), w.N).float()
+            factor = expand_rows(scale_values(w.scale, w.global_scale), w.N).float()
             return _finish(_by_blocks(split_columns(x), w.N, lambda n: half_block(w, factor, n)), None, bias, dtype)
         has_exponents = w.scale.dtype == torch.float8_e8m0fnu
         if has_exponents and prepack.constant("exponents", w.scale, have_middle_exponents, w.scale):

@@ -34,6 +34,7 @@ QUANTS = (
     TensorQuant("mxfp4", "group", 32, scale_dtype="float8_e8m0fnu"),
     TensorQuant("nvfp4", "group", 16, scale_dtype="float8_e4m3fn"),
     TensorQuant("int3", "group", 16, scale_dtype="float8_e4m3fn"),
+    TensorQuant("int4", "group", 32, scale_dtype="float8_e4m3fn"),  # the default of "int4"
 )
 
 # (N, K): one that every path takes, one that has a block and a tile left over, one that no packing likes, one beyond

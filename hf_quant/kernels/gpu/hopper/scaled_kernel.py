@@ -66,7 +66,7 @@ def _sum(as_, bs, full, empty, slot, phase, steps, STAGES: gl.constexpr, MMA: gl
     BLOCK_M: gl.constexpr = as_.shape[1]
     BLOCK_N: gl.constexpr = bs.shape[1]
     total = gl.zeros([BLOCK_M, BLOCK_N], ACC, MMA)
-    before = slot
+    before = slot + 0  # of the very value of `slot` Triton 3.6 does not see that the loop changes it
     for step in range(steps):
         mbarrier.wait(full.index(slot), phase)
         total = hopper.warpgroup_mma(as_.index(slot), bs.index(slot).permute([1, 0]), total, is_async=True)
