@@ -1,21 +1,21 @@
 """Weight-only products on a GPU: the weight is decoded in registers, or dequantized once for the vendor's GEMM.
 
-Three branches, by M (tokens):
+Branches, by M (tokens):
 - decode, M <= 64: bound by the bytes of the codes. The weight is the left operand, so few tokens cost little; K is
   split over blocks until they fill the multiprocessors twice, and the last block of a tile adds the parts in order.
 - crossover, M to 256 (sm90: 128; sm100: 1024): a block decodes its weights once for 64 to 256 tokens.
 - prefill: one pass writes the weight in 16 bit (2.5 bytes a weight of traffic), then the vendor's GEMM: its cost does
   not grow with M, the decoding of every tile of tokens does.
+- on Hopper (sm90), from 17 tokens on (codes of 8 bits: 33): the kernel of `gpu.hopper`, at any M, which writes no
+  weight in 16 bit. The others serve there what it cannot: codes in two planes, rows off 16 bytes, odd groups.
 
 Measured on an H200 with Triton 3.6 (docs/gpu.md), int4 in groups of 128, 28672 x 4096: M = 1, 23.5 us, 2.6 TB/s of
-the 4.3 that a copy moves and 2.4 times as fast as bf16; 16, 29.8 us; 32, 37.8; 64, 50; 128, 96, where bf16 takes 66.
-At 256 one pass and the GEMM take 170 us (bf16: 88), as long as the best tile of 256 tokens; at 2048 .89 of bf16, at
-8192 .97.
+the 4.3 that a copy moves and 2.4 times as fast as bf16; 16, 29.8 us. Without the kernel of `gpu.hopper` 32 tokens take
+37.8 us, 64 50, 128 96 (bf16: 66), 256 170 by one pass and the GEMM (bf16: 88).
 
-Why sm90 is slower than its bytes (machine code, and times of other tiles):
+Why decoding on sm90 is slower than its bytes (machine code, and times of other tiles):
 - With a weight that is decoded in registers, or an x that is split there, Triton waits for each wgmma, four times a
-  step of int4. Up to 32 tokens mma.sync is faster (`batch_of`), and there x is read as `tile_product` says. A kernel
-  that decodes in some warps for others to multiply would be the way beyond 32 tokens; Triton has no such.
+  step of int4. Up to 32 tokens mma.sync is faster (`batch_of`), and there x is read as `tile_product` says.
 - At M = 1 neither bytes nor issue slots decide (31 % of them), but how long a step of a few KB takes: two warps on 32
   rows of 128 bytes, 23.3 us; four on 64 rows of 64 bytes, 24.4; four on 128 rows, 28.8; more stages or blocks lose.
 

@@ -12,6 +12,7 @@ from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.hopper.pairs import pair_ptx, selectors, undecodable_reason
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.grouped_mm.gpu import grouped_mm_gpu
+from hf_quant.kernels.scaled_mm.gpu import fp8_scaled_mm_gpu, int8_scaled_mm_gpu
 from hf_quant.kernels.weight import weight_of
 from hf_quant.kernels.weight_only.gpu import fused_mm, weight_only_mm_gpu
 from hf_quant.scheme import TensorQuant
@@ -166,3 +167,29 @@ def test_all_experts_are_one_launch(activation):
     assert one.kernel.__name__ == "_hopper_mm_kernel"
     assert one.options["EXPERTS"] == 4 and one.args[2].shape == [4 * 192, qdata.shape[1]]
     assert one.options["HAS_ROW_SCALE"] == (activation is not None)
+
+
+def _product_of_codes(M, N, K, dtype, other=None):
+    shapes = ((M, K), dtype), ((N, K), other or dtype), ((M, 1), torch.float32), ((N, 1), torch.float32)
+    operands = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in shapes]
+    multiply = int8_scaled_mm_gpu if dtype == torch.int8 else fp8_scaled_mm_gpu
+    (one,) = _launches(lambda: multiply(*operands, None, out_dtype=torch.bfloat16))
+    return one
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_of_many_tokens_are_multiplied_by_blocks_that_stay(dtype):
+    one = _product_of_codes(4096, 4096, 4096, dtype)
+    assert one.kernel.__name__ == "_hopper_scaled_mm_kernel" and one.grid == (132,) and not one.options["UNIT"]
+    assert [tiles.shape for tiles in one.args[1:3]] == [[4096, 4096]] * 2
+    assert one.args[1].block_shape == [one.options["BLOCK_M"], one.options["BLOCK_K"]]
+    long = _product_of_codes(4096, 4096, 14336, dtype)
+    assert bool(long.options["UNIT"]) == (dtype != torch.int8)
+    assert long.args[-1] == (28 if dtype != torch.int8 else 112)  # steps of a sum
+    assert _product_of_codes(64, 4096, 4096, dtype).kernel.__name__ == "_scaled_mm_split_kernel"
+    assert _product_of_codes(4096, 4104, 4104, dtype).kernel.__name__ == "_scaled_mm_tiles_kernel"  # rows of 8 bytes
+
+
+def test_two_kinds_of_float8_are_left_to_triton():
+    one = _product_of_codes(4096, 4096, 4096, torch.float8_e5m2, torch.float8_e4m3fn)
+    assert one.kernel.__name__ == "_scaled_mm_tiles_kernel"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_quant.kernels.dispatch import Problem
+from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import TARGETS, Target, pretend, record_launches, reload_tables
 from hf_quant.kernels.scaled_mm import gpu
 from hf_quant.kernels.scaled_mm.gpu import dynamic_mm_gpu, fp8_scaled_mm_gpu, int8_scaled_mm_gpu
@@ -37,6 +38,12 @@ def _operands(M: int, N: int, K: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(2)  # the largest sum decides the RMS error, its rounding by chance
     scales = [torch.rand(size, 1, generator=generator) + 0.5 for size in (M, N)]
     return a, b, scales[0], scales[1] / 1000, torch.randn(N, generator=generator)
+
+
+@pytest.fixture(autouse=True)
+def without_gluon(monkeypatch):
+    """Triton's kernels on Hopper, too: the interpreter knows no others."""
+    monkeypatch.setattr(hopper, "HAS_GLUON", False)
 
 
 def _exact(a, b, a_scale, b_scale, bias):
