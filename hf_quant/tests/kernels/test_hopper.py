@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_quant.formats import FORMATS
+from hf_quant.kernels.gpu.compiled import Address
 from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.hopper.pairs import pair_ptx, selectors, undecodable_reason
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
@@ -142,17 +143,30 @@ def test_one_launch_with_tiles_of_x_and_of_codes(quant):
     bias = torch.empty(192, dtype=torch.bfloat16, device="meta")
     (one,) = _launches(lambda: weight_only_mm_gpu(x, *packed, bias, **kwargs))
     assert one.kernel.__name__ == "_hopper_mm_kernel" and one.options["HAS_BIAS"]
-    x_tiles, q_tiles = one.args[1:3]
+    x_tiles, q_tiles = one.args[2:4]
     assert x_tiles.shape == [100, 256] and q_tiles.shape[0] == 192
     assert q_tiles.shape[1] * 4 == packed[0].shape[1] * packed[0].element_size()
     assert x_tiles.block_shape == [one.options["BLOCK_M"], one.options["BLOCK_K"]]
+
+
+def test_a_product_that_is_ready_launches_the_same(monkeypatch):
+    """Its weight is addresses, and the device of the first argument is where it runs."""
+    found = {}
+    monkeypatch.setattr("hf_quant.kernels.weight_only.gpu.make_ready", lambda x, w, make: found.update(run=make()))
+    x, packed, kwargs = _meta(INT4, 192, 256, 40)
+    w = weight_of(*packed, **kwargs, K=256)
+    (first,) = _launches(lambda: fused_mm(x, w, None, dtype=torch.bfloat16))
+    (ready,) = _launches(lambda: found["run"](x, None))
+    assert all(isinstance(one.args[0], torch.Tensor) and one.args[0].shape == (40, 192) for one in (first, ready))
+    assert isinstance(ready.args[1], Address) and isinstance(ready.args[3].base, Address)
+    assert first.grid == ready.grid and first.options == ready.options
 
 
 def test_codes_of_quantized_inputs_and_rows_off_the_copies():
     x, packed, kwargs = _meta(INT4, 192, 256, 100)
     w, row_scale = weight_of(*packed, **kwargs, K=256), torch.empty(100, 1, device="meta")
     (one,) = _launches(lambda: fused_mm(x.to(torch.int8), w, None, row_scale, dtype=torch.bfloat16))
-    assert one.options["HAS_ROW_SCALE"] and one.args[1].base.dtype == torch.bfloat16
+    assert one.options["HAS_ROW_SCALE"] and one.args[2].base.dtype == torch.bfloat16
     wide = torch.empty(100, 260, dtype=torch.bfloat16, device="meta")[:, :256]  # rows of 520 bytes
     (one,) = _launches(lambda: weight_only_mm_gpu(wide, *packed, None, **kwargs))
     assert one.kernel.__name__ == "_weight_only_mm_kernel"
@@ -165,7 +179,7 @@ def test_all_experts_are_one_launch(activation):
     offsets = torch.empty(4, dtype=torch.int32, device="meta")
     (one,) = _launches(lambda: grouped_mm_gpu(x, *parts, None, offsets, activation=activation, **kwargs))
     assert one.kernel.__name__ == "_hopper_mm_kernel"
-    assert one.options["EXPERTS"] == 4 and one.args[2].shape == [4 * 192, qdata.shape[1]]
+    assert one.options["EXPERTS"] == 4 and one.args[3].shape == [4 * 192, qdata.shape[1]]
     assert one.options["HAS_ROW_SCALE"] == (activation is not None)
 
 

@@ -412,6 +412,7 @@ def _rows_of_tile(
 
 @gluon.jit(do_not_specialize=["M", "tiles_m", "steps"])
 def _hopper_mm_kernel(
+    y,
     scale,
     x_tiles,
     q_tiles,
@@ -420,7 +421,6 @@ def _hopper_mm_kernel(
     bias,
     row_scale,
     offsets,
-    y,
     partials,
     counters,
     M,

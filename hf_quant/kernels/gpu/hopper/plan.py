@@ -277,6 +277,7 @@ def product(
     launch(
         _gluon()._hopper_mm_kernel,
         (plan.tiles, plan.split),
+        y,
         w.scale,
         x_tiles,
         q_tiles,
@@ -285,7 +286,6 @@ def product(
         bias,
         row_scale,
         offsets,
-        y,
         partials,
         counters,
         M,
