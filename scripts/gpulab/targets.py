@@ -68,18 +68,19 @@ _FIXED = (
     "what a step of few bytes takes: a sum of x for the offset of the codes (32 of 177 instructions), longer steps"
 )
 _SMALL_N = "BLOCK_N 32, or a larger split of K, so that 4096 rows fill 132 multiprocessors twice"
-_DECODE = "warps that decode for warps that multiply (Gluon): Triton waits for wgmma of a decoded operand"
-_PREFILL = "a pass over the weight costs 2.5 bytes each: decode into shared memory beside the products (Gluon)"
-_DENSE = "time `dequantize` alone: over 2.5 bytes a weight at copy bandwidth, widen its loads; else it is cuBLAS"
-_FP8 = "two groups of warps in turns (Gluon); tiles, stages and the length of chains are tried"
-_INT8 = "Triton waits for each int8 wgmma: two groups of warps in turns (Gluon); tiles and stages are tried"
+_DECODE = "a ring of tiles for up to 16 tokens, too (gpu.hopper); 64 bytes of a row may be too few for a copy"
+_PREFILL = "blocks that stay and share the last tiles: 512 tokens make 3.4 rounds of tiles, which take the time of 4"
+_DENSE = "blocks that stay, so that the end of a tile hides behind the next one"
+_FP8 = "two groups of warps in turns, so that the end of a tile hides behind the other's products"
+_INT8 = _FP8
+_W4A8 = "codes of 4 bits as int8 operands of wgmma, the sum of each group scaled in fp32"
 _BLOCKS = (
     "profile one block: what is neither a product nor attention (norms, rotary embeddings, quantizing q, k, v thrice)"
 )
 _EAGER = (
     "launches per block: quantize an input once for q, k and v; fuse the norm, its modulation and the quantization"
 )
-_EXPERTS = "few rows: as the other products; many: how many rows it takes to dequantize them (grouped_mm: DENSE_ROWS)"
+_EXPERTS = "few rows: as the other products; codes of quantized rows times codes of experts, as of plain weights"
 
 
 def _caches(format: str) -> tuple[str, ...]:
@@ -131,8 +132,8 @@ TARGETS: tuple[Target, ...] = (
     Target("G4", "int4, prefill", "weights", INT4, (2048,), "bf16", 0.90, _DENSE),
     Target("G4", "int4, prefill", "weights", INT4, LARGE, "bf16", 0.94, _DENSE),
     Target("G4", "int4, prefill", "weights", INT4, (*MIDDLE, 2048, *LARGE), "gemlite", 1.7, _PREFILL),
-    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (64,), "bf16", 2.6, _DECODE),
-    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (256,), "bf16", 1.6, _DECODE),
+    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (64,), "bf16", 2.6, _W4A8),
+    Target("G5", "W4A8", "dynamic", ("W4A8 int8",), (256,), "bf16", 1.6, _W4A8),
     Target(
         "G5",
         "W4A8",
@@ -154,7 +155,14 @@ TARGETS: tuple[Target, ...] = (
     Target("G9", "int8 product alone", "dynamic", ("int8",), (4096, 8192), "bf16", 1.55, _INT8),
     Target("G9", "int8 product alone", "dynamic", ("int8",), (4096, 8192), "_int_mm", 0.97, _INT8),
     Target(
-        "G9", "int8 with activations", "dynamic", W8A8_INT8, (2048, 4096), "bf16", 1.45, "IGMMA waits: BLOCK_K 256"
+        "G9",
+        "int8 with activations",
+        "dynamic",
+        W8A8_INT8,
+        (2048, 4096),
+        "bf16",
+        1.45,
+        "quantize in the product before",
     ),
     Target("G9", "int8 with activations", "dynamic", W8A8_INT8, (1, 16, 128), "bf16", 1.7, "quantize in the GEMM"),
     Target(

@@ -368,7 +368,7 @@ def _fused(
 
 
 def _weights(w: Weight) -> hopper.Weights:
-    """All experts' as the kernel for Hopper takes them."""
+    """The weights of all experts as the kernel for Hopper takes them."""
     codes = w.qdata.view(torch.int32).flatten(0, 1)
     strides = codes.stride(0), w.scale.stride(1), w.scale.stride(0)
     return hopper.Weights(codes, bits_of(w.scale), w.zero_point, w.global_scale, w.N, len(codes), *strides)

@@ -8,12 +8,14 @@ Three branches, by M (tokens) and by how many tiles there are:
 - prefill: bound by the matrix unit. Tiles of 128 x 256 (1.2 bytes from L2 for 100 products; 128 x 128: 1.6), by the
   copy engine (sm90, sm100, rows at multiples of 16 bytes) with one block per multiprocessor that walks over the tiles,
   8 warps, the result stored in two halves. The row of the table with the least work in the
-  last, partly filled round of tiles is taken.
+  last, partly filled round of tiles is taken. On sm90 it is the Gluon kernel of `gpu.hopper`, whose copies have warps
+  of their own: a product waits for the one before the last, where Triton's loop waits for each of int8.
 
-Measured on an H200 with Triton 3.6 (docs/gpu.md): 8192 x 8192 x 8192 int8 .98 ms, 1.13 POP/s, 1.49 times as fast as
-bf16 and 1.38 as torch._int_mm; fp8 .92 ms, 1.78 times as fast as bf16, .86 as torch._scaled_mm. With activations that
-are quantized before, 28672 x 4096: M = 1, 38.6 us; 128, 45.0 us; 4096, .88 ms int8, .85 ms fp8 (bf16: 1.4 ms). For
-128 and 256 tokens tiles of 64 x 64 take half the time of 128 x 128: more of them are on their way at once.
+Measured on an H100 with Triton 3.6 (docs/gpu.md): 28672 x 4096, 4096 tokens, .70 ms int8 and fp8, 1.75 times as fast
+as bf16; by the Triton kernel .89 and .71 ms. 4096 x 14336: .29 and .33 ms, .36 and .34; bf16 .60. On an H200, where
+the Triton kernel ran: 8192 x 8192 x 8192 int8 .98 ms, 1.49 times as fast as bf16 and 1.38 as torch._int_mm; fp8 .92
+ms, .86 as fast as torch._scaled_mm. With activations that are quantized before, 28672 x 4096: M = 1, 38.6 us; 128,
+45.0 us. For 128 and 256 tokens tiles of 64 x 64 take half the time of 128 x 128: more of them are on their way.
 
 Sums. int8: exact, in int32. fp8: the matrix units of sm89 and sm90 keep some 13 bits of a sum and cut what is below
 (https://arxiv.org/abs/2411.10958; https://arxiv.org/abs/2412.19437 promotes to fp32 every 128). Modelled as a cut of
@@ -28,7 +30,8 @@ fp32; its fast accumulation is the uncorrected sum above) and `torch._int_mm` (s
 
 Tried and lost, by the compiler's output: `flatten=True` (with wgmma it moves or clears 128 registers every step while
 the matrix unit still writes them: it waits each time); tiles stored in one piece (263 KB of shared memory with 4
-stages). Triton waits for int8 wgmma every step (its sums are not fp32): some 150 of 1024 cycles, modelled.
+stages). Triton waits for int8 wgmma every step (its sums are not fp32): some 150 of 1024 cycles, modelled. Triton
+has no int8 product that is 256 wide: two of 128.
 sm75: Triton makes no matrix instructions for it (see `Target.has_dot`), so the vendor's GEMM multiplies the codes.
 """
 

@@ -23,7 +23,7 @@ GROUP_M = gl.constexpr(8)  # tiles of tokens whose x stays in the L2 cache while
 
 @gluon.constexpr_function
 def _pair_layout(BLOCK_N, GROUPS, CHUNKS, WARPS):
-    """Where wgmma's left operand has code [row, group, chunk of 8, t // 2, t % 2, b]: column 2t + b of its chunk."""
+    """The place of code [row, group, chunk of 8, t // 2, t % 2, b] in wgmma's left operand: column 2t + b of a chunk."""
     names = {"b": 5, "t0": 4, "t1": 3, "chunk": 2, "group": 1, "row": 0}
 
     def unit(axis, size):
@@ -86,7 +86,7 @@ def _load_scales(
     GROUPS: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):
-    """What is stored for the groups of a step [BLOCK_N, GROUPS]; zeros are the scales again where there are none.
+    """Load scales and zero points of the groups of a step [BLOCK_N, GROUPS]; scales twice where there are no zeros.
 
     `at` [BLOCK_N] are the rows; the groups of a step that begins behind K are those of the last.
     """
