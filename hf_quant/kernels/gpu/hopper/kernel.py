@@ -23,7 +23,7 @@ GROUP_M = gl.constexpr(8)  # tiles of tokens whose x stays in the L2 cache while
 
 @gluon.constexpr_function
 def _pair_layout(BLOCK_N, GROUPS, CHUNKS, WARPS):
-    """The place of code [row, group, chunk of 8, t // 2, t % 2, b] in wgmma's left operand: column 2t + b of a chunk."""
+    """The place of code [row, group, chunk of 8, t // 2, t % 2, b] in wgmma's left operand: column 2t + b of 8."""
     names = {"b": 5, "t0": 4, "t1": 3, "chunk": 2, "group": 1, "row": 0}
 
     def unit(axis, size):
