@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpulab import machine_code, wgmma
+from gpulab import machine_code, rings, wgmma
 from gpulab.cases import gpu_ops, launcher
 from gpulab.machine_code import Resources, Summary
 from hf_quant.kernels.gpu.launch import HAS_TRITON, TARGETS, Launch, Target, interpreting, pretend, record_launches
@@ -66,7 +66,8 @@ class Unit(NamedTuple):
 class Built(NamedTuple):
     """Result of compiling a unit; if that failed, `error` gives the reason and the rest is empty.
 
-    hazards: see gpulab/wgmma.py. warnings: lines of ptxas with C75xx, about products that wait for each other.
+    hazards: see gpulab/wgmma.py and gpulab/rings.py. warnings: lines of ptxas with C75xx, about products that wait
+    for each other.
     """
 
     error: str | None
@@ -213,7 +214,7 @@ def compile_unit(unit: Unit, cache_dir: str | None = None) -> Built:
         summary=machine_code.summarize(instructions),
         dots=tuple(sorted(machine_code.dots(asm["ttgir" if unit.kernel.is_gluon() else "ttir"]))),
         seconds=time.perf_counter() - start,
-        hazards=tuple(hazard.text for hazard in hazards),
+        hazards=(*(hazard.text for hazard in hazards), *rings.still_barriers(asm.get("ttgir", ""))),
         warnings=ptxas_warnings(said.getvalue()),
     )
 
@@ -238,7 +239,7 @@ def build(units: Iterable[Unit], *, workers: int | None = None, cache: Path | No
     """
     import triton
 
-    parsers = (Path(module.__file__).read_bytes() for module in (machine_code, wgmma))
+    parsers = (Path(module.__file__).read_bytes() for module in (machine_code, rings, wgmma))
     parser = hashlib.sha256(b"".join(parsers)).hexdigest()[:8]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) if cache is None else cache / f"triton-{triton.__version__}-{parser}"
