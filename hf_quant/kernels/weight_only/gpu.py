@@ -388,6 +388,8 @@ def _hopper_mm(
     rows: Tensor, w: Weight, bias: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype, *, lasts: bool
 ) -> Tensor | None:
     """`fused_mm` by the kernel for Hopper, None where it does not serve; lasts: rows and w are the caller's."""
+    if not hopper.has_kernels():
+        return None
     plan = hopper.plan(
         *(rows.shape[0], w.N, w.K, dtype, w.format, w.group_size),
         *(tuple(w.scale.shape), w.scale.dtype, w.zero_point is not None, target_of(rows.device)),

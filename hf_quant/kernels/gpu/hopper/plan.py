@@ -1,7 +1,7 @@
 """When and how products of quantized weights run on Hopper by the Gluon kernel of kernel.py.
 
-Measured on an H100 with Triton 3.6 (docs/gpu.md), int4 in groups of 128, 28672 x 4096: 32 tokens, 37 us; 64, 42; 128,
-60; 256, 94; 1024, 330; in bf16 89, 89, 89, 102 and 302.
+Measured on an H100 with Triton 3.6 (docs/gpu.md), int4 in groups of 128, 28672 x 4096: 32 tokens, 35 us; 64, 40; 128,
+56; 256, 91; 1024, 331; in bf16 85, 87, 89, 102 and 311.
 
 Which tile a product takes follows from three numbers of each, measured there (`ROWS`): how long one of its columns of
 K takes where all multiprocessors work, and how much longer where each has one block only, which then has nothing to
@@ -107,7 +107,6 @@ def unsupported_reason(format: str, group_size: int, K: int) -> str | None:
 
 def choose(M: int, N: int, K: int, target: Target, experts: int = 0) -> tuple[Row, int]:
     """(tile, split of K) of the least time; experts: as many have M / experts rows each, and K is not split."""
-
     served = max(experts, 1)
 
     def time(row: Row, split: int) -> float:
