@@ -66,7 +66,8 @@ def correctness_cases(*, quick: bool = False, tiny: bool = False) -> list[Case]:
     for one in CANDIDATES:
         main = one.name in MAIN
         for linear in map(size, linears if main else linears[:1]):
-            cases += [linear_case(one, linear, M, bf16, bias=M == 17) for M in (tokens if main else tokens[:3])]
+            some = tokens if main else (*tokens[:3], 200)
+            cases += [linear_case(one, linear, M, bf16, bias=M == 17) for M in some]
         cases += [linear_case(one, size(LLAMA[1]), M, dtype) for dtype in (fp16, fp32) for M in (3, 200) if main]
         cases += [linear_case(one, size(LLAMA[1]), M, bf16, rotates=True) for M in (1, 300) if main]
         cases += [grouped_case(one, size(EXPERTS[2]), M, bf16) for M in (1, 40, 1000) if main or M == 40]
