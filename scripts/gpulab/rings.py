@@ -15,7 +15,7 @@ _BARRIER = re.compile(r"ttng\.(arrive|wait)_barrier (%[\w$.-]+)")
 
 
 def still_barriers(ttgir: str) -> tuple[str, ...]:
-    """What is wrong with the barriers of loops, as text for people: those whose place the loop does not change."""
+    """Name the barriers of loops whose place the loop does not change, as text for people."""
     found: list[str] = []
     loops: list[tuple[int, set[str]]] = []  # indentation, and what is defined inside, of the loops around a line
     places: dict[str, tuple[str, str]] = {}

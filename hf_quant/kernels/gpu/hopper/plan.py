@@ -212,8 +212,9 @@ def plan(
         "STAGES": row.stages,
         "WARPS": row.warps,
         "num_warps": row.warps,
-        # 80 keep 16 bytes on the stack where a step has the scales of four groups (nvfp4, Triton 3.6).
-        "maxnreg": 104 if row.registers == 80 and group_size < 32 else row.registers,
+        # By Triton 3.6 80 keep 8 to 16 bytes on the stack where a step has the scales of four groups (nvfp4), or
+        # experts have zero points (int4 g128).
+        "maxnreg": 104 if row.registers == 80 and (group_size < 32 or (has_zero and experts)) else row.registers,
     }
     # As many tiles of tokens as any distribution over the experts can need, and one of rows of none.
     tiles_m = M // row.block_m + served + 1 if experts else triton.cdiv(M, row.block_m)
