@@ -22,7 +22,7 @@ def test_every_kernel_is_launched_as_by_tritons_jit():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr[-2000:]
     kernels = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("_")]
-    paths = [*(ROOT / "hf_quant" / "kernels").rglob("gpu*.py"), *(ROOT / "hf_quant" / "kernels").rglob("kernel.py")]
+    paths = [*(ROOT / "hf_quant" / "kernels").rglob("gpu*.py"), *(ROOT / "hf_quant" / "kernels").rglob("*kernel.py")]
     sources = "".join(path.read_text() for path in paths)
     wanted = {
         line.split("(")[0][4:] for line in sources.splitlines() if line.startswith("def _") and "_kernel(" in line
