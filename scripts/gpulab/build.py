@@ -358,8 +358,9 @@ def _read(path: Path) -> Built:
 
 
 def tensors(arguments: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among a launch's arguments."""
-    return (value for value in arguments.values() if isinstance(value, torch.Tensor))
+    """The tensors among a launch's arguments, and those of tensor descriptors."""
+    values = (getattr(value, "base", value) for value in arguments.values())
+    return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def target_named(name: str) -> Target:
