@@ -23,7 +23,7 @@ LAUNCH = 3e-6  # seconds of a launch inside of a graph: 2.5 to 3.5 us
 # Operations a second, by kind of product. 8-bit products by Triton reach 1.1 to 1.3e15, attention some 60 % of 16 bit.
 RATES = {"16bit": 790e12, "8bit": 1250e12, "attention": 560e12, "8-bit attention": 720e12}
 CEILINGS = Ceilings(copy=BANDWIDTH / 1e9, gemm=RATES["16bit"] / 1e12)
-_EIGHT_BITS = ("_scaled_mm", "_grouped_scaled")
+_EIGHT_BITS = ("_scaled_mm", "_grouped_scaled", "_hopper_scaled")
 
 
 class ModelTimer:
@@ -47,12 +47,11 @@ def seconds(call: Any) -> float:
     launches, products = record_call(partial(launcher(op), *call.args, **call.keywords), TARGETS["sm90"])
     total, done = 0.0, set()
     for launch in launches:
-        # A kernel for Hopper does the work of the one that serves elsewhere.
-        name = launch.kernel.fn.__name__.replace("_hopper_mm", "_weight_only_mm").replace("_hopper", "")
+        name = launch.kernel.fn.__name__
         values = (getattr(value, "base", value) for value in launch.args)  # of a tensor descriptor, too
         moved = _bytes((value for value in values if isinstance(value, Tensor)), tensors[0].shape[0])
         counts = name.startswith(
-            ("_weight_only_mm", "_kv_decode", "_kv_prefill", "_int8_attention_kernel", "_grouped")
+            ("_weight_only_mm", "_hopper", "_kv_decode", "_kv_prefill", "_int8_attention_kernel", "_grouped")
         )
         # Two launches of a kernel share its work: heads of one kind, and those of the other.
         counts = (counts or name.startswith("_scaled_mm")) and name not in done

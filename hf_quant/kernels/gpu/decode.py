@@ -22,7 +22,7 @@ from hf_quant.kernels.gpu.launch import tl, triton
 
 
 ANY_GROUP = 2**30  # the constexpr GROUP where one scale serves the whole row
-_AND_OR, _AND_XOR, _SELECT = 0xEA, 0x6A, 0xCA  # lop3: (a & b) | c, (a & b) ^ c, a ? b : c
+AND_OR, AND_XOR, SELECT = 0xEA, 0x6A, 0xCA  # lop3: (a & b) | c, (a & b) ^ c, a ? b : c
 
 
 def undecodable_reason(spec: CodeSpec) -> str | None:
@@ -88,13 +88,13 @@ def ptx(name: str, dtype: torch.dtype) -> str:
     if spec.dtype == torch.int8 and dtype == torch.bfloat16:
         for i in range(count):
             lines.append(f"shr.b32 t, ${2 * count}, {8 * i};")
-            lines.append(f"lop3.b32 ${i}, t, 0x007F007F, 0x43004300, 0x{_AND_OR:X};")
-            lines.append(f"lop3.b32 ${count + i}, t, 0x00800080, 0x43004300, 0x{_AND_OR:X};")
+            lines.append(f"lop3.b32 ${i}, t, 0x007F007F, 0x43004300, 0x{AND_OR:X};")
+            lines.append(f"lop3.b32 ${count + i}, t, 0x00800080, 0x43004300, 0x{AND_OR:X};")
         return "{ " + " ".join(lines) + " }"
     magic = (0x4300 if dtype == torch.bfloat16 else 0x6400) if spec.is_integer else 0
-    table = _AND_OR
+    table = AND_OR
     if spec.dtype == torch.int8:  # two's complement: the flipped sign bit adds 128
-        magic, table = magic | 0x80, _AND_XOR
+        magic, table = magic | 0x80, AND_XOR
     planes = spec.planes or (8,)
     pieces = _pieces(spec, dtype)
     for i in range(count):
@@ -131,7 +131,7 @@ def _ptx_table(levels: tuple[float, ...], dtype: torch.dtype) -> str:
         for byte, shift in (("l", 0), ("h", 8)):
             lines.append(f"prmt.b32 a, {constant(shift, 0)}, {constant(shift, 4)}, s;")
             lines.append(f"prmt.b32 b, {constant(shift, 8)}, {constant(shift, 12)}, s;")
-            lines.append(f"lop3.b32 {byte}, m, b, a, 0x{_SELECT:X};")
+            lines.append(f"lop3.b32 {byte}, m, b, a, 0x{SELECT:X};")
         lines.append(f"prmt.b32 p{element}, l, h, 0x5140;")
         lines.append(f"prmt.b32 q{element}, l, h, 0x7362;")
     for i, (pair, selector) in enumerate((("p", "0x5410"), ("p", "0x7632"), ("q", "0x5410"), ("q", "0x7632"))):
@@ -426,7 +426,7 @@ def e4m3_ptx(dtype: torch.dtype) -> str:
     return (
         "{ .reg .b32 h, l, m, z; "
         f"shr.b32 h, $2, {8 - shift}; lop3.b32 h, h, 0x{upper * 0x01010101:08X}, 0, 0xC0; "
-        f"lop3.b32 h, $2, 0x80808080, h, 0x{_AND_OR:X}; "
+        f"lop3.b32 h, $2, 0x80808080, h, 0x{AND_OR:X}; "
         f"shl.b32 l, $2, {shift}; lop3.b32 l, l, 0x{(0xFF << shift & 0xFF) * 0x01010101:08X}, 0, 0xC0; "
         "prmt.b32 $0, l, h, 0x5140; prmt.b32 $1, l, h, 0x7362; "
         f"mov.b32 m, 0x{factor * 0x10001:08X}; mov.b32 z, 0x80008000; "

@@ -330,7 +330,7 @@ def _fused(
             x = x.to(dtype)  # these GPUs cannot read float8_e4m3fn
     bias, offsets = None if bias is None else bias.contiguous(), offsets.contiguous()
     if isinstance(plan, hopper.Plan):
-        return hopper.product(x.to(dtype), _weights(w), bias, row_scale, offsets, dtype, plan)
+        return hopper.product(x.to(dtype), _weights(w, plan), bias, row_scale, offsets, dtype, plan)
     y = torch.empty(M, w.N, dtype=dtype, device=x.device)
     stride = row_elements(w.qdata, plan.codes)
     unit = common_unit(x.stride(0), stride)
@@ -367,11 +367,13 @@ def _fused(
     return y
 
 
-def _weights(w: Weight) -> hopper.Weights:
+def _weights(w: Weight, plan: hopper.Plan) -> hopper.Weights:
     """The weights of all experts as the kernel for Hopper takes them."""
     codes = w.qdata.view(torch.int32).flatten(0, 1)
-    strides = codes.stride(0), w.scale.stride(1), w.scale.stride(0)
-    return hopper.Weights(codes, bits_of(w.scale), w.zero_point, w.global_scale, w.N, len(codes), *strides)
+    tiles = hopper.tiles_of_codes(codes, *codes.shape, plan)
+    return hopper.Weights(
+        *(tiles, bits_of(w.scale), w.zero_point, w.global_scale, w.N, w.scale.stride(1), w.scale.stride(0))
+    )
 
 
 def _hopper_plan(x: Tensor, w: Weight, target: Target) -> hopper.Plan | None:

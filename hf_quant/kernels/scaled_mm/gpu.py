@@ -230,20 +230,15 @@ def scaled_plan(
     if tma:
         num_stages -= output_bytes == 4  # room for a stored half in fp32
     chain = triton.cdiv(steps, triton.cdiv(K, _CHAIN)) if chained else steps
-    options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": group_m}
+    options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
     # largest * K is the largest sum; 2**15 leaves fp16 a factor of 2.
     options |= {"UNIT": 2.0 ** -math.ceil(math.log2(largest * K / 2**15)) if chained else 0.0}
-    if (
-        gluon and tma and output_bytes == 2 and target.name == "sm90"
-    ):  # fp32 beside the sums keeps 16 bytes on the stack
-        options = {name: value for name, value in options.items() if name != "GROUP_M"}
-        options |= {"SCALE_ROWS": scale_rows, "STAGES": num_stages, "WARPS": num_warps}
-        options |= {"num_warps": num_warps, "maxnreg": 168}
-        blocks = min(tiles, target.multiprocessors)
-        return ScaledPlan(hopper.scaled_mm_kernel(), (blocks,), chain, (block_m, block_n), options)
-    options |= {"EVEN_K": tma or K % block_k == 0, "TMA": tma, **common}
-    options |= {"num_warps": num_warps, "num_stages": num_stages}
+    options |= {"num_warps": num_warps}
     blocks = min(tiles, target.multiprocessors) if tma else tiles
+    if gluon and tma and output_bytes == 2 and target.name == "sm90":  # of fp32 a thread keeps 16 bytes on the stack
+        options |= {"SCALE_ROWS": scale_rows, "STAGES": num_stages, "WARPS": num_warps, "maxnreg": 168}
+        return ScaledPlan(hopper.scaled_mm_kernel(), (blocks,), chain, (block_m, block_n), options)
+    options |= {"GROUP_M": group_m, "EVEN_K": tma or K % block_k == 0, "TMA": tma, **common, "num_stages": num_stages}
     return ScaledPlan(_scaled_mm_tiles_kernel, (blocks,), chain, (block_m, block_n), options)
 
 
@@ -277,17 +272,16 @@ def scaled_product(
     y = torch.empty(M, N, dtype=out_dtype, device=a.device)
     bias = None if bias is None else bias.contiguous()
     operands = (a, b, a_scale.contiguous(), b_scale.contiguous(), bias, y)
-    if "WARPS" in plan.options:
-        block_k = plan.options["BLOCK_K"]
-        tiles = (
-            hopper.tiles_of(t, tuple(t.shape), t.stride(0), (rows, block_k)) for t, rows in zip((a, b), plan.block)
+    has_bias = {"HAS_BIAS": bias is not None}
+    if plan.kernel not in (_scaled_mm_split_kernel, _scaled_mm_tiles_kernel):
+        blocks = ((rows, plan.options["BLOCK_K"]) for rows in plan.block)
+        tiles = [hopper.tiles_of(codes, codes.shape, codes.stride(0), block) for codes, block in zip((a, b), blocks)]
+        launch(
+            plan.kernel, plan.grid, operands[2], *tiles, *operands[3:], M, N, K, plan.steps, **has_bias, **plan.options
         )
-        operands = (operands[2], *tiles, *operands[3:])
-        launch(plan.kernel, plan.grid, *operands, M, N, K, plan.steps, HAS_BIAS=bias is not None, **plan.options)
         return y
     unit = plan.options["ALIGN"]
     sizes = (M, N, K // unit, a.stride(0) // unit, b.stride(0) // unit, plan.steps)
-    has_bias = {"HAS_BIAS": bias is not None}
     if plan.kernel is _scaled_mm_split_kernel:
         partials = counters = None
         if plan.options["SPLIT"]:

@@ -34,7 +34,7 @@ modelled on a T4 (40 multiprocessors at 1.59 GHz, .32 TB/s): int4, M = 8, 31 us 
 16 50 us, M = 32 100 us; dequantize + GEMM moves 4.5 bytes a weight, 236 us, whatever M is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -399,14 +399,17 @@ def _hopper_mm(
     rows = rows.to(dtype)
     if not hopper.can_run(rows, w.qdata):
         return None
-    codes = w.qdata.view(torch.int32)
-    parts = codes, bits_of(w.scale), w.zero_point, w.global_scale
-    sizes = w.N, w.N, codes.stride(0), w.scale.stride(0)
+    codes, parts = w.qdata.view(torch.int32), (bits_of(w.scale), w.zero_point, w.global_scale)
+    stride = codes.stride(0)
+
+    def weights(codes: Tensor | Address, parts: Iterable[Tensor | Address | None]) -> hopper.Weights:
+        tiles = hopper.tiles_of_codes(codes, w.N, stride, plan)
+        return hopper.Weights(tiles, *parts, w.N, w.scale.stride(0))
+
     if lasts and row_scale is None:
-        kept = hopper.Weights(*map(_address, parts), *sizes)
-        make_ready(rows, w, lambda: _hopper_ready(kept, plan))
+        make_ready(rows, w, lambda: _hopper_ready(weights(Address(codes), map(_address, parts)), plan))
     bias, row_scale = (None if t is None else t.contiguous() for t in (bias, row_scale))
-    return hopper.product(rows, hopper.Weights(*parts, *sizes), bias, row_scale, None, dtype, plan)
+    return hopper.product(rows, weights(codes, parts), bias, row_scale, None, dtype, plan)
 
 
 def _hopper_ready(w: hopper.Weights, plan: hopper.Plan) -> Run:

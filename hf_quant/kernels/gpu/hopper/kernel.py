@@ -14,10 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from hf_quant.kernels.gpu.decode import scale_in
+
 
 # Names that later Tritons changed.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_scale_in = gluon.jit(scale_in.fn)
 GROUP_M = gl.constexpr(8)  # tiles of tokens whose x stays in the L2 cache while all rows of the weight pass by
 
 
@@ -57,21 +60,6 @@ def _wide(value, like, FIRST: gl.constexpr):
         value = gl.expand_dims(value, dim)
     value, _ = gl.broadcast(value, like)
     return value
-
-
-@gluon.jit
-def _scale_in(raw, SCALE: gl.constexpr, DTYPE: gl.constexpr):
-    """`gpu.decode.scale_in`, in Gluon."""
-    if SCALE == "e8m0":
-        bits = raw.to(gl.int16) << 7
-        bits = gl.where(bits == 0, 0x40, bits).to(gl.int16)
-        return bits.to(gl.bfloat16, bitcast=True).to(DTYPE)
-    elif SCALE == "e4m3":
-        bits = raw.to(gl.int16)
-        word = (((bits & 0x7F) << 4) | ((bits & 0x80) << 8)).to(gl.bfloat16, bitcast=True)
-        return (word.to(gl.float32) * 1.329227995784916e36).to(DTYPE)  # 2**120
-    else:
-        return raw.to(DTYPE)
 
 
 @gluon.jit
@@ -151,6 +139,18 @@ def _decode(
 def _next(slot, phase, STAGES: gl.constexpr):
     last = slot == STAGES - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _ring(STAGES: gl.constexpr):
+    """Barriers of each place in a ring: one for "full", which copies signal, one for "empty"."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    hopper.fence_async_shared()
+    return full, empty
 
 
 @gluon.jit
@@ -477,12 +477,7 @@ def _hopper_mm_kernel(
             bias += expert * N
     xs = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, BLOCK_M, BLOCK_K], x_tiles.layout)
     qs = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, q_tiles.block_shape[1]], q_tiles.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    hopper.fence_async_shared()
+    full, empty = _ring(STAGES)
     # fmt: off
     gl.warp_specialize(
         [

@@ -11,10 +11,7 @@ from functools import cache
 import torch
 
 from hf_quant.kernels.codes import CODES, CodeSpec
-from hf_quant.kernels.gpu.decode import table_words
-
-
-_LOP3_AND_OR, _LOP3_AND_XOR, _LOP3_SELECT = 0xEA, 0x6A, 0xCA
+from hf_quant.kernels.gpu.decode import AND_OR, AND_XOR, SELECT, table_words
 
 
 def undecodable_reason(spec: CodeSpec) -> str | None:
@@ -32,8 +29,9 @@ def selectors(spec: CodeSpec) -> tuple[int, int, int, int]:
         if _is_table(spec):
             return 0, 8, 16, 24
         return tuple(t | 4 + t << 8 for t in range(4))  # byte t, and byte t of the word shifted by 4
-    low = 1 if spec.minifloat else 0  # a float's byte goes to the upper half of 16 bits
-    halves = (0x4140, 0x4342) if not low else (0x1404, 0x3424)
+    halves = (
+        (0x1404, 0x3424) if spec.minifloat else (0x4140, 0x4342)
+    )  # a float's byte goes to the upper half of 16 bits
     return halves * 2
 
 
@@ -68,15 +66,15 @@ def pair_ptx(name: str, dtype: torch.dtype, scaling: str) -> str:
     else:
         lines += ["mov.b32 s, 0;", "prmt.b32 u, $1, s, $3;"]
     if spec.is_integer and spec.is_packed:
-        lines.append(f"lop3.b32 u, u, 0x000F000F, {_hex(one)}, 0x{_LOP3_AND_OR:X};")
+        lines.append(f"lop3.b32 u, u, 0x000F000F, {_hex(one)}, 0x{AND_OR:X};")
         if scaling in ("", "*"):
             lines += [f"mov.b32 s, {_both(-(2**mantissa + 8), dtype)};", f"add.rn.{kind} u, u, s;"]
     elif spec.is_integer and dtype == torch.bfloat16:  # 128 + the low 7 bits, less 128, or 256 for negative ones
-        lines.append(f"lop3.b32 s, u, 0x00800080, {_hex(one)}, 0x{_LOP3_AND_OR:X};")
-        lines.append(f"lop3.b32 u, u, 0x007F007F, {_hex(one)}, 0x{_LOP3_AND_OR:X};")
+        lines.append(f"lop3.b32 s, u, 0x00800080, {_hex(one)}, 0x{AND_OR:X};")
+        lines.append(f"lop3.b32 u, u, 0x007F007F, {_hex(one)}, 0x{AND_OR:X};")
         lines.append(f"sub.rn.{kind} u, u, s;")
     elif spec.is_integer:  # two's complement: the flipped sign bit adds 128
-        lines.append(f"lop3.b32 u, u, 0x00FF00FF, {_hex(one | 0x80)}, 0x{_LOP3_AND_XOR:X};")
+        lines.append(f"lop3.b32 u, u, 0x00FF00FF, {_hex(one | 0x80)}, 0x{AND_XOR:X};")
         lines += [f"mov.b32 s, {_both(-(1024 + 128), dtype)};", f"add.rn.{kind} u, u, s;"]
     elif spec.minifloat:
         lines += _minifloat_lines(spec, mantissa, kind, dtype)
@@ -101,7 +99,7 @@ def _minifloat_lines(spec: CodeSpec, mantissa: int, kind: str, dtype: torch.dtyp
     else:
         lines += [f"shr.u32 s, u, {first - target};"]
     lines.append(f"and.b32 s, s, {_hex(magnitude)};")
-    lines.append(f"lop3.b32 u, u, 0x80008000, s, 0x{_LOP3_AND_OR:X};")
+    lines.append(f"lop3.b32 u, u, 0x80008000, s, 0x{AND_OR:X};")
     multiplier = 2.0 ** ((127 if dtype == torch.bfloat16 else 15) - bias)
     if multiplier != 1.0:
         lines += [f"mov.b32 s, {_both(multiplier, dtype)};", f"mul.rn.{kind} u, u, s;"]
@@ -121,5 +119,5 @@ def _table_lines(levels: tuple[float, ...], dtype: torch.dtype) -> list[str]:
     for byte, shift in (("l", 0), ("h", 8)):
         lines.append(f"prmt.b32 {byte}, {constant(shift, 0)}, {constant(shift, 4)}, c;")
         lines.append(f"prmt.b32 f, {constant(shift, 8)}, {constant(shift, 12)}, c;")
-        lines.append(f"lop3.b32 {byte}, b, f, {byte}, 0x{_LOP3_SELECT:X};")
+        lines.append(f"lop3.b32 {byte}, b, f, {byte}, 0x{SELECT:X};")
     return [*lines, "prmt.b32 u, l, h, 0x5140;"]

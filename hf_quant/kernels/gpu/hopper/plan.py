@@ -154,11 +154,16 @@ def _layout(shape: tuple[int, int], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(shape), kinds.get(dtype, gl.float8e4nv))
 
 
-def tiles_of(tensor: Any, shape: tuple[int, int], stride: int, block: tuple[int, int]) -> Any:
-    """A matrix of that shape and stride of rows as the copies of a kernel take it, in tiles of `block`."""
+@cache
+def _descriptor() -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(tensor, list(shape), [stride, 1], list(block), _layout(block, tensor.dtype))
+    return TensorDescriptor
+
+
+def tiles_of(tensor: Any, shape: tuple[int, ...], stride: int, block: tuple[int, int]) -> Any:
+    """A matrix of that shape and stride of rows as the copies of a kernel take it, in tiles of `block`."""
+    return _descriptor()(tensor, list(shape), [stride, 1], list(block), _layout(block, tensor.dtype))
 
 
 @cached_plan
@@ -239,19 +244,22 @@ def can_run(x: Tensor, qdata: Tensor) -> bool:
 class Weights(NamedTuple):
     """A weight [N, K], or those of all experts, as the kernel takes them: tensors, or what stands for them.
 
-    codes are int32 words [rows, words], of all experts one after the other. The strides are those of the rows of
-    codes, of the rows of scales, and of the experts' scales.
+    tiles: of the codes, see `tiles_of_codes`. scale_stride, scale_matrix: strides of the rows of scales, and of the
+    experts' scales.
     """
 
-    codes: Any
+    tiles: Any
     scale: Any
     zero_point: Any
     global_scale: Any
     N: int
-    rows: int
-    q_stride: int
     scale_stride: int
     scale_matrix: int = 0
+
+
+def tiles_of_codes(codes: Any, rows: int, stride: int, plan: Plan) -> Any:
+    """Codes as int32 words [rows, stride], of all experts one after the other, in tiles of a plan."""
+    return tiles_of(codes, (rows, stride), stride, (plan.row.block_n, plan.words))
 
 
 def product(
@@ -268,7 +276,6 @@ def product(
     y = torch.empty(M, w.N, dtype=dtype, device=x.device)
     row = plan.row
     x_tiles = tiles_of(x, (M, K), x.stride(0), (row.block_m, row.block_k))
-    q_tiles = tiles_of(w.codes, (w.rows, w.q_stride), w.q_stride, (row.block_n, plan.words))
     partials = counters = None
     if plan.split > 1:
         shape = (plan.tiles, plan.split, row.block_n, row.block_m)
@@ -280,7 +287,7 @@ def product(
         y,
         w.scale,
         x_tiles,
-        q_tiles,
+        w.tiles,
         w.zero_point,
         w.global_scale,
         bias,

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hf_quant.kernels.gpu.hopper.kernel import _load_tile, _next, _tile_at
+from hf_quant.kernels.gpu.hopper.kernel import _load_tile, _next, _ring, _tile_at
 
 
 @gluon.jit
@@ -152,12 +152,7 @@ def _hopper_scaled_mm_kernel(
     """
     as_ = gl.allocate_shared_memory(a_tiles.dtype, [STAGES, BLOCK_M, BLOCK_K], a_tiles.layout)
     bs = gl.allocate_shared_memory(b_tiles.dtype, [STAGES, BLOCK_N, BLOCK_K], b_tiles.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    hopper.fence_async_shared()
+    full, empty = _ring(STAGES)
     tiles_m, tiles_n, steps = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     # fmt: off
     gl.warp_specialize(
