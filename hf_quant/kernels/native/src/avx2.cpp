@@ -32,20 +32,30 @@ static bool exact_in_bf16(const float* levels, int count) {
 static bool matmul(const Product& p) {
   if (p.compute == BY_INT8) return p.layout == PACKED4 ? Matmul<Int4ByInt8>(p).run() : Matmul<Int8ByInt8>(p).run();
   switch (p.layout) {
-    case PACKED2: return Matmul<ByF32<Levels<Packed2>>>(p).run();
-    case PACKED3: return Matmul<ByF32<Levels<Packed3>>>(p).run();
+    case PACKED2: return multiply_in_fixed_point<Packed2>(p) || Matmul<ByF32<Levels<Packed2>>>(p).run();
+    case PACKED3: return multiply_in_fixed_point<Packed3>(p) || Matmul<ByF32<Levels<Packed3>>>(p).run();
     case PACKED4:
+      if (multiply_in_fixed_point<Packed4>(p)) return true;
       return exact_in_bf16(p.levels, 16) ? Matmul<ByF32<Levels<Packed4>>>(p).run()
                                          : Matmul<ByF32<WideLevels>>(p).run();
     case PACKED6: return Matmul<ByF32<ManyLevels<Packed6, 4>>>(p).run();
     case BYTES_FLOAT: return Matmul<ByF32<ManyLevels<Bytes, 8>>>(p).run();
-    default: return Matmul<ByF32<Integers>>(p).run();
+    default: return multiply_in_fixed_point<Bytes>(p) || Matmul<ByF32<Integers>>(p).run();
   }
+}
+
+static bool quantize_rows(const RowQuantization& q) {
+  if (q.block != 0 || q.key != nullptr) return avx2_portable::quantize_rows(q);
+  parallel_for(q.M, q.M * q.K < (1 << 16) ? 1 : q.threads, [&](int64_t i) {
+    const char* x = static_cast<const char*>(q.x) + i * q.x_stride * element_size(q.x_dtype);
+    q.scales[i] = quantize_row(x, q.x_dtype, q.K, q.input_scale, q.codes + i * q.K);
+  });
+  return true;
 }
 
 }  // namespace avx2
 
-const Kernels kAvx2 = {"avx2", false, false, avx2::matmul, avx2_portable::dequantize, avx2_portable::quantize_rows,
+const Kernels kAvx2 = {"avx2", false, true, avx2::matmul, avx2_portable::dequantize, avx2::quantize_rows,
                        avx2_portable::attention, avx2_portable::quantize, avx2_portable::append, avx2_portable::adam_step,
                          avx2_portable::fake_quantize, avx2_portable::quantize_two_way, avx2_portable::scale_sums,
                          avx2_portable::requantize_rows, avx2_portable::norm_rows, avx2_portable::turn_rows, avx2_portable::gate_rows, avx2_portable::add_rows,

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <type_traits>
 
+#include "avx2_pack.h"
 #include "avx2_panel.h"
 
 namespace hfq {
@@ -32,7 +33,8 @@ class Matmul {
     runs_.length = p.groups == 1 ? units_ : runs_.aligned ? p.group_size / kUnit : 1;
     runs_.count = ceil_div(units_, runs_.length);
     for (int half = 0; half < 2; ++half)
-      for (int b = 0; b < 16; ++b) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
+      for (int b = 0; b < 16; ++b)
+        if constexpr (!C::FIXED) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
     in_pairs_ = std::is_same<C, Int4ByInt8>::value && has_few_rows(p) && Int4Pairs::serves(p, runs_);
     if constexpr (kHasPlanes) {
       in_planes_ = has_few_rows(p) && Planes<C>::serves(p);
@@ -47,7 +49,9 @@ class Matmul {
     // segments | packed rows | groups of runs | sums | row scales
     const int64_t segment_bytes = ceil_div(chunk * static_cast<int64_t>(sizeof(Segment)), 64) * 64;
     const int64_t rows_bytes = chunk * x_.stride;
-    const int64_t run_bytes = runs_.count * 8, sums = C::INTEGER ? chunk * (runs_.count * 8 + p_.groups) : 0;
+    const int64_t run_bytes = runs_.count * 8, halves = C::INTEGER && !C::FIXED ? chunk * runs_.count * 8 : 0;
+    const int64_t groups_of_x = !C::INTEGER ? 0 : C::FIXED ? 2 * p_.K / Panel<C>::fixed_group(p_) : p_.groups;
+    const int64_t sums = halves + chunk * groups_of_x;
     char* memory = static_cast<char*>(
         thread_scratch(0, static_cast<size_t>(segment_bytes + rows_bytes + run_bytes + sums * 4 + chunk * 4)));
     if (memory == nullptr) return false;
@@ -56,19 +60,15 @@ class Matmul {
     int32_t* groups = reinterpret_cast<int32_t*>(x_.rows + rows_bytes);
     runs_.groups = groups;
     x_.half_sums = groups + 2 * runs_.count;
-    x_.group_sums = x_.half_sums + (C::INTEGER ? chunk * runs_.count * 8 : 0);
+    x_.group_sums = x_.half_sums + halves;
     x_.most_rows = chunk;
+    x_.steps = reinterpret_cast<float*>(x_.group_sums + chunk * groups_of_x / 2);
     x_.scales = reinterpret_cast<float*>(x_.half_sums + sums);
     for (int64_t half = 0; half < 2 * runs_.count; ++half)
       groups[half] = static_cast<int32_t>(group_of(half / 2 * runs_.length * kUnit + half % 2 * kUnit / 2));
     for (int64_t first = 0; first < p_.M; first += kChunk) {
       const int64_t count = min64(kChunk, p_.M - first);
-      if (!pack(first, count)) {
-        if (!in_fixed_) return false;
-        in_fixed_ = false;  // x is not finite
-        if (!pack(first, count)) return false;
-      }
-      if (!multiply(first, count)) return false;
+      if (!pack(first, count) || !multiply(first, count)) return false;
     }
     return true;
   }
@@ -103,12 +103,18 @@ class Matmul {
         dtype = F32;
       }
       x_.scales[i] = p_.row_scale == nullptr ? 1.0f : p_.row_scale[first + i];
-      if constexpr (C::INTEGER) {
+      if constexpr (C::FIXED) {
+        const int64_t size = Panel<C>::fixed_group(p_);
+        float* values = reinterpret_cast<float*>(natural);
+        load_floats(x, dtype, 0, p_.K, values);
+        fixed_row<L>(values, p_.K / size, size, p_.zero == nullptr ? -C::OFFSET : -1, x_.rows + i * x_.stride,
+                     x_.group_sums + i, x_.steps + i, x_.most_rows);
+      } else if constexpr (C::INTEGER) {
         int8_t* codes = reinterpret_cast<int8_t*>(natural);
         if (dtype == INT8) {
           memcpy(codes, x, static_cast<size_t>(p_.K));
         } else {
-          x_.scales[i] = HFQ_SET::quantize_row(x, dtype, p_.K, p_.input_scale, codes);
+          x_.scales[i] = quantize_row(x, dtype, p_.K, p_.input_scale, codes);
         }
         memset(codes + p_.K, 0, static_cast<size_t>(units_ * kUnit - p_.K));
         add_sums(codes, i);
@@ -122,10 +128,8 @@ class Matmul {
         if constexpr (kHasPlanes) {
           if (in_fixed_) {
             char* packed = reinterpret_cast<char*>(to);
-            const bool is_finite = p_.zero == nullptr ? FixedPlanes<C, false>::pack(p_, values, packed)
-                                                      : FixedPlanes<C, true>::pack(p_, values, packed);
-            if (!is_finite) ok = false;
-            return;
+            return p_.zero == nullptr ? FixedPlanes<C, false>::pack(p_, values, packed)
+                                      : FixedPlanes<C, true>::pack(p_, values, packed);
           }
           if (in_planes_) return Planes<C>::reorder(values, units_, to);
         }
@@ -163,9 +167,8 @@ class Matmul {
     for (int64_t u = 0, in_run = 0; u < units_; ++u) {
       const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load_vector(codes + u * kUnit));
       const __m256i fours = _mm256_madd_epi16(pairs, factor);
-      alignas(32) int32_t sums[8];
-      _mm256_store_si256(reinterpret_cast<__m256i*>(sums), fours);
-      const int32_t half[2] = {sums[0] + sums[1] + sums[2] + sums[3], sums[4] + sums[5] + sums[6] + sums[7]};
+      const __m256i twos = _mm256_hadd_epi32(fours, fours), ones = _mm256_hadd_epi32(twos, twos);
+      const int32_t half[2] = {_mm256_cvtsi256_si32(ones), _mm256_extract_epi32(ones, 4)};
       for (int h = 0; h < 2; ++h) {
         if (u * kUnit + h * kUnit / 2 >= next_group && last_groups > 0) {
           groups += x_.most_rows;
@@ -195,147 +198,161 @@ class Matmul {
 
   bool multiply(int64_t first, int64_t count) const {
     const int64_t num_segments = split_by_experts(p_, first, count, segments_);
-    const int64_t rows = max64(kStreamed, Panel<C>::ROWS), panels = ceil_div(p_.N, rows);
+    const int64_t rows = max64(kStreamed, Panel<C>::ROWS);
+    int64_t panels = 0;
+    for (const Product* p = &p_; p != nullptr; p = p->sibling) panels += ceil_div(p->N, rows);
     std::atomic<bool> ok{true};
     parallel_for(num_segments * panels, threads_of(p_, count, num_segments), [&](int64_t task) {
       const Segment& s = segments_[task / panels];
-      const int64_t n = task % panels * rows, end = min64(n + rows, p_.N);
-      if (kStreams || s.count <= kStreamRows) {
-        if (!stream(s, first, n, end)) ok = false;
-      } else if constexpr (!kStreams) {
-        if (!panel(s, first, n, end)) ok = false;
+      const Product* p = &p_;
+      int64_t n = task % panels * rows;
+      for (; n >= ceil_div(p->N, rows) * rows; p = p->sibling) n -= ceil_div(p->N, rows) * rows;
+      const int64_t end = min64(n + rows, p->N);
+      if constexpr (!C::FIXED) {
+        if (kStreams || s.count <= kStreamRows) {
+          if (!stream(*p, s, first, n, end)) ok = false;
+          return;
+        }
       }
+      if constexpr (!kStreams)
+        if (!panel(*p, s, first, n, end)) ok = false;
     });
     return ok;
   }
 
-  bool stream(const Segment& s, int64_t first, int64_t n, int64_t end) const {
+  bool stream(const Product& p, const Segment& s, int64_t first, int64_t n, int64_t end) const {
     // The scales of all rows are converted at once where a row of x needs no blocks, else row by row.
-    const bool at_once = s.count == 1 && p_.scale_rows == 1 && p_.scale_stride == p_.groups;
-    const int64_t num_scales = at_once ? (end - n) * p_.groups : p_.groups;
+    const bool at_once = s.count == 1 && p.scale_rows == 1 && p.scale_stride == p.groups;
+    const int64_t num_scales = at_once ? (end - n) * p.groups : p.groups;
     float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(2 * num_scales + 16) * 4));
     if (memory == nullptr) return false;
-    const Weight weight = weight_of(s.expert);
-    float* floats = in_fixed_ && p_.zero != nullptr ? memory + num_scales + 8 : nullptr;  // zero points
+    const Weight weight = weight_of(p, s.expert);
+    float* floats = in_fixed_ && p.zero != nullptr ? memory + num_scales + 8 : nullptr;  // zero points
     if (at_once) {
-      const int64_t first_scale = scale_of_row(p_, weight, n);
-      load_floats(p_.scale, p_.scale_dtype, first_scale, num_scales, memory);
-      if (floats != nullptr) load_floats(p_.zero + first_scale, num_scales, floats);
+      const int64_t first_scale = scale_of_row(p, weight, n);
+      load_floats(p.scale, p.scale_dtype, first_scale, num_scales, memory);
+      if (floats != nullptr) load_floats(p.zero + first_scale, num_scales, floats);
     }
     float out[kStreamed][kStreamRows] = {};
     // Several rows of x, or a long one, meet the rows block by block, so that they stay in the L1 cache.
     PackedX x = x_;
     const bool in_blocks = s.count > 1 || (!C::INTEGER && x.stride > kAloneX);
-    if (in_blocks) x.ahead = 2 * p_.row_bytes;
+    if (in_blocks) x.ahead = 2 * p.row_bytes;
     const int64_t fit = in_blocks ? kStreamedX / (s.count * C::V * 32) : units_;
-    const int64_t whole = max64(p_.groups == 1 ? 1 : runs_.length, in_planes_ || in_fixed_ ? kMostPlanes : 1);
+    const int64_t whole = max64(p.groups == 1 ? 1 : runs_.length, in_planes_ || in_fixed_ ? kMostPlanes : 1);
     const int64_t block = max64(fit / whole, 1) * whole;
     int64_t begin = n;
     if ((in_pairs_ || in_fixed_) && at_once && !in_blocks) {  // four rows of the weight share what is read of x
-      x.ahead = max64(kAhead, 4 * p_.row_bytes);
+      x.ahead = max64(kAhead, 4 * p.row_bytes);
       for (; begin + 4 <= end; begin += 4) {
-        const uint8_t* codes = weight.qdata + begin * p_.row_bytes;
-        const int64_t own = (begin - n) * p_.groups;
+        const uint8_t* codes = weight.qdata + begin * p.row_bytes;
+        const int64_t own = (begin - n) * p.groups;
         auto run = [&](const auto& rows) { rows.template run<4, 1>(s.first, 0, units_, out[begin - n], kStreamRows); };
         if constexpr (!kHasPlanes) {
-          run(Int4Pairs{p_, runs_, x, codes, memory + own});
+          run(Int4Pairs{p, runs_, x, codes, memory + own});
         } else if (floats == nullptr) {
-          run(FixedPlanes<C, false>{p_, plane_groups_, x, codes, memory + own, nullptr});
+          run(FixedPlanes<C, false>{p, plane_groups_, x, codes, memory + own, nullptr});
         } else {
-          run(FixedPlanes<C, true>{p_, plane_groups_, x, codes, memory + own, floats + own});
+          run(FixedPlanes<C, true>{p, plane_groups_, x, codes, memory + own, floats + own});
         }
       }
     }
     for (int64_t u = 0; u < units_; u += block) {
       const int64_t g = group_of(u * kUnit), groups = group_of((u + block) * kUnit - 1) - g + 1;
       for (int64_t row = begin; row < end; ++row) {
-        const int64_t first_scale = scale_of_row(p_, weight, row);
-        const int64_t own = at_once ? (row - n) * p_.groups : 0;
+        const int64_t first_scale = scale_of_row(p, weight, row);
+        const int64_t own = at_once ? (row - n) * p.groups : 0;
         const float *scales = memory + own, *own_zeros = floats == nullptr ? nullptr : floats + own;
         if (!at_once) {
-          load_floats(p_.scale, p_.scale_dtype, first_scale + g, groups, memory + g);
-          if (floats != nullptr) load_floats(p_.zero + first_scale + g, groups, floats + g);
+          load_floats(p.scale, p.scale_dtype, first_scale + g, groups, memory + g);
+          if (floats != nullptr) load_floats(p.zero + first_scale + g, groups, floats + g);
           // The CPU does not foresee that scales are read block by block.
-          const int64_t element = element_size(p_.scale_dtype);
-          const char* ahead = static_cast<const char*>(p_.scale) + (first_scale + g + 8 * p_.scale_stride) * element;
+          const int64_t element = element_size(p.scale_dtype);
+          const char* ahead = static_cast<const char*>(p.scale) + (first_scale + g + 8 * p.scale_stride) * element;
           for (int64_t at = 0; at < groups * element; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
         }
-        const uint8_t* zeros = p_.zero == nullptr ? nullptr : p_.zero + first_scale;
-        const uint8_t* codes = weight.qdata + row * p_.row_bytes;
+        const uint8_t* zeros = p.zero == nullptr ? nullptr : p.zero + first_scale;
+        const uint8_t* codes = weight.qdata + row * p.row_bytes;
         const int64_t until = min64(u + block, units_);
         if constexpr (kHasPlanes) {
           if (in_fixed_ && zeros == nullptr) {
-            const FixedPlanes<C, false> fixed{p_, plane_groups_, x, codes, scales, nullptr};
+            const FixedPlanes<C, false> fixed{p, plane_groups_, x, codes, scales, nullptr};
             run_rows(fixed, s.first, s.count, u, until, out[row - n]);
             continue;
           }
           if (in_fixed_) {
-            const FixedPlanes<C, true> fixed{p_, plane_groups_, x, codes, scales, own_zeros};
+            const FixedPlanes<C, true> fixed{p, plane_groups_, x, codes, scales, own_zeros};
             run_rows(fixed, s.first, s.count, u, until, out[row - n]);
             continue;
           }
           if (in_planes_) {
-            run_rows(Planes<C>{p_, c_, plane_groups_, x, codes, scales}, s.first, s.count, u, until, out[row - n]);
+            run_rows(Planes<C>{p, c_, plane_groups_, x, codes, scales}, s.first, s.count, u, until, out[row - n]);
             continue;
           }
         }
         if (in_pairs_) {
-          run_rows(Int4Pairs{p_, runs_, x, codes, scales}, s.first, s.count, u, until, out[row - n]);
+          run_rows(Int4Pairs{p, runs_, x, codes, scales}, s.first, s.count, u, until, out[row - n]);
         } else {
-          run_rows(Stream<C>{p_, c_, runs_, x, codes, scales, zeros}, s.first, s.count, u, until, out[row - n]);
+          run_rows(Stream<C>{p, c_, runs_, x, codes, scales, zeros}, s.first, s.count, u, until, out[row - n]);
         }
       }
     }
-    store(s, first, n, end, weight, out);
+    store(p, s, first, n, end, weight, out);
     return true;
   }
 
   // Sums of rows n..end of the weight, scaled by what is left, to y.
-  void store(const Segment& s, int64_t first, int64_t n, int64_t end, const Weight& weight,
+  void store(const Product& p, const Segment& s, int64_t first, int64_t n, int64_t end, const Weight& weight,
              const float (*out)[kStreamRows]) const {
     const int64_t count = end - n;
-    const bool sums = C::INTEGER && p_.groups == 1;
+    const bool sums = C::INTEGER && p.groups == 1;
     float added[kStreamed], scale[kStreamed], y[kStreamed];
-    for (int64_t r = 0; r < count; ++r) added[r] = bias(s, n + r);
+    for (int64_t r = 0; r < count; ++r) added[r] = bias(p, s, n + r);
     for (int64_t r = 0; sums && r < count; ++r)
-      scale[r] = load_as_float(p_.scale, p_.scale_dtype, scale_of_row(p_, weight, n + r));
+      scale[r] = load_as_float(p.scale, p.scale_dtype, scale_of_row(p, weight, n + r));
     for (int64_t i = 0; i < s.count; ++i) {
-      const float factor = global(s) * x_.scales[s.first + i];
+      const float factor = global(p, s) * x_.scales[s.first + i];
       if (sums) {  // exact, as long as K <= 65536
         for (int64_t r = 0; r < count; ++r)
           y[r] = static_cast<float>(static_cast<int32_t>(float_to_bits(out[r][i]))) * scale[r] * factor + added[r];
       } else {
         for (int64_t r = 0; r < count; ++r) y[r] = out[r][i] * factor + added[r];
       }
-      store_floats(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + n, count, y);
+      store_floats(p.y, p.y_dtype, (first + s.first + i) * p.N + n, count, y);
     }
   }
 
-  bool panel(const Segment& s, int64_t first, int64_t n, int64_t end) const {
+  bool panel(const Product& p, const Segment& s, int64_t first, int64_t n, int64_t end) const {
     char* memory = static_cast<char*>(thread_scratch(2, Panel<C>::scratch_bytes(s.count)));
     if (memory == nullptr) return false;
-    const Weight weight = weight_of(s.expert);
-    Panel<C> panel(p_, c_, weight, x_);
+    const Weight weight = weight_of(p, s.expert);
+    Panel<C> panel(p, c_, weight, x_);
     for (; n < end; n += Panel<C>::ROWS) {
       const float* y = panel.run(n, s.first, s.count, memory);
       const int64_t rows = min64(Panel<C>::ROWS, end - n);
-      float added[Panel<C>::ROWS], out[Panel<C>::ROWS];
-      for (int64_t r = 0; r < rows; ++r) added[r] = bias(s, n + r);
-      for (int64_t i = 0; i < s.count; ++i) {
-        const float factor = global(s) * x_.scales[s.first + i];
-        for (int64_t r = 0; r < rows; ++r) out[r] = y[i * Panel<C>::ROWS + r] * factor + added[r];
-        store_floats(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + n, rows, out);
+      float added[Panel<C>::ROWS] = {}, out[8];
+      for (int64_t r = 0; r < rows; ++r) added[r] = bias(p, s, n + r);
+      for (int64_t i = 0; i < s.count; ++i, y += Panel<C>::ROWS) {
+        const __m256 factor = _mm256_set1_ps(global(p, s) * x_.scales[s.first + i]);
+        const int64_t at = (first + s.first + i) * p.N + n;
+        auto of_rows = [&](int64_t r) { return _mm256_fmadd_ps(_mm256_load_ps(y + r), factor, _mm256_loadu_ps(added + r)); };
+        int64_t r = 0;
+        for (; r + 16 <= rows; r += 16) store_floats(p.y, p.y_dtype, at + r, of_rows(r), of_rows(r + 8));
+        for (; r < rows; r += 8) {
+          _mm256_storeu_ps(out, of_rows(r));
+          store_floats(p.y, p.y_dtype, at + r, min64(8, rows - r), out);
+        }
       }
     }
     return true;
   }
 
-  Weight weight_of(int64_t expert) const {
-    return {p_.qdata + expert * p_.expert_qdata, expert * p_.expert_scale};
+  static Weight weight_of(const Product& p, int64_t expert) {
+    return {p.qdata + expert * p.expert_qdata, expert * p.expert_scale};
   }
-  float global(const Segment& s) const { return p_.global_scale == nullptr ? 1.0f : p_.global_scale[s.expert]; }
-  float bias(const Segment& s, int64_t n) const {
-    return p_.bias == nullptr ? 0.0f : load_as_float(p_.bias, p_.bias_dtype, s.expert * p_.expert_bias + n);
+  static float global(const Product& p, const Segment& s) { return p.global_scale == nullptr ? 1.0f : p.global_scale[s.expert]; }
+  static float bias(const Product& p, const Segment& s, int64_t n) {
+    return p.bias == nullptr ? 0.0f : load_as_float(p.bias, p.bias_dtype, s.expert * p.expert_bias + n);
   }
 
   const Product& p_;
@@ -348,6 +365,13 @@ class Matmul {
   bool in_pairs_, in_planes_ = false, in_fixed_ = false;
   uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
 };
+
+// Computes many rows of bf16 with codes that are integers; false if it cannot.
+template <class L>
+static bool multiply_in_fixed_point(const Product& p) {
+  using C = ByFixed<L, L::BYTES == 16 ? 8 : L::BYTES == 32 ? 0 : L::BYTES == 8 ? 2 : 4>;
+  return p.x_dtype == BF16 && !has_few_rows(p) && has_integers<L>(p) && Panel<C>::fixed_group(p) != 0 && Matmul<C>(p).run();
+}
 
 }  // namespace HFQ_AVX2
 }  // namespace hfq

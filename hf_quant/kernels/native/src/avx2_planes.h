@@ -105,6 +105,16 @@ struct Planes {
   }
 };
 
+// Whether the levels are those of integers: codes less their zero point, or less half their number.
+template <class L>
+static bool has_integers(const Product& p) {
+  if (L::BYTES == 32) return p.zero == nullptr;  // codes of 8 bits are what they stand for
+  const int count = L::BYTES == 16 ? 16 : L::BYTES == 8 ? 4 : 8, zero = p.zero == nullptr ? count / 2 : 0;
+  for (int i = 0; i < count; ++i)
+    if (p.levels[i] != static_cast<float>(i - zero)) return false;
+  return true;
+}
+
 // The same where codes are integers and x is bf16: x in fixed point of 16 bits, as two bytes, with a power of two for
 // the 4, 8 or 16 columns whose products meet in an element of a sum. What lies within 2**-7 of their largest is exact,
 // the rest to 2**-15 of that; the sums are exact, zero points included. That takes half as many instructions for a weight
@@ -122,23 +132,15 @@ struct FixedPlanes {
   const float *scales, *zeros;
 
   static bool serves(const Product& p) {
-    if (p.x_dtype != BF16 || !Planes<C>::fits(p) || (p.zero != nullptr) != ASYMMETRIC) return false;
-    if (UNITS == 1) return !ASYMMETRIC;  // codes of 8 bits are what they stand for
-    const int count = UNITS == 2 ? 16 : L::BYTES == 8 ? 4 : 8, zero = ASYMMETRIC ? 0 : count / 2;
-    for (int i = 0; i < count; ++i)
-      if (p.levels[i] != static_cast<float>(i - zero)) return false;
-    return true;
+    return p.x_dtype == BF16 && Planes<C>::fits(p) && (p.zero != nullptr) == ASYMMETRIC && has_integers<L>(p);
   }
 
-  // Returns whether all values are finite; else nothing is packed.
-  static bool pack(const Product& p, const float* values, char* to) {
+  static void pack(const Product& p, const float* values, char* to) {
     const int32_t offset = ASYMMETRIC ? 1 : UNITS == 1 ? 128 : static_cast<int32_t>(-p.levels[0]);
-    for (int64_t k = 0; k < p.K; k += WIDTH, values += WIDTH, to += BYTES)
-      if (!pack_vector(values, offset, to)) return false;
-    return true;
+    for (int64_t k = 0; k < p.K; k += WIDTH, values += WIDTH, to += BYTES) pack_vector(values, offset, to);
   }
 
-  static bool pack_vector(const float* values, int32_t offset, char* to) {
+  static void pack_vector(const float* values, int32_t offset, char* to) {
     int32_t sums[8];
     float units[8];
     for (int e = 0; e < 8; ++e) {
@@ -148,10 +150,15 @@ struct FixedPlanes {
         const uint32_t bits = float_to_bits(own[i]) & 0x7fffffffu;
         top = bits > top ? bits : top;
       }
-      if (top >= 0x7f800000u) return false;
       const uint32_t exponent = top >> 23 < 16 ? 16 : top >> 23;
-      units[e] = bits_to_float((exponent - 14) << 23);
-      const float inverse = bits_to_float((254 + 14 - exponent) << 23);
+      const bool is_finite = exponent < 255;
+      units[e] = bits_to_float(is_finite ? (exponent - 14) << 23 : top);
+      const float inverse = is_finite ? bits_to_float((254 + 14 - exponent) << 23) : 1.0f;
+      float kept[COLUMNS];
+      if (!is_finite) {
+        keep_infinite(own, COLUMNS, kept);
+        own = kept;
+      }
       sums[e] = 0;
       for (int i = 0; i < COLUMNS; ++i) {
         const int32_t nearest = static_cast<int32_t>(float_to_bits(own[i] * inverse + 12582912.0f)) - 0x4B400000;
@@ -166,7 +173,6 @@ struct FixedPlanes {
     const __m256i stored = ASYMMETRIC ? _mm256_castps_si256(_mm256_cvtepi32_ps(of_codes)) : of_codes;
     memcpy(to + SUMS, &stored, 32);
     memcpy(to + SCALES, units, 32);
-    return true;
   }
 
   // The products of a vector of codes with packed x, in each element those of COLUMNS columns, less `zero` times x.

@@ -23,6 +23,7 @@ struct PackedX {
   int32_t* half_sums;   // [rows, runs, 8]
   int32_t* group_sums;  // [groups, most_rows]
   int64_t most_rows;
+  float* steps;         // of fixed point, [groups, most_rows]
   float* scales;        // [rows]
   int64_t ahead = kAhead;  // bytes at which codes are prefetched
 };

@@ -32,7 +32,7 @@ constexpr int64_t kChunk = 480;  // rows of x that are packed at once
 // Up to which number of rows of x streaming wins over panels (14336 x 4096, Zen 4).
 template <class C>
 constexpr int64_t max_dot_rows() {
-  return C::INTEGER ? 8 : kMaxDotRows;
+  return C::INTEGER ? 8 : C::FIXED ? 0 : kMaxDotRows;
 }
 
 template <class C>
@@ -46,9 +46,15 @@ class Matmul {
     const int64_t blocks = ceil_div(p_.K, D::BLOCK);
     const int64_t stride = blocks * vecs<C>() * 64 + 64;
     const int64_t units = !C::INTEGER ? 0 : grouping() == WITHIN_BLOCK ? blocks : p_.groups;
-    const int64_t groups = C::INTEGER ? p_.groups : 0;
+    x_.group_size = p_.group_size;
+    x_.groups = p_.groups;
+    if constexpr (C::FIXED) {
+      x_.group_size = C::group_size(p_);
+      x_.groups = ceil_div(p_.K, x_.group_size);
+    }
+    const int64_t groups = C::INTEGER || C::FIXED ? x_.groups : 0;  // of which something is kept, in 4 bytes
     const int64_t chunk = min64(p_.M, kChunk);
-    // packed rows | sums of lanes | sums of groups | row scales | lane groups | segments | orders
+    // packed rows | sums of lanes | sums or steps of groups | row scales | lane groups | segments | orders
     const int64_t rows_bytes = chunk * stride, lane_sums_bytes = chunk * units * 64;
     const int64_t sums_bytes = lane_sums_bytes + ceil_div(chunk * groups * 4, 64) * 64;
     const int64_t scale_bytes = ceil_div(chunk * 4, 64) * 64, lane_bytes = ceil_div(blocks * 68, 64) * 64;
@@ -59,6 +65,7 @@ class Matmul {
     x_.stride = stride;
     x_.lane_sums = reinterpret_cast<int32_t*>(memory + rows_bytes);
     x_.group_sums = reinterpret_cast<int32_t*>(memory + rows_bytes + lane_sums_bytes);
+    x_.steps = reinterpret_cast<float*>(memory + rows_bytes + lane_sums_bytes);
     x_.units = units;
     float* scales = reinterpret_cast<float*>(memory + rows_bytes + sums_bytes);
     const bool quantize = C::INTEGER && p_.x_dtype != INT8;
@@ -124,6 +131,12 @@ class Matmul {
         scales[i] = p_.row_scale[first + i];
       }
       char* packed = const_cast<char*>(x_.rows) + i * x_.stride;
+      if constexpr (C::FIXED) {
+        const int64_t vectors = ceil_div(p_.K, D::BLOCK) * vecs<C>();
+        float* steps = const_cast<float*>(x_.steps) + i * x_.groups;
+        fixed_row(x, dtype, p_.K, vectors * 32, x_.group_size, natural, steps);
+        return to_lanes<C>(order, natural, vectors, packed);
+      }
       pack_row<C>(p_, order, in_lanes_[i], x, dtype, Divisor(scale, amax), natural, packed);
       if constexpr (C::INTEGER) {
         if (in_lanes_[i]) {
@@ -160,7 +173,7 @@ class Matmul {
   // Rows n..end of a weight, of a panel at most.
   bool multiply(const Product& p, const Segment& segment, int64_t first, int64_t n, int64_t end) const {
     const Weight weight = weight_of(p, segment.expert);
-    if (segment.count <= max_dot_rows<C>()) {
+    if constexpr (!C::FIXED) if (segment.count <= max_dot_rows<C>()) {
       float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p)) * 4));
       if (memory == nullptr) return false;
       const RowScales scales(p, segment.expert * p.expert_scale, n, end, memory);
@@ -231,7 +244,24 @@ static bool matmul_in_blocks(const Product& p) {
   }
 }
 
+template <class D>
+static bool by_fixed(const Product& p) {
+  return ByFixed<D>::group_size(p) != 0 && Matmul<ByFixed<D>>(p).run();
+}
+
+// Panels of integers for many rows of x in fixed point; false if it is to be computed otherwise.
+static bool matmul_in_fixed_point(const Product& p) {
+  if (!fixed_product(p) || p.M <= kMostFixedRows * (p.ends == nullptr ? 1 : p.experts)) return false;
+  switch (p.layout) {
+    case PACKED2: return by_fixed<Words<Packed2>>(p);
+    case PACKED3: return by_fixed<Words<Packed3>>(p);
+    case PACKED4: return has_integers(p, 16) && by_fixed<Words<Packed4>>(p);
+    default: return by_fixed<WordBytes>(p);
+  }
+}
+
 static bool matmul(const Product& p) {
+  if (matmul_in_fixed_point(p)) return true;
   const FixedProduct fixed = fixed_product(p);
   if (fixed == nullptr) return matmul_in_blocks(p);
   for (const Product* each = &p; each != nullptr; each = each->sibling) {

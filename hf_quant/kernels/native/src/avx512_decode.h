@@ -71,6 +71,17 @@ struct Levels {
 // Formats without zero points.
 struct NoTable {};
 
+// The same of levels that are integers, as words.
+template <class D>
+struct Words : D {
+  explicit Words(const Product& p) : D(p) {
+    for (auto& table : this->values)
+      for (uint16_t& level : table) level = to_integer(level);
+    for (uint16_t& level : this->shifted) level = to_integer(level);
+  }
+  static uint16_t to_integer(uint16_t level) { return static_cast<uint16_t>(static_cast<int16_t>(bf16_to_float(level))); }
+};
+
 // 4 bits: word i of 64 bytes holds codes 4i..4i+3; vector j gets code 4i + j of each word.
 struct Packed4 : Levels<4> {
   static constexpr int BLOCK = 128, VECS = 4, BYTES = 64, PARTS = 1;
@@ -236,6 +247,24 @@ struct BytesInt : Bytes {
     with_sign = _mm512_mask_mov_epi8(with_sign, _mm512_cmpeq_epi8_mask(codes, sign), _mm512_set1_epi8(-61));
     join(with_sign, _mm512_permutex2var_epi8(lower[0], magnitudes, lower[1]), value);
   }
+};
+
+// Bytes as words: the even ones of a lane, then the odd ones.
+struct WordBytes {
+  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1;
+  static constexpr bool ZERO_POINTS = false;
+  using Table = NoTable;
+
+  explicit WordBytes(const Product&) {}
+  static int code(int vec, int word) { return 2 * word + vec; }
+  static constexpr int lane_code(int lane) { return 4 * lane; }
+  HFQ_INLINE Table table(int) { return {}; }
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
+  HFQ_INLINE void indices(const __m512i* part, __m512i* index) {
+    index[0] = _mm512_srai_epi16(_mm512_slli_epi16(part[0], 8), 8);
+    index[1] = _mm512_srai_epi16(part[0], 8);
+  }
+  HFQ_INLINE __m512i level(__m512i value, Table) { return value; }
 };
 
 // 4 bits as fp32 levels, which need not be exact in bf16: vector j gets code 8l + j of each 32-bit lane l.

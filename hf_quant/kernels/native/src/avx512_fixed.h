@@ -213,6 +213,7 @@ static int64_t max_fixed_rows(int layout) {
   return layout == PACKED2 ? 16 : layout == PACKED3 ? (kind == ZEN4 ? 6 : 12) : kind == ZEN4 ? 1 : 0;
 }
 
+constexpr int64_t kMostFixedRows = 16;    // of x beyond which panels win
 constexpr int64_t kFixedChunk = 64;       // rows of x that are packed at once
 constexpr int64_t kFixedBytes = 1 << 20;  // of them: they stay in the L2 cache
 

@@ -18,7 +18,7 @@ struct FloatSums {
   using Decoder = D;
   using Sum = __m512;
   using Table = typename D::Table;
-  static constexpr bool INTEGER = false, LANE_ZEROS = D::ZERO_POINTS;
+  static constexpr bool INTEGER = false, FIXED = false, LANE_ZEROS = D::ZERO_POINTS;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_ps(); }
   HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
@@ -26,15 +26,15 @@ struct FloatSums {
   HFQ_INLINE Table table(const D& d, int zero) { return d.table(zero); }
 };
 
-// bf16 levels of a block.
+// Levels of a block, in words.
 template <class D>
-HFQ_INLINE void bf16_levels(const D& d, const __m512i* part, typename D::Table table, __m512i* level) {
+HFQ_INLINE void word_levels(const D& d, const __m512i* part, typename D::Table table, __m512i* level) {
   d.indices(part, level);
   for (int j = 0; j < D::VECS; ++j) level[j] = d.level(level[j], table);
 }
 
 template <class D>
-HFQ_INLINE void bf16_levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* level) {
+HFQ_INLINE void word_levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* level) {
   const __m512i shift = D::shift_of(zeros);
   d.indices(part, level);
   for (int j = 0; j < D::VECS; ++j) level[j] = d.level_shifted(level[j], shift);
@@ -46,10 +46,10 @@ struct ByBf16 : FloatSums<D> {
   using typename FloatSums<D>::Sum;
 
   HFQ_INLINE void levels(const D& d, const __m512i* part, typename D::Table table, __m512i* value) {
-    bf16_levels(d, part, table, value);
+    word_levels(d, part, table, value);
   }
   HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
-    bf16_levels_lanes(d, part, zeros, value);
+    word_levels_lanes(d, part, zeros, value);
   }
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
@@ -71,12 +71,12 @@ struct ByF32 : FloatSums<D> {
   }
   HFQ_INLINE void levels(const D& d, const __m512i* part, typename D::Table table, __m512i* value) {
     __m512i level[D::VECS];
-    bf16_levels(d, part, table, level);
+    word_levels(d, part, table, level);
     widen(level, value);
   }
   HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
     __m512i level[D::VECS];
-    bf16_levels_lanes(d, part, zeros, level);
+    word_levels_lanes(d, part, zeros, level);
     widen(level, value);
   }
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(as_float(x), as_float(w), sum); }
@@ -116,7 +116,7 @@ struct ByInt8 {
   using Sum = __m512i;
   using Table = NoTable;
   static constexpr int XVECS = 1, X_BYTES = 1, OFFSET = D::OFFSET;
-  static constexpr bool INTEGER = true, LANE_ZEROS = false;
+  static constexpr bool INTEGER = true, FIXED = false, LANE_ZEROS = false;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
   HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
@@ -124,6 +124,35 @@ struct ByInt8 {
   HFQ_INLINE Table table(const D&, int) { return {}; }
   HFQ_INLINE void levels(const D&, const __m512i* part, Table, __m512i* value) { D::codes(part, value); }
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_bytes(sum, x, w); }
+};
+
+constexpr int64_t kMostFixed = 256;  // columns of a group in fixed point: their sums fit 32 bits
+
+// x in fixed point of 16 bits, with a power of two for each group of columns, meets panels of integers: what lies within
+// 2**-8 of the largest value of its group is exact if x is bf16, the rest to 2**-16 of that; the sums of a group are exact.
+template <class D>
+struct ByFixed {
+  using Decoder = D;
+  using Sum = __m512i;
+  using Table = typename D::Table;
+  static constexpr int XVECS = 1, X_BYTES = 2;
+  static constexpr bool INTEGER = false, FIXED = true, LANE_ZEROS = D::ZERO_POINTS;
+
+  HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
+  HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
+  HFQ_INLINE Table table(const D& d, int zero) { return d.table(zero); }
+  HFQ_INLINE void levels(const D& d, const __m512i* part, Table table, __m512i* value) { word_levels(d, part, table, value); }
+  HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
+    word_levels_lanes(d, part, zeros, value);
+  }
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+    return sum;
+  }
+  // Columns that share a power of two: those of a scale, which are all there, or part of them. 0: not served.
+  static int64_t group_size(const Product& p) {
+    return p.groups == 1 ? 128 : p.group_size <= kMostFixed && p.groups * p.group_size == p.K ? p.group_size : 0;
+  }
 };
 
 // Vectors per block after decoding.

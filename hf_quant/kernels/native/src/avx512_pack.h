@@ -23,6 +23,8 @@ struct PackedX {
   const int32_t* lane_sums;   // [rows, units, 16] by lane; a unit is a group, or a block if groups lie within blocks
   int64_t units;
   const int32_t* group_sums;  // [rows, groups]
+  const float* steps;         // of fixed point, [rows, groups]
+  int64_t group_size, groups;  // of x: those of the weight, or parts of them
   const float* row_scale;     // [rows] or null
 };
 
@@ -114,6 +116,37 @@ static void int8_row(const void* x, int dtype, int64_t K, int64_t padded, const 
   }
 }
 
+// Words in fixed point of a row, with zeros up to `padded`, and the value of 1 of each group.
+static void fixed_row(const void* x, int dtype, int64_t K, int64_t padded, int64_t group_size, char* words, float* steps) {
+  for (int64_t k = 0; k < padded; k += group_size) {
+    const int64_t count = max64(min64(group_size, K - k), 0);
+    const void* from = static_cast<const char*>(x) + k * element_size(dtype);
+    const uint32_t top = float_to_bits(row_amax(from, dtype, count)), exponent = top >> 23 < 16 ? 16 : top >> 23;
+    const bool is_finite = exponent < 255;
+    const __m512 inverse = _mm512_set1_ps(is_finite ? bits_to_float((254 + 14 - exponent) << 23) : 1.0f);
+    float values[kMostFixed], kept[kMostFixed];
+    if (!is_finite) {
+      for (int64_t at = 0; at < count; at += 16) _mm512_storeu_ps(values + at, load_x(from, dtype, at, count - at));
+      keep_infinite(values, count, kept);
+    }
+    for (int64_t at = 0; at < min64(group_size, padded - k); at += 16) {
+      const __m512 own = is_finite ? load_x(from, dtype, at, count - at) : load_x(kept, F32, at, count - at);
+      const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(own, inverse));
+      // Saturated: rounding may exceed a word by 1.
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + 2 * (k + at)), _mm512_cvtsepi32_epi16(value));
+    }
+    if (count > 0) *steps++ = bits_to_float(is_finite ? (exponent - 14) << 23 : top);
+  }
+}
+
+// `vectors` of 64 bytes from their natural order into that of lanes.
+template <class C>
+static void to_lanes(const Order<C>& order, const char* natural, int64_t vectors, char* out) {
+  const __m512i index = _mm512_load_si512(order.in_lanes);
+  for (int64_t at = 0; at < vectors * 64; at += 64)
+    _mm512_storeu_si512(out + at, _mm512_permutexvar_epi8(index, _mm512_loadu_si512(natural + at)));
+}
+
 // One row, in `dtype`, in the order of rows or of lanes. `natural` has room for a padded row of X_BYTES elements.
 template <class C>
 static void pack_row(const Product& p, const Order<C>& order, bool in_lanes, const void* x, int dtype, const Divisor& divisor,
@@ -133,12 +166,7 @@ static void pack_row(const Product& p, const Order<C>& order, bool in_lanes, con
       }
     }
   }
-  if (in_lanes) {
-    const __m512i index = _mm512_load_si512(order.in_lanes);
-    for (int64_t at = 0; at < blocks * V * 64; at += 64)
-      _mm512_storeu_si512(out + at, _mm512_permutexvar_epi8(index, _mm512_loadu_si512(natural + at)));
-    return;
-  }
+  if (in_lanes) return to_lanes<C>(order, natural, blocks * V, out);
   constexpr int PER_VEC = Order<C>::PER_VEC;
   for (int64_t b = 0; b < blocks; ++b) {
     const char* block = natural + b * D::BLOCK * C::X_BYTES;

@@ -57,7 +57,7 @@ class Tile {
   static constexpr int V = vecs<C>();
   // Vectors of rows of the panel that are multiplied at once. Two leave registers for the totals beside the sums of a
   // group: integers, of which a group of 32 is 16 steps, take 9 % less time so, but bf16 13 % more (Zen 5, M = 128).
-  static constexpr int PARTS = C::INTEGER ? 2 : 4;
+  static constexpr int PARTS = C::INTEGER || C::FIXED ? 2 : 4;
   static constexpr bool KEEPS_TOTALS = PARTS == 2;
   static constexpr int STEP = V * PARTS * 64;  // bytes of a slice of the panel, of PARTS vectors of rows, per lane
   // Whole blocks in a panel.
@@ -95,7 +95,9 @@ class Tile {
         for (int64_t i = 0; i < count;) {
           const int rows = tile_rows(count - i);
           const char* x = px_.rows + (first_x + i) * px_.stride + b * V * 64;
-          const int32_t* x_sums = C::INTEGER ? px_.group_sums + (first_x + i) * p_.groups : nullptr;
+          const int64_t of_groups = (first_x + i) * px_.groups;
+          const int32_t* x_sums = C::INTEGER ? px_.group_sums + of_groups : nullptr;
+          x_steps_ = C::FIXED ? px_.steps + of_groups : nullptr;
           float* y = sums + i * kPanel + at;
           switch (rows) {
             case 1: multiply<1>(x, slice, runs, num_runs, scales + at, zeros + at, x_sums, y); break;
@@ -157,7 +159,7 @@ class Tile {
     }
   }
 
-  int64_t group_of(int64_t k) const { return p_.groups == 1 ? 0 : min64(k / p_.group_size, p_.groups - 1); }
+  int64_t group_of(int64_t k) const { return px_.groups == 1 ? 0 : min64(k / px_.group_size, px_.groups - 1); }
 
   // The groups of blocks b..end, one after the other; returns their number.
   int split(int64_t b, int64_t end, Run* runs) const {
@@ -168,8 +170,8 @@ class Tile {
     bool starts = b == 0 || group != group_of(first - 1);
     int count = 0;
     for (int64_t lane = 0; lane < lanes; ++group, starts = true) {
-      const bool is_last = group == p_.groups - 1;
-      const int64_t last = is_last ? lanes : min64(((group + 1) * p_.group_size - first) / CODES, lanes);
+      const bool is_last = group == px_.groups - 1;
+      const int64_t last = is_last ? lanes : min64(((group + 1) * px_.group_size - first) / CODES, lanes);
       runs[count++] = {lane, last, group, starts};
       lane = last;
     }
@@ -185,11 +187,17 @@ class Tile {
         const int64_t count = min64(num_runs - i, 16);
         __m512i scale[16], zero[16];
         for (int row = 0; row < 16; ++row) {
-          const int64_t first = scale_of_row(p_, min64(n + r + row, p_.N - 1)) + runs[i].group;
+          const int64_t first = scale_of_row(p_, min64(n + r + row, p_.N - 1));
+          if (p_.groups == 1) {
+            scale[row] = _mm512_castps_si512(_mm512_set1_ps(load_as_float(w_.scale, p_.scale_dtype, first)));
+            if (w_.zero != nullptr) zero[row] = _mm512_set1_epi32(w_.zero[first]);
+            continue;
+          }
+          const int64_t at = first + runs[i].group;
           if (i % kScalesAtOnce == 0)
-            load_scales(w_.scale, p_.scale_dtype, first, min64(num_runs - i, kScalesAtOnce), in_rows[row]);
+            load_scales(w_.scale, p_.scale_dtype, at, min64(num_runs - i, kScalesAtOnce), in_rows[row]);
           scale[row] = _mm512_loadu_si512(in_rows[row] + i % kScalesAtOnce);
-          if (w_.zero != nullptr) zero[row] = load_zeros(w_.zero, first, count);
+          if (w_.zero != nullptr) zero[row] = load_zeros(w_.zero, at, count);
         }
         transpose(scale);
         for (int g = 0; g < count; ++g) _mm512_store_si512(scales + (i + g) * kPanel + r, scale[g]);
@@ -207,7 +215,7 @@ class Tile {
                            const int32_t* zeros, const int32_t* x_sums, float* y) {
     const char* x3 = x + 3 * px_.stride;
     int64_t stride = px_.stride;
-    const int64_t groups = p_.groups;
+    const int64_t groups = px_.groups;
     const bool one_group = groups == 1, has_zeros = w_.zero != nullptr;
     __m512 totals[ROWS][PARTS];
 #pragma GCC unroll 8
@@ -260,7 +268,8 @@ class Tile {
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i) {
           float* target = y + i * kPanel + 16 * part;
-          const __m512 total = add_group(KEEPS_TOTALS ? totals[i][part] : _mm512_load_ps(target), sums[i][part], scale, one_group);
+          const __m512 own = C::FIXED ? _mm512_mul_ps(scale, _mm512_set1_ps(x_steps_[i * groups + runs->group])) : scale;
+          const __m512 total = add_group(KEEPS_TOTALS ? totals[i][part] : _mm512_load_ps(target), sums[i][part], own, one_group);
           if (KEEPS_TOTALS) {
             totals[i][part] = total;
           } else {
@@ -304,6 +313,7 @@ class Tile {
   const D& d_;
   const Weight& w_;
   const PackedX& px_;
+  const float* x_steps_;  // of the rows of x that are multiplied, if they are in fixed point
   uint8_t run_of_[MAX_RUNS];  // of each lane of the panel
   const uint8_t *ahead_, *ahead_end_;
   int64_t ahead_lines_;  // of 64 bytes, per stretch of steps

@@ -9,7 +9,8 @@
 #define HFQ_AVX2 avx_vnni
 #define HFQ_SET avx_vnni_portable
 #define HFQ_VECTOR_BYTES 32
-#define HFQ_DOT_BYTES _mm256_dpbusd_avx_epi32
+#define HFQ_DOT_BYTES "%{vex%} vpdpbusd"
+#define HFQ_DOT_WORDS "%{vex%} vpdpwssd"
 #include "avx_vnni.h"
 
 namespace hfq {

@@ -10,7 +10,8 @@
 #define HFQ_AVX2 avx_vnni_evex
 #define HFQ_SET avx_vnni_evex_portable
 #define HFQ_VECTOR_BYTES 32
-#define HFQ_DOT_BYTES _mm256_dpbusd_epi32
+#define HFQ_DOT_BYTES "vpdpbusd"
+#define HFQ_DOT_WORDS "vpdpwssd"
 #include "avx_vnni.h"
 
 namespace hfq {

@@ -110,10 +110,7 @@ static inline void store_row(const float* __restrict from, int64_t count, void* 
     memcpy(static_cast<float*>(base) + first, from, static_cast<size_t>(count) * 4);
   } else if (dtype == BF16) {
     uint16_t* __restrict to = static_cast<uint16_t*>(base) + first;
-    for (int64_t i = 0; i < count; ++i) {  // as float_to_bf16, without its branch
-      const uint32_t bits = float_to_bits(from[i]), rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
-      to[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40 : rounded);
-    }
+    for (int64_t i = 0; i < count; ++i) to[i] = float_to_bf16(from[i]);
   } else {
     for (int64_t i = 0; i < count; ++i) store_float(base, dtype, first + i, from[i]);
   }

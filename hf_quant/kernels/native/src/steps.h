@@ -16,7 +16,7 @@ constexpr int64_t kStepValues = 1024;  // that are computed at once
 
 static HFQ_LOOP void round_values(int64_t count, int dtype, float* __restrict values) {
   if (dtype == BF16)
-    for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(float_to_bf16(values[i]));
+    for (int64_t i = 0; i < count; ++i) values[i] = bits_to_float(round_to_bf16(values[i]));
   if (dtype == F16)
     for (int64_t i = 0; i < count; ++i) values[i] = f16_to_float(float_to_f16(values[i]));
 }

@@ -87,12 +87,14 @@ static inline uint32_t float_to_bits(float value) {
 
 static inline float bf16_to_float(uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
 
-// Rounds half to even; NaN stays NaN.
-static inline uint16_t float_to_bf16(float value) {
-  uint32_t bits = float_to_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+// Rounded half to even to bf16, whose bits are the upper half; NaN stays NaN. Without a branch, for loops that vectorize.
+static inline uint32_t round_to_bf16(float value) {
+  const uint32_t bits = float_to_bits(value), rounded = bits + 0x7fffu + ((bits >> 16) & 1);
+  const bool is_nan = static_cast<int32_t>(bits & 0x7fffffffu) > 0x7f800000;
+  return (is_nan ? bits | 0x400000u : rounded) & 0xffff0000u;
 }
+
+static inline uint16_t float_to_bf16(float value) { return static_cast<uint16_t>(round_to_bf16(value) >> 16); }
 
 static inline float f16_to_float(uint16_t bits) {
   uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
@@ -164,6 +166,15 @@ static inline float row_scale(float amax, const float* given, float limit) {
 }
 
 static inline float int8_row_scale(float amax, const float* given) { return row_scale(amax, given, 127.0f); }
+
+// What values of which one is not finite become in fixed point: its units are then infinite, or NaN, and the infinite
+// values, with their sign, one unit each.
+static inline void keep_infinite(const float* values, int64_t count, float* kept) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = float_to_bits(values[i]);
+    kept[i] = (bits & 0x7fffffffu) != 0x7f800000u ? 0.0f : bits >> 31 ? -1.0f : 1.0f;
+  }
+}
 
 static inline int element_size(int dtype) {
   return dtype == F32 ? 4 : dtype == BF16 || dtype == F16 ? 2 : 1;
