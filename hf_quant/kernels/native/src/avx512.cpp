@@ -134,7 +134,7 @@ class Matmul {
       if constexpr (C::FIXED) {
         const int64_t vectors = ceil_div(p_.K, D::BLOCK) * vecs<C>();
         float* steps = const_cast<float*>(x_.steps) + i * x_.groups;
-        fixed_row(x, dtype, p_.K, vectors * 32, x_.group_size, natural, steps);
+        fixed_row(x, dtype, p_.K, vectors * 32, x_.group_size, 1.0f / D::UNITS, natural, steps);
         return to_lanes<C>(order, natural, vectors, packed);
       }
       pack_row<C>(p_, order, in_lanes_[i], x, dtype, Divisor(scale, amax), natural, packed);
@@ -225,9 +225,11 @@ class Matmul {
   bool* in_lanes_ = nullptr;  // of its rows: those that meet panels
 };
 
+static bool by_bf16(const Product& p) { return p.compute == BY_BF16 && maker_of_cpu() != INTEL; }
+
 template <class D>
 static bool by_float(const Product& p) {
-  return p.compute == BY_BF16 ? Matmul<ByBf16<D>>(p).run() : Matmul<ByF32<D>>(p).run();
+  return by_bf16(p) ? Matmul<ByBf16<D>>(p).run() : Matmul<ByF32<D>>(p).run();
 }
 
 static bool matmul_in_blocks(const Product& p) {
@@ -237,7 +239,7 @@ static bool matmul_in_blocks(const Product& p) {
     case PACKED2: return by_float<Packed2>(p);
     case PACKED3: return by_float<Packed3>(p);
     case PACKED4:
-      return p.compute == BY_BF16 ? Matmul<ByBf16<Packed4>>(p).run() : Matmul<ByF32Levels<Packed4Float>>(p).run();
+      return by_bf16(p) ? Matmul<ByBf16<Packed4>>(p).run() : Matmul<ByF32Levels<Packed4Float>>(p).run();
     case PACKED6: return by_float<Packed6>(p);
     case BYTES_FLOAT: return by_float<BytesFloat>(p);
     default: return by_float<BytesInt>(p);
@@ -255,7 +257,7 @@ static bool matmul_in_fixed_point(const Product& p) {
   switch (p.layout) {
     case PACKED2: return by_fixed<Words<Packed2>>(p);
     case PACKED3: return by_fixed<Words<Packed3>>(p);
-    case PACKED4: return has_integers(p, 16) && by_fixed<Words<Packed4>>(p);
+    case PACKED4: return has_integers(p, 16) ? by_fixed<Words<Packed4>>(p) : by_fixed<Words<Packed4, 2>>(p);
     default: return by_fixed<WordBytes>(p);
   }
 }
@@ -267,7 +269,7 @@ static bool matmul(const Product& p) {
   for (const Product* each = &p; each != nullptr; each = each->sibling) {
     Product alone = *each;
     alone.sibling = nullptr;
-    if (!fixed(alone, matmul_in_blocks)) return false;
+    if (!fixed(alone)) return false;
   }
   return true;
 }

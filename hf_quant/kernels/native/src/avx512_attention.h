@@ -179,7 +179,7 @@ struct PairPanels : avx512_portable::ValuePanels {
 static bool attention(const Attention& a) {
   switch (a.layout) {
     case VALUES:
-      return a.by_bf16 && a.q_dtype == BF16 ? avx512_portable::AttentionTasks<PairPanels>(a).run()
+      return a.by_bf16 && a.q_dtype == BF16 && maker_of_cpu() != INTEL ? avx512_portable::AttentionTasks<PairPanels>(a).run()
                                             : avx512_portable::AttentionTasks<ValuePanels>(a).run();
     case PACKED2: return avx512_portable::AttentionTasks<WordPanels<2>>(a).run();
     case PACKED4: return avx512_portable::AttentionTasks<WordPanels<4>>(a).run();

@@ -71,15 +71,17 @@ struct Levels {
 // Formats without zero points.
 struct NoTable {};
 
-// The same of levels that are integers, as words.
-template <class D>
+// The same of levels that are integers, or with UNITS = 2 halves of them, as words of units.
+template <class D, int UNITS_OF_ONE = 1>
 struct Words : D {
+  static constexpr int UNITS = UNITS_OF_ONE;
+
   explicit Words(const Product& p) : D(p) {
     for (auto& table : this->values)
       for (uint16_t& level : table) level = to_integer(level);
     for (uint16_t& level : this->shifted) level = to_integer(level);
   }
-  static uint16_t to_integer(uint16_t level) { return static_cast<uint16_t>(static_cast<int16_t>(bf16_to_float(level))); }
+  static uint16_t to_integer(uint16_t level) { return static_cast<uint16_t>(static_cast<int16_t>(UNITS * bf16_to_float(level))); }
 };
 
 // 4 bits: word i of 64 bytes holds codes 4i..4i+3; vector j gets code 4i + j of each word.
@@ -251,7 +253,7 @@ struct BytesInt : Bytes {
 
 // Bytes as words: the even ones of a lane, then the odd ones.
 struct WordBytes {
-  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1;
+  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1, UNITS = 1;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
 

@@ -3,10 +3,7 @@
 // of that; the sums of a lane are exact. Codes need not become words, and Intel multiplies two bytes faster than one bf16.
 #pragma once
 
-#include <cpuid.h>
-
 #include <atomic>
-#include <vector>
 
 #include "avx512_dot.h"
 #include "avx512_fixed_decode.h"
@@ -58,12 +55,11 @@ HFQ_INLINE void deal_bytes(const char* from, __m512i (&to)[VECS]) {
   }
 }
 
-// A row of x, in `dtype`; false if a value is not finite. `factor` of the sums; `unit`: from the level of a code to the next.
+// A row of x, in `dtype`. `factor` of the sums; `unit`: from the level of a code to the next.
 template <class F>
-static bool pack_fixed(const Product& p, const void* x, int dtype, int32_t factor, float unit, char* to) {
+static void pack_fixed(const Product& p, const void* x, int dtype, int32_t factor, float unit, char* to) {
   constexpr int LANE = 4 * F::VECS;
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  __mmask16 finite = 0xffff;
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinite = _mm512_set1_epi32(0x7f800000);
   for (int64_t k = 0; k < p.K; k += F::BLOCK, to += FixedBlock<F>::BYTES) {
     alignas(64) char high[F::BLOCK], low[F::BLOCK];
     float* units = reinterpret_cast<float*>(to + FixedBlock<F>::UNITS);
@@ -74,18 +70,22 @@ static bool pack_fixed(const Product& p, const void* x, int dtype, int32_t facto
       // one's exponent, because the high byte of 16 bits would not fit a signed byte.
       const __m512i largest = largest_of_lane<F::VECS>(_mm512_and_si512(bits, magnitude));
       __m512i exponent = _mm512_srli_epi32(_mm512_add_epi32(largest, _mm512_set1_epi32(1 << 16)), 23);
-      finite &= _mm512_cmplt_epu32_mask(exponent, _mm512_set1_epi32(255));
       exponent = _mm512_max_epu32(exponent, _mm512_set1_epi32(16));
       const __m512i inverse = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254 + 14), exponent), 23);
       __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(values, as_float(inverse)));
       value = _mm512_min_epi32(value, _mm512_set1_epi32(32639));  // what rounding may exceed
+      __m512 own = as_float(_mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(14)), 23));
+      if (const __mmask16 bad = _mm512_cmpge_epu32_mask(largest, infinite)) {  // as `keep_infinite` does
+        const __mmask16 kept = bad & _mm512_cmpeq_epu32_mask(_mm512_and_si512(bits, magnitude), infinite);
+        const __m512i sign = _mm512_or_si512(_mm512_srai_epi32(bits, 31), _mm512_set1_epi32(1));
+        value = _mm512_mask_mov_epi32(value, bad, _mm512_maskz_mov_epi32(kept, sign));
+        own = _mm512_mask_mov_ps(own, bad, as_float(largest));
+      }
       const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
       _mm_store_si128(reinterpret_cast<__m128i*>(high + at), _mm512_cvtepi32_epi8(upper));
       _mm_store_si128(reinterpret_cast<__m128i*>(low + at), _mm512_cvtepi32_epi8(value));
-      const __m512 own = _mm512_mul_ps(
-          as_float(_mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(14)), 23)), _mm512_set1_ps(unit));
       constexpr __mmask16 FIRST = LANE == 4 ? 0x1111 : LANE == 8 ? 0x0101 : 0x0001;  // one of each lane
-      _mm512_mask_compressstoreu_ps(units + at / LANE, FIRST, own);
+      _mm512_mask_compressstoreu_ps(units + at / LANE, FIRST, _mm512_mul_ps(own, _mm512_set1_ps(unit)));
     }
     __m512i parts[2][F::VECS], sums[2];
     deal_bytes<F::VECS>(high, parts[0]);
@@ -100,7 +100,6 @@ static bool pack_fixed(const Product& p, const void* x, int dtype, int32_t facto
     const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
     _mm512_storeu_si512(to + FixedBlock<F>::SUMS, _mm512_mullo_epi32(sum, _mm512_set1_epi32(factor)));
   }
-  return finite == 0xffff;
 }
 
 // The sums of four vectors, each added up in the order of _mm512_reduce_add_ps: `reduce_add` has another one, by which a row
@@ -196,24 +195,16 @@ struct FixedRows {
   }
 };
 
-// Up to which number of rows of x this wins over other ways: any on Intel's CPUs, whose dot products of bf16 are slower than
-// two of bytes (Sapphire Rapids; older ones have none). On Zen 5 they take as long as one of bytes: there, codes of 2 and 3
-// bits win because they become bytes sooner than bf16. On Zen 4 they take twice as long, so that one row of codes of 4 and 8
-// bits wins, too. scripts/bench_cpu.py linear measures it.
+// Up to which number of rows of x fixed point wins over other ways: any on Intel's CPUs. On Zen 5 two dot products of bytes
+// take as long as one of bf16: there, codes of 2 and 3 bits win because they become bytes sooner than bf16. On Zen 4 bf16
+// takes twice as long, so that one row of codes of 4 and 8 bits wins, too. scripts/bench_cpu.py linear measures it.
 static int64_t max_fixed_rows(int layout) {
-  enum Kind { OTHER, ZEN4, ZEN5 };
-  static const Kind kind = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_is("amd") == 0) return OTHER;
-    unsigned a = 0, b, c, d;
-    __get_cpuid(1, &a, &b, &c, &d);
-    return ((a >> 8) & 15) + ((a >> 20) & 255) < 0x1a ? ZEN4 : ZEN5;
-  }();
-  if (kind == OTHER) return int64_t{1} << 62;
-  return layout == PACKED2 ? 16 : layout == PACKED3 ? (kind == ZEN4 ? 6 : 12) : kind == ZEN4 ? 1 : 0;
+  const Maker maker = maker_of_cpu();
+  if (maker == INTEL) return int64_t{1} << 62;
+  return layout == PACKED2 ? 16 : layout == PACKED3 ? (maker == ZEN4 ? 6 : 12) : maker == ZEN4 ? 1 : 0;
 }
 
-constexpr int64_t kMostFixedRows = 16;    // of x beyond which panels win
+constexpr int64_t kMostFixedRows = 8;      // of x beyond which panels win
 constexpr int64_t kFixedChunk = 64;       // rows of x that are packed at once
 constexpr int64_t kFixedBytes = 1 << 20;  // of them: they stay in the L2 cache
 
@@ -223,15 +214,14 @@ class FixedMatmul {
   // `offset`: the code of zero; `unit`: the difference of the levels of two neighbouring codes.
   FixedMatmul(const Product& p, int32_t offset, float unit) : p_(p), decoder_(p), offset_(offset), unit_(unit) {}
 
-  // `other` computes the rows of x that are not finite.
-  bool run(bool (*other)(const Product&)) {
+  bool run() {
     const int64_t blocks = ceil_div(p_.K, F::BLOCK);
     stride_ = blocks * FixedBlock<F>::BYTES + 64;
     const int64_t chunk = min64(p_.M, min64(kFixedChunk, max64(kFixedBytes / stride_, 4)));
-    // packed rows | lane groups | segments | which rows are finite
+    // packed rows | lane groups | segments
     const int64_t rows_bytes = chunk * stride_, lane_bytes = ceil_div(blocks * 68, 64) * 64;
     char* memory = static_cast<char*>(thread_scratch(
-        0, static_cast<size_t>(rows_bytes + lane_bytes) + static_cast<size_t>(chunk) * (sizeof(Segment) + 1)));
+        0, static_cast<size_t>(rows_bytes + lane_bytes) + static_cast<size_t>(chunk) * sizeof(Segment)));
     if (memory == nullptr) return false;
     rows_ = memory;
     int32_t *relative = reinterpret_cast<int32_t*>(memory + rows_bytes), *first = relative + 16 * blocks;
@@ -242,16 +232,10 @@ class FixedMatmul {
         relative[16 * b + lane] = static_cast<int32_t>(group_of(b * F::BLOCK + 4 * F::VECS * lane)) - first[b];
     }
     segments_ = reinterpret_cast<Segment*>(memory + rows_bytes + lane_bytes);
-    finite_ = reinterpret_cast<bool*>(segments_ + chunk);
-    std::vector<int64_t> left;
     for (int64_t first = 0; first < p_.M; first += chunk) {
       const int64_t count = min64(chunk, p_.M - first);
       if (!pack(first, count) || !multiply(first, count, split_by_experts(p_, first, count, segments_))) return false;
-      for (int64_t i = 0; i < count; ++i)
-        if (!finite_[i]) left.push_back(first + i);
     }
-    for (int64_t row : left)
-      if (!compute(row, other)) return false;
     return true;
   }
 
@@ -273,7 +257,7 @@ class FixedMatmul {
         x = values;
         dtype = F32;
       }
-      finite_[i] = pack_fixed<F>(p_, x, dtype, ZEROS ? -1 : -offset_, unit_, rows_ + i * stride_);
+      pack_fixed<F>(p_, x, dtype, ZEROS ? -1 : -offset_, unit_, rows_ + i * stride_);
     });
     return ok;
   }
@@ -286,26 +270,6 @@ class FixedMatmul {
       if (!multiply(segments_[task / panels], first, n, min64(n + kPanel, p_.N))) ok = false;
     });
     return ok;
-  }
-
-  // Row i of x by another way.
-  bool compute(int64_t i, bool (*other)(const Product&)) const {
-    int64_t expert = 0;
-    for (; p_.ends != nullptr && expert < p_.experts && i >= p_.ends[expert];) ++expert;
-    if (p_.ends != nullptr && expert == p_.experts) return true;  // of no expert
-    const int64_t first = expert * p_.expert_scale, of_bias = expert * p_.expert_bias;
-    Product row = p_;
-    row.M = 1;
-    row.x = static_cast<const char*>(p_.x) + i * p_.x_stride * element_size(p_.x_dtype);
-    row.y = static_cast<char*>(p_.y) + i * p_.N * element_size(p_.y_dtype);
-    row.row_scale = p_.row_scale == nullptr ? nullptr : p_.row_scale + i;
-    row.qdata = p_.qdata + expert * p_.expert_qdata;
-    row.scale = static_cast<const char*>(p_.scale) + first * element_size(p_.scale_dtype);
-    row.zero = p_.zero == nullptr ? nullptr : p_.zero + first;
-    row.global_scale = p_.global_scale == nullptr ? nullptr : p_.global_scale + expert;
-    if (p_.bias != nullptr) row.bias = static_cast<const char*>(p_.bias) + of_bias * element_size(p_.bias_dtype);
-    row.ends = nullptr;
-    return other(row);
   }
 
   // Rows n..end of the weight, two or four at a time, with the rows of a segment.
@@ -374,13 +338,11 @@ class FixedMatmul {
   char* rows_ = nullptr;
   int64_t stride_ = 0;
   Segment* segments_ = nullptr;
-  bool* finite_ = nullptr;
 };
 
 template <class F>
-static bool fixed_codes(const Product& p, bool (*other)(const Product&)) {
-  return p.zero == nullptr ? FixedMatmul<F, false>(p, F::COUNT / 2, 1.0f).run(other)
-                           : FixedMatmul<F, true>(p, 0, 1.0f).run(other);
+static bool fixed_codes(const Product& p) {
+  return p.zero == nullptr ? FixedMatmul<F, false>(p, F::COUNT / 2, 1.0f).run() : FixedMatmul<F, true>(p, 0, 1.0f).run();
 }
 
 // Whether the levels are those of integers: codes less their zero point, or less half their number.
@@ -391,9 +353,8 @@ static bool has_integers(const Product& p, int count) {
   return true;
 }
 
-// The function that computes a product in fixed point, null if it is to be computed otherwise. It gets another one for rows
-// of x that are not finite.
-using FixedProduct = bool (*)(const Product&, bool (*other)(const Product&));
+// The function that computes a product in fixed point, null if it is to be computed otherwise.
+using FixedProduct = bool (*)(const Product&);
 
 static FixedProduct fixed_product(const Product& p) {
   if (p.compute == BY_INT8 || p.x_dtype != BF16 || p.M > max_fixed_rows(p.layout)) return nullptr;
@@ -403,14 +364,10 @@ static FixedProduct fixed_product(const Product& p) {
     case PACKED4:
       if (has_integers(p, 16)) return fixed_codes<Fixed4>;
       if (p.zero != nullptr || !Fixed4Halves::fits(p)) return nullptr;
-      return [](const Product& p, bool (*other)(const Product&)) {
-        return FixedMatmul<Fixed4Halves, false>(p, Fixed4Halves::OFFSET, 0.5f).run(other);
-      };
+      return [](const Product& p) { return FixedMatmul<Fixed4Halves, false>(p, Fixed4Halves::OFFSET, 0.5f).run(); };
     case BYTES_INT:
       if (p.zero != nullptr) return nullptr;
-      return [](const Product& p, bool (*other)(const Product&)) {
-        return FixedMatmul<Fixed8, false>(p, 128, 1.0f).run(other);
-      };
+      return [](const Product& p) { return FixedMatmul<Fixed8, false>(p, 128, 1.0f).run(); };
     default: return nullptr;
   }
 }

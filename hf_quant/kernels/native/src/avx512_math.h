@@ -1,10 +1,27 @@
 // The three ways to multiply, and what surrounds them: packing x into a decoder's order, scales, reductions.
 #pragma once
 
+#include <cpuid.h>
+
 #include "avx512_decode.h"
 
 namespace hfq {
 namespace avx512 {
+
+// CPUs that differ in what they multiply fastest. Intel's take four times as long for a dot product of bf16 as for one of
+// bytes or words, and twice as long as for fp32 (Sapphire Rapids; older ones have none).
+enum Maker { INTEL, ZEN4, ZEN5 };
+
+static Maker maker_of_cpu() {
+  static const Maker maker = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_is("amd") == 0) return INTEL;
+    unsigned a = 0, b, c, d;
+    __get_cpuid(1, &a, &b, &c, &d);
+    return ((a >> 8) & 15) + ((a >> 20) & 255) < 0x1a ? ZEN4 : ZEN5;
+  }();
+  return maker;
+}
 
 HFQ_INLINE __m512 as_float(__m512i bits) { return _mm512_castsi512_ps(bits); }
 

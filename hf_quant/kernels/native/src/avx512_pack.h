@@ -116,8 +116,9 @@ static void int8_row(const void* x, int dtype, int64_t K, int64_t padded, const 
   }
 }
 
-// Words in fixed point of a row, with zeros up to `padded`, and the value of 1 of each group.
-static void fixed_row(const void* x, int dtype, int64_t K, int64_t padded, int64_t group_size, char* words, float* steps) {
+// Words in fixed point of a row, with zeros up to `padded`, and the value of 1 of each group, times `unit`.
+static void fixed_row(const void* x, int dtype, int64_t K, int64_t padded, int64_t group_size, float unit, char* words,
+                      float* steps) {
   for (int64_t k = 0; k < padded; k += group_size) {
     const int64_t count = max64(min64(group_size, K - k), 0);
     const void* from = static_cast<const char*>(x) + k * element_size(dtype);
@@ -135,7 +136,7 @@ static void fixed_row(const void* x, int dtype, int64_t K, int64_t padded, int64
       // Saturated: rounding may exceed a word by 1.
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + 2 * (k + at)), _mm512_cvtsepi32_epi16(value));
     }
-    if (count > 0) *steps++ = bits_to_float(is_finite ? (exponent - 14) << 23 : top);
+    if (count > 0) *steps++ = unit * bits_to_float(is_finite ? (exponent - 14) << 23 : top);
   }
 }
 
