@@ -221,8 +221,15 @@ class Matmul {
   }
 
   bool stream(const Product& p, const Segment& s, int64_t first, int64_t n, int64_t end) const {
-    // The scales of all rows are converted at once where a row of x needs no blocks, else row by row.
-    const bool at_once = s.count == 1 && p.scale_rows == 1 && p.scale_stride == p.groups;
+    // Several rows of x, or a long one, meet the rows block by block, so that they stay in the L1 cache.
+    PackedX x = x_;
+    const bool in_blocks = s.count > 1 || (!C::INTEGER && x.stride > kAloneX);
+    if (in_blocks) x.ahead = 2 * p.row_bytes;
+    const int64_t fit = in_blocks ? kStreamedX / (s.count * C::V * 32) : units_;
+    const int64_t whole = max64(p.groups == 1 ? 1 : runs_.length, in_planes_ || in_fixed_ ? kMostPlanes : 1);
+    const int64_t block = max64(fit / whole, 1) * whole;
+    // The scales of all rows are converted at once where there is one block, or one row of x, else row by row.
+    const bool at_once = (s.count == 1 || block >= units_) && p.scale_rows == 1 && p.scale_stride == p.groups;
     const int64_t num_scales = at_once ? (end - n) * p.groups : p.groups;
     float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(2 * num_scales + 16) * 4));
     if (memory == nullptr) return false;
@@ -234,13 +241,6 @@ class Matmul {
       if (floats != nullptr) load_floats(p.zero + first_scale, num_scales, floats);
     }
     float out[kStreamed][kStreamRows] = {};
-    // Several rows of x, or a long one, meet the rows block by block, so that they stay in the L1 cache.
-    PackedX x = x_;
-    const bool in_blocks = s.count > 1 || (!C::INTEGER && x.stride > kAloneX);
-    if (in_blocks) x.ahead = 2 * p.row_bytes;
-    const int64_t fit = in_blocks ? kStreamedX / (s.count * C::V * 32) : units_;
-    const int64_t whole = max64(p.groups == 1 ? 1 : runs_.length, in_planes_ || in_fixed_ ? kMostPlanes : 1);
-    const int64_t block = max64(fit / whole, 1) * whole;
     int64_t begin = n;
     if ((in_pairs_ || in_fixed_) && at_once && !in_blocks) {  // four rows of the weight share what is read of x
       x.ahead = max64(kAhead, 4 * p.row_bytes);
