@@ -334,8 +334,9 @@ def test_a_forked_process_computes(instructions, threads):
 
 @pytest.mark.parametrize("quant", [INT4, TensorQuant("int8", "row"), TensorQuant("nvfp4", "group", 16)], ids=str)
 @pytest.mark.parametrize("op", [weight_only_mm, dynamic_mm])
-def test_nan_and_inf_stay_in_their_rows_and_columns(op, quant, instructions):
-    N, K = 70, 200
+@pytest.mark.parametrize("K", [200, 256])
+def test_nan_and_inf_stay_in_their_rows_and_columns(K, op, quant, instructions):
+    N = 70
     packed, options = random_packed(quant, N, K, 0), options_of(quant, N, K)
     if op is dynamic_mm:
         options["activation"] = "int8"
@@ -483,24 +484,27 @@ def test_five_lengths_are_one_graph(instructions, calls):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "int3", "int2"])
-@pytest.mark.parametrize("M", [1, 3, 70])
+@pytest.mark.parametrize("group_size", [16, 64, None])
 @pytest.mark.parametrize("values", ["outliers", "tiny", "huge", "zero", "nan", "inf"])
-def test_bf16_rows_of_every_magnitude(instructions, format, M, values):
+def test_bf16_rows_of_every_magnitude(instructions, format, group_size, values):
     """Rows in bf16 may be multiplied in fixed point: nothing of that shows."""
-    K = 592  # no multiple of what is decoded at once
-    quant = TensorQuant(format, "group", 16, symmetric=True, scale_dtype="float32")
-    packed, x = random_packed(quant, 40, K, 0), normal(M, K, seed=1)
-    x[:, 5] *= {"outliers": 3e3, "nan": float("nan"), "inf": float("inf")}.get(values, 1.0)
-    x = (x * {"tiny": 1e-30, "huge": 1e30, "zero": 0.0}.get(values, 1.0)).bfloat16()
-    options = options_of(quant, 40, K)
-    y = weight_only_mm(x, *packed, None, **options).double()
+    K = 592 if group_size == 16 else 640  # 592: no multiple of what is decoded at once
+    scales = ("row", None) if group_size is None else ("group", group_size)
+    quant = TensorQuant(format, *scales, symmetric=True, scale_dtype="float32")
+    packed, options = random_packed(quant, 40, K, 0), options_of(quant, 40, K)
     w = dequantize_reference(*packed, **options, K=K, dtype=torch.float32).double()
-    expected = x.double() @ w.T
-    if values in ("nan", "inf"):
-        assert torch.equal(y.isfinite(), expected.isfinite())
-    else:
-        largest = x.double().abs().view(M, -1, 16).amax(-1).repeat_interleave(16, 1)  # of the neighbours
-        assert ((y - expected).abs() <= 2**-8 * expected.abs() + 2**-15 * (largest @ w.abs().T)).all()
+    neighbours = group_size or 128
+    for M in (1, 3, 70):
+        x = normal(M, K, seed=1)
+        x[:, 5] *= {"outliers": 3e3, "nan": float("nan"), "inf": float("inf")}.get(values, 1.0)
+        x = (x * {"tiny": 1e-30, "huge": 1e30, "zero": 0.0}.get(values, 1.0)).bfloat16()
+        y = weight_only_mm(x, *packed, None, **options).double()
+        expected = x.double() @ w.T
+        if values in ("nan", "inf"):
+            assert torch.equal(y.isfinite(), expected.isfinite())
+        else:
+            largest = x.double().abs().view(M, -1, neighbours).amax(-1).repeat_interleave(neighbours, 1)
+            assert ((y - expected).abs() <= 2**-8 * expected.abs() + 2**-15 * (largest @ w.abs().T)).all()
 
 
 @pytest.mark.parametrize("quant", [INT4, TensorQuant("int8", "row"), TensorQuant("nvfp4", "group", 16)])
