@@ -46,12 +46,12 @@ class Matmul {
   bool run() {
     const int64_t chunk = min64(p_.M, kChunk);
     x_.stride = units_ * kUnit * C::X_BYTES + 64;
-    // segments | packed rows | groups of runs | sums | row scales
+    // segments | packed rows | groups of runs | sums and steps | row scales
     const int64_t segment_bytes = ceil_div(chunk * static_cast<int64_t>(sizeof(Segment)), 64) * 64;
     const int64_t rows_bytes = chunk * x_.stride;
     const int64_t run_bytes = runs_.count * 8, halves = C::INTEGER && !C::FIXED ? chunk * runs_.count * 8 : 0;
-    const int64_t groups_of_x = !C::INTEGER ? 0 : C::FIXED ? 2 * p_.K / Panel<C>::fixed_group(p_) : p_.groups;
-    const int64_t sums = halves + chunk * groups_of_x;
+    const int64_t groups_of_x = !C::INTEGER ? 0 : C::FIXED ? p_.K / Panel<C>::fixed_group(p_) : p_.groups;
+    const int64_t sums = halves + chunk * groups_of_x * (C::FIXED ? 2 : 1);  // and steps
     char* memory = static_cast<char*>(
         thread_scratch(0, static_cast<size_t>(segment_bytes + rows_bytes + run_bytes + sums * 4 + chunk * 4)));
     if (memory == nullptr) return false;
@@ -62,7 +62,7 @@ class Matmul {
     x_.half_sums = groups + 2 * runs_.count;
     x_.group_sums = x_.half_sums + halves;
     x_.most_rows = chunk;
-    x_.steps = reinterpret_cast<float*>(x_.group_sums + chunk * groups_of_x / 2);
+    x_.steps = reinterpret_cast<float*>(x_.group_sums + chunk * groups_of_x);
     x_.scales = reinterpret_cast<float*>(x_.half_sums + sums);
     for (int64_t half = 0; half < 2 * runs_.count; ++half)
       groups[half] = static_cast<int32_t>(group_of(half / 2 * runs_.length * kUnit + half % 2 * kUnit / 2));

@@ -31,8 +31,8 @@ class Panel {
   static constexpr int ROWS = 32;
 
   Panel(const Product& p, const C& c, const Weight& w, const PackedX& x)
-      : p_(p), c_(c), w_(w), x_(x), group_size_(C::FIXED ? fixed_group(p) : p.group_size), groups_(C::FIXED ? p.K / group_size_ : p.groups),
-        in_groups_(groups_ > 1 && is_whole(p, group_size_)) {}
+      : p_(p), c_(c), w_(w), x_(x), group_size_(C::FIXED ? fixed_group(p) : p.group_size),
+        groups_(C::FIXED ? p.K / group_size_ : p.groups), in_groups_(groups_ > 1 && is_whole(p, group_size_)) {}
 
   // Columns of a group of x in fixed point: those that share a scale, or part of them. 0: not served.
   static int64_t fixed_group(const Product& p) {
@@ -235,7 +235,7 @@ class Panel {
     }
   }
 
-  // As `multiply`, of one unit that begins what is summed up.
+  // `multiply` of one unit that begins what is summed up.
   template <int MR>
   HFQ_METHOD void multiply_first(const char* x, const char* w, Part (&part)[MR][2]) const {
     const char *rows = x, *more_rows = x + 3 * x_.stride;

@@ -173,12 +173,14 @@ class Matmul {
   // Rows n..end of a weight, of a panel at most.
   bool multiply(const Product& p, const Segment& segment, int64_t first, int64_t n, int64_t end) const {
     const Weight weight = weight_of(p, segment.expert);
-    if constexpr (!C::FIXED) if (segment.count <= max_dot_rows<C>()) {
-      float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p)) * 4));
-      if (memory == nullptr) return false;
-      const RowScales scales(p, segment.expert * p.expert_scale, n, end, memory);
-      dot(DotPanel<C>{p, decoder_, weight, x_, lanes_, scales, segment.first, first + segment.first, segment.count}, n, end);
-      return true;
+    if constexpr (!C::FIXED) {
+      if (segment.count <= max_dot_rows<C>()) {
+        float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p)) * 4));
+        if (memory == nullptr) return false;
+        const RowScales scales(p, segment.expert * p.expert_scale, n, end, memory);
+        dot(DotPanel<C>{p, decoder_, weight, x_, lanes_, scales, segment.first, first + segment.first, segment.count}, n, end);
+        return true;
+      }
     }
     if constexpr (C::LANE_ZEROS) {
       if (p.zero != nullptr) return tile<true>(p, weight, n, segment, first);
@@ -253,7 +255,8 @@ static bool by_fixed(const Product& p) {
 
 // Panels of integers for many rows of x in fixed point; false if it is to be computed otherwise.
 static bool matmul_in_fixed_point(const Product& p) {
-  if (!fixed_product(p) || p.M <= kMostFixedRows * (p.ends == nullptr ? 1 : p.experts)) return false;
+  const int64_t most_rows = kMostFixedRows * (p.ends == nullptr ? 1 : p.experts);
+  if (maker_of_cpu() != INTEL || p.M <= most_rows || fixed_product(p) == nullptr) return false;
   switch (p.layout) {
     case PACKED2: return by_fixed<Words<Packed2>>(p);
     case PACKED3: return by_fixed<Words<Packed3>>(p);
