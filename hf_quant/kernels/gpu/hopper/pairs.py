@@ -29,9 +29,8 @@ def selectors(spec: CodeSpec) -> tuple[int, int, int, int]:
         if _is_table(spec):
             return 0, 8, 16, 24
         return tuple(t | 4 + t << 8 for t in range(4))  # byte t, and byte t of the word shifted by 4
-    halves = (
-        (0x1404, 0x3424) if spec.minifloat else (0x4140, 0x4342)
-    )  # a float's byte goes to the upper half of 16 bits
+    # A float's byte goes to the upper half of 16 bits.
+    halves = (0x1404, 0x3424) if spec.minifloat else (0x4140, 0x4342)
     return halves * 2
 
 

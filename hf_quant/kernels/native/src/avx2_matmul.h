@@ -32,9 +32,9 @@ class Matmul {
     runs_.aligned = p.groups == 1 || p.group_size % kUnit == 0;
     runs_.length = p.groups == 1 ? units_ : runs_.aligned ? p.group_size / kUnit : 1;
     runs_.count = ceil_div(units_, runs_.length);
-    for (int half = 0; half < 2; ++half)
-      for (int b = 0; b < 16; ++b)
-        if constexpr (!C::FIXED) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
+    if constexpr (!C::FIXED)
+      for (int half = 0; half < 2; ++half)
+        for (int b = 0; b < 16; ++b) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
     in_pairs_ = std::is_same<C, Int4ByInt8>::value && has_few_rows(p) && Int4Pairs::serves(p, runs_);
     if constexpr (kHasPlanes) {
       in_planes_ = has_few_rows(p) && Planes<C>::serves(p);
@@ -370,7 +370,7 @@ class Matmul {
 template <class L>
 static bool multiply_in_fixed_point(const Product& p) {
   using C = ByFixed<L, L::BYTES == 16 ? 8 : L::BYTES == 32 ? 0 : L::BYTES == 8 ? 2 : 4>;
-  return p.x_dtype == BF16 && !has_few_rows(p) && has_integers<L>(p) && Panel<C>::fixed_group(p) != 0 && Matmul<C>(p).run();
+  return p.x_dtype == BF16 && !has_few_rows(p) && has_integers(p) && Panel<C>::fixed_group(p) != 0 && Matmul<C>(p).run();
 }
 
 }  // namespace HFQ_AVX2

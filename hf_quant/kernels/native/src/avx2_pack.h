@@ -105,12 +105,11 @@ static void fixed_row(const float* values, int64_t groups, int64_t size, int32_t
   for (int64_t g = 0; g < groups; ++g, values += size, sums += apart, steps += apart) {
     __m256i tops = _mm256_setzero_si256(), sum = tops;
     for (int64_t k = 0; k < size; k += 8) tops = _mm256_max_epu32(tops, _mm256_and_si256(magnitude, load_vector(values + k)));
-    const uint32_t top = largest(tops), exponent = top >> 23 < 16 ? 16 : top >> 23;
-    const bool is_finite = exponent < 255;
-    const __m256 inverse = _mm256_set1_ps(is_finite ? bits_to_float((254 + 14 - exponent) << 23) : 1.0f);
+    const FixedPoint fixed(largest(tops));
+    const __m256 inverse = _mm256_set1_ps(fixed.inverse);
     float kept[kMostFixed];
-    if (!is_finite) keep_infinite(values, size, kept);
-    const float* scaled = is_finite ? values : kept;
+    if (!fixed.is_finite) keep_infinite(values, size, kept);
+    const float* scaled = fixed.is_finite ? values : kept;
     for (int64_t k = 0; k < size; k += kUnit, to += 2 * kUnit) {
       __m256i words[2];  // saturated: rounding may exceed them by 1
       for (int half = 0; half < 2; ++half) {
@@ -130,7 +129,7 @@ static void fixed_row(const float* values, int64_t groups, int64_t size, int32_t
       memcpy(to, packed, sizeof packed);
     }
     *sums = factor * reduce(sum);
-    *steps = bits_to_float(is_finite ? (exponent - 14) << 23 : top);
+    *steps = fixed.step;
   }
 }
 

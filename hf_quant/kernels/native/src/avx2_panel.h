@@ -284,21 +284,18 @@ class Panel {
         _mm256_store_ps(to, _mm256_fmadd_ps(total, factor, _mm256_load_ps(to)));
       };
       Part part[MR][2];
-      if constexpr (C::FIXED) {
-        for_each<MR>([&](int m, int h) HFQ_LAMBDA { part[m][h] = offset(m, h); });
-        multiply<MR>(x, 0, 2 * units, w, part);
-        x += units * X_UNIT;
-        w += units * 8 * STEP;
-        for_each<MR>([&](int m, int h) HFQ_LAMBDA { add_scaled(m, h, _mm256_cvtepi32_ps(part[m][h])); });
-      } else if constexpr (C::MOST == INT64_MAX) {
+      if constexpr (C::MOST == INT64_MAX) {
         // Sums begin at the bits of 1.5 * 2^23, from which an integer is a float without a conversion: that would take
-        // turns with the products.
-        const __m256i begin = _mm256_castps_si256(begin_of_sums);
+        // turns with the products. Those of fixed point are too large.
+        const __m256i begin = C::FIXED ? _mm256_setzero_si256() : _mm256_castps_si256(begin_of_sums);
         for_each<MR>([&](int m, int h) HFQ_LAMBDA { part[m][h] = _mm256_add_epi32(offset(m, h), begin); });
         multiply<MR>(x, 0, 2 * units, w, part);
         x += units * X_UNIT;
         w += units * 8 * STEP;
-        for_each<MR>([&](int m, int h) HFQ_LAMBDA { add_scaled(m, h, _mm256_sub_ps(as_float(part[m][h]), begin_of_sums)); });
+        for_each<MR>([&](int m, int h) HFQ_LAMBDA {
+          const __m256i sum = part[m][h];
+          add_scaled(m, h, C::FIXED ? _mm256_cvtepi32_ps(sum) : _mm256_sub_ps(as_float(sum), begin_of_sums));
+        });
       } else {
         static_assert(C::MOST == INT64_MAX || (C::MOST == 8 && C::V == 1), "a unit at a time");
         __m256i totals[MR][2];  // of more than one unit, in memory: registers are for `part`

@@ -105,16 +105,6 @@ struct Planes {
   }
 };
 
-// Whether the levels are those of integers: codes less their zero point, or less half their number.
-template <class L>
-static bool has_integers(const Product& p) {
-  if (L::BYTES == 32) return p.zero == nullptr;  // codes of 8 bits are what they stand for
-  const int count = L::BYTES == 16 ? 16 : L::BYTES == 8 ? 4 : 8, zero = p.zero == nullptr ? count / 2 : 0;
-  for (int i = 0; i < count; ++i)
-    if (p.levels[i] != static_cast<float>(i - zero)) return false;
-  return true;
-}
-
 // The same where codes are integers and x is bf16: x in fixed point of 16 bits, as two bytes, with a power of two for
 // the 4, 8 or 16 columns whose products meet in an element of a sum. What lies within 2**-7 of their largest is exact,
 // the rest to 2**-15 of that; the sums are exact, zero points included. That takes half as many instructions for a weight
@@ -132,7 +122,7 @@ struct FixedPlanes {
   const float *scales, *zeros;
 
   static bool serves(const Product& p) {
-    return p.x_dtype == BF16 && Planes<C>::fits(p) && (p.zero != nullptr) == ASYMMETRIC && has_integers<L>(p);
+    return p.x_dtype == BF16 && Planes<C>::fits(p) && (p.zero != nullptr) == ASYMMETRIC && has_integers(p);
   }
 
   static void pack(const Product& p, const float* values, char* to) {
@@ -150,18 +140,16 @@ struct FixedPlanes {
         const uint32_t bits = float_to_bits(own[i]) & 0x7fffffffu;
         top = bits > top ? bits : top;
       }
-      const uint32_t exponent = top >> 23 < 16 ? 16 : top >> 23;
-      const bool is_finite = exponent < 255;
-      units[e] = bits_to_float(is_finite ? (exponent - 14) << 23 : top);
-      const float inverse = is_finite ? bits_to_float((254 + 14 - exponent) << 23) : 1.0f;
+      const FixedPoint fixed(top);
+      units[e] = fixed.step;
       float kept[COLUMNS];
-      if (!is_finite) {
+      if (!fixed.is_finite) {
         keep_infinite(own, COLUMNS, kept);
         own = kept;
       }
       sums[e] = 0;
       for (int i = 0; i < COLUMNS; ++i) {
-        const int32_t nearest = static_cast<int32_t>(float_to_bits(own[i] * inverse + 12582912.0f)) - 0x4B400000;
+        const int32_t nearest = static_cast<int32_t>(float_to_bits(own[i] * fixed.inverse + 12582912.0f)) - 0x4B400000;
         const int32_t value = nearest > 32639 ? 32639 : nearest, high = (value + 128) >> 8;  // both fit 8 bits
         char* at = to + i % UNITS * 64 + 4 * e + i / UNITS;
         at[0] = static_cast<char>(high);

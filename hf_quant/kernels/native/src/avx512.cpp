@@ -260,7 +260,7 @@ static bool matmul_in_fixed_point(const Product& p) {
   switch (p.layout) {
     case PACKED2: return by_fixed<Words<Packed2>>(p);
     case PACKED3: return by_fixed<Words<Packed3>>(p);
-    case PACKED4: return has_integers(p, 16) ? by_fixed<Words<Packed4>>(p) : by_fixed<Words<Packed4, 2>>(p);
+    case PACKED4: return has_integers(p) ? by_fixed<Words<Packed4>>(p) : by_fixed<Words<Packed4, 2>>(p);
     default: return by_fixed<WordBytes>(p);
   }
 }

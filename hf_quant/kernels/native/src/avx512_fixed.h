@@ -345,24 +345,16 @@ static bool fixed_codes(const Product& p) {
   return p.zero == nullptr ? FixedMatmul<F, false>(p, F::COUNT / 2, 1.0f).run() : FixedMatmul<F, true>(p, 0, 1.0f).run();
 }
 
-// Whether the levels are those of integers: codes less their zero point, or less half their number.
-static bool has_integers(const Product& p, int count) {
-  const int offset = p.zero == nullptr ? count / 2 : 0;
-  for (int i = 0; i < count; ++i)
-    if (p.levels[i] != static_cast<float>(i - offset)) return false;
-  return true;
-}
-
 // The function that computes a product in fixed point, null if it is to be computed otherwise.
 using FixedProduct = bool (*)(const Product&);
 
 static FixedProduct fixed_product(const Product& p) {
   if (p.compute == BY_INT8 || p.x_dtype != BF16 || p.M > max_fixed_rows(p.layout)) return nullptr;
   switch (p.layout) {
-    case PACKED2: return has_integers(p, 4) ? fixed_codes<Fixed2> : nullptr;
-    case PACKED3: return has_integers(p, 8) ? fixed_codes<Fixed3> : nullptr;
+    case PACKED2: return has_integers(p) ? fixed_codes<Fixed2> : nullptr;
+    case PACKED3: return has_integers(p) ? fixed_codes<Fixed3> : nullptr;
     case PACKED4:
-      if (has_integers(p, 16)) return fixed_codes<Fixed4>;
+      if (has_integers(p)) return fixed_codes<Fixed4>;
       if (p.zero != nullptr || !Fixed4Halves::fits(p)) return nullptr;
       return [](const Product& p) { return FixedMatmul<Fixed4Halves, false>(p, Fixed4Halves::OFFSET, 0.5f).run(); };
     case BYTES_INT:

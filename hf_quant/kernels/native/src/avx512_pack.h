@@ -122,21 +122,20 @@ static void fixed_row(const void* x, int dtype, int64_t K, int64_t padded, int64
   for (int64_t k = 0; k < padded; k += group_size) {
     const int64_t count = max64(min64(group_size, K - k), 0);
     const void* from = static_cast<const char*>(x) + k * element_size(dtype);
-    const uint32_t top = float_to_bits(row_amax(from, dtype, count)), exponent = top >> 23 < 16 ? 16 : top >> 23;
-    const bool is_finite = exponent < 255;
-    const __m512 inverse = _mm512_set1_ps(is_finite ? bits_to_float((254 + 14 - exponent) << 23) : 1.0f);
+    const FixedPoint fixed(float_to_bits(row_amax(from, dtype, count)));
+    const __m512 inverse = _mm512_set1_ps(fixed.inverse);
     float values[kMostFixed], kept[kMostFixed];
-    if (!is_finite) {
+    if (!fixed.is_finite) {
       for (int64_t at = 0; at < count; at += 16) _mm512_storeu_ps(values + at, load_x(from, dtype, at, count - at));
       keep_infinite(values, count, kept);
     }
     for (int64_t at = 0; at < min64(group_size, padded - k); at += 16) {
-      const __m512 own = is_finite ? load_x(from, dtype, at, count - at) : load_x(kept, F32, at, count - at);
+      const __m512 own = fixed.is_finite ? load_x(from, dtype, at, count - at) : load_x(kept, F32, at, count - at);
       const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(own, inverse));
       // Saturated: rounding may exceed a word by 1.
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + 2 * (k + at)), _mm512_cvtsepi32_epi16(value));
     }
-    if (count > 0) *steps++ = unit * bits_to_float(is_finite ? (exponent - 14) << 23 : top);
+    if (count > 0) *steps++ = unit * fixed.step;
   }
 }
 

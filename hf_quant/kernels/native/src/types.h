@@ -167,13 +167,36 @@ static inline float row_scale(float amax, const float* given, float limit) {
 
 static inline float int8_row_scale(float amax, const float* given) { return row_scale(amax, given, 127.0f); }
 
-// What values of which one is not finite become in fixed point: its units are then infinite, or NaN, and the infinite
-// values, with their sign, one unit each.
+// How values become fixed point of 16 bits, by the bits of their largest magnitude: times `inverse`, in units of `step`. If
+// one is not finite, the step is infinite, or NaN, and `keep_infinite` makes what is multiplied.
+struct FixedPoint {
+  bool is_finite;
+  float inverse, step;
+
+  explicit FixedPoint(uint32_t top) : is_finite(top < 0x7f800000u), inverse(1.0f), step(bits_to_float(top)) {
+    if (!is_finite) return;
+    const uint32_t exponent = top >> 23 < 16 ? 16 : top >> 23;
+    inverse = bits_to_float((254 + 14 - exponent) << 23);
+    step = bits_to_float((exponent - 14) << 23);
+  }
+};
+
+// The infinite values as one unit each, with their sign; 0 for the others.
 static inline void keep_infinite(const float* values, int64_t count, float* kept) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t bits = float_to_bits(values[i]);
     kept[i] = (bits & 0x7fffffffu) != 0x7f800000u ? 0.0f : bits >> 31 ? -1.0f : 1.0f;
   }
+}
+
+// Whether codes of 2 to 4 bits, or of 8, mean integers: themselves less their zero point, or less half their number.
+static inline bool has_integers(const Product& p) {
+  if (p.layout == BYTES_INT) return p.zero == nullptr;
+  const int count = p.layout == PACKED2 ? 4 : p.layout == PACKED3 ? 8 : p.layout == PACKED4 ? 16 : 0;
+  const int offset = p.zero == nullptr ? count / 2 : 0;
+  for (int i = 0; i < count; ++i)
+    if (p.levels[i] != static_cast<float>(i - offset)) return false;
+  return count > 0;
 }
 
 static inline int element_size(int dtype) {
