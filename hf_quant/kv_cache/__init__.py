@@ -13,26 +13,27 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._cache import QuantizedCache, is_quantized, quantized_layers, register_attention
     from hf_quant.kv_cache._config import KVCacheConfig
     from hf_quant.kv_cache._eager import wants_weights
-    from hf_quant.kv_cache._interface import reads_codes, recorded_attention
+    from hf_quant.kv_cache._interface import computes_prompts, reads_codes, recorded_attention
     from hf_quant.kv_cache._layers import QuantizedLayer
+    from hf_quant.kv_cache._places import NextTokens, Places, held_tokens, next_tokens
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
     from hf_quant.kv_cache._states import QuantizedStates
-    from hf_quant.kv_cache._token import NextToken, NextTokens, held_tokens, next_token
 
 _HOME = {
     "KVCacheConfig": "_config",
-    "NextToken": "_token",
-    "NextTokens": "_token",
+    "NextTokens": "_places",
+    "Places": "_places",
     "QuantizedCache": "_cache",
     "QuantizedLayer": "_layers",
     "QuantizedStates": "_states",
     "attend": "_attention",
     "bytes_per_token": "_sizes",
     "check_generates": "_sizes",
+    "computes_prompts": "_interface",
     "describe": "_sizes",
-    "held_tokens": "_token",
+    "held_tokens": "_places",
     "is_quantized": "_cache",
-    "next_token": "_token",
+    "next_tokens": "_places",
     "quantized_layers": "_cache",
     "reads_codes": "_interface",
     "recorded_attention": "_interface",
@@ -42,18 +43,19 @@ _HOME = {
 
 __all__ = [
     "KVCacheConfig",
-    "NextToken",
     "NextTokens",
+    "Places",
     "QuantizedCache",
     "QuantizedLayer",
     "QuantizedStates",
     "attend",
     "bytes_per_token",
     "check_generates",
+    "computes_prompts",
     "describe",
     "held_tokens",
     "is_quantized",
-    "next_token",
+    "next_tokens",
     "quantized_layers",
     "reads_codes",
     "recorded_attention",

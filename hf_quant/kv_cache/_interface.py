@@ -89,12 +89,17 @@ def _on_cpu(
 
     None, if it does not compute it, or needs a gradient, or if the CPU has AMX, which torch uses for bf16.
     """
-    if not all([x.is_cpu and is_plain(x) for x in (q, k, v)]) or (q.dtype == torch.bfloat16 and _has_amx()):
+    if not all([x.is_cpu and is_plain(x) for x in (q, k, v)]) or not computes_prompts(NAME, q.dtype):
         return None
     if torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v)]):
         return None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return attention_of_values(q, k, v, mask, is_causal=is_causal, scale=scale, sinks=sinks)
+
+
+def computes_prompts(implementation: str | None, dtype: torch.dtype) -> bool:
+    """True if the native kernel computes the attention inside of prompts for this attention function on this CPU."""
+    return implementation == NAME and not (dtype == torch.bfloat16 and _has_amx())
 
 
 @cache

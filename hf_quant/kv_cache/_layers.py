@@ -269,9 +269,9 @@ class GrowingStorage(CodeStorage):
         """Return the position of the first token that the next one attends to."""
         return self._start
 
-    def _count_token(self) -> None:
-        """Count a token that was written into the columns of the next one."""
-        self._end += 1
+    def _count(self, tokens: int) -> None:
+        """Count tokens that were written into the columns of the next ones."""
+        self._end += tokens
         self._recent = max(self._recent, self._end - self.config.recent_tokens)
 
     def _remove(self, count: int) -> None:
@@ -382,8 +382,8 @@ class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
     def _start_of_next(self) -> int:
         return max(self._start, self._end - self.sliding_window + 1)
 
-    def _count_token(self) -> None:
-        super()._count_token()
+    def _count(self, tokens: int) -> None:
+        super()._count(tokens)
         self.cumulative_length = self._end
         if not self.record_past:
             self._trim()

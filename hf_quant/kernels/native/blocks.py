@@ -203,12 +203,13 @@ class Block:
         self._steps.append((None, _DELTA, x, a, b, to, *numbers))
 
     def append(self, k: int, v: int, num_heads: int) -> None:
-        """Write keys and values of one new token of each of M sequences into the cache of the call."""
-        self._steps.append((None, _APPEND, k, v, -1, -1, num_heads, num_heads, 0, 0, 0, 0))
+        """Write keys and values of the new tokens of each sequence into the cache of the call."""
+        self._steps.append((None, _APPEND, k, v, -1, -1, num_heads, num_heads, 0, 0, 0, 0, 0))
 
     def attend(
         self,
         q: int,
+        new: tuple[int, int],
         to: int,
         num_heads: int,
         num_key_value_heads: int,
@@ -216,15 +217,18 @@ class Block:
         scale: float,
         softcap: float | None,
         sinks: Tensor | None,
+        window: int,
     ) -> None:
-        """Compute the attention of one new token of each of M sequences to the cache of the call.
+        """Compute the attention of the new tokens of each sequence to the cache of the call.
 
-        `softcap` as in `kv_attention`. `sinks` [num_heads]: one more score for each head, with no value.
+        `new`: their keys and values, which are attended to as they are if the cache was empty; (-1, -1) if it never
+        is. `softcap` and `window` as in `kv_attention`. `sinks` [num_heads]: one more score for each head, with no
+        value.
         """
         self.held.append(sinks)
         numbers = (num_heads, num_key_value_heads, _bits(scale), _bits(softcap or 0.0))
         numbers += (0, 0) if sinks is None else (sinks.data_ptr(), DTYPES[sinks.dtype])
-        self._steps.append((None, _ATTEND, q, -1, -1, to, *numbers))
+        self._steps.append((None, _ATTEND, q, *new, to, *numbers, window))
 
     def _held(self, tensor: Tensor | None) -> tuple[int, int]:
         """(address, dtype) of a tensor that is held, zeros if there is none."""
@@ -242,23 +246,29 @@ class Block:
     def __call__(self, M: int, *addresses: int, angle_stride: int = 0, sequences: int = 0) -> None:
         """Run the steps for M rows; `addresses` of the arguments, whose rows are contiguous.
 
-        `sequences`: the rows are one token after the other of each of so many; 0: each row is of another one. It
-        counts for the steps with a state.
+        `sequences`: the rows are one token after the other of each of so many; 0: each row is of another one.
         """
         _run(self._block, None, M, _num_threads(), angle_stride, sequences or M, *addresses)
 
     def with_cache(
         self,
-        M: int,
+        sequences: int,
+        tokens: int,
         angle_stride: int,
         cache: object,
-        place: tuple[int, int, bool],
+        place: tuple[int, int, int],
         mask: Tensor | None,
         *addresses: int,
+        is_causal: bool = True,
     ) -> None:
-        """Run the steps with a prepared cache. `place`: its first column in use, the number of its tokens with the new
-        one, and whether its column 0 holds the first token. mask: bool or fp32 [M, 1 or heads, 1, tokens]."""
-        _run(self._block, cache, M, _num_threads(), angle_stride, *place, *_mask_numbers(mask), *addresses)
+        """Run the steps for new `tokens` of each of so many sequences, with a prepared cache.
+
+        `place`: the cache's first column in use, the number of its tokens with the new ones, and whether that column
+        holds the first token (1), or the new tokens are the first ones (2). mask: bool or fp32 [sequences, 1 or
+        heads, tokens, all tokens]. `is_causal`: no token attends to later ones, or to those outside of the window.
+        """
+        settings = (sequences * tokens, _num_threads(), angle_stride, sequences, *place, *_mask_numbers(mask))
+        _run(self._block, cache, *settings, is_causal, *addresses)
 
 
 class Chain:
@@ -267,20 +277,28 @@ class Chain:
     def __init__(self, blocks: Sequence[Block], caches: Sequence[object]) -> None:
         self._blocks, self._caches = tuple([block._block for block in blocks]), tuple(caches)
 
-    def __call__(self, M: int, angle_stride: int, places: Sequence[int], mask: Tensor | None, *addresses: int) -> None:
-        """Run them. `places`: as `place` of `Block.with_cache`, one after the other; `mask`: as there.
+    def __call__(
+        self,
+        sequences: int,
+        tokens: int,
+        angle_stride: int,
+        places: Sequence[int],
+        mask: Tensor | None,
+        *addresses: int,
+    ) -> None:
+        """Run them. `places`: as `place` of `Block.with_cache`, one after the other; all else as there.
 
         `addresses`: of the first x, of cos, of sin, and of the last result.
         """
-        settings = (M, _num_threads(), angle_stride, *_mask_numbers(mask))
+        settings = (sequences * tokens, _num_threads(), angle_stride, sequences, *_mask_numbers(mask), True)
         _run_in_turn(self._blocks, self._caches, *settings, *addresses, *places)
 
 
-def _mask_numbers(mask: Tensor | None) -> tuple[int, int, int, int]:
+def _mask_numbers(mask: Tensor | None) -> tuple[int, int, int, int, int]:
     if mask is None:
-        return 0, 0, 0, 0
+        return 0, 0, 0, 0, 0
     number = DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype]
-    return (mask.data_ptr(), number, *mask.stride()[:2])
+    return (mask.data_ptr(), number, *mask.stride()[:3])
 
 
 def _bits(value: float) -> int:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import signal
 import weakref
 from importlib import import_module
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from hf_quant import (
 from hf_quant.integrations.transformers.blocks import base, block_reasons, decoder, fuse_blocks_
 from hf_quant.kernels import native
 from hf_quant.kernels.native import blocks, places
-from hf_quant.kv_cache import NextTokens, next_token
+from hf_quant.kv_cache import Places, next_tokens
 
 
 SMALL = {
@@ -307,9 +308,10 @@ def test_layers_are_computed_in_one_call(parts, kind, fields, counts, inference,
 
 @pytest.mark.parametrize("has_cache", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "smollm3", "phi3"])
-def test_prompts_are_two_calls_a_layer(kind, has_cache, monkeypatch):
+def test_long_prompts_are_two_calls_a_layer(kind, has_cache, monkeypatch):
     model = make(kind, **FAMILIES[kind][0])
-    monkeypatch.setattr("hf_quant.integrations.transformers.blocks.layer.CHUNK", 16)
+    for name in ("layer", "inputs"):
+        monkeypatch.setattr(f"hf_quant.integrations.transformers.blocks.{name}.CHUNK", 16)
     calls, real = [], blocks._run
     monkeypatch.setattr(blocks, "_run", lambda *given: (calls.append(given[2]), real(*given)))
     ids, mask = prompt(2, 19), torch.ones(2, 19, dtype=torch.long)
@@ -326,6 +328,63 @@ def test_prompts_are_two_calls_a_layer(kind, has_cache, monkeypatch):
         expected = model(ids, attention_mask=mask, past_key_values=cache, use_cache=has_cache).logits
     seen = mask.bool()
     assert ((found - expected)[seen].norm() / expected[seen].norm()) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [
+        *((kind, 8) for kind in ("llama", "smollm3", "cohere", "gpt_neox", "granite", "qwen2_moe", "gpt2")),
+        *(("gemma3_text", window) for window in (8, 20, 64)),
+    ],
+)
+@pytest.mark.parametrize("cache", ["int8", "int2"])
+def test_prompts_are_one_call(parts, kind, cache, window):
+    """Tokens of an empty cache and of one in use, beyond windows; one sequence, several, and padded ones."""
+    fields = {**FAMILIES[kind][0], "num_hidden_layers": 3, "sliding_window": window, "no_rope_layers": [1, 1, 0]}
+    if kind == "gemma3_text":
+        fields["layer_types"] = ["full_attention", *["sliding_attention"] * 2]
+    config = {"format": cache, "sink_tokens": 0, "recent_tokens": 0}
+    model, ids, mask = make(kind, CONFIG | {"kv_cache": config}, **fields), prompt(3, 30), torch.ones(3, 30).long()
+    mask[0, :11] = mask[2, :1] = 0
+    results = []
+    with torch.no_grad():
+        generate(model, ids[:1])  # makes the blocks of the layers
+        for is_fused in (True, False):
+            for rows, given in ((1, None), (3, None), (3, mask)):
+                for _ in range(8 if is_fused else 1):  # a block for each kind of call, after some calls
+                    parts.clear()
+                    past = QuantizedCache(model.config, config)
+                    ends = ((ids[:rows, :17], None if given is None else given[:, :17]), (ids[:rows, 17:], given))
+                    outputs = [model(part, attention_mask=own, past_key_values=past).logits for part, own in ends]
+                results.append(torch.cat(outputs, 1)[mask[:rows].bool() if given is None else given.bool()])
+                assert (sum(parts) == 6) == is_fused and past.get_seq_length() == 30
+            unfuse_activations_(model)
+    for found, expected in zip(results[:3], results[3:]):
+        assert (found - expected).norm() / expected.norm() < 1e-4
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="has no timers")
+def test_prompts_are_interrupted(parts):
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    model, ids = make(num_hidden_layers=8), prompt(1, 400)
+    with torch.no_grad():
+        expected = [model(ids, past_key_values=QuantizedCache(model.config, "int8")).logits for _ in range(3)][-1]
+        cache, before = QuantizedCache(model.config, "int8"), signal.signal(signal.SIGALRM, interrupt)
+        real, counts = decoder.Chain.__call__, len(parts)
+        try:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(
+                    decoder.Chain,
+                    "__call__",
+                    lambda self, *given: (signal.setitimer(signal.ITIMER_REAL, 0.001), real(self, *given)),
+                )
+                model(ids, past_key_values=cache)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert len(parts) == counts + 1 and cache.get_seq_length() == 0
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
 
 
 @pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
@@ -507,21 +566,26 @@ def test_config_plan_and_errors():
         fuse_activations_(plain)
 
 
-def test_next_token_only_of_layers_in_use(llama):
+def test_next_tokens_only_of_layers_that_take_them(llama):
     cache = QuantizedCache(llama.config, "int8")
-    layer, sizes = cache.layers[0], (2, 2, 32, torch.float32)
-    assert next_token(layer, *sizes) is None  # empty
+    layer, sizes = cache.layers[0], (2, 32, torch.float32)
+    assert next_tokens(layer, 2, 1, *sizes) is None  # a single first one
+    found = next_tokens(layer, 2, 5, *sizes)
+    assert found.are_first and found.place == (0, 5, 2) and layer.get_seq_length() == 0
     decode(llama, prompt(2), cache)
-    token = next_token(layer, *sizes)
-    assert token.place == (0, 8, True) and layer.get_seq_length() == 7
-    token.done()
+    assert next_tokens(layer, 2, 3, *sizes).place == (0, 10, 1)
+    found = next_tokens(layer, 2, 1, *sizes)
+    assert found.place == (0, 8, 1) and layer.get_seq_length() == 7
+    found.done()
     assert layer.get_seq_length() == 8
-    for other in ((1, 2, 32, torch.float32), (2, 4, 32, torch.float32), (2, 2, 16, torch.float32)):
-        assert next_token(layer, *other) is None
-    assert next_token(layer, 2, 2, 32, torch.bfloat16) is None and next_token(object(), *sizes) is None
-    static = QuantizedCache(llama.config, "int8", max_cache_len=32)
-    decode(llama, prompt(2), static)
-    assert next_token(static.layers[0], *sizes) is None
+    for B, *other in ((1, 2, 32, torch.float32), (2, 4, 32, torch.float32), (2, 2, 16, torch.float32)):
+        assert next_tokens(layer, B, 1, *other) is None
+    assert next_tokens(layer, 2, 1, 2, 32, torch.bfloat16) is None and next_tokens(object(), 2, 1, *sizes) is None
+    for more in ({"max_cache_len": 32}, {"kv_cache": {"format": "int8", "recent_tokens": 4}}):
+        other = QuantizedCache(llama.config, **more)
+        assert next_tokens(other.layers[0], 2, 5, *sizes) is None  # of fixed size, or with tokens in 16 bit
+        decode(llama, prompt(2), other)
+        assert next_tokens(other.layers[0], 2, 1, *sizes) is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
@@ -535,28 +599,30 @@ def test_next_tokens_are_where_each_layer_has_its_own(kind):
     decode(model, prompt(3, 250), cache)
     shape = cache.layers[0].k_codes.shape
 
-    def find(rows=3):
-        return [next_token(layer, rows, shape[1], model.config.head_dim, torch.float32) for layer in cache.layers]
+    def find(rows, count):
+        sizes = (shape[1], model.config.head_dim, torch.float32)
+        return [next_tokens(layer, rows, count, *sizes) for layer in cache.layers]
 
     changes = {
         2: lambda: cache.crop(-2),
         4: lambda: cache.reorder_cache(torch.tensor([2, 0, 1])),
         6: lambda: cache.batch_select_indices(torch.tensor([0, 2])),
     }
-    tokens, lost = NextTokens(find(), [None] * len(cache.layers)), []
-    for i in range(280):
+    tokens, lost = Places(find(3, 1), [None] * len(cache.layers)), []
+    for i in range(250):
         changes.get(i, lambda: None)()
-        places, found = tokens.places(), find(2 if i >= 6 else 3)
+        count = 1 + i % 2
+        places, found = tokens.next(count), find(2 if i >= 6 else 3, count)
         if places is None:
             lost.append(i)
-            tokens = NextTokens(found, [None] * len(cache.layers))
-            places = tokens.places()
+            tokens = Places(found, [None] * len(cache.layers))
+            places = tokens.next(count)
         assert places == [number for token in found for number in token.place]
-        tokens.done()
+        tokens.done(count)
     assert lost[:2] == [4, 6] and len(lost) == 3  # the last one where the memory was full
-    assert NextTokens(found, [200] * len(cache.layers)).places() is None  # longer than the window
+    assert Places(found, [200] * len(cache.layers)).next(1) is None  # longer than the window
     cache.reset()
-    assert tokens.places() is None
+    assert tokens.next(1) is None
 
 
 @pytest.mark.parametrize("parallel", [True, False])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_quant import capture_generate, unfuse_activations_
-from hf_quant.integrations.transformers.blocks import base, block_reasons, layer, recurrent
+from hf_quant import QuantizedCache, capture_generate, unfuse_activations_
+from hf_quant.integrations.transformers.blocks import base, block_reasons, decoder, layer, recurrent
 from hf_quant.tests.integrations.test_fused_blocks import generate, make, needs_native, prompt, states
 
 
@@ -93,6 +93,32 @@ def test_prompts_in_parts(kind, monkeypatch):
         torch.testing.assert_close(found[-1], found[0], rtol=1e-4, atol=1e-4)
     expected, _ = per_token(unfuse_activations_(model), ids)
     torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "lfm2"])
+def test_prompts_without_the_python_of_the_host(kind, monkeypatch):
+    """Tokens of an empty cache, and of one in use."""
+    model, ids, counts = make(kind, **FAMILIES[kind][0]), prompt(2, 30), []
+    real = decoder.DecoderBlock.states
+
+    def noted(self, inputs):
+        y = real(self, inputs)
+        counts.append(None if y is None else inputs.sizes)
+        return y
+
+    monkeypatch.setattr(decoder.DecoderBlock, "states", noted)
+
+    def read() -> torch.Tensor:
+        cache = QuantizedCache(model.config, "int8")
+        with torch.no_grad():
+            return torch.cat([model(part, past_key_values=cache).logits for part in ids.split([17, 13], 1)], 1)
+
+    results = [read() for _ in range(3)]
+    assert counts[-2:] == [(2, 17), (2, 13)]
+    unfuse_activations_(model)
+    expected = read()
+    assert torch.equal(results[1], results[2])
+    assert (results[2] - expected).norm() / expected.norm() < 1e-3
 
 
 def test_states_that_lie_otherwise_are_left_to_the_host():

@@ -1,4 +1,4 @@
-"""The attention of one new token as one native call: projections, norms of heads, rotary embedding, append, attention.
+"""The attention of new tokens as one native call: projections, norms of heads, rotary embedding, append, attention.
 
 The host's module is tried with an attention function that only records: its queries, keys and values, the scale of
 the scores and everything else that it asks for. The block must compute the same queries, keys and values, at a low and
@@ -100,7 +100,10 @@ class AttentionBlock:
         layers = _layers(module) if layers is None else layers
         if layers is None:
             raise Unproven("its layers were replaced")
-        self.watch, self.dtype, self.layers, self.angle_dtype = Watch(module), dtype, layers, angle_dtype
+        own = module.__dict__.get("is_causal")
+        self.watch = Watch(module, entries=(module.__dict__, "is_causal", own))
+        self.is_causal = getattr(module, "is_causal", True)  # which counts for several tokens at once
+        self.dtype, self.layers, self.angle_dtype = dtype, layers, angle_dtype
         self.implementation, self.index = implementation_of(module), module.layer_idx
         self.K, self.N = width_of(layers[0]), outputs_of(layers[-1])
         if self.N != self.K:
@@ -166,13 +169,14 @@ class AttentionBlock:
         y = block.buffer(self.widths[0])
         self.add_projections(block, x, found)
         block.append(k, v, self.sizes.shared_heads)
-        self.add_attention(block, q, y)
+        self.add_attention(block, q, (k, v), y)
         self.add_output(block, y, to, *gate)
 
-    def add_attention(self, block: Block, q: int, to: int) -> None:
-        """Add the step from the queries to the result of the attention to the cache."""
-        more = {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
-        block.attend(q, to, self.sizes.heads, self.sizes.shared_heads, scale=self.scale, **more)
+    def add_attention(self, block: Block, q: int, new: tuple[int, int], to: int) -> None:
+        """Add the step from the queries, and `new` keys and values, to the result of the attention to the cache."""
+        options, (heads, shared, *_) = self.options, self.sizes
+        more = {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
+        block.attend(q, new, to, heads, shared, scale=self.scale, window=options.get("sliding_window") or 0, **more)
 
     def add_output(self, block: Block, y: int, to: int, *gate: int) -> None:
         """Add the steps from the result of the attention, and the gate if there is one, to the output."""
@@ -300,30 +304,38 @@ class AttentionBlock:
         y = self.with_codes(self.block, x, angles, mask, past)
         return self._by_host(module, x, angles, mask, past) if y is None else y
 
-    def next_token(self, past: Any, B: int) -> kv_cache.NextToken | None:
-        """The place of the next token in a quantized cache, None if it is none, or is longer than the window."""
+    def next_tokens(self, past: Any, B: int, count: int) -> kv_cache.NextTokens | None:
+        """The place of new tokens in a quantized cache, None if the native kernels do not compute their attention.
+
+        One token must not leave the window.
+        """
         layers = getattr(past, "layers", ())
         if self.index >= len(layers) or getattr(past, "offloading", False):
             return None
-        sizes = self.sizes
-        token = kv_cache.next_token(layers[self.index], B, sizes.shared_heads, sizes.D, self.dtype)
-        window = self.options.get("sliding_window")
-        return None if token is None or (window and token.place[1] > window) else token
+        is_causal = self.is_causal and self.options.get("is_causal", True)
+        if count > 1 and not (is_causal and kv_cache.computes_prompts(self.implementation, self.dtype)):
+            return None
+        sizes, window = self.sizes, self.options.get("sliding_window")
+        tokens = kv_cache.next_tokens(layers[self.index], B, count, sizes.shared_heads, sizes.D, self.dtype)
+        return None if tokens is None or (count == 1 and window and tokens.place[1] > window) else tokens
 
     def with_codes(self, block: Block, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
         """Run a block with the arguments (x, cos, sin, y) that ends in a quantized cache, None if it cannot."""
-        B = len(x)
-        token = self.next_token(past, B)
-        if token is None:
+        B, S = x.shape[:2]
+        tokens = self.next_tokens(past, B, S)
+        if tokens is None:
             return None
+        is_causal = mask is None
         if mask is not None:
-            mask = usable(mask, B, self.sizes.heads, token.place[1])
+            mask = usable(mask, B, self.sizes.heads, S, tokens.place[1])
             if mask is None:
                 return None
         y = torch.empty_like(x)
+        angles = by_rows(angles, B)
         cos, sin, stride = addresses_of(angles, self.sizes.turned)
-        block.with_cache(B, stride, token.cache, token.place, mask, x.data_ptr(), cos, sin, y.data_ptr())
-        token.done()
+        at = (x.data_ptr(), cos, sin, y.data_ptr())
+        block.with_cache(B, S, stride, tokens.cache, tokens.place, mask, *at, is_causal=is_causal)
+        tokens.done()
         return y
 
     def _by_host(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
@@ -368,22 +380,29 @@ def fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype, S: in
     return cos.shape[0] in (1, B)
 
 
+def by_rows(angles: Any, B: int) -> Any:
+    """Angles of S tokens [1 or B, S, turned] as a block reads them: each row of its own, or one row for all."""
+    if not isinstance(angles, tuple) or angles[0].shape[1] == 1 or len(angles[0]) == B:
+        return angles
+    return tuple(part.expand(B, -1, -1).contiguous() for part in angles)
+
+
 def addresses_of(angles: Any, turned: int) -> tuple[int, int, int]:
-    """(addresses of cos and sin, elements from row to row)."""
+    """(addresses of cos and sin, elements from row to row) of angles `by_rows`."""
     if not turned:
         return 0, 0, 0
     cos, sin = angles
-    return cos.data_ptr(), sin.data_ptr(), turned if cos.shape[0] > 1 else 0
+    return cos.data_ptr(), sin.data_ptr(), turned if cos.shape[0] > 1 or cos.shape[1] > 1 else 0
 
 
-def usable(mask: Any, B: int, heads: int, tokens: int) -> Tensor | None:
-    """A mask [B, 1 or heads, 1, tokens] as the block reads it, None if it is of another kind."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] != 1 or mask.shape[3] < tokens:
+def usable(mask: Any, B: int, heads: int, S: int, tokens: int) -> Tensor | None:
+    """A mask [B, 1 or heads, S, tokens] as the block reads it, None if it is of another kind."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] != S or mask.shape[3] < tokens:
         return None
     mask = mask[..., :tokens]
     mask = mask if mask.dtype == torch.bool else mask.float()
     mask = mask if mask.stride(3) == 1 else mask.contiguous()
-    return mask.expand(B, heads, 1, tokens) if mask.shape[0] in (1, B) and mask.shape[1] in (1, heads) else None
+    return mask.expand(B, heads, S, tokens) if mask.shape[0] in (1, B) and mask.shape[1] in (1, heads) else None
 
 
 def implementation_of(module: nn.Module) -> str | None:

@@ -120,9 +120,17 @@ class State:
         self.found: dict[Hashable, Any] = {}
         self.trials = self.waits = 0
         self.reason: str | None = None  # why there is none
+        self._prompts: State | None = None
 
     def __reduce__(self) -> tuple:
         return State, ()
+
+    @property
+    def prompts(self) -> "State":
+        """The state for prompts of a module whose other calls must not wait for them."""
+        if self._prompts is None:
+            self._prompts = State()
+        return self._prompts
 
     def block(self, module: nn.Module, key: Hashable, make: Callable[[], Any]) -> Any:
         """The block of a module for calls of a kind, None if it has none: `make` makes it, or raises Unproven."""
@@ -301,7 +309,8 @@ def is_same(a: Any, b: Any) -> bool:
     """True if both are the same tensor, or views of one memory that look the same."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+    steps = all(size == 1 or a.stride(i) == b.stride(i) for i, size in enumerate(a.shape) if i < b.dim())
+    return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype) and steps
 
 
 def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str | None = None) -> Tensor:

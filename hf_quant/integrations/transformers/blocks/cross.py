@@ -104,7 +104,7 @@ class CrossLayer:
         self._add_sum(self.first, 0, y, 1, 0)
         q, attended = (self.second.buffer(self.crossing.widths[0]) for _ in range(2))
         self.crossing.add_query(self.second, self._before(self.second, 0, 1), q)
-        self.crossing.add_attention(self.second, q, attended)
+        self.crossing.add_attention(self.second, q, (-1, -1), attended)
         self._add_end(self.second, attended, 1)
         self.first.finish()
         self.second.finish()
@@ -188,20 +188,20 @@ class CrossLayer:
         crossed, sizes = getattr(past, "cross_attention_cache", None), self.crossing.sizes
         if crossed is None or crossed.offloading or not past.is_updated.get(self.crossing.index):
             return None
-        token = self.attention.next_token(past.self_attention_cache, B)
+        token = self.attention.next_tokens(past.self_attention_cache, B, 1)
         held = kv_cache.held_tokens(crossed.layers[self.crossing.index], B, sizes.shared_heads, sizes.D, x.dtype)
         if token is None or held is None:
             return None
         masks = self._masks(kwargs)
         for i, place in enumerate((token.place, held[1])):
             if masks[i] is not None:
-                masks[i] = usable(masks[i], B, sizes.heads, place[1])
+                masks[i] = usable(masks[i], B, sizes.heads, 1, place[1])
                 if masks[i] is None:
                     return None
         h, y = torch.empty_like(x), torch.empty_like(x)
-        self.first.with_cache(B, 0, token.cache, token.place, masks[0], x.data_ptr(), h.data_ptr())
+        self.first.with_cache(B, 1, 0, token.cache, token.place, masks[0], x.data_ptr(), h.data_ptr())
         token.done()
-        self.second.with_cache(B, 0, *held, masks[1], h.data_ptr(), y.data_ptr())
+        self.second.with_cache(B, 1, 0, *held, masks[1], h.data_ptr(), y.data_ptr())
         return y
 
     def _masks(self, kwargs: dict[str, Any]) -> list[Any]:

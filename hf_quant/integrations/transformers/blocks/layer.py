@@ -1,7 +1,8 @@
 """A layer of a decoder as native calls: norms, attention, feed-forward, and the sums between.
 
-One new token with a quantized cache is one call. Of a prompt, or with another cache, what lies before the attention is
-one, and what lies behind it. The parts are the blocks of its modules; the trial shows how the host puts them together.
+Up to `CHUNK` tokens with a quantized cache are one call. Of more, or with another cache, what lies before the
+attention is one, and what lies behind it. The parts are the blocks of its modules; the trial shows how the host puts
+them together.
 """
 
 from typing import Any
@@ -196,9 +197,9 @@ class LayerBlock:
             name = type(module).__name__
             raise Unproven(f"{name} puts its parts together otherwise: off by {min(errors):.3g} roundings")
 
-    def next_token(self, past: Any, B: int) -> kv_cache.NextToken | None:
-        """The place of the next token in a quantized cache, see `AttentionBlock.next_token`."""
-        return self.attention.next_token(past, B)
+    def next_tokens(self, past: Any, B: int, count: int) -> kv_cache.NextTokens | None:
+        """The place of new tokens in a quantized cache, see `AttentionBlock.next_tokens`."""
+        return self.attention.next_tokens(past, B, count)
 
     def in_parts(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The layer's output for tokens x [B, S, K], whose attention is the host's."""
@@ -206,9 +207,7 @@ class LayerBlock:
         _, _, D, turned = self.attention.sizes
         widths = self.attention.widths
         q, k, v, *gate = projected = [x.new_empty(B, S, width // D, D) for width in widths]
-        cos, sin = angles if turned else (None, None)
-        if turned and len(cos) != B:
-            cos, sin = (part.expand(B, S, turned).contiguous() for part in angles)
+        cos, sin = (part.expand(B, S, turned).contiguous() for part in angles) if turned else (None, None)
         for start in range(0, B * S, CHUNK):
             rows = min(CHUNK, B * S - start)
             parts = ((x, K), (cos, turned), (sin, turned), *zip(projected, widths))
@@ -254,5 +253,6 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
     if turned and not fit(*angles, B, turned, attention.angle_dtype, S):
         return None
     mask, past = kwargs.get("attention_mask"), past_of(kwargs)
-    y = attention.with_codes(block.block, x, angles, mask, past) if S == 1 and B <= MAX_ROWS else None
+    is_short = B * S <= (MAX_ROWS if S == 1 else CHUNK)
+    y = attention.with_codes(block.block, x, angles, mask, past) if is_short else None
     return block.in_parts(module, x, angles, mask, past) if y is None else y

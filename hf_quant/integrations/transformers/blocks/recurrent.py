@@ -14,7 +14,6 @@ from transformers.activations import ACT2FN
 
 from hf_quant.integrations.transformers.blocks.attention import _TAKEN
 from hf_quant.integrations.transformers.blocks.base import (
-    MAX_ROWS,
     QUANTIZED,
     TOLERANCE,
     Classes,
@@ -162,13 +161,11 @@ class States(NamedTuple):
 
     conv: Tensor
     recurrent: Tensor | None
+    are_new: bool = False  # not in the cache yet
 
     def addresses(self) -> tuple[int, int]:
         """The addresses of both, 0 if there is none."""
         return self.conv.data_ptr(), 0 if self.recurrent is None else self.recurrent.data_ptr()
-
-    def done(self) -> None:
-        """Count the token that was added: states do not count."""
 
 
 class RecurrentLayer:
@@ -191,37 +188,43 @@ class RecurrentLayer:
         kwargs = {"past_key_values": None, "position_embeddings": None}
         _check(module, max(_error(block, mixer, module, kwargs, tokens) for tokens in (1, 70)), dtype)
 
-    def next_token(self, past: Any, B: int) -> States | None:
-        """The states that the next token of B sequences moves on, None if there are none that the block reads."""
+    def next_tokens(self, past: Any, B: int, count: int) -> States | None:
+        """The states that new tokens of B sequences move on, None if the block does not read them.
+
+        One token needs states that are there.
+        """
+        index = self.mixer.index
+        if count > 1 and not past.is_recording_past(index) and past.get_conv_state(index, state_idx=0) is None:
+            return self.mixer.new_states(B)._replace(are_new=True)
         return self.mixer.states(past, B)
 
-    def prompt(self, x: Tensor, past: Any) -> Tensor | None:
-        """The output for tokens x [B, S, K], which are added to the states; None: left to the host."""
-        mixer = self.mixer
-        is_new = past.get_conv_state(mixer.index, state_idx=0) is None and not past.is_recording_past(mixer.index)
-        states = mixer.new_states(len(x)) if is_new else mixer.states(past, len(x))
-        if states is None:
-            return None
-        y = _moved(self.block, x, states)
-        if is_new:
-            past.update_conv_state(states.conv, mixer.index, conv_kernel_size=states.conv.shape[2])
-            if states.recurrent is not None:
-                past.update_recurrent_state(states.recurrent, mixer.index)
-        return y
+    def move(self, states: States, x: Tensor, y: Tensor) -> None:
+        """Compute the output y for tokens x [B, S, K]; the states are moved on by S tokens."""
+        _move(self.block, states, x, y)
+
+    def keep(self, states: States, past: Any) -> None:
+        """Put states into the cache if they are new."""
+        if not states.are_new:
+            return
+        past.update_conv_state(states.conv, self.mixer.index, conv_kernel_size=states.conv.shape[2])
+        if states.recurrent is not None:
+            past.update_recurrent_state(states.recurrent, self.mixer.index)
 
 
-def _moved(block: Block, x: Tensor, states: States) -> Tensor:
-    """The output of a block for x [B, S, K]; the states are moved on by S tokens. Some hundred rows at a time."""
-    (B, S, K), y, size = x.shape, torch.empty_like(x), x.element_size()
+def _move(block: Block, states: States, x: Tensor, y: Tensor) -> None:
+    """`RecurrentLayer.move` by a block, some hundred rows at a time."""
+    (B, S, K), size = x.shape, x.element_size()
+    if B * S <= CHUNK:
+        block(B * S, x.data_ptr(), *states.addresses(), y.data_ptr(), sequences=B)
+        return
     together = max(CHUNK // S, 1)  # sequences
     for b in range(0, B, together):
         count = min(together, B - b)
-        at = States(*(None if state is None else state[b:] for state in states)).addresses()
+        at = States(*(None if state is None else state[b:] for state in states[:2])).addresses()
         for start in range(0, S, CHUNK):
             offset = (b * S + start) * K * size
             rows = count * min(S - start, CHUNK)
             block(rows, x.data_ptr() + offset, *at, y.data_ptr() + offset, sequences=count)
-    return y
 
 
 def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, None], tokens: int = 1) -> float:
@@ -232,14 +235,16 @@ def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, Non
     dtype = mixer.dtype
     x, given, theirs = random_rows(2, tokens, mixer.K, dtype=dtype), mixer.new_states(2), _States(None, None)
     if tokens == 1:
-        conv, recurrent = given
+        conv, recurrent, _ = given
         conv.copy_(random_rows(*conv.shape, dtype=dtype, seed=1))
         if recurrent is not None:
             recurrent.copy_(random_rows(*recurrent.shape, dtype=torch.float32, seed=2))
         theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
     kwargs = {"hidden_states": x, "attention_mask": None, **kwargs, next(iter(kwargs)): theirs}
     expected = type(module)._hf_quant_block_of.forward(module, **kwargs)
-    errors = [difference(_moved(block, x, given), expected), difference(given.conv, theirs.conv)]
+    y = torch.empty_like(x)
+    _move(block, given, x, y)
+    errors = [difference(y, expected), difference(given.conv, theirs.conv)]
     if given.recurrent is not None:
         errors.append(difference(given.recurrent.to(dtype), theirs.recurrent.to(dtype)))
     return max(errors)
@@ -374,10 +379,14 @@ def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, 
     found = state.block(module, x.dtype, lambda: make(x.dtype))
     if found is None or found.K != x.shape[2]:
         return None
-    if isinstance(found, RecurrentLayer) and (x.shape[1] > 1 or len(x) > MAX_ROWS):
-        return found.prompt(x, past)
-    states = getattr(found, "mixer", found).states(past, len(x))
-    return None if states is None else _moved(found.block, x, states)
+    y, is_layer = torch.empty_like(x), isinstance(found, RecurrentLayer)
+    states = found.next_tokens(past, *x.shape[:2]) if is_layer else found.states(past, len(x))
+    if states is None:
+        return None
+    _move(found.block, states, x, y)
+    if is_layer:
+        found.keep(states, past)
+    return y
 
 
 def run_delta_net(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -27,13 +27,8 @@ from hf_quant.integrations.transformers.blocks.base import (
     state_of,
     twin_of,
 )
-from hf_quant.integrations.transformers.blocks.decoder import (
-    INPUTS,
-    DecoderBlock,
-    OneToken,
-    named_inputs,
-    rows_of,
-)
+from hf_quant.integrations.transformers.blocks.decoder import DecoderBlock, rows_of
+from hf_quant.integrations.transformers.blocks.inputs import INPUTS, NewTokens, named_inputs
 from hf_quant.integrations.transformers.blocks.norm import NormBlock
 from hf_quant.integrations.transformers.graphs.state import globals_of
 from hf_quant.kernels.native.blocks import Block
@@ -56,7 +51,7 @@ class TokenStep:
     def __init__(
         self,
         model: nn.Module,
-        token: OneToken,
+        token: NewTokens,
         given: dict[str, Any],
         calls: list[Call],
         inner: list[Call],
@@ -104,7 +99,7 @@ class TokenStep:
         has_hooks = "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]
         return not has_hooks and self.watch.holds() and self.globals == globals_of(model)
 
-    def __call__(self, token: OneToken) -> Any:
+    def __call__(self, token: NewTokens) -> Any:
         """The model's output, with the token added to the cache; None: left to the host."""
         if token.key != self.key:
             return None
@@ -141,7 +136,7 @@ def _inside(
 
 def _block_of(decoder: nn.Module, kwargs: dict[str, Any]) -> DecoderBlock:
     """The block that a decoder runs for a call. Raises Unproven."""
-    state, token = state_of(decoder), OneToken.of(kwargs)
+    state, token = state_of(decoder), NewTokens.of(kwargs)
     if state is None or token is None:
         raise Unproven(f"{type(decoder).__name__} has no block")
     block = state.found.get(token.key)
@@ -248,8 +243,8 @@ class TokenDecoder:
     def __call__(self, **inputs: Any) -> Any:
         model, graphs, ahead = self.graphs.model(), self.graphs, self.ahead
         is_whole = ahead is not None and not ahead.has_padding and inputs.get(_GROWN[0]) is ahead.made.get(_GROWN[0])
-        token = OneToken.of(inputs, is_whole=is_whole)
-        if token is None or token.inputs.past is not self.cache():
+        token = NewTokens.of(inputs, is_whole=is_whole)
+        if token is None or token.inputs.sizes[1] > 1 or token.inputs.past is not self.cache():
             ids = inputs.get("input_ids")
             if self.waits and isinstance(ids, Tensor) and ids.shape[-1] == 1:
                 names = [name for name, value in inputs.items() if name not in INPUTS and isinstance(value, Tensor)]
@@ -269,7 +264,7 @@ class TokenDecoder:
             return self.capture(model, token, inputs)
         return model(**inputs)
 
-    def capture(self, model: nn.Module, token: OneToken, inputs: dict[str, Any]) -> Any:
+    def capture(self, model: nn.Module, token: NewTokens, inputs: dict[str, Any]) -> Any:
         """Run a step of the host, and make a captured one of it if its decoder has a block by now."""
         self.waits -= 1
         calls, inner = [], []

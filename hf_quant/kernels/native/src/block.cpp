@@ -38,6 +38,16 @@ Cache read_of(const AppendedHeads& heads, const BlockCall& call) {
   return cache;
 }
 
+// Keys or values of tokens, one after the other, as they are.
+Cache values_of(const void* x, const Attention& p) {
+  Cache cache{};
+  cache.codes = static_cast<const uint8_t*>(x);
+  cache.code_head = p.D * element_size(p.q_dtype);
+  cache.code_token = p.H_kv * cache.code_head;
+  cache.code_batch = p.S * cache.code_token;
+  return cache;
+}
+
 }  // namespace
 
 const Product* Block::product_from(size_t step, const Block* following) const {
@@ -228,13 +238,14 @@ size_t Block::products(const Kernels& kernels, const BlockCall& call, size_t fir
   return kernels.matmul(siblings[0]) ? count : 0;
 }
 
-// Row b of the keys and values is the new token of sequence b.
 void Block::append(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at) const {
   Append p{};
-  p.B = call.M;
+  p.B = call.sequences;
   p.H = step.shared_heads;
-  p.S = 1;
-  p.start = call.column + call.tokens - 1;
+  p.S = call.M / call.sequences;
+  p.start = call.column + call.tokens - p.S;
+  p.begins = call.first == NEW;
+  p.first_lacks = p.begins ? call.cache->first : nullptr;
   p.layout = call.cache->layout;
   p.x_dtype = buffers_[step.from[0]].dtype;
   p.k = call.cache->k;
@@ -242,8 +253,9 @@ void Block::append(const Kernels& kernels, const BlockCall& call, const BlockSte
   AppendedHeads* both[] = {&p.k, &p.v};
   for (int i = 0; i < 2; ++i) {
     both[i]->x = at[step.from[i]];
-    both[i]->x_batch = p.H * both[i]->D;
-    both[i]->x_head = both[i]->x_token = both[i]->D;
+    both[i]->x_head = both[i]->D;
+    both[i]->x_token = p.H * both[i]->D;
+    both[i]->x_batch = p.S * both[i]->x_token;
   }
   p.threads = call.threads;
   kernels.append(p);
@@ -253,33 +265,46 @@ bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockSte
                    float* lse) const {
   const BlockCache& cache = *call.cache;
   Attention p{};
-  p.B = call.M;
+  p.B = call.sequences;
   p.H = step.heads;
   p.H_kv = step.shared_heads;
-  p.S = 1;
+  p.S = call.M / call.sequences;
   p.T = call.tokens;
   p.D = cache.k.D;
-  p.layout = cache.layout;
-  p.levels = cache.levels;
-  p.equally_spaced = cache.equally_spaced;
-  p.groups = cache.k.groups;
-  p.group_size = p.D / p.groups;
   p.q = at[step.from[0]];
   p.q_dtype = buffers_[step.from[0]].dtype;
-  p.q_batch = p.y_batch = p.H * p.D;
-  p.q_head = p.q_position = p.y_head = p.y_position = p.D;
-  p.rotates = cache.k.rotates;
-  p.rotates_values = cache.v.rotates;
-  p.frame = cache.k.frame;
-  p.first = call.has_first ? cache.first : nullptr;
+  p.q_head = p.y_head = p.D;
+  p.q_position = p.y_position = p.H * p.D;
+  p.q_batch = p.y_batch = p.S * p.q_position;
   p.y = at[step.to];
   p.lse = lse;
-  p.k = read_of(cache.k, call);
-  p.v = read_of(cache.v, call);
+  if (call.first == NEW) {
+    p.layout = VALUES;
+    p.groups = 1;
+    p.group_size = p.D;
+    p.k = values_of(at[step.from[1]], p);
+    p.v = values_of(at[step.from[2]], p);
+    p.by_bf16 = call.by_bf16;
+  } else {
+    p.layout = cache.layout;
+    p.levels = cache.levels;
+    p.equally_spaced = cache.equally_spaced;
+    p.groups = cache.k.groups;
+    p.group_size = p.D / p.groups;
+    p.rotates = cache.k.rotates;
+    p.rotates_values = cache.v.rotates;
+    p.frame = cache.k.frame;
+    p.first = call.first == HELD ? cache.first : nullptr;
+    p.k = read_of(cache.k, call);
+    p.v = read_of(cache.v, call);
+  }
   p.mask = call.mask;
   p.mask_dtype = call.mask_dtype;
   p.mask_batch = call.mask_batch;
   p.mask_head = call.mask_head;
+  p.mask_position = call.mask_position;
+  p.causal = call.causal;
+  p.window = call.causal ? step.window : 0;
   p.scale = step.scale;
   p.softcap = step.softcap;
   p.sinks = step.sinks;

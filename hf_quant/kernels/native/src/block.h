@@ -33,6 +33,7 @@ struct BlockStep {
   bool rounds;               // COMBINE: products, before they are added
   int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values
   float scale, softcap;         // ATTEND: of the scores, see Attention; ADD: scale of what is added
+  int64_t window;               // ATTEND: as in Attention
   const void* sinks;
   int sinks_dtype;
 };
@@ -43,8 +44,11 @@ struct BlockCache {
   const float* levels;
   bool equally_spaced;
   AppendedHeads k, v;
-  const float* first;  // what is added to the first key, see Attention
+  float* first;  // what is added to the first key, see Attention
 };
+
+// The key of the sequence's first token: what `BlockCache.first` is of.
+enum FirstKey : int { NOT_HELD, HELD, NEW };  // NEW: the cache is empty, what it holds of its first tokens is written
 
 class Block;
 
@@ -61,13 +65,14 @@ struct BlockCall {
   int threads;
   bool by_bf16;             // whether products may compute BY_BF16
   const BlockCache* cache;  // null: no step needs one
-  int64_t column, tokens;   // of the cache: the first one in use, and how many are with the new one
-  bool has_first;           // column 0 holds the first key
-  const void* mask;         // as in Attention, [M, H or 1, 1, tokens]
+  int64_t column, tokens;   // of the cache: the first one in use, and how many are with the new ones
+  int first;                // FirstKey: whether column `column` holds the first key
+  const void* mask;         // as in Attention, [sequences, H or 1, rows of each or 1, tokens]
   int mask_dtype;
-  int64_t mask_batch, mask_head;
+  int64_t mask_batch, mask_head, mask_position;
+  bool causal;              // in Attention
   int64_t angle_stride;     // elements of cos and sin from row to row
-  int64_t sequences;        // rows are one token after the other of each; for CONVOLVE and DELTA
+  int64_t sequences;        // rows are one token after the other of each
   const Block* following;   // the block that is run next, or null
 };
 

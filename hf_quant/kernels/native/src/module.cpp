@@ -515,6 +515,7 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.softcap = bits_to_float(static_cast<uint32_t>(a.number()));
       step.sinks = a.pointer<const void>();
       step.sinks_dtype = a.integer();
+      step.window = a.number();
   }
   if (!a.finish()) return nullptr;
   block->add(step);
@@ -529,18 +530,19 @@ PyObject* prepare_cache(PyObject*, PyObject* const* args, Py_ssize_t count) {
   cache.layout = a.integer();
   cache.levels = a.pointer<const float>();
   cache.equally_spaced = a.integer() != 0;
-  cache.first = a.pointer<const float>();
+  cache.first = a.pointer<float>();
   read_appended(a, cache.k);
   read_appended(a, cache.v);
   return a.finish() ? PyCapsule_New(new BlockCache(cache), nullptr, forget_cache) : nullptr;
 }
 
-// What `run_block` and `run_blocks` are told of the caches of their call.
+// What `run_block` and `run_blocks` are told of their call.
 void read_call(Arguments& a, BlockCall& call) {
   call.by_bf16 = multiplies_bf16();
-  call.M = call.sequences = a.number();
+  call.M = a.number();
   call.threads = a.integer();
   call.angle_stride = a.number();
+  call.sequences = a.number();
 }
 
 void read_mask(Arguments& a, BlockCall& call) {
@@ -548,12 +550,14 @@ void read_mask(Arguments& a, BlockCall& call) {
   call.mask_dtype = a.integer();
   call.mask_batch = a.number();
   call.mask_head = a.number();
+  call.mask_position = a.number();
+  call.causal = a.integer() != 0;
 }
 
-void read_columns(Arguments& a, BlockCall& call) {
+void read_place(Arguments& a, BlockCall& call) {
   call.column = a.number();
   call.tokens = a.number();
-  call.has_first = a.integer() != 0;
+  call.first = a.integer();
 }
 
 // A block, a cache or None, and the numbers of the call, last the addresses of the block's arguments.
@@ -569,10 +573,8 @@ PyObject* run_block(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (args[1] != Py_None) {
     call.cache = static_cast<const BlockCache*>(PyCapsule_GetPointer(args[1], nullptr));
     if (call.cache == nullptr) return nullptr;
-    read_columns(a, call);
+    read_place(a, call);
     read_mask(a, call);
-  } else {
-    call.sequences = a.number();
   }
   void* arguments[kMaxBlockArguments];
   if (block->num_arguments() > kMaxBlockArguments) {
@@ -610,12 +612,12 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
       PyErr_SetString(PyExc_TypeError, "needs blocks with four arguments");
       return nullptr;
     }
-    read_columns(a, call);
+    read_place(a, call);
     calls.emplace_back(block, call);
     bytes = std::max(bytes, static_cast<size_t>(block->bytes_of(3, call.M)));
   }
   if (!a.finish()) return nullptr;
-  bool ok = true;
+  bool ok = true, interrupted = false;
   for (size_t i = 0; i + 1 < calls.size(); ++i) calls[i].second.following = calls[i + 1].first;
   std::vector<char> between(2 * bytes);
   void* const last = arguments[3];
@@ -623,12 +625,15 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
     arguments[3] = i + 1 < calls.size() ? between.data() + (i % 2) * bytes : last;
     ok = calls[i].first->run(*active, calls[i].second, arguments);
     arguments[0] = arguments[3];
+    if (call.M == call.sequences) continue;
+    Py_BLOCK_THREADS interrupted = PyErr_CheckSignals() != 0;  // a prompt may take seconds
+    Py_UNBLOCK_THREADS ok = ok && !interrupted;
   }
-  Py_END_ALLOW_THREADS return done(ok);
+  Py_END_ALLOW_THREADS return interrupted ? nullptr : done(ok);
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(21); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(22); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 

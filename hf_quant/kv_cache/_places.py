@@ -1,4 +1,4 @@
-"""`next_token`: a growing layer of a cache, for a native block that writes one token into it and attends to all."""
+"""`next_tokens`: a growing layer of a cache, for a native block that writes tokens into it and attends to all."""
 
 import math
 from collections.abc import Sequence
@@ -14,23 +14,31 @@ from hf_quant.kv_cache._layers import GrowingStorage, QuantizedHybridLayer, Quan
 
 
 _SERVED = (QuantizedLayer, QuantizedHybridLayer, QuantizedSlidingWindowLayer)
+_OTHERS, _FIRST, _NEW = range(3)  # the first key: not there, in the first column, or new
 
 
-class NextToken(NamedTuple):
-    """The place of one new token of each sequence, there but not yet counted.
+class NextTokens(NamedTuple):
+    """The place of new tokens of each sequence, there but not yet counted.
 
     Attributes:
         cache, place: as `Block.with_cache` takes them.
         layer: of the cache.
+        count: of the new tokens.
     """
 
     cache: object
-    place: tuple[int, int, bool]
+    place: tuple[int, int, int]
     layer: GrowingStorage
+    count: int
+
+    @property
+    def are_first(self) -> bool:
+        """True if the layer is empty: these tokens are attended to as they are, not as codes."""
+        return self.place[2] == _NEW
 
     def done(self) -> None:
-        """Count the token, once it is written."""
-        self.layer._count_token()
+        """Count the tokens, once they are written."""
+        self.layer._count(self.count)
 
 
 class _Prepared:
@@ -46,44 +54,49 @@ class _Prepared:
         return _Prepared, ()
 
 
-def next_token(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -> NextToken | None:
-    """Make room in a layer for one token of each of B sequences, with `num_heads` keys and values of D channels.
+def next_tokens(layer: Any, B: int, count: int, num_heads: int, D: int, dtype: torch.dtype) -> NextTokens | None:
+    """Make room in a layer for new tokens of each of B sequences, with `num_heads` keys and values of D channels.
 
-    None if this layer takes new tokens only through its `update`: it is of another kind, empty, keeps tokens in
-    16 bit, or its sequences, heads or dtype are others.
+    None if this layer takes new tokens only through its `update`: it is of another kind, keeps tokens in 16 bit, its
+    sequences, heads or dtype are others, or it is empty and gets one token.
     """
     kind = (B, num_heads, D, dtype)
+    if count > 1 and type(layer) in _SERVED and not layer.is_initialized:
+        states = torch.empty((), dtype=dtype, device="cpu").expand(B, num_heads, count, D)
+        layer.lazy_initialization(states, states)  # reads shape and dtype
     prepared = _prepared_of(layer, kind)
     if prepared is None:
         return None
     state = layer.__dict__
-    first, begin, end = state["_first"], state["_start"], state["_end"]
-    if not end:
+    if count == 1 and not state["_end"]:
         return None
-    if first + end - begin >= prepared.capacity:
-        layer._reserve(1)
-        first = state["_first"]
+    if state["_first"] + state["_end"] - state["_start"] + count > prepared.capacity:
+        layer._reserve(count)
         if prepared.codes is not state["k_codes"]:
             prepared = _prepare(layer, kind)
     if prepared.cache is None:
         return None
-    start = layer._start_of_next()
-    place = (first + start - begin, end + 1 - start, start == 0 and state["k_first"] is not None)
-    return NextToken(prepared.cache, place, layer)
+    return NextTokens(prepared.cache, _place(state, layer._start_of_next(), count), layer, count)
+
+
+def _place(state: dict[str, Any], start: int, count: int) -> tuple[int, int, int]:
+    """`NextTokens.place` of new tokens in a layer of this state, which attend to those from position `start` on."""
+    end = state["_end"]
+    first = _NEW if not end else _FIRST if start == 0 and state["k_first"] is not None else _OTHERS
+    return state["_first"] + start - state["_start"], end + count - start, first
 
 
 def held_tokens(
     layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype
-) -> tuple[object, tuple[int, int, bool]] | None:
+) -> tuple[object, tuple[int, int, int]] | None:
     """(cache, place) of all tokens in a layer, as `Block.with_cache` takes them, for a block that adds none.
 
-    None as from `next_token`, and for layers with windows.
+    None as from `next_tokens`, and for layers with windows.
     """
     prepared = _prepared_of(layer, (B, num_heads, D, dtype)) if type(layer) is QuantizedLayer else None
     if prepared is None or prepared.cache is None or not layer._end:
         return None
-    count, is_whole = layer._end - layer._start, layer._start == 0
-    return prepared.cache, (layer._first, count, is_whole and layer.k_first is not None)
+    return prepared.cache, _place(layer.__dict__, layer._start, 0)
 
 
 def _prepared_of(layer: Any, kind: tuple) -> _Prepared | None:
@@ -96,35 +109,35 @@ def _prepared_of(layer: Any, kind: tuple) -> _Prepared | None:
     return prepared
 
 
-class NextTokens:
-    """The places of the tokens that follow those for which `next_token` has found places, in several layers."""
+class Places:
+    """The places of the tokens that follow those for which `next_tokens` has found places, in several layers."""
 
-    def __init__(self, tokens: Sequence[NextToken], windows: Sequence[int | None]) -> None:
-        """`windows`: how many tokens a place of each layer may have; None: any number."""
+    def __init__(self, tokens: Sequence[NextTokens], windows: Sequence[int | None]) -> None:
+        """`windows`: how many tokens a single new one may attend to in each layer; None: any number."""
         layers = [token.layer for token in tokens]
         self.caches = [token.cache for token in tokens]
-        self._counts = [layer._count_token for layer in layers]
+        self._counts = [layer._count for layer in layers]
         self._known = [
             (layer.__dict__, layer._prepared, layer._start_of_next, most or math.inf)
             for layer, most in zip(layers, windows)
         ]
 
-    def places(self) -> list[int] | None:
-        """The next `NextToken.place` of each layer, one after the other; None: `next_token` has to look again."""
-        places = []
+    def next(self, count: int) -> list[int] | None:
+        """The next `NextTokens.place` of each layer, one after the other; None: `next_tokens` has to look again."""
+        places: list[int] = []
         for state, prepared, start_of_next, most in self._known:
-            first, begin, end = state["_first"], state["_start"], state["_end"]
-            start = start_of_next()
-            is_full = first + end - begin >= prepared.capacity
-            if not end or is_full or state["k_codes"] is not prepared.codes or end - start >= most:
+            start, end = start_of_next(), state["_end"]
+            if state["_first"] + end - state["_start"] + count > prepared.capacity:
                 return None
-            places += (first + start - begin, end + 1 - start, start == 0 and state["k_first"] is not None)
+            if state["k_codes"] is not prepared.codes or (count == 1 and (not end or end - start >= most)):
+                return None
+            places += _place(state, start, count)
         return places
 
-    def done(self) -> None:
+    def done(self, count: int) -> None:
         """Count the tokens, once they are written."""
-        for count in self._counts:
-            count()
+        for add in self._counts:
+            add(count)
 
 
 def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -> bool:
