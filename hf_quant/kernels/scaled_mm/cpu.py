@@ -185,7 +185,7 @@ def int8_scaled_mm_cpu(
     op.check(a, b, a_scale, b_scale, bias, torch.int8)
     if a.shape[0] == 0 or a.shape[1] < 2:
         return op.int8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
-    if a.shape[0] >= _MIN_GEMM_ROWS and native.active() == "avx512" and native.scales_sums(out_dtype):
+    if a.shape[0] >= _MIN_GEMM_ROWS and native.active() in ("amx", "avx512") and native.scales_sums(out_dtype):
         return _by_gemm(a, b, a_scale.contiguous(), b_scale.contiguous(), bias, out_dtype)
     w = Weight(b, b_scale, None, None, "int8", a.shape[1], a.shape[1])
     if out_dtype != torch.float64 and native.serves(w, torch.float32, int8=True):

@@ -3,7 +3,7 @@
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,fma,f16c"))), \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,fma,f16c,amx-tile,amx-int8,amx-bf16"))), \
     apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,fma,f16c")
@@ -32,7 +32,7 @@ constexpr int64_t kChunk = 480;  // rows of x that are packed at once
 // Up to which number of rows of x streaming wins over panels (14336 x 4096, Zen 4).
 template <class C>
 constexpr int64_t max_dot_rows() {
-  return C::INTEGER ? 8 : C::FIXED ? 0 : kMaxDotRows;
+  return C::INTEGER ? 8 : C::FIXED || C::FOLDS ? 0 : kMaxDotRows;
 }
 
 template <class C>
@@ -55,7 +55,8 @@ class Matmul {
     const int64_t groups = C::INTEGER || C::FIXED ? x_.groups : 0;  // of which something is kept, in 4 bytes
     const int64_t chunk = min64(p_.M, kChunk);
     // packed rows | sums of lanes | sums or steps of groups | row scales | lane groups | segments | orders
-    const int64_t rows_bytes = chunk * stride, lane_sums_bytes = chunk * units * 64;
+    x_.in_tiles = in_tiles(p_);
+    const int64_t rows_bytes = (chunk + (x_.in_tiles ? 2 * kTile : 0)) * stride, lane_sums_bytes = chunk * units * 64;
     const int64_t sums_bytes = lane_sums_bytes + ceil_div(chunk * groups * 4, 64) * 64;
     const int64_t scale_bytes = ceil_div(chunk * 4, 64) * 64, lane_bytes = ceil_div(blocks * 68, 64) * 64;
     char* memory = static_cast<char*>(thread_scratch(
@@ -68,7 +69,7 @@ class Matmul {
     x_.steps = reinterpret_cast<float*>(memory + rows_bytes + lane_sums_bytes);
     x_.units = units;
     float* scales = reinterpret_cast<float*>(memory + rows_bytes + sums_bytes);
-    const bool quantize = C::INTEGER && p_.x_dtype != INT8;
+    const bool quantize = by_int8() && p_.x_dtype != INT8;
     x_.row_scale = quantize || p_.row_scale != nullptr ? scales : nullptr;
     int32_t* relative = reinterpret_cast<int32_t*>(memory + rows_bytes + sums_bytes + scale_bytes);
     int32_t* lane_first = relative + 16 * blocks;
@@ -96,6 +97,8 @@ class Matmul {
   }
 
  private:
+  bool by_int8() const { return C::INTEGER || (C::FOLDS && p_.compute == BY_INT8); }
+
   Grouping grouping() const {
     if (p_.groups == 1) return ONE_GROUP;
     if (p_.group_size % D::BLOCK == 0) return WHOLE_BLOCKS;
@@ -105,12 +108,12 @@ class Matmul {
   bool pack(int64_t first, int64_t count, float* scales) {
     const Order<C> order;
     const int64_t natural_bytes = ceil_div(p_.K, D::BLOCK) * D::BLOCK * C::X_BYTES + 64;
-    const int64_t values_bytes = p_.block == 0 ? 0 : p_.K * 4;
+    const int64_t values_bytes = p_.block == 0 ? 0 : p_.K * 4, codes_bytes = C::FOLDS ? p_.K + 64 : 0;
     std::atomic<bool> ok{true};
     const int64_t element = element_size(p_.x_dtype);
     const int threads = count * p_.K < (1 << 16) ? 1 : p_.threads;
     parallel_for(count, threads, [&](int64_t i) {
-      char* natural = static_cast<char*>(thread_scratch(1, static_cast<size_t>(natural_bytes + values_bytes)));
+      char* natural = static_cast<char*>(thread_scratch(1, static_cast<size_t>(natural_bytes + values_bytes + codes_bytes)));
       if (natural == nullptr) {
         ok = false;
         return;
@@ -124,11 +127,17 @@ class Matmul {
         dtype = F32;
       }
       float scale = 1.0f, amax = 0.0f;
-      if (C::INTEGER && dtype != INT8) {
+      if (by_int8() && dtype != INT8) {
         amax = row_amax(x, dtype, p_.K);
         scale = scales[i] = int8_row_scale(amax, p_.input_scale);
       } else if (p_.row_scale != nullptr) {
         scales[i] = p_.row_scale[first + i];
+      }
+      if (C::FOLDS && by_int8() && dtype != INT8) {
+        char* codes = natural + natural_bytes + values_bytes;
+        int8_row(x, dtype, p_.K, p_.K, Divisor(scale, amax), codes);
+        x = codes;
+        dtype = INT8;
       }
       char* packed = const_cast<char*>(x_.rows) + i * x_.stride;
       if constexpr (C::FIXED) {
@@ -173,7 +182,7 @@ class Matmul {
   // Rows n..end of a weight, of a panel at most.
   bool multiply(const Product& p, const Segment& segment, int64_t first, int64_t n, int64_t end) const {
     const Weight weight = weight_of(p, segment.expert);
-    if constexpr (!C::FIXED) {
+    if constexpr (!C::FIXED && !C::FOLDS) {
       if (segment.count <= max_dot_rows<C>()) {
         float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(RowScales::floats(p)) * 4));
         if (memory == nullptr) return false;
@@ -227,7 +236,7 @@ class Matmul {
   bool* in_lanes_ = nullptr;  // of its rows: those that meet panels
 };
 
-static bool by_bf16(const Product& p) { return p.compute == BY_BF16 && maker_of_cpu() != INTEL; }
+static bool by_bf16(const Product& p) { return p.compute == BY_BF16 && (in_tiles(p) || maker_of_cpu() != INTEL); }
 
 template <class D>
 static bool by_float(const Product& p) {
@@ -265,7 +274,23 @@ static bool matmul_in_fixed_point(const Product& p) {
   }
 }
 
+template <class D>
+static bool by_folded(const Product& p) {
+  return Folded<D>::serves(p) && Matmul<Folded<D>>(p).run();
+}
+
+// Products by matrix units; false if it is to be computed otherwise.
+static bool matmul_in_tiles(const Product& p) {
+  switch (p.layout) {
+    case PACKED2: return by_folded<Packed2>(p) || matmul_in_blocks(p);
+    case PACKED3: return by_folded<Packed3>(p) || matmul_in_blocks(p);
+    case PACKED4: return by_folded<Packed4>(p) || matmul_in_blocks(p);
+    default: return matmul_in_blocks(p);
+  }
+}
+
 static bool matmul(const Product& p) {
+  if (in_tiles(p)) return matmul_in_tiles(p);
   if (matmul_in_fixed_point(p)) return true;
   const FixedProduct fixed = fixed_product(p);
   if (fixed == nullptr) return matmul_in_blocks(p);
@@ -275,6 +300,12 @@ static bool matmul(const Product& p) {
     if (!fixed(alone)) return false;
   }
   return true;
+}
+
+static bool matmul_by_tiles(const Product& p) {
+  Product with = p;
+  with.by_tiles = true;
+  return matmul(with);
 }
 
 static bool quantize_rows(const RowQuantization& q) {
@@ -295,6 +326,14 @@ const Kernels kAvx512 = {"avx512", true, true, avx512::matmul, avx512_portable::
                          avx512_portable::fake_quantize, avx512_portable::quantize_two_way, avx512_portable::scale_sums,
                          avx512_portable::requantize_rows, avx512_portable::norm_rows, avx512_portable::turn_rows, avx512_portable::gate_rows, avx512_portable::add_rows,
                          avx512_portable::small_product, avx512_portable::combine_rows, avx512_portable::convolve_rows, avx512_portable::delta_rows};
+
+const Kernels* amx_kernels() {
+  static Kernels kernels;
+  kernels = kAvx512;
+  kernels.name = "amx";
+  kernels.matmul = avx512::matmul_by_tiles;
+  return avx512::has_matrix_units() ? &kernels : nullptr;
+}
 
 }  // namespace hfq
 

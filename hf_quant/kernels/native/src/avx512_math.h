@@ -35,7 +35,7 @@ struct FloatSums {
   using Decoder = D;
   using Sum = __m512;
   using Table = typename D::Table;
-  static constexpr bool INTEGER = false, FIXED = false, LANE_ZEROS = D::ZERO_POINTS;
+  static constexpr bool INTEGER = false, FIXED = false, BF16 = false, FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_ps(); }
   HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
@@ -60,6 +60,7 @@ HFQ_INLINE void word_levels_lanes(const D& d, const __m512i* part, __m512i zeros
 template <class D>
 struct ByBf16 : FloatSums<D> {
   static constexpr int XVECS = 1, X_BYTES = 2;
+  static constexpr bool BF16 = true;
   using typename FloatSums<D>::Sum;
 
   HFQ_INLINE void levels(const D& d, const __m512i* part, typename D::Table table, __m512i* value) {
@@ -71,6 +72,22 @@ struct ByBf16 : FloatSums<D> {
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
     return sum;
+  }
+};
+
+// The scales of groups are in the levels of panels, where products of both are exact in bf16: x meets one group. x may be
+// integers that rows were quantized to.
+template <class D>
+struct Folded : ByBf16<D> {
+  static constexpr bool FOLDS = true;
+
+  // Levels of 4 significant bits, at most, and as many of a scale; differences of integers have them, too.
+  static bool serves(const Product& p) {
+    bool fits = p.groups > 1;
+    for (const Product* each = &p; each != nullptr; each = each->sibling)
+      fits = fits && (each->scale_dtype == E4M3 || each->scale_dtype == E8M0);
+    for (int i = 0; i < D::COUNT; ++i) fits = fits && (float_to_bits(p.levels[i]) & 0xfffff) == 0;
+    return fits;
   }
 };
 
@@ -133,7 +150,7 @@ struct ByInt8 {
   using Sum = __m512i;
   using Table = NoTable;
   static constexpr int XVECS = 1, X_BYTES = 1, OFFSET = D::OFFSET;
-  static constexpr bool INTEGER = true, FIXED = false, LANE_ZEROS = false;
+  static constexpr bool INTEGER = true, FIXED = false, BF16 = false, FOLDS = false, LANE_ZEROS = false;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
   HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
@@ -153,7 +170,7 @@ struct ByFixed {
   using Sum = __m512i;
   using Table = typename D::Table;
   static constexpr int XVECS = 1, X_BYTES = 2;
-  static constexpr bool INTEGER = false, FIXED = true, LANE_ZEROS = D::ZERO_POINTS;
+  static constexpr bool INTEGER = false, FIXED = true, BF16 = false, FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
   HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }

@@ -26,6 +26,7 @@ struct PackedX {
   const float* steps;         // of fixed point, [rows, groups]
   int64_t group_size, groups;  // of x: those of the weight, or parts of them
   const float* row_scale;     // [rows] or null
+  bool in_tiles;              // there is memory for another tile behind the last row
 };
 
 // The order of one block as a gather from natural order: vector by vector for rows of x that meet rows of codes, and lane by

@@ -1,8 +1,12 @@
 // Many rows of x: 64 rows of codes are decoded once into a panel whose lanes are rows of the weight, then multiplied
-// with broadcast pairs (quadruples) of x, six rows of x and 24 sums at a time.
+// with broadcast pairs (quadruples) of x, six rows of x and 24 sums at a time, or with tiles of x by matrix units.
 #pragma once
 
+#include <algorithm>
+#include <optional>
+
 #include "avx512_dot.h"
+#include "avx512_matrix.h"
 
 namespace hfq {
 namespace avx512 {
@@ -42,6 +46,12 @@ HFQ_INLINE void transpose(__m512i (&a)[16]) {
   }
 }
 
+template <class C>
+constexpr int offset_of() {
+  if constexpr (C::INTEGER) return C::OFFSET;
+  return 0;
+}
+
 // A stretch of lanes (16 to a block) that share a scale.
 struct Run {
   int64_t first, last;  // lanes from the start of the panel's K range
@@ -62,7 +72,10 @@ class Tile {
   static constexpr int STEP = V * PARTS * 64;  // bytes of a slice of the panel, of PARTS vectors of rows, per lane
   // Whole blocks in a panel.
   static constexpr int BLOCKS = kPanelBytes / (16 * V * 4 * 64) > 0 ? kPanelBytes / (16 * V * 4 * 64) : 1;
+  static constexpr int BLOCKS_OF_TILES = BLOCKS > 4 ? BLOCKS / 4 : 1;  // with 32 rows of x they stay in the L1 cache
   static constexpr int SLICE = BLOCKS * 16 * STEP;  // bytes
+  static constexpr bool HAS_TILES = C::INTEGER || C::BF16;
+  static constexpr int OFFSET = offset_of<C>();
 
  public:
   Tile(const Product& p, const D& decoder, const Weight& weight, const PackedX& px)
@@ -80,16 +93,29 @@ class Tile {
     int32_t* zeros = reinterpret_cast<int32_t*>(scales + MAX_RUNS * kPanel);
     float* sums = scales + 2 * MAX_RUNS * kPanel;
     memset(sums, 0, static_cast<size_t>(count) * kPanel * 4);
-    const int64_t blocks = ceil_div(p_.K, D::BLOCK);
-    for (int64_t b = 0; b < blocks; b += BLOCKS) {
-      const int64_t end = min64(b + BLOCKS, blocks);
+    std::optional<Tiles> tiles;
+    words_ = px_.in_tiles && count >= kLeastMatrixRows ? words_of_tiles() : 0;
+    if (words_ > 0) tiles.emplace(words_);
+    const int64_t blocks = ceil_div(p_.K, D::BLOCK), at_once = words_ > 0 ? BLOCKS_OF_TILES : BLOCKS;
+    for (int64_t b = 0; b < blocks; b += at_once) {
+      const int64_t end = min64(b + at_once, blocks);
       Run runs[MAX_RUNS];
-      const int num_runs = split(b, end, runs);
-      for (int run = 0; ZEROS && run < num_runs; ++run)  // the last one's for what lies beyond K, too, which is decoded
+      int num_runs = split(b, end, runs);
+      const bool in_lanes = ZEROS || C::FOLDS || (takes_zeros() && w_.zero != nullptr);
+      for (int run = 0; in_lanes && run < num_runs; ++run)  // the last one's for what lies beyond K, too, which is decoded
         for (int64_t lane = runs[run].first; lane < (run + 1 < num_runs ? runs[run].last : (end - b) * 16); ++lane)
           run_of_[lane] = static_cast<uint8_t>(run);
       load_factors(n, runs, num_runs, scales, zeros);
-      unpack(n, b, end, zeros, panel);
+      unpack(n, b, end, scales, zeros, panel);
+      if (C::FOLDS) {
+        runs[0].last = runs[num_runs - 1].last;
+        num_runs = 1;
+        std::fill(scales, scales + kPanel, 1.0f);
+      }
+      if (words_ > 0) {
+        by_tiles(b, panel, runs, num_runs, scales, first_x, count, sums);
+        continue;
+      }
       const char* slice = panel;
       for (int at = 0; at < kPanel; at += 16 * PARTS, slice += SLICE) {
         for (int64_t i = 0; i < count;) {
@@ -127,7 +153,7 @@ class Tile {
   }
 
   // Packed codes of 16 rows are transposed first, 16 x 16 words of 32 bits, and decoded then: lanes are rows.
-  void unpack(int64_t n, int64_t b, int64_t end, const int32_t* zeros, char* panel) const {
+  void unpack(int64_t n, int64_t b, int64_t end, const float* scales, const int32_t* zeros, char* panel) const {
     for (int part = 0; part < 4; ++part) {
       const uint8_t* rows[16];  // past the end the last row again, whose lanes nobody reads
       for (int r = 0; r < 16; ++r) rows[r] = w_.qdata + min64(n + 16 * part + r, p_.N - 1) * p_.row_bytes;
@@ -151,6 +177,18 @@ class Tile {
             C::levels_lanes(d_, lane_codes, _mm512_load_si512(zeros + run * kPanel + part * 16), value);
           } else {
             C::levels(d_, lane_codes, C::table(d_, 0), value);
+          }
+          if (C::FOLDS) {
+            const __m512 scale = _mm512_load_ps(scales + run_of_[(block - b) * 16 + lane] * kPanel + part * 16);
+            for (int j = 0; j < V; ++j) value[j] = scaled(value[j], scale);
+          }
+          if (takes_zeros()) {
+            __m512i zero = _mm512_set1_epi8(static_cast<char>(OFFSET));
+            if (w_.zero != nullptr) {
+              const int run = run_of_[(block - b) * 16 + lane];
+              zero = _mm512_mullo_epi32(_mm512_load_si512(zeros + run * kPanel + part * 16), _mm512_set1_epi32(0x01010101));
+            }
+            for (int j = 0; j < V; ++j) value[j] = _mm512_sub_epi8(value[j], zero);
           }
 #pragma GCC unroll 8
           for (int j = 0; j < V; ++j) _mm512_store_si512(out + j * (PARTS * 64), value[j]);
@@ -284,6 +322,96 @@ class Tile {
       for (int part = 0; part < PARTS; ++part) _mm512_store_ps(y + i * kPanel + 16 * part, totals[i][part]);
   }
 
+  // Pairs of bf16, times a number; the products are exact in bf16.
+  HFQ_INLINE __m512i scaled(__m512i pairs, __m512 by) {
+    const __m512i upper = _mm512_set1_epi32(-65536);
+    const __m512 even = _mm512_mul_ps(as_float(_mm512_slli_epi32(pairs, 16)), by);
+    const __m512 odd = _mm512_mul_ps(as_float(_mm512_and_si512(pairs, upper)), by);
+    // upper ? odd : even
+    return _mm512_ternarylogic_epi32(upper, _mm512_castps_si512(odd), _mm512_srli_epi32(_mm512_castps_si512(even), 16), 0xCA);
+  }
+
+  // Integers are signed in tiles: zero points are taken from the codes, not from the sums.
+  bool takes_zeros() const { return C::INTEGER && words_ > 0; }
+
+  // The words of x that are multiplied at once by matrix units, of which groups are made; 0: not by them.
+  int64_t words_of_tiles() const {
+    for (int64_t words = 16; HAS_TILES && words >= 8; words /= 2)
+      if (C::FOLDS || px_.groups == 1 || px_.group_size % (words * Order<C>::PER_WORD) == 0) return words;
+    return 0;
+  }
+
+  // The rows of x with a panel by matrix units. What lies behind the last group is zeros.
+  void by_tiles(int64_t b, const char* panel, const Run* runs, int num_runs, const float* scales, int64_t first_x,
+                int64_t count, float* sums) {
+#if defined(HFQ_MATRIX_UNITS)
+    if constexpr (HAS_TILES) {
+      const int64_t lines = ceil_div(ahead_end_ - ahead_, 64), turns = ceil_div(p_.K, BLOCKS_OF_TILES * D::BLOCK) * ceil_div(count, 2 * kTile);
+      for (int64_t i = 0; i < count; i += 2 * kTile) {
+        for (int64_t line = 0; line < ceil_div(lines, turns) && ahead_ < ahead_end_; ++line, ahead_ += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead_), _MM_HINT_T1);
+        const int64_t rows = min64(count - i, 2 * kTile);
+        const char* x = px_.rows + (first_x + i) * px_.stride + b * V * 64;
+        for (int at = 0; at < kPanel; at += 32) {
+          const char* w = panel + at / (16 * PARTS) * SLICE + at % (16 * PARTS) * 4;
+          float* y = sums + i * kPanel + at;
+          if (rows > kTile) {
+            multiply_tiles<2>(x, w, runs, num_runs, scales + at, rows, y);
+          } else {
+            multiply_tiles<1>(x, w, runs, num_runs, scales + at, rows, y);
+          }
+        }
+      }
+    }
+#endif
+  }
+
+#if defined(HFQ_MATRIX_UNITS)
+  // One tile of x or two, of which `rows` rows count, with 32 rows of the weight.
+  template <int TILES>
+  __attribute__((noinline)) void multiply_tiles(const char* x, const char* w, const Run* runs, int num_runs,
+                                                const float* scales, int64_t rows, float* y) {
+    alignas(64) int32_t found[TILES * kTile][32];
+    const bool one_group = px_.groups == 1;
+    for (const Run* end = runs + num_runs; runs < end; ++runs, scales += kPanel) {
+      HFQ_ZERO_TILE(0);
+      HFQ_ZERO_TILE(1);
+      HFQ_ZERO_TILE(2);
+      HFQ_ZERO_TILE(3);
+      for (int64_t word = runs->first * V; word < runs->last * V; word += words_) {
+        const char *own_x = x + word * 4, *own_w = w + word * PARTS * 64;
+        HFQ_LOAD_TILE(4, own_x, px_.stride);
+        HFQ_LOAD_TILE(6, own_w, int64_t{PARTS * 64});
+        HFQ_LOAD_TILE(7, own_w + 64, int64_t{PARTS * 64});
+        if (TILES == 2) HFQ_LOAD_TILE(5, own_x + kTile * px_.stride, px_.stride);
+        if constexpr (C::INTEGER) {
+          HFQ_MULTIPLY_BYTES(0, 4, 6);
+          HFQ_MULTIPLY_BYTES(1, 4, 7);
+          if (TILES == 2) HFQ_MULTIPLY_BYTES(2, 5, 6);
+          if (TILES == 2) HFQ_MULTIPLY_BYTES(3, 5, 7);
+        } else {
+          HFQ_MULTIPLY_BF16(0, 4, 6);
+          HFQ_MULTIPLY_BF16(1, 4, 7);
+          if (TILES == 2) HFQ_MULTIPLY_BF16(2, 5, 6);
+          if (TILES == 2) HFQ_MULTIPLY_BF16(3, 5, 7);
+        }
+      }
+      HFQ_STORE_TILE(0, found[0], sizeof(found[0]));
+      HFQ_STORE_TILE(1, found[0] + 16, sizeof(found[0]));
+      if (TILES == 2) HFQ_STORE_TILE(2, found[TILES * kTile - kTile], sizeof(found[0]));
+      if (TILES == 2) HFQ_STORE_TILE(3, found[TILES * kTile - kTile] + 16, sizeof(found[0]));
+      const __m512 first = _mm512_load_ps(scales), second = _mm512_load_ps(scales + 16);
+      for (int64_t i = 0; i < rows; ++i) {
+        Sum sums[2];
+        memcpy(sums, found[i], sizeof(sums));
+        float* target = y + i * kPanel;
+        _mm512_store_ps(target, add_group(_mm512_load_ps(target), sums[0], first, one_group));
+        _mm512_store_ps(target + 16, add_group(_mm512_load_ps(target + 16), sums[1], second, one_group));
+      }
+    }
+  }
+#endif
+
   HFQ_INLINE __m512 add_group(__m512 total, Sum sum, __m512 scale, bool one_group) {
     if constexpr (C::INTEGER) {  // those of one group stay integers, in the place of floats, until all columns are added
       if (one_group) return as_float(_mm512_add_epi32(_mm512_castps_si512(total), sum));
@@ -317,6 +445,7 @@ class Tile {
   uint8_t run_of_[MAX_RUNS];  // of each lane of the panel
   const uint8_t *ahead_, *ahead_end_;
   int64_t ahead_lines_;  // of 64 bytes, per stretch of steps
+  int64_t words_;        // see `words_of_tiles`
 };
 
 }  // namespace avx512

@@ -54,6 +54,7 @@ struct Product {
   int threads;
   // Another product with the same x, which is computed with this one: see `share_x`. null: none.
   const Product* sibling;
+  bool by_tiles;  // matrix units may be used
 };
 
 // Whether two products with the same x make the same of its rows, and read them by the same groups.
