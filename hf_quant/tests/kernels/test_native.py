@@ -247,7 +247,9 @@ def test_extreme_int4_sums_are_exact(group_size, instructions, calls):
     assert len(calls) == 5
 
 
-@pytest.mark.parametrize("name", [name for name in SETS if name not in ("amx", "avx512")])  # they round each panel of K
+@pytest.mark.parametrize(
+    "name", [name for name in SETS if name not in ("amx", "avx512")]
+)  # they round each panel of K
 def test_sums_of_long_groups_are_rounded_once(name, calls):
     """The halves of a group cancel but for one product; rounded by themselves they would leave another rest."""
     N, K, half = 20, 4160, 1024

@@ -21,7 +21,7 @@ namespace hfq {
 namespace avx512 {
 
 constexpr int64_t kTile = 16;              // rows of a tile
-constexpr int64_t kLeastMatrixRows = 32;   // of x, for each expert, from which on tiles are used
+constexpr int64_t kLeastMatrixRows = 48;   // of x, for each expert, from which on tiles are used
 
 #if defined(HFQ_MATRIX_UNITS)
 // Tiles 0 to 3 are sums: 0 and 1 of the first 16 rows of x, 2 and 3 of the next. 4 and 5 are of x, 6 and 7 of the weight.
