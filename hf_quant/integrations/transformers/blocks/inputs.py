@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
         return self.padding[:, None, None, -tokens:].bool().expand(-1, 1, self.sizes[1], tokens)
 
     def seen(self, tokens: int, window: int | None) -> Tensor:
-        """What each new token sees of the last tokens, with a window or without: bool [1 or B, 1, S, tokens]."""
+        """The last tokens that each new one sees, with a window or without: bool [1 or B, 1, S, tokens]."""
         causal = visible(self.sizes[1], tokens, tokens, window or 0, "cpu")[None, None]
         mask = self.mask(tokens)
         return causal if mask is None else causal & mask
