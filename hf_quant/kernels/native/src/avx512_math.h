@@ -35,7 +35,7 @@ struct FloatSums {
   using Decoder = D;
   using Sum = __m512;
   using Table = typename D::Table;
-  static constexpr bool INTEGER = false, FIXED = false, BF16 = false, FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
+  static constexpr bool INTEGER = false, FIXED = false, FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_ps(); }
   HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
@@ -60,7 +60,6 @@ HFQ_INLINE void word_levels_lanes(const D& d, const __m512i* part, __m512i zeros
 template <class D>
 struct ByBf16 : FloatSums<D> {
   static constexpr int XVECS = 1, X_BYTES = 2;
-  static constexpr bool BF16 = true;
   using typename FloatSums<D>::Sum;
 
   HFQ_INLINE void levels(const D& d, const __m512i* part, typename D::Table table, __m512i* value) {
@@ -150,7 +149,7 @@ struct ByInt8 {
   using Sum = __m512i;
   using Table = NoTable;
   static constexpr int XVECS = 1, X_BYTES = 1, OFFSET = D::OFFSET;
-  static constexpr bool INTEGER = true, FIXED = false, BF16 = false, FOLDS = false, LANE_ZEROS = false;
+  static constexpr bool INTEGER = true, FIXED = false, FOLDS = false, LANE_ZEROS = false;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
   HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
@@ -170,7 +169,7 @@ struct ByFixed {
   using Sum = __m512i;
   using Table = typename D::Table;
   static constexpr int XVECS = 1, X_BYTES = 2;
-  static constexpr bool INTEGER = false, FIXED = true, BF16 = false, FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
+  static constexpr bool INTEGER = false, FIXED = true, FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
   HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }

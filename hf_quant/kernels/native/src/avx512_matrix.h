@@ -69,31 +69,26 @@ class Tiles {
 
 // Whether bytes are multiplied as they should be.
 static bool tiles_work() {
-  int8_t x[64], w[64];
-  int32_t sums[64 / 4] = {};
-  TileShapes shapes{};
-  shapes.palette = 1;
-  for (int tile = 0; tile < 8; ++tile) {
-    shapes.row_bytes[tile] = 64;
-    shapes.rows[tile] = 1;
+  alignas(64) int8_t x[kTile][32], w[8][64];
+  int32_t sums[kTile][16];
+  for (int i = 0; i < 512; ++i) {
+    x[i / 32][i % 32] = static_cast<int8_t>(7 * i - 100);
+    w[i / 64][i % 64] = static_cast<int8_t>(127 - 5 * i);
   }
-  shapes.row_bytes[4] = 4;
-  for (int i = 0; i < 64; ++i) {
-    x[i] = static_cast<int8_t>(7 * i - 100);
-    w[i] = static_cast<int8_t>(127 - 4 * i);
+  {
+    const Tiles tiles(8);
+    HFQ_ZERO_TILE(0);
+    HFQ_LOAD_TILE(4, x, sizeof(x[0]));
+    HFQ_LOAD_TILE(6, w, sizeof(w[0]));
+    HFQ_MULTIPLY_BYTES(0, 4, 6);
+    HFQ_STORE_TILE(0, sums, sizeof(sums[0]));
   }
-  asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
-  HFQ_ZERO_TILE(0);
-  HFQ_LOAD_TILE(4, x, int64_t{64});
-  HFQ_LOAD_TILE(6, w, int64_t{64});
-  HFQ_MULTIPLY_BYTES(0, 4, 6);
-  HFQ_STORE_TILE(0, sums, int64_t{64});
-  asm volatile("tilerelease" : : : "memory");
-  for (int n = 0; n < 16; ++n) {
-    int32_t expected = 0;
-    for (int k = 0; k < 4; ++k) expected += x[k] * w[4 * n + k];
-    if (sums[n] != expected) return false;
-  }
+  for (int m = 0; m < kTile; ++m)
+    for (int n = 0; n < 16; ++n) {
+      int32_t expected = 0;
+      for (int k = 0; k < 32; ++k) expected += x[m][k] * w[k / 4][4 * n + k % 4];
+      if (sums[m][n] != expected) return false;
+    }
   return true;
 }
 

@@ -46,12 +46,6 @@ HFQ_INLINE void transpose(__m512i (&a)[16]) {
   }
 }
 
-template <class C>
-constexpr int offset_of() {
-  if constexpr (C::INTEGER) return C::OFFSET;
-  return 0;
-}
-
 // A stretch of lanes (16 to a block) that share a scale.
 struct Run {
   int64_t first, last;  // lanes from the start of the panel's K range
@@ -74,8 +68,7 @@ class Tile {
   static constexpr int BLOCKS = kPanelBytes / (16 * V * 4 * 64) > 0 ? kPanelBytes / (16 * V * 4 * 64) : 1;
   static constexpr int BLOCKS_OF_TILES = BLOCKS > 4 ? BLOCKS / 4 : 1;  // with 32 rows of x they stay in the L1 cache
   static constexpr int SLICE = BLOCKS * 16 * STEP;  // bytes
-  static constexpr bool HAS_TILES = C::INTEGER || C::BF16;
-  static constexpr int OFFSET = offset_of<C>();
+  static constexpr bool HAS_TILES = C::INTEGER || (C::X_BYTES == 2 && !C::FIXED);  // bytes or bf16
 
  public:
   Tile(const Product& p, const D& decoder, const Weight& weight, const PackedX& px)
@@ -182,13 +175,15 @@ class Tile {
             const __m512 scale = _mm512_load_ps(scales + run_of_[(block - b) * 16 + lane] * kPanel + part * 16);
             for (int j = 0; j < V; ++j) value[j] = scaled(value[j], scale);
           }
-          if (takes_zeros()) {
-            __m512i zero = _mm512_set1_epi8(static_cast<char>(OFFSET));
-            if (w_.zero != nullptr) {
-              const int run = run_of_[(block - b) * 16 + lane];
-              zero = _mm512_mullo_epi32(_mm512_load_si512(zeros + run * kPanel + part * 16), _mm512_set1_epi32(0x01010101));
+          if constexpr (C::INTEGER) {
+            if (takes_zeros()) {
+              __m512i zero = _mm512_set1_epi8(static_cast<char>(C::OFFSET));
+              if (w_.zero != nullptr) {
+                const int run = run_of_[(block - b) * 16 + lane];
+                zero = _mm512_mullo_epi32(_mm512_load_si512(zeros + run * kPanel + part * 16), _mm512_set1_epi32(0x01010101));
+              }
+              for (int j = 0; j < V; ++j) value[j] = _mm512_sub_epi8(value[j], zero);
             }
-            for (int j = 0; j < V; ++j) value[j] = _mm512_sub_epi8(value[j], zero);
           }
 #pragma GCC unroll 8
           for (int j = 0; j < V; ++j) _mm512_store_si512(out + j * (PARTS * 64), value[j]);
