@@ -363,6 +363,26 @@ def test_prompts_are_one_call(parts, kind, cache, window):
         assert (found - expected).norm() / expected.norm() < 1e-4
 
 
+@pytest.mark.parametrize("S", [1, 9])
+def test_masks_that_are_too_short_stay_with_the_host(parts, S):
+    """The host takes tokens without a mask as padding."""
+    model, ids, results = make(), prompt(2, 20), []
+    mask = torch.ones(2, 20).long()
+    mask[0, :3] = 0
+    with torch.no_grad():
+        for tokens in [20] * 8 + [15]:
+            past = QuantizedCache(model.config, "int8")
+            model(ids[:, :-S], attention_mask=mask[:, :-S], past_key_values=past)
+            parts.clear()
+            results.append(model(ids[:, -S:], attention_mask=mask[:, :tokens], past_key_values=past).logits)
+            assert bool(parts) == (tokens == 20) or len(results) < 8
+        unfuse_activations_(model)
+        past = QuantizedCache(model.config, "int8")
+        model(ids[:, :-S], attention_mask=mask[:, :-S], past_key_values=past)
+        expected = model(ids[:, -S:], attention_mask=mask[:, :15], past_key_values=past).logits
+    assert (results[-1] - expected).norm() / expected.norm() < 1e-4
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="has no timers")
 def test_prompts_are_interrupted(parts):
     def interrupt(*given):

@@ -40,10 +40,10 @@ class Inputs(NamedTuple):
         return tuple((self.x if self.ids is None else self.ids).shape[:2])
 
     def mask(self, tokens: int) -> Tensor | None:
-        """The mask of the padding of layers that attend to the last tokens, bool [B, 1, S, tokens], or None."""
+        """The padding of the last tokens as a mask, bool [B, 1, S, tokens or fewer], None without padding."""
         if self.padding is None:
             return None
-        return self.padding[:, None, None, -tokens:].bool().expand(-1, 1, self.sizes[1], tokens)
+        return self.padding[:, None, None, -tokens:].bool().expand(-1, 1, self.sizes[1], -1)
 
     def seen(self, tokens: int, window: int | None) -> Tensor:
         """The last tokens that each new one sees, with a window or without: bool [1 or B, 1, S, tokens]."""
