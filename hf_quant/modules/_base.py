@@ -28,6 +28,7 @@ from hf_quant.modules._stored import (
     restored_bits,
     stored_dtype,
 )
+from hf_quant.modules.ready import READY, ReadyProduct
 from hf_quant.modules.rotation import rotated, rotated_back, signs
 from hf_quant.scheme import InputTransform, LinearScheme
 from hf_quant.weight_proxy import WeightProxy
@@ -43,6 +44,7 @@ _OWN_ATTRIBUTES = (
     "_float_codes",
     "shares_codes",
     "_hf_quantized_needs_local_tp",
+    READY,
 )
 
 
@@ -99,6 +101,7 @@ class QuantizedModule(StaticInput, nn.Module):
     shares_codes: bool = False
     statistics: dict[str, list[Statistics]] | None = None
     proxy_class: type[WeightProxy] = WeightProxy
+    _ready: Mapping[torch.dtype, ReadyProduct] = {}  # see `make_ready`
     _input_dim = -1  # of the host's weight: the one that is as long as the input is wide
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
@@ -107,7 +110,8 @@ class QuantizedModule(StaticInput, nn.Module):
         return cls.host_class(*args, **kwargs) if args or kwargs else object.__new__(cls)
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        return _rebuild, (self.host_class, self.quantized_base), self.__dict__
+        state = {name: value for name, value in self.__dict__.items() if name != READY}
+        return _rebuild, (self.host_class, self.quantized_base), state
 
     @classmethod
     def derive_for(cls, host_class: type[nn.Module]) -> type["QuantizedModule"]:
@@ -292,6 +296,7 @@ class QuantizedModule(StaticInput, nn.Module):
 
     def parameters_changed(self) -> None:
         """Called when parameters may be new tensors or hold new values: copied, loaded, moved, quantized again."""
+        self.__dict__.pop(READY, None)
 
     def leave_siblings_(self) -> None:
         """Stop sharing work with other layers, which continue without this one: it becomes the host's again."""

@@ -32,9 +32,9 @@ class QuantLinear(PackedLinear, nn.Linear):
         return rebuild, arguments, state
 
     def __copy__(self) -> "QuantLinear":
-        rebuild, arguments, _ = super().__reduce_ex__(4)
+        rebuild, arguments, state = super().__reduce_ex__(4)
         copy = rebuild(*arguments)
-        copy.__dict__.update(self.__dict__)
+        copy.__dict__.update(state)
         return copy
 
     def extra_repr(self) -> str:

@@ -114,6 +114,7 @@ class PackedLinear(QuantizedModule):
         return rows_product(self, *x.rows(activation, self.input_diagonal(x)), x.dtype)
 
     def parameters_changed(self) -> None:
+        super().parameters_changed()
         self.rule.parameters_changed(self)
 
     def leave_siblings_(self) -> None:

@@ -86,7 +86,7 @@ class CpuPath(NamedTuple):
         return "any M" if self.max_rows == sys.maxsize else f"M <= {self.max_rows}"
 
 
-class _Ready(NamedTuple):
+class ReadyRun(NamedTuple):
     """A product that an earlier call has prepared for all calls with `min_rows` <= M <= `max_rows`; see `Prepared`."""
 
     format: str
@@ -94,6 +94,16 @@ class _Ready(NamedTuple):
     max_rows: int
     run: Run
     is_native: bool
+
+    def product(self, x: Tensor, qdata: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The product for x [..., K] of any strides; None if it is not for so many rows."""
+        shape = x.shape
+        if not self.min_rows <= (shape[0] if len(shape) == 2 else x.numel() // shape[-1]) <= self.max_rows:
+            return None
+        if self.is_native:
+            return self.run(x if x.is_contiguous() else x.contiguous(), qdata, bias)
+        y = self.run(as_rows(x), qdata, bias)
+        return y if len(shape) == 2 else y.view(*shape[:-1], -1)
 
 
 def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
@@ -140,13 +150,28 @@ def make_ready(
 ) -> None:
     """Let `ready_product` find `run` by the tensors of w and its input's scale, as long as they live unchanged."""
     sources = w.tensors if w.input_scale is None else (*w.tensors, w.input_scale)
-    ready = _Ready(w.format, min_rows, max_rows, run, is_native)
+    ready = ReadyRun(w.format, min_rows, max_rows, run, is_native)
     prepack.put(_key(dtype, activation, w.input_diagonal), sources, ready)
 
 
 def _key(dtype: torch.dtype, activation: str | None, diagonal: Tensor | None) -> tuple:
     """The key of a ready product; it holds the diagonal, so that no other can have its address."""
     return dtype, activation, None if diagonal is None else diagonal.data_ptr()
+
+
+def find_ready(
+    dtype: torch.dtype,
+    weight: tuple[Tensor | None, ...],
+    format: str,
+    activation: str | None,
+    diagonal: Tensor | None,
+) -> ReadyRun | None:
+    """The product that an earlier call with x of `dtype` and this weight has made ready, None if none has.
+
+    `weight` is (qdata, scale, zero_point, global_scale, input_scale); views of the same bytes in another dtype do.
+    """
+    ready = prepack.get(_key(dtype, activation, diagonal), weight)
+    return None if ready is None or ready.format != format else ready
 
 
 def ready_product(
@@ -157,20 +182,9 @@ def ready_product(
     activation: str | None,
     diagonal: Tensor | None,
 ) -> Tensor | None:
-    """x [..., K] @ w.T + bias as an earlier call has made it ready, without checks; None if none has.
-
-    `weight` is (qdata, scale, zero_point, global_scale, input_scale); views of the same bytes in another dtype do.
-    """
-    ready = prepack.get(_key(x.dtype, activation, diagonal), weight)
-    if ready is None or ready.format != format:
-        return None
-    shape = x.shape
-    if not ready.min_rows <= (shape[0] if len(shape) == 2 else x.numel() // shape[-1]) <= ready.max_rows:
-        return None
-    if ready.is_native:
-        return ready.run(x if x.is_contiguous() else x.contiguous(), weight[0], bias)
-    y = ready.run(as_rows(x), weight[0], bias)
-    return y if len(shape) == 2 else y.view(*shape[:-1], -1)
+    """x [..., K] @ w.T + bias as an earlier call has made it ready, without checks; None if none has."""
+    ready = find_ready(x.dtype, weight, format, activation, diagonal)
+    return None if ready is None else ready.product(x, weight[0], bias)
 
 
 # The native kernels

@@ -16,6 +16,7 @@ from hf_quant.kernels import dispatch, native
 from hf_quant.kernels.gpu import launch
 from hf_quant.kernels.native import places
 from hf_quant.modules import products
+from hf_quant.modules.ready import ReadyProduct
 from hf_quant.tests.integrations.test_fused_blocks import FAMILIES, SMALL, decode, prompt
 from hf_quant.tests.kernels.interpreter import install
 
@@ -120,7 +121,8 @@ class Launches(TorchDispatchMode):
             self.counts.clear()
             with pytest.MonkeyPatch.context() as patch, self:
                 implement(patch, *(op for op, key in dispatch._LAZY if key == "CUDA"))
-                patch.setattr(products, "ready_product", lambda *_: None)
+                patch.setattr(products, "find_ready", lambda *_: None)
+                patch.setattr(ReadyProduct, "__call__", lambda *_: None)
                 patch.setitem(launch.RUNNERS, "cpu", self.run)
                 patch.setattr(dispatch, "_num_dispatch_modes", lambda: 0)  # or this mode would be one that watches
                 return host(*args, **kwargs)

@@ -1,0 +1,58 @@
+"""`ReadyProduct`: the product of one layer on a CPU as earlier calls have found it, for eager calls without gradients.
+
+A small layer takes longer to be checked than to be multiplied with. What the checks depend on is watched instead: the
+layer's parameters, where their data is, and the counts of changes of those whose values were checked.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hf_quant.kernels import prepack
+from hf_quant.kernels.cpu import Run
+from hf_quant.kernels.native.places import Place, place_of, unchanged
+
+
+if TYPE_CHECKING:
+    from hf_quant.modules._base import QuantizedModule
+
+
+READY = "_ready"  # the attribute of a layer with its ready products, {dtype of x: product}; copies begin without
+_CHECKED = ("zero_point", "input_scale")  # parameters whose values decide whether a product may be computed
+_version = Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+class ReadyProduct:
+    """The product of a layer that has these parameters; it holds them until it finds another one in their place."""
+
+    __slots__ = ("K", "parameters", "place", "run")
+
+    def __init__(self, K: int, parameters: dict[str, Tensor | None], run: Run) -> None:
+        """Take `run`, which multiplies x [..., K] with these parameters."""
+        tensors = {name: value for name, value in parameters.items() if value is not None}
+        entries = [part for name, value in parameters.items() for part in (parameters, name, value)]
+        checked = [value for name, value in tensors.items() if name in _CHECKED and not value.is_inference()]
+        numbers = [part for value in checked for part in (partial(_version, value), value._version)]
+        entries += [prepack.era, prepack.ERA, prepack.era[prepack.ERA]]
+        self.K, self.parameters, self.run = K, parameters, run
+        self.place: Place | None = place_of(entries, numbers, (), list(tensors.values()))
+
+    def __call__(self, x: Tensor, bias: Tensor | None, parameters: dict[str, Tensor | None]) -> Tensor | None:
+        """The output for a plain x, None if it has to be computed as if there were no such product."""
+        if parameters is not self.parameters or x.shape[-1] != self.K or not x.is_cpu:
+            return None
+        if unchanged(self.place):
+            return self.run(x if x.is_contiguous() else x.contiguous(), parameters["qdata"], bias)
+        self.parameters, self.place = {}, None
+        return None
+
+
+def make_ready(module: "QuantizedModule", x: Tensor, run: Run) -> None:
+    """Let further calls of a layer with plain x [..., K] of this dtype go by `run`.
+
+    Not if a host has hooked its forward to put other parameters in their place at every call (offloading).
+    """
+    if "forward" not in module.__dict__:
+        ready = module.__dict__.setdefault(READY, {})
+        ready[x.dtype] = ReadyProduct(x.shape[-1], module._parameters, run)
