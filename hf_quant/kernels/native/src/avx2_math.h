@@ -8,11 +8,13 @@ namespace HFQ_AVX2 {
 
 HFQ_INLINE __m256i load_vector(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
+constexpr int64_t kMostFixed = 256;  // columns of a group in fixed point: their sums fit 32 bits
+
 // A multiplication: `values` makes V vectors of the codes of a unit, `dot` adds the products of one with packed x, of
 // which an element takes X_BYTES. After at most MOST products `add` must bring what was added up, a Part, into a Sum.
 // What byte `b` of a half meets is element `place` of packed x, in bytes: what vector j of word `w` of a half meets
 // starts at `offset`, and 16 further on for the second half. TILE: rows of x that panels are multiplied by at once.
-// FIXED: x is fixed point of 16 bits, with a power of two for each group, and meets panels only.
+// FIXED: x is fixed point of 16 bits, with a power of two for each group of at most MOST_COLUMNS, and meets panels only.
 
 // Sums in fp32.
 template <class D>
@@ -23,7 +25,7 @@ struct ByF32 : D {
   using Sum = __m256;
   using Value = __m256;
   static constexpr int V = 4, X_BYTES = 4, TILE = 6, CHAINS = 4;
-  static constexpr int64_t MOST = INT64_MAX;
+  static constexpr int64_t MOST = INT64_MAX, MOST_COLUMNS = kMostFixed;
   static constexpr bool INTEGER = false, FIXED = false;
   using D::D;
 
@@ -42,6 +44,7 @@ struct IntegerSums {
   using Part = __m256i;
   using Sum = __m256i;
   using Value = __m256i;
+  static constexpr int64_t MOST_COLUMNS = kMostFixed;
   static constexpr bool INTEGER = true, FIXED = false;
 
   explicit IntegerSums(const Product&) {}
@@ -125,8 +128,6 @@ struct Int8ByInt8 : IntegerSums {
 };
 #endif
 
-constexpr int64_t kMostFixed = 256;  // columns of a group in fixed point: their sums fit 32 bits
-
 // x in fixed point: what lies within 2**-8 of the largest value of its group is exact if x is bf16, the rest to 2**-16 of
 // that; sums are exact. That takes half as many instructions as fp32 with dot products of words, and 3/4 without.
 template <class L, int OFFSET_OF_CODES>
@@ -137,6 +138,7 @@ struct ByFixed : IntegerSums {
   static constexpr bool FIXED = true;
   using IntegerSums::IntegerSums;
 
+  float unit() const { return 1.0f; }  // the difference of the levels of two neighbouring codes
   static constexpr int offset(int word, int j) { return 32 * j + 4 * word; }
   // Bytes, unsigned but those of codes of 8 bits: words of even place, those of odd place.
   HFQ_INLINE void values(__m256i codes, Table, Value* value) {
@@ -158,6 +160,35 @@ struct ByFixed : IntegerSums {
     return in_order(_mm256_add_epi32(sum, product));
   }
 #endif
+};
+
+// The same of any levels of 4 bits, as words.
+struct LevelsByFixed : ByFixed<Packed4, 0> {
+  struct Table {
+    __m256i lower, upper;  // bytes of the words
+  };
+  static constexpr int64_t MOST_COLUMNS = 64;
+
+  explicit LevelsByFixed(const Product& p) : ByFixed(p) {
+    int16_t words[16];
+    unit_ = words_of_levels(p.levels, 16, p.groups == 1 ? MOST_COLUMNS : p.group_size, words);
+    for (int i = 0; i < 32; ++i) {
+      lower_[i] = static_cast<uint8_t>(words[i % 16]);
+      upper_[i] = static_cast<uint8_t>(words[i % 16] >> 8);
+    }
+  }
+  float unit() const { return unit_; }
+  HFQ_METHOD Table table(int, int = 0) const { return {load_vector(lower_), load_vector(upper_)}; }
+  HFQ_INLINE void values(__m256i codes, const Table& table, Value* value) {
+    const __m256i lower = _mm256_shuffle_epi8(table.lower, codes), upper = _mm256_shuffle_epi8(table.upper, codes);
+    const __m256i low = _mm256_set1_epi16(255);
+    value[0] = _mm256_or_si256(_mm256_and_si256(lower, low), _mm256_slli_epi16(upper, 8));
+    value[1] = _mm256_or_si256(_mm256_srli_epi16(lower, 8), _mm256_andnot_si256(low, upper));
+  }
+
+ private:
+  uint8_t lower_[32], upper_[32];
+  float unit_;
 };
 
 HFQ_INLINE float reduce(__m256 v) {

@@ -107,7 +107,7 @@ class Matmul {
         const int64_t size = Panel<C>::fixed_group(p_);
         float* values = reinterpret_cast<float*>(natural);
         load_floats(x, dtype, 0, p_.K, values);
-        fixed_row<L>(values, p_.K / size, size, p_.zero == nullptr ? -C::OFFSET : -1, x_.rows + i * x_.stride,
+        fixed_row<L>(values, p_.K / size, size, p_.zero == nullptr ? -C::OFFSET : -1, c_.unit(), x_.rows + i * x_.stride,
                      x_.group_sums + i, x_.steps + i, x_.most_rows);
       } else if constexpr (C::INTEGER) {
         int8_t* codes = reinterpret_cast<int8_t*>(natural);
@@ -366,11 +366,18 @@ class Matmul {
   uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
 };
 
-// Computes many rows of bf16 with codes that are integers; false if it cannot.
+template <class C>
+static bool multiply_by_fixed(const Product& p) {
+  return Panel<C>::fixed_group(p) != 0 && Matmul<C>(p).run();
+}
+
+// Computes many rows of bf16 with codes that are integers, or levels of 4 bits; false if it cannot.
 template <class L>
 static bool multiply_in_fixed_point(const Product& p) {
-  using C = ByFixed<L, L::BYTES == 16 ? 8 : L::BYTES == 32 ? 0 : L::BYTES == 8 ? 2 : 4>;
-  return p.x_dtype == BF16 && !has_few_rows(p) && has_integers(p) && Panel<C>::fixed_group(p) != 0 && Matmul<C>(p).run();
+  if (p.x_dtype != BF16 || has_few_rows(p)) return false;
+  if (has_integers(p)) return multiply_by_fixed<ByFixed<L, L::BYTES == 16 ? 8 : L::BYTES == 32 ? 0 : L::BYTES == 8 ? 2 : 4>>(p);
+  if constexpr (L::BYTES == 16) return p.zero == nullptr && multiply_by_fixed<LevelsByFixed>(p);
+  return false;
 }
 
 }  // namespace HFQ_AVX2

@@ -94,10 +94,10 @@ static float quantize_row(const void* x, int dtype, int64_t K, const float* give
 }
 
 // A row of x [groups * size] in fixed point, in the order of the codes of L. Of each group the sum, times `factor`, and the
-// value of 1, both `apart`.
+// value of 1, times `unit`, both `apart`.
 template <class L>
-static void fixed_row(const float* values, int64_t groups, int64_t size, int32_t factor, char* to, int32_t* sums, float* steps,
-                      int64_t apart) {
+static void fixed_row(const float* values, int64_t groups, int64_t size, int32_t factor, float unit, char* to, int32_t* sums,
+                      float* steps, int64_t apart) {
   alignas(32) uint8_t codes[32];
   for (int b = 0; b < 32; ++b) codes[b] = static_cast<uint8_t>(L::code(b % 16));
   const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes)), low = _mm256_set1_epi16(255);
@@ -129,7 +129,7 @@ static void fixed_row(const float* values, int64_t groups, int64_t size, int32_t
       memcpy(to, packed, sizeof packed);
     }
     *sums = factor * reduce(sum);
-    *steps = fixed.step;
+    *steps = unit * fixed.step;
   }
 }
 

@@ -36,7 +36,7 @@ class Panel {
 
   // Columns of a group of x in fixed point: those that share a scale, or part of them. 0: not served.
   static int64_t fixed_group(const Product& p) {
-    int64_t size = p.groups > 1 ? p.group_size : 128;
+    int64_t size = p.groups > 1 ? p.group_size : min64(C::MOST_COLUMNS, 128);
     while (p.groups == 1 && size > kUnit && p.K % size != 0) size /= 2;
     return is_whole(p, size) && p.K > size ? size : 0;
   }
@@ -86,7 +86,7 @@ class Panel {
   static constexpr int64_t BYTES = BLOCK * 4 * STEP;
 
   static bool is_whole(const Product& p, int64_t size) {
-    return size % kUnit == 0 && size <= kMostFixed && BLOCK * kHalf % size == 0 && p.K % size == 0;
+    return size % kUnit == 0 && size <= C::MOST_COLUMNS && BLOCK * kHalf % size == 0 && p.K % size == 0;
   }
   int64_t group_of(int64_t half) const { return groups_ == 1 ? 0 : min64(half * kHalf / group_size_, groups_ - 1); }
 
@@ -141,8 +141,9 @@ class Panel {
     words[3] = _mm256_unpackhi_epi64(high01, high23);
   }
 
-  // One unit of 8 rows of integers in 4 bits: transposed first, while two codes are one byte.
-  HFQ_METHOD static void split_unit(const uint8_t* const* rows, char* to) {
+  // One unit of 8 rows of 4 bits: transposed first, while two codes are one byte.
+  HFQ_METHOD void split_unit(const uint8_t* const* rows, char* to) const {
+    const typename C::Table table = c_.table(0);
     const __m256i low = _mm256_set1_epi8(15);
     __m256i pairs[4], words[4];
 #pragma GCC unroll 4
@@ -155,7 +156,7 @@ class Panel {
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; ++odd, half += 2 * STEP) {
         typename C::Value value[C::V];
-        C::values(codes[odd], {}, value);
+        C::values(codes[odd], table, value);
 #pragma GCC unroll 2
         for (int j = 0; j < C::V; ++j) memcpy(half + 64 * j, &value[j], 32);
       }

@@ -143,7 +143,7 @@ class Matmul {
       if constexpr (C::FIXED) {
         const int64_t vectors = ceil_div(p_.K, D::BLOCK) * vecs<C>();
         float* steps = const_cast<float*>(x_.steps) + i * x_.groups;
-        fixed_row(x, dtype, p_.K, vectors * 32, x_.group_size, 1.0f / D::UNITS, natural, steps);
+        fixed_row(x, dtype, p_.K, vectors * 32, x_.group_size, decoder_.unit(), natural, steps);
         return to_lanes<C>(order, natural, vectors, packed);
       }
       pack_row<C>(p_, order, in_lanes_[i], x, dtype, Divisor(scale, amax), natural, packed);
@@ -264,12 +264,14 @@ static bool by_fixed(const Product& p) {
 
 // Panels of integers for many rows of x in fixed point; false if it is to be computed otherwise.
 static bool matmul_in_fixed_point(const Product& p) {
-  const int64_t most_rows = kMostFixedRows * (p.ends == nullptr ? 1 : p.experts);
-  if (maker_of_cpu() != INTEL || p.M <= most_rows || fixed_product(p) == nullptr) return false;
+  if (maker_of_cpu() != INTEL || p.M <= most_fixed_rows(p) || fixed_product(p) == nullptr) return false;
   switch (p.layout) {
     case PACKED2: return by_fixed<Words<Packed2>>(p);
     case PACKED3: return by_fixed<Words<Packed3>>(p);
-    case PACKED4: return has_integers(p) ? by_fixed<Words<Packed4>>(p) : by_fixed<Words<Packed4, 2>>(p);
+    case PACKED4:
+      if (has_integers(p)) return by_fixed<Words<Packed4>>(p);
+      return Fixed4Halves::fits(p) ? by_fixed<Words<Packed4, 2>>(p) : by_fixed<LevelWords<Packed4>>(p);
+    case PACKED6: return by_fixed<LevelWords<Packed6>>(p);
     default: return by_fixed<WordBytes>(p);
   }
 }

@@ -46,11 +46,14 @@ struct Levels {
   alignas(64) uint16_t shifted[32];  // of 2 bits, by zero point * 4 + code; else by 16 + code - zero point
 
   explicit Levels(const Product& p) {
-    for (int zero = 0; zero < COUNT; ++zero)
+    for (int zero = 0; zero < (p.zero == nullptr ? 1 : COUNT); ++zero)
       for (int i = 0; i < 32; ++i)
         values[zero][i] = float_to_bf16(p.levels[i % COUNT] - (p.zero == nullptr ? 0.0f : static_cast<float>(zero)));
     for (int i = 0; i < 32; ++i)
       shifted[i] = float_to_bf16(static_cast<float>(BITS == 2 ? i % COUNT - i / COUNT % COUNT : i - SHIFT));
+  }
+  void set_words(const int16_t* words) {
+    for (int i = 0; i < 32; ++i) values[0][i] = static_cast<uint16_t>(words[i % COUNT]);
   }
   HFQ_METHOD Table table(int zero) const { return _mm512_load_si512(values[zero & (COUNT - 1)]); }
   HFQ_INLINE __m512i level(__m512i index, Table table) { return _mm512_permutexvar_epi16(index, table); }
@@ -72,16 +75,35 @@ struct Levels {
 struct NoTable {};
 
 // The same of levels that are integers, or with UNITS = 2 halves of them, as words of units.
-template <class D, int UNITS_OF_ONE = 1>
+template <class D, int UNITS = 1>
 struct Words : D {
-  static constexpr int UNITS = UNITS_OF_ONE;
+  static constexpr int64_t MOST_COLUMNS = 256;  // of a group in fixed point: their sums fit 32 bits
 
   explicit Words(const Product& p) : D(p) {
-    for (auto& table : this->values)
-      for (uint16_t& level : table) level = to_integer(level);
+    for (int zero = 0; zero < (p.zero == nullptr ? 1 : D::COUNT); ++zero)
+      for (uint16_t& level : this->values[zero]) level = to_integer(level);
     for (uint16_t& level : this->shifted) level = to_integer(level);
   }
   static uint16_t to_integer(uint16_t level) { return static_cast<uint16_t>(static_cast<int16_t>(UNITS * bf16_to_float(level))); }
+  float unit() const { return 1.0f / UNITS; }
+};
+
+// Any levels as words, see `words_of_levels`.
+template <class D>
+class LevelWords : public D {
+ public:
+  static constexpr int64_t MOST_COLUMNS = 64;
+
+  explicit LevelWords(const Product& p) : LevelWords(p, p.groups == 1 ? MOST_COLUMNS : p.group_size) {}
+  LevelWords(const Product& p, int64_t columns) : D(p) {
+    int16_t words[D::COUNT];
+    unit_ = words_of_levels(p.levels, D::COUNT, columns, words);
+    this->set_words(words);
+  }
+  float unit() const { return unit_; }
+
+ private:
+  float unit_;
 };
 
 // 4 bits: word i of 64 bytes holds codes 4i..4i+3; vector j gets code 4i + j of each word.
@@ -155,7 +177,7 @@ struct Packed3 : Levels<3> {
 
 // 6 bits: units of 32 codes are 16 bytes with the low four bits and 8 bytes with the other two.
 struct Packed6 {
-  static constexpr int BLOCK = 128, VECS = 4, BYTES = 96, PARTS = 2;
+  static constexpr int BLOCK = 128, VECS = 4, BYTES = 96, PARTS = 2, COUNT = 64;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
   __m512i four, two, half[2];
@@ -172,8 +194,11 @@ struct Packed6 {
     for (int i = 0; i < 64; ++i) values[i] = float_to_bf16(p.levels[i]);
     four = _mm512_load_si512(low_from);
     two = _mm512_load_si512(high_from);
-    half[0] = _mm512_load_si512(values);
-    half[1] = _mm512_load_si512(values + 32);
+    set_words(reinterpret_cast<const int16_t*>(values));
+  }
+  void set_words(const int16_t* words) {
+    half[0] = _mm512_loadu_si512(words);
+    half[1] = _mm512_loadu_si512(words + 32);
   }
   static int code(int vec, int word) { return 4 * word + vec; }
   static constexpr int lane_code(int lane) { return 8 * lane; }
@@ -253,11 +278,13 @@ struct BytesInt : Bytes {
 
 // Bytes as words: the even ones of a lane, then the odd ones.
 struct WordBytes {
-  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1, UNITS = 1;
+  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1;
+  static constexpr int64_t MOST_COLUMNS = 256;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
 
   explicit WordBytes(const Product&) {}
+  float unit() const { return 1.0f; }
   static int code(int vec, int word) { return 2 * word + vec; }
   static constexpr int lane_code(int lane) { return 4 * lane; }
   HFQ_INLINE Table table(int) { return {}; }

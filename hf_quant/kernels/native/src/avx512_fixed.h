@@ -1,4 +1,4 @@
-// Rows of x in bf16 times codes that are integers: x in fixed point of 16 bits, as two bytes, with a power of two for each
+// Rows of x in bf16 times codes that are integers, or levels that are rounded to words: x in fixed point of 16 bits, as two bytes, with a power of two for each
 // lane of 32 bits in a block of codes. What lies within 2**-7 of the largest value of its lane is exact, the rest to 2**-15
 // of that; the sums of a lane are exact. Codes need not become words, and Intel multiplies two bytes faster than one bf16.
 #pragma once
@@ -18,20 +18,20 @@ HFQ_INLINE __m512i load_once(const void* from) {
   return value;
 }
 
-// x of a block: for each vector of codes the high bytes and the low ones, then of each lane the sum, times -OFFSET or
-// with zero points times -1, and the value of 1.
+// x of a block: for each vector of codes the high bytes and the low ones, or the words; then of each lane the sum, times
+// -OFFSET or with zero points times -1, if codes are unsigned, and the value of 1.
 template <class F>
 struct FixedBlock {
-  static constexpr int64_t SUMS = F::VECS * 128, UNITS = SUMS + 64, BYTES = UNITS + 64;
+  static constexpr int64_t SUMS = F::VECS * (F::WORDS ? 64 : 128), UNITS = SUMS + (F::WORDS ? 0 : 64), BYTES = UNITS + 64;
 };
 
-// The larger of each value and the other ones of its lane, of 4 * VECS neighbours.
-template <int VECS>
+// The larger of each value and the other ones of its lane, of 4, 8 or 16 neighbours.
+template <int LANE>
 HFQ_INLINE __m512i largest_of_lane(__m512i v) {
   v = _mm512_max_epu32(v, _mm512_shuffle_epi32(v, static_cast<_MM_PERM_ENUM>(0xB1)));
   v = _mm512_max_epu32(v, _mm512_shuffle_epi32(v, static_cast<_MM_PERM_ENUM>(0x4E)));
-  if (VECS > 1) v = _mm512_max_epu32(v, _mm512_shuffle_i32x4(v, v, 0xB1));
-  if (VECS > 2) v = _mm512_max_epu32(v, _mm512_shuffle_i32x4(v, v, 0x4E));
+  if (LANE > 4) v = _mm512_max_epu32(v, _mm512_shuffle_i32x4(v, v, 0xB1));
+  if (LANE > 8) v = _mm512_max_epu32(v, _mm512_shuffle_i32x4(v, v, 0x4E));
   return v;
 }
 
@@ -55,22 +55,32 @@ HFQ_INLINE void deal_bytes(const char* from, __m512i (&to)[VECS]) {
   }
 }
 
+// Words 0, 1, 2 and 3 of each four neighbours to four vectors, from the 128 words at `from`.
+HFQ_INLINE void deal_words(const int16_t* from, char* to) {
+  for (int j = 0; j < 4; ++j)
+    for (int i = 0; i < 4; ++i)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 64 * j + 16 * i),
+                       _mm512_cvtepi64_epi16(_mm512_srli_epi64(_mm512_loadu_si512(from + 32 * i), 16 * j)));
+}
+
 // A row of x, in `dtype`. `factor` of the sums; `unit`: from the level of a code to the next.
 template <class F>
 static void pack_fixed(const Product& p, const void* x, int dtype, int32_t factor, float unit, char* to) {
-  constexpr int LANE = 4 * F::VECS;
+  constexpr int LANE = F::LANE;
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinite = _mm512_set1_epi32(0x7f800000);
   for (int64_t k = 0; k < p.K; k += F::BLOCK, to += FixedBlock<F>::BYTES) {
     alignas(64) char high[F::BLOCK], low[F::BLOCK];
+    alignas(64) int16_t words[F::BLOCK];
     float* units = reinterpret_cast<float*>(to + FixedBlock<F>::UNITS);
     for (int at = 0; at < F::BLOCK; at += 16) {
       const __m512 values = load_x(x, dtype, k + at, p.K - k - at);
       const __m512i bits = _mm512_castps_si512(values);
       // As integers magnitudes have the order of their values. From 255/256 of a power of two on the sum has the next
       // one's exponent, because the high byte of 16 bits would not fit a signed byte.
-      const __m512i largest = largest_of_lane<F::VECS>(_mm512_and_si512(bits, magnitude));
+      const __m512i largest = largest_of_lane<LANE>(_mm512_and_si512(bits, magnitude));
       __m512i exponent = _mm512_srli_epi32(_mm512_add_epi32(largest, _mm512_set1_epi32(1 << 16)), 23);
       exponent = _mm512_max_epu32(exponent, _mm512_set1_epi32(16));
+      exponent = _mm512_mask_mov_epi32(exponent, _mm512_testn_epi32_mask(largest, largest), _mm512_set1_epi32(127 + 14));
       const __m512i inverse = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254 + 14), exponent), 23);
       __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(values, as_float(inverse)));
       value = _mm512_min_epi32(value, _mm512_set1_epi32(32639));  // what rounding may exceed
@@ -81,11 +91,19 @@ static void pack_fixed(const Product& p, const void* x, int dtype, int32_t facto
         value = _mm512_mask_mov_epi32(value, bad, _mm512_maskz_mov_epi32(kept, sign));
         own = _mm512_mask_mov_ps(own, bad, as_float(largest));
       }
-      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-      _mm_store_si128(reinterpret_cast<__m128i*>(high + at), _mm512_cvtepi32_epi8(upper));
-      _mm_store_si128(reinterpret_cast<__m128i*>(low + at), _mm512_cvtepi32_epi8(value));
+      if (F::WORDS) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(words + at), _mm512_cvtepi32_epi16(value));
+      } else {
+        const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+        _mm_store_si128(reinterpret_cast<__m128i*>(high + at), _mm512_cvtepi32_epi8(upper));
+        _mm_store_si128(reinterpret_cast<__m128i*>(low + at), _mm512_cvtepi32_epi8(value));
+      }
       constexpr __mmask16 FIRST = LANE == 4 ? 0x1111 : LANE == 8 ? 0x0101 : 0x0001;  // one of each lane
       _mm512_mask_compressstoreu_ps(units + at / LANE, FIRST, _mm512_mul_ps(own, _mm512_set1_ps(unit)));
+    }
+    if constexpr (F::WORDS) {
+      deal_words(words, to);
+      continue;
     }
     __m512i parts[2][F::VECS], sums[2];
     deal_bytes<F::VECS>(high, parts[0]);
@@ -146,8 +164,23 @@ struct FixedRows {
 #pragma GCC unroll 4
     for (int i = 0; i < MB; ++i) {
       const char* own = x + i * stride + b * FixedBlock<F>::BYTES;
-      const __m512i sums = load_once(own + FixedBlock<F>::SUMS);
       const __m512 unit = as_float(load_once(own + FixedBlock<F>::UNITS));
+      if constexpr (F::WORDS) {
+        __m512i sum[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int j = 0; j < F::VECS; ++j) {
+          const __m512i words = load_once(own + 64 * j);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) sum[r] = dot_words(sum[r], words, codes[r][j]);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+          y[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_mul_ps(unit, scale[r]), y[r][i]);
+        continue;
+      }
+      const __m512i sums = load_once(own + FixedBlock<F>::SUMS);
       __m512i high[R], low[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -204,7 +237,6 @@ static int64_t max_fixed_rows(int layout) {
   return layout == PACKED2 ? 16 : layout == PACKED3 ? (maker == ZEN4 ? 6 : 12) : maker == ZEN4 ? 1 : 0;
 }
 
-constexpr int64_t kMostFixedRows = 8;      // of x beyond which panels win
 constexpr int64_t kFixedChunk = 64;       // rows of x that are packed at once
 constexpr int64_t kFixedBytes = 1 << 20;  // of them: they stay in the L2 cache
 
@@ -213,6 +245,8 @@ class FixedMatmul {
  public:
   // `offset`: the code of zero; `unit`: the difference of the levels of two neighbouring codes.
   FixedMatmul(const Product& p, int32_t offset, float unit) : p_(p), decoder_(p), offset_(offset), unit_(unit) {}
+  // Of words.
+  explicit FixedMatmul(const Product& p) : p_(p), decoder_(p), offset_(0), unit_(decoder_.unit()) {}
 
   bool run() {
     const int64_t blocks = ceil_div(p_.K, F::BLOCK);
@@ -229,7 +263,7 @@ class FixedMatmul {
     for (int64_t b = 0; b < blocks; ++b) {
       first[b] = static_cast<int32_t>(group_of(b * F::BLOCK));
       for (int lane = 0; lane < 16; ++lane)
-        relative[16 * b + lane] = static_cast<int32_t>(group_of(b * F::BLOCK + 4 * F::VECS * lane)) - first[b];
+        relative[16 * b + lane] = static_cast<int32_t>(group_of(b * F::BLOCK + F::LANE * lane)) - first[b];
     }
     segments_ = reinterpret_cast<Segment*>(memory + rows_bytes + lane_bytes);
     for (int64_t first = 0; first < p_.M; first += chunk) {
@@ -348,6 +382,16 @@ static bool fixed_codes(const Product& p) {
 // The function that computes a product in fixed point, null if it is to be computed otherwise.
 using FixedProduct = bool (*)(const Product&);
 
+// Rows of x beyond which panels win.
+static int64_t most_fixed_rows(const Product& p) { return 8 * (p.ends == nullptr ? 1 : p.experts); }
+
+// Of levels as words: bf16 takes as long on other CPUs. Panels take groups of few columns only.
+template <class D>
+static FixedProduct fixed_levels(const Product& p) {
+  if (maker_of_cpu() != INTEL || (p.M > most_fixed_rows(p) && ByFixed<LevelWords<D>>::group_size(p) == 0)) return nullptr;
+  return [](const Product& p) { return FixedMatmul<FixedLevels<D>, false>(p).run(); };
+}
+
 static FixedProduct fixed_product(const Product& p) {
   if (p.compute == BY_INT8 || p.x_dtype != BF16 || p.M > max_fixed_rows(p.layout)) return nullptr;
   switch (p.layout) {
@@ -355,8 +399,10 @@ static FixedProduct fixed_product(const Product& p) {
     case PACKED3: return has_integers(p) ? fixed_codes<Fixed3> : nullptr;
     case PACKED4:
       if (has_integers(p)) return fixed_codes<Fixed4>;
-      if (p.zero != nullptr || !Fixed4Halves::fits(p)) return nullptr;
+      if (p.zero != nullptr) return nullptr;
+      if (!Fixed4Halves::fits(p)) return fixed_levels<Packed4>(p);
       return [](const Product& p) { return FixedMatmul<Fixed4Halves, false>(p, Fixed4Halves::OFFSET, 0.5f).run(); };
+    case PACKED6: return fixed_levels<Packed6>(p);
     case BYTES_INT:
       if (p.zero != nullptr) return nullptr;
       return [](const Product& p) { return FixedMatmul<Fixed8, false>(p, 128, 1.0f).run(); };

@@ -7,11 +7,12 @@ namespace hfq {
 namespace avx512 {
 
 // Decoders: BLOCK codes, BYTES bytes, become VECS vectors of unsigned bytes; byte i of vector j is made of code VECS * i + j,
-// so that a lane of 32 bits has 4 * VECS neighbours, which are of one group.
+// so that a lane of 32 bits has 4 * VECS neighbours, which are of one group. The last decoder makes words.
 
 // 4 bits, as they are.
 struct Fixed4 {
-  static constexpr int BLOCK = 128, VECS = 2, BYTES = 64, COUNT = 16;
+  static constexpr bool WORDS = false;
+  static constexpr int LANE = 8, BLOCK = 128, VECS = 2, BYTES = 64, COUNT = 16;
 
   explicit Fixed4(const Product&) {}
   HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
@@ -45,7 +46,8 @@ struct Fixed4Halves : Fixed4 {
 };
 
 struct Fixed2 {
-  static constexpr int BLOCK = 256, VECS = 4, BYTES = 64, COUNT = 4;
+  static constexpr bool WORDS = false;
+  static constexpr int LANE = 16, BLOCK = 256, VECS = 4, BYTES = 64, COUNT = 4;
 
   explicit Fixed2(const Product&) {}
   HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
@@ -59,7 +61,8 @@ struct Fixed2 {
 
 // Units of 32 codes are 8 bytes with the low two bits and 4 bytes with the third.
 struct Fixed3 {
-  static constexpr int BLOCK = 256, VECS = 4, BYTES = 96, COUNT = 8;
+  static constexpr bool WORDS = false;
+  static constexpr int LANE = 16, BLOCK = 256, VECS = 4, BYTES = 96, COUNT = 8;
   __m512i low_places, third_places;
 
   explicit Fixed3(const Product&) {
@@ -91,11 +94,27 @@ struct Fixed3 {
 };
 
 struct Fixed8 {
-  static constexpr int BLOCK = 64, VECS = 1, BYTES = 64, COUNT = 256;
+  static constexpr bool WORDS = false;
+  static constexpr int LANE = 4, BLOCK = 64, VECS = 1, BYTES = 64, COUNT = 256;
 
   explicit Fixed8(const Product&) {}
   HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
     value[0] = _mm512_xor_si512(load_bytes(p, m.low), _mm512_set1_epi8(-128));
+  }
+};
+
+// Levels that are no integers, as signed words: word i of vector j is made of code VECS * i + j.
+template <class D>
+struct FixedLevels : LevelWords<D> {
+  static constexpr bool WORDS = true;
+  static constexpr int LANE = 2 * D::VECS;
+
+  explicit FixedLevels(const Product& p) : LevelWords<D>(p, LANE) {}
+  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
+    __m512i part[D::PARTS];
+    this->load(p, m, part);
+    this->indices(part, value);
+    for (int j = 0; j < D::VECS; ++j) value[j] = this->level(value[j], this->table(0));
   }
 };
 

@@ -142,6 +142,12 @@ HFQ_INLINE __m512i dot_bytes(__m512i sum, __m512i x, __m512i codes) {
   return sum;
 }
 
+// Sums of 2 products of words.
+HFQ_INLINE __m512i dot_words(__m512i sum, __m512i x, __m512i words) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(words), "v"(x));
+  return sum;
+}
+
 // Exact sums of integers; zero points are taken from the sums, for which x has those of its lanes.
 template <class D>
 struct ByInt8 {
@@ -178,13 +184,11 @@ struct ByFixed {
   HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
     word_levels_lanes(d, part, zeros, value);
   }
-  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
-    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
-    return sum;
-  }
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_words(sum, x, w); }
   // Columns that share a power of two: those of a scale, which are all there, or part of them. 0: not served.
   static int64_t group_size(const Product& p) {
-    return p.groups == 1 ? 128 : p.group_size <= kMostFixed && p.groups * p.group_size == p.K ? p.group_size : 0;
+    if (p.groups == 1) return min64(D::MOST_COLUMNS, 128);
+    return p.group_size <= D::MOST_COLUMNS && p.groups * p.group_size == p.K ? p.group_size : 0;
   }
 };
 

@@ -1,6 +1,8 @@
 // What the kernels of every instruction set share: the description of one product, and small conversions.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -168,15 +170,15 @@ static inline float row_scale(float amax, const float* given, float limit) {
 
 static inline float int8_row_scale(float amax, const float* given) { return row_scale(amax, given, 127.0f); }
 
-// How values become fixed point of 16 bits, by the bits of their largest magnitude: times `inverse`, in units of `step`. If
-// one is not finite, the step is infinite, or NaN, and `keep_infinite` makes what is multiplied.
+// How values become fixed point of 16 bits, by the bits of their largest magnitude: times `inverse`, in units of `step`. Zeros
+// have a step of 1, with which products are no denormal numbers, that take a hundred cycles each. If a value is not finite, the step is infinite, or NaN, and `keep_infinite` makes what is multiplied.
 struct FixedPoint {
   bool is_finite;
   float inverse, step;
 
   explicit FixedPoint(uint32_t top) : is_finite(top < 0x7f800000u), inverse(1.0f), step(bits_to_float(top)) {
     if (!is_finite) return;
-    const uint32_t exponent = top >> 23 < 16 ? 16 : top >> 23;
+    const uint32_t exponent = top == 0 ? 127 + 14 : top >> 23 < 16 ? 16 : top >> 23;
     inverse = bits_to_float((254 + 14 - exponent) << 23);
     step = bits_to_float((exponent - 14) << 23);
   }
@@ -198,6 +200,19 @@ static inline bool has_integers(const Product& p) {
   for (int i = 0; i < count; ++i)
     if (p.levels[i] != static_cast<float>(i - offset)) return false;
   return count > 0;
+}
+
+// Levels as words: multiples of a power of two, if all are; else the largest becomes the largest word for which the sum of so
+// many columns in fixed point fits 32 bits, and the others are rounded. Returns the level of 1.
+static inline float words_of_levels(const float* levels, int count, int64_t columns, int16_t* words) {
+  const float most = static_cast<float>(65536 / columns - 1);
+  float largest = 0.0f;
+  for (int i = 0; i < count; ++i) largest = std::max(largest, std::fabs(levels[i]));
+  float units = std::exp2(std::floor(std::log2(most / largest)));
+  for (int i = 0; i < count; ++i)
+    if (levels[i] * units != std::rint(levels[i] * units)) units = most / largest;
+  for (int i = 0; i < count; ++i) words[i] = static_cast<int16_t>(std::rint(levels[i] * units));
+  return 1.0f / units;
 }
 
 static inline int element_size(int dtype) {
