@@ -98,7 +98,16 @@ class CodeStorage:
                     setattr(self, name, function(tensor))
 
     def _own(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert states to the dtypes of the first ones: in a model they change where autocast begins or ends."""
+        """Convert states to the dtypes of the first ones: in a model they change where autocast begins or ends.
+
+        Raises ValueError if they are of another number of sequences than the cache.
+        """
+        held, given = self.k_codes.shape[0], key_states.shape[0]
+        if given != held:
+            raise ValueError(
+                f"the states have the batch size {given}, and those in the cache {held}: give them a cache of their "
+                "own, or repeat the sequences of this one by batch_repeat_interleave"
+            )
         return _as(key_states, self.key_kind.dtype), _as(value_states, self.value_kind.dtype)
 
     def _append(self, keys: Tensor, values: Tensor, start: int | Tensor, *, is_first: bool = False) -> None:
@@ -256,9 +265,9 @@ class GrowingStorage(CodeStorage):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         S = key_states.shape[2]
+        keys, values = self._own(key_states, value_states)
         self._reserve(S)
         column = self._first + self._end - self._start
-        keys, values = self._own(key_states, value_states)
         self._append(keys, values, column, is_first=self._end == 0)
         if self.k_window is not None:
             self._keep(keys, values, self._end)

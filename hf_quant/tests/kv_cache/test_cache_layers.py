@@ -213,6 +213,12 @@ def test_wrong_states_are_refused():
         layer.update(*(x[..., :20] for x in states(3)))
     with pytest.raises(ValueError, match="torch.float64"):
         QuantizedLayer(KVCacheConfig("int8")).update(*states(3, dtype=torch.float64))
+    for layer in (QuantizedLayer(KVCacheConfig("int8")), QuantizedStaticLayer(KVCacheConfig("int8"), 24)):
+        keys, values = states(3)
+        layer.update(keys, values)
+        with pytest.raises(ValueError, match=f"the batch size {2 * len(keys)}, and those in the cache {len(keys)}"):
+            layer.update(*(torch.cat([x, x]) for x in (keys, values)))
+        assert layer.get_seq_length() == 3
 
 
 def test_a_layer_of_fixed_size_refuses_what_does_not_fit():
