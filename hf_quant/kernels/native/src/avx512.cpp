@@ -1,12 +1,12 @@
-// AVX-512 with VNNI and VBMI (Ice Lake, Zen 4 and later); dot products of bf16 where the CPU has them, too.
+// AVX-512 with VNNI, VBMI and GFNI (Ice Lake, Zen 4 and later); dot products of bf16 where the CPU has them, too.
 
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,fma,f16c,amx-tile,amx-int8,amx-bf16"))), \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,gfni,fma,f16c,amx-tile,amx-int8,amx-bf16"))), \
     apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx512bf16,gfni,fma,f16c")
 #endif
 
 #include <immintrin.h>

@@ -9,6 +9,14 @@ namespace avx512 {
 // Decoders: BLOCK codes, BYTES bytes, become VECS vectors of unsigned bytes; byte i of vector j is made of code VECS * i + j,
 // so that a lane of 32 bits has 4 * VECS neighbours, which are of one group. The last decoder makes words.
 
+// Bits FIRST, FIRST + 1, .. of each byte as a number: a product of each byte, 8 bits, with a matrix of bits.
+template <int FIRST, int COUNT>
+HFQ_INLINE __m512i bits_of_bytes(__m512i bytes) {
+  int64_t matrix = 0;
+  for (int i = 0; i < COUNT; ++i) matrix |= int64_t{1} << (8 * (7 - i) + FIRST + i);
+  return _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(matrix), 0);
+}
+
 // 4 bits, as they are.
 struct Fixed4 {
   static constexpr bool WORDS = false;
@@ -18,7 +26,7 @@ struct Fixed4 {
   HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
     const __m512i bytes = load_bytes(p, m.low), mask = _mm512_set1_epi8(15);
     value[0] = _mm512_and_si512(bytes, mask);
-    value[1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
+    value[1] = bits_of_bytes<4, 4>(bytes);
   }
 };
 
@@ -53,9 +61,9 @@ struct Fixed2 {
   HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
     const __m512i bytes = load_bytes(p, m.low), mask = _mm512_set1_epi8(3);
     value[0] = _mm512_and_si512(bytes, mask);
-    value[1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 2), mask);
-    value[2] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
-    value[3] = _mm512_and_si512(_mm512_srli_epi16(bytes, 6), mask);
+    value[1] = bits_of_bytes<2, 2>(bytes);
+    value[2] = bits_of_bytes<4, 2>(bytes);
+    value[3] = bits_of_bytes<6, 2>(bytes);
   }
 };
 
@@ -63,33 +71,32 @@ struct Fixed2 {
 struct Fixed3 {
   static constexpr bool WORDS = false;
   static constexpr int LANE = 16, BLOCK = 256, VECS = 4, BYTES = 96, COUNT = 8;
-  __m512i low_places, third_places;
+  __m512i low_places, third_places, third[4];
 
   explicit Fixed3(const Product&) {
-    alignas(64) uint8_t low[64], third[64];
+    alignas(64) uint8_t low[64], bytes[64], shifts[4][64];
     for (int i = 0; i < 64; ++i) {
       low[i] = static_cast<uint8_t>(i / 8 * 12 + i % 8);
-      third[i] = static_cast<uint8_t>(i / 8 * 12 + 8 + i % 8 / 2);
+      bytes[i] = static_cast<uint8_t>(i / 8 * 12 + 8 + i % 4);
+      // The third bit of code 4 i + j is bit 4 i + j of 8 bytes, and shall be bit 2 of byte i.
+      for (int j = 0; j < 4; ++j) shifts[j][i] = static_cast<uint8_t>((4 * (i % 8) + j + 62) % 64);
     }
     low_places = _mm512_load_si512(low);
-    third_places = _mm512_load_si512(third);
+    third_places = _mm512_load_si512(bytes);
+    for (int j = 0; j < 4; ++j) third[j] = _mm512_load_si512(shifts[j]);
   }
   HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
     const __m512i a = load_bytes(p, m.low), b = load_bytes(p + 64, m.high & 0xffffffffu);
     const __m512i low = _mm512_permutex2var_epi8(a, low_places, b);
-    const __m512i both = _mm512_permutex2var_epi8(a, third_places, b);  // of this byte and its neighbour
-    // The third bit of code 4 i + j is bit 2 + j of byte i.
-    const __m512i third =
-        _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaaull, _mm512_slli_epi16(both, 2), _mm512_srli_epi16(both, 2));
-    value[0] = join(low, third);
-    value[1] = join(_mm512_srli_epi16(low, 2), _mm512_srli_epi16(third, 1));
-    value[2] = join(_mm512_srli_epi16(low, 4), _mm512_srli_epi16(third, 2));
-    value[3] = join(_mm512_srli_epi16(low, 6), _mm512_srli_epi16(third, 3));
+    const __m512i words = _mm512_permutex2var_epi8(a, third_places, b);  // the 4 bytes of third bits, twice
+    value[0] = join(bits_of_bytes<0, 2>(low), _mm512_multishift_epi64_epi8(third[0], words));
+    value[1] = join(bits_of_bytes<2, 2>(low), _mm512_multishift_epi64_epi8(third[1], words));
+    value[2] = join(bits_of_bytes<4, 2>(low), _mm512_multishift_epi64_epi8(third[2], words));
+    value[3] = join(bits_of_bytes<6, 2>(low), _mm512_multishift_epi64_epi8(third[3], words));
   }
-  // 0xCA: first ? second : third operand
+  // 0xF8: first | (second & third operand)
   HFQ_INLINE __m512i join(__m512i low, __m512i third) {
-    const __m512i bits = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), low, third, 0xCA);
-    return _mm512_and_si512(bits, _mm512_set1_epi8(7));
+    return _mm512_ternarylogic_epi32(low, third, _mm512_set1_epi8(4), 0xF8);
   }
 };
 
