@@ -40,11 +40,12 @@ class ReadyProduct:
 
     def __call__(self, x: Tensor, bias: Tensor | None, parameters: dict[str, Tensor | None]) -> Tensor | None:
         """The output for a plain x, None if it has to be computed as if there were no such product."""
-        if parameters is not self.parameters or x.shape[-1] != self.K or not x.is_cpu:
+        place = self.place
+        if place is None or parameters is not self.parameters or x.shape[-1] != self.K or not x.is_cpu:
             return None
-        if unchanged(self.place):
+        if unchanged(place):
             return self.run(x if x.is_contiguous() else x.contiguous(), parameters["qdata"], bias)
-        self.parameters, self.place = {}, None
+        self.place = None
         return None
 
 

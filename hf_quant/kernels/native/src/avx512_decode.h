@@ -74,10 +74,12 @@ struct Levels {
 // Formats without zero points.
 struct NoTable {};
 
+constexpr int64_t kMostFixed = 256;  // columns of a group in fixed point: their sums fit 32 bits
+
 // The same of levels that are integers, or with UNITS = 2 halves of them, as words of units.
 template <class D, int UNITS = 1>
 struct Words : D {
-  static constexpr int64_t MOST_COLUMNS = 256;  // of a group in fixed point: their sums fit 32 bits
+  static constexpr int64_t MOST_COLUMNS = kMostFixed;
 
   explicit Words(const Product& p) : D(p) {
     for (int zero = 0; zero < (p.zero == nullptr ? 1 : D::COUNT); ++zero)
@@ -279,7 +281,7 @@ struct BytesInt : Bytes {
 // Bytes as words: the even ones of a lane, then the odd ones.
 struct WordBytes {
   static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1;
-  static constexpr int64_t MOST_COLUMNS = 256;
+  static constexpr int64_t MOST_COLUMNS = kMostFixed;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
 

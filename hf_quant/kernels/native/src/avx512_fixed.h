@@ -1,6 +1,7 @@
-// Rows of x in bf16 times codes that are integers, or levels that are rounded to words: x in fixed point of 16 bits, as two bytes, with a power of two for each
+// Rows of x in bf16 times codes that are integers: x in fixed point of 16 bits, as two bytes, with a power of two for each
 // lane of 32 bits in a block of codes. What lies within 2**-7 of the largest value of its lane is exact, the rest to 2**-15
 // of that; the sums of a lane are exact. Codes need not become words, and Intel multiplies two bytes faster than one bf16.
+// Levels that are no integers become words, and meet x as words.
 #pragma once
 
 #include <atomic>

@@ -165,8 +165,6 @@ struct ByInt8 {
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_bytes(sum, x, w); }
 };
 
-constexpr int64_t kMostFixed = 256;  // columns of a group in fixed point: their sums fit 32 bits
-
 // x in fixed point of 16 bits, with a power of two for each group of columns, meets panels of integers: what lies within
 // 2**-8 of the largest value of its group is exact if x is bf16, the rest to 2**-16 of that; the sums of a group are exact.
 template <class D>

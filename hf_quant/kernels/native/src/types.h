@@ -171,7 +171,8 @@ static inline float row_scale(float amax, const float* given, float limit) {
 static inline float int8_row_scale(float amax, const float* given) { return row_scale(amax, given, 127.0f); }
 
 // How values become fixed point of 16 bits, by the bits of their largest magnitude: times `inverse`, in units of `step`. Zeros
-// have a step of 1, with which products are no denormal numbers, that take a hundred cycles each. If a value is not finite, the step is infinite, or NaN, and `keep_infinite` makes what is multiplied.
+// have a step of 1: a product with a denormal number takes a hundred cycles. If a value is not finite, the step is infinite,
+// or NaN, and `keep_infinite` makes what is multiplied.
 struct FixedPoint {
   bool is_finite;
   float inverse, step;
