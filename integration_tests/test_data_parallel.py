@@ -174,8 +174,9 @@ def test_trainer_under_torchrun(tmp_path):
     train(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom integration_tests.test_data_parallel import train\n"
-        "train(Path(sys.argv[1]))\n"
+        "import sys\nfrom pathlib import Path\nfrom torch import distributed\n"
+        "from integration_tests.test_data_parallel import train\n"
+        "train(Path(sys.argv[1]))\ndistributed.destroy_process_group()\n"
     )
     done = subprocess.run(
         [

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_quant.modules.ready import READY
+
 
 COUNTER = "cumulative_length_int"  # of sliding windows in transformers: a full window changes the step
 CACHE = object()  # replaces the cache in inputs and outputs that are kept
@@ -92,7 +94,8 @@ def globals_of(model: nn.Module) -> tuple:
     )
 
 
-_PLAIN_STATE = frozenset(nn.Module().__dict__) - {"training"}  # attributes of every module
+# Attributes of every module, and what layers remember of earlier calls.
+_PLAIN_STATE = frozenset(nn.Module().__dict__) - {"training"} | {READY}
 
 
 def fingerprint(model: nn.Module) -> tuple:
