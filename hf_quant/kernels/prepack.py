@@ -62,9 +62,8 @@ class _Entry:
 _entries: dict[tuple[Hashable, int], _Entry] = {}
 _nbytes = 0  # of all entries
 _lock = threading.RLock()
-# {ERA: an object that lives until `clear_prepacked`}: whoever keeps what was found, elsewhere, keeps it as long.
-ERA = "era"
-era: dict[str, object] = {ERA: object()}
+# {"era": an object that lives until `clear_prepacked`}: whoever keeps what was found, elsewhere, keeps it as long.
+era: dict[str, object] = {"era": object()}
 # A share of all memory, not of what happens to be free: the paths, and with them the bits, must not depend on that.
 _limit: int | None = None
 if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -150,7 +149,7 @@ def prepacked_bytes() -> int:
 
 def clear_prepacked() -> None:
     """Drop every prepacked weight; those still in use are made again when they are next used."""
-    era[ERA] = object()
+    era["era"] = object()
     for key in list(_entries):
         _replace(key, None)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_quant.kernels import prepack
 from hf_quant.kernels.cpu import Run
-from hf_quant.kernels.native.places import Place, place_of, unchanged
+from hf_quant.kernels.native.places import Place, entries_of, place_of, unchanged
 
 
 if TYPE_CHECKING:
@@ -31,10 +31,9 @@ class ReadyProduct:
     def __init__(self, K: int, parameters: dict[str, Tensor | None], run: Run) -> None:
         """Take `run`, which multiplies x [..., K] with these parameters."""
         tensors = {name: value for name, value in parameters.items() if value is not None}
-        entries = [part for name, value in parameters.items() for part in (parameters, name, value)]
         checked = [value for name, value in tensors.items() if name in _CHECKED and not value.is_inference()]
         numbers = [part for value in checked for part in (partial(_version, value), value._version)]
-        entries += [prepack.era, prepack.ERA, prepack.era[prepack.ERA]]
+        entries = entries_of(parameters) + entries_of(prepack.era)
         self.K, self.parameters, self.run = K, parameters, run
         self.place: Place | None = place_of(entries, numbers, (), list(tensors.values()))
 

@@ -49,6 +49,11 @@ def _offset_of_pointer() -> int | None:
 _offset = _offset_of_pointer()
 
 
+def entries_of(values: dict[str, Any]) -> list[Any]:
+    """The `entries` of a place for all that a dict holds now."""
+    return [part for name, value in values.items() for part in (values, name, value)]
+
+
 def place_of(entries: Sequence[Any], numbers: Sequence[Any], empty: Sequence[Any], tensors: Sequence[Tensor]) -> Place:
     """A place for `unchanged`, which keeps all of this alive.
 

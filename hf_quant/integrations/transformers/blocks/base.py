@@ -21,7 +21,7 @@ from hf_quant.integrations.transformers.conv1d import QuantConv1D
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native import active
 from hf_quant.kernels.native.blocks import Block
-from hf_quant.kernels.native.places import place_of, unchanged
+from hf_quant.kernels.native.places import entries_of, place_of, unchanged
 from hf_quant.kernels.native.products import serves, takes_int8
 from hf_quant.kernels.weight import Weight
 from hf_quant.modules import QuantizedModule, QuantLinear
@@ -55,16 +55,13 @@ class Watch:
         empty: list[Any] = [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
         children = {id(child): child for module in modules for child in module._modules.values() if child is not None}
         for module in modules:
-            for name, child in module._modules.items():
-                entries += [module._modules, name, child]
+            entries += entries_of(module._modules)
         for child in children.values():
             entries += [child.__dict__, "forward", None]
             empty += [child._forward_hooks, child._forward_pre_hooks]
         for module in {**{id(module): module for module in modules}, **children}.values():
-            for name, parameter in module._parameters.items():
-                entries += [module._parameters, name, parameter]
-                if parameter is not None:
-                    tensors.append(parameter)
+            entries += entries_of(module._parameters)
+            tensors += [parameter for parameter in module._parameters.values() if parameter is not None]
         self.places = (place_of(entries, numbers, empty, tensors),)
         if not self.holds():
             raise Unproven("its layers have hooks")
@@ -290,11 +287,6 @@ def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str,
         return kwargs
     names = _names_of(getattr(type(module), "_hf_quant_block_of", type(module)))
     return {**dict(zip(names[1:], args[1:])), **kwargs}
-
-
-def entries_of(values: dict[str, Any]) -> list[Any]:
-    """The `entries` of a `Watch` for all that a dict holds now."""
-    return [part for name, value in values.items() for part in (values, name, value)]
 
 
 def twin_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:

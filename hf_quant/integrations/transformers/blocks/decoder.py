@@ -35,7 +35,6 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     by_name,
-    entries_of,
     is_same,
     is_served,
     new_result,
@@ -47,6 +46,7 @@ from hf_quant.integrations.transformers.blocks.inputs import SETTINGS, Inputs, N
 from hf_quant.integrations.transformers.blocks.layer import LayerBlock, attention_of, is_layer
 from hf_quant.integrations.transformers.blocks.recurrent import RecurrentLayer, States, is_recurrent_layer
 from hf_quant.kernels.native.blocks import Chain
+from hf_quant.kernels.native.places import entries_of
 from hf_quant.kernels.native.products import row_reader
 from hf_quant.modules import QuantEmbedding
 

@@ -21,7 +21,6 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     add_product,
-    entries_of,
     new_result,
     random_rows,
     state_of,
@@ -32,6 +31,7 @@ from hf_quant.integrations.transformers.blocks.inputs import INPUTS, NewTokens, 
 from hf_quant.integrations.transformers.blocks.norm import NormBlock
 from hf_quant.integrations.transformers.graphs.state import globals_of
 from hf_quant.kernels.native.blocks import Block
+from hf_quant.kernels.native.places import entries_of
 
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 // What the kernels of every instruction set share: the description of one product, and small conversions.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -208,11 +207,11 @@ static inline bool has_integers(const Product& p) {
 static inline float words_of_levels(const float* levels, int count, int64_t columns, int16_t* words) {
   const float most = static_cast<float>(65536 / columns - 1);
   float largest = 0.0f;
-  for (int i = 0; i < count; ++i) largest = std::max(largest, std::fabs(levels[i]));
-  float units = std::exp2(std::floor(std::log2(most / largest)));
+  for (int i = 0; i < count; ++i) largest = fabsf(levels[i]) > largest ? fabsf(levels[i]) : largest;
+  float units = bits_to_float(float_to_bits(most / largest) & 0x7f800000u);
   for (int i = 0; i < count; ++i)
-    if (levels[i] * units != std::rint(levels[i] * units)) units = most / largest;
-  for (int i = 0; i < count; ++i) words[i] = static_cast<int16_t>(std::rint(levels[i] * units));
+    if (levels[i] * units != rintf(levels[i] * units)) units = most / largest;
+  for (int i = 0; i < count; ++i) words[i] = static_cast<int16_t>(rintf(levels[i] * units));
   return 1.0f / units;
 }
 
