@@ -197,7 +197,7 @@ def test_shapes_and_strides_of_x(quant):
     assert torch.equal(weight_only_mm(strided, *packed, None, **options), y.view(2, 3, 272))
     vector = weight_only_mm(x[0, 0], *packed, None, **options)
     assert vector.shape == (272,)
-    assert_close(vector, y[0].double(), rms=8e-3)  # a unit in the last place of the largest value
+    assert_close(vector, y[0].double(), rms=6e-3)  # a unit in the last place of the largest value
     for empty in (x[:0], x[:, :0], x.view(6, 256)[:0]):
         assert weight_only_mm(empty, *packed, None, **options).shape == (*empty.shape[:-1], 272)
         assert dynamic_mm(empty, *packed, None, activation="int8", **options).shape == (*empty.shape[:-1], 272)

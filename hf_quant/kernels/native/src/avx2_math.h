@@ -128,8 +128,9 @@ struct Int8ByInt8 : IntegerSums {
 };
 #endif
 
-// x in fixed point: what lies within 2**-8 of the largest value of its group is exact if x is bf16, the rest to 2**-16 of
-// that; sums are exact. That takes half as many instructions as fp32 with dot products of words, and 3/4 without.
+// x in fixed point of 14 or 15 bits: of 15 what lies within 2**-8 of the largest value of its group is exact if x is bf16, the
+// rest to 2**-16 of that; sums are exact. That takes half as many instructions as fp32 with dot products of words, and 3/4
+// without.
 template <class L, int OFFSET_OF_CODES>
 struct ByFixed : IntegerSums {
   using Loader = L;
@@ -139,6 +140,7 @@ struct ByFixed : IntegerSums {
   using IntegerSums::IntegerSums;
 
   float unit() const { return 1.0f; }  // the difference of the levels of two neighbouring codes
+  int x_bits() const { return 15; }
   static constexpr int offset(int word, int j) { return 32 * j + 4 * word; }
   // Bytes, unsigned but those of codes of 8 bits: words of even place, those of odd place.
   HFQ_INLINE void values(__m256i codes, Table, Value* value) {
@@ -167,17 +169,17 @@ struct LevelsByFixed : ByFixed<Packed4, 0> {
   struct Table {
     __m256i lower, upper;  // bytes of the words
   };
-  static constexpr int64_t MOST_COLUMNS = 64;
+  static constexpr int64_t MOST_COLUMNS = 128;
 
-  explicit LevelsByFixed(const Product& p) : ByFixed(p) {
-    int16_t words[16];
-    unit_ = words_of_levels(p.levels, 16, p.groups == 1 ? MOST_COLUMNS : p.group_size, words);
+  explicit LevelsByFixed(const Product& p)
+      : ByFixed(p), levels_(p.levels, 16, p.groups == 1 ? MOST_COLUMNS : p.group_size, words_) {
     for (int i = 0; i < 32; ++i) {
-      lower_[i] = static_cast<uint8_t>(words[i % 16]);
-      upper_[i] = static_cast<uint8_t>(words[i % 16] >> 8);
+      lower_[i] = static_cast<uint8_t>(words_[i % 16]);
+      upper_[i] = static_cast<uint8_t>(words_[i % 16] >> 8);
     }
   }
-  float unit() const { return unit_; }
+  float unit() const { return levels_.unit; }
+  int x_bits() const { return levels_.bits; }
   HFQ_METHOD Table table(int, int = 0) const { return {load_vector(lower_), load_vector(upper_)}; }
   HFQ_INLINE void values(__m256i codes, const Table& table, Value* value) {
     const __m256i lower = _mm256_shuffle_epi8(table.lower, codes), upper = _mm256_shuffle_epi8(table.upper, codes);
@@ -187,8 +189,9 @@ struct LevelsByFixed : ByFixed<Packed4, 0> {
   }
 
  private:
+  int16_t words_[16];
+  LevelsAsWords levels_;
   uint8_t lower_[32], upper_[32];
-  float unit_;
 };
 
 HFQ_INLINE float reduce(__m256 v) {

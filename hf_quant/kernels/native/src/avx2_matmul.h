@@ -107,8 +107,8 @@ class Matmul {
         const int64_t size = Panel<C>::fixed_group(p_);
         float* values = reinterpret_cast<float*>(natural);
         load_floats(x, dtype, 0, p_.K, values);
-        fixed_row<L>(values, p_.K / size, size, p_.zero == nullptr ? -C::OFFSET : -1, c_.unit(), x_.rows + i * x_.stride,
-                     x_.group_sums + i, x_.steps + i, x_.most_rows);
+        fixed_row<L>(values, p_.K / size, size, c_.x_bits(), p_.zero == nullptr ? -C::OFFSET : -1, c_.unit(),
+                     x_.rows + i * x_.stride, x_.group_sums + i, x_.steps + i, x_.most_rows);
       } else if constexpr (C::INTEGER) {
         int8_t* codes = reinterpret_cast<int8_t*>(natural);
         if (dtype == INT8) {

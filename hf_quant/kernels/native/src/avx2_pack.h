@@ -93,11 +93,11 @@ static float quantize_row(const void* x, int dtype, int64_t K, const float* give
   return scale;
 }
 
-// A row of x [groups * size] in fixed point, in the order of the codes of L. Of each group the sum, times `factor`, and the
-// value of 1, times `unit`, both `apart`.
+// A row of x [groups * size] in fixed point of so many bits, in the order of the codes of L. Of each group the sum, times
+// `factor`, and the value of 1, times `unit`, both `apart`.
 template <class L>
-static void fixed_row(const float* values, int64_t groups, int64_t size, int32_t factor, float unit, char* to, int32_t* sums,
-                      float* steps, int64_t apart) {
+static void fixed_row(const float* values, int64_t groups, int64_t size, int bits, int32_t factor, float unit, char* to,
+                      int32_t* sums, float* steps, int64_t apart) {
   alignas(32) uint8_t codes[32];
   for (int b = 0; b < 32; ++b) codes[b] = static_cast<uint8_t>(L::code(b % 16));
   const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes)), low = _mm256_set1_epi16(255);
@@ -105,7 +105,7 @@ static void fixed_row(const float* values, int64_t groups, int64_t size, int32_t
   for (int64_t g = 0; g < groups; ++g, values += size, sums += apart, steps += apart) {
     __m256i tops = _mm256_setzero_si256(), sum = tops;
     for (int64_t k = 0; k < size; k += 8) tops = _mm256_max_epu32(tops, _mm256_and_si256(magnitude, load_vector(values + k)));
-    const FixedPoint fixed(largest(tops));
+    const FixedPoint fixed(largest(tops), bits);
     const __m256 inverse = _mm256_set1_ps(fixed.inverse);
     float kept[kMostFixed];
     if (!fixed.is_finite) keep_infinite(values, size, kept);

@@ -36,7 +36,7 @@ class Panel {
 
   // Columns of a group of x in fixed point: those that share a scale, or part of them. 0: not served.
   static int64_t fixed_group(const Product& p) {
-    int64_t size = p.groups > 1 ? p.group_size : min64(C::MOST_COLUMNS, 128);
+    int64_t size = p.groups > 1 ? p.group_size : 128;
     while (p.groups == 1 && size > kUnit && p.K % size != 0) size /= 2;
     return is_whole(p, size) && p.K > size ? size : 0;
   }

@@ -140,7 +140,7 @@ struct FixedPlanes {
         const uint32_t bits = float_to_bits(own[i]) & 0x7fffffffu;
         top = bits > top ? bits : top;
       }
-      const FixedPoint fixed(top);
+      const FixedPoint fixed(top, 15);
       units[e] = fixed.step;
       float kept[COLUMNS];
       if (!fixed.is_finite) {

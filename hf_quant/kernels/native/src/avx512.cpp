@@ -143,7 +143,7 @@ class Matmul {
       if constexpr (C::FIXED) {
         const int64_t vectors = ceil_div(p_.K, D::BLOCK) * vecs<C>();
         float* steps = const_cast<float*>(x_.steps) + i * x_.groups;
-        fixed_row(x, dtype, p_.K, vectors * 32, x_.group_size, decoder_.unit(), natural, steps);
+        fixed_row(x, dtype, p_.K, vectors * 32, x_.group_size, decoder_.x_bits(), decoder_.unit(), natural, steps);
         return to_lanes<C>(order, natural, vectors, packed);
       }
       pack_row<C>(p_, order, in_lanes_[i], x, dtype, Divisor(scale, amax), natural, packed);

@@ -88,24 +88,23 @@ struct Words : D {
   }
   static uint16_t to_integer(uint16_t level) { return static_cast<uint16_t>(static_cast<int16_t>(UNITS * bf16_to_float(level))); }
   float unit() const { return 1.0f / UNITS; }
+  int x_bits() const { return 15; }
 };
 
-// Any levels as words, see `words_of_levels`.
+// Any levels as words.
 template <class D>
 class LevelWords : public D {
  public:
-  static constexpr int64_t MOST_COLUMNS = 64;
+  static constexpr int64_t MOST_COLUMNS = 128;
 
   explicit LevelWords(const Product& p) : LevelWords(p, p.groups == 1 ? MOST_COLUMNS : p.group_size) {}
-  LevelWords(const Product& p, int64_t columns) : D(p) {
-    int16_t words[D::COUNT];
-    unit_ = words_of_levels(p.levels, D::COUNT, columns, words);
-    this->set_words(words);
-  }
-  float unit() const { return unit_; }
+  LevelWords(const Product& p, int64_t columns) : D(p), levels_(p.levels, D::COUNT, columns, words_) { this->set_words(words_); }
+  float unit() const { return levels_.unit; }
+  int x_bits() const { return levels_.bits; }
 
  private:
-  float unit_;
+  int16_t words_[D::COUNT];
+  LevelsAsWords levels_;
 };
 
 // 4 bits: word i of 64 bytes holds codes 4i..4i+3; vector j gets code 4i + j of each word.
@@ -287,6 +286,7 @@ struct WordBytes {
 
   explicit WordBytes(const Product&) {}
   float unit() const { return 1.0f; }
+  int x_bits() const { return 15; }
   static int code(int vec, int word) { return 2 * word + vec; }
   static constexpr int lane_code(int lane) { return 4 * lane; }
   HFQ_INLINE Table table(int) { return {}; }

@@ -165,8 +165,9 @@ struct ByInt8 {
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_bytes(sum, x, w); }
 };
 
-// x in fixed point of 16 bits, with a power of two for each group of columns, meets panels of integers: what lies within
-// 2**-8 of the largest value of its group is exact if x is bf16, the rest to 2**-16 of that; the sums of a group are exact.
+// x in fixed point of 14 or 15 bits, with a power of two for each group of columns, meets panels of integers: of 15 bits
+// what lies within 2**-8 of the largest value of its group is exact if x is bf16, the rest to 2**-16 of that; the sums of a
+// group are exact.
 template <class D>
 struct ByFixed {
   using Decoder = D;
@@ -185,7 +186,7 @@ struct ByFixed {
   HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_words(sum, x, w); }
   // Columns that share a power of two: those of a scale, which are all there, or part of them. 0: not served.
   static int64_t group_size(const Product& p) {
-    if (p.groups == 1) return min64(D::MOST_COLUMNS, 128);
+    if (p.groups == 1) return 128;
     return p.group_size <= D::MOST_COLUMNS && p.groups * p.group_size == p.K ? p.group_size : 0;
   }
 };

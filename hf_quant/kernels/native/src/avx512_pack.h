@@ -117,13 +117,13 @@ static void int8_row(const void* x, int dtype, int64_t K, int64_t padded, const 
   }
 }
 
-// Words in fixed point of a row, with zeros up to `padded`, and the value of 1 of each group, times `unit`.
-static void fixed_row(const void* x, int dtype, int64_t K, int64_t padded, int64_t group_size, float unit, char* words,
-                      float* steps) {
+// A row in fixed point of so many bits, with zeros up to `padded`, and the value of 1 of each group, times `unit`.
+static void fixed_row(const void* x, int dtype, int64_t K, int64_t padded, int64_t group_size, int bits, float unit,
+                      char* words, float* steps) {
   for (int64_t k = 0; k < padded; k += group_size) {
     const int64_t count = max64(min64(group_size, K - k), 0);
     const void* from = static_cast<const char*>(x) + k * element_size(dtype);
-    const FixedPoint fixed(float_to_bits(row_amax(from, dtype, count)));
+    const FixedPoint fixed(float_to_bits(row_amax(from, dtype, count)), bits);
     const __m512 inverse = _mm512_set1_ps(fixed.inverse);
     float values[kMostFixed], kept[kMostFixed];
     if (!fixed.is_finite) {

@@ -169,18 +169,18 @@ static inline float row_scale(float amax, const float* given, float limit) {
 
 static inline float int8_row_scale(float amax, const float* given) { return row_scale(amax, given, 127.0f); }
 
-// How values become fixed point of 16 bits, by the bits of their largest magnitude: times `inverse`, in units of `step`. Zeros
-// have a step of 1: a product with a denormal number takes a hundred cycles. If a value is not finite, the step is infinite,
-// or NaN, and `keep_infinite` makes what is multiplied.
+// How values become integers of magnitudes up to 2**bits, by the bits of their largest magnitude: times `inverse`, in units of
+// `step`. Zeros have a step of 1: a product with a denormal number takes a hundred cycles. If a value is not finite, the step
+// is infinite, or NaN, and `keep_infinite` makes what is multiplied.
 struct FixedPoint {
   bool is_finite;
   float inverse, step;
 
-  explicit FixedPoint(uint32_t top) : is_finite(top < 0x7f800000u), inverse(1.0f), step(bits_to_float(top)) {
+  FixedPoint(uint32_t top, int bits) : is_finite(top < 0x7f800000u), inverse(1.0f), step(bits_to_float(top)) {
     if (!is_finite) return;
-    const uint32_t exponent = top == 0 ? 127 + 14 : top >> 23 < 16 ? 16 : top >> 23;
-    inverse = bits_to_float((254 + 14 - exponent) << 23);
-    step = bits_to_float((exponent - 14) << 23);
+    const uint32_t exponent = top == 0 ? 126 + bits : top >> 23 < 16 ? 16 : top >> 23;
+    inverse = bits_to_float((253 + bits - exponent) << 23);
+    step = bits_to_float((exponent + 1 - bits) << 23);
   }
 };
 
@@ -202,18 +202,30 @@ static inline bool has_integers(const Product& p) {
   return count > 0;
 }
 
-// Levels as words: multiples of a power of two, if all are; else the largest becomes the largest word for which the sum of so
-// many columns in fixed point fits 32 bits, and the others are rounded. Returns the level of 1.
-static inline float words_of_levels(const float* levels, int count, int64_t columns, int16_t* words) {
-  const float most = static_cast<float>(65536 / columns - 1);
-  float largest = 0.0f;
-  for (int i = 0; i < count; ++i) largest = fabsf(levels[i]) > largest ? fabsf(levels[i]) : largest;
-  float units = bits_to_float(float_to_bits(most / largest) & 0x7f800000u);
-  for (int i = 0; i < count; ++i)
-    if (levels[i] * units != rintf(levels[i] * units)) units = most / largest;
-  for (int i = 0; i < count; ++i) words[i] = static_cast<int16_t>(rintf(levels[i] * units));
-  return 1.0f / units;
-}
+// Levels as words for which the sum of so many columns fits 32 bits, and the bits of the fixed point that they meet. Multiples
+// of a power of two stay so, if words hold them; of others the largest becomes the largest word, and the rest is rounded: then
+// both sides have about as many bits.
+struct LevelsAsWords {
+  int bits = 15;
+  float unit;  // the level of 1
+
+  LevelsAsWords(const float* levels, int count, int64_t columns, int16_t* words) {
+    float largest = 0.0f;
+    for (int i = 0; i < count; ++i) largest = fabsf(levels[i]) > largest ? fabsf(levels[i]) : largest;
+    float units = bits_to_float(float_to_bits(most(columns) / largest) & 0x7f800000u);
+    bool is_exact = true;
+    for (int i = 0; i < count; ++i) is_exact = is_exact && levels[i] * units == rintf(levels[i] * units);
+    if (!is_exact) {
+      bits = columns < 16 ? 15 : 14;
+      units = most(columns) / largest;
+    }
+    for (int i = 0; i < count; ++i) words[i] = static_cast<int16_t>(rintf(levels[i] * units));
+    unit = 1.0f / units;
+  }
+
+ private:
+  float most(int64_t columns) const { return static_cast<float>(min64((int64_t{1} << (31 - bits)) / columns - 1, 32767)); }
+};
 
 static inline int element_size(int dtype) {
   return dtype == F32 ? 4 : dtype == BF16 || dtype == F16 ? 2 : 1;
