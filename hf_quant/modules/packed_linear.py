@@ -24,7 +24,8 @@ _NO_TENSORS = (LazyInput, Proxy)
 class LinearProxy(WeightProxy):
     """Stand-in for the weight of a `PackedLinear`, or for the transposed weight.
 
-    Code that goes around the layer's forward (nn.MultiheadAttention, Falcon's `x @ self.weight.T`) meets the kernels.
+    Code that goes around the layer's forward meets the kernels: nn.MultiheadAttention, Falcon's `x @ self.weight.T`,
+    Mamba's `self.weight @ x`.
 
     Attributes:
         is_swapped: it stands for the transposed weight.
@@ -67,6 +68,8 @@ class LinearProxy(WeightProxy):
             x, weight = args
             if isinstance(weight, cls) and not isinstance(x, cls) and weight._has_inputs_first():
                 return weight.module.linear(x, None)
+            if isinstance(x, cls) and not isinstance(weight, cls) and not x._has_inputs_first() and weight.dim() > 1:
+                return x.module.linear(weight.mT, None).mT  # weight @ columns
         elif args and isinstance(args[0], cls) and not args[0].is_data and _exchanges(func, args[1:]):
             proxy = args[0]
             return cls(proxy.module, proxy.name_in_module, False, not proxy.is_swapped)

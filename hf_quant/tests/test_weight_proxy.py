@@ -249,6 +249,8 @@ PRODUCTS = {
     "t": lambda x, w: torch.mm(x, w.t()),
     "transpose": lambda x, w: torch.matmul(x, w.transpose(-1, -2)),
     "of a transposed one": lambda x, w: F.linear(x, w.T.mT),
+    "with columns": lambda x, w: (w @ x.T).T,
+    "with columns of a batch": lambda x, w: torch.matmul(w, x[None].mT).mT[0],
 }
 
 
