@@ -24,7 +24,7 @@ ACTIVATIONS += ("identity", "sigmoid")
 # Of a rotary embedding: see `TurnedPairs` in kernels.h.
 PAIRS = ("halves", "neighbors", "neighbors_by_pair", "halves_by_pair")
 _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND, _ROUTE, _COMBINE, _WEIGH = range(10)
-_SMALL, _CONVOLVE, _DELTA, _PICK = range(10, 14)
+_SMALL, _CONVOLVE, _DELTA, _PICK, _SCAN = range(10, 15)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
 max_head_dim: Callable[[], int] = getattr(module, "max_head_dim", None)
@@ -201,6 +201,34 @@ class Block:
         self._dtypes[state] = torch.float32
         numbers = (state, *heads, *dims, *self._held(log_decay), *self._held(time_bias), _bits(1e-6))
         self._steps.append((None, _DELTA, x, a, b, to, *numbers))
+
+    def scan(
+        self,
+        x: int,
+        step: int,
+        inputs: int,
+        to: int,
+        state: int,
+        *,
+        head_dim: int,
+        state_size: int,
+        groups: int,
+        first: int,
+        log_decay: Tensor,
+        time_bias: Tensor | None,
+        skip: Tensor,
+    ) -> None:
+        """Compute tokens of a selective state space, see `ScanRows` in kernels.h.
+
+        The state [heads * head_dim * state_size] of a sequence is fp32. x begins with the values of heads; `inputs`
+        holds B and C of the `groups`, from column `first` on. `log_decay` [heads] or [heads, state_size], `time_bias`
+        and `skip` [heads] are contiguous. `head_dim` and `state_size` are at most `max_head_dim()`, and `state_size`
+        is a multiple of 16.
+        """
+        self._dtypes[state] = torch.float32
+        numbers = (state, len(log_decay), head_dim, state_size, groups, first, log_decay.dim() == 2)
+        numbers += (*self._held(log_decay), *self._held(time_bias), *self._held(skip))
+        self._steps.append((None, _SCAN, x, step, inputs, to, *numbers))
 
     def append(self, k: int, v: int, num_heads: int) -> None:
         """Write keys and values of the new tokens of each sequence into the cache of the call."""

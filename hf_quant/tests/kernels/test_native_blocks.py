@@ -201,6 +201,36 @@ def test_delta_rule(dtype, heads, dims):
     assert_near(state.to(dtype), moved.to(dtype), roundings)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "size", "groups"), [(100, 1, 16, 1), (4, 24, 48, 2), (3, 64, 128, 3), (1, 512, 512, 1)]
+)
+def test_selective_state_space(dtype, heads, head_dim, size, groups):
+    of_head = head_dim > 1  # one decay for all states
+    width, state = heads * head_dim, rows(M, heads, head_dim, size, dtype=torch.float32)
+    x, inputs = rows(M, width + 5, dtype=dtype, seed=1), rows(M, 7 + 2 * groups * size, dtype=dtype, seed=2)
+    step, bias = rows(M, heads, dtype=dtype, seed=3), rows(heads, dtype=dtype, seed=4)
+    step[0] = 30  # beyond what torch's softplus computes
+    decay = rows(heads, *(() if of_head else (size,)), dtype=torch.float32, seed=5)
+    skip = rows(heads, dtype=torch.float32, seed=6)
+    steps = F.softplus(step + bias).double()[..., None, None]
+    b, c = (
+        part.view(M, groups, size).repeat_interleave(heads // groups, 1) for part in inputs[:, 7:].double().chunk(2, 1)
+    )
+    values = x[:, :width].double().view(M, heads, head_dim)
+    decays = (-decay.double().exp().view(heads, 1, -1) * steps).exp()
+    moved = state.double() * decays + steps * values[..., None] * b[:, :, None]
+    expected = (moved @ c[..., None])[..., 0] + values * skip.double()[:, None]
+
+    block, y = Block(dtype, x.shape[1], inputs.shape[1], heads, state[0].numel(), width), x.new_empty(M, width)
+    options = {"head_dim": head_dim, "state_size": size, "groups": groups, "first": 7}
+    block.scan(0, 2, 1, 4, 3, **options, log_decay=decay, time_bias=bias, skip=skip)
+    run(block, x, inputs, step, state, y)
+    roundings = 256 if dtype == torch.float32 else 2
+    assert_near(y.view_as(expected), expected.to(dtype), roundings)
+    assert_near(state.to(dtype), moved.to(dtype), roundings)
+
+
 def test_tokens_of_a_sequence_in_one_call_are_those_of_many():
     heads, D, taps, S, dtype = 2, 8, 3, 7, torch.bfloat16
     x, gates = rows(2 * S, 3 * heads * D, dtype=dtype), rows(2 * S, heads, dtype=dtype, seed=1)

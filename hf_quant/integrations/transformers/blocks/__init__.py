@@ -40,6 +40,12 @@ from hf_quant.integrations.transformers.blocks.recurrent import (
     run_recurrent_layer,
     run_short_convolution,
 )
+from hf_quant.integrations.transformers.blocks.state_space import (
+    is_selective_state,
+    is_state_space,
+    run_selective_state,
+    run_state_space,
+)
 from hf_quant.integrations.transformers.blocks.t5 import is_t5_layer, run_t5_layer
 from hf_quant.modules import QuantizedModule
 from hf_quant.planning import Rules
@@ -57,6 +63,8 @@ _KINDS = (
     (is_attention, run_attention, run_attention_on_gpu),
     (is_delta_net, run_delta_net, None),
     (is_short_convolution, run_short_convolution, None),
+    (is_state_space, run_state_space, None),
+    (is_selective_state, run_selective_state, None),
     (is_decoder, run_decoder, None),
 )
 

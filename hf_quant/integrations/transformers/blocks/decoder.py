@@ -236,7 +236,7 @@ class _StatePart:
         def run() -> None:
             for block, states, before, after in zip(self.blocks, places, rows, rows[1:]):
                 block.move(states, before, after)
-                block.keep(states, inputs.past)
+                block.mixer.keep(states, inputs.past)
 
         return run
 

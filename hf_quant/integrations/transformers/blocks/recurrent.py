@@ -78,7 +78,7 @@ def is_short_convolution(module: nn.Module, linear: Classes) -> bool:
     return is_named and all(isinstance(children[name], linear) for name in ("in_proj", "out_proj"))
 
 
-def _taps(convolution: Any, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def taps_of(convolution: Any, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(weight [width, taps], bias) of a causal convolution of each channel. Raises Unproven."""
     weight, bias = (convolution._parameters.get(name) for name in ("weight", "bias"))
     if type(convolution) is not nn.Conv1d or weight.shape[:2] != (width, 1) or weight.shape[2] > _MAX_TAPS:
@@ -89,7 +89,7 @@ def _taps(convolution: Any, width: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return weight.squeeze(1), bias
 
 
-class _Mixer:
+class Mixer:
     """Base of the two kinds: what a layer computes in place of attention.
 
     Attributes:
@@ -97,8 +97,10 @@ class _Mixer:
         width: channels of the convolution.
         taps, bias: of the convolution, [width, taps] and [width].
         shape: of the recurrent state of a sequence; None: there is none.
+        serves_prompts: it computes several tokens, too, and not only as part of a layer.
     """
 
+    serves_prompts = False
     cache = "past_key_values"  # the name of the argument with the states
     shape: tuple[int, ...] | None = None
 
@@ -107,7 +109,8 @@ class _Mixer:
         self._read(module)
         errors, ways = [], self._ways()
         for self.way in ways:
-            errors.append(_error(self._make(), self, module, {self.cache: None}))
+            block, trials = self._make(), (1, 70) if self.serves_prompts else (1,)
+            errors.append(max(_error(block, self, module, {self.cache: None}, tokens) for tokens in trials))
         best = min(errors)
         self.way = ways[errors.index(best)]
         self.block = self._make()
@@ -150,6 +153,24 @@ class _Mixer:
         recurrent = past.get_recurrent_state(self.index, state_idx=0)
         return States(conv, recurrent) if _lies(recurrent, (B, *self.shape), torch.float32) else None
 
+    def next_tokens(self, past: Any, B: int, count: int) -> "States | None":
+        """The states that new tokens of B sequences move on, None if the block does not read them.
+
+        One token needs states that are there.
+        """
+        index = self.index
+        if count > 1 and not past.is_recording_past(index) and past.get_conv_state(index, state_idx=0) is None:
+            return self.new_states(B)._replace(are_new=True)
+        return self.states(past, B)
+
+    def keep(self, states: "States", past: Any) -> None:
+        """Put states into the cache if they are new."""
+        if not states.are_new:
+            return
+        past.update_conv_state(states.conv, self.index, conv_kernel_size=states.conv.shape[2])
+        if states.recurrent is not None:
+            past.update_recurrent_state(states.recurrent, self.index)
+
 
 def _lies(state: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     is_like = isinstance(state, Tensor) and state.shape == shape and state.dtype == dtype
@@ -189,26 +210,12 @@ class RecurrentLayer:
         _check(module, max(_error(block, mixer, module, kwargs, tokens) for tokens in (1, 70)), dtype)
 
     def next_tokens(self, past: Any, B: int, count: int) -> States | None:
-        """The states that new tokens of B sequences move on, None if the block does not read them.
-
-        One token needs states that are there.
-        """
-        index = self.mixer.index
-        if count > 1 and not past.is_recording_past(index) and past.get_conv_state(index, state_idx=0) is None:
-            return self.mixer.new_states(B)._replace(are_new=True)
-        return self.mixer.states(past, B)
+        """The states that new tokens of B sequences move on, see `Mixer.next_tokens`."""
+        return self.mixer.next_tokens(past, B, count)
 
     def move(self, states: States, x: Tensor, y: Tensor) -> None:
         """Compute the output y for tokens x [B, S, K]; the states are moved on by S tokens."""
         _move(self.block, states, x, y)
-
-    def keep(self, states: States, past: Any) -> None:
-        """Put states into the cache if they are new."""
-        if not states.are_new:
-            return
-        past.update_conv_state(states.conv, self.mixer.index, conv_kernel_size=states.conv.shape[2])
-        if states.recurrent is not None:
-            past.update_recurrent_state(states.recurrent, self.mixer.index)
 
 
 def _move(block: Block, states: States, x: Tensor, y: Tensor) -> None:
@@ -227,7 +234,7 @@ def _move(block: Block, states: States, x: Tensor, y: Tensor) -> None:
             block(rows, x.data_ptr() + offset, *at, y.data_ptr() + offset, sequences=count)
 
 
-def _error(block: Block, mixer: _Mixer, module: nn.Module, kwargs: dict[str, None], tokens: int = 1) -> float:
+def _error(block: Block, mixer: Mixer, module: nn.Module, kwargs: dict[str, None], tokens: int = 1) -> float:
     """The largest `difference` of output and states of a block from those of the host's module.
 
     One token meets random states, several are the first ones. `kwargs`: of the module; the first one is of the states.
@@ -255,7 +262,7 @@ def _check(module: nn.Module, error: float, dtype: torch.dtype) -> None:
         raise Unproven(f"{type(module).__name__} computes something else: off by {error:.3g} roundings")
 
 
-class DeltaNet(_Mixer):
+class DeltaNet(Mixer):
     """The native block of a gated delta net for x of one dtype."""
 
     cache = "cache_params"
@@ -267,7 +274,7 @@ class DeltaNet(_Mixer):
         first = children["in_proj_qkvz" if self.is_joined else "in_proj_qkv"]
         values = module.num_v_heads * module.head_v_dim
         self.K, self.width = first.in_features, first.out_features - values * self.is_joined
-        self.taps, self.bias = _taps(children["conv1d"], self.width, self.dtype)
+        self.taps, self.bias = taps_of(children["conv1d"], self.width, self.dtype)
         self.heads = module.num_k_heads, module.num_v_heads
         self.dims = module.head_k_dim, module.head_v_dim
         self.shape = (module.num_v_heads, *self.dims)
@@ -327,7 +334,7 @@ class DeltaNet(_Mixer):
         return block.small(x, layer.weight, layer.bias)
 
 
-class ShortConvolution(_Mixer):
+class ShortConvolution(Mixer):
     """The native block of a convolution between two gates, for x of one dtype."""
 
     def _read(self, module: nn.Module) -> None:
@@ -335,7 +342,7 @@ class ShortConvolution(_Mixer):
         self.K = self.width = first.in_features
         if (first.out_features, last.in_features, last.out_features) != (3 * self.K, self.K, self.K):
             raise Unproven("its layers are of other widths")
-        self.taps, self.bias = _taps(module._modules["conv"], self.width, self.dtype)
+        self.taps, self.bias = taps_of(module._modules["conv"], self.width, self.dtype)
 
     def add_to(self, block: Block, x: int, to: int) -> None:
         K = self.K
@@ -351,7 +358,7 @@ class ShortConvolution(_Mixer):
 _KINDS = (("linear_attn", DeltaNet, is_delta_net), ("conv", ShortConvolution, is_short_convolution))
 
 
-def _mixer_of(module: nn.Module, linear: Classes = QUANTIZED) -> tuple[str, type[_Mixer]] | None:
+def _mixer_of(module: nn.Module, linear: Classes = QUANTIZED) -> tuple[str, type[Mixer]] | None:
     """(name, kind) of the child of a layer that stands in place of attention, None if there is none."""
     for name, kind, is_kind in _KINDS:
         if name in module._modules and is_kind(module._modules[name], linear):
@@ -379,30 +386,34 @@ def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, 
     found = state.block(module, x.dtype, lambda: make(x.dtype))
     if found is None or found.K != x.shape[2]:
         return None
-    y, is_layer = torch.empty_like(x), isinstance(found, RecurrentLayer)
-    states = found.next_tokens(past, *x.shape[:2]) if is_layer else found.states(past, len(x))
+    mixer = found.mixer if isinstance(found, RecurrentLayer) else found
+    states = mixer.next_tokens(past, *x.shape[:2])
     if states is None:
         return None
+    y = torch.empty_like(x)
     _move(found.block, states, x, y)
-    if is_layer:
-        found.keep(states, past)
+    mixer.keep(states, past)
     return y
 
 
 def run_delta_net(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The module's output for one token of each sequence, None where the host has to compute it."""
-    return _run_mixer(DeltaNet, module, state, args, kwargs)
+    return run_mixer(DeltaNet, module, state, args, kwargs)
 
 
 def run_short_convolution(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The module's output for one token of each sequence, None where the host has to compute it."""
-    return _run_mixer(ShortConvolution, module, state, args, kwargs)
+    return run_mixer(ShortConvolution, module, state, args, kwargs)
 
 
-def _run_mixer(kind: type[_Mixer], module: nn.Module, state: State, args: tuple, kwargs: dict[str, Any]) -> Any:
-    x = kwargs.get("hidden_states")
-    is_prompt = isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] > 1
-    return None if args or is_prompt else _run(module, state, x, kind.cache, kwargs, lambda dtype: kind(module, dtype))
+def run_mixer(kind: type[Mixer], module: nn.Module, state: State, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The output of a module with a mixer of a kind, None where the host has to compute it."""
+    if len(args) > 1:
+        return None
+    x = args[0] if args else kwargs.get("hidden_states")
+    if not kind.serves_prompts and isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] > 1:
+        return None
+    return _run(module, state, x, kind.cache, kwargs, lambda dtype: kind(module, dtype))
 
 
 def run_recurrent_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

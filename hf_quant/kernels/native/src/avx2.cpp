@@ -59,7 +59,8 @@ const Kernels kAvx2 = {"avx2", false, true, avx2::matmul, avx2_portable::dequant
                        avx2_portable::attention, avx2_portable::quantize, avx2_portable::append, avx2_portable::adam_step,
                          avx2_portable::fake_quantize, avx2_portable::quantize_two_way, avx2_portable::scale_sums,
                          avx2_portable::requantize_rows, avx2_portable::norm_rows, avx2_portable::turn_rows, avx2_portable::gate_rows, avx2_portable::add_rows,
-                         avx2_portable::small_product, avx2_portable::combine_rows, avx2_portable::convolve_rows, avx2_portable::delta_rows};
+                         avx2_portable::small_product, avx2_portable::combine_rows, avx2_portable::convolve_rows, avx2_portable::delta_rows,
+                         avx2_portable::scan_rows};
 
 }  // namespace hfq
 

@@ -202,6 +202,23 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
       kernels.delta_rows(d);
       return true;
     }
+    case BlockStep::SCAN: {
+      ScanRows s = step.scan;
+      s.sequences = call.sequences;
+      s.tokens = call.M / call.sequences;
+      s.x = at[from];
+      s.step = at[step.from[1]];
+      s.inputs = at[step.from[2]];
+      s.x_width = buffers_[from].width;
+      s.inputs_width = buffers_[step.from[2]].width;
+      s.state = static_cast<float*>(at[step.state]);
+      s.y = at[to];
+      s.dtype = buffers_[from].dtype;
+      s.step_dtype = buffers_[step.from[1]].dtype;
+      s.threads = call.threads;
+      kernels.scan_rows(s);
+      return true;
+    }
     default: return attend(kernels, call, step, at, scratch.lse);
   }
 }

@@ -17,7 +17,7 @@ struct BlockBuffer {
 };
 
 struct BlockStep {
-  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH, SMALL, CONVOLVE, DELTA, PICK } kind;
+  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH, SMALL, CONVOLVE, DELTA, PICK, SCAN } kind;
   int from[3], to;  // buffers; -1: none
   Product product;
   bool routed;  // PRODUCT: of rows that ROUTE has sorted by experts
@@ -28,7 +28,8 @@ struct BlockStep {
   SmallProduct small;        // WEIGH; SMALL, whose result is fp32
   ConvolveRows convolve;
   DeltaRows delta;
-  int state;                 // buffer; CONVOLVE, DELTA
+  ScanRows scan;
+  int state;                 // buffer; CONVOLVE, DELTA, SCAN
   int64_t group, first, width, column;  // PICK: columns first..first + width of each group, to `column` and on
   bool rounds;               // COMBINE: products, before they are added
   int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values

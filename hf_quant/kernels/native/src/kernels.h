@@ -319,6 +319,25 @@ struct DeltaRows {
   int threads;
 };
 
+// The next tokens of each of some sequences: a selective state space (https://arxiv.org/abs/2312.00752, and with one decay for
+// all channels of a head https://arxiv.org/abs/2405.21060), one token after the other. For each channel of a head, in fp32:
+//   step = softplus(step + time_bias), rounded to dtype
+//   state = exp(-exp(log_decay) * step) * state + step * x * B
+//   y = state @ C + skip * x
+struct ScanRows {
+  int64_t sequences, tokens, heads, head_dim, state_size, groups;  // heads / groups heads share B and C
+  const void* x;      // rows of x_width, of which the first heads * head_dim are used
+  const void* step;   // [sequences, tokens, heads]
+  const void* inputs;  // rows of inputs_width, from `first` on B and C, each [groups, state_size]
+  int64_t x_width, inputs_width, first;
+  const void *log_decay, *time_bias, *skip;  // [heads] or, if `is_decay_apart`, [heads, state_size]; [heads] or null; [heads]
+  bool is_decay_apart;
+  float* state;  // [sequences, heads, head_dim, state_size]
+  void* y;       // [sequences, tokens, heads * head_dim]
+  int dtype, step_dtype, decay_dtype, bias_dtype, skip_dtype;  // of x, inputs and y, ...
+  int threads;
+};
+
 struct Kernels {
   const char* name;
   bool by_bf16;         // whether Product.compute may be BY_BF16
@@ -343,6 +362,7 @@ struct Kernels {
   void (*combine_rows)(const CombineRows&);
   void (*convolve_rows)(const ConvolveRows&);
   void (*delta_rows)(const DeltaRows&);
+  void (*scan_rows)(const ScanRows&);
 };
 
 extern const Kernels kPortable;

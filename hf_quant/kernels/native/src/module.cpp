@@ -508,6 +508,21 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.delta.bias_dtype = a.integer();
       step.delta.eps = bits_to_float(static_cast<uint32_t>(a.number()));
       break;
+    case BlockStep::SCAN:
+      step.state = a.integer();
+      step.scan.heads = a.number();
+      step.scan.head_dim = a.number();
+      step.scan.state_size = a.number();
+      step.scan.groups = a.number();
+      step.scan.first = a.number();
+      step.scan.is_decay_apart = a.integer() != 0;
+      step.scan.log_decay = a.pointer<const void>();
+      step.scan.decay_dtype = a.integer();
+      step.scan.time_bias = a.pointer<const void>();
+      step.scan.bias_dtype = a.integer();
+      step.scan.skip = a.pointer<const void>();
+      step.scan.skip_dtype = a.integer();
+      break;
     default:
       step.heads = a.number();
       step.shared_heads = a.number();

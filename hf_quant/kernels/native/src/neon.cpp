@@ -29,7 +29,8 @@ const Kernels kNeon = {"neon", false, false, neon::matmul, neon::dequantize, neo
                        neon::attention, neon::quantize, neon::append, neon::adam_step,
                          neon::fake_quantize, neon::quantize_two_way, neon::scale_sums,
                          neon::requantize_rows, neon::norm_rows, neon::turn_rows, neon::gate_rows, neon::add_rows,
-                         neon::small_product, neon::combine_rows, neon::convolve_rows, neon::delta_rows};
+                         neon::small_product, neon::combine_rows, neon::convolve_rows, neon::delta_rows,
+                         neon::scan_rows};
 }
 
 // What follows runs on any Arm.

@@ -15,5 +15,6 @@ const Kernels kPortable = {"portable", false, false, portable::matmul, portable:
                          portable::attention, portable::quantize, portable::append, portable::adam_step,
                          portable::fake_quantize, portable::quantize_two_way, portable::scale_sums,
                          portable::requantize_rows, portable::norm_rows, portable::turn_rows, portable::gate_rows, portable::add_rows,
-                         portable::small_product, portable::combine_rows, portable::convolve_rows, portable::delta_rows};
+                         portable::small_product, portable::combine_rows, portable::convolve_rows, portable::delta_rows,
+                         portable::scan_rows};
 }

@@ -1,4 +1,4 @@
-// Tokens in layers that have a state instead of a cache: causal convolutions, and the gated delta rule.
+// Tokens in layers that have a state instead of a cache: causal convolutions, the gated delta rule, selective state spaces.
 #pragma once
 
 #include <cmath>
@@ -120,6 +120,78 @@ static void delta_rows(const DeltaRows& p) {
       for (int64_t i = 0; i < p.key_dim; i += 4)
         move_four_rows(state + i * p.value_dim, p.value_dim, decay, k + i, q + i, v, sums);
       store_row(sums, p.value_dim, p.y, p.dtype, at * p.value_dim);
+    }
+  });
+}
+
+constexpr int64_t kStateLanes = 16;  // state_size is a multiple of
+
+// state [size] = state * decay + change * b; returns the sum of state * c.
+static HFQ_LOOP float move_state(float* __restrict state, int64_t size, const float* __restrict decay, float change,
+                                 const float* __restrict b, const float* __restrict c) {
+  float sums[kStateLanes] = {};
+  for (int64_t i = 0; i < size; i += kStateLanes)
+    for (int64_t lane = 0; lane < kStateLanes; ++lane) {
+      state[i + lane] = state[i + lane] * decay[i + lane] + change * b[i + lane];
+      sums[lane] += state[i + lane] * c[i + lane];
+    }
+  for (int64_t half = kStateLanes / 2; half > 0; half /= 2)
+    for (int64_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  return sums[0];
+}
+
+// values = -e**values
+static HFQ_LOOP void negative_exps(int64_t count, float* __restrict values) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float small = exp_of_negative(values[i] < 0.0f ? values[i] : -values[i]);
+    values[i] = values[i] < 0.0f ? -small : -1.0f / small;
+  }
+}
+
+// decays = e**(speeds * step); speeds are negative, step is not.
+static HFQ_LOOP void decays_of(const float* __restrict speeds, int64_t count, float step, float* __restrict decays) {
+  for (int64_t i = 0; i < count; ++i) decays[i] = exp_of_negative(speeds[i] * step);
+}
+
+// steps = softplus(steps + bias), as torch's, rounded after both.
+static void time_steps(const ScanRows& p, int64_t first, int64_t head, int64_t count, float* steps) {
+  to_float(p.step, p.step_dtype, first + head, count, steps);
+  round_values(count, p.dtype, steps);
+  for (int64_t h = 0; h < count && p.time_bias != nullptr; ++h) steps[h] += load_as_float(p.time_bias, p.bias_dtype, head + h);
+  round_values(count, p.dtype, steps);
+  for (int64_t h = 0; h < count; ++h) steps[h] = steps[h] > 20.0f ? steps[h] : std::log1p(std::exp(steps[h]));
+  round_values(count, p.dtype, steps);
+}
+
+static void scan_rows(const ScanRows& p) {
+  const int64_t each = p.is_decay_apart ? p.state_size : 1, rows = p.heads * p.head_dim;
+  const int64_t together = max64(1, kStepValues / (p.head_dim * p.state_size));  // heads
+  const int64_t parts = ceil_div(p.heads, together);
+  parallel_for(p.sequences * parts, p.threads, [&](int64_t task) {
+    float speeds[kStepValues], steps[kStepValues], skips[kStepValues], x[kStepValues], y[kStepValues];
+    float b[kMaxHeadDim], c[kMaxHeadDim], decays[kMaxHeadDim];
+    const int64_t sequence = task / parts, first = task % parts * together, count = min64(together, p.heads - first);
+    to_float(p.log_decay, p.decay_dtype, first * each, count * each, speeds);
+    negative_exps(count * each, speeds);
+    to_float(p.skip, p.skip_dtype, first, count, skips);
+    for (int64_t token = 0; token < p.tokens; ++token) {
+      const int64_t row = sequence * p.tokens + token;
+      time_steps(p, row * p.heads, first, count, steps);
+      to_float(p.x, p.dtype, row * p.x_width + first * p.head_dim, count * p.head_dim, x);
+      for (int64_t h = 0; h < count; ++h) {
+        const int64_t head = first + h, group = head / (p.heads / p.groups);
+        if (h == 0 || head % (p.heads / p.groups) == 0) {
+          const int64_t at = row * p.inputs_width + p.first + group * p.state_size;
+          to_float(p.inputs, p.dtype, at, p.state_size, b);
+          to_float(p.inputs, p.dtype, at + p.groups * p.state_size, p.state_size, c);
+        }
+        decays_of(speeds + h * each, each, steps[h], decays);
+        for (int64_t i = each; i < p.state_size; ++i) decays[i] = decays[0];
+        float* state = p.state + (sequence * rows + head * p.head_dim) * p.state_size;
+        for (int64_t r = h * p.head_dim; r < (h + 1) * p.head_dim; ++r, state += p.state_size)
+          y[r] = move_state(state, p.state_size, decays, steps[h] * x[r], b, c) + skips[h] * x[r];
+      }
+      store_row(y, count * p.head_dim, p.y, p.dtype, row * rows + first * p.head_dim);
     }
   });
 }
