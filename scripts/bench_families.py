@@ -30,9 +30,10 @@ def _seq2seq(width: int, layers: int) -> dict[str, int]:
     return {"d_model": width, **{f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}}
 
 
+_NO_CACHE = ("mamba", "mamba2")  # model types whose layers all have a state instead
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50257}
 # {name: (model type, fields of its config)}: the sizes of gpt2, opt-125m, falcon-rw-1b with 12 layers, pythia-160m,
-# whisper-base, bart-base, opus-mt and flan-t5-base.
+# whisper-base, bart-base, opus-mt, flan-t5-base, mamba-130m, mamba2-130m, and of a hybrid like granite-4.0-h-350m.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _BASE),
     "opt": ("opt", {**_BASE, "ffn_dim": 3072, "word_embed_proj_dim": 768}),
@@ -42,6 +43,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart", _seq2seq(768, 6)),
     "marian": ("marian", _seq2seq(512, 6)),
     "t5": ("t5", {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 2048, "feed_forward_proj": "gated-gelu"}),
+    "mamba": ("mamba", {**_BASE, "num_hidden_layers": 24, "state_size": 16}),
+    "mamba2": ("mamba2", {**_BASE, "num_hidden_layers": 24, "num_heads": 24, "head_dim": 64, "n_groups": 1}),
+    "granite_h": (
+        "granitemoehybrid",
+        {
+            **_BASE,
+            "num_hidden_layers": 32,
+            "layer_types": (["mamba"] * 7 + ["attention"]) * 4,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 32,
+            "mamba_d_state": 128,
+            "num_key_value_heads": 4,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 2048,
+            "position_embedding_type": "nope",
+        },
+    ),
 }
 
 
@@ -82,9 +100,10 @@ def measure(name: str, args: argparse.Namespace) -> tuple[str, ...]:
     base = make(name)
     given, models = inputs(base, args.prompt_tokens), {"bf16": base}
     head = next(path for path, module in base.named_modules() if module is base.get_output_embeddings())
+    kv_cache = None if FAMILIES[name][0] in _NO_CACHE else "int8"
     for fuses in (False, None):
         model = models[f"fused: {fuses}"] = copy.deepcopy(base)
-        config = {"cpu_activations": "int8", "kv_cache": "int8", "modules": {head: "int4"}, "fuse_activations": fuses}
+        config = {"cpu_activations": "int8", "kv_cache": kv_cache, "modules": {head: "int4"}, "fuse_activations": fuses}
         quantize_(model, QuantizerConfig("int4", **config))
     found: dict[str, list[tuple[float, float]]] = {key: [] for key in models}
     for turn in range(args.rounds + 1):
