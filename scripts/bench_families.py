@@ -103,8 +103,8 @@ def measure(name: str, args: argparse.Namespace) -> tuple[str, ...]:
     kv_cache = None if FAMILIES[name][0] in _NO_CACHE else "int8"
     for fuses in (False, None):
         model = models[f"fused: {fuses}"] = copy.deepcopy(base)
-        config = {"cpu_activations": "int8", "kv_cache": kv_cache, "modules": {head: "int4"}, "fuse_activations": fuses}
-        quantize_(model, QuantizerConfig("int4", **config))
+        config = {"cpu_activations": "int8", "kv_cache": kv_cache, "modules": {head: "int4"}}
+        quantize_(model, QuantizerConfig("int4", **config, fuse_activations=fuses))
     found: dict[str, list[tuple[float, float]]] = {key: [] for key in models}
     for turn in range(args.rounds + 1):
         for key, model in models.items():

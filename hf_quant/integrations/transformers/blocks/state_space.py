@@ -61,7 +61,7 @@ class _StateMixer(Mixer):
         self.serves_prompts = tuple(getattr(module, "time_step_limit", (0, inf))) == (0, inf)
 
     def next_tokens(self, past: Any, B: int, count: int) -> States | None:
-        """As of all mixers, but one token each where the block does not compute prompts."""
+        """The states of `Mixer.next_tokens`, but None for prompts that the block does not compute."""
         return super().next_tokens(past, B, count) if count == 1 or self.serves_prompts else None
 
     def _check_sizes(self, head_dim: int, state_size: int, *parts: Tensor | None) -> None:
@@ -144,7 +144,7 @@ class SelectiveState(_StateMixer):
         self._check_sizes(1, self.state_size, self.decay, self.time_bias, self.skip)
 
     def next_tokens(self, past: Any, B: int, count: int) -> States | None:
-        """As of all mixers, but several tokens are the first ones: hosts forget the state before later ones."""
+        """The states of `Mixer.next_tokens`, but None for several later tokens: hosts forget the state before them."""
         found = super().next_tokens(past, B, count)
         return found if found is None or found.are_new or count == 1 else None
 

@@ -68,8 +68,10 @@ def records(host: Callable[..., Any], module: nn.Module, trial: Trial, **more: A
     kv_cache.register_attention()
     named = inspect.signature(host).parameters
     more.setdefault(next((name for name in PASTS if name in named), PASTS[0]), _NoCache())
-    if cos.shape[-1] > 1 or "position_embeddings" in named:  # what a host does not know it may hand on (GPT-2)
+    if cos.shape[-1] > 1:
         more["position_embeddings"] = (cos, sin)
+    elif "position_embeddings" in named:  # what a host does not know it may hand on (GPT-2)
+        more["position_embeddings"] = None
     positions = torch.arange(position, position + x.shape[1], device=x.device).expand(len(x), -1)
     more |= {"position_ids": positions, "cache_position": positions[0]}
     with kv_cache.recorded_attention(attend):
