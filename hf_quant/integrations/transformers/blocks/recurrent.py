@@ -90,7 +90,7 @@ def taps_of(convolution: Any, width: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 class Mixer:
-    """Base of the two kinds: what a layer computes in place of attention.
+    """Base of all kinds: what a layer computes in place of attention.
 
     Attributes:
         K: width of x and y.
@@ -109,11 +109,12 @@ class Mixer:
         self._read(module)
         errors, ways = [], self._ways()
         for self.way in ways:
-            block, trials = self._make(), (1, 70) if self.serves_prompts else (1,)
-            errors.append(max(_error(block, self, module, {self.cache: None}, tokens) for tokens in trials))
+            errors.append(_error(self._make(), self, module, {self.cache: None}))
         best = min(errors)
         self.way = ways[errors.index(best)]
         self.block = self._make()
+        if self.serves_prompts:
+            best = max(best, _error(self.block, self, module, {self.cache: None}, 70))
         _check(module, best, dtype)
 
     def _read(self, module: nn.Module) -> None:
