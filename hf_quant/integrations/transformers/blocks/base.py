@@ -228,11 +228,17 @@ def reason_of(module: nn.Module) -> str | None:
     return module.__dict__[_STATE].reason
 
 
-def add_product(block: Block, x: int, to: int, layer: nn.Module, rows: slice | None = None) -> None:
-    """Add the product of a quantized layer, or of a part of its outputs, to a block. Raises Unproven."""
+def add_product(
+    block: Block, x: int, to: int, layer: nn.Module, rows: slice | None = None, *, has_bias: bool = True
+) -> None:
+    """Add the product of a quantized layer, or of a part of its outputs, to a block; its bias if `has_bias`.
+
+    Raises Unproven.
+    """
     if not isinstance(layer, QUANTIZED) or type(layer).forward is not PackedLinear.forward:
         raise Unproven(f"{type(layer).__name__} is no quantized linear layer")
-    weight, bias, integer = weight_of(layer, "weight", layer._parameters["bias"], block.dtype)
+    own = layer._parameters["bias"] if has_bias else None
+    weight, bias, integer = weight_of(layer, "weight", own, block.dtype)
     if rows is not None:
         if weight.scale.shape[-2] != weight.N:
             raise Unproven("a part of a weight whose rows share scales")

@@ -89,6 +89,17 @@ def taps_of(convolution: Any, width: int, dtype: torch.dtype) -> tuple[Tensor, T
     return weight.squeeze(1), bias
 
 
+def add_small(block: Block, x: int, layer: nn.Module, outputs: int, *, has_bias: bool = True) -> int:
+    """Add the product of a layer that may be as it was; returns the buffer of the result. Raises Unproven."""
+    if isinstance(layer, QuantLinear) and layer.out_features == outputs:
+        to = block.buffer(outputs)
+        add_product(block, x, to, layer, has_bias=has_bias)
+        return to
+    if type(layer) is not nn.Linear or not layer.weight.is_contiguous() or layer.out_features != outputs:
+        raise Unproven(f"{type(layer).__name__} is no linear layer of {outputs} outputs")
+    return block.small(x, layer.weight, layer.bias if has_bias else None)
+
+
 class Mixer:
     """Base of all kinds: what a layer computes in place of attention.
 
@@ -298,7 +309,7 @@ class DeltaNet(Mixer):
         else:
             add_product(block, x, qkv, layers["in_proj_qkv"])
             add_product(block, x, z, layers["in_proj_z"])
-            a, b = (self._small(block, x, layers[name], heads) for name in ("in_proj_a", "in_proj_b"))
+            a, b = (add_small(block, x, layers[name], heads) for name in ("in_proj_a", "in_proj_b"))
         block.convolve(qkv, qkv, 1, self.taps, self.bias, self.activation)
         block.delta(qkv, a, b, y, 2, heads=self.heads, dims=self.dims, log_decay=self.decay, time_bias=self.time_bias)
         norm = layers["norm"]
@@ -312,7 +323,7 @@ class DeltaNet(Mixer):
         (shared, heads), (key_dim, value_dim) = self.heads, self.dims
         each = heads // shared  # heads of values
         both = block.buffer(self.width + heads * value_dim)
-        small = self._small(block, x, self.layers["in_proj_ba"], 2 * heads)
+        small = add_small(block, x, self.layers["in_proj_ba"], 2 * heads)
         add_product(block, x, both, self.layers["in_proj_qkvz"])
         first, column = 0, 0
         for width, to in ((key_dim, qkv), (key_dim, qkv), (each * value_dim, qkv), (each * value_dim, z)):
@@ -323,16 +334,6 @@ class DeltaNet(Mixer):
         block.pick(small, b, slice(0, each), group=2 * each)
         block.pick(small, a, slice(each, 2 * each), group=2 * each)
         return a, b
-
-    def _small(self, block: Block, x: int, layer: nn.Module, outputs: int) -> int:
-        """Add a product with few outputs; returns the buffer of the result."""
-        if isinstance(layer, QuantLinear) and layer.out_features == outputs:
-            to = block.buffer(outputs)
-            add_product(block, x, to, layer)
-            return to
-        if type(layer) is not nn.Linear or not layer.weight.is_contiguous() or layer.out_features != outputs:
-            raise Unproven(f"{type(layer).__name__} is no linear layer of {outputs} outputs")
-        return block.small(x, layer.weight, layer.bias)
 
 
 class ShortConvolution(Mixer):

@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from hf_quant.integrations.transformers.blocks.base import Classes, State, Unproven, add_product, weight_of
+from hf_quant.integrations.transformers.blocks.base import Classes, State, Unproven, add_product
 from hf_quant.integrations.transformers.blocks.mlp import named
 from hf_quant.integrations.transformers.blocks.norm import _eps_of
-from hf_quant.integrations.transformers.blocks.recurrent import Mixer, States, run_mixer, taps_of
+from hf_quant.integrations.transformers.blocks.recurrent import Mixer, States, add_small, run_mixer, taps_of
 from hf_quant.kernels.native.blocks import Block, max_head_dim
-from hf_quant.modules import QuantLinear
 
 
 _NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
@@ -123,9 +122,7 @@ class StateSpace(_StateMixer):
         part = block.buffer(size)
         for first in range(0, self.inner, size):
             columns = slice(first, first + size)
-            block.pick(y, part, columns, group=self.inner)
-            _norm(block, part, weight[columns], eps)
-            block.pick(part, y, slice(0, size), group=size, column=first)
+            _norm_part(block, y, self.inner, part, columns, weight[columns], eps)
 
 
 class SelectiveState(_StateMixer):
@@ -160,21 +157,10 @@ class SelectiveState(_StateMixer):
             self._add_norms(block, low, both)
         sizes = {"head_dim": 1, "state_size": states, "groups": 1, "first": 0}
         tensors = {"log_decay": self.decay, "time_bias": self.time_bias, "skip": self.skip}
-        block.scan(values, self._add_steps(block, low), both, y, 2, **sizes, **tensors)
+        step = add_small(block, low, layers["dt_proj"], inner, has_bias=False)
+        block.scan(values, step, both, y, 2, **sizes, **tensors)
         block.gate(z, y, y, "silu")
         add_product(block, y, to, layers["out_proj"])
-
-    def _add_steps(self, block: Block, low: int) -> int:
-        """Add the product of the time steps, without its bias; returns its buffer."""
-        layer = self.layers["dt_proj"]
-        if type(layer) is nn.Linear:
-            return block.small(low, layer.weight, None)
-        if not isinstance(layer, QuantLinear):
-            raise Unproven(f"{type(layer).__name__} is no linear layer")
-        step = block.buffer(self.inner)
-        weight, _, integer = weight_of(layer, "weight", None, block.dtype)
-        block.product(low, step, weight, None, integer=integer)
-        return step
 
     def _add_norms(self, block: Block, low: int, both: int) -> None:
         """Add the norms of what the steps are made of, and of B and C."""
@@ -182,9 +168,8 @@ class SelectiveState(_StateMixer):
         _norm(block, low, self._weight_of(dt, self.rank), _eps_of(dt))
         part = block.buffer(size)
         for first, norm in zip((0, size), norms):
-            block.pick(both, part, slice(first, first + size), group=2 * size)
-            _norm(block, part, self._weight_of(norm, size), _eps_of(norm))
-            block.pick(part, both, slice(0, size), group=size, column=first)
+            columns = slice(first, first + size)
+            _norm_part(block, both, 2 * size, part, columns, self._weight_of(norm, size), _eps_of(norm))
 
     def _weight_of(self, norm: nn.Module, width: int) -> Tensor | None:
         """The weight of a norm, None if it has none, as FalconMamba's, which have buffers in place of it."""
@@ -197,6 +182,14 @@ class SelectiveState(_StateMixer):
 def _norm(block: Block, x: int, weight: Tensor | None, eps: float) -> None:
     """Add RMSNorm of x, in place."""
     block.norm(x, x, weight, None, eps, plus_one=False, rounds_weight=False, rounds=True, centers=False)
+
+
+def _norm_part(block: Block, x: int, width: int, part: int, columns: slice, weight: Tensor | None, eps: float) -> None:
+    """Add RMSNorm of some columns of x [M, width], in place; `part`: a buffer of as many."""
+    size = columns.stop - columns.start
+    block.pick(x, part, columns, group=width)
+    _norm(block, part, weight, eps)
+    block.pick(part, x, slice(0, size), group=size, column=columns.start)
 
 
 def run_state_space(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

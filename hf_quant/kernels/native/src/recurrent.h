@@ -87,6 +87,9 @@ static HFQ_LOOP void move_four_rows(float* __restrict rows, int64_t width, float
   }
 }
 
+// log(1 + e**x), as torch's
+static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
 // q or k of a head with a length of `size`
 static void load_unit(const DeltaRows& p, int64_t first, float size, float* values) {
   to_float(p.x, p.dtype, first, p.key_dim, values);
@@ -110,7 +113,7 @@ static void delta_rows(const DeltaRows& p) {
       load_unit(p, row * width + keys + shared, 1.0f, k);
       to_float(p.x, p.dtype, row * width + 2 * keys + head * p.value_dim, p.value_dim, v);
       const float step = load_as_float(p.a, p.a_dtype, at) + bias;
-      const float decay = std::exp(speed * (step > 20.0f ? step : std::log1p(std::exp(step))));  // as torch's softplus
+      const float decay = std::exp(speed * softplus(step));
       float beta = 1.0f / (1.0f + std::exp(-load_as_float(p.b, p.b_dtype, at)));
       round_values(1, p.dtype, &beta);
       memset(sums, 0, sizeof sums);
@@ -153,13 +156,13 @@ static HFQ_LOOP void decays_of(const float* __restrict speeds, int64_t count, fl
   for (int64_t i = 0; i < count; ++i) decays[i] = exp_of_negative(speeds[i] * step);
 }
 
-// steps = softplus(steps + bias), as torch's, rounded after both.
+// steps = softplus(steps + bias), rounded after both.
 static void time_steps(const ScanRows& p, int64_t first, int64_t head, int64_t count, float* steps) {
   to_float(p.step, p.step_dtype, first + head, count, steps);
   round_values(count, p.dtype, steps);
   for (int64_t h = 0; h < count && p.time_bias != nullptr; ++h) steps[h] += load_as_float(p.time_bias, p.bias_dtype, head + h);
   round_values(count, p.dtype, steps);
-  for (int64_t h = 0; h < count; ++h) steps[h] = steps[h] > 20.0f ? steps[h] : std::log1p(std::exp(steps[h]));
+  for (int64_t h = 0; h < count; ++h) steps[h] = softplus(steps[h]);
   round_values(count, p.dtype, steps);
 }
 
