@@ -190,7 +190,7 @@ TARGETS: tuple[Target, ...] = (
     Target("G10", "Hadamard", "rowwise", ("Hadamard",), (8192,), "copy", 0.85, "warps; order of the butterflies"),
     Target("G11", "experts, decode", "experts", ("int4 g128",), (1, 16), "bf16", 2.5, _EXPERTS),
     Target("G11", "experts, decode", "experts", INT8 + ("W8A8 fp8",), (1, 16), "bf16", 1.6, _EXPERTS),
-    Target("G11", "experts, prefill", "experts", ("int4 g128", "int8"), (4096,), "bf16", 0.9, _EXPERTS),
+    Target("G11", "experts, prefill", "experts", ("int4 g128", "int8", "W8A8 fp8"), (4096,), "bf16", 0.9, _EXPERTS),
     Target(
         "D5",
         "8-bit attention",

@@ -1,4 +1,4 @@
-"""Triton functions of kernels that take rows: masks and loads in fp32, activation functions."""
+"""Triton functions of kernels that take rows: masks and loads in fp32, activation functions, rows of experts."""
 
 from hf_quant.kernels.gpu.launch import tl, triton
 
@@ -71,3 +71,20 @@ def activated(v, ACT: tl.constexpr, PTX: tl.constexpr):
         if ACT == "relu_squared":
             v *= v
     return v
+
+
+@triton.jit
+def rows_of_tile(offsets, tile, M, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
+    """(expert, first row, end of its rows) of a tile of rows; expert EXPERTS, rows of none, after the last."""
+    e = tl.arange(0, EXPERTS_PADDED)
+    end = tl.load(offsets + e, mask=e < EXPERTS, other=0)
+    begin = tl.load(offsets + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
+    tiles = (tl.maximum(end - begin, 0) + BLOCK_M - 1) // BLOCK_M
+    until = tl.cumsum(tiles, 0)
+    expert = tl.minimum(tl.sum((until <= tile).to(tl.int32), 0), EXPERTS)
+    mine = e == expert
+    before = tl.sum(tl.where(e < expert, tiles, 0), 0)
+    has_expert = expert < EXPERTS
+    first = tl.where(has_expert, tl.sum(tl.where(mine, begin, 0), 0), tl.load(offsets + EXPERTS - 1))
+    end_row = tl.where(has_expert, tl.sum(tl.where(mine, end, 0), 0), M)
+    return expert, first + (tile - before) * BLOCK_M, end_row

@@ -50,10 +50,13 @@ from hf_quant.kernels.gpu.launch import (
     triton,
     unavailable_reason,
 )
+from hf_quant.kernels.gpu.rows import rows_of_tile
 from hf_quant.kernels.gpu.tile import tile_product
 from hf_quant.kernels.grouped_mm.op import check, grouped_mm, rows_of_experts
+from hf_quant.kernels.grouped_scaled_mm.gpu import FEW, grouped_product
 from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
+from hf_quant.kernels.scaled_mm.gpu import codes_unsupported_reason, supports_scaled
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.gpu import (
@@ -113,24 +116,8 @@ def _supports_loop(problem: Problem) -> str | None:
 
 FUSED = (Path("Triton, decoded in registers", "any M; sm75: up to 16 rows an expert", supports_fused),)
 HOPPER = (Path("Gluon, decoded beside the product", "sm90: 16 rows an expert and more", hopper.supports),)
+SCALED = (Path("Triton, codes x codes", "65 rows an expert and more", supports_scaled),)
 LOOP = (Path("dequantize + GEMM, expert by expert", "any M", _supports_loop),)
-
-
-@triton.jit
-def rows_of_tile(offsets, tile, M, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
-    """(expert, first row, end of its rows) of a tile of rows; expert EXPERTS, rows of none, after the last."""
-    e = tl.arange(0, EXPERTS_PADDED)
-    end = tl.load(offsets + e, mask=e < EXPERTS, other=0)
-    begin = tl.load(offsets + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
-    tiles = (tl.maximum(end - begin, 0) + BLOCK_M - 1) // BLOCK_M
-    until = tl.cumsum(tiles, 0)
-    expert = tl.minimum(tl.sum((until <= tile).to(tl.int32), 0), EXPERTS)
-    mine = e == expert
-    before = tl.sum(tl.where(e < expert, tiles, 0), 0)
-    has_expert = expert < EXPERTS
-    first = tl.where(has_expert, tl.sum(tl.where(mine, begin, 0), 0), tl.load(offsets + EXPERTS - 1))
-    end_row = tl.where(has_expert, tl.sum(tl.where(mine, end, 0), 0), M)
-    return expert, first + (tile - before) * BLOCK_M, end_row
 
 
 @triton.jit(do_not_specialize=["M", "tiles_m"])
@@ -308,6 +295,21 @@ def grouped_plan(
     return GroupedPlan(codes, tiles_m, triton.cdiv(N, found.block_n), options, wide)
 
 
+def _rows_of_codes(x: Tensor, w: Weight, activation: str) -> tuple[Tensor, Tensor]:
+    """(codes of x [M, K], scale of each row)."""
+    if w.input_scale is None:
+        return quantize_rowwise(x, format=activation)
+    return quantize_static(x, w.input_scale, w.input_diagonal, format=activation)
+
+
+def _multiplies_codes(M: int, w: Weight, activation: str, target: Target) -> bool:
+    """True if codes of M rows meet the codes of experts in the matrix units: where those are the bound."""
+    if M // min(len(w.qdata), M) <= FEW or w.global_scale is not None or w.N == 0:
+        return False
+    problem = Problem(w.format, w.group_size, w.N, w.K, torch.float32, w.zero_point is None, activation)
+    return codes_unsupported_reason(problem, target) is None
+
+
 def _fused(
     x: Tensor,
     w: Weight,
@@ -320,14 +322,11 @@ def _fused(
     """`grouped_mm` in one launch, two with quantized activations; weights contiguous."""
     M, K = x.shape
     dtype, row_scale = x.dtype, None
-    x = x if x.stride(1) == 1 else x.contiguous()
     if activation is not None:
-        if w.input_scale is None:
-            x, row_scale = quantize_rowwise(x, format=activation)
-        else:
-            x, row_scale = quantize_static(x, w.input_scale, w.input_diagonal, format=activation)
+        x, row_scale = _rows_of_codes(x, w, activation)
         if activation != "int8" and not target.has_fp8_dot:
             x = x.to(dtype)  # these GPUs cannot read float8_e4m3fn
+    x = x if x.stride(1) == 1 else x.contiguous()
     bias, offsets = None if bias is None else bias.contiguous(), offsets.contiguous()
     if isinstance(plan, hopper.Plan):
         return hopper.product(x.to(dtype), _weights(w, plan), bias, row_scale, offsets, dtype, plan)
@@ -389,8 +388,8 @@ def _hopper_plan(x: Tensor, w: Weight, target: Target) -> hopper.Plan | None:
 _hadamard = direct(hadamard)
 
 
-@implements(grouped_mm, "XPU", FUSED + LOOP)
-@implements(grouped_mm, "CUDA", FUSED + HOPPER + LOOP)
+@implements(grouped_mm, "XPU", SCALED + FUSED + LOOP)
+@implements(grouped_mm, "CUDA", SCALED + FUSED + HOPPER + LOOP)
 @takes_weight(check, transforms=True, quantizes=True)
 def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """Compute `grouped_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
@@ -402,6 +401,9 @@ def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *
         w = w._replace(input_diagonal=None)
     if unavailable_reason(x.device) is None:
         target, w = target_of(x.device), w.contiguous()
+        if activation is not None and x.numel() and _multiplies_codes(len(x), w, activation, target):
+            codes, row_scale = _rows_of_codes(x, w, activation)
+            return grouped_product(codes, w.qdata, row_scale.view(-1, 1), w.scale, bias, offsets, x.dtype)
         if (found := _hopper_plan(x, w, target)) is not None:
             return _fused(x, w, bias, offsets, activation, found, target)
         plan = grouped_plan(

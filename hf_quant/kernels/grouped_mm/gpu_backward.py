@@ -28,7 +28,8 @@ from hf_quant.kernels.gpu.decode import (
     undecodable_reason,
 )
 from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable_reason
-from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP, rows_of_tile
+from hf_quant.kernels.gpu.rows import rows_of_tile
+from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward, rows_of_experts
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import weight_only_mm_backward

@@ -1,29 +1,34 @@
-"""Products of experts in training on a GPU: one launch for all experts, and nothing is read on the host.
+"""Products of codes of rows with codes of experts on a GPU: one launch for all, and nothing is read on the host.
 
 `grouped_scaled_mm` has the grid of `grouped_mm`: as many tiles of rows as any distribution over the experts can need.
 `grouped_scaled_sums` has one program for each tile of each expert's gradient; it sums over that expert's rows, whose
 blocks begin at multiples of 16 bytes and end with zeros, so that whole vectors are loaded.
 
 Bound by the matrix unit from some 400 rows an expert on, by the bytes of the weight's codes below: half of those in 16
-bit. Modelled, not measured; so are the tiles. Sums of fp8 codes are added up in fp32 every 4096, see `scaled_mm`.
-Where Triton has no matrix units (sm75), the vendor's GEMM multiplies expert by expert, and the host reads their rows.
+bit. Modelled, not measured; so are the tiles. On Hopper blocks of the Gluon kernel of `gpu.hopper` stay on their
+multiprocessors from 65 rows an expert on, as for plain weights of many tokens, where it has been measured. Sums of fp8
+codes are added up in fp32 (by that kernel in fp16) every 4096, see `scaled_mm`. Where Triton has no matrix units
+(sm75), the vendor's GEMM multiplies expert by expert, and the host reads their rows.
 """
 
 import torch
 from torch import Tensor
 
 from hf_quant.kernels.dispatch import implements
+from hf_quant.kernels.gpu.decode import scale_rows
+from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import Target, launch, target_of, tl, triton, unavailable_reason
-from hf_quant.kernels.grouped_mm.gpu import rows_of_tile
+from hf_quant.kernels.gpu.rows import rows_of_tile
 from hf_quant.kernels.grouped_mm.op import rows_of_experts
 from hf_quant.kernels.grouped_scaled_mm import op
-from hf_quant.kernels.scaled_mm.gpu import has_units, scaled_product
+from hf_quant.kernels.scaled_mm.gpu import chains, has_units, scaled_product
 from hf_quant.kernels.scaled_mm.gpu_kernels import scaled
 from hf_quant.kernels.two_way.gpu import block_of_group
 from hf_quant.kernels.two_way.op import blocks_of
 
 
 _CHAIN = 4096  # codes of fp8 that the matrix unit sums up before fp32 does
+FEW = 64  # rows of an expert, up to which tiles of 128 rows are half empty
 
 
 @triton.jit
@@ -103,6 +108,7 @@ def _grouped_scaled_mm_kernel(
     EXPERTS_PADDED: tl.constexpr,
     EVEN_K: tl.constexpr,
     CHAIN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     """Program tile_n * tiles_m + tile_m: tiles of rows, and so the tiles of one expert, are neighbours."""
@@ -122,7 +128,8 @@ def _grouped_scaled_mm_kernel(
         if HAS_BIAS:
             bias += expert * N
         row_scale = tl.load(a_scale + m, mask=m < end_row, other=0.0)
-        value = scaled(total, row_scale, b_scale + expert * N, bias, n, N, 1, HAS_BIAS)
+        b_scale += expert * (1 if SCALE_ROWS == 0 else tl.cdiv(N, SCALE_ROWS))
+        value = scaled(total, row_scale, b_scale, bias, n, N, SCALE_ROWS, HAS_BIAS)
         tl.store(out, value.to(y.dtype.element_ty), mask=mask)
 
 
@@ -173,6 +180,92 @@ def _tiles(rows: int, itemsize: int, target: Target) -> dict[str, int]:
     return {"block": block, "step": step, "num_warps": 8 if block == 128 else 4, "num_stages": stages}
 
 
+def _hopper_product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    y: Tensor,
+) -> Tensor | None:
+    """`grouped_product` by the kernel for Hopper, None where it does not serve; operands are contiguous."""
+    (M, K), (E, N, _) = a.shape, b.shape
+    used = min(E, M)
+    is_aligned = (a.data_ptr() | b.data_ptr() | K | N * y.element_size()) % 16 == 0
+    if M // used <= FEW or not is_aligned or a.dtype != b.dtype or y.element_size() != 2 or not hopper.has_kernels():
+        return None
+    steps, unit = triton.cdiv(K, 128), 0.0
+    if a.dtype != torch.int8 and K > _CHAIN:
+        steps, unit = chains(K, steps, 448.0**2)
+    options = {
+        "BLOCK_M": 128,
+        "BLOCK_N": 256,
+        "BLOCK_K": 128,
+        "EXPERTS": E,
+        "PADDED": triton.next_power_of_2(E),
+        "UNIT": unit,
+        "SCALE_ROWS": scale_rows(tuple(b_scale.shape), N),
+        "STAGES": 4,
+        "WARPS": 8,
+        "num_warps": 8,
+        "maxnreg": 168,
+    }
+    return hopper.product_of_codes(
+        a, b.flatten(0, 1), a_scale, b_scale, bias, offsets, y, M // 128 + used + 1, steps, options
+    )
+
+
+def grouped_product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`grouped_scaled_mm_reference` for at least one product, on any GPU.
+
+    b_scale [E, N | 1 | ceil(N / 128), 1] in fp32, bf16 or fp16.
+    """
+    (M, K), (E, N, _) = a.shape, b.shape
+    is_fp8, target = a.dtype != torch.int8, target_of(a.device)
+    if not target.has_dot:
+        y = a.new_zeros((M, N), dtype=out_dtype)
+        for e, rows in rows_of_experts(offsets):
+            own_bias = None if bias is None else bias[e]
+            y[rows] = scaled_product(a[rows], b[e], a_scale[rows], b_scale[e], own_bias, out_dtype)
+        return y
+    y = torch.empty(M, N, dtype=out_dtype, device=a.device)
+    a_scale, b_scale, offsets = a_scale.contiguous(), b_scale.contiguous(), offsets.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    if target.name == "sm90" and a.is_contiguous() and b.is_contiguous():
+        found = _hopper_product(a, b, a_scale, b_scale, bias, offsets, y)
+        if found is not None:
+            return found
+    a, b = _operands(a, b, target)
+    tiles = _tiles(triton.cdiv(M, min(E, M)), a.element_size(), target)
+    block_m, block_k = tiles.pop("block"), tiles.pop("step")
+    tiles_m = M // block_m + min(E, M) + 1
+    launch(
+        _grouped_scaled_mm_kernel,
+        (tiles_m * triton.cdiv(N, 128),),
+        *(a, b, a_scale, b_scale, bias, offsets, y, M, N, K, tiles_m, a.stride(0), b.stride(1), b.stride(0)),
+        BLOCK_M=block_m,
+        BLOCK_N=128,
+        BLOCK_K=block_k,
+        EXPERTS=E,
+        EXPERTS_PADDED=triton.next_power_of_2(E),
+        EVEN_K=K % block_k == 0,
+        CHAIN=_CHAIN // block_k if is_fp8 and K > _CHAIN else 0,
+        SCALE_ROWS=scale_rows(tuple(b_scale.shape), N),
+        HAS_BIAS=bias is not None,
+        **tiles,
+    )
+    return y
+
+
 @implements(op.grouped_scaled_mm, "XPU")
 @implements(op.grouped_scaled_mm, "CUDA")
 def grouped_scaled_mm_gpu(
@@ -187,49 +280,9 @@ def grouped_scaled_mm_gpu(
 ) -> Tensor:
     """Compute `grouped_scaled_mm_reference`."""
     op.check(a, b, a_scale, b_scale, bias, offsets)
-    (M, K), (E, N, _) = a.shape, b.shape
-    if M * N * K == 0 or unavailable_reason(a.device) is not None:
+    if a.numel() * b.numel() == 0 or unavailable_reason(a.device) is not None:
         return op.grouped_scaled_mm_reference(a, b, a_scale, b_scale, bias, offsets, out_dtype=out_dtype)
-    is_fp8, target = a.dtype != torch.int8, target_of(a.device)
-    if not target.has_dot:
-        y = a.new_zeros((M, N), dtype=out_dtype)
-        for e, rows in rows_of_experts(offsets):
-            own_bias = None if bias is None else bias[e]
-            y[rows] = scaled_product(a[rows], b[e], a_scale[rows], b_scale[e], own_bias, out_dtype)
-        return y
-    a, b = _operands(a, b, target)
-    tiles = _tiles(triton.cdiv(M, min(E, M)), a.element_size(), target)
-    block_m, block_k = tiles.pop("block"), tiles.pop("step")
-    tiles_m = M // block_m + min(E, M) + 1
-    y = torch.empty(M, N, dtype=out_dtype, device=a.device)
-    launch(
-        _grouped_scaled_mm_kernel,
-        (tiles_m * triton.cdiv(N, 128),),
-        a,
-        b,
-        a_scale.contiguous(),
-        b_scale.contiguous(),
-        None if bias is None else bias.contiguous(),
-        offsets.contiguous(),
-        y,
-        M,
-        N,
-        K,
-        tiles_m,
-        a.stride(0),
-        b.stride(1),
-        b.stride(0),
-        BLOCK_M=block_m,
-        BLOCK_N=128,
-        BLOCK_K=block_k,
-        EXPERTS=E,
-        EXPERTS_PADDED=triton.next_power_of_2(E),
-        EVEN_K=K % block_k == 0,
-        CHAIN=_CHAIN // block_k if is_fp8 and K > _CHAIN else 0,
-        HAS_BIAS=bias is not None,
-        **tiles,
-    )
-    return y
+    return grouped_product(a, b, a_scale, b_scale, bias, offsets, out_dtype)
 
 
 @implements(op.grouped_scaled_sums, "XPU")

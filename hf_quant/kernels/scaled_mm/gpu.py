@@ -117,25 +117,23 @@ FORMATS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 def supports_scaled(problem: Problem) -> str | None:
     """The reason why codes of activations are not multiplied with codes of the weight, None if they are."""
-    reason = _codes_unsupported_reason(problem)
-    if reason is not None or not torch.cuda.is_available():
-        return reason
-    if not has_units(problem.format != "int8", target_of(torch.device("cuda", 0))):
-        return f"the GPU has no matrix units for {problem.format} (int8: sm80, gfx9 and newer; fp8: sm89 and newer)"
-    return None
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    return codes_unsupported_reason(problem, None if device is None else target_of(device))
 
 
 SCALED = (Path("Triton, codes x codes", "any M", supports_scaled),)
 
 
-def _codes_unsupported_reason(problem: Problem) -> str | None:
-    """`supports_scaled` whatever the GPU."""
+def codes_unsupported_reason(problem: Problem, target: Target | None) -> str | None:
+    """`supports_scaled` for a target; None: whatever the GPU."""
     if not HAS_TRITON:
         return "triton is not installed"
     if problem.format not in FORMATS or problem.activation != problem.format:
         return f"{problem.activation} x {problem.format}: only int8 x int8 and fp8_e4m3 x fp8_e4m3"
     if problem.group_size < problem.K:
         return f"groups of {problem.group_size}: only one scale per row"
+    if target is not None and not has_units(problem.format != "int8", target):
+        return f"the GPU has no matrix units for {problem.format} (int8: sm80, gfx9 and newer; fp8: sm89 and newer)"
     return None
 
 
@@ -145,9 +143,9 @@ def has_units(fp8: bool, target: Target) -> bool:
 
 
 class ScaledPlan(NamedTuple):
-    """The launch of one product: all that follows from sizes and types."""
+    """The launch of one product: all that follows from sizes and types; without a kernel, of the one for Hopper."""
 
-    kernel: object
+    kernel: object | None
     grid: tuple[int, ...]
     steps: int  # of K, for one part or chain
     block: tuple[int, int]  # BLOCK_M, BLOCK_N
@@ -178,6 +176,14 @@ def _tile_row(
 
     rows = [row for row in table if row[0] * row[1] <= max_area and row[0] <= max_rows]
     return min(rows or table[-1:], key=time)
+
+
+def chains(K: int, steps: int, largest: float) -> tuple[int, float]:
+    """(steps of a sum of fp8 codes that the matrix unit makes, unit of the sums that fp16 adds up).
+
+    largest: magnitude of a product of two codes. largest * K is the largest sum; 2**15 leaves fp16 a factor of 2.
+    """
+    return triton.cdiv(steps, triton.cdiv(K, _CHAIN)), 2.0 ** -math.ceil(math.log2(largest * K / 2**15))
 
 
 @cached_plan
@@ -229,15 +235,12 @@ def scaled_plan(
     tma = target.has_tma and alignment == 16 and N * output_bytes % 16 == 0 and output_bytes <= 4
     if tma:
         num_stages -= output_bytes == 4  # room for a stored half in fp32
-    chain = triton.cdiv(steps, triton.cdiv(K, _CHAIN)) if chained else steps
-    options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    # largest * K is the largest sum; 2**15 leaves fp16 a factor of 2.
-    options |= {"UNIT": 2.0 ** -math.ceil(math.log2(largest * K / 2**15)) if chained else 0.0}
-    options |= {"num_warps": num_warps}
+    chain, unit = chains(K, steps, largest) if chained else (steps, 0.0)
+    options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "UNIT": unit, "num_warps": num_warps}
     blocks = min(tiles, target.multiprocessors) if tma else tiles
     if gluon and tma and output_bytes == 2 and target.name == "sm90":  # of fp32 a thread keeps 16 bytes on the stack
-        options |= {"SCALE_ROWS": scale_rows, "STAGES": num_stages, "WARPS": num_warps, "maxnreg": 168}
-        return ScaledPlan(hopper.scaled_mm_kernel(), (blocks,), chain, (block_m, block_n), options)
+        options |= {"EXPERTS": 0, "PADDED": 0, "SCALE_ROWS": scale_rows, "STAGES": num_stages, "WARPS": num_warps}
+        return ScaledPlan(None, (blocks,), chain, (block_m, block_n), {**options, "maxnreg": 168})
     options |= {"GROUP_M": group_m, "EVEN_K": tma or K % block_k == 0, "TMA": tma, **common, "num_stages": num_stages}
     return ScaledPlan(_scaled_mm_tiles_kernel, (blocks,), chain, (block_m, block_n), options)
 
@@ -273,13 +276,9 @@ def scaled_product(
     bias = None if bias is None else bias.contiguous()
     operands = (a, b, a_scale.contiguous(), b_scale.contiguous(), bias, y)
     has_bias = {"HAS_BIAS": bias is not None}
-    if plan.kernel not in (_scaled_mm_split_kernel, _scaled_mm_tiles_kernel):
-        blocks = ((rows, plan.options["BLOCK_K"]) for rows in plan.block)
-        tiles = [hopper.tiles_of(codes, codes.shape, codes.stride(0), block) for codes, block in zip((a, b), blocks)]
-        launch(
-            plan.kernel, plan.grid, operands[2], *tiles, *operands[3:], M, N, K, plan.steps, **has_bias, **plan.options
-        )
-        return y
+    if plan.kernel is None:
+        tiles_m = triton.cdiv(M, plan.block[0])
+        return hopper.product_of_codes(*operands[:-1], None, y, tiles_m, plan.steps, plan.options)
     unit = plan.options["ALIGN"]
     sizes = (M, N, K // unit, a.stride(0) // unit, b.stride(0) // unit, plan.steps)
     if plan.kernel is _scaled_mm_split_kernel:
@@ -342,8 +341,7 @@ def _product_of_codes(
 ) -> Tensor:
     activation = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
     problem = Problem(w.format, w.group_size, w.N, w.K, out_dtype, w.zero_point is None, activation)
-    multiplies = has_units(w.format != "int8", target_of(codes.device))
-    if _codes_unsupported_reason(problem) is None and w.global_scale is None and multiplies:
+    if w.global_scale is None and codes_unsupported_reason(problem, target_of(codes.device)) is None:
         y = scaled_product(as_rows(codes), w.qdata, row_scale.view(-1, 1), w.scale, bias, out_dtype)
         return y.view(*codes.shape[:-1], w.N)
     y = fused_mm(codes, w, bias, row_scale, dtype=out_dtype)

@@ -14,7 +14,7 @@ from hf_quant.kernels.codes import SMALLEST_SCALE
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.gpu.launch import launch, target_of, tl, triton, unavailable_reason
 from hf_quant.kernels.gpu.row_codes import encode
-from hf_quant.kernels.grouped_mm.gpu import rows_of_tile
+from hf_quant.kernels.gpu.rows import rows_of_tile
 from hf_quant.kernels.two_way import op
 
 

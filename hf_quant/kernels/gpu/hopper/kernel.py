@@ -395,7 +395,7 @@ def _add(a, b):
 def _rows_of_tile(
     offsets, tile, M, BLOCK_M: gl.constexpr, EXPERTS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr
 ):
-    """`grouped_mm.gpu.rows_of_tile`, in Gluon: (expert, first row, end of its rows) of a tile of tokens."""
+    """`gpu.rows.rows_of_tile`, in Gluon: (expert, first row, end of its rows) of a tile of tokens."""
     e = gl.arange(0, PADDED, gl.BlockedLayout([1], [32], [WARPS], [0]))
     ends = gl.load(offsets + e, mask=e < EXPERTS, other=0)
     begins = gl.load(offsets + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)

@@ -21,7 +21,16 @@ from hf_quant.kernels.dispatch import Problem
 from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import ANY_GROUP, scale_kind, scale_rows
 from hf_quant.kernels.gpu.hopper.pairs import pair_ptx, selectors, undecodable_reason
-from hf_quant.kernels.gpu.launch import HAS_TRITON, Target, cached_plan, interpreting, launch, recording, triton
+from hf_quant.kernels.gpu.launch import (
+    HAS_TRITON,
+    Target,
+    cached_plan,
+    interpreting,
+    launch,
+    recording,
+    target_of,
+    triton,
+)
 
 
 HAS_GLUON = HAS_TRITON and importlib.util.find_spec("triton.experimental.gluon") is not None
@@ -139,7 +148,7 @@ def _gluon() -> Any:
 
 
 @cache
-def scaled_mm_kernel() -> Any:
+def _scaled_mm_kernel() -> Any:
     """The kernel of products of codes with codes."""
     from hf_quant.kernels.gpu.hopper.scaled_kernel import _hopper_scaled_mm_kernel
 
@@ -306,5 +315,36 @@ def product(
         HAS_BIAS=bias is not None,
         HAS_ROW_SCALE=row_scale is not None,
         shared=plan.options,
+    )
+    return y
+
+
+def product_of_codes(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    y: Tensor,
+    tiles_m: int,
+    chain_steps: int,
+    options: dict[str, Any],
+) -> Tensor:
+    """y [M, N] = (a [M, K] @ b [N, K].T) * a_scale * b_scale + bias, of codes whose rows start at 16 bytes.
+
+    offsets: where the rows of each expert end; b, b_scale and bias are those of all of them, one behind the other.
+    options: constexprs of the kernel. Its blocks stay on their multiprocessors.
+    """
+    (M, K), N = a.shape, y.shape[1]
+    blocks = ((rows, options["BLOCK_K"]) for rows in (options["BLOCK_M"], options["BLOCK_N"]))
+    tiles = [tiles_of(codes, codes.shape, codes.stride(0), block) for codes, block in zip((a, b), blocks)]
+    grid = min(tiles_m * triton.cdiv(N, options["BLOCK_N"]), target_of(a.device).multiprocessors)
+    launch(
+        _scaled_mm_kernel(),
+        (grid,),
+        *(a_scale, *tiles, b_scale, bias, offsets, y, M, N, K, tiles_m, chain_steps),
+        HAS_BIAS=bias is not None,
+        **options,
     )
     return y

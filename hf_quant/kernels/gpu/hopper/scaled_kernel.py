@@ -5,24 +5,63 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hf_quant.kernels.gpu.hopper.kernel import _load_tile, _next, _ring, _tile_at
+from hf_quant.kernels.gpu.hopper.kernel import _load_tile, _next, _ring, _rows_of_tile, _tile_at
 
 
 @gluon.jit
-def _copy(a_tiles, b_tiles, as_, bs, full, empty, tiles_m, tiles_n, steps, STAGES: gl.constexpr):
+def _place(
+    offsets,
+    tile,
+    tiles_m,
+    tiles_n,
+    M,
+    BLOCK_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    PADDED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """(first token, end of its tokens, tile of rows of the weight, expert); expert EXPERTS behind the rows of all."""
+    tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n)
+    if EXPERTS > 0:
+        expert, m0, end_m = _rows_of_tile(offsets, tile_m, M, BLOCK_M, EXPERTS, PADDED, WARPS)
+    else:
+        expert, m0, end_m = 0, tile_m * BLOCK_M, M
+    return m0, end_m, tile_n, expert
+
+
+@gluon.jit
+def _copy(
+    a_tiles,
+    b_tiles,
+    offsets,
+    as_,
+    bs,
+    full,
+    empty,
+    tiles_m,
+    tiles_n,
+    steps,
+    M,
+    N,
+    EXPERTS: gl.constexpr,
+    PADDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """The warps that copy: the tiles of each step of all products of this block, as places in the ring come free."""
     BLOCK_M: gl.constexpr = as_.shape[1]
     BLOCK_N: gl.constexpr = bs.shape[1]
     BLOCK_K: gl.constexpr = as_.shape[2]
     slot, phase = 0, 1
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n)
-        for step in range(steps):
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
-            _load_tile(a_tiles, [tile_m * BLOCK_M, step * BLOCK_K], full.index(slot), as_.index(slot))
-            _load_tile(b_tiles, [tile_n * BLOCK_N, step * BLOCK_K], full.index(slot), bs.index(slot))
-            slot, phase = _next(slot, phase, STAGES)
+        m0, _, tile_n, expert = _place(offsets, tile, tiles_m, tiles_n, M, BLOCK_M, EXPERTS, PADDED, 1)
+        n0 = expert * N + tile_n * BLOCK_N
+        if EXPERTS == 0 or expert < EXPERTS:
+            for step in range(steps):
+                mbarrier.wait(empty.index(slot), phase)
+                mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
+                _load_tile(a_tiles, [m0, step * BLOCK_K], full.index(slot), as_.index(slot))
+                _load_tile(b_tiles, [n0, step * BLOCK_K], full.index(slot), bs.index(slot))
+                slot, phase = _next(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -40,7 +79,7 @@ def _store(
     HAS_BIAS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Store sums [BLOCK_M, columns] times their scales."""
+    """Store sums [BLOCK_M, columns] times their scales in y, up to row M."""
     MMA: gl.constexpr = total.type.layout
     ROWS: gl.constexpr = total.shape[0]
     COLUMNS: gl.constexpr = total.shape[1]
@@ -57,6 +96,15 @@ def _store(
     m, n = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, WHOLE))
     out = y + m.to(gl.int64)[:, None] * N + n[None, :]
     gl.store(out, value, mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@gluon.jit
+def _clear(y, m0, n0, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr):
+    """Store zeros in a tile of y."""
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_N, BLOCK_N // 8], [WARPS, 1], [1, 0])
+    m, n = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, WHOLE)), n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, WHOLE))
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], y.dtype.element_ty, WHOLE)
+    gl.store(y + m.to(gl.int64)[:, None] * N + n[None, :], zeros, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 @gluon.jit
@@ -84,6 +132,7 @@ def _compute(
     a_scale,
     b_scale,
     bias,
+    offsets,
     y,
     as_,
     bs,
@@ -95,6 +144,8 @@ def _compute(
     chain_steps,
     M,
     N,
+    EXPERTS: gl.constexpr,
+    PADDED: gl.constexpr,
     UNIT: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -109,37 +160,58 @@ def _compute(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 32])
     slot, phase = 0, 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n)
-        if UNIT == 0:
-            total, slot, phase = _sum(as_, bs, full, empty, slot, phase, steps, STAGES, MMA)
+        m0, end_m, tile_n, expert = _place(offsets, tile, tiles_m, tiles_n, M, BLOCK_M, EXPERTS, PADDED, WARPS)
+        n0 = tile_n * BLOCK_N
+        if EXPERTS == 0 or expert < EXPERTS:
+            if UNIT == 0:
+                total, slot, phase = _sum(as_, bs, full, empty, slot, phase, steps, STAGES, MMA)
+            else:
+                chains = gl.zeros([BLOCK_M, BLOCK_N], gl.float16, MMA)
+                for first in range(0, steps, chain_steps):
+                    count = gl.minimum(chain_steps, steps - first)
+                    chain, slot, phase = _sum(as_, bs, full, empty, slot, phase, count, STAGES, MMA)
+                    chains = (chains.to(gl.float32) + chain * UNIT).to(gl.float16)
+                total = chains.to(gl.float32) * (1 / UNIT)
+            left, right = gl.split(gl.permute(gl.reshape(total, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
+            own_scale = b_scale + expert * (1 if SCALE_ROWS == 0 else gl.cdiv(N, SCALE_ROWS))
+            for half in gl.static_range(2):
+                _store(
+                    right if half else left,
+                    a_scale,
+                    own_scale,
+                    bias + expert * N if HAS_BIAS else None,
+                    y,
+                    m0,
+                    n0 + half * (BLOCK_N // 2),
+                    end_m,
+                    N,
+                    SCALE_ROWS,
+                    HAS_BIAS,
+                    WARPS,
+                )
         else:
-            chains = gl.zeros([BLOCK_M, BLOCK_N], gl.float16, MMA)
-            for first in range(0, steps, chain_steps):
-                count = gl.minimum(chain_steps, steps - first)
-                chain, slot, phase = _sum(as_, bs, full, empty, slot, phase, count, STAGES, MMA)
-                chains = (chains.to(gl.float32) + chain * UNIT).to(gl.float16)
-            total = chains.to(gl.float32) * (1 / UNIT)
-        left, right = gl.split(gl.permute(gl.reshape(total, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
-        m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
-        _store(left, a_scale, b_scale, bias, y, m0, n0, M, N, SCALE_ROWS, HAS_BIAS, WARPS)
-        _store(right, a_scale, b_scale, bias, y, m0, n0 + BLOCK_N // 2, M, N, SCALE_ROWS, HAS_BIAS, WARPS)
+            _clear(y, m0, n0, M, N, BLOCK_M, BLOCK_N, WARPS)
 
 
-@gluon.jit(do_not_specialize=["M", "chain_steps"])
+@gluon.jit(do_not_specialize=["M", "tiles_m", "chain_steps"])
 def _hopper_scaled_mm_kernel(
     a_scale,
     a_tiles,
     b_tiles,
     b_scale,
     bias,
+    offsets,
     y,
     M,
     N,
     K,
+    tiles_m,
     chain_steps,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    PADDED: gl.constexpr,
     UNIT: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -148,20 +220,24 @@ def _hopper_scaled_mm_kernel(
 ):
     """Tiles program_id, program_id + programs, ... of y [M, N] = (a [M, K] @ b [N, K].T) * a_scale * b_scale + bias.
 
-    UNIT other than 0: sums over chain_steps K steps are added up in fp16, in units of 1 / UNIT.
+    EXPERTS > 0: b [EXPERTS, N, K], of which each expert's rows, which end at `offsets` [EXPERTS], meet their own; rows
+    behind them are zeros. UNIT other than 0: sums over chain_steps K steps are added up in fp16, in units of 1 / UNIT.
     """
     as_ = gl.allocate_shared_memory(a_tiles.dtype, [STAGES, BLOCK_M, BLOCK_K], a_tiles.layout)
     bs = gl.allocate_shared_memory(b_tiles.dtype, [STAGES, BLOCK_N, BLOCK_K], b_tiles.layout)
     full, empty = _ring(STAGES)
-    tiles_m, tiles_n, steps = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    tiles_n, steps = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     # fmt: off
     gl.warp_specialize(
         [
             (_compute, (
-                a_scale, b_scale, bias, y, as_, bs, full, empty, tiles_m, tiles_n, steps, chain_steps, M, N, UNIT,
-                SCALE_ROWS, HAS_BIAS, STAGES, WARPS,
+                a_scale, b_scale, bias, offsets, y, as_, bs, full, empty, tiles_m, tiles_n, steps, chain_steps, M, N,
+                EXPERTS, PADDED, UNIT, SCALE_ROWS, HAS_BIAS, STAGES, WARPS,
             )),
-            (_copy, (a_tiles, b_tiles, as_, bs, full, empty, tiles_m, tiles_n, steps, STAGES)),
+            (_copy, (
+                a_tiles, b_tiles, offsets, as_, bs, full, empty, tiles_m, tiles_n, steps, M, N, EXPERTS, PADDED,
+                STAGES,
+            )),
         ],
         [1],
         [24],
