@@ -101,13 +101,21 @@ test: $(DEV_STAMP)
 quick: $(DEV_STAMP)
 	$(PYTEST) -q $(QUICK) $(PYTEST_ARGS)
 
+# A kernel that is not the default, as no GPU has run it.
+UNTRIED := HF_QUANT_HOPPER_ATTENTION=1 $(BIN)/python scripts/aot_compile.py --targets sm90 --ops int8_attention \
+	--json build/aot/untried.json
+
 aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py
+	$(UNTRIED)
+	PYTHONPATH=$(OLD_TRITON) $(UNTRIED)
 
 aot-ci: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py --subset ci
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py --subset ci --targets sm90 --show none
+	$(UNTRIED) --subset ci --show none
+	PYTHONPATH=$(OLD_TRITON) $(UNTRIED) --subset ci --show none
 
 engines: $(DEV_STAMP) $(ENGINES_STAMP)
 	$(BIN)/python scripts/engines.py

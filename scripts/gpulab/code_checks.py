@@ -67,7 +67,8 @@ EXCEPTIONS = (
         triton=r"3\.6\..*",
     ),
     Accepted(
-        "width", "_hopper_mm_kernel", "sm90", ".*", "tiles come by TMA, which is not counted; scales by registers"
+        *("width", "_hopper_(mm|attention)_kernel", "sm90", ".*"),
+        "tiles come by TMA, which is not counted; scales by registers",
     ),
     Accepted(
         *("local", "_hopper_mm_kernel", "sm90", r"W4A8 int8 g32 fp8.*\bBLOCK_M=256\b.*"),

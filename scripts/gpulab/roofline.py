@@ -53,9 +53,10 @@ def seconds(call: Any) -> float:
         counts = name.startswith(
             ("_weight_only_mm", "_hopper", "_kv_decode", "_kv_prefill", "_int8_attention_kernel", "_grouped")
         )
-        # Two launches of a kernel share its work: heads of one kind, and those of the other.
-        counts = (counts or name.startswith("_scaled_mm")) and name not in done
-        done.add(name)
+        # Two launches of attention share its work: heads of one kind, and those of the other.
+        part = "attention" if name.endswith("_attention_kernel") else name
+        counts = (counts or name.startswith("_scaled_mm")) and part not in done
+        done.add(part)
         work = _operations(op, call, result) if counts else 0
         kind = "8-bit attention" if "attention" in name else "8bit" if name.startswith(_EIGHT_BITS) else "16bit"
         total += LAUNCH + max(moved / BANDWIDTH, work / RATES[kind])

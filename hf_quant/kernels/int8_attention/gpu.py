@@ -22,6 +22,7 @@ from L2). Every block of 128 queries reads all keys (int8) and values (bf16) fro
   units 3.0; so some 4.8 ms, 810 TOP/s (bf16: 6.5 ms).
 Measured there with Triton 3.6 (docs/gpu.md): Flux .476 ms, .83 times as fast as torch's bf16 (.397 ms, a kernel made
 for Hopper); CogVideoX 7.4 ms, 1.19 times. The waits below cost more than the model has. fp8 values: .84 and 13.2 ms.
+`gpu.hopper.attention` is for the same heads without these waits, and has not run on a GPU.
 Two blocks of 4 warps share a multiprocessor, so that one computes weights while the other multiplies: Triton waits for
 int8 products at once, and warps of one block wait for each other.
 
@@ -46,6 +47,7 @@ from torch import Tensor
 from hf_quant.kernels.codes import SMALLEST_SCALE, row_max
 from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.counters import tile_counters
+from hf_quant.kernels.gpu.hopper import attention as hopper
 from hf_quant.kernels.gpu.launch import (
     HAS_TRITON,
     Target,
@@ -226,6 +228,11 @@ def int8_attention_gpu(
     operands = (q_codes, q_stats, k_codes, k_scale, values, v_scale, norms, y)
     sizes = (S, T, H, kv_heads, heads, blocks, *v_strides, *y.stride()[:3])
     for query_blocks, options in plan.attentions:
+        if options["BOUNDED"] and hopper.serves(block_d, target_of(q.device)):
+            hopper.bounded_attention(
+                *(y, q_codes, q_stats, k_codes, k_scale, values, norms), is_causal=is_causal, limit=options["LIMIT"]
+            )
+            continue
         run = launch_with_scratch if options["TMA"] else launch
         grid = (query_blocks, B * H)
         run(_int8_attention_kernel, grid, *operands, *sizes, **plan.shared, **{"KEYS": KEY_BLOCK, **options})

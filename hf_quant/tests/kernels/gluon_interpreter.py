@@ -29,7 +29,7 @@ import torch
 import triton.language as tl
 from triton.experimental.gluon import language as real
 
-from hf_quant.kernels.gpu.hopper import plan
+from hf_quant.kernels.gpu.hopper import attention, plan
 from hf_quant.kernels.gpu.launch import forget_plans
 from hf_quant.tests.kernels import gluon_values
 from hf_quant.tests.kernels.gluon_values import GLUON, TORCH, Value, pointer_to
@@ -46,13 +46,14 @@ class Tiles:
         self.block_shape, self.dtype = block_shape, GLUON[base.dtype]
 
     def at(self, where: list) -> torch.Tensor:
-        """The tile at [row, column]; what is outside of the tensor is zero."""
-        row, column = (int(part) for part in where)
+        """The tile whose first element is at `where`; what is outside of the tensor is zero."""
         tile = torch.zeros(self.block_shape, dtype=self.base.dtype)
-        assert (self.strides[0] * tile.itemsize | self.base.data_ptr()) % 16 == 0, "rows that are not aligned"
-        data = self.base.as_strided(self.shape, self.strides)
-        part = data[row : row + tile.shape[0], column : column + tile.shape[1]]
-        tile[: part.shape[0], : part.shape[1]] = part
+        starts = [stride * tile.itemsize for stride in self.strides[:-1]] + [self.base.data_ptr()]
+        assert all(start % 16 == 0 for start in starts), "rows that are not aligned"
+        part = self.base.as_strided(self.shape, self.strides)
+        for dim, (first, size) in enumerate(zip(map(int, where), self.block_shape)):
+            part = part[(slice(None),) * dim + (slice(first, first + size),)]
+        tile[tuple(slice(0, size) for size in part.shape)] = part
         return tile
 
 
@@ -309,6 +310,10 @@ class Jit:
             self.fn(*values, **constants)
 
 
+def _static_assert(condition: bool, message: str) -> None:
+    assert condition, message
+
+
 def _program_number(name: str) -> Callable[[int], Value]:
     return lambda axis: Value(torch.tensor(getattr(_program, name)[axis], dtype=torch.int32))
 
@@ -323,6 +328,7 @@ _LANGUAGE = SimpleNamespace(
     num_programs=_program_number("grid"),
     barrier=lambda: None,
     constexpr=lambda value: value,
+    static_assert=_static_assert,
     static_range=range,
 )
 _BARRIERS = SimpleNamespace(
@@ -377,13 +383,16 @@ def interpreted(seed: int = 0, edit: tuple[str, str] | None = None) -> Iterator[
     seed: decides the order of what has none. edit: a text of their sources, and one in place of it.
     """
     known = dict(_MODULES)
-    kernel, scaled = (_module(_KERNELS + name, known, edit) for name in ("kernel", "scaled_kernel"))
+    names = ("kernel", "scaled_kernel", "attention_kernel")
+    kernel, scaled, attentive = (_module(_KERNELS + name, known, edit) for name in names)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Jit, "seed", seed)
         patch.setattr(plan, "_gluon", lambda: kernel)
         patch.setattr(plan, "_scaled_mm_kernel", lambda: scaled._hopper_scaled_mm_kernel)
-        patch.setattr(plan, "_descriptor", lambda: Tiles)
-        patch.setattr(plan, "has_kernels", lambda: True)
+        patch.setattr(attention, "_kernel", lambda: attentive._hopper_attention_kernel)
+        for user in (plan, attention):
+            patch.setattr(user, "descriptor", lambda: Tiles)
+            patch.setattr(user, "has_kernels", lambda: True)
         forget_plans()
         yield
     forget_plans()

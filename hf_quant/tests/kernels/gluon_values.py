@@ -61,6 +61,9 @@ class Value:
         found = self.data.view(TORCH[dtype]) if bitcast else self.data.to(TORCH[dtype])
         return Value(found, self.layout)
 
+    def __neg__(self) -> "Value":
+        return Value(-self.data, self.layout)
+
     def __index__(self) -> int:
         return int(self.data.item())
 
@@ -168,6 +171,16 @@ def minimum(a: Any, b: Any) -> Value:
 
 def maximum(a: Any, b: Any) -> Value:
     return where(a > b, a, b)
+
+
+def exp2(value: Value) -> Value:
+    return Value(value.data.exp2(), value.layout)
+
+
+def fma(a: Any, b: Any, c: Any) -> Value:
+    """a * b + c, rounded once."""
+    a, b, c = (part if isinstance(part, Value) else Value(torch.tensor(part)) for part in (a, b, c))
+    return Value((a.data.double() * b.data.double() + c.data.double()).float(), a.layout or b.layout)
 
 
 def expand_dims(value: Value, dim: int) -> Value:

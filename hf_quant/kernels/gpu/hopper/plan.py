@@ -156,7 +156,7 @@ def _scaled_mm_kernel() -> Any:
 
 
 @cache
-def _layout(shape: tuple[int, int], dtype: torch.dtype) -> Any:
+def layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """The layout of a tile in shared memory, which copies write and wgmma reads."""
     gl = _gluon().gl
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, torch.int8: gl.int8}
@@ -164,7 +164,8 @@ def _layout(shape: tuple[int, int], dtype: torch.dtype) -> Any:
 
 
 @cache
-def _descriptor() -> Any:
+def descriptor() -> Any:
+    """The class of what tells a kernel where tiles of a tensor are."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor
@@ -172,7 +173,7 @@ def _descriptor() -> Any:
 
 def tiles_of(tensor: Any, shape: tuple[int, ...], stride: int, block: tuple[int, int]) -> Any:
     """A matrix of that shape and stride of rows as the copies of a kernel take it, in tiles of `block`."""
-    return _descriptor()(tensor, list(shape), [stride, 1], list(block), _layout(block, tensor.dtype))
+    return descriptor()(tensor, list(shape), [stride, 1], list(block), layout(block, tensor.dtype))
 
 
 @cached_plan
