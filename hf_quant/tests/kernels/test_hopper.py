@@ -109,20 +109,23 @@ def test_a_plan_covers_all_tokens_rows_and_columns(shape):
         found = _plan(M, N, K)
         row = found.row
         assert found.tiles == -(-M // row.block_m) * -(-N // row.block_n) == found.tiles_m * -(-N // row.block_n)
-        assert found.steps * found.split * row.block_k >= K > found.steps * (found.split - 1) * row.block_k
+        parts, whole = found.split
+        assert found.steps * parts * row.block_k >= K > found.steps * (parts - 1) * row.block_k
+        assert whole % 132 == 0 and (whole < found.tiles if parts > 1 else whole == 0)
         served = _plan(M, N, K, experts=8)
         if served:  # all rows of one expert, and one row of each
-            assert served.split == 1 and served.row.block_n >= 128
+            assert served.split.parts == 1 and served.row.block_n >= 128
             assert served.tiles_m >= -(-M // served.row.block_m) + 1
 
 
 def test_the_time_of_a_product_decides_its_tile():
     def tile(M, N, K):
         row, split = hopper.choose(M, N, K, TARGETS["sm90"])
-        return row.block_m, row.block_n, split
+        return row.block_m, row.block_n, *split
 
-    assert tile(1024, 28672, 4096) == (256, 128, 1) and tile(64, 4096, 14336) == (64, 64, 4)
-    assert tile(128, 4096, 4096) == (64, 64, 1)  # tiles of 128 tokens would leave half of the multiprocessors idle
+    assert tile(1024, 28672, 4096) == (256, 128, 1, 0) and tile(64, 4096, 14336) == (64, 64, 4, 0)
+    assert tile(512, 28672, 4096) == (256, 128, 2, 396)  # 448 tiles: three rounds, and 52 tiles as 104 parts
+    assert tile(128, 4096, 4096) == (64, 64, 1, 0)  # tiles of 128 tokens would leave half of the multiprocessors idle
 
 
 def _launches(call):

@@ -33,8 +33,8 @@ INT4 = TensorQuant("int4", "group", 128, scale_dtype="bfloat16")
 SERVED = [quant for quant in QUANTS if undecodable_reason(CODES[quant.format]) is None]
 
 
-def _tile(monkeypatch, row, split=1):
-    monkeypatch.setattr(plan, "choose", lambda *sizes: (row, split))
+def _tile(monkeypatch, row, parts=1, whole=0):
+    monkeypatch.setattr(plan, "choose", lambda *sizes: (row, plan.Split(parts, whole)))
 
 
 def _weights_alone(quant, N, K, M, *, dtype=torch.bfloat16, seed=0, edit=None):
@@ -62,6 +62,8 @@ def test_every_tile_off_its_edges_and_parts_of_k(row, monkeypatch):
         _tile(monkeypatch, row, 4)
         results = [_weights_alone(quant, 72, 1152, 20, seed=seed) for seed in range(3)]
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    _tile(monkeypatch, row, 3, 2)  # two tiles are whole, of the four others each is three parts of K
+    _weights_alone(INT4, 3 * row.block_n, 1152, 2 * row.block_m)
 
 
 def test_codes_of_quantized_inputs():

@@ -14,20 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hf_quant.kernels.gpu.hopper.kernel import _load_tile, _next
+from hf_quant.kernels.gpu.hopper.ring import _barriers, _load_tile, _next
 
 
 _MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23, and its bits
 _MAGIC_BITS = gl.constexpr(0x4B400000)
 GROUP_ROWS = gl.constexpr(64)  # queries of four warps
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit

@@ -12,14 +12,13 @@ The structure is that of "Machete", https://github.com/vllm-project/vllm/pull/71
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from hf_quant.kernels.gpu.decode import scale_in
+from hf_quant.kernels.gpu.hopper.ring import _load_tile, _next, _ring
 
 
-# Names that later Tritons changed.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # a name that later Tritons changed
 _scale_in = gluon.jit(scale_in.fn)
 GROUP_M = gl.constexpr(8)  # tiles of tokens whose x stays in the L2 cache while all rows of the weight pass by
 
@@ -133,24 +132,6 @@ def _decode(
             )
     values = gl.reshape(pairs, [BLOCK_N, BLOCK_K]).to(DOT, bitcast=True)
     return gl.convert_layout(values, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _next(slot, phase, STAGES: gl.constexpr):
-    last = slot == STAGES - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _ring(STAGES: gl.constexpr):
-    """Barriers of each place in a ring: one for "full", which copies signal, one for "empty"."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    hopper.fence_async_shared()
-    return full, empty
 
 
 @gluon.jit
@@ -353,7 +334,7 @@ def _compute(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """One tile, by the warps that decode and multiply."""
+    """One tile, by the warps that decode and multiply; `tile` counts those that are in parts, and is negative else."""
     BLOCK_M: gl.constexpr = xs.shape[1]
     BLOCK_N: gl.constexpr = qs.shape[1]
     BLOCK_K: gl.constexpr = xs.shape[2]
@@ -368,7 +349,9 @@ def _compute(
     )
     is_last = True
     if SPLIT_K > 1:
-        is_last, total = _sum_of_parts(total, partials, counters, tile, part, SPLIT_K)
+        is_last = tile < 0
+        if tile >= 0:
+            is_last, total = _sum_of_parts(total, partials, counters, tile, part, SPLIT_K)
     if is_last:
         _store(
             *(total, scale, scale_rows, global_scale, bias, row_scale, y, m0, n0, end_m, is_kept, N, SCALE),
@@ -410,7 +393,7 @@ def _rows_of_tile(
     return expert, first + (tile - before) * BLOCK_M, end
 
 
-@gluon.jit(do_not_specialize=["M", "tiles_m", "steps"])
+@gluon.jit(do_not_specialize=["M", "tiles_m", "steps", "whole"])
 def _hopper_mm_kernel(
     y,
     scale,
@@ -430,6 +413,7 @@ def _hopper_mm_kernel(
     scale_stride,
     scale_matrix,
     steps,
+    whole,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -452,15 +436,23 @@ def _hopper_mm_kernel(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """y [M, N] = x [M, K] @ weight [N, K].T; program (tile, part of K).
+    """y [M, N] = x [M, K] @ weight [N, K].T; the first `whole` programs have a tile each, the others a part of one.
 
     EXPERTS > 0: of weights [EXPERTS, N, K], those of the expert whose rows end at `offsets` [EXPERTS]; then zeros.
     """
-    tile, part = gl.program_id(0), gl.program_id(1)
+    tile, part = gl.program_id(0), 0
+    first, end = 0, gl.cdiv(K, BLOCK_K)
+    split_tile = tile - whole
+    if SPLIT_K > 1:
+        split_tiles = (gl.num_programs(0) - whole) // SPLIT_K
+        if tile >= whole:
+            part = split_tile // split_tiles
+            split_tile = split_tile % split_tiles
+            tile = whole + split_tile
+            first = part * steps
+            end = gl.minimum(first + steps, end)
     tile_m, tile_n = _tile_at(tile, tiles_m, gl.cdiv(N, BLOCK_N))
     m0, end_m, n0 = tile_m * BLOCK_M, M, tile_n * BLOCK_N
-    first = part * steps
-    end = gl.minimum(first + steps, gl.cdiv(K, BLOCK_K))
     q0, is_kept = n0, True
     if EXPERTS > 0:
         expert, m0, end_m = _rows_of_tile(offsets, tile_m, M, BLOCK_M, EXPERTS, PADDED, WARPS)
@@ -482,9 +474,10 @@ def _hopper_mm_kernel(
     gl.warp_specialize(
         [
             (_compute, (
-                scale, zero_point, global_scale, bias, row_scale, y, partials, counters, xs, qs, full, empty, tile,
-                part, m0, n0, end_m, is_kept, first, end, N, K, scale_stride, GROUP, BITS, SCALE, SCALE_ROWS, SCALING,
-                HAS_ZERO, HAS_GLOBAL, HAS_BIAS, HAS_ROW_SCALE, SPLIT_K, DOT, MAGIC, PTX, SELECTORS, STAGES, WARPS,
+                scale, zero_point, global_scale, bias, row_scale, y, partials, counters, xs, qs, full, empty,
+                split_tile, part, m0, n0, end_m, is_kept, first, end, N, K, scale_stride, GROUP, BITS, SCALE,
+                SCALE_ROWS, SCALING, HAS_ZERO, HAS_GLOBAL, HAS_BIAS, HAS_ROW_SCALE, SPLIT_K, DOT, MAGIC, PTX,
+                SELECTORS, STAGES, WARPS,
             )),
             (_copy, (x_tiles, q_tiles, xs, qs, full, empty, m0, q0, first, end, BLOCK_K, STAGES)),
         ],

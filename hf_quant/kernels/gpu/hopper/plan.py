@@ -37,7 +37,7 @@ HAS_GLUON = HAS_TRITON and importlib.util.find_spec("triton.experimental.gluon")
 # Tokens, or rows of each expert, from which on it is faster than the kernels of `weight_only` and `grouped_mm`.
 LEAST_TOKENS = {4: 17, 8: 33}  # by bits
 LEAST_ROWS = 16
-_SPLITS = (1, 2, 4)
+_PARTS = (2, 4)  # of K
 _TILE_TIME = 300  # of the beginning and the end of a tile, in columns
 _SPLIT_TIME, _PARTIAL_TIME = 1500, 0.0015  # of adding up parts, and of one number of a part, in units of `Row.time`
 _MIN_PART = 512  # columns
@@ -79,6 +79,13 @@ ROWS = (
 )
 
 
+class Split(NamedTuple):
+    """The first `whole` tiles are one block each; K of each other tile is split into as many parts, a block each."""
+
+    parts: int
+    whole: int = 0
+
+
 class Plan(NamedTuple):
     """The launch of a product: all that follows from sizes and types."""
 
@@ -86,7 +93,7 @@ class Plan(NamedTuple):
     words: int  # of 32 bits, of one row and step
     tiles_m: int
     tiles: int
-    split: int
+    split: Split
     steps: int  # of one part of K
     options: dict[str, Any]
 
@@ -114,29 +121,35 @@ def unsupported_reason(format: str, group_size: int, K: int) -> str | None:
     return None
 
 
-def choose(M: int, N: int, K: int, target: Target, experts: int = 0) -> tuple[Row, int]:
+def choose(M: int, N: int, K: int, target: Target, experts: int = 0) -> tuple[Row, Split]:
     """(tile, split of K) of the least time; experts: as many have M / experts rows each, and K is not split."""
-    served = max(experts, 1)
+    served, at_once = max(experts, 1), target.multiprocessors
 
-    def time(row: Row, split: int) -> float:
-        tiles_m = triton.cdiv(M, row.block_m)
+    def time(row: Row, split: Split) -> float:
+        tiles = _tiles(M, N, row)
         if experts:  # the last tile of each is half full
-            tiles_m = served * max(M / served / row.block_m + 0.5, 1)
-        blocks = tiles_m * triton.cdiv(N, row.block_n) * split
-        rounds = math.ceil(blocks / target.multiprocessors)
-        columns = triton.cdiv(triton.cdiv(K, row.block_k), split) * row.block_k + _TILE_TIME
-        added = _SPLIT_TIME + _PARTIAL_TIME * blocks * row.block_m * row.block_n if split > 1 else 0
-        return rounds * columns * row.time * (row.alone if rounds == 1 else 1) + added
+            tiles = served * max(M / served / row.block_m + 0.5, 1) * triton.cdiv(N, row.block_n)
+        blocks = (tiles - split.whole) * split.parts
+        steps = triton.cdiv(K, row.block_k)
+        columns = [part * row.block_k + _TILE_TIME for part in (steps, triton.cdiv(steps, split.parts))]
+        rounds = [split.whole // at_once, math.ceil(blocks / at_once)]
+        spent = sum(count * length for count, length in zip(rounds, columns)) * row.time
+        added = _SPLIT_TIME + _PARTIAL_TIME * blocks * row.block_m * row.block_n if split.parts > 1 else 0
+        return spent * (row.alone if sum(rounds) == 1 else 1) + added
+
+    def splits(row: Row) -> list[Split]:
+        """No split, of all tiles, or of those that the last full round leaves over, or the last but one."""
+        full = 0 if experts else _tiles(M, N, row) // at_once
+        some = [Split(parts, count * at_once) for parts in _PARTS for count in {0, max(full - 1, 0), full}]
+        return [Split(1)] + [split for split in some if not experts and K >= split.parts * _MIN_PART]
 
     # Tiles of 64 rows read x twice as often, and the rows of all experts are too many for the cache.
     rows = [row for row in ROWS if row.block_n >= 128 or not experts]
-    pairs = [
-        (row, split)
-        for row in rows
-        for split in ((1,) if experts else _SPLITS)
-        if split == 1 or K >= split * _MIN_PART
-    ]
-    return min(pairs, key=lambda pair: time(*pair))
+    return min(((row, split) for row in rows for split in splits(row)), key=lambda pair: time(*pair))
+
+
+def _tiles(M: int, N: int, row: Row) -> int:
+    return triton.cdiv(M, row.block_m) * triton.cdiv(N, row.block_n)
 
 
 @cache
@@ -219,7 +232,7 @@ def plan(
         "SCALE_ROWS": scale_rows(scale_shape, N),
         "SCALING": scaling,
         "HAS_ZERO": has_zero,
-        "SPLIT_K": split,
+        "SPLIT_K": split.parts,
         "DOT": gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
         "MAGIC": 128 if dtype == torch.bfloat16 else 1024,
         "PTX": pair_ptx(format, dtype, scaling),
@@ -233,7 +246,7 @@ def plan(
     }
     # As many tiles of tokens as any distribution over the experts can need, and one of rows of none.
     tiles_m = M // row.block_m + served + 1 if experts else triton.cdiv(M, row.block_m)
-    steps = triton.cdiv(triton.cdiv(K, row.block_k), split)
+    steps = triton.cdiv(triton.cdiv(K, row.block_k), split.parts)
     tiles = tiles_m * triton.cdiv(N, row.block_n)
     return Plan(row, words, tiles_m, tiles, split, steps, options)
 
@@ -287,13 +300,14 @@ def product(
     row = plan.row
     x_tiles = tiles_of(x, (M, K), x.stride(0), (row.block_m, row.block_k))
     partials = counters = None
-    if plan.split > 1:
-        shape = (plan.tiles, plan.split, row.block_n, row.block_m)
+    (parts, whole), split_tiles = plan.split, plan.tiles - plan.split.whole
+    if parts > 1:
+        shape = (split_tiles, parts, row.block_n, row.block_m)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-        counters = tile_counters(plan.tiles, x.device)
+        counters = tile_counters(split_tiles, x.device)
     launch(
         _gluon()._hopper_mm_kernel,
-        (plan.tiles, plan.split),
+        (whole + split_tiles * parts,),
         y,
         w.scale,
         x_tiles,
@@ -312,6 +326,7 @@ def product(
         w.scale_stride,
         w.scale_matrix,
         plan.steps,
+        whole,
         HAS_GLOBAL=w.global_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_ROW_SCALE=row_scale is not None,
