@@ -101,9 +101,9 @@ test: $(DEV_STAMP)
 quick: $(DEV_STAMP)
 	$(PYTEST) -q $(QUICK) $(PYTEST_ARGS)
 
-# A kernel that is not the default, as no GPU has run it.
-UNTRIED := HF_QUANT_HOPPER_ATTENTION=1 $(BIN)/python scripts/aot_compile.py --targets sm90 --ops int8_attention \
-	--json build/aot/untried.json
+# Kernels that are not the default, as no GPU has run them.
+UNTRIED := HF_QUANT_UNTRIED_KERNELS=1 $(BIN)/python scripts/aot_compile.py --targets sm90 \
+	--ops int8_attention dynamic_mm grouped_mm --cases "attention|W4A8" --json build/aot/untried.json
 
 aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py

@@ -78,7 +78,7 @@ class Work(NamedTuple):
         num_ops: multiplications and additions of the tiles that are computed, padding included.
         kind: of the operands on matrix units: "16bit", "int8", "fp8"; None if they are not used.
         blocks: of the grid.
-        steps: of the main loop, summed over all blocks; None if that is not known.
+        steps: turns of the main loop, summed over all blocks; None if that is not known.
     """
 
     num_bytes: int

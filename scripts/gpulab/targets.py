@@ -73,14 +73,14 @@ _PREFILL = "blocks that stay and share the last tiles: 512 tokens make 3.4 round
 _DENSE = "blocks that stay, so that the end of a tile hides behind the next one"
 _FP8 = "two groups of warps in turns, so that the end of a tile hides behind the other's products"
 _INT8 = _FP8
-_W4A8 = "codes of 4 bits as int8 operands of wgmma, the sum of each group scaled in fp32"
+_W4A8 = "HF_QUANT_UNTRIED_KERNELS=1: codes of 4 bits as int8 operands of wgmma, the sum of each group scaled in fp32"
 _BLOCKS = (
     "profile one block: what is neither a product nor attention (norms, rotary embeddings, quantizing q, k, v thrice)"
 )
 _EAGER = (
     "launches per block: quantize an input once for q, k and v; fuse the norm, its modulation and the quantization"
 )
-_EXPERTS = "few rows: as the other products; codes of quantized rows times codes of experts, as of plain weights"
+_EXPERTS = "few rows: as the other products; tiles of codes of experts, which follow those of plain weights"
 
 
 def _caches(format: str) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ TARGETS: tuple[Target, ...] = (
         tuple(one.S for one in ATTENTION),
         "bf16",
         1.25,
-        "BLOCK_M 128 with 8 warps against 4; the exponentials bound it at D = 64 (modelled)",
+        "HF_QUANT_UNTRIED_KERNELS=1: two groups of warps in turns; the exponentials bound it at D = 64 (modelled)",
     ),
     *(
         Target(

@@ -329,7 +329,8 @@ def _fused(
     x = x if x.stride(1) == 1 else x.contiguous()
     bias, offsets = None if bias is None else bias.contiguous(), offsets.contiguous()
     if isinstance(plan, hopper.Plan):
-        return hopper.product(x.to(dtype), _weights(w, plan), bias, row_scale, offsets, dtype, plan)
+        x = x if plan.codes else x.to(dtype)
+        return hopper.product(x, _weights(w, plan), bias, row_scale, offsets, dtype, plan)
     y = torch.empty(M, w.N, dtype=dtype, device=x.device)
     stride = row_elements(w.qdata, plan.codes)
     unit = common_unit(x.stride(0), stride)
@@ -375,14 +376,15 @@ def _weights(w: Weight, plan: hopper.Plan) -> hopper.Weights:
     )
 
 
-def _hopper_plan(x: Tensor, w: Weight, target: Target) -> hopper.Plan | None:
+def _hopper_plan(x: Tensor, w: Weight, activation: str | None, target: Target) -> hopper.Plan | None:
     """The plan of the kernel for Hopper, None where it does not serve."""
     if x.stride(1) != 1 or not hopper.can_run(x, w.qdata):
         return None
-    return hopper.plan(
+    given = (
         *(x.shape[0], w.N, w.K, x.dtype, w.format, w.group_size, tuple(w.scale.shape), w.scale.dtype),
         *(w.zero_point is not None, target, w.qdata.shape[0]),
     )
+    return (activation == "int8" and hopper.plan(*given, codes=True)) or hopper.plan(*given)
 
 
 _hadamard = direct(hadamard)
@@ -404,7 +406,7 @@ def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *
         if activation is not None and x.numel() and _multiplies_codes(len(x), w, activation, target):
             codes, row_scale = _rows_of_codes(x, w, activation)
             return grouped_product(codes, w.qdata, row_scale.view(-1, 1), w.scale, bias, offsets, x.dtype)
-        if (found := _hopper_plan(x, w, target)) is not None:
+        if (found := _hopper_plan(x, w, activation, target)) is not None:
             return _fused(x, w, bias, offsets, activation, found, target)
         plan = grouped_plan(
             *(x.shape[0], tuple(w.qdata.shape), w.K, x.dtype, w.format, w.group_size),

@@ -390,13 +390,13 @@ def _hopper_mm(
     """`fused_mm` by the kernel for Hopper, None where it does not serve; lasts: rows and w are the caller's."""
     if not hopper.has_kernels():
         return None
-    plan = hopper.plan(
-        *(rows.shape[0], w.N, w.K, dtype, w.format, w.group_size),
-        *(tuple(w.scale.shape), w.scale.dtype, w.zero_point is not None, target_of(rows.device)),
-    )
+    sizes = (rows.shape[0], w.N, w.K, dtype, w.format, w.group_size)
+    scales = (tuple(w.scale.shape), w.scale.dtype, w.zero_point is not None, target_of(rows.device))
+    plan = hopper.plan(*sizes, *scales, codes=True) if rows.dtype == torch.int8 else None
+    plan = plan or hopper.plan(*sizes, *scales)
     if plan is None:
         return None
-    rows = rows.to(dtype)
+    rows = rows if plan.codes else rows.to(dtype)
     if not hopper.can_run(rows, w.qdata):
         return None
     codes, parts = w.qdata.view(torch.int32), (bits_of(w.scale), w.zero_point, w.global_scale)

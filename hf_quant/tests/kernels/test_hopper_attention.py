@@ -18,12 +18,12 @@ if not plan.HAS_GLUON:
 from hf_quant.tests.kernels.gluon_interpreter import interpreted
 
 
-pytestmark = pytest.mark.usefixtures("poison_empty", "enabled")
+pytestmark = pytest.mark.usefixtures("poison_empty", "untried")
 
 
 @pytest.fixture
-def enabled(monkeypatch):
-    monkeypatch.setattr(attention, "ENABLED", True)
+def untried(monkeypatch):
+    monkeypatch.setattr(plan, "UNTRIED", True)
 
 
 def _attend(q, k, v, *, seed=0, edit=None, **options):

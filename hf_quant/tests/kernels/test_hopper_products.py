@@ -66,15 +66,65 @@ def test_every_tile_off_its_edges_and_parts_of_k(row, monkeypatch):
     _weights_alone(INT4, 3 * row.block_n, 1152, 2 * row.block_m)
 
 
-def test_codes_of_quantized_inputs():
-    packed, kwargs = packed_case(INT4, 72, 256)
+def _codes_of_inputs(quant, *, K=1024, seed=0, edit=None):
+    packed, kwargs = packed_case(quant, 200, K)
     generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(-127, 128, (40, 256), generator=generator).to(torch.int8)
-    row_scale = torch.rand(40, 1, generator=generator)
-    given = (codes, row_scale, *packed, None)
-    with interpreted(), pretend(SM90):
+    codes = torch.randint(-127, 128, (40, K), generator=generator).to(torch.int8)
+    given = (codes, torch.rand(40, 1, generator=generator), *packed, None)
+    with interpreted(seed, edit), pretend(SM90):
         y = quantized_mm_gpu(*given, out_dtype=torch.bfloat16, **kwargs)
     assert_close(y, quantized_mm_reference(*given, out_dtype=torch.float32, **kwargs), rms=2 * PRODUCT_RMS[y.dtype])
+
+
+def test_codes_of_quantized_inputs():
+    _codes_of_inputs(INT4)
+
+
+@pytest.mark.parametrize("row", plan.CODE_ROWS, ids=lambda row: f"{row.block_m}x{row.block_n}")
+@pytest.mark.parametrize(
+    "quant",
+    [
+        INT4,
+        TensorQuant("int4", "row", scale_dtype="bfloat16"),
+        TensorQuant("int4", "group", 256, scale_dtype="float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_codes_of_4_bits_times_codes_of_inputs(quant, row, monkeypatch):
+    monkeypatch.setattr(plan, "UNTRIED", True)
+    for parts, K in ((1, 1024), (1, 1312 if quant.granularity == "row" else 1280), (2, 1280)):
+        _tile(monkeypatch, row, parts)
+        for seed in range(2):
+            _codes_of_inputs(quant, K=K, seed=seed)
+
+
+def test_codes_of_experts_with_4_bits_times_codes_of_inputs(monkeypatch):
+    args, kwargs = experts_case(INT4, [40, 0, 3, 90], N=136, K=256, tail=5)
+    expected = grouped_mm_reference(args[0].float(), *args[1:], activation="int8", **kwargs)
+    monkeypatch.setattr(plan, "UNTRIED", True)
+    with interpreted(), pretend(SM90):
+        y = grouped_mm_gpu(*args, activation="int8", **kwargs)
+    assert_close(y, expected, rms=2 * PRODUCT_RMS[y.dtype])
+
+
+def test_which_codes_are_multiplied_as_they_are(monkeypatch):
+    def kind(quant):
+        packed, kwargs = packed_case(quant, 200, 256)
+        meta = [part if part is None else part.to("meta") for part in packed]
+        codes, row_scale = torch.empty(40, 256, dtype=torch.int8, device="meta"), torch.empty(40, 1, device="meta")
+        with interpreted(), pretend(SM90), record_launches() as launches:
+            quantized_mm_gpu(codes, row_scale, *meta, None, out_dtype=torch.bfloat16, **kwargs)
+        return launches[-1].args[2].base.dtype
+
+    assert kind(INT4) == torch.bfloat16
+    monkeypatch.setattr(plan, "UNTRIED", True)
+    assert kind(INT4) == torch.int8
+    for quant in (
+        TensorQuant("int4", "group", 32, scale_dtype="float8_e4m3fn"),
+        TensorQuant("int4", "group", 128, symmetric=False, scale_dtype="bfloat16"),
+        TensorQuant("nf4", "group", 128, scale_dtype="bfloat16"),
+    ):
+        assert kind(quant) == torch.bfloat16
 
 
 @pytest.mark.parametrize("counts", [[40, 0, 3, 90], [0, 0, 130], [70, 1]], ids=str)
@@ -172,3 +222,10 @@ def test_what_a_wrong_kernel_of_weights_alone_does_is_found(monkeypatch):
     _tile(monkeypatch, plan.ROWS[0], 2)
     with pytest.raises(AssertionError):
         _weights_alone(INT4, 72, 1152, 20, edit=("sums + i * (", "sums + 0 * ("))
+    monkeypatch.setattr(plan, "UNTRIED", True)
+    _tile(monkeypatch, plan.CODE_ROWS[0])
+    with pytest.raises(AssertionError, match="where a product in flight reads"):
+        early = "s0 = hopper.warpgroup_mma_wait(1, deps=[s0])\n        mbarrier.arrive(empty.index(before))"
+        late = "mbarrier.arrive(empty.index(before))\n        s0 = hopper.warpgroup_mma_wait(1, deps=[s0])"
+        for seed in range(8):
+            _codes_of_inputs(INT4, K=2048, seed=seed, edit=(early, late))

@@ -3,30 +3,26 @@
 It serves heads whose scores are bounded, values in bf16, and rows at multiples of 16 bytes, as the Triton kernel whose
 place it takes. By the compiled code a score takes 6.1 instructions and one exponential. Modelled for an H200, next to
 the copies: Flux (4608 tokens, 24 heads of 128) .20 ms by the matrix unit, where the Triton kernel was measured at .43;
-CogVideoX (17776, 48 heads of 64) 4.1 ms by the exponentials, measured 7.2. No GPU has run it yet, so it runs only
-where the environment variable HF_QUANT_HOPPER_ATTENTION is 1; so do its compilation and its measurement:
-
-    HF_QUANT_HOPPER_ATTENTION=1 python scripts/gpu_suite.py --sections correctness attention
+CogVideoX (17776, 48 heads of 64) 4.1 ms by the exponentials, measured 7.2. No GPU has run it yet: see `plan.UNTRIED`.
 """
 
-import os
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+from hf_quant.kernels.gpu.hopper import plan
 from hf_quant.kernels.gpu.hopper.plan import descriptor, has_kernels, layout, tiles_of
 from hf_quant.kernels.gpu.launch import Target, launch, triton
 
 
-ENABLED = os.environ.get("HF_QUANT_HOPPER_ATTENTION") == "1"
 _ROWS, _KEYS = 128, 128  # of a program, and of a step
 _STAGES = {64: 4, 128: 3}  # by the width of codes, heads padded to it
 
 
 def serves(width: int, target: Target) -> bool:
     """True if the kernel takes the bounded heads of codes of that width."""
-    return ENABLED and target.name == "sm90" and width in _STAGES and has_kernels()
+    return plan.UNTRIED and target.name == "sm90" and width in _STAGES and has_kernels()
 
 
 @cache

@@ -15,12 +15,13 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from hf_quant.kernels.gpu.decode import scale_in
+from hf_quant.kernels.gpu.hopper.codes import _multiply_codes
 from hf_quant.kernels.gpu.hopper.ring import _load_tile, _next, _ring
+from hf_quant.kernels.gpu.hopper.tiles import _rows_of_tile, _tile_at
 
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # a name that later Tritons changed
 _scale_in = gluon.jit(scale_in.fn)
-GROUP_M = gl.constexpr(8)  # tiles of tokens whose x stays in the L2 cache while all rows of the weight pass by
 
 
 @gluon.constexpr_function
@@ -139,7 +140,7 @@ def _copy(x_tiles, q_tiles, xs, qs, full, empty, m0, n0, first, end, BLOCK_K: gl
     """The warps that copy: tiles of x and of codes of each step, as places in the ring come free."""
     slot, phase = 0, 1
     WORDS: gl.constexpr = qs.shape[2]
-    BYTES: gl.constexpr = xs.shape[1] * BLOCK_K * 2 + qs.shape[1] * WORDS * 4
+    BYTES: gl.constexpr = xs.shape[1] * BLOCK_K * xs.dtype.primitive_bitwidth // 8 + qs.shape[1] * WORDS * 4
     for step in range(first, end):
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(full.index(slot), BYTES)
@@ -327,6 +328,7 @@ def _compute(
     HAS_BIAS: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr,
     SPLIT_K: gl.constexpr,
+    TAIL: gl.constexpr,
     DOT: gl.constexpr,
     MAGIC: gl.constexpr,
     PTX: gl.constexpr,
@@ -334,63 +336,38 @@ def _compute(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """One tile, by the warps that decode and multiply; `tile` counts those that are in parts, and is negative else."""
+    """One tile, by the warps that decode and multiply; `tile` counts those that are in parts, below 0 are others."""
     BLOCK_M: gl.constexpr = xs.shape[1]
     BLOCK_N: gl.constexpr = qs.shape[1]
     BLOCK_K: gl.constexpr = xs.shape[2]
     GROUPS: gl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    CODES: gl.constexpr = xs.dtype == gl.int8
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 32 if CODES else 16])
     LAYOUT: gl.constexpr = _pair_layout(BLOCK_N, GROUPS, BLOCK_K // 8 // GROUPS, WARPS)
-    row = gl.minimum(n0 + gl.arange(0, BLOCK_N, _slices(LAYOUT, (5, 4, 3, 2, 1))), N - 1)
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA) if CODES else _slices(LAYOUT, (5, 4, 3, 2, 1))
+    row = gl.minimum(n0 + gl.arange(0, BLOCK_N, ROW), N - 1)
     scale_rows = row * 0 if SCALE_ROWS == 0 else row // SCALE_ROWS * scale_stride
-    total = _multiply(
-        *(scale, zero_point, scale_rows, xs, qs, full, empty, first, end, K, BLOCK_K, GROUP, BITS, SCALE, SCALING),
-        *(HAS_ZERO, DOT, MAGIC, PTX, SELECTORS, STAGES, LAYOUT, MMA),
-    )
+    if CODES:
+        total = _multiply_codes(
+            *(scale, scale_rows, xs, qs, full, empty, first, end, GROUP, SCALE, SCALING, STAGES, MMA, WARPS)
+        )
+    else:
+        total = _multiply(
+            *(scale, zero_point, scale_rows, xs, qs, full, empty, first, end, K, BLOCK_K, GROUP, BITS, SCALE),
+            *(SCALING, HAS_ZERO, DOT, MAGIC, PTX, SELECTORS, STAGES, LAYOUT, MMA),
+        )
     is_last = True
-    if SPLIT_K > 1:
+    if TAIL:
         is_last = tile < 0
         if tile >= 0:
             is_last, total = _sum_of_parts(total, partials, counters, tile, part, SPLIT_K)
+    elif SPLIT_K > 1:
+        is_last, total = _sum_of_parts(total, partials, counters, tile, part, SPLIT_K)
     if is_last:
         _store(
             *(total, scale, scale_rows, global_scale, bias, row_scale, y, m0, n0, end_m, is_kept, N, SCALE),
             *(SCALING, HAS_GLOBAL, HAS_BIAS, HAS_ROW_SCALE, WARPS),
         )
-
-
-@gluon.jit
-def _tile_at(tile, tiles_m, tiles_n):
-    """(tile of tokens, tile of rows of the weight): GROUP_M tiles of tokens with all rows, then the next ones."""
-    whole = GROUP_M * tiles_n
-    first = tile // whole * GROUP_M
-    count = gl.minimum(tiles_m - first, GROUP_M)
-    inner = tile % whole
-    return first + inner % count, inner // count
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _rows_of_tile(
-    offsets, tile, M, BLOCK_M: gl.constexpr, EXPERTS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr
-):
-    """`gpu.rows.rows_of_tile`, in Gluon: (expert, first row, end of its rows) of a tile of tokens."""
-    e = gl.arange(0, PADDED, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    ends = gl.load(offsets + e, mask=e < EXPERTS, other=0)
-    begins = gl.load(offsets + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
-    tiles = (gl.maximum(ends - begins, 0) + BLOCK_M - 1) // BLOCK_M
-    until = gl.associative_scan(tiles, 0, _add)
-    expert = gl.minimum(gl.sum((until <= tile).to(gl.int32), 0), EXPERTS)
-    before = gl.sum(gl.where(e < expert, tiles, 0), 0)
-    first, end = gl.load(offsets + EXPERTS - 1), M
-    if expert < EXPERTS:
-        first = gl.sum(gl.where(e == expert, begins, 0), 0)
-        end = gl.sum(gl.where(e == expert, ends, 0), 0)
-    return expert, first + (tile - before) * BLOCK_M, end
 
 
 @gluon.jit(do_not_specialize=["M", "tiles_m", "steps", "whole"])
@@ -429,6 +406,7 @@ def _hopper_mm_kernel(
     HAS_BIAS: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr,
     SPLIT_K: gl.constexpr,
+    TAIL: gl.constexpr,
     DOT: gl.constexpr,
     MAGIC: gl.constexpr,
     PTX: gl.constexpr,
@@ -436,16 +414,21 @@ def _hopper_mm_kernel(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """y [M, N] = x [M, K] @ weight [N, K].T; the first `whole` programs have a tile each, the others a part of one.
+    """y [M, N] = x [M, K] @ weight [N, K].T; program (tile, part of K).
+
+    TAIL: the first `whole` programs have a tile each, the others a part of one, in the order of parts.
 
     EXPERTS > 0: of weights [EXPERTS, N, K], those of the expert whose rows end at `offsets` [EXPERTS]; then zeros.
     """
-    tile, part = gl.program_id(0), 0
-    first, end = 0, gl.cdiv(K, BLOCK_K)
-    split_tile = tile - whole
-    if SPLIT_K > 1:
+    tile, part = gl.program_id(0), gl.program_id(1)
+    split_tile = tile
+    first = part * steps
+    end = gl.minimum(first + steps, gl.cdiv(K, BLOCK_K))
+    if TAIL:
+        split_tile = tile - whole
         split_tiles = (gl.num_programs(0) - whole) // SPLIT_K
-        if tile >= whole:
+        first, end = 0, gl.cdiv(K, BLOCK_K)
+        if split_tile >= 0:
             part = split_tile // split_tiles
             split_tile = split_tile % split_tiles
             tile = whole + split_tile
@@ -476,8 +459,8 @@ def _hopper_mm_kernel(
             (_compute, (
                 scale, zero_point, global_scale, bias, row_scale, y, partials, counters, xs, qs, full, empty,
                 split_tile, part, m0, n0, end_m, is_kept, first, end, N, K, scale_stride, GROUP, BITS, SCALE,
-                SCALE_ROWS, SCALING, HAS_ZERO, HAS_GLOBAL, HAS_BIAS, HAS_ROW_SCALE, SPLIT_K, DOT, MAGIC, PTX,
-                SELECTORS, STAGES, WARPS,
+                SCALE_ROWS, SCALING, HAS_ZERO, HAS_GLOBAL, HAS_BIAS, HAS_ROW_SCALE, SPLIT_K, TAIL, DOT, MAGIC,
+                PTX, SELECTORS, STAGES, WARPS,
             )),
             (_copy, (x_tiles, q_tiles, xs, qs, full, empty, m0, q0, first, end, BLOCK_K, STAGES)),
         ],

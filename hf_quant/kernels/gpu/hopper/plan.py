@@ -10,6 +10,7 @@ do while it waits. From them `choose` computes the time of a product for each ti
 
 import importlib.util
 import math
+import os
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -79,6 +80,16 @@ ROWS = (
 )
 
 
+# Of codes of 4 bits times codes of tokens; modelled, not measured. 128 tokens leave no registers for two steps.
+CODE_ROWS = (
+    Row(32, 64, 128, 4, 8, 72, 0.4, 1.35),
+    Row(64, 64, 128, 4, 6, 96, 0.5, 1.35),
+    Row(64, 128, 128, 8, 5, 120, 0.95, 1.2),
+)
+# Whether kernels that no GPU has run yet are taken.
+UNTRIED = os.environ.get("HF_QUANT_UNTRIED_KERNELS") == "1"
+
+
 class Split(NamedTuple):
     """The first `whole` tiles are one block each; K of each other tile is split into as many parts, a block each."""
 
@@ -95,6 +106,7 @@ class Plan(NamedTuple):
     tiles: int
     split: Split
     steps: int  # of one part of K
+    codes: bool  # whether x is multiplied as int8 codes
     options: dict[str, Any]
 
 
@@ -121,7 +133,9 @@ def unsupported_reason(format: str, group_size: int, K: int) -> str | None:
     return None
 
 
-def choose(M: int, N: int, K: int, target: Target, experts: int = 0) -> tuple[Row, Split]:
+def choose(
+    M: int, N: int, K: int, target: Target, experts: int = 0, table: tuple[Row, ...] = ROWS
+) -> tuple[Row, Split]:
     """(tile, split of K) of the least time; experts: as many have M / experts rows each, and K is not split."""
     served, at_once = max(experts, 1), target.multiprocessors
 
@@ -144,7 +158,7 @@ def choose(M: int, N: int, K: int, target: Target, experts: int = 0) -> tuple[Ro
         return [Split(1)] + [split for split in some if not experts and K >= split.parts * _MIN_PART]
 
     # Tiles of 64 rows read x twice as often, and the rows of all experts are too many for the cache.
-    rows = [row for row in ROWS if row.block_n >= 128 or not experts]
+    rows = [row for row in table if row.block_n >= 128 or not experts]
     return min(((row, split) for row in rows for split in splits(row)), key=lambda pair: time(*pair))
 
 
@@ -202,18 +216,23 @@ def plan(
     has_zero: bool,
     target: Target,
     experts: int = 0,
+    codes: bool = False,
 ) -> Plan | None:
-    """The plan for M tokens, None where another path serves; experts: how many have weights, 0 for a plain weight."""
+    """The plan for M tokens, None where another path serves.
+
+    experts: how many have weights, 0 for a plain weight. codes: x is int8, and is multiplied as it is.
+    """
     if target.name != "sm90" or dtype not in (torch.float16, torch.bfloat16) or M * N * K == 0:
         return None
-    if unsupported_reason(format, group_size, K) is not None:
+    takes_codes = UNTRIED and format == "int4" and not has_zero and (group_size >= K or group_size % 128 == 0)
+    if unsupported_reason(format, group_size, K) is not None or (codes and not takes_codes):
         return None
     spec, served = CODES[format], min(experts, M)
     bits = 4 if spec.is_packed else 8
     if (M // served < LEAST_ROWS) if experts else M < LEAST_TOKENS[bits]:
         return None
     gl = _gluon().gl
-    row, split = choose(M, N, K, target, served)
+    row, split = choose(M, N, K, target, served, CODE_ROWS if codes else ROWS)
     words = row.block_k * bits // 32
     scale, scaling = scale_kind(scale_dtype), "*" if group_size < K else ""
     if has_zero:
@@ -233,9 +252,10 @@ def plan(
         "SCALING": scaling,
         "HAS_ZERO": has_zero,
         "SPLIT_K": split.parts,
+        "TAIL": split.whole > 0,
         "DOT": gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
         "MAGIC": 128 if dtype == torch.bfloat16 else 1024,
-        "PTX": pair_ptx(format, dtype, scaling),
+        "PTX": "" if codes else pair_ptx(format, dtype, scaling),
         "SELECTORS": selectors(spec),
         "STAGES": row.stages,
         "WARPS": row.warps,
@@ -248,7 +268,7 @@ def plan(
     tiles_m = M // row.block_m + served + 1 if experts else triton.cdiv(M, row.block_m)
     steps = triton.cdiv(triton.cdiv(K, row.block_k), split.parts)
     tiles = tiles_m * triton.cdiv(N, row.block_n)
-    return Plan(row, words, tiles_m, tiles, split, steps, options)
+    return Plan(row, words, tiles_m, tiles, split, steps, codes, options)
 
 
 def has_kernels() -> bool:
@@ -307,7 +327,7 @@ def product(
         counters = tile_counters(split_tiles, x.device)
     launch(
         _gluon()._hopper_mm_kernel,
-        (whole + split_tiles * parts,),
+        (whole + split_tiles * parts, 1) if whole else (plan.tiles, parts),
         y,
         w.scale,
         x_tiles,

@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hf_quant.kernels.gpu.hopper.kernel import _rows_of_tile, _tile_at
 from hf_quant.kernels.gpu.hopper.ring import _load_tile, _next, _ring
+from hf_quant.kernels.gpu.hopper.tiles import _rows_of_tile, _tile_at
 
 
 @gluon.jit
