@@ -32,6 +32,7 @@ from hf_quant.integrations.transformers.blocks.base import (
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
 from hf_quant.integrations.transformers.blocks.trial import PASTS, Recorded, Trial, probe, record
 from hf_quant.kernels.dispatch import is_plain
+from hf_quant.kernels.native.attention import attention_of_values
 from hf_quant.kernels.native.blocks import PAIRS, Block
 
 
@@ -174,9 +175,11 @@ class AttentionBlock:
 
     def add_attention(self, block: Block, q: int, new: tuple[int, int], to: int) -> None:
         """Add the step from the queries, and `new` keys and values, to the result of the attention to the cache."""
-        options, (heads, shared, *_) = self.options, self.sizes
-        more = {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
-        block.attend(q, new, to, heads, shared, scale=self.scale, window=options.get("sliding_window") or 0, **more)
+        (heads, shared, *_), window = self.sizes, self.options.get("sliding_window") or 0
+        block.attend(q, new, to, heads, shared, scale=self.scale, window=window, **self._more_options())
+
+    def _more_options(self) -> dict[str, Any]:
+        return {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
 
     def add_output(self, block: Block, y: int, to: int, *gate: int) -> None:
         """Add the steps from the result of the attention, and the gate if there is one, to the output."""
@@ -242,9 +245,7 @@ class AttentionBlock:
             y = self.layers[-1](result)
             if not difference(y, of.output[0]) <= TOLERANCE[dtype]:
                 raise Unproven(f"{type(module).__name__} makes something else of the result of the attention")
-        scale = self.read_options(module, records)
-        self.function = records[0].function if self.implementation == "eager" else None
-        return scale
+        return self.read_options(module, records)
 
     def read_options(self, module: nn.Module, records: Sequence[Recorded]) -> float:
         """Take over what a module asks the attention function for, and return the scale of the scores.
@@ -258,6 +259,7 @@ class AttentionBlock:
         of, scale = records[0], records[0].options.get("scaling")
         if not kv_cache.reads_codes(of.function, module, of.q, self.sizes.shared_heads, scale, self.options):
             raise Unproven(f"{type(module).__name__} has an attention function that computes something else")
+        self.function = of.function if self.implementation == "eager" else None
         return self.sizes.D**-0.5 if scale is None else float(scale)
 
     def projected(self, block: Block, x: Tensor, cos: Any, sin: Any, stride: int) -> list[Tensor]:
@@ -359,10 +361,24 @@ class AttentionBlock:
 
         `more`: arguments of the attention function besides `options`.
         """
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         if past is not None:
             k, v = past.update(k, v, module.layer_idx)
+        return self.attention_to(module, q, k, v, mask, more)
+
+    def attention_to(
+        self, module: nn.Module, q: Tensor, k: Any, v: Any, mask: Any, more: Mapping[str, Any] = _NOTHING
+    ) -> Tensor:
+        """`attend` to all keys and values, those of new tokens included.
+
+        A model's own function has passed a trial of the kernel, which computes it several times as fast.
+        """
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        is_plain_on_cpu = isinstance(k, Tensor) and k.is_cpu and is_plain(k)
+        if self.function is not None and is_plain_on_cpu and not kv_cache.is_recorded():
+            y = attention_of_values(q, k, v, mask, is_causal=False, scale=self.scale, **self._more_options())
+            if y is not None:
+                return y
         function = self.function or ALL_ATTENTION_FUNCTIONS[self.implementation]
         return function(module, q, k, v, mask, scaling=self.scale, **self.options, **more)[0]
 
