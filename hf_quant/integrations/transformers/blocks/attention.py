@@ -384,8 +384,9 @@ class AttentionBlock:
         """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        is_plain_on_cpu = isinstance(k, Tensor) and k.is_cpu and is_plain(k)
-        if self.function is not None and is_plain_on_cpu and not kv_cache.is_recorded():
+        is_ours = isinstance(k, Tensor) and k.is_cpu and is_plain(k)
+        is_ours = is_ours and (q.shape[2] == 1 or kv_cache.computes_prompts("hf_quant", q.dtype))
+        if self.function is not None and is_ours and not kv_cache.is_recorded():
             y = attention_of_values(q, k, v, mask, is_causal=False, scale=self.scale, **self._more_options())
             if y is not None:
                 return y
