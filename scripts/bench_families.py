@@ -32,12 +32,15 @@ def _seq2seq(width: int, layers: int) -> dict[str, int]:
 
 _NO_CACHE = ("mamba", "mamba2")  # model types whose layers all have a state instead
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50257}
-# {name: (model type, fields of its config)}: the sizes of gpt2, opt-125m, falcon-rw-1b with 12 layers, pythia-160m,
-# whisper-base, bart-base, opus-mt, flan-t5-base, mamba-130m, mamba2-130m, and of a hybrid like granite-4.0-h-350m.
+# {name: (model type, fields of its config)}: the sizes of gpt2, opt-125m, falcon-rw-1b with 12 layers, GPT-J and BLOOM
+# alike, pythia-160m, whisper-base, bart-base, opus-mt, flan-t5-base, mamba-130m, mamba2-130m, and of a hybrid like
+# granite-4.0-h-350m.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _BASE),
     "opt": ("opt", {**_BASE, "ffn_dim": 3072, "word_embed_proj_dim": 768}),
     "falcon": ("falcon", {**_BASE, "alibi": False}),
+    "gptj": ("gptj", {**_BASE, "rotary_dim": 32}),
+    "bloom": ("bloom", _BASE),
     "gpt_neox": ("gpt_neox", {**_BASE, "intermediate_size": 3072}),
     "whisper": ("whisper", _seq2seq(512, 6)),
     "bart": ("bart", _seq2seq(768, 6)),

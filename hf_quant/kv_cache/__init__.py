@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._cache import QuantizedCache, is_quantized, quantized_layers, register_attention
     from hf_quant.kv_cache._config import KVCacheConfig
     from hf_quant.kv_cache._eager import wants_weights
-    from hf_quant.kv_cache._interface import computes_prompts, reads_codes, recorded_attention
+    from hf_quant.kv_cache._interface import computes_prompts, is_recorded, reads_codes, recorded_attention
     from hf_quant.kv_cache._layers import QuantizedLayer
     from hf_quant.kv_cache._places import NextTokens, Places, held_tokens, next_tokens
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
@@ -33,6 +33,7 @@ _HOME = {
     "describe": "_sizes",
     "held_tokens": "_places",
     "is_quantized": "_cache",
+    "is_recorded": "_interface",
     "next_tokens": "_places",
     "quantized_layers": "_cache",
     "reads_codes": "_interface",
@@ -55,6 +56,7 @@ __all__ = [
     "describe",
     "held_tokens",
     "is_quantized",
+    "is_recorded",
     "next_tokens",
     "quantized_layers",
     "reads_codes",

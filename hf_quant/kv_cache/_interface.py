@@ -240,6 +240,11 @@ def recorded_attention(recorder: Callable[..., Tensor]) -> Iterator[None]:
         _local.recorder = outer
 
 
+def is_recorded() -> bool:
+    """True inside of `recorded_attention`."""
+    return getattr(_local, "recorder", None) is not None
+
+
 def _attend(
     module: nn.Module, query: Tensor, key: QuantizedStates, value: Tensor, mask: Any, scale: float | None, kwargs: Any
 ) -> Tensor | None:

@@ -67,15 +67,24 @@ def layers(model: nn.Module) -> list[CrossLayer]:
     return [block for state in states for block in state.found.values()]
 
 
+def calls_in_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The calls of layers that go by the attention of the host, which this list will hold."""
+    calls, compute = [], CrossLayer._in_parts
+    monkeypatch.setattr(CrossLayer, "_in_parts", lambda *args: (calls.append(args), compute(*args))[1])
+    return calls
+
+
 def logits(model: nn.Module, **options) -> torch.Tensor:
     return torch.stack(generate(model, output_logits=True, return_dict_in_generate=True, **options).logits).float()
 
 
+@pytest.mark.parametrize("kv_cache", ["int8", None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_tokens_of_the_host(kind):
-    model = make(kind)
+def test_logits_and_tokens_of_the_host(kind, kv_cache, monkeypatch):
+    model, calls = make(kind, kv_cache), calls_in_parts(monkeypatch)
     cases = [{}, {"rows": 3}, {"rows": 2, "padding": 4}]
     found, beams = [logits(model, **case) for case in cases], generate(model, 2, num_beams=3)
+    assert bool(calls) == (kv_cache is None)
     assert len(layers(model)) == 2 and layers(model)[0].norms_first == (kind not in ("bart", "marian"))
     assert not any(reason for name, reason in block_reasons(model).items() if "decoder" in name)
     unfuse_activations_(model)
@@ -93,10 +102,11 @@ def test_dtypes_and_caches(dtype, kv_cache):
     assert_close(found, logits(unfuse_activations_(model)), rms=0.05)
 
 
-@pytest.mark.parametrize("how", ["a cache in 16 bit", "eager", "an activation function", "a hook"])
-def test_what_is_left_to_the_host(how):
+@pytest.mark.parametrize("kv_cache", ["int8", None])
+@pytest.mark.parametrize("how", ["eager", "an activation function", "a hook"])
+def test_what_is_left_to_the_host(how, kv_cache):
     fields = {"activation_function": "tanh"} if how == "an activation function" else {}
-    model = make("bart", None if how == "a cache in 16 bit" else "int8", **fields)
+    model = make("bart", kv_cache, **fields)
     if how == "eager":
         model.set_attn_implementation("eager")
     calls = []
@@ -107,12 +117,14 @@ def test_what_is_left_to_the_host(how):
     assert torch.equal(generate(unfuse_activations_(model), 2), found)
 
 
+@pytest.mark.parametrize("kv_cache", ["int8", None])
 @pytest.mark.parametrize(("kind", "feed_forward"), [("t5", "relu"), ("t5", "gated-gelu"), ("mt5", "gated-gelu")])
-def test_layers_of_t5(kind, feed_forward):
+def test_layers_of_t5(kind, feed_forward, kv_cache, monkeypatch):
     fields = {"d_ff": 192, "d_kv": 32, "num_heads": 4, "num_layers": 3, "decoder_layers": 3}
-    model = make(kind, feed_forward_proj=feed_forward, **fields)
+    model, calls = make(kind, kv_cache, feed_forward_proj=feed_forward, **fields), calls_in_parts(monkeypatch)
     cases = [{}, {"rows": 3}, {"rows": 2, "padding": 4}]
     found, beams = [logits(model, **case) for case in cases], generate(model, 2, num_beams=3)
+    assert bool(calls) == (kv_cache is None)
     states = [base.state_of(layer) for layer in model.decoder.block]
     assert [len(state.found) for state in states] == [0, 1, 1]  # the first one makes the biases
     assert not any(block_reasons(model).values())

@@ -142,7 +142,7 @@ def test_caches_and_inputs_of_every_kind(cache, dtype, activations):
     assert ((found - expected).float().norm() / expected.float().norm()) < (0.1 if activations else 0.03)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma2", "gpt_oss"])  # two with functions of their own
 @pytest.mark.parametrize(
     "cache", [None, "static", {"format": "int8", "recent_tokens": 4}, {"format": "int8", "sink_tokens": 2}], ids=str
 )

@@ -32,6 +32,7 @@ from hf_quant.integrations.transformers.blocks.layer import is_layer, run_layer
 from hf_quant.integrations.transformers.blocks.mixture import is_mixture, run_mixture
 from hf_quant.integrations.transformers.blocks.mlp import is_only_mlp, run_mlp
 from hf_quant.integrations.transformers.blocks.norm import is_slow_norm, run_norm
+from hf_quant.integrations.transformers.blocks.own_code import is_own_layer, run_own_layer
 from hf_quant.integrations.transformers.blocks.recurrent import (
     is_delta_net,
     is_recurrent_layer,
@@ -55,6 +56,7 @@ from hf_quant.planning import Rules
 _KINDS = (
     (is_slow_norm, run_norm, run_norm_on_gpu),
     (is_layer, run_layer, run_layer_on_gpu),
+    (is_own_layer, run_own_layer, None),
     (is_recurrent_layer, run_recurrent_layer, None),
     (is_cross_layer, run_cross_layer, None),
     (is_t5_layer, run_t5_layer, None),

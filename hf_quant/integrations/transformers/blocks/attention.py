@@ -30,8 +30,9 @@ from hf_quant.integrations.transformers.blocks.base import (
     width_of,
 )
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
-from hf_quant.integrations.transformers.blocks.trial import PASTS, Recorded, Trial, probe, record
+from hf_quant.integrations.transformers.blocks.trial import PASTS, Recorded, Trial, has_own_code, probe, record
 from hf_quant.kernels.dispatch import is_plain
+from hf_quant.kernels.native.attention import attention_of_values
 from hf_quant.kernels.native.blocks import PAIRS, Block
 
 
@@ -66,6 +67,10 @@ def _norms(module: nn.Module) -> tuple[nn.Module, ...]:
         if all(norm is not None and is_norm(norm) for norm in found):
             return tuple(found)
     return ()
+
+
+# (width, places): a joined projection has queries, keys and values of this width in these places, over and over.
+Layout = tuple[int, tuple[int, int, int]]
 
 
 class _Sizes(NamedTuple):
@@ -120,7 +125,9 @@ class AttentionBlock:
         self.function: Callable[..., Any] | None = None  # of a model's own attention, "eager"
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms_last = False  # after the rotary embedding
-        self.by_heads = False  # a joined projection has query, key and value of one head after the other
+        self.layout: Layout | None = (
+            None  # of a joined projection; None: queries, keys and values of all heads in turn
+        )
         self.factor = 1.0  # of the queries (OPT)
 
     def add_projections(self, block: Block, x: int, to: Sequence[int]) -> None:
@@ -137,11 +144,11 @@ class AttentionBlock:
                 D = self.sizes.D
                 block.pick(targets[0], to[0], slice(0, D), group=2 * D)
                 block.pick(targets[0], to[3], slice(D, 2 * D), group=2 * D)
-        elif self.by_heads:
-            joined, D = block.buffer(sum(self.widths)), self.sizes.D
+        elif self.layout is not None:
+            joined, (width, order) = block.buffer(sum(self.widths)), self.layout
             add_product(block, x, joined, layers[0])
-            for i, target in enumerate(to):
-                block.pick(joined, target, slice(i * D, (i + 1) * D), group=3 * D)
+            for i, target in zip(order, to):
+                block.pick(joined, target, slice(i * width, (i + 1) * width), group=3 * width)
         else:
             start = 0
             for target, width in zip(to, self.widths):
@@ -174,9 +181,11 @@ class AttentionBlock:
 
     def add_attention(self, block: Block, q: int, new: tuple[int, int], to: int) -> None:
         """Add the step from the queries, and `new` keys and values, to the result of the attention to the cache."""
-        options, (heads, shared, *_) = self.options, self.sizes
-        more = {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
-        block.attend(q, new, to, heads, shared, scale=self.scale, window=options.get("sliding_window") or 0, **more)
+        (heads, shared, *_), window = self.sizes, self.options.get("sliding_window") or 0
+        block.attend(q, new, to, heads, shared, scale=self.scale, window=window, **self._more_options())
+
+    def _more_options(self) -> dict[str, Any]:
+        return {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
 
     def add_output(self, block: Block, y: int, to: int, *gate: int) -> None:
         """Add the steps from the result of the attention, and the gate if there is one, to the output."""
@@ -196,19 +205,18 @@ class AttentionBlock:
     def _prove(self, module: nn.Module) -> float:
         """Find the rotary embedding by trial, and return the scale of the scores. Raises Unproven."""
         found, records = self._records(module)
-        heads, shared, _, turned = self.sizes
+        turned = self.sizes.turned
         orders = (False, True) if turned and self.norms else (False,)
-        layouts = (False, True) if len(self.layers) == 2 and heads == shared else (False,)
         own = getattr(module, "scaling", None)
         factors = (1.0, own) if not self.norms and isinstance(own, float) else (1.0,)
-        ways, errors = [*product(factors, self._ways(), orders, layouts)], []
-        for self.factor, self.turn, self.norms_last, self.by_heads in ways:
+        ways, errors = [*product(factors, self.turns(), orders, self.layouts())], []
+        for self.factor, self.turn, self.norms_last, self.layout in ways:
             block = self.projections_of()
             errors.append(max(self.error(self.of_trial(block, trial), of) for trial, of in zip(found, records)))
             if errors[-1] == 0.0:
                 break
         best = min(errors)
-        self.factor, self.turn, self.norms_last, self.by_heads = ways[errors.index(best)]
+        self.factor, self.turn, self.norms_last, self.layout = ways[errors.index(best)]
         return self._scale_of(module, found, records, best)
 
     def _records(
@@ -223,7 +231,12 @@ class AttentionBlock:
             raise Unproven(f"{type(module).__name__} returns more than its output")
         return found, records
 
-    def _ways(self) -> list[tuple[str, bool] | None]:
+    def layouts(self) -> list[Layout | None]:
+        """The layouts that a joined projection may have; the second one is by heads."""
+        heads, shared, D, _ = self.sizes
+        return [None, (D, (0, 1, 2))] if len(self.layers) == 2 and heads == shared else [None]
+
+    def turns(self) -> list[tuple[str, bool] | None]:
         """(pairs, rounding) of all rotary embeddings that there may be; None: of none."""
         _, _, D, turned = self.sizes
         kinds = [pairs for pairs in PAIRS if pairs != "halves_by_pair" or 2 * turned <= D]
@@ -242,9 +255,7 @@ class AttentionBlock:
             y = self.layers[-1](result)
             if not difference(y, of.output[0]) <= TOLERANCE[dtype]:
                 raise Unproven(f"{type(module).__name__} makes something else of the result of the attention")
-        scale = self.read_options(module, records)
-        self.function = records[0].function if self.implementation == "eager" else None
-        return scale
+        return self.read_options(module, records)
 
     def read_options(self, module: nn.Module, records: Sequence[Recorded]) -> float:
         """Take over what a module asks the attention function for, and return the scale of the scores.
@@ -258,6 +269,7 @@ class AttentionBlock:
         of, scale = records[0], records[0].options.get("scaling")
         if not kv_cache.reads_codes(of.function, module, of.q, self.sizes.shared_heads, scale, self.options):
             raise Unproven(f"{type(module).__name__} has an attention function that computes something else")
+        self.function = of.function if self.implementation == "eager" else None
         return self.sizes.D**-0.5 if scale is None else float(scale)
 
     def projected(self, block: Block, x: Tensor, cos: Any, sin: Any, stride: int) -> list[Tensor]:
@@ -359,10 +371,25 @@ class AttentionBlock:
 
         `more`: arguments of the attention function besides `options`.
         """
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         if past is not None:
             k, v = past.update(k, v, module.layer_idx)
+        return self.attention_to(module, q, k, v, mask, more)
+
+    def attention_to(
+        self, module: nn.Module, q: Tensor, k: Any, v: Any, mask: Any, more: Mapping[str, Any] = _NOTHING
+    ) -> Tensor:
+        """`attend` to all keys and values, those of new tokens included.
+
+        A model's own function has passed a trial of the kernel, which computes it several times as fast.
+        """
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        is_ours = isinstance(k, Tensor) and k.is_cpu and is_plain(k)
+        is_ours = is_ours and (q.shape[2] == 1 or kv_cache.computes_prompts("hf_quant", q.dtype))
+        if self.function is not None and is_ours and not kv_cache.is_recorded():
+            y = attention_of_values(q, k, v, mask, is_causal=False, scale=self.scale, **self._more_options())
+            if y is not None:
+                return y
         function = self.function or ALL_ATTENTION_FUNCTIONS[self.implementation]
         return function(module, q, k, v, mask, scaling=self.scale, **self.options, **more)[0]
 
@@ -407,9 +434,14 @@ def usable(mask: Any, B: int, heads: int, S: int, tokens: int) -> Tensor | None:
 
 def implementation_of(module: nn.Module) -> str | None:
     """The name of the attention function that a module's config asks for."""
-    attributes = module.config.__dict__  # its own access to attributes takes microseconds
-    key = "_attn_implementation_internal"
-    return attributes[key] if key in attributes else module.config._attn_implementation
+    config = getattr(module, "config", None)
+    if config is None:
+        return None  # its attention is code of its own
+    attributes, key = (
+        config.__dict__,
+        "_attn_implementation_internal",
+    )  # its own access to attributes takes microseconds
+    return attributes[key] if key in attributes else config._attn_implementation
 
 
 def is_one_token(x: Any, kwargs: dict[str, Any]) -> bool:
@@ -446,7 +478,7 @@ def angle_dtype(angles: Any, dtype: torch.dtype) -> torch.dtype:
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """The module's result for one token, None where the host has to compute it."""
     x, kwargs = args[0] if args else kwargs.get("hidden_states"), by_name(module, args, kwargs)
-    if module.training or not is_one_token(x, kwargs):
+    if module.training or has_own_code(module) or not is_one_token(x, kwargs):
         return None
     angles = kwargs.get("position_embeddings")
     turned = turned_by(angles)

@@ -1,7 +1,8 @@
 """A layer of a decoder that also attends to an encoder, for one new token (Whisper, BART, Marian, M2M-100).
 
-It is two native calls: one up to the sum behind the self-attention, one from there to the end. The keys and values of
-the encoder's states are those in a quantized cache, which the host has written with the first token.
+With a quantized cache it is two native calls: one up to the sum behind the self-attention, one from there to the end.
+With another cache it is three, between which the host's attention is called. The keys and values of the encoder's
+states are those in the cache, which the host has written with the first token.
 """
 
 from typing import Any
@@ -97,7 +98,8 @@ class CrossLayer:
         return Watch(module)
 
     def _make(self, dtype: torch.dtype) -> None:
-        """Make the two blocks."""
+        """Make the blocks."""
+        self.parts = self._parts(dtype)
         self.first, self.second = Block(dtype, self.K, self.K), Block(dtype, self.K, self.K)
         y = self.first.buffer(self.K)
         self.attention.add_to(self.first, self._before(self.first, 0, 0), y)
@@ -168,32 +170,41 @@ class CrossLayer:
 
     def _error(self, trial: Trial, own: Recorded, crossed: Recorded) -> float:
         """The largest `difference` of queries, keys, values and the output from recorded ones."""
-        dtype, width, x = own.q.dtype, self.attention.widths[0], trial[0]
+        x, (first, middle, end) = trial[0], self._parts(own.q.dtype)
+        error = self.attention.error(self.attention.of_trial(first, trial), own)
+        h, out, q = torch.empty_like(x), torch.empty_like(x), torch.empty_like(own.result)
+        middle(len(x), *[part.data_ptr() for part in (x, own.result, h, q)])
+        end(len(x), *[part.data_ptr() for part in (h, crossed.result, out)])
+        return max(error, difference(q.transpose(1, 2), crossed.q), difference(out, own.output))
+
+    def _parts(self, dtype: torch.dtype) -> tuple[Block, Block, Block]:
+        """The blocks before, between and behind both attentions.
+
+        From x to queries, keys and values; from x and the result of the first attention to the sum behind it and to
+        queries; from that sum and the result of the second one to the output.
+        """
+        width = self.attention.widths[0]
         projections = self.attention.projections_of(lambda block: self._before(block, 0, 0))
-        error = self.attention.error(self.attention.of_trial(projections, trial), own)
         middle, end = Block(dtype, self.K, width, self.K, width), Block(dtype, self.K, width, self.K)
         y = middle.buffer(self.K)
         self.attention.add_output(middle, 1, y)
         self._add_sum(middle, 0, y, 2, 0)
         self.crossing.add_query(middle, self._before(middle, 2, 1), 3)
         self._add_end(end, 1, 2)
-        h, out, q = torch.empty_like(x), torch.empty_like(x), torch.empty_like(own.result)
-        middle.finish()(len(x), *[part.data_ptr() for part in (x, own.result, h, q)])
-        end.finish()(len(x), *[part.data_ptr() for part in (h, crossed.result, out)])
-        return max(error, difference(q.transpose(1, 2), crossed.q), difference(out, own.output))
+        return projections, middle.finish(), end.finish()
 
-    def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    def __call__(self, module: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The output for one token x [B, 1, K] of each sequence, which is added to the cache; None: the host's."""
         past, B = kwargs.get("past_key_values"), len(x)
         crossed, sizes = getattr(past, "cross_attention_cache", None), self.crossing.sizes
         if crossed is None or crossed.offloading or not past.is_updated.get(self.crossing.index):
             return None
+        masks, held = self._masks(kwargs), crossed.layers[self.crossing.index]
         token = self.attention.next_tokens(past.self_attention_cache, B, 1)
-        held = kv_cache.held_tokens(crossed.layers[self.crossing.index], B, sizes.shared_heads, sizes.D, x.dtype)
-        if token is None or held is None:
-            return None
-        masks = self._masks(kwargs)
-        for i, place in enumerate((token.place, held[1])):
+        states = kv_cache.held_tokens(held, B, sizes.shared_heads, sizes.D, x.dtype)
+        if token is None or states is None:
+            return self._in_parts(module, x, masks, past.self_attention_cache, held)
+        for i, place in enumerate((token.place, states[1])):
             if masks[i] is not None:
                 masks[i] = usable(masks[i], B, sizes.heads, 1, place[1])
                 if masks[i] is None:
@@ -201,7 +212,19 @@ class CrossLayer:
         h, y = torch.empty_like(x), torch.empty_like(x)
         self.first.with_cache(B, 1, 0, token.cache, token.place, masks[0], x.data_ptr(), h.data_ptr())
         token.done()
-        self.second.with_cache(B, 1, 0, *held, masks[1], h.data_ptr(), y.data_ptr())
+        self.second.with_cache(B, 1, 0, *states, masks[1], h.data_ptr(), y.data_ptr())
+        return y
+
+    def _in_parts(self, module: nn.Module, x: Tensor, masks: list[Any], past: Any, held: Any) -> Tensor:
+        """The output by the host's attention; `held`: the layer of the cache with the encoder's states."""
+        (first, middle, end), (own, crossing) = self.parts, self.attentions_of(module)
+        q, k, v = (part.transpose(1, 2) for part in self.attention.projected(first, x, 0, 0, 0))
+        attended = self.attention.attend(own, q, k, v, masks[0], past).contiguous()
+        h, y, q = torch.empty_like(x), torch.empty_like(x), torch.empty_like(attended)
+        middle(len(x), *[part.data_ptr() for part in (x, attended, h, q)])
+        crossed = self.crossing.attention_to(crossing, q.transpose(1, 2), held.keys, held.values, masks[1])
+        crossed = crossed.contiguous()
+        end(len(x), *[part.data_ptr() for part in (h, crossed, y)])
         return y
 
     def _masks(self, kwargs: dict[str, Any]) -> list[Any]:
@@ -233,7 +256,7 @@ def run(
     parts = zip((block.attention, block.crossing), kind.attentions_of(module))
     if any(part.implementation != implementation_of(attention) for part, attention in parts):
         return None
-    return block(x, kwargs)
+    return block(module, x, kwargs)
 
 
 def run_cross_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -82,7 +82,7 @@ class GpuAttention(AttentionBlock):
             self.turn = way
             return error_of(rotary_reference)
 
-        self.turn = closest([way for way in self._ways() if way is None or way[0] in PAIRS], with_turn)
+        self.turn = closest([way for way in self.turns() if way is None or way[0] in PAIRS], with_turn)
         # What a host passes on to the attention function, it passes on as it is.
         self.passes = all("position_ids" in of.options for of in records)
         return self._scale_of(module, found, records, error_of(rotary))

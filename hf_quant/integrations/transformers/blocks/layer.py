@@ -32,14 +32,18 @@ from hf_quant.integrations.transformers.blocks.base import (
     difference,
 )
 from hf_quant.integrations.transformers.blocks.mixture import MixtureBlock, is_mixture
-from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
+from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp, takes_more
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
-from hf_quant.integrations.transformers.blocks.trial import Recorded, probe, record
+from hf_quant.integrations.transformers.blocks.trial import has_own_code, probe, record
 from hf_quant.kernels.native.blocks import Block
 
 
-# The norm of a layer whose attention and feed-forward read the same.
-_PARALLEL = ("input_layernorm", None, None, None)
+# The norms of layers whose attention and feed-forward read the same, or the same by two norms.
+_PARALLEL = (
+    ("input_layernorm", None, None, None),
+    ("ln_1", None, None, None),
+    ("ln_attn", None, "ln_mlp", None),
+)
 # Names of the norms before and after the attention, before and after the feed-forward.
 _NORMS = (
     ("input_layernorm", None, "post_attention_layernorm", None),
@@ -49,19 +53,25 @@ _NORMS = (
     ("ln_1", None, "ln_2", None),
     ("self_attn_layer_norm", None, "final_layer_norm", None),
     ("operator_norm", None, "ffn_norm", None),
-    _PARALLEL,
+    *_PARALLEL,
 )
 # Of these norms: (whether attention and feed-forward read the same x, whether x is added last), as they may be.
-_WAYS = {_PARALLEL: [(True, False), (True, True)], _NORMS[0]: [(False, False), (True, False), (True, True)]}
+_WAYS = {_NORMS[0]: [(False, False), (True, False), (True, True)]}
+_WAYS |= dict.fromkeys(_PARALLEL, [(True, False), (True, True)])
 _FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 _INLINE = {"fc1", "fc2", "activation_fn"}  # a feed-forward block without a module of its own (OPT)
-_ATTENTION = ("self_attn", "attention", "attn")
+_ATTENTION = ("self_attn", "attention", "attn", "self_attention")
 _POSITION = 5  # of the trial
 CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
 
 
 def is_layer(module: nn.Module, linear: Classes) -> bool:
     """True if a module has the parts of a layer, by their names; a trial shows what it computes."""
+    return has_attention(module, linear) and not has_own_code(attention_of(module))
+
+
+def has_attention(module: nn.Module, linear: Classes) -> bool:
+    """True if a module has the parts of a layer with attention, by their names."""
     name = name_of_attention(module)
     return has_parts(module, name, linear) and is_attention(module._modules[name], linear)
 
@@ -104,7 +114,8 @@ class Rest:
 
     def __init__(self, module: nn.Module, mixer: str, K: int, dtype: torch.dtype) -> None:
         children, rest = module._modules, feed_forward(module)
-        self.mlp = MLPBlock(rest, dtype, is_part=rest is module) if is_mlp(rest) else MixtureBlock(rest, dtype)
+        is_part = rest is module or takes_more(rest)
+        self.mlp = MLPBlock(rest, dtype, is_part=is_part) if is_mlp(rest) else MixtureBlock(rest, dtype)
         if self.mlp.K != K or self.mlp.N != K:
             raise Unproven("the widths of attention and feed-forward differ")
         self.K, self.names = K, names_of_norms(module, mixer) or ()
@@ -137,8 +148,10 @@ class Rest:
 class LayerBlock:
     """The native block of a layer with attention for x of one dtype, and angles of one."""
 
+    kind_of_attention = AttentionBlock
+
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
-        self.attention = attention = AttentionBlock(attention_of(module), dtype, turned, of_angles)
+        self.attention = attention = self.kind_of_attention(attention_of(module), dtype, turned, of_angles)
         self.K = attention.K
         self.rest = rest = Rest(module, name_of_attention(module), self.K, dtype)
         self.watch = Watch.of_all([Watch(module), attention.watch, rest.mlp.watch])
@@ -152,10 +165,14 @@ class LayerBlock:
         self._add_rest(self.block, x, y, 3)
         self.block.finish()
 
-    def _make_last(self, dtype: torch.dtype) -> Block:
+    def ways(self) -> list[tuple[bool, bool]]:
+        """The values that `is_parallel` and `residual_last` may have."""
+        return _WAYS.get(self.rest.names, [(False, False)])
+
+    def make_last(self, dtype: torch.dtype) -> Block:
         """The block from x and the result of the attention to the output; the last argument is the gate, if any."""
         block = Block(dtype, self.K, self.attention.widths[0], self.K, *self.attention.widths[3:])
-        reads_same = self.is_parallel and self.rest.names == _PARALLEL
+        reads_same = self.is_parallel and self.rest.norms[2] is None
         x, y = self.rest.add_before(block) if reads_same else 0, block.buffer(self.K)
         self.attention.add_output(block, 1, y, *range(3, len(self.attention.widths)))
         self._add_rest(block, x, y, 2)
@@ -184,12 +201,13 @@ class LayerBlock:
         records = [record(host, module, trial) for trial in probes]
         projected = [self.attention.of_trial(self.first, trial) for trial in probes]
         error = max(self.attention.error(*pair) for pair in zip(projected, records))
-        ways, blocks, errors = list(_WAYS.get(self.rest.names, [(False, False)])), [], []
+        ways, blocks, errors = self.ways(), [], []
         for self.is_parallel, self.residual_last in ways:
-            blocks.append(self._make_last(dtype))
+            blocks.append(self.make_last(dtype))
             found = zip(probes, projected, records)
-            errors.append(max(error, *(_error(blocks[-1], trial[0], parts[3:], of) for trial, parts, of in found)))
-            if not self.is_parallel and not self.attention.by_heads and errors[-1] <= TOLERANCE[dtype]:
+            results = [(trial[0], parts[3:], of.result.contiguous(), of.output) for trial, parts, of in found]
+            errors.append(max(error, *(error_of(blocks[-1], *result) for result in results)))
+            if not self.is_parallel and self.attention.layout is None and errors[-1] <= TOLERANCE[dtype]:
                 break  # of the others only GPT-NeoX is known
         best = errors.index(min(errors))
         (self.is_parallel, self.residual_last), self.last = ways[best], blocks[best]
@@ -228,11 +246,11 @@ def _address(part: Tensor, element: int) -> int:
     return part.data_ptr() + element * part.element_size()
 
 
-def _error(last: Block, x: Tensor, gate: list[Tensor], recorded: Recorded) -> float:
-    """The `difference` of the output of a layer's last block from a recorded one."""
-    y, result = torch.empty_like(x), recorded.result.contiguous()
-    last(x.shape[0] * x.shape[1], *[part.data_ptr() for part in (x, result, y, *gate)])
-    return difference(y, recorded.output)
+def error_of(last: Block, x: Tensor, gate: list[Tensor], attended: Tensor, output: Any) -> float:
+    """The `difference` of the output of a layer's last block from the host's, for a result of the attention."""
+    y = torch.empty_like(x)
+    last(x.shape[0] * x.shape[1], *[part.data_ptr() for part in (x, attended, y, *gate)])
+    return difference(y, output)
 
 
 def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -1,5 +1,6 @@
 """A feed-forward block as one native call: down(act(gate(x)) * up(x)), or down(act(up(x)))."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ _FUNCTIONS = {
     "relu_squared": lambda x: F.relu(x).square(),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
-_ACTS = ("act_fn", "activation_fn", "act", "activation", "hidden_act_fn")
+_ACTS = ("act_fn", "activation_fn", "act", "activation", "hidden_act_fn", "gelu_impl")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 _JOINED = (("gate_up_proj", "down_proj"),)
 _PLAIN = (
     ("fc1", "fc2"),
     ("c_fc", "c_proj"),
+    ("fc_in", "fc_out"),
     ("up_proj", "down_proj"),
     ("dense_h_to_4h", "dense_4h_to_h"),
     ("wi", "wo"),
@@ -84,11 +86,17 @@ def named(act: Any, owner: str) -> str:
     raise Unproven(f"the activation function of {owner} is none that hf_quant knows")
 
 
+def takes_more(module: nn.Module | None) -> bool:
+    """True if a module's forward takes more than x: BLOOM's adds the residual."""
+    host = getattr(type(module), "_hf_quant_block_of", type(module))
+    return len(inspect.signature(host.forward).parameters) > 2
+
+
 class MLPBlock:
     """The native block of a feed-forward block for x of one dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, *, is_part: bool = False) -> None:
-        """Make it of a module. Not tried if that does more, `is_part`: OPT's layers, which are tried as a whole."""
+        """Make it of a module. Not tried if that does more, `is_part`: then it is tried as a part of its layer."""
         found = _layers(module)
         if found is None:
             raise Unproven("its layers were replaced")

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,16 @@ from hf_quant.integrations.transformers.blocks.base import Unproven, random_rows
 
 PASTS = ("past_key_values", "layer_past")  # names of the argument with the cache
 Trial = tuple[Tensor, Tensor, Tensor, int]  # x [2, S, K], cos and sin [2, S, turned], position
+
+
+def has_own_code(attention: nn.Module) -> bool:
+    """True if an attention asks no registry for the function that computes it, so that none can be recorded."""
+    return _has_own_code(getattr(type(attention), "_hf_quant_block_of", type(attention)))
+
+
+@cache
+def _has_own_code(host: type[nn.Module]) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(host.forward).__globals__
 
 
 class Recorded(NamedTuple):
@@ -56,7 +67,6 @@ def records(host: Callable[..., Any], module: nn.Module, trial: Trial, **more: A
 
     Returns each of its calls, with the output of the host. `more`: further arguments.
     """
-    x, cos, sin, position = trial
     seen: list[tuple] = []
 
     def attend(function: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -66,17 +76,24 @@ def records(host: Callable[..., Any], module: nn.Module, trial: Trial, **more: A
         return result
 
     kv_cache.register_attention()
+    with kv_cache.recorded_attention(attend):
+        output = output_of(host, module, trial, _NoCache(), **more)
+    return [Recorded(*call, output) for call in seen]
+
+
+def output_of(host: Callable[..., Any], module: nn.Module, trial: Trial, past: Any, **more: Any) -> Any:
+    """The output of a host's `forward` for tokens from a position on, with a cache. `more`: further arguments."""
+    x, cos, sin, position = trial
     named = inspect.signature(host).parameters
-    more.setdefault(next((name for name in PASTS if name in named), PASTS[0]), _NoCache())
+    more.setdefault(next((name for name in PASTS if name in named), PASTS[0]), past)
+    more.setdefault("attention_mask", None)
     if cos.shape[-1] > 1:
         more["position_embeddings"] = (cos, sin)
     elif "position_embeddings" in named:  # what a host does not know it may hand on (GPT-2)
         more["position_embeddings"] = None
     positions = torch.arange(position, position + x.shape[1], device=x.device).expand(len(x), -1)
     more |= {"position_ids": positions, "cache_position": positions[0]}
-    with kv_cache.recorded_attention(attend):
-        output = host(module, hidden_states=x, attention_mask=None, **more)
-    return [Recorded(*call, output) for call in seen]
+    return host(module, hidden_states=x, **more)
 
 
 def record(host: Callable[..., Any], module: nn.Module, trial: Trial) -> Recorded:
