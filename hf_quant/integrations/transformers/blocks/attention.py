@@ -125,9 +125,7 @@ class AttentionBlock:
         self.function: Callable[..., Any] | None = None  # of a model's own attention, "eager"
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
         self.norms_last = False  # after the rotary embedding
-        self.layout: Layout | None = (
-            None  # of a joined projection; None: queries, keys and values of all heads in turn
-        )
+        self.layout: Layout | None = None  # None: queries, keys and values of all heads in turn
         self.factor = 1.0  # of the queries (OPT)
 
     def add_projections(self, block: Block, x: int, to: Sequence[int]) -> None:
@@ -437,10 +435,8 @@ def implementation_of(module: nn.Module) -> str | None:
     config = getattr(module, "config", None)
     if config is None:
         return None  # its attention is code of its own
-    attributes, key = (
-        config.__dict__,
-        "_attn_implementation_internal",
-    )  # its own access to attributes takes microseconds
+    attributes = config.__dict__  # its own access to attributes takes microseconds
+    key = "_attn_implementation_internal"
     return attributes[key] if key in attributes else config._attn_implementation
 
 
