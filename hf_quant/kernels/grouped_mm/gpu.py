@@ -285,10 +285,10 @@ def grouped_plan(
     }
     if target.table == "sm75":  # left alone, ptxas takes 80 or 128 and keeps 8 bytes on the stack (fp6, int3, W4A8)
         options["maxnreg"] = 168 if found.block_m == 8 else 232
-    if target.table == "sm89" and codes == 8:
-        if found.block_m == 16:
-            options["maxnreg"] = 128  # left alone, ptxas takes 95 and keeps 8 bytes on the stack (sm120, int3)
-        elif found.block_m == 64 and found.num_warps == 4 and group_size < found.block_k:
+    if target.table == "sm89" and found.block_m == 16:
+        options["maxnreg"] = 128  # left alone, ptxas takes 80 to 95 and keeps 8 to 32 bytes on the stack (int3, fp8)
+    elif target.table == "sm89" and codes == 8:
+        if found.block_m == 64 and found.num_warps == 4 and group_size < found.block_k:
             options["num_stages"] = 2  # with 3 as many bytes (Triton 3.6, int3 g16); 4 leave room for one block only
     tiles_m = M // found.block_m + min(E, M) + 1
     wide = is_wide(found.block_m, codes, options["BATCH"], K, target)

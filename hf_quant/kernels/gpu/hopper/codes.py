@@ -60,7 +60,7 @@ def _decode(codes, MMA: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _factor(scale, scale_rows, step, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr):
-    """What makes values of the sums of a step [BLOCK_N], which is inside of a group."""
+    """The factor of the sums of a step [BLOCK_N], which is inside of a group."""
     return _scale_in(gl.load(scale + scale_rows + step * BLOCK_K // GROUP), SCALE, gl.float32) * UNIT
 
 

@@ -1,4 +1,4 @@
-"""Which tokens and which rows of the weight a tile has."""
+"""The tokens and the rows of the weight that a tile has."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
