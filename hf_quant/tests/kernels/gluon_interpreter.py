@@ -385,6 +385,8 @@ def interpreted(seed: int = 0, edit: tuple[str, str] | None = None) -> Iterator[
     known = dict(_MODULES)
     names = ("kernel", "scaled_kernel", "attention_kernel")
     kernel, scaled, attentive = (_module(_KERNELS + name, known, edit) for name in names)
+    sources = [importlib.util.find_spec(name).loader.get_source(name) for name in known if name.startswith(_KERNELS)]
+    assert edit is None or any(edit[0] in source for source in sources), "a text that no kernel has"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Jit, "seed", seed)
         patch.setattr(plan, "_gluon", lambda: kernel)

@@ -81,9 +81,9 @@ BROKEN = (
     (("mbarrier.arrive(v_empty.index(last))", "pass"), "deadlock"),
     (("mbarrier.arrive(k_empty.index(slot))", "pass"), "deadlock"),
     (("warpgroup_mma_wait(1, deps=[scores])", "warpgroup_mma_wait(2, deps=[scores])"), "used before its product"),
-    (("hopper.warpgroup_mma_wait(0, deps=[total, p])\n        mb", "total, p\n        mb"), "product in flight reads"),
+    (("hopper.warpgroup_mma_wait(0, deps=[total, p])\n            mb", "total, p\n            mb"), "in flight reads"),
     ((TWICE, TWICE.replace("2", "1", 1)), "in flight reads|has landed"),
-    (("        mbarrier.wait(v_full.index(before), before_phase)\n", ""), "used before a copy has landed"),
+    (("            mbarrier.wait(v_full.index(before), before_phase)\n", ""), "used before a copy has landed"),
 )
 
 

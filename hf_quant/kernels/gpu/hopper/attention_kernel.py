@@ -96,100 +96,70 @@ def _attend(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The queries of one group of warps: rows `row` and on of a head, whose first row of all is `head_row`."""
+    """One group of warps: 64 of the queries from `row` on, of a head whose first row of all is `head_row`.
+
+    It has nothing to do where another kernel serves the head, with no steps.
+    """
     BLOCK_N: gl.constexpr = ks.shape[1]
     BLOCK_D: gl.constexpr = ks.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    rows = row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
-    stats = q_stats + head_row + gl.minimum(rows, S - 1)
-    factor = gl.load(stats)
-    reference = gl.load(stats + all_rows) * key_norm - 80.0  # see `_int8_attention_kernel`
-    q = qs.index(GROUP)
-    total = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, SUMS)
-    # The last keys, of which some rows may see a part.
-    at = (steps - 1) * BLOCK_N
-    slope = factor * gl.load(k_scale + at // KEYS)
-    mbarrier.wait(q_full.index(0), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.int32, SCORES)
-    scores = hopper.warpgroup_mma(q, ks.index(0).permute([1, 0]), scores, use_acc=False, is_async=True)
-    scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(0))
-    key = at + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    seen = (key < T)[None, :]
-    if CAUSAL:
-        seen = seen & (key[None, :] <= rows[:, None])
-    weights = gl.where(seen, _weights(scores, slope, reference), 0.0)
-    weight = gl.sum(weights, 1)
-    p = gl.convert_layout(weights.to(gl.bfloat16), LEFT, assert_trivial=True)
-    before, before_phase = 0, 0
-    slot, phase = _next(0, 0, STAGES)
-    mbarrier.wait(k_full.index(slot), phase, pred=steps > 1)
-    for step in range(1, steps):
-        slope = factor * gl.load(k_scale + (step - 1) * BLOCK_N // KEYS)
-        scores = hopper.warpgroup_mma(q, ks.index(slot).permute([1, 0]), scores, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before), before_phase)
-        values = vs.index(before).reshape([BLOCK_N, BLOCK_D])
-        total = hopper.warpgroup_mma(p, values, total, is_async=True)
-        scores = hopper.warpgroup_mma_wait(1, deps=[scores])
-        mbarrier.arrive(k_empty.index(slot))
-        weights = _weights(scores, slope, reference)
-        weight += gl.sum(weights, 1)
-        new = gl.convert_layout(weights.to(gl.bfloat16), LEFT, assert_trivial=True)
-        last = before
-        before, before_phase = slot, phase
-        slot, phase = _next(slot, phase, STAGES)
-        # A wait of this kind is a loop, behind which ptxas does not move the weights, as it does behind the next one.
-        mbarrier.wait(k_full.index(slot), phase, pred=step + 1 < steps)
-        total, p = hopper.warpgroup_mma_wait(0, deps=[total, p])
-        mbarrier.arrive(v_empty.index(last))
-        p = new
-    mbarrier.wait(v_full.index(before), before_phase)
-    total = hopper.warpgroup_mma(p, vs.index(before).reshape([BLOCK_N, BLOCK_D]), total, is_async=True)
-    total, p = hopper.warpgroup_mma_wait(0, deps=[total, p])
-    total *= gl.convert_layout(1.0 / weight, gl.SliceLayout(1, SUMS))[:, None]
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    result = gl.convert_layout(total.to(y.dtype.element_ty), WHOLE)
-    m = row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, WHOLE))
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WHOLE))
-    gl.store(y + m.to(gl.int64)[:, None] * y_token + d[None, :], result, mask=(m < S)[:, None] & (d < D)[None, :])
-
-
-@gluon.jit
-def _group(
-    qs,
-    ks,
-    vs,
-    q_full,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    q_stats,
-    k_scale,
-    key_norm,
-    y,
-    head_row,
-    all_rows,
-    row,
-    S,
-    T,
-    y_token,
-    steps,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    KEYS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """A group of warps, which has nothing to do where another kernel serves the head."""
+    row += GROUP * GROUP_ROWS
     if steps > 0:
-        _attend(
-            *(qs, ks, vs, q_full, k_full, k_empty, v_full, v_empty, q_stats, k_scale, key_norm, y, head_row, all_rows),
-            *(row + GROUP * GROUP_ROWS, S, T, y_token, steps, GROUP, D, KEYS, CAUSAL, STAGES),
-        )
+        rows = row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
+        stats = q_stats + head_row + gl.minimum(rows, S - 1)
+        factor = gl.load(stats)
+        reference = gl.load(stats + all_rows) * key_norm - 80.0  # see `_int8_attention_kernel`
+        q = qs.index(GROUP)
+        total = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, SUMS)
+        # The last keys, of which some rows may see a part.
+        at = (steps - 1) * BLOCK_N
+        slope = factor * gl.load(k_scale + at // KEYS)
+        mbarrier.wait(q_full.index(0), 0)
+        mbarrier.wait(k_full.index(0), 0)
+        scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.int32, SCORES)
+        scores = hopper.warpgroup_mma(q, ks.index(0).permute([1, 0]), scores, use_acc=False, is_async=True)
+        scores = hopper.warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_empty.index(0))
+        key = at + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+        seen = (key < T)[None, :]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= rows[:, None])
+        weights = gl.where(seen, _weights(scores, slope, reference), 0.0)
+        weight = gl.sum(weights, 1)
+        p = gl.convert_layout(weights.to(gl.bfloat16), LEFT, assert_trivial=True)
+        before, before_phase = 0, 0
+        slot, phase = _next(0, 0, STAGES)
+        mbarrier.wait(k_full.index(slot), phase, pred=steps > 1)
+        for step in range(1, steps):
+            slope = factor * gl.load(k_scale + (step - 1) * BLOCK_N // KEYS)
+            scores = hopper.warpgroup_mma(q, ks.index(slot).permute([1, 0]), scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(before), before_phase)
+            values = vs.index(before).reshape([BLOCK_N, BLOCK_D])
+            total = hopper.warpgroup_mma(p, values, total, is_async=True)
+            scores = hopper.warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(k_empty.index(slot))
+            weights = _weights(scores, slope, reference)
+            weight += gl.sum(weights, 1)
+            new = gl.convert_layout(weights.to(gl.bfloat16), LEFT, assert_trivial=True)
+            last = before
+            before, before_phase = slot, phase
+            slot, phase = _next(slot, phase, STAGES)
+            # This wait is a loop, behind which ptxas does not move the weights, as it does behind the next one.
+            mbarrier.wait(k_full.index(slot), phase, pred=step + 1 < steps)
+            total, p = hopper.warpgroup_mma_wait(0, deps=[total, p])
+            mbarrier.arrive(v_empty.index(last))
+            p = new
+        mbarrier.wait(v_full.index(before), before_phase)
+        total = hopper.warpgroup_mma(p, vs.index(before).reshape([BLOCK_N, BLOCK_D]), total, is_async=True)
+        total, p = hopper.warpgroup_mma_wait(0, deps=[total, p])
+        total *= gl.convert_layout(1.0 / weight, gl.SliceLayout(1, SUMS))[:, None]
+        WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+        result = gl.convert_layout(total.to(y.dtype.element_ty), WHOLE)
+        m = row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, WHOLE))
+        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WHOLE))
+        gl.store(y + m.to(gl.int64)[:, None] * y_token + d[None, :], result, mask=(m < S)[:, None] & (d < D)[None, :])
 
 
 @gluon.jit(do_not_specialize=["S", "T", "blocks"])
@@ -242,11 +212,11 @@ def _hopper_attention_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_group, (
+            (_attend, (
                 qs, ks, vs, q_full, k_full, k_empty, v_full, v_empty, q_stats, k_scale, key_norm, y, head_row,
                 heads * S, row, S, T, y_token, steps, 0, D, KEYS, CAUSAL, STAGES,
             )),
-            (_group, (
+            (_attend, (
                 qs, ks, vs, q_full, k_full, k_empty, v_full, v_empty, q_stats, k_scale, key_norm, y, head_row,
                 heads * S, row, S, T, y_token, steps, 1, D, KEYS, CAUSAL, STAGES,
             )),
