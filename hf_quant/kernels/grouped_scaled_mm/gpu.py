@@ -5,10 +5,10 @@
 blocks begin at multiples of 16 bytes and end with zeros, so that whole vectors are loaded.
 
 Bound by the matrix unit from some 400 rows an expert on, by the bytes of the weight's codes below: half of those in 16
-bit. Modelled, not measured; so are the tiles. On Hopper blocks of the Gluon kernel of `gpu.hopper` stay on their
-multiprocessors from 65 rows an expert on, as for plain weights of many tokens, where it has been measured. Sums of fp8
-codes are added up in fp32 (by that kernel in fp16) every 4096, see `scaled_mm`. Where Triton has no matrix units
-(sm75), the vendor's GEMM multiplies expert by expert, and the host reads their rows.
+bit. Modelled, not measured; so are the tiles. On Hopper, from 65 rows an expert on, there is the Gluon kernel of
+`gpu.hopper` whose blocks stay on their multiprocessors: measured for plain weights, not for experts, and off until it
+is (`hopper.plan.UNTRIED`). Sums of fp8 codes are added up in fp32 (there in fp16) every 4096, see `scaled_mm`.
+Where Triton has no matrix units (sm75), the vendor's GEMM multiplies expert by expert, and the host reads their rows.
 """
 
 import torch
@@ -240,7 +240,7 @@ def grouped_product(
     y = torch.empty(M, N, dtype=out_dtype, device=a.device)
     a_scale, b_scale, offsets = a_scale.contiguous(), b_scale.contiguous(), offsets.contiguous()
     bias = None if bias is None else bias.contiguous()
-    if target.name == "sm90" and a.is_contiguous() and b.is_contiguous():
+    if hopper.UNTRIED and target.name == "sm90" and a.is_contiguous() and b.is_contiguous():
         found = _hopper_product(a, b, a_scale, b_scale, bias, offsets, y)
         if found is not None:
             return found

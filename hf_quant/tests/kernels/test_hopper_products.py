@@ -170,7 +170,8 @@ def test_products_of_codes_by_blocks_that_stay(dtype, K):
 
 @pytest.mark.parametrize("counts", [[130, 1, 0, 200], [0, 300], [150]], ids=str)
 @pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
-def test_codes_of_experts_by_blocks_that_stay(format, counts):
+def test_codes_of_experts_by_blocks_that_stay(format, counts, monkeypatch):
+    monkeypatch.setattr(plan, "UNTRIED", True)
     for K in (144, 4112):
         args, exact = rows_case(counts, (format, format), N=264, K=K, tail=3)
         args[2][-3:] = float("nan")  # scales of rows that no expert has
@@ -182,7 +183,7 @@ def test_codes_of_experts_by_blocks_that_stay(format, counts):
 
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 @pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
-def test_experts_with_many_quantized_rows_meet_codes_of_inputs(format, granularity):
+def test_experts_with_many_quantized_rows_meet_codes_of_inputs(format, granularity, monkeypatch):
     args, kwargs = experts_case(TensorQuant(format, granularity), [130, 0, 190], N=264, K=144)
     expected = grouped_mm_reference(args[0].float(), *args[1:], activation=format, **kwargs)
     for target in ("sm80", "sm89", "sm90"):
@@ -190,9 +191,11 @@ def test_experts_with_many_quantized_rows_meet_codes_of_inputs(format, granulari
             y = grouped_mm_gpu(*args, activation=format, **kwargs)
         assert_close(y, expected, rms=2 * PRODUCT_RMS[y.dtype])
     meta = [part if part is None else part.to("meta") for part in args]
-    with interpreted(), pretend(SM90), record_launches() as launches:
-        grouped_mm_gpu(*meta, activation=format, **kwargs)
-    assert [one.kernel.__name__ for one in launches] == ["_hopper_scaled_mm_kernel"]
+    for is_untried, kernel in ((False, "_grouped_scaled_mm_kernel"), (True, "_hopper_scaled_mm_kernel")):
+        monkeypatch.setattr(plan, "UNTRIED", is_untried)
+        with interpreted(), pretend(SM90), record_launches() as launches:
+            grouped_mm_gpu(*meta, activation=format, **kwargs)
+        assert [one.kernel.__name__ for one in launches] == [kernel]
 
 
 WAITS = "mbarrier.wait(full.index(slot), phase)\n"
