@@ -103,7 +103,8 @@ quick: $(DEV_STAMP)
 
 # Kernels that are not the default, as no GPU has run them.
 UNTRIED := HF_QUANT_UNTRIED_KERNELS=1 $(BIN)/python scripts/aot_compile.py --targets sm90 \
-	--ops int8_attention dynamic_mm grouped_mm grouped_scaled_mm --cases "attention|W4A8|W8A8|x int8|x fp8" \
+	--ops int8_attention weight_only_mm dynamic_mm grouped_mm grouped_scaled_mm \
+	--cases "attention|W4A8|W8A8|x int8|x fp8|int4 g128,|int4 g32 fp8," \
 	--json build/aot/untried.json
 
 aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py

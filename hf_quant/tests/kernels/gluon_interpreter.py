@@ -1,8 +1,8 @@
 """Runs Gluon kernels on the CPU, which Triton's interpreter does not know: what they compute, in any order they allow.
 
-The source of a kernel runs as Python, with the names of this file in place of `triton.experimental.gluon`. A program
-is run after the other; the partitions of one are threads of which one runs at a time, and at every barrier chance
-decides which partition goes on, or which copy lands. Of what must not happen in any order, this raises an error:
+The source of a kernel runs as Python, with the names of this file in place of `triton.experimental.gluon`. One program
+runs after the other; the partitions of one are threads of which one runs at a time; at every barrier chance decides
+which partition goes on, or which copy lands. Of what must not happen in any order, this raises an error:
 
 - all partitions wait, and nothing is on its way (a deadlock), or a barrier gets more arrivals than it counts;
 - shared memory is read before a copy into it has landed, or a copy begins while a product in flight reads it;
@@ -49,7 +49,7 @@ class Tiles:
         """The tile whose first element is at `where`; what is outside of the tensor is zero."""
         tile = torch.zeros(self.block_shape, dtype=self.base.dtype)
         starts = [stride * tile.itemsize for stride in self.strides[:-1]] + [self.base.data_ptr()]
-        assert all(start % 16 == 0 for start in starts), "rows that are not aligned"
+        assert all(start and start % 16 == 0 for start in starts), "rows that are not aligned, or all in one place"
         part = self.base.as_strided(self.shape, self.strides)
         for dim, (first, size) in enumerate(zip(map(int, where), self.block_shape)):
             part = part[(slice(None),) * dim + (slice(first, first + size),)]

@@ -103,8 +103,11 @@ def test_few_tokens_other_gpus_and_wide_floats_are_left_to_other_kernels():
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (4096, 14336), (1536, 2048), (40, 96)], ids=str)
-def test_a_plan_covers_all_tokens_rows_and_columns(shape):
+@pytest.mark.parametrize("is_untried", [False, True])
+def test_a_plan_covers_all_tokens_rows_and_columns(shape, is_untried, monkeypatch):
     N, K = shape
+    monkeypatch.setattr(hopper, "UNTRIED", is_untried)
+    monkeypatch.setattr(hopper, "plan", hopper.plan.__wrapped__)  # without its cache
     for M in (17, 64, 65, 200, 1000, 4096, 20000):
         found = _plan(M, N, K)
         row = found.row
@@ -118,14 +121,16 @@ def test_a_plan_covers_all_tokens_rows_and_columns(shape):
             assert served.tiles_m >= -(-M // served.row.block_m) + 1
 
 
-def test_the_time_of_a_product_decides_its_tile():
+def test_the_time_of_a_product_decides_its_tile(monkeypatch):
     def tile(M, N, K):
         row, split = hopper.choose(M, N, K, TARGETS["sm90"])
         return row.block_m, row.block_n, *split
 
     assert tile(1024, 28672, 4096) == (256, 128, 1, 0) and tile(64, 4096, 14336) == (64, 64, 4, 0)
-    assert tile(512, 28672, 4096) == (256, 128, 2, 396)  # 448 tiles: three rounds, and 52 tiles as 104 parts
     assert tile(128, 4096, 4096) == (64, 64, 1, 0)  # tiles of 128 tokens would leave half of the multiprocessors idle
+    assert tile(512, 28672, 4096) == (256, 128, 1, 0)
+    monkeypatch.setattr(hopper, "UNTRIED", True)
+    assert tile(512, 28672, 4096) == (256, 128, 2, 396)  # 448 tiles: three rounds, and 52 tiles as 104 parts
 
 
 def _launches(call):

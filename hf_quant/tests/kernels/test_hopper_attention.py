@@ -72,8 +72,15 @@ def test_values_of_any_strides():
 
 
 def test_other_widths_and_gpus_keep_their_kernel():
-    for width, target in ((32, "sm90"), (64, "sm100"), (64, "sm80")):
-        assert not attention.serves(width, TARGETS[target])
+    with interpreted():
+        served = [(D, name) for name in TARGETS for D in (32, 64, 128) if attention.serves(D, TARGETS[name])]
+    assert served == [(64, "sm90"), (128, "sm90")]
+
+
+def test_values_that_are_expanded():
+    """Copies take no stride of 0."""
+    q, k, v = heads(1, 3, 3, 150, 150, 64, dtype=torch.bfloat16)
+    _attend(q, k, v[:, :1].expand(v.shape))
 
 
 TWICE = "_barriers(STAGES, 2), _barriers(STAGES, 2)"

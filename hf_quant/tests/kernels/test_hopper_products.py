@@ -186,14 +186,19 @@ def test_codes_of_experts_by_blocks_that_stay(format, counts, monkeypatch):
 def test_experts_with_many_quantized_rows_meet_codes_of_inputs(format, granularity, monkeypatch):
     args, kwargs = experts_case(TensorQuant(format, granularity), [130, 0, 190], N=264, K=144)
     expected = grouped_mm_reference(args[0].float(), *args[1:], activation=format, **kwargs)
+    monkeypatch.setattr(plan, "UNTRIED", True)
     for target in ("sm80", "sm89", "sm90"):
         with interpreted(), pretend(TARGETS[target]):
             y = grouped_mm_gpu(*args, activation=format, **kwargs)
         assert_close(y, expected, rms=2 * PRODUCT_RMS[y.dtype])
     meta = [part if part is None else part.to("meta") for part in args]
-    for is_untried, kernel in ((False, "_grouped_scaled_mm_kernel"), (True, "_hopper_scaled_mm_kernel")):
+    for target, is_untried, kernel in (
+        ("sm89", False, "_grouped_scaled_mm_kernel"),
+        ("sm90", False, "_hopper_mm_kernel"),
+        ("sm90", True, "_hopper_scaled_mm_kernel"),
+    ):
         monkeypatch.setattr(plan, "UNTRIED", is_untried)
-        with interpreted(), pretend(SM90), record_launches() as launches:
+        with interpreted(), pretend(TARGETS[target]), record_launches() as launches:
             grouped_mm_gpu(*meta, activation=format, **kwargs)
         assert [one.kernel.__name__ for one in launches] == [kernel]
 

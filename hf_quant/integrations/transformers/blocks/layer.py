@@ -38,11 +38,10 @@ from hf_quant.integrations.transformers.blocks.trial import has_own_code, probe,
 from hf_quant.kernels.native.blocks import Block
 
 
-# The norms of layers whose attention and feed-forward read the same, or the same by two norms.
+# The norm of a layer whose attention and feed-forward read the same.
 _PARALLEL = (
     ("input_layernorm", None, None, None),
     ("ln_1", None, None, None),
-    ("ln_attn", None, "ln_mlp", None),
 )
 # Names of the norms before and after the attention, before and after the feed-forward.
 _NORMS = (

@@ -142,6 +142,8 @@ class OwnLayer(LayerBlock):
             self._set(*way)
             pairs = [pair for trial, of in zip(probes, found) for pair in zip(self._projected(trial)[1:], of.past.new)]
             errors.append(max(difference(own, theirs) for own, theirs in pairs))
+            if errors[-1] == 0.0:
+                break
         self._set(*ways[errors.index(min(errors))])
         self._check("has other keys or values", module, min(errors), TOLERANCE[dtype])
         is_integer = attention.layers[-1].scheme.activation_on("cpu") is not None

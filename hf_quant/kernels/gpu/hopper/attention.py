@@ -55,6 +55,7 @@ def bounded_attention(
         flat = codes.view(-1, width)
         return tiles_of(flat, flat.shape, width, (rows, width))
 
+    v = v if all(v.stride()) else v.contiguous()  # values that are expanded
     block = (1, 1, _KEYS, width)
     v_tiles = descriptor()(v, list(v.shape), list(v.stride()), list(block), layout(block, v.dtype))
     launch(

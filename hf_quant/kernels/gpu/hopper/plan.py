@@ -86,7 +86,7 @@ CODE_ROWS = (
     Row(64, 64, 128, 4, 6, 96, 0.5, 1.35),
     Row(64, 128, 128, 8, 5, 120, 0.95, 1.2),
 )
-# Whether kernels that no GPU has run yet are taken.
+# Whether kernels, and splits of K, that no GPU has run yet are taken.
 UNTRIED = os.environ.get("HF_QUANT_UNTRIED_KERNELS") == "1"
 
 
@@ -152,8 +152,8 @@ def choose(
         return spent * (row.alone if sum(rounds) == 1 else 1) + added
 
     def splits(row: Row) -> list[Split]:
-        """No split, of all tiles, or of those that the last full round leaves over, or the last but one."""
-        full = 0 if experts else _tiles(M, N, row) // at_once
+        """No split, of all tiles, or (untried) of those that the last full round leaves over, or the last but one."""
+        full = _tiles(M, N, row) // at_once if UNTRIED and not experts else 0
         some = [Split(parts, count * at_once) for parts in _PARTS for count in {0, max(full - 1, 0), full}]
         return [Split(1)] + [split for split in some if not experts and K >= split.parts * _MIN_PART]
 

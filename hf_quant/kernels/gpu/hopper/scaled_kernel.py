@@ -241,6 +241,6 @@ def _hopper_scaled_mm_kernel(
             )),
         ],
         [1],
-        [24],
+        [24 if PADDED <= 128 else 40],
     )
     # fmt: on
