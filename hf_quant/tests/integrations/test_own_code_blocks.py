@@ -117,7 +117,6 @@ def test_attention_that_differs_stays_with_the_host(change, reason, dtype, activ
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [
-        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "Sizes of tensors"),  # keys are repeated
         ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False}, "another attention"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "puts its parts together otherwise"),
     ],
