@@ -40,7 +40,7 @@ def _attend(q, k, v, *, seed=0, edit=None, **options):
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_lengths_heads_and_widths(shape, dtype):
-    """Of 1, 2, 4 and 6 steps of 128 keys; the rings have 3 and 4 places."""
+    """The keys are 1, 4 and 6 steps of 128; the rings have 3 and 4 places."""
     for seed in range(2):
         _attend(*heads(*shape, dtype=dtype, outliers=3.0), seed=seed)
 
@@ -62,7 +62,7 @@ def test_heads_without_a_bound_are_left_to_the_other_kernel():
 
 
 def test_values_of_any_strides():
-    """As diffusers has them, [B, S, H, D] in memory: the copies leave the values of other heads and batches alone."""
+    """They are [B, S, H, D] in memory, as in diffusers: copies leave the values of other heads and batches alone."""
     q, k, v = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in heads(2, 3, 3, 150, 150, 64))
     q, k, v = (part.bfloat16() for part in (q, k, v))
     y = _attend(q, k, v)

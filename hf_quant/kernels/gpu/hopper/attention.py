@@ -1,9 +1,8 @@
-"""When and how 8-bit attention runs on Hopper by the Gluon kernel of attention_kernel.py.
+"""8-bit attention on Hopper by the Gluon kernel of attention_kernel.py: its conditions, and its launch.
 
 It serves heads whose scores are bounded, values in bf16, and rows at multiples of 16 bytes, as the Triton kernel whose
-place it takes. By the compiled code a score takes 6.1 instructions and one exponential. Modelled for an H200, next to
-the copies: Flux (4608 tokens, 24 heads of 128) .20 ms by the matrix unit, where the Triton kernel was measured at .43;
-CogVideoX (17776, 48 heads of 64) 4.1 ms by the exponentials, measured 7.2. No GPU has run it yet: see `plan.UNTRIED`.
+place it takes. By the compiled code a score takes 6.2 instructions, one of them an exponential (`make aot`). No GPU has
+run it yet, see `plan.UNTRIED`; `int8_attention.gpu` has its modelled bounds, and the times of the Triton kernel.
 """
 
 from functools import cache

@@ -3,7 +3,7 @@
 A thread of wgmma's left operand holds columns 4t to 4t + 3 of a chunk of 16 (https://docs.nvidia.com/cuda/parallel-
 thread-execution, "Register Fragments for wgmma.mma_async.m64nNk32"). So it reads the 32-bit word that holds its four
 codes, picks their two bytes by a selector of `prmt`, and puts each into the upper half of a byte: 16 times its value,
-which four instructions make of four codes. Decoded to 16 bits four codes take sixteen.
+which four instructions make of four codes. To decode four codes to 16 bits takes eight to ten (`pairs`).
 """
 
 from triton.experimental import gluon
