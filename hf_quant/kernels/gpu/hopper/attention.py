@@ -1,7 +1,7 @@
 """8-bit attention on Hopper by the Gluon kernel of attention_kernel.py: its conditions, and its launch.
 
 It serves heads whose scores are bounded, values in bf16, and rows at multiples of 16 bytes, as the Triton kernel whose
-place it takes. By the compiled code a score takes 6.2 instructions, one of them an exponential (`make aot`). No GPU has
+place it takes. Compiled, a score takes 6.2 instructions, one of them an exponential (`make aot`). No GPU has
 run it yet, see `plan.UNTRIED`; `int8_attention.gpu` has its modelled bounds, and the times of the Triton kernel.
 """
 
