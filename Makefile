@@ -102,22 +102,26 @@ quick: $(DEV_STAMP)
 	$(PYTEST) -q $(QUICK) $(PYTEST_ARGS)
 
 # Kernels that are not the default, as no GPU has run them.
-UNTRIED := HF_QUANT_UNTRIED_KERNELS=1 $(BIN)/python scripts/aot_compile.py --targets sm90 \
-	--ops int8_attention weight_only_mm dynamic_mm grouped_mm grouped_scaled_mm \
-	--cases "attention|W4A8|W8A8|x int8|x fp8|int4 g128,|int4 g32 fp8," \
-	--json build/aot/untried.json
+UNTRIED := HF_QUANT_UNTRIED_KERNELS=1 $(BIN)/python scripts/aot_compile.py --json build/aot/untried.json --show none
+UNTRIED_HOPPER := $(UNTRIED) --targets sm90 --ops int8_attention weight_only_mm dynamic_mm grouped_mm grouped_scaled_mm \
+	--cases "attention|W4A8|W8A8|x int8|x fp8|int4 g128,|int4 g32 fp8,"
+UNTRIED_FEW := $(UNTRIED) --ops weight_only_mm --cases "M=(1|8|16),"
 
 aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py
-	$(UNTRIED)
-	PYTHONPATH=$(OLD_TRITON) $(UNTRIED)
+	$(UNTRIED_HOPPER)
+	PYTHONPATH=$(OLD_TRITON) $(UNTRIED_HOPPER)
+	$(UNTRIED_FEW) --targets sm80 sm86 sm89 sm90 sm100 sm120
+	PYTHONPATH=$(OLD_TRITON) $(UNTRIED_FEW) --targets sm80 sm86 sm89 sm90 sm100 sm120
 
 aot-ci: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py --subset ci
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py --subset ci --targets sm90 --show none
-	$(UNTRIED) --subset ci --show none
-	PYTHONPATH=$(OLD_TRITON) $(UNTRIED) --subset ci --show none
+	$(UNTRIED_HOPPER) --subset ci
+	PYTHONPATH=$(OLD_TRITON) $(UNTRIED_HOPPER) --subset ci
+	$(UNTRIED_FEW) --subset ci --targets sm80 sm90
+	PYTHONPATH=$(OLD_TRITON) $(UNTRIED_FEW) --subset ci --targets sm90
 
 engines: $(DEV_STAMP) $(ENGINES_STAMP)
 	$(BIN)/python scripts/engines.py

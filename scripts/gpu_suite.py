@@ -2,6 +2,7 @@
 
     python scripts/gpu_suite.py             # everything; writes scripts/results/<gpu>.json
     python scripts/gpu_suite.py --quick     # 3 minutes: fewer sizes, no models; writes nothing unless --json is given
+    python scripts/gpu_suite.py --sections untried   # what is off until a GPU has run it, beside what serves
     python scripts/gpu_suite.py --dry-run   # the whole logic on tiny shapes and the CPU: its numbers mean nothing;
                                             # and the launches of every case of a real run, for an H100, without one
 
@@ -27,8 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpulab.cases import Case
 from gpulab.checks import check_case, check_no_recompilation, correctness_cases
-from gpulab.measures import Record
+from gpulab.measures import Record, table
 from gpulab.rivals import FAILURES, first_line
 from gpulab.targets import TARGETS, Target, judge
 from gpulab.timing import (
@@ -83,6 +85,7 @@ class Section(NamedTuple):
     run: Callable[[Timer, Options, Writer], None]
     budget: int
     quick_budget: int
+    by_name: bool = False  # runs only if it is named
 
 
 def measured(timer: Timer, options: Options, writer: Writer, runs: Iterator[Callable[[Ceilings], Record]]) -> None:
@@ -103,9 +106,8 @@ def measured(timer: Timer, options: Options, writer: Writer, runs: Iterator[Call
 
 def warm_up(timer: Timer, options: Options, writer: Writer) -> None:
     """Compile what the other sections launch, by all cores."""
-    from gpulab.build import OUT_OF_TIME, check_environment, warm
     from gpulab.cells import CELLS
-    from gpulab.collect import collect, rehearse
+    from gpulab.collect import rehearse
     from hf_quant.kernels.gpu.launch import target_of
 
     cases = correctness_cases(quick=options.quick)
@@ -114,6 +116,15 @@ def warm_up(timer: Timer, options: Options, writer: Writer) -> None:
         failures = rehearse(cases, [target_of(timer.device)])
         for (op, reason), where in failures.items():
             writer.write("failure", f"{op}: {reason} ({where[0]}; {len(where)} calls)")
+    _compile(cases, timer, options, writer)
+
+
+def _compile(cases: list[Case], timer: Timer, options: Options, writer: Writer) -> None:
+    """Compile what cases launch, by all cores."""
+    from gpulab.build import OUT_OF_TIME, check_environment, warm
+    from gpulab.collect import collect
+    from hf_quant.kernels.gpu.launch import target_of
+
     if check_environment() is not None:  # the interpreter, in a dry run
         writer.write("note", f"{len(cases)} cases, nothing compiled: {check_environment()}")
         return
@@ -199,6 +210,16 @@ def diffusion(timer: Timer, options: Options, writer: Writer) -> None:
                 writer.write(kind, f"{found['candidate']}: {found['failure']}")
 
 
+def untried(timer: Timer, options: Options, writer: Writer) -> None:
+    """Kernels that no GPU has run yet: whether they are right, and how fast beside what serves without them."""
+    from gpulab import untried as lab
+
+    cases = lab.untried_cases(quick=options.quick, tiny=options.dry_run)
+    with lab.untried():
+        _compile(cases, timer, options, writer)
+    measured(timer, options, writer, (partial(lab.measure_untried, timer, case) for case in cases))
+
+
 SECTIONS = (
     Section("warm_up", warm_up, 65, 35),
     Section("correctness", correctness, 60, 35),
@@ -209,6 +230,7 @@ SECTIONS = (
     Section("attention", _cells("attention"), 30, 15),
     Section("models", models, 60, 0),
     Section("diffusion", diffusion, 50, 0),
+    Section("untried", untried, 180, 90, by_name=True),
 )
 
 
@@ -300,6 +322,8 @@ def report(sections: dict[str, dict[str, Any]]) -> tuple[str, bool]:
         ceilings = found.get("ceilings")
         speed = f"; copy {ceilings['copy']:.0f} GB/s, bf16 {ceilings['gemm']:.0f} TFLOP/s" if ceilings else ""
         lines.append(f"section {name}: {'; '.join([found['status'], *found['notes']])}{speed}")
+    if "untried" in sections:
+        lines.append(table(sections["untried"]["records"]))
     lines += [f"FAILED {line}" for line in failures]
     done = all(found["status"] == "done" or found["status"].startswith(SKIPPED) for found in sections.values())
     return "\n".join(lines), done and not failures and all(v.passed is not False for v in verdicts)
@@ -317,7 +341,7 @@ def run_all(
     with tempfile.TemporaryDirectory() as folder:
         for section in SECTIONS:
             budget = section.quick_budget if options.quick else section.budget
-            if (names and section.name not in names) or not budget:
+            if (section.name not in names and (names or section.by_name)) or not budget:
                 continue
             path = Path(folder) / f"{section.name}.jsonl"
             start = time.monotonic()

@@ -46,17 +46,18 @@ def measure(
     ceilings: Ceilings,
     *,
     rate: float = 1.0,
+    ours: Calls | None = None,
     base: Builder | None = None,
     rivals: dict[str, Builder] | None = None,
     rounds: int = 9,
 ) -> Record:
-    """Time a case, its 16-bit `base` and its rivals in turns.
+    """Time a case (`ours`: calls of it, None for such of its op), its 16-bit `base` and its rivals in turns.
 
     `rate`: how much faster than bf16 the matrix units multiply its operands. A rival that fails is recorded with its
     reason; a failure of ours or of the base is raised.
     """
     nbytes = case.num_bytes()
-    variants = {"ours": op_calls(case, num_copies(nbytes, timer.device), timer.device)}
+    variants = {"ours": ours or op_calls(case, num_copies(nbytes, timer.device), timer.device)}
     if base is not None:
         variants["bf16"] = base()
     errors: dict[str, str] = {}
@@ -76,20 +77,20 @@ def measure(
             raise
         errors |= {name: f"in a graph: {first_line(error)}" for name in variants if name not in kept}
         seconds = timer(kept, rounds=rounds)
-    ours, plain = seconds.pop("ours"), seconds.pop("bf16", None)
+    spent, plain = seconds.pop("ours"), seconds.pop("bf16", None)
     floor = max(nbytes / (ceilings.copy * 1e9), case.num_ops / (ceilings.gemm * rate * 1e12))
     return {
         "op": case.op,
         "name": case.name,
         "M": case.M,
-        "ms": ours * 1e3,
-        "gbps": nbytes / ours / 1e9,
-        "tflops": case.num_ops / ours / 1e12,
-        "of_floor": floor / ours,
+        "ms": spent * 1e3,
+        "gbps": nbytes / spent / 1e9,
+        "tflops": case.num_ops / spent / 1e12,
+        "of_floor": floor / spent,
         "bf16_ms": None if plain is None else plain * 1e3,
-        "vs_bf16": None if plain is None else plain / ours,
+        "vs_bf16": None if plain is None else plain / spent,
         "rivals_ms": {name: value * 1e3 for name, value in seconds.items()},
-        "vs_rivals": {name: value / ours for name, value in seconds.items()},
+        "vs_rivals": {name: value / spent for name, value in seconds.items()},
         "rivals_failed": errors,
         "triton": version_of("triton"),  # other versions make other kernels of the same source
     }

@@ -64,11 +64,8 @@ class Verdict(NamedTuple):
 INT4, INT8, FP8 = ("int4 g128",), ("int8",), ("fp8_e4m3",)
 W8A8_INT8, W8A8_FP8 = ("W8A8 int8",), ("W8A8 fp8",)
 MIDDLE, LARGE, EVERY = (256, 512, 1024), (4096, 8192), tuple(2**i for i in range(14))
-_FIXED = (
-    "what a step of few bytes takes: a sum of x for the offset of the codes (32 of 177 instructions), longer steps"
-)
-_SMALL_N = "BLOCK_N 32, or a larger split of K, so that 4096 rows fill 132 multiprocessors twice"
-_DECODE = "a ring of tiles for up to 16 tokens, too (gpu.hopper); 64 bytes of a row may be too few for a copy"
+_DECODE = "HF_QUANT_UNTRIED_KERNELS=1: codes straight to registers, warps that share K (weight_only.few)"
+_TILES = "smaller steps of the ring (gpu.hopper): the first and the last of a tile are not hidden"
 _PREFILL = "blocks that stay and share the last tiles: 512 tokens make 3.4 rounds of tiles, which take the time of 4"
 _DENSE = "blocks that stay, so that the end of a tile hides behind the next one"
 _FP8 = "two groups of warps in turns, so that the end of a tile hides behind the other's products"
@@ -116,18 +113,18 @@ def _diffusion() -> tuple[Target, ...]:
 
 
 TARGETS: tuple[Target, ...] = (
-    Target("G1", "int4, layers of a Llama-3.1-8B", "weights", INT4, (1,), "bf16", 3.0, _FIXED),
+    Target("G1", "int4, layers of a Llama-3.1-8B", "weights", INT4, (1,), "bf16", 3.0, _DECODE),
     Target("G1", "int4, gate_up", "weights", INT4, (1,), "bf16", 3.3, _DECODE, ("llama gate_up",)),
-    Target("G1", "int4, 4096 x 4096", "weights", INT4, (1,), "bf16", 2.2, _SMALL_N, ("llama o",)),
-    Target("G1", "int4", "weights", INT4, (1,), "tinygemm", 1.25, _FIXED),
-    Target("G1", "int4", "weights", INT4, (1,), "gemlite", 1.7, _FIXED),
+    Target("G1", "int4, 4096 x 4096", "weights", INT4, (1,), "bf16", 2.2, _DECODE, ("llama o",)),
+    Target("G1", "int4", "weights", INT4, (1,), "tinygemm", 1.25, _DECODE),
+    Target("G1", "int4", "weights", INT4, (1,), "gemlite", 1.7, _DECODE),
     Target("G2", "int4", "weights", INT4, (8,), "bf16", 2.9, _DECODE),
     Target("G2", "int4", "weights", INT4, (16,), "bf16", 2.8, _DECODE),
-    Target("G2", "int4", "weights", INT4, (32,), "bf16", 2.6, _DECODE),
+    Target("G2", "int4", "weights", INT4, (32,), "bf16", 2.6, _TILES),
     Target("G2", "int4", "weights", INT4, (8, 16, 32), "gemlite", 2.0, _DECODE),
-    Target("G3", "int4", "weights", INT4, (64,), "bf16", 2.0, _DECODE),
-    Target("G3", "int4", "weights", INT4, (128,), "bf16", 1.2, _DECODE),
-    Target("G3", "int4", "weights", INT4, (64, 128), "best rival", 1.3, _DECODE),
+    Target("G3", "int4", "weights", INT4, (64,), "bf16", 2.0, _TILES),
+    Target("G3", "int4", "weights", INT4, (128,), "bf16", 1.2, _TILES),
+    Target("G3", "int4", "weights", INT4, (64, 128), "best rival", 1.3, _TILES),
     Target("G4", "int4, prefill", "weights", INT4, MIDDLE, "bf16", 0.82, _PREFILL),
     Target("G4", "int4, prefill", "weights", INT4, (2048,), "bf16", 0.90, _DENSE),
     Target("G4", "int4, prefill", "weights", INT4, LARGE, "bf16", 0.94, _DENSE),
@@ -144,7 +141,7 @@ TARGETS: tuple[Target, ...] = (
         1.45,
         "scales of groups keep it from int8 products: one scale a row, or the vendor's GEMM without passes beside it",
     ),
-    Target("G6", "int8, fp8 weights", "weights", INT8 + FP8, (1, 8, 64), "bf16", 1.75, _FIXED),
+    Target("G6", "int8, fp8 weights", "weights", INT8 + FP8, (1, 8, 64), "bf16", 1.75, _DECODE),
     Target("G6", "int8, fp8 weights", "weights", INT8 + FP8, (512, 4096), "bf16", 0.95, _PREFILL),
     Target("G6", "int8 weights", "weights", INT8, (1, 8, 64, 512, 4096), "best rival", 1.2, _DECODE),
     Target("G7", "fp8 product alone", "dynamic", ("fp8_e4m3",), (4096, 8192), "bf16", 1.55, _FP8),

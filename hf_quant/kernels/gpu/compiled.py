@@ -38,6 +38,11 @@ class Address:
         return self._index
 
 
+def address_of(tensor: Tensor | None) -> Address | None:
+    """The address of a tensor that may be missing."""
+    return None if tensor is None else Address(tensor)
+
+
 class _Ready(NamedTuple):
     """A compiled kernel, loaded on a device."""
 

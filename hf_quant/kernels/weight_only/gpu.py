@@ -44,7 +44,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
-from hf_quant.kernels.gpu.compiled import Address
+from hf_quant.kernels.gpu.compiled import Address, address_of
 from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import (
     ANY_GROUP,
@@ -75,6 +75,7 @@ from hf_quant.kernels.gpu.launch import (
 from hf_quant.kernels.gpu.ready import Run, make_ready
 from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.weight import Weight, takes_weight
+from hf_quant.kernels.weight_only.few import FEW, few_mm
 from hf_quant.kernels.weight_only.gpu_kernels import _weight_only_mm_kernel
 from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, weight_only_mm_backward
 
@@ -376,12 +377,8 @@ def fused_product(
 
 def _ready(operands: Operands, plan: FusedPlan) -> Run:
     """The product with a weight, by its addresses."""
-    kept = Operands(*map(_address, operands[:4]), *operands[4:])
+    kept = Operands(*map(address_of, operands[:4]), *operands[4:])
     return lambda x, bias: fused_product(x, kept, bias, None, x.dtype, plan)
-
-
-def _address(part: Tensor | None) -> Address | None:
-    return None if part is None else Address(part)
 
 
 def _hopper_mm(
@@ -407,7 +404,7 @@ def _hopper_mm(
         return hopper.Weights(tiles, *parts, w.N, w.scale.stride(0))
 
     if lasts and row_scale is None:
-        make_ready(rows, w, lambda: _hopper_ready(weights(Address(codes), map(_address, parts)), plan))
+        make_ready(rows, w, lambda: _hopper_ready(weights(Address(codes), map(address_of, parts)), plan))
     bias, row_scale = (None if t is None else t.contiguous() for t in (bias, row_scale))
     return hopper.product(rows, weights(codes, parts), bias, row_scale, None, dtype, plan)
 
@@ -450,6 +447,8 @@ def fused_mm(
     rows, target = as_rows(x), target_of(x.device)
     given, w = w, with_plain_rows(w)
     lasts = w is given and w.input_diagonal is None
+    if row_scale is None and rows.dtype == dtype and (y := few_mm(rows, w, bias, lasts=lasts)) is not None:
+        return y.view(*x.shape[:-1], w.N)
     if (y := _hopper_mm(rows, w, bias, row_scale, dtype, lasts=lasts)) is not None:
         return y.view(*x.shape[:-1], w.N)
     plan = fused_plan(
@@ -471,7 +470,7 @@ _hadamard = direct(hadamard)
 
 
 @implements(weight_only_mm, "XPU", FUSED + DENSE)
-@implements(weight_only_mm, "CUDA", FUSED + HOPPER + DENSE)
+@implements(weight_only_mm, "CUDA", FEW + FUSED + HOPPER + DENSE)
 @takes_weight(check, transforms=True)
 def weight_only_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """Compute `weight_only_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.

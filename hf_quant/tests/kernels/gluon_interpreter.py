@@ -31,6 +31,7 @@ from triton.experimental.gluon import language as real
 
 from hf_quant.kernels.gpu.hopper import attention, plan
 from hf_quant.kernels.gpu.launch import forget_plans
+from hf_quant.kernels.weight_only import few
 from hf_quant.tests.kernels import gluon_values
 from hf_quant.tests.kernels.gluon_values import GLUON, TORCH, Value, pointer_to
 
@@ -355,10 +356,11 @@ _MODULES: dict[str, Any] = {
     "triton.experimental.gluon": _GLUON_MODULE,
     "triton.experimental.gluon.language.nvidia": SimpleNamespace(hopper=_HOPPER),
     "triton.experimental.gluon.language.nvidia.hopper": _HOPPER,
+    "triton.experimental.gluon.language.nvidia.ampere": SimpleNamespace(mma_v2=gluon_values.mma_v2),
 }
 
 
-_KERNELS = "hf_quant.kernels.gpu.hopper."
+_KERNELS = ("hf_quant.kernels.gpu.hopper.", "hf_quant.kernels.weight_only.few_kernel")
 
 
 def _module(name: str, known: dict[str, Any], edit: tuple[str, str] | None) -> Any:
@@ -383,14 +385,15 @@ def interpreted(seed: int = 0, edit: tuple[str, str] | None = None) -> Iterator[
     seed: decides the order of what has none. edit: a text of their sources, and one in place of it.
     """
     known = dict(_MODULES)
-    names = ("kernel", "scaled_kernel", "attention_kernel")
-    kernel, scaled, attentive = (_module(_KERNELS + name, known, edit) for name in names)
+    names = [_KERNELS[0] + name for name in ("kernel", "scaled_kernel", "attention_kernel")] + [_KERNELS[1]]
+    kernel, scaled, attentive, with_few = (_module(name, known, edit) for name in names)
     sources = [importlib.util.find_spec(name).loader.get_source(name) for name in known if name.startswith(_KERNELS)]
     assert edit is None or any(edit[0] in source for source in sources), "a text that no kernel has"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Jit, "seed", seed)
         patch.setattr(plan, "_gluon", lambda: kernel)
         patch.setattr(plan, "_scaled_mm_kernel", lambda: scaled._hopper_scaled_mm_kernel)
+        patch.setattr(few, "_gluon", lambda: with_few)
         patch.setattr(attention, "_kernel", lambda: attentive._hopper_attention_kernel)
         for user in (plan, attention):
             patch.setattr(user, "descriptor", lambda: Tiles)

@@ -3,6 +3,7 @@
 The functions have the names of `triton.experimental.gluon.language`. Layouts are kept where a kernel asks for them.
 """
 
+import builtins
 import operator
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -114,6 +115,13 @@ class Pointer:
     def __sub__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.offset - offset)
 
+    def to(self, kind: tl.pointer_type) -> "Pointer":
+        """The same address, of elements of another type."""
+        assert self.offset == 0
+        size = TORCH[kind.element_ty].itemsize
+        raw = self.memory.view(torch.uint8)
+        return Pointer(raw[: len(raw) // size * size].view(TORCH[kind.element_ty]))
+
     def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(indices, which of them count). Raises IndexError for one that counts outside of the storage."""
         at = torch.as_tensor(data_of(self.offset)).long()
@@ -141,7 +149,9 @@ def zeros(shape: list, dtype: tl.dtype, layout: Any = None) -> Value:
     return full(shape, 0, dtype, layout)
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
+def load(
+    pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "", eviction_policy: str = ""
+) -> Value:
     at, counts = pointer.places(mask)
     found = torch.full(at.shape, other, dtype=pointer.memory.dtype)
     found[counts] = pointer.memory[at[counts]]
@@ -180,7 +190,8 @@ def exp2(value: Value) -> Value:
 def fma(a: Any, b: Any, c: Any) -> Value:
     """a * b + c, rounded once."""
     a, b, c = (part if isinstance(part, Value) else Value(torch.tensor(part)) for part in (a, b, c))
-    return Value((a.data.double() * b.data.double() + c.data.double()).float(), a.layout or b.layout)
+    dtype = torch.promote_types(a.data.dtype, b.data.dtype)
+    return Value((a.data.double() * b.data.double() + c.data.double()).to(dtype), a.layout or b.layout)
 
 
 def expand_dims(value: Value, dim: int) -> Value:
@@ -228,8 +239,19 @@ def split(value: Value) -> tuple[Value, Value]:
     return Value(value.data[..., 0].clone()), Value(value.data[..., 1].clone())
 
 
-def inline_asm_elementwise(asm: str, constraints: str, args: list, dtype: tl.dtype, is_pure: bool, pack: int) -> Value:
-    """PTX on `pack` elements at once, which are neighbours in the last dimension and in a thread's registers."""
+def pointer_type(element_ty: tl.dtype) -> tl.pointer_type:
+    return tl.pointer_type(element_ty)
+
+
+def mma_v2(a: Value, b: Value, total: Value) -> Value:
+    return Value((a.data.double() @ b.data.double() + total.data).float(), total.layout)
+
+
+def inline_asm_elementwise(asm: str, constraints: str, args: list, dtype: Any, is_pure: bool, pack: int) -> Any:
+    """PTX on `pack` elements at once, which are neighbours in the last dimension and in a thread's registers.
+
+    dtype: of the result, or of each of several.
+    """
     layout, shape = args[0].layout, args[0].data.shape
     for i in range(pack.bit_length() - 1):
         assert layout.reg_bases[i] == [0] * (len(shape) - 1) + [1 << i], "other elements are packed"
@@ -239,8 +261,13 @@ def inline_asm_elementwise(asm: str, constraints: str, args: list, dtype: tl.dty
         data = data.view(torch.int16) if data.dtype == torch.bfloat16 else data
         words = data.numpy().view(np.uint32)
         registers += [np.ascontiguousarray(words[:, i]) for i in range(words.shape[1])]
-    found = torch.empty(shape, dtype=TORCH[dtype])
-    count = pack * found.element_size() // 4
-    assert constraints == ",".join(["=r"] * count + ["r"] * len(registers))
-    words = np.stack(run_ptx(asm, registers, count), -1)
-    return Value(torch.from_numpy(words.view(np.uint8)).view(TORCH[dtype]).reshape(shape), layout)
+    dtype = getattr(dtype, "value", dtype)
+    kinds = [TORCH[kind] for kind in (dtype if isinstance(dtype, (tuple, tl.tuple)) else [dtype])]
+    counts = [pack * kind.itemsize // 4 for kind in kinds]
+    outputs = builtins.sum(counts)
+    assert constraints.replace("&", "") == ",".join(["=r"] * outputs + ["r"] * len(registers))
+    words, results = run_ptx(asm, registers, outputs), []
+    for kind, count in zip(kinds, counts):
+        own, words = np.stack(words[:count], -1), words[count:]
+        results.append(Value(torch.from_numpy(own.view(np.uint8)).view(kind).reshape(shape), layout))
+    return tuple(results) if isinstance(dtype, (tuple, tl.tuple)) else results[0]
