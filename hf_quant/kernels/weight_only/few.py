@@ -126,7 +126,7 @@ def plan(
     columns, gl = _columns(format), _gluon().gl
     decoding = decode_options(format, dtype, columns // _STEP, use_ptx=True)
     blocks, steps = triton.cdiv(N, _ROWS), triton.cdiv(K, columns)
-    # Left alone, ptxas takes as few as 72, and keeps 8 to 16 bytes on the stack in loops (sm80, sm89).
+    # Of 128 registers at most, 8 warps fill half of a multiprocessor, and a block may have 16.
     registers = 168 if M > 8 or decoding["KIND"] == "table" else 128
     warps = warps_of(blocks, steps, registers, target)
     share = triton.cdiv(steps, 2 * warps) * 2
@@ -145,8 +145,10 @@ def plan(
         "DOT": gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
         **{name: decoding[name] for name in ("KIND", "BITS", "CODES", "MULTIPLIER", "PTX")},
         "num_warps": warps,
-        "maxnreg": registers,
     }
+    if registers > 128 or target.has_warp_dot:
+        # Left alone, ptxas takes as few as 72, and keeps 8 to 16 bytes on the stack in loops; on sm90 it takes 80.
+        options["maxnreg"] = registers
     return Plan(blocks, K // decoding["CODES"], share, options)
 
 
