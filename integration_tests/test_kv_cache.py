@@ -396,8 +396,35 @@ def test_what_has_no_cache_is_refused():
                 function(model, QuantizerConfig("int8", kv_cache="int8"))
     with pytest.raises(ValueError, match="is no model of transformers"):
         hf_quant.quantize_(torch.nn.Linear(64, 64), QuantizerConfig("int8", kv_cache="int8"))
-    with pytest.raises(ValueError, match="no layer of a MambaConfig has a cache"):
+    with pytest.raises(ValueError, match="no layer of a MambaConfig has a cache .* leave kv_cache out"):
         QuantizedCache(build("mamba").config, "int8")
+    minimax = transformers.MiniMaxConfig(**layers, num_key_value_heads=2, num_local_experts=2, vocab_size=64)
+    with pytest.raises(ValueError, match="MiniMaxForCausalLM has a cache of its own"):
+        hf_quant.quantize_(transformers.MiniMaxForCausalLM(minimax), QuantizerConfig(None, kv_cache="int8"))
+
+
+def test_a_decoder_inside_a_composite_that_is_deeper_than_its_encoder():
+    """Florence-2 nests the config of BART, whose number of layers is the encoder's."""
+    bart = transformers.BartConfig(d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2)
+    assert len(QuantizedCache(transformers.Florence2Config(text_config=bart.to_dict()), "int8").layers) == 2
+
+
+def test_weights_on_disk(asset_model_dir, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        asset_model_dir,
+        device_map={"": "disk"},
+        offload_folder=tmp_path,
+        quantization_config=QuantizerConfig("int4", kv_cache="int8"),
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        asset_model_dir, quantization_config=QuantizerConfig("int4", kv_cache="int8")
+    )
+    for cache in (None, "static"):
+        found, expected = (
+            each.generate(ids(), max_new_tokens=4, do_sample=False, cache_implementation=cache, disable_compile=True)
+            for each in (model, loaded)
+        )
+        assert torch.equal(found, expected)
 
 
 def test_calls_in_one_expression(tmp_path):

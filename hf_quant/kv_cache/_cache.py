@@ -61,7 +61,7 @@ class QuantizedCache(DynamicCache):
         layers = quantized_layers(config, self.kv_cache, max_cache_len)
         if not any(is_quantized(layer) for layer in layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-            raise ValueError(f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}")
+            raise ValueError(f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}; leave kv_cache out")
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
 
     @property
@@ -82,6 +82,7 @@ def register_attention() -> None:
 
 def quantized_layers(config: Any, kv_cache: KVCacheConfig, max_cache_len: int | None) -> list[Any]:
     """Create the cache layers of a model as transformers does, quantized ones for all that can be quantized."""
+    config = config.get_text_config(decoder=True)  # of Florence-2 that is BART's, which has two numbers of layers
     if max_cache_len is None:
         return [_quantized(layer, kv_cache) for layer in DynamicCache(config=config).layers]
     layers = StaticCache(config=config, max_cache_len=max_cache_len).layers

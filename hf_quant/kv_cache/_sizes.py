@@ -16,8 +16,8 @@ def bytes_per_token(config: Any, kv_cache: KVCacheConfig | None) -> int:
     kv_cache: None for a cache in 16 bit. Layers with a sliding window or linear attention stop growing and are not
     counted, and neither is an encoder. Raises ValueError if the config has no number or size of heads.
     """
-    layers = DynamicCache(config=config).layers
-    text = config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
+    layers, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
     each = text.per_layer_config  # sizes may differ between layers
     return sum(_layer_bytes(each[i], kv_cache) for i, layer in enumerate(layers) if type(layer) in _GROWING)
 
@@ -28,18 +28,28 @@ def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:
     if D is None and getattr(text, "hidden_size", None) and heads:
         D = text.hidden_size // text.num_attention_heads
     if not isinstance(heads, int) or not isinstance(D, int):
-        raise ValueError(f"a {type(text).__name__} does not say how many heads of which size its cache has")
+        raise ValueError(
+            f"a {type(text).__name__} does not say how many heads of which size its cache has; leave kv_cache out"
+        )
     return heads * 2 * (2 * D if kv_cache is None else kv_cache.bytes_per_token(D))
 
 
 def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
-    """Raise ValueError if a model has no cache: it does not generate, or its config has no number of layers."""
+    """Raise ValueError if a model has no cache, or one that cannot be replaced.
+
+    It does not generate, its config has no number of layers, or transformers says that it makes its own (MiniMax).
+    """
     config: Any = getattr(model, "config", None)
     can_generate = getattr(model, "can_generate", lambda: False)
     if not can_generate() or not hasattr(config.get_text_config(decoder=True), "num_hidden_layers"):
         raise ValueError(
             f"kv_cache is {kv_cache.format!r}, but a {type(model).__name__} does not generate with a cache: leave it "
             "out"
+        )
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        raise ValueError(
+            f"kv_cache is {kv_cache.format!r}, but a {type(model).__name__} has a cache of its own, which cannot be "
+            "quantized: leave it out"
         )
 
 

@@ -128,15 +128,17 @@ class CacheMethod(ModelMethod):
             if is_text and not (is_asked or is_traced):
                 generation_config.prefill_chunk_size = config.prefill_chunk_size
         model_kwargs["past_key_values"] = cache
-        # Under autocast the dtype of keys is not known yet. For "get_compiled_call" see `_static`.
-        is_free = torch.is_autocast_enabled(model.device.type) or "get_compiled_call" in model.__dict__
-        if place in _STATIC and not is_free:
+        # Under autocast the dtype of keys is not known yet, nor is the device of offloaded weights. For
+        # "get_compiled_call" see `_static`.
+        device = model.device
+        is_free = device.type == "meta" or "get_compiled_call" in model.__dict__
+        if place in _STATIC and not is_free and not torch.is_autocast_enabled(device.type):
             # Otherwise compiled code would allocate the memory, and a cache that is used again, with its memory
             # allocated, would need another compilation.
             text = model.config.get_text_config(decoder=True)  # 5.17 has no shapes for layers that differ
             shape = None if getattr(text, "is_heterogeneous", False) else model._get_static_cache_init_shape()
             if shape is not None:
-                cache.early_initialization(rows, *shape, model.dtype, model.device)
+                cache.early_initialization(rows, *shape, model.dtype, device)
         return None
 
     def _static(

@@ -658,3 +658,35 @@ def test_how_a_layer_with_small_weights_adds_up(parallel):
         assert not any(block_reasons(model)[f"gpt_neox.layers.{i}"] for i in range(2))
         expected = unfuse_activations_(model)(prompt(2)).logits.float()
     assert (found - expected).norm() / expected.norm() < 0.05
+
+
+def test_a_shared_expert_that_adds_little_keeps_its_gate():
+    """Beside the results of the other experts in a trial it vanishes in bf16."""
+    sizes = {**SMALL, **FAMILIES["qwen2_moe"][0], "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2_moe", **sizes), dtype=torch.bfloat16).eval()
+    model.model.layers[0].mlp.shared_expert.down_proj.weight.data *= 0.1
+    quantize_(model, {"weights": "int8"})
+    x = torch.randn(1, 5, 128, generator=torch.Generator().manual_seed(1)).bfloat16() / 100
+    with torch.no_grad():
+        found = model.model.layers[0].mlp(x).float()
+        assert block_reasons(model)["model.layers.0.mlp"] is None
+        expected = unfuse_activations_(model).model.layers[0].mlp(x).float()
+    assert (found - expected).norm() / expected.norm() < 0.05
+
+
+def test_settings_that_change_after_a_call():
+    def change(model):
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 3
+            layer.input_layernorm.variance_epsilon = 1.0
+            layer.mlp.gate.top_k = 1
+
+    model, host = make("mixtral", num_local_experts=8), unfuse_activations_(make("mixtral", num_local_experts=8))
+    before = generate(model, prompt())
+    change(model)
+    change(host)
+    with torch.no_grad():
+        found, expected = (each(prompt()).logits for each in (model, host))
+        assert (found - expected).norm() / expected.norm() < 1e-4
+    after = generate(model, prompt())
+    assert torch.equal(after, generate(host, prompt())) and not torch.equal(after, before)

@@ -105,8 +105,7 @@ class AttentionBlock:
         layers = _layers(module) if layers is None else layers
         if layers is None:
             raise Unproven("its layers were replaced")
-        own = module.__dict__.get("is_causal")
-        self.watch = Watch(module, entries=(module.__dict__, "is_causal", own))
+        self.watch = Watch(module)
         self.is_causal = getattr(module, "is_causal", True)  # which counts for several tokens at once
         self.dtype, self.layers, self.angle_dtype = dtype, layers, angle_dtype
         self.implementation, self.index = implementation_of(module), module.layer_idx

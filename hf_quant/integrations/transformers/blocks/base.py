@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,19 @@ class Unproven(Exception):
     """A host's module computes something else than the block that was made for it, or cannot be served."""
 
 
+_SETTINGS = (bool, int, float, str, type(None))
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """Settings with which a module computes: an epsilon, a scale, the number of experts; None for one that is not."""
+    found = {name: value for name, value in module.__dict__.items() if type(value) in _SETTINGS and name[0] != "_"}
+    found.setdefault("is_causal", None)
+    del found["training"]
+    return found
+
+
 class Watch:
-    """The parameters and layers that a block was made from: it is run only while all of them are in their places."""
+    """The parameters, layers and settings that a block was made from: it runs only while all are in their places."""
 
     def __init__(self, *modules: nn.Module, entries: Sequence[Any] = (), numbers: Sequence[Any] = ()) -> None:
         """Watch modules and their children, and what `unchanged` takes as further `entries` and `numbers`.
@@ -58,23 +70,33 @@ class Watch:
             entries += entries_of(module._modules)
         for child in children.values():
             entries += [child.__dict__, "forward", None]
+            if child._parameters or child._modules:  # others may count: rotary embeddings grow
+                entries += [part for item in _settings_of(child).items() for part in (child.__dict__, *item)]
             empty += [child._forward_hooks, child._forward_pre_hooks]
         for module in {**{id(module): module for module in modules}, **children}.values():
             entries += entries_of(module._parameters)
             tensors += [parameter for parameter in module._parameters.values() if parameter is not None]
+        # Not by the dict of a module, whose block would keep it alive.
+        self.settings = [(ref(module), _settings_of(module)) for module in modules if id(module) not in children]
         self.places = (place_of(entries, numbers, empty, tensors),)
         if not self.holds():
             raise Unproven("its layers have hooks")
 
     @classmethod
     def of_all(cls, watches: "list[Watch]") -> "Watch":
-        """One watch in place of several."""
+        """One watch in place of several: of the first, and of what are its modules' parts."""
         watch = object.__new__(cls)
+        watch.settings = watches[0].settings
         watch.places = tuple(place for each in watches for place in each.places)
         return watch
 
     def holds(self) -> bool:
-        """True if no parameter and no layer was replaced, and nothing watches the layers' calls."""
+        """True if no parameter, layer or setting was replaced, and nothing watches the layers' calls."""
+        for module, settings in self.settings:
+            own = module().__dict__
+            for name, value in settings.items():
+                if own.get(name) is not value:
+                    return False
         return unchanged(*self.places)
 
 
