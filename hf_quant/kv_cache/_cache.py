@@ -61,7 +61,9 @@ class QuantizedCache(DynamicCache):
         layers = quantized_layers(config, self.kv_cache, max_cache_len)
         if not any(is_quantized(layer) for layer in layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-            raise ValueError(f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}; leave kv_cache out")
+            raise ValueError(
+                f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}; leave kv_cache out"
+            )
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
 
     @property

@@ -70,7 +70,8 @@ class Watch:
             entries += entries_of(module._modules)
         for child in children.values():
             entries += [child.__dict__, "forward", None]
-            if child._parameters or child._modules:  # others may count: rotary embeddings grow
+            # Others hold counts (rotary embeddings grow), or sizes of what is watched (quantized layers).
+            if (child._parameters or child._modules) and not isinstance(child, QuantizedModule):
                 entries += [part for item in _settings_of(child).items() for part in (child.__dict__, *item)]
             empty += [child._forward_hooks, child._forward_pre_hooks]
         for module in {**{id(module): module for module in modules}, **children}.values():
