@@ -1,4 +1,4 @@
-"""What is off until a GPU has run it, compared with its references and timed beside what serves without it."""
+"""Kernels that are off until a GPU has run them: their errors, and their times beside what serves without them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

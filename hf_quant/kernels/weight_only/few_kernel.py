@@ -79,7 +79,7 @@ def _spread(values, like):
 
 @gluon.jit
 def _of_rows(scale, row, stride, ROWS_OF_ONE: gl.constexpr):
-    """Where the scales of rows begin; ROWS_OF_ONE: how many share theirs, 0 for all."""
+    """The places of the scales of rows; ROWS_OF_ONE: how many rows share theirs, 0 for all."""
     if ROWS_OF_ONE == 0:
         return scale + row * 0
     else:
