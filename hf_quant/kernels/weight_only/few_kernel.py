@@ -178,12 +178,13 @@ def _add_step(
     WEIGHT: gl.constexpr = codes.type.layout
     INT8: gl.constexpr = KIND == "integer" and BITS == 8 and DOT == gl.bfloat16  # comes in two parts, see `decode.ptx`
     # magic + code, times a scale of 4 bits, plus what the magic number adds: exact, as 17 * 15 < 256.
-    FMA: gl.constexpr = SCALE_MODE == "before" and SCALE == "e4m3" and BITS == 4 and not HAS_ZERO and MAGIC == 128
+    INT4: gl.constexpr = KIND == "integer" and BITS == 4 and not HAS_ZERO
+    FMA: gl.constexpr = INT4 and SCALE_MODE == "before" and SCALE == "e4m3" and DOT == gl.bfloat16
     bits = _decode_ptx(codes, codes, 0, CODES * 2 if INT8 else CODES, PTX)
     if SCALE_MODE == "before":
         narrow = _scale_in(raw, SCALE, DOT)
         factor = _spread(narrow, codes)
-        if FMA and KIND == "integer":
+        if FMA:
             NARROW: gl.constexpr = narrow.type.layout
             centre = _spread(narrow * gl.full(narrow.shape, -136.0, DOT, NARROW), codes)
     if HAS_ZERO:
@@ -197,7 +198,7 @@ def _add_step(
             odd = _product(middle, tokens[i + 1], odd, DOT)
     for i in gl.static_range(CODES):
         weight = bits[i].to(DOT, bitcast=True)
-        if FMA and KIND == "integer":
+        if FMA:
             weight = gl.fma(weight, factor, centre)
         else:
             if INT8:
