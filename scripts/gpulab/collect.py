@@ -173,6 +173,8 @@ def work_of(case: Case, launched: Recorded, built: Built) -> Work:
         num_ops = 2.0 * steps * values["BLOCK_M"] * values["BLOCK_N"] * values["BLOCK_K"]
         if launched.unit.name == "_hopper_mm_kernel":  # whose loop takes two in a turn
             steps = -(-steps // 2)
+    elif launched.unit.name == "_few_mm_kernel":  # its loop, too
+        steps = blocks * -(-int(values["steps"]) // 2)
     elif launched.unit.name in ("_kv_decode_kernel", "_kv_prefill_kernel"):
         # Every tile of rows reads the tokens of its head; a causal chunk reads half of its own.
         steps = int(launched.grid[0]) * -(-(values["T"] - values["S"] // 2) // values["BLOCK_N"])
