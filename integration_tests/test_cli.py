@@ -113,6 +113,8 @@ def test_pipeline(tmp_path, capsys):
 
     assert main(["quantize", str(source), str(tmp_path / "no"), "--module", "*.nowhere=int8"]) == 2
     assert "no component has a module that matches '*.nowhere'" in capsys.readouterr().err
+    assert main(["quantize", str(source / "vae"), str(tmp_path / "no"), "--weights", "int8"]) == 2
+    assert "autoencoders stay in 16 bit" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_demo(asset_model_dir, tmp_path, capsys):

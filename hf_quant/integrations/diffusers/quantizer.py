@@ -23,7 +23,7 @@ from hf_quant import planning, quantize
 from hf_quant._wording import first_few
 from hf_quant.checkpoint import check_packed, stored_weights
 from hf_quant.config import QuantizerConfig, QuantMethod
-from hf_quant.integrations.diffusers.rules import rules
+from hf_quant.integrations.diffusers.rules import is_autoencoder, rules
 from hf_quant.integrations.foreign import explain_foreign_
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
@@ -142,6 +142,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
                 "`modules` to quantize them.",
                 type(model).__name__,
             )
+            self.quantization_config = resolved(self.quantization_config, {})  # `attention` may be left to save
         else:
             self._fuse_projections = self.quantization_config.fuse_projections
             self._fuse_activations = self.quantization_config.fuse_activations
@@ -280,11 +281,6 @@ class _NoBytes:
 
     def __str__(self) -> str:
         return "none0"
-
-
-def is_autoencoder(model: nn.Module) -> bool:
-    """Return True if a diffusers model is a VAE or another autoencoder."""
-    return any(c.__module__.startswith("diffusers.models.autoencoders.") for c in type(model).__mro__)
 
 
 def _quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
