@@ -91,7 +91,7 @@ def share_of(name: str, model: nn.Module) -> Share:
             raise
         sizes = Counter(type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False) if p.dim() > 1)
         kind = sizes.most_common(1)[0][0] if sizes else "no matrix"
-        kind = "weight_norm" if kind == "ParametrizationList" else "conv" if "Conv" in kind else kind
+        kind = {"ParametrizationList": "weight_norm", "Linear": "linear"}.get(kind, "conv" if "Conv" in kind else kind)
         left[kind, reason] = total
         return Share(name, 0, 0, total, 0, dict(left))
     multiplied = quantized = in_codes = 0

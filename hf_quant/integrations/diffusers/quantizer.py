@@ -138,8 +138,8 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
         elif is_autoencoder(model) and not self.quantization_config.modules:
             _logger.warning(
-                "%s stays in 16 bit: its linear layers are few, and every pixel passes through them. Name them in "
-                "`modules` to quantize them.",
+                "%s stays in 16 bit: it is small, and every pixel passes through it. Name layers in `modules` to "
+                "quantize these.",
                 type(model).__name__,
             )
             self.quantization_config = resolved(self.quantization_config, {})  # `attention` may be left to save

@@ -30,8 +30,8 @@ _ROLES = (
     (r"embed|proj_in|_in$|_in\.|patch|caption|context|text|adapter|proj", "input projection: all blocks read it"),
 )
 _AUTOENCODER = (
-    "autoencoders stay in 16 bit, as every pixel passes through their few linear layers; name some in `modules` to "
-    "quantize them"
+    "autoencoders stay in 16 bit, as they are small, and every pixel passes through them; name layers in `modules` to "
+    "quantize these"
 )
 _OUTSIDE = "outside of the repeated blocks"
 _ONE_VECTOR = "its input is one vector per image: 8-bit activations would gain nothing"
