@@ -208,6 +208,9 @@ def test_what_cannot_be_written_is_said_before_the_work(llama_dir, tmp_path, cap
         assert "cannot be written: " in error_of(capsys, "quantize", llama_dir, place)
         assert "cannot be written: " in error_of(capsys, "eval", llama_dir, *text, "--json", place)
         assert "cannot be written: " in error_of(capsys, "bench", llama_dir, "--json", place)
+    if Path("/proc/self").is_dir():  # where os.access allows root all
+        assert "cannot be written: " in error_of(capsys, "quantize", llama_dir, "/proc/x/out")
+        assert "cannot be written: " in error_of(capsys, "bench", llama_dir, "--json", "/proc/x/y.json")
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert f"{tmp_path} is not writable" in error_of(capsys, "quantize", llama_dir, tmp_path / "a" / "b")
 
@@ -254,7 +257,12 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
     import numpy
 
     numpy.save(tmp_path / "ids.npy", numpy.arange(96, dtype="uint16"))
-    assert run("eval", llama_dir, "--weights", "int2", "--reference", llama_dir, "--text", tmp_path / "ids.npy") == 0
+    text, figures = ("--text", tmp_path / "ids.npy"), tmp_path / "new" / "figures.json"
+    assert run("eval", llama_dir, *text, "--max-tokens", 16, "--json", figures) == 0
+    assert "15 predictions in windows of 16 tokens" in capsys.readouterr().out  # no more than is read
+    assert json.loads(figures.read_text())["quality"]
+    assert "at most 32" in error_of(capsys, "eval", llama_dir, *text, "--window", 33)
+    assert run("eval", llama_dir, "--weights", "int2", "--reference", llama_dir, *text) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "(reference)" in lines[2]
     assert f"{llama_dir} int2" in lines[3]
