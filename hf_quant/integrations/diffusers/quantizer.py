@@ -266,6 +266,13 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             return state_dict, {}
         if not safe_serialization:
             raise ValueError("a quantized model is saved as safetensors only; leave safe_serialization=True")
+        adapted = next((key for key in state_dict if ".base_layer." in key), None)
+        if adapted is not None:
+            raise ValueError(
+                f"{adapted.partition('.base_layer.')[0]} has adapters, with which the model could not be loaded: "
+                "unload them first (unload_lora, or the pipeline's unload_lora_weights). fuse_lora before that keeps "
+                "their effect; save_lora_weights saves them apart, from peft.get_peft_model_state_dict(model)"
+            )
         # The guard: without hf_quant a load fails at this key by its shape, even if config.json is lost.
         return {**state_dict, f"{codes.removesuffix('qdata')}weight": torch.empty(0, dtype=torch.float32)}, {}
 
