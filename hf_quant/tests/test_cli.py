@@ -1,6 +1,7 @@
 """The command line: options to QuantizerConfig, help, errors on one line; models of a few layers."""
 
 import json
+import logging
 import os
 import runpy
 import shutil
@@ -19,6 +20,7 @@ from hf_quant._version import __version__
 from hf_quant.algorithms import ALGORITHMS, SOLVERS
 from hf_quant.cli import main
 from hf_quant.cli._demo import find_asset
+from hf_quant.cli._main import _quiet_hosts
 from hf_quant.cli._models import copy_side_files, find_source, model_class
 from hf_quant.cli._parser import ALGORITHMS_HELP, FORMATS_HELP, build_parser, config_from_args, parse_module
 from hf_quant.formats import ALIASES
@@ -409,6 +411,15 @@ def test_the_hosts_are_as_loud_afterwards_as_before(llama_dir):
     before = state()
     run("plan", llama_dir)
     assert state() == before
+
+
+def test_a_host_that_is_imported_during_a_command_is_quiet(monkeypatch, capsys):
+    diffusers = pytest.importorskip("diffusers.utils.logging", reason="diffusers is an optional host")
+    monkeypatch.setattr(diffusers, "_default_handler", None)  # as in a process that has not imported it
+    monkeypatch.setattr(logging.getLogger("diffusers"), "handlers", [])
+    with _quiet_hosts(verbose=False):
+        diffusers.get_logger("diffusers.models").warning("noise")
+    assert capsys.readouterr().err == ""
 
 
 # Models.
