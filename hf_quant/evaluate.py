@@ -120,11 +120,15 @@ def cut_windows(
     if max_tokens is not None:
         count = min(count, max_tokens // window)
     if count < 1 or size < 1:
-        limit = "" if max_tokens is None else f", of which {max_tokens} are read"
-        raise ValueError(
-            f"{source} has {ids.numel()} tokens{limit}; a window of {window} takes {size} behind the {len(prefix)} "
-            "with which the tokenizer begins a text"
-        )
+        behind = f" behind the {len(prefix)} with which the tokenizer begins a text" if prefix else ""
+        if size < 1:
+            why = f"a window of {window} has no room{behind}: give a longer text, and a larger window"
+        elif ids.numel() < size:
+            why = f"a window of {window} takes {size}{behind}: give a longer text, or a smaller window (--window)"
+        else:
+            why = f"{max_tokens} are read, and a window takes {window}: read more (--max-tokens), or give a smaller "
+            why += "window (--window)"
+        raise ValueError(f"{source} has {ids.numel()} tokens; {why}")
     start = torch.tensor(prefix, dtype=torch.int64).expand(count, -1)
     return torch.cat([start, ids[: count * size].view(count, size)], 1).flatten()
 
@@ -143,13 +147,32 @@ def quality(
         progress: True shows a progress bar.
 
     Raises:
-        ValueError: if a model is no causal language model, or the ids do not fit it or fill no window.
+        ValueError: if a model is no causal language model, the ids do not fit it or fill no window, a window is longer
+            than its positions, or its vocabulary is not that of the reference.
     """
     for name, model in models.items():
         check_causal(model, name)
-        vocab = model.config.get_text_config().vocab_size
-        if ids.numel() and int(ids.max()) >= vocab:
-            raise ValueError(f"token id {int(ids.max())} is not in the vocabulary of {name}, which has {vocab}")
+        text = model.config.get_text_config()
+        if ids.numel() and int(ids.max()) >= text.vocab_size:
+            raise ValueError(
+                f"token id {int(ids.max())} is not in the vocabulary of {name}, which has {text.vocab_size}"
+            )
+        longest = getattr(text, "max_position_embeddings", None)
+        if (
+            longest
+            and window > longest
+            and (getattr(text, "rope_parameters", None) or {}).get("rope_type") != "dynamic"
+        ):
+            raise ValueError(
+                f"a window of {window} tokens, but {name} has {longest} positions (max_position_embeddings), behind "
+                f"which its predictions mean nothing: give a window of at most {longest}"
+            )
+        expected = text if reference is None else models[reference].config.get_text_config()
+        if text.vocab_size != expected.vocab_size:
+            raise ValueError(
+                f"{name} has a vocabulary of {text.vocab_size}, and {reference} one of {expected.vocab_size}: the "
+                "distance is taken to a model of the same tokens"
+            )
     if window < 2 or ids.numel() < window:
         raise ValueError(f"{ids.numel()} tokens in windows of {window}; needs windows of at least 2, and one of them")
     windows = ids[: ids.numel() // window * window].view(-1, window)

@@ -113,6 +113,12 @@ def test_pipeline(tmp_path, capsys):
 
     assert main(["quantize", str(source), str(tmp_path / "no"), "--module", "*.nowhere=int8"]) == 2
     assert "no component has a module that matches '*.nowhere'" in capsys.readouterr().err
+    assert main(["calibrate", str(source), "-o", str(tmp_path / "x.safetensors")]) == 2
+    assert "calibrate takes one model: give the directory of a component" in capsys.readouterr().err
+    assert main(["export", str(out), str(tmp_path / "no")]) == 2
+    assert "it has the parts text_encoder, text_encoder_2: name one of them" in capsys.readouterr().err
+    assert main(["quantize", str(source / "vae"), str(tmp_path / "no"), "--weights", "int8"]) == 2
+    assert "autoencoders stay in 16 bit" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_demo(asset_model_dir, tmp_path, capsys):

@@ -146,6 +146,23 @@ def test_transformers_decodes_it_on_load(name, exports, request):
     assert mismatches(weights_of(model), {n: loaded.get_submodule(n).weight for n in weights_of(model)})[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("w4a16", None),
+        ("w4a16_asym", "cannot load zero points (W4A16_ASYM) as codes: load it decoded"),
+        ("mixed", "as if all were the first: load it as codes"),
+    ],
+)
+def test_what_transformers_cannot_load_is_said_at_the_export(name, limit, exports, tmp_path, caplog):
+    notes = export_compressed_tensors(exports(name)[0], tmp_path / "out", reader="transformers")
+    warned = [record.getMessage() for record in caplog.records if record.name.startswith("hf_quant")]
+    assert warned == list(notes) and ([limit in note for note in notes] == [True] if limit else notes == ())
+    assert not any(
+        "transformers" in note for note in export_compressed_tensors(exports(name)[0], tmp_path / "engines")
+    )
+
+
 @pytest.mark.parametrize("name", [*WEIGHT_ONLY, "mixed", "w4a16_asym"])
 def test_transformers_loads_it_compressed(name, exports, request):
     if name == "w4a16_asym":

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_quant import QuantizerConfig, dequantize_, quantize_
 from hf_quant.modules import QuantizedModule
+from hf_quant.quantize import stored_config
 from hf_quant.testing import assert_sqnr
 
 
@@ -184,6 +185,11 @@ def test_autoencoders_stay_in_16_bit_unless_layers_are_named(tmp_path, caplog):
     model.save_pretrained(tmp_path / "saved")
     again = cls.from_pretrained(tmp_path / "saved", torch_dtype=torch.bfloat16)
     assert_same_bytes(again.state_dict(), make_autoencoder(torch.bfloat16).state_dict())
+
+    cls.from_pretrained(
+        tmp_path / "vae", quantization_config=QuantizerConfig("int8", attention="int8")
+    ).save_pretrained(tmp_path / "attention")
+    assert stored_config(cls.from_pretrained(tmp_path / "attention")).attention == "int8"
 
     config = QuantizerConfig(None, modules={"decoder.*.conv1": "int8"})
     model = cls.from_pretrained(tmp_path / "vae", torch_dtype=torch.bfloat16, quantization_config=config)

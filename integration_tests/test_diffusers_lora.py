@@ -132,6 +132,16 @@ def test_an_adapter_trains(name, targets):
     assert len(trained) == 2 * len(adapted_layers) > 0 and losses[-1] < 0.9 * losses[0]
 
 
+def test_a_model_with_adapters_is_not_saved(tmp_path):
+    model = quantize_(make_model("flux"), "int8")
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q"]))
+    with pytest.raises(ValueError, match=r"attn.to_q has adapters, .*unload_lora"):
+        model.save_pretrained(tmp_path / "adapted")
+    model.unload_lora()
+    model.save_pretrained(tmp_path)
+    assert_same_bytes(type(model).from_pretrained(tmp_path).state_dict(), model.state_dict())
+
+
 def test_lora_of_other_widths(tmp_path, caplog):
     config = QuantizerConfig("int8", modules={"x_embedder": "int8"})
     narrow = lora_weights(("x_embedder", *TARGETS), x_embedder=2)

@@ -136,6 +136,13 @@ def test_models_of_no_known_class_and_other_hosts():
     assert plan(plain, "int8").entries["1.proj_out"].scheme is not None
     vae = make_autoencoder()
     assert plan(vae, QuantizerConfig(None, modules={"decoder.*.conv1": "int8"})).quantized
+    # As `from_pretrained` does, also where other exclusions are lifted.
+    for config in (QuantizerConfig("int8"), QuantizerConfig("int8", modules_to_not_convert=[])):
+        with pytest.raises(ValueError, match="autoencoders stay in 16 bit"):
+            plan(vae, config)
+    entries = plan(vae, QuantizerConfig("int8", modules={"decoder.*.to_q": "int4"})).entries
+    assert [name for name, entry in entries.items() if entry.scheme] == ["decoder.mid_block.attentions.0.to_q"]
+    assert entries["decoder.mid_block.attentions.0.to_k"].reason.startswith("autoencoders stay in 16 bit")
 
 
 def test_the_table_says_it():

@@ -85,13 +85,13 @@ def share_of(name: str, model: nn.Module) -> Share:
     left: Counter[tuple[str, str]] = Counter()
     try:
         entries = hf_quant.plan(model, "int4", dtype=torch.bfloat16).entries.values()
-    except ValueError as error:  # it has neither linear layers nor experts
-        reason = str(error).partition("nothing to quantize in ")[2].partition(": ")[2]
+    except ValueError as error:  # it has neither linear layers nor experts, or is an autoencoder
+        reason = str(error).partition("nothing to quantize in ")[2].partition(": ")[2].partition(";")[0]
         if not reason:
             raise
         sizes = Counter(type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False) if p.dim() > 1)
         kind = sizes.most_common(1)[0][0] if sizes else "no matrix"
-        kind = "weight_norm" if kind == "ParametrizationList" else "conv" if "Conv" in kind else kind
+        kind = {"ParametrizationList": "weight_norm", "Linear": "linear"}.get(kind, "conv" if "Conv" in kind else kind)
         left[kind, reason] = total
         return Share(name, 0, 0, total, 0, dict(left))
     multiplied = quantized = in_codes = 0
@@ -189,7 +189,8 @@ def is_multiplied(kind: str) -> bool:
 
 def report(libraries: dict[str, dict[str, Share | str]]) -> str:
     """The section of the page: counts for each library, and the architectures below the target."""
-    counts = [["library", "architectures", "95 % or more", "below", "convolutions and tables only", "not made here"]]
+    no_layers = "convolutions, tables, autoencoders"
+    counts = [["library", "architectures", "95 % or more", "below", no_layers, "not made here"]]
     below = [["architecture", "of linear and expert weights", "of all weights", "what stays in 16 bit"]]
     mostly: Counter[str] = Counter()
     lacking: Counter[str] = Counter()

@@ -8,6 +8,7 @@ from hf_quant.auto import Frontier, check_search
 from hf_quant.auto import autoquant as search_frontier
 from hf_quant.cli._models import (
     check_not_quantized,
+    check_one_model,
     check_writable,
     find_source,
     load_model,
@@ -21,8 +22,7 @@ from hf_quant.cli._parser import config_from_args
 def autoquant(args: argparse.Namespace) -> None:
     """Print the frontier of a model; write the config that is chosen, and a plot."""
     config, source = config_from_args(args), find_source(args.model)
-    if source.kind == "pipeline":
-        raise ValueError("autoquant takes one model: give the directory of a component, such as PIPELINE/transformer")
+    check_one_model(source, "autoquant", "PIPELINE/transformer")
     check_not_quantized(source)
     for path in filter(None, (args.output, args.plot)):
         check_writable(path.parent)
@@ -33,6 +33,8 @@ def autoquant(args: argparse.Namespace) -> None:
     model = load_model(source, device=str(parse_device(args.device)), **options)
     found = search_frontier(model, config, progress=progress_wanted())
     print(found)
+    for path in filter(None, (args.output, args.plot)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if found.config is None:
         print("\n16 bit is the fastest: there is nothing to quantize")
     elif args.output is not None:

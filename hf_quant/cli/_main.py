@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 
 from hf_quant.cli._parser import build_parser
 
@@ -76,6 +77,10 @@ def _quiet_hosts(*, verbose: bool) -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+    if find_spec("diffusers") is not None:
+        from diffusers.utils.logging import get_logger
+
+        get_logger()  # gives its logger the handler that is taken away below, and would come back with its first model
     bars, hub_bars = is_progress_bar_enabled(), not are_progress_bars_disabled()
     loggers = {name: logging.getLogger(name) for name in ("transformers", "diffusers", "huggingface_hub")}
     before = {name: (list(logger.handlers), logger.propagate) for name, logger in loggers.items()}

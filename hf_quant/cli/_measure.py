@@ -57,7 +57,7 @@ def eval(args: argparse.Namespace) -> None:
         tokenizer = next((t for t in tokenizers if t is not None), None)
     texts = (model.config.get_text_config() for model in loaded.models.values())
     longest = (getattr(text, "max_position_embeddings", None) or _MAX_WINDOW for text in texts)
-    window = args.window or min(_MAX_WINDOW, *longest)
+    window = args.window or min(_MAX_WINDOW, args.max_tokens, *longest)
     ids = read_windows(args.text, tokenizer, window=window, max_tokens=args.max_tokens)
     reference = loaded.reference
     found = quality(loaded.models, ids, window=window, reference=reference, progress=progress_wanted())
@@ -170,6 +170,7 @@ def _command(args: argparse.Namespace) -> str:
 def _write_json(path: Path, loaded: "_Loaded", **figures: tuple) -> None:
     *_, model = loaded.models.values()
     found = measurements.Measurements(**figures, bits_per_weight=bits_per_weight(model))
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,11 @@ def check_writable(path: Path) -> None:
         raise ValueError(
             f"{path} cannot be written: {existing} is {'not writable' if existing.is_dir() else 'a file'}"
         )
+    try:  # to root everything is writable, but not in /proc
+        with tempfile.TemporaryDirectory(prefix=".hf-quant-", dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: nothing can be made in {existing} ({error.strerror})") from None
 
 
 def find_file(name: str, file: str) -> Path | None:
@@ -174,6 +180,12 @@ def diffusers_dtype(folder: Path, dtype: str) -> torch.dtype:
         for info in read_header(folder).values():
             sizes[info.dtype] += info.nbytes if info.dtype in DTYPES.values() else 0
     return sizes.most_common(1)[0][0] if sizes.total() else torch.bfloat16
+
+
+def check_one_model(source: Source, command: str, hint: str) -> None:
+    """Raise ValueError if the source is a pipeline: `hint` continues what to give to the command instead."""
+    if source.kind == "pipeline":
+        raise ValueError(f"{command} takes one model: give the directory of a component, such as {hint}")
 
 
 def check_not_quantized(source: Source) -> None:

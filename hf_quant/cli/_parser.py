@@ -159,7 +159,10 @@ def _add_eval(commands, common) -> None:
     _add_model(parser)
     parser.add_argument("--text", metavar="FILE", type=Path, required=True, help="text in UTF-8, or token ids as .npy")
     parser.add_argument(
-        "--window", type=_positive, metavar="N", help="tokens per window (default: the model's, <= 2048)"
+        "--window",
+        type=_positive,
+        metavar="N",
+        help="tokens per window (default: the model's, <= 2048, <= --max-tokens)",
     )
     parser.add_argument(
         "--max-tokens", type=_positive, default=32768, metavar="N", help="read no more of the text (default: 32768)"

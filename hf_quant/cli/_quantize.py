@@ -14,6 +14,7 @@ from hf_quant.checkpoint import workspace
 from hf_quant.cli._models import (
     Source,
     check_not_quantized,
+    check_one_model,
     check_writable,
     copy_side_files,
     find_source,
@@ -117,6 +118,9 @@ def calibrate(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.output} does not end in .safetensors, by which `--calibrate` knows such a file")
     check_writable(args.output.parent)
     config, source = config_from_args(args), find_source(args.model)
+    check_one_model(
+        source, "calibrate", "PIPELINE/text_encoder; a denoiser takes a function that runs the pipeline, in Python"
+    )
     check_not_quantized(source)
     device = str(parse_device(args.device))
     model = load_model(source, dtype=args.dtype, device=device, trust_remote_code=args.trust_remote_code)

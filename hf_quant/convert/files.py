@@ -187,7 +187,11 @@ def read_config(directory: Path, *, hosts: tuple[str, ...] = ("transformers",)) 
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; needs a checkpoint's directory with its {CONFIG}")
     if not path.is_file():
-        parts = sorted(p.parent.name for p in directory.glob(f"*/{CONFIG}"))
+        parts = sorted(
+            found.parent.name
+            for found in directory.glob(f"*/{CONFIG}")
+            if "diffusers" in hosts or "_class_name" not in Directory(found.parent).load_json(CONFIG)
+        )
         hint = f"; it has the parts {', '.join(parts)}: name one of them" if parts else ""
         raise ValueError(f"{directory} has no {CONFIG}: it is no checkpoint of transformers{hint}")
     if (directory / _ADAPTERS).is_file():

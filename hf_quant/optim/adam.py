@@ -131,6 +131,7 @@ class AdamW(Optimizer):
             for group in given["param_groups"]:
                 _check_saved(group)
                 numbers.extend(group["params"])
+            self._check_same_states(given["param_groups"])
             found.update(given["state"])
             return {**given, "state": {}}
 
@@ -152,6 +153,9 @@ class AdamW(Optimizer):
             for hook in hooks:
                 hook.remove()
 
+    def _check_same_states(self, saved: list[dict[str, Any]]) -> None:
+        """Raise ValueError if saved groups have other states than the class is named for; here any may be loaded."""
+
 
 class AdamW8bit(AdamW):
     """`AdamW` with states="int8": 2.03 bytes per parameter."""
@@ -171,6 +175,14 @@ class AdamW8bit(AdamW):
         moments = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "states": self._states}
         rounding = {"stochastic_rounding": stochastic_rounding, "min_size": min_size, "seed": seed}
         super().__init__(params, lr, **moments, **rounding)
+
+    def _check_same_states(self, saved: list[dict[str, Any]]) -> None:
+        for i, (group, given) in enumerate(zip(self.param_groups, saved)):
+            if group["states"] != given["states"]:
+                raise ValueError(
+                    f"the state dict has {given['states']!r} states in group {i}, this {type(self).__name__} "
+                    f"{group['states']!r}: load it into an optimizer of the kind that saved it, or into AdamW"
+                )
 
     _states = "int8"
 

@@ -39,6 +39,7 @@ class Rules(NamedTuple):
     weight_only: Mapping[str, str]  # modules whose inputs are not quantized
     attention: str | None = None  # one line on 8-bit attention; None: no attention of the model can be quantized
     blocks: str | None = None  # one line on the modules that are computed in one call; None: there are none
+    whole: str | None = None  # why the whole model stays in 16 bit, but for what `modules` names; None: it does not
 
 
 HOST_RULES: list[Callable[[nn.Module], Rules | None]] = []  # filled by `integrations`; None: not that host's model
@@ -236,6 +237,8 @@ class _Decider:
             return None, "weights is None"
         if kind not in DEFAULT_KINDS:
             return None, f"{kind}: only if named in `modules`"
+        if self.rules.whole is not None:
+            return None, self.rules.whole
         own = self.own_exclusion(name)
         if config.modules_to_not_convert is not None:
             pattern = next((p for p in config.modules_to_not_convert if excludes(p, name)), None)

@@ -31,8 +31,10 @@ def left_in_16_bit(entries: Iterable["PlanEntry"], num_weights: int) -> str | No
     if 2 * left <= num_weights or max(e.num_weights for found in groups.values() for e in found) < LARGE:
         return None
     largest = sorted(sizes, key=lambda group: -sizes[group])
-    shown = []
+    shown: list[str] = []
     for kind, reason in largest[:_SHOWN]:
+        if shown and 100 * sizes[kind, reason] < num_weights:
+            break  # the rest is below 1 %
         share = f"{100 * sizes[kind, reason] // num_weights} %"
         shown.append(f"{share} {kind} ({reason})" if kind else f"{share}, as {reason}")
     kinds = "; ".join(shown)

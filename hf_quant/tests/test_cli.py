@@ -1,6 +1,7 @@
 """The command line: options to QuantizerConfig, help, errors on one line; models of a few layers."""
 
 import json
+import logging
 import os
 import runpy
 import shutil
@@ -19,6 +20,7 @@ from hf_quant._version import __version__
 from hf_quant.algorithms import ALGORITHMS, SOLVERS
 from hf_quant.cli import main
 from hf_quant.cli._demo import find_asset
+from hf_quant.cli._main import _quiet_hosts
 from hf_quant.cli._models import copy_side_files, find_source, model_class
 from hf_quant.cli._parser import ALGORITHMS_HELP, FORMATS_HELP, build_parser, config_from_args, parse_module
 from hf_quant.formats import ALIASES
@@ -208,6 +210,9 @@ def test_what_cannot_be_written_is_said_before_the_work(llama_dir, tmp_path, cap
         assert "cannot be written: " in error_of(capsys, "quantize", llama_dir, place)
         assert "cannot be written: " in error_of(capsys, "eval", llama_dir, *text, "--json", place)
         assert "cannot be written: " in error_of(capsys, "bench", llama_dir, "--json", place)
+    if Path("/proc/self").is_dir():  # where os.access allows root all
+        assert "cannot be written: " in error_of(capsys, "quantize", llama_dir, "/proc/x/out")
+        assert "cannot be written: " in error_of(capsys, "bench", llama_dir, "--json", "/proc/x/y.json")
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert f"{tmp_path} is not writable" in error_of(capsys, "quantize", llama_dir, tmp_path / "a" / "b")
 
@@ -254,7 +259,12 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
     import numpy
 
     numpy.save(tmp_path / "ids.npy", numpy.arange(96, dtype="uint16"))
-    assert run("eval", llama_dir, "--weights", "int2", "--reference", llama_dir, "--text", tmp_path / "ids.npy") == 0
+    text, figures = ("--text", tmp_path / "ids.npy"), tmp_path / "new" / "figures.json"
+    assert run("eval", llama_dir, *text, "--max-tokens", 16, "--json", figures) == 0
+    assert "15 predictions in windows of 16 tokens" in capsys.readouterr().out  # no more than is read
+    assert json.loads(figures.read_text())["quality"]
+    assert "at most 32" in error_of(capsys, "eval", llama_dir, *text, "--window", 33)
+    assert run("eval", llama_dir, "--weights", "int2", "--reference", llama_dir, *text) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "(reference)" in lines[2]
     assert f"{llama_dir} int2" in lines[3]
@@ -401,6 +411,15 @@ def test_the_hosts_are_as_loud_afterwards_as_before(llama_dir):
     before = state()
     run("plan", llama_dir)
     assert state() == before
+
+
+def test_a_host_that_is_imported_during_a_command_is_quiet(monkeypatch, capsys):
+    diffusers = pytest.importorskip("diffusers.utils.logging", reason="diffusers is an optional host")
+    monkeypatch.setattr(diffusers, "_default_handler", None)  # as in a process that has not imported it
+    monkeypatch.setattr(logging.getLogger("diffusers"), "handlers", [])
+    with _quiet_hosts(verbose=False):
+        diffusers.get_logger("diffusers.models").warning("noise")
+    assert capsys.readouterr().err == ""
 
 
 # Models.

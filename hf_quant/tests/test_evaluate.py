@@ -16,7 +16,7 @@ from hf_quant.evaluate import PeakMemory, bits_per_weight, generation_speed, mac
 def tiny_llama(seed: int = 0, **fields) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=96, **{**sizes, **fields})
+    config = LlamaConfig(**{"vocab_size": 96, **sizes, **fields})
     return LlamaForCausalLM(config).eval()
 
 
@@ -53,13 +53,30 @@ def test_quality_without_a_reference_has_no_kl(ids):
 
 @pytest.mark.parametrize(
     ("window", "token", "match"),
-    [(71, 0, "70 tokens in windows of 71"), (1, 0, "windows of at least 2"), (16, 96, "token id 96 is not in")],
+    [
+        (71, 0, "70 tokens in windows of 71"),
+        (1, 0, "windows of at least 2"),
+        (16, 96, "token id 96 is not in"),
+        (2049, 0, r"model has 2048 positions .* give a window of at most 2048"),
+    ],
 )
 def test_quality_refuses(ids, window, token, match):
     ids = ids.clone()
     ids[0] = token
     with pytest.raises(ValueError, match=match):
         quality({"model": tiny_llama()}, ids, window=window)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(ids):
+    models = {"model": tiny_llama(), "other": tiny_llama(vocab_size=128)}
+    with pytest.raises(ValueError, match="model has a vocabulary of 96, and other one of 128"):
+        quality(models, ids, window=16, reference="other")
+    assert set(quality(models, ids, window=16)) == set(models)  # without one there is no distance
+
+
+def test_positions_that_grow_with_the_text_are_no_bound(ids):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert quality({"m": tiny_llama(max_position_embeddings=16, rope_parameters=rope)}, ids, window=32)
 
 
 def test_only_causal_language_models_are_judged(ids):
@@ -145,9 +162,15 @@ def test_every_window_begins_as_a_text_does(tmp_path):
     assert read_windows(path, both, window=4, max_tokens=4).tolist() == [2, 3, 10, 11]
     numpy.save(tmp_path / "ids.npy", numpy.arange(7))
     assert read_windows(tmp_path / "ids.npy", bos, window=3).tolist() == [0, 1, 2, 3, 4, 5]  # cut as they are
-    for options in ({"window": 22}, {"window": 1}, {"window": 8, "max_tokens": 7}):
-        with pytest.raises(ValueError, match="a.txt has 20 tokens"):
+    for options, remedy in (
+        ({"window": 22}, "takes 21 behind the 1 .* longer text, or a smaller window"),
+        ({"window": 1}, "has no room behind the 1 .* and a larger window"),
+        ({"window": 8, "max_tokens": 7}, "7 are read, and a window takes 8: read more"),
+    ):
+        with pytest.raises(ValueError, match=f"a.txt has 20 tokens; .*{remedy}"):
             read_windows(path, bos, **options)
+    with pytest.raises(ValueError, match="a window of 21 takes 21: give a longer text"):
+        read_windows(path, plain, window=21)
 
 
 def test_peak_memory_sees_what_was_freed_again():

@@ -443,6 +443,7 @@ def test_what_stays_in_16_bit_is_named_with_its_reason_and_a_pattern():
                 "layers": nn.ModuleList(nn.Conv2d(256, 512, 3) for _ in range(4)),
                 "table": nn.Embedding(1000, 256),
                 "head": nn.Linear(64, 64),
+                "pair": nn.Bilinear(8, 64, 16),  # 0.2 %: not named
             }
         )
     line = plan(model, "int4").left

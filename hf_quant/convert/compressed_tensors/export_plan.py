@@ -1,5 +1,6 @@
 """The plan of an export (layers, reasons for refusals, notes), and the writer that carries it out tensor by tensor."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+logger = logging.getLogger(__name__)
 _SHOWN = 20  # reasons in one error
 READERS = ("engines", "transformers")
 
@@ -176,10 +178,10 @@ def plan_export(source: Path, files: TensorFiles, reader: str, where: str) -> Pl
         unserved = list(_unserved_by_sglang(plan))
         plan.engines = ("vLLM",) if unserved else ("vLLM", "SGLang")
         plan.notes += [*_notes_on_engines(plan), *unserved]
-    elif any(layer.split is not None and layer.group.format == INT for layer in plan.layers) or (
-        plan.experts or any(is_of_expert(name) for name in plan.ignore)
-    ):
-        plan.notes.append("transformers 5.23 cannot load experts in int8 with quantized inputs, or in 16 bit, from it")
+    else:
+        for note in _limits_of_transformers(plan):
+            plan.notes.append(note)
+            logger.warning("%s", note)  # not only a note: the file is written for this reader
     return plan
 
 
@@ -339,6 +341,21 @@ def _notes_on_engines(plan: Plan) -> Iterator[str]:
         yield "vLLM quantizes the inputs of mxfp4 layers, too, on GPUs of compute capability 10.0 and above"
     if any(scheme.activation is not None and scheme.weight.granularity == "block" for scheme in schemes):
         yield "vLLM quantizes the inputs of fp8 blocks in groups of 128 values; hf_quant has one scale per token"
+
+
+def _limits_of_transformers(plan: Plan) -> Iterator[str]:
+    """Yield what transformers does not load from the export, though it is written for it."""
+    if any(layer.split is not None and layer.group.format == INT for layer in plan.layers) or (
+        plan.experts or any(is_of_expert(name) for name in plan.ignore)
+    ):
+        yield "transformers 5.23 cannot load experts in int8 with quantized inputs, or in 16 bit, from it"
+    if any(not weight.module.scheme.weight.symmetric for weight in plan.weights.values()):
+        yield (
+            "transformers 5.23 cannot load zero points (W4A16_ASYM) as codes: load it decoded, with "
+            "quantization_config=CompressedTensorsConfig(dequantize=True), or quantize with symmetric=True"
+        )
+    if len({layer.group for layer in plan.layers}) > 1:
+        yield "transformers 5.23 decodes several schemes (dequantize=True) as if all were the first: load it as codes"
 
 
 def _unserved_by_sglang(plan: Plan) -> Iterator[str]:

@@ -23,7 +23,7 @@ from hf_quant import planning, quantize
 from hf_quant._wording import first_few
 from hf_quant.checkpoint import check_packed, stored_weights
 from hf_quant.config import QuantizerConfig, QuantMethod
-from hf_quant.integrations.diffusers.rules import rules
+from hf_quant.integrations.diffusers.rules import is_autoencoder, rules
 from hf_quant.integrations.foreign import explain_foreign_
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
@@ -138,10 +138,11 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             raise ValueError("this QuantizerConfig holds the plan of another model; pass a new one")
         elif is_autoencoder(model) and not self.quantization_config.modules:
             _logger.warning(
-                "%s stays in 16 bit: its linear layers are few, and every pixel passes through them. Name them in "
-                "`modules` to quantize them.",
+                "%s stays in 16 bit: it is small, and every pixel passes through it. Name layers in `modules` to "
+                "quantize these.",
                 type(model).__name__,
             )
+            self.quantization_config = resolved(self.quantization_config, {})  # `attention` may be left to save
         else:
             self._fuse_projections = self.quantization_config.fuse_projections
             self._fuse_activations = self.quantization_config.fuse_activations
@@ -265,6 +266,13 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             return state_dict, {}
         if not safe_serialization:
             raise ValueError("a quantized model is saved as safetensors only; leave safe_serialization=True")
+        adapted = next((key for key in state_dict if ".base_layer." in key), None)
+        if adapted is not None:
+            raise ValueError(
+                f"{adapted.partition('.base_layer.')[0]} has adapters, with which the model could not be loaded: "
+                "unload them first (unload_lora, or the pipeline's unload_lora_weights). fuse_lora before that keeps "
+                "their effect; save_lora_weights saves them apart, from peft.get_peft_model_state_dict(model)"
+            )
         # The guard: without hf_quant a load fails at this key by its shape, even if config.json is lost.
         return {**state_dict, f"{codes.removesuffix('qdata')}weight": torch.empty(0, dtype=torch.float32)}, {}
 
@@ -280,11 +288,6 @@ class _NoBytes:
 
     def __str__(self) -> str:
         return "none0"
-
-
-def is_autoencoder(model: nn.Module) -> bool:
-    """Return True if a diffusers model is a VAE or another autoencoder."""
-    return any(c.__module__.startswith("diffusers.models.autoencoders.") for c in type(model).__mro__)
 
 
 def _quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:

@@ -2,8 +2,8 @@
 
 The rules come from the structure, so that a new architecture needs no entry. Layers outside of the repeated blocks
 (embedders, projections in and out) are small, and their errors reach every token or every block. Layers whose input is
-one vector per image (modulation, time embeddings) gain nothing from 8-bit inputs. `_FIRST_BLOCKS` lists exceptions
-that the structure does not show.
+one vector per image (modulation, time embeddings) gain nothing from 8-bit inputs. Autoencoders stay in 16 bit as a
+whole. `_FIRST_BLOCKS` lists exceptions that the structure does not show.
 """
 
 import re
@@ -28,6 +28,10 @@ _ROLES = (
     (r"norm_out|proj_out|final|last|head|linear_out", "output projection: its error is one of the result"),
     (r"time|guidance|temb|label|pooled|add_embed|class_embed|condition_embed", "embedding of what all blocks read"),
     (r"embed|proj_in|_in$|_in\.|patch|caption|context|text|adapter|proj", "input projection: all blocks read it"),
+)
+_AUTOENCODER = (
+    "autoencoders stay in 16 bit, as they are small, and every pixel passes through them; name layers in `modules` to "
+    "quantize these"
 )
 _OUTSIDE = "outside of the repeated blocks"
 _ONE_VECTOR = "its input is one vector per image: 8-bit activations would gain nothing"
@@ -62,7 +66,12 @@ def rules(model: nn.Module) -> Rules:
             parents and _MODULATION_CLASSES.search(type(modules[parents[-1]]).__name__)
         ):
             weight_only[name] = _ONE_VECTOR
-    return Rules(keep, weight_only, describe(model))
+    return Rules(keep, weight_only, describe(model), whole=_AUTOENCODER if is_autoencoder(model) else None)
+
+
+def is_autoencoder(model: nn.Module) -> bool:
+    """Return True if a diffusers model is a VAE or another autoencoder."""
+    return any(c.__module__.startswith("diffusers.models.autoencoders.") for c in type(model).__mro__)
 
 
 def _blocks(model: nn.Module) -> Iterator[str]:

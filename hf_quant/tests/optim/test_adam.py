@@ -296,6 +296,10 @@ def test_states_that_do_not_fit_are_refused():
         optimizer_of(100).load_state_dict(optimizer_of(100, torch.optim.AdamW).state_dict())
     with pytest.raises(ValueError, match="exp_avg of parameter 0 is torch.uint8 with shape \\(50, 100\\)"):
         optimizer_of(100).load_state_dict(optimizer_of(50).state_dict())
+    four = optimizer_of(100, AdamW4bit).state_dict()
+    with pytest.raises(ValueError, match="has 'int4' states in group 0, this AdamW8bit 'int8'"):
+        optimizer_of(100, AdamW8bit).load_state_dict(four)
+    optimizer_of(100, AdamW).load_state_dict(four)  # which has the states that it is given
     newer = optimizer_of(100).state_dict()
     newer["param_groups"][0]["format_version"] = 2
     with pytest.raises(ValueError, match="format_version 2; this version of hf-quant reads up to 1"):
