@@ -126,8 +126,11 @@ def plan(
     columns, gl = _columns(format), _gluon().gl
     decoding = decode_options(format, dtype, columns // _STEP, use_ptx=True)
     blocks, steps = triton.cdiv(N, _ROWS), triton.cdiv(K, columns)
+    is_table = decoding["KIND"] == "table"
+    if is_table and M > 8:  # no registers are left for it (8 to 24 bytes on the stack in loops)
+        return None
     # Of 128 registers at most, 8 warps fill half of a multiprocessor, and a block may have 16.
-    registers = 168 if M > 8 or decoding["KIND"] == "table" else 128
+    registers = 168 if M > 8 or is_table else 128
     warps = warps_of(blocks, steps, registers, target)
     share = triton.cdiv(steps, 2 * warps) * 2
     mode = "row" if group_size >= K else "before" if group_size < columns else "after"
