@@ -23,9 +23,10 @@ class CPUOffloadOptimizer(Optimizer):
     clipping, schedulers (its `param_groups` hold the options) and closures work as with the class itself, whose state
     dict it saves and loads. A parameter that is changed in place by others, as by loading weights, is copied again.
 
-    With `offload_gradients` each gradient goes to the CPU as soon as it is complete, is added up there, and leaves no
-    memory on the accelerator. Then `param.grad` is None when the step comes: clip by `clip_grad_norm_` of this
-    optimizer, not by torch.nn.utils (in Trainer: max_grad_norm=0).
+    With `offload_gradients` each gradient goes to the CPU as soon as it is complete, is added up there until the next
+    step, which uses it up, and leaves no memory on the accelerator. Then `param.grad` is None when the step comes:
+    clip by `clip_grad_norm_` of this optimizer, not by torch.nn.utils (in Trainer: max_grad_norm=0), and drop
+    gradients without a step by its `zero_grad`, not by that of the model.
 
     Parameters on the CPU work, too, and save nothing. The idea is from ZeRO-Offload
     (https://arxiv.org/abs/2101.06840).
@@ -111,7 +112,7 @@ class CPUOffloadOptimizer(Optimizer):
         for p, host in self._pairs:
             if host.grad is not None:
                 p.copy_(host, non_blocking=True)
-                host.grad = None if not self._offload_gradients else host.grad
+                host.grad = None
             self._seen[p] = _state_of(p)
         return loss
 

@@ -69,6 +69,19 @@ def test_gradients_leave_their_parameters():
     assert same(model, weights)
 
 
+def test_each_gradient_is_used_by_one_step():
+    """Also in a loop that calls zero_grad of the model, as Trainer does."""
+    layer = nn.Linear(4, 4)
+    optimizer = CPUOffloadOptimizer(layer.parameters(), torch.optim.SGD, lr=1.0, offload_gradients=True)
+    before = layer.weight.detach().clone()
+    for _ in range(3):
+        for _ in range(2):
+            layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        layer.zero_grad()
+    torch.testing.assert_close(before - layer.weight, torch.full((4, 4), 6.0))
+
+
 def test_it_saves_and_loads_what_the_optimizer_itself_does():
     model = network()
     optimizer = CPUOffloadOptimizer(model.parameters(), AdamW8bit, lr=1e-3, min_size=64)
