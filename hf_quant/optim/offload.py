@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -28,6 +29,8 @@ class CPUOffloadOptimizer(Optimizer):
     clip by `clip_grad_norm_` of this optimizer, not by torch.nn.utils (in Trainer: max_grad_norm=0), and drop
     gradients without a step by its `zero_grad`, not by that of the model.
 
+    A process alone may do so: DistributedDataParallel would average gradients that are gone.
+
     Parameters on the CPU work, too, and save nothing. The idea is from ZeRO-Offload
     (https://arxiv.org/abs/2101.06840).
 
@@ -38,7 +41,8 @@ class CPUOffloadOptimizer(Optimizer):
         options: arguments of cls.
 
     Raises:
-        ValueError: a parameter is a DTensor (FSDP2 has CPUOffloadPolicy for that), or cls refuses an option.
+        ValueError: a parameter is a DTensor (FSDP2 has CPUOffloadPolicy for that), cls refuses an option, or
+            `offload_gradients` is set where several processes train, which `step` finds, too.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class CPUOffloadOptimizer(Optimizer):
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, its copy)
         self._seen: dict[Tensor, tuple[int, int]] = {}  # parameters as they were when both were the same
         self._hooks: list[RemovableHandle] = []
+        self._check_alone()
         super().__init__(params, dict(options))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -93,9 +98,19 @@ class CPUOffloadOptimizer(Optimizer):
             host_group.update(_options_of(group))
         return self._host
 
+    def _check_alone(self) -> None:
+        """Raise ValueError if gradients leave before other processes have added theirs."""
+        if self._offload_gradients and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"offload_gradients=True in one of {dist.get_world_size()} processes: a gradient would leave for the "
+                "CPU before DistributedDataParallel has averaged it, and the copies of the model would drift apart. "
+                "Leave out offload_gradients, or shard by FSDP2 with its CPUOffloadPolicy and the optimizer itself"
+            )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step with the gradients that are there; a closure computes them first, its result is returned."""
+        self._check_alone()
         loss = None
         if closure is not None:
             with torch.enable_grad():
