@@ -22,7 +22,8 @@ class CPUOffloadOptimizer(Optimizer):
     The accelerator holds parameters and gradients only: with `AdamW8bit` and bf16 parameters the CPU takes 4 bytes per
     parameter, of which 2 are the copy. A step sends gradients to the CPU and parameters back. Gradient accumulation,
     clipping, schedulers (its `param_groups` hold the options) and closures work as with the class itself, whose state
-    dict it saves and loads. A parameter that is changed in place by others, as by loading weights, is copied again.
+    dict it saves and loads. A parameter that is changed in place by others, as by loading weights, is copied again;
+    a frozen one takes no memory until it is unfrozen.
 
     With `offload_gradients` each gradient goes to the CPU as soon as it is complete, is added up there until the next
     step, which uses it up, and leaves no memory on the accelerator. Then `param.grad` is None when the step comes:
@@ -65,15 +66,18 @@ class CPUOffloadOptimizer(Optimizer):
         """Add parameters; see torch.optim.Optimizer."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        hosts = [self._add(p) for p in group["params"]]
+        hosts = [self._host_of(p) for p in group["params"]]
         host_group = {"params": hosts, **_options_of(group)}
         if self._host is None:
             self._host = self._cls([host_group], **self._options)
         else:
             self._host.add_param_group(host_group)
         group.update(_options_of(self._host.param_groups[-1]))
+        for p, host in zip(group["params"], hosts, strict=True):
+            if p.requires_grad:
+                self._pair(p, host)
 
-    def _add(self, p: Tensor) -> Tensor:
+    def _host_of(self, p: Tensor) -> Tensor:
         """The copy of a parameter on the CPU; of a frozen one an empty tensor in its place."""
         if hasattr(p, "device_mesh"):
             raise ValueError(
@@ -83,13 +87,28 @@ class CPUOffloadOptimizer(Optimizer):
         if not p.requires_grad:
             return nn.Parameter(torch.empty(0, dtype=p.dtype, device="cpu"), requires_grad=False)
         if isinstance(p, CodedWeight):
-            host = nn.Parameter(p.detach().to("cpu", copy=True))
-        else:
-            host = nn.Parameter(torch.empty_like(p, device="cpu", pin_memory=p.is_cuda))
+            return nn.Parameter(p.detach().to("cpu", copy=True))
+        return nn.Parameter(torch.empty_like(p, device="cpu", pin_memory=p.is_cuda))
+
+    def _pair(self, p: Tensor, host: Tensor) -> None:
+        """Train a parameter by its copy from now on."""
         self._pairs.append((p, host))
         if self._offload_gradients:
+            _move_gradient(p, host)
             self._hooks.append(p.register_post_accumulate_grad_hook(partial(_move_gradient, host=host)))
-        return host
+
+    def _pair_unfrozen(self) -> None:
+        """Give parameters that were frozen when they were added, and are not any more, copies at their places."""
+        inner = self._inner()
+        for group, host_group in zip(self.param_groups, inner.param_groups, strict=True):
+            for i, (p, old) in enumerate(zip(group["params"], host_group["params"], strict=True)):
+                if p.requires_grad and not old.requires_grad:
+                    host = host_group["params"][i] = self._host_of(p)
+                    # It checks the parameter, and makes the states that Adagrad has from the start.
+                    made = self._cls([{"params": [host], **_options_of(group)}], **self._options)
+                    inner.state.pop(old, None)
+                    inner.state.update(made.state)
+                    self._pair(p, host)
 
     def _inner(self) -> Optimizer:
         """The optimizer on the CPU, with the options that the groups have now."""
@@ -115,6 +134,7 @@ class CPUOffloadOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._pair_unfrozen()
         for p, host in self._pairs:
             if type(p) is not type(host):
                 raise ValueError("a weight has become one of int8 codes since this optimizer was made: make it anew")
@@ -144,6 +164,7 @@ class CPUOffloadOptimizer(Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their 2-norm is at most max_norm; return what it was."""
+        self._pair_unfrozen()
         self._wait()
         moved = [host if self._offload_gradients else p for p, host in self._pairs]
         return nn.utils.clip_grad_norm_(moved, max_norm)
@@ -154,6 +175,7 @@ class CPUOffloadOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of `cls`, gave."""
+        self._pair_unfrozen()
         inner = self._inner()
         inner.load_state_dict(state_dict)
         for group, host_group in zip(self.param_groups, inner.param_groups, strict=True):

@@ -82,6 +82,23 @@ def test_each_gradient_is_used_by_one_step():
     torch.testing.assert_close(before - layer.weight, torch.full((4, 4), 6.0))
 
 
+@pytest.mark.parametrize("cls", [AdamW8bit, torch.optim.Adagrad])
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_a_parameter_is_trained_once_it_is_unfrozen(cls, offload_gradients):
+    """`network` has a frozen layer. Its gradient counts in the first norm, too."""
+    alone, offloaded = network(), network()
+    plain = cls(alone.parameters(), lr=3e-3)
+    optimizer = CPUOffloadOptimizer(offloaded.parameters(), cls, lr=3e-3, offload_gradients=offload_gradients)
+    clip = (lambda _, norm: optimizer.clip_grad_norm_(norm)) if offload_gradients else nn.utils.clip_grad_norm_
+    before = offloaded[5].weight.detach().clone()
+    for steps in (2, 3):
+        assert train(offloaded, optimizer, steps, clip) == train(alone, plain, steps)
+        for model in (alone, offloaded):
+            model[5].requires_grad_(True)
+    assert not torch.equal(offloaded[5].weight, before)
+    assert same(offloaded, alone) and same_states(optimizer.state_dict(), plain.state_dict())
+
+
 def test_it_saves_and_loads_what_the_optimizer_itself_does():
     model = network()
     optimizer = CPUOffloadOptimizer(model.parameters(), AdamW8bit, lr=1e-3, min_size=64)
