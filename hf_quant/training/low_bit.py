@@ -257,7 +257,7 @@ def prepare_training_(
     output: bool = True,
     grad_input: bool = True,
     grad_weight: bool = True,
-    min_size: int = MIN_SIZE,
+    min_size: int | None = None,
     modules: Mapping[str, str | None] | None = None,
 ) -> TrainingPlan:
     """Let the linear layers and experts of a model train by products in 8 bits, in place, and return the plan.
@@ -277,7 +277,8 @@ def prepare_training_(
             "sparse24": products in 16 bit of weights of which two in each four of a row are zero
             (https://arxiv.org/abs/2102.04010); which two is chosen anew in each forward pass.
         output, grad_input, grad_weight: False computes this product in 16 bit.
-        min_size: layers with fewer rows or columns stay in 16 bit.
+        min_size: layers with fewer rows or columns stay in 16 bit. None: 256, below which products in 8 bits save
+            nothing; of "bitnet" and "sparse24", whose weights are to be stored so, layers of every size train.
         modules: {name, glob or "re:" pattern: a recipe, or None for 16 bit}, as in QuantizerConfig; the first match
             counts. The output layer, which stays in 16 bit, trains in low bits if it is named.
 
@@ -323,7 +324,7 @@ def _planned(
     entries: Mapping[str, PlanEntry],
     recipes: Mapping[str, str | None],
     in_low_bits: tuple[bool, bool, bool],
-    min_size: int,
+    min_size: int | None,
 ) -> TrainingPlan:
     """Decide which layers train in low bits. Raises ValueError if none does."""
     found = TrainingPlan()
@@ -335,8 +336,8 @@ def _planned(
             found.reasons[name] = entry.reason or "named in modules"
         elif entry.kind not in FAMILIES[LowBitModule.family]:
             found.reasons[name] = f"kind {entry.kind}: only linear layers and experts train in low bits"
-        elif smallest < min_size:
-            found.reasons[name] = f"smaller than min_size={min_size}"
+        elif smallest < (limit := _limit(RECIPES[own]) if min_size is None else min_size):
+            found.reasons[name] = f"smaller than min_size={limit}"
         elif reason := reason_not_called(model, name, in_evaluation=RECIPES[own].is_ternary or RECIPES[own].is_sparse):
             found.reasons[name] = reason
         elif RECIPES[own].is_sparse and any(shape[-1] % 4 for shape in entry.shapes.values()):
@@ -349,6 +350,11 @@ def _planned(
         reasons = "; ".join(sorted(set(found.reasons.values())))
         raise ValueError(f"no layer of this {type(model).__name__} would train in low bits: {reasons}")
     return found
+
+
+def _limit(recipe: Recipe) -> int:
+    """The default of min_size: what a model is stored with must not depend on what its products save."""
+    return 0 if recipe.is_ternary or recipe.is_sparse else MIN_SIZE
 
 
 def finish_training_(model: _Model) -> _Model:
