@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hf_quant.coded_weight import CodedWeight
+from hf_quant.optim._place import dropped_if_refused
 
 
 _OWN = ("params", "param_names")  # keys of a group that are not options
@@ -64,14 +65,15 @@ class CPUOffloadOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see torch.optim.Optimizer."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        hosts = [self._host_of(p) for p in group["params"]]
-        host_group = {"params": hosts, **_options_of(group)}
-        if self._host is None:
-            self._host = self._cls([host_group], **self._options)
-        else:
-            self._host.add_param_group(host_group)
+        with dropped_if_refused(self):
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            hosts = [self._host_of(p) for p in group["params"]]
+            host_group = {"params": hosts, **_options_of(group)}
+            if self._host is None:
+                self._host = self._cls([host_group], **self._options)
+            else:
+                self._host.add_param_group(host_group)
         group.update(_options_of(self._host.param_groups[-1]))
         for p, host in zip(group["params"], hosts, strict=True):
             if p.requires_grad:
