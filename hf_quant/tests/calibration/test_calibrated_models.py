@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import hf_quant
@@ -70,10 +70,33 @@ def test_forms_of_the_same_ids_give_the_same_codes(tmp_path):
         ({"input_ids": part} for part in [IDS]),
         DataLoader([{"input_ids": row} for row in IDS], batch_size=3),
         run,
+        IDS.numpy(),
+        list(IDS.numpy()),
+        {"input_ids": IDS.tolist(), "attention_mask": torch.ones_like(IDS).tolist()},
     ):
         assert same(solved(data), expected), data
     assert not same(solved(IDS.flip(1)), expected)
     assert error(expected) < 0.6 * error(quantize_(llama(), QuantizerConfig("int4", input_transform="hadamard")))
+
+
+class Rows(Dataset):
+    """A map-style dataset without an end of its own, as one is that reads files."""
+
+    def __len__(self) -> int:
+        return len(IDS)
+
+    def __getitem__(self, i: int) -> dict:
+        assert 0 <= i < len(IDS)
+        return {"input_ids": IDS[i], "attention_mask": torch.ones_like(IDS[i]), "text": "of which the ids are"}
+
+
+def test_rows_of_a_dataset_are_batches_of_one():
+    expected = solved([{"input_ids": row[None]} for row in IDS])
+    rows = [Rows()[i] for i in range(len(IDS))]
+    lists = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in IDS]
+    arrays = [{"input_ids": row.numpy()} for row in IDS]
+    for data in (Rows(), rows, lists, arrays):
+        assert same(solved(data), expected), data
 
 
 def test_texts(tmp_path):
@@ -113,6 +136,8 @@ def test_wrong_data_is_refused_and_the_model_stays():
         ([], "is empty"),
         (7, "is a int"),
         ("no such file", "is not a file"),
+        ("a text " * 1000, r"'a text a text .*is not a file; needs .* or a text itself in a list: \["),
+        ([{"input_ids": [[1, 2], [3]]}], "has input_ids that are no rows of numbers of one length"),
         (torch.full((1, 8), 64), "token 64, the vocabulary of the model 64"),
         ({"data": IDS, "tokens": 3}, r"unknown keys \['tokens'\]"),
         ({"data": IDS, "length": 1}, "length is 1"),
