@@ -124,11 +124,8 @@ def _sequences(data: list[Any], model: nn.Module, num_tokens: int, length: int) 
 def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, length: int) -> Data:
     """Texts: for a causal language model one behind the other, else each on its own, padded."""
     name = f"{len(texts)} texts"
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"a {type(model).__name__} reads two sequences: give batches with decoder_input_ids, or a function that "
-            "calls model.generate"
-        )
+    if _reads_two(model):
+        raise ValueError(_two_sequences(model))
     if getattr(model, "can_generate", lambda: False)():
         eos = getattr(tokenizer, "eos_token_id", None)
         ids: list[int] = []
@@ -146,6 +143,17 @@ def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, 
     digest = hashlib.sha256("\0".join(chosen).encode()).hexdigest()
     record = {"data": name, "sha256": digest, "num_tokens": int(totals[count - 1]), "length": length}
     return Data(partial(_runs, batches, None), record, len(batches))
+
+
+def _reads_two(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def _two_sequences(model: nn.Module) -> str:
+    return (
+        f"a {type(model).__name__} reads two sequences: give batches with decoder_input_ids, or a function that calls "
+        "model.generate"
+    )
 
 
 def _needed(tokenizer: Any, what: str) -> Any:
@@ -214,7 +222,12 @@ def _run(batch: Any, all_logits: bool, model: nn.Module) -> Any:
             given.setdefault("use_cache", False)
         if "logits_to_keep" in accepted and not all_logits and "labels" not in given:
             given.setdefault("logits_to_keep", 1)
-        return model(**given)
+        try:
+            return model(**given)
+        except ValueError as error:  # some, such as BART, make the second sequence of the first
+            if not _reads_two(model) or any(name == "labels" or name.startswith("decoder_") for name in given):
+                raise
+            raise ValueError(_two_sequences(model)) from error
     if isinstance(batch, (list, tuple)):
         return model(*(_moved(value, device) for value in batch))
     return model(_moved(batch, device))

@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForCausalLM, BertConfig, BertModel
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import hf_quant
 from hf_quant import Calibration, QuantizerConfig, calibrate, quantize_
@@ -128,6 +136,25 @@ def test_an_encoder_reads_padded_texts():
     assert solved < 0.6 * plain
     with pytest.raises(ValueError, match="cannot write its own text"):
         quantize_(base, GPTQ)
+
+
+def test_an_encoder_decoder_needs_both_of_its_sequences(tmp_path):
+    sizes = {"d_model": 64, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 32, "vocab_size": 64}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 4)
+    for data in (IDS, [{"input_ids": IDS}], tmp_path / "text.txt", ["a text"]):
+        with pytest.raises(
+            ValueError, match="reads two sequences: give batches with decoder_input_ids, or a function"
+        ):
+            quantize_(model, GPTQ, calibration=data, tokenizer=Tokenizer())
+    with pytest.raises(ValueError, match="exactly one of"):
+        quantize_(model, GPTQ, calibration=[{"input_ids": IDS, "inputs_embeds": torch.ones(1), "labels": IDS}])
+    quantize_(model, GPTQ, calibration=[{"input_ids": IDS, "labels": IDS}])
+    sizes = {"d_model": 64, "vocab_size": 64, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {
+        f"{part}_{of}": n for part in ("encoder", "decoder") for of, n in (("ffn_dim", 64), ("attention_heads", 2))
+    }
+    quantize_(BartForConditionalGeneration(BartConfig(**sizes)), GPTQ, calibration=IDS)  # makes one of the other
 
 
 def test_wrong_data_is_refused_and_the_model_stays():
