@@ -1,5 +1,6 @@
 """`CPUOffloadOptimizer`: states, and with them the step, in the memory of the CPU."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -15,6 +16,11 @@ from hf_quant.optim._place import dropped_if_refused
 
 
 _OWN = ("params", "param_names")  # keys of a group that are not options
+_UNCLIPPED = (
+    "offload_gradients=True: gradients are on the CPU, where clipping by torch.nn.utils, accelerate or Trainer (whose "
+    "max_grad_norm is 1.0 by default) finds none, and clips nothing. If they are to be clipped, call clip_grad_norm_ "
+    "of this optimizer before each step; in Trainer by optimizer.register_step_pre_hook"
+)
 
 
 class CPUOffloadOptimizer(Optimizer):
@@ -29,7 +35,7 @@ class CPUOffloadOptimizer(Optimizer):
     With `offload_gradients` each gradient goes to the CPU as soon as it is complete, is added up there until the next
     step, which uses it up, and leaves no memory on the accelerator. Then `param.grad` is None when the step comes:
     clip by `clip_grad_norm_` of this optimizer, not by torch.nn.utils (in Trainer: max_grad_norm=0), and drop
-    gradients without a step by its `zero_grad`, not by that of the model.
+    gradients without a step by its `zero_grad`, not by that of the model. A first step without that clipping warns.
 
     A process alone may do so: DistributedDataParallel would average gradients that are gone.
 
@@ -60,6 +66,7 @@ class CPUOffloadOptimizer(Optimizer):
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, its copy)
         self._seen: dict[Tensor, tuple[int, int]] = {}  # parameters as they were when both were the same
         self._hooks: list[RemovableHandle] = []
+        self._warns_of_clipping = offload_gradients
         self._check_alone()
         super().__init__(params, dict(options))
 
@@ -136,6 +143,9 @@ class CPUOffloadOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._warns_of_clipping:
+            self._warns_of_clipping = False
+            warnings.warn(_UNCLIPPED, stacklevel=4)  # two wrappers of torch
         self._pair_unfrozen()
         for p, host in self._pairs:
             if type(p) is not type(host):
@@ -153,6 +163,16 @@ class CPUOffloadOptimizer(Optimizer):
             self._seen[p] = _state_of(p)
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for it before it would fail as it finds no gradients."""
+        if self._offload_gradients:
+            raise ValueError(
+                "GradScaler finds no gradients to unscale: offload_gradients=True has sent them to the CPU. Leave out "
+                "offload_gradients, or train in bf16, which needs no GradScaler"
+            )
+        return False
+
     def _wait(self) -> None:
         """Until everything that was sent is here."""
         for device in {p.device for p, _ in self._pairs if p.device.type != "cpu"}:
@@ -166,6 +186,7 @@ class CPUOffloadOptimizer(Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their 2-norm is at most max_norm; return what it was."""
+        self._warns_of_clipping = False
         self._pair_unfrozen()
         self._wait()
         moved = [host if self._offload_gradients else p for p, host in self._pairs]

@@ -1,6 +1,7 @@
 """`CPUOffloadOptimizer`: the bits of the optimizer that it carries, however the gradients come."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -97,6 +98,33 @@ def test_a_parameter_is_trained_once_it_is_unfrozen(cls, offload_gradients):
             model[5].requires_grad_(True)
     assert not torch.equal(offloaded[5].weight, before)
     assert same(offloaded, alone) and same_states(optimizer.state_dict(), plain.state_dict())
+
+
+def test_clipping_and_scaling_that_find_no_gradients_are_named():
+    def offloaded(**options) -> tuple[torch.Tensor, CPUOffloadOptimizer]:
+        layer = nn.Linear(4, 4)
+        return layer(torch.ones(1, 4)).sum(), CPUOffloadOptimizer(layer.parameters(), AdamW8bit, **options)
+
+    for clips in (True, False):
+        loss, optimizer = offloaded(offload_gradients=True)
+        if clips:
+            optimizer.register_step_pre_hook(clip_to_one)
+        loss.backward()
+        with nullcontext() if clips else pytest.warns(UserWarning, match="clips nothing. .*clip_grad_norm_ of this"):
+            optimizer.step()
+        optimizer.step()  # it warns once
+    for offload_gradients in (False, True):
+        loss, optimizer = offloaded(offload_gradients=offload_gradients)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss).backward()
+        expected = pytest.raises(ValueError, match="GradScaler finds no gradients")
+        with expected if offload_gradients else nullcontext():
+            scaler.step(optimizer)
+
+
+def clip_to_one(optimizer: Optimizer, *_) -> None:
+    assert isinstance(optimizer, CPUOffloadOptimizer)
+    optimizer.clip_grad_norm_(1.0)
 
 
 def test_it_saves_and_loads_what_the_optimizer_itself_does():
