@@ -23,7 +23,7 @@ from hf_quant.modules import (
 from hf_quant.modules.products import autocast
 from hf_quant.patterns import matches
 from hf_quant.planning import PlanEntry, format_table, plan, template
-from hf_quant.quantize import check_weight, notify_observers, record_schemes
+from hf_quant.quantize import check_weight, notify_observers, notify_training, record_schemes
 from hf_quant.scheme import LinearScheme
 from hf_quant.training.products import RECIPES, Codes, Recipe, grouped_product, may_keep, product, weight_codes
 from hf_quant.training.shards import by_shards
@@ -316,6 +316,7 @@ def prepare_training_(
         module.stored_as = None if scheme is None else (scheme, config)
     # A checkpoint of training then loads as a quantized model.
     record_schemes(model, config, {name: entry.scheme for name, entry in stored.items() if entry.scheme is not None})
+    notify_training(model, True)
     return found
 
 
@@ -381,6 +382,7 @@ def finish_training_(model: _Model) -> _Model:
         set_class_(module, module.host_class)
         if stored_as is not None:
             config = _quantize_stored(module, *stored_as)
+    notify_training(model, False)
     if config is not None:
         schemes = {name: m.scheme for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
         notify_observers(model, config, schemes)
