@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_quant.coded_weight import CodedWeight
 from hf_quant.optim._place import dropped_if_refused
 
 
 _OWN = ("params", "param_names")  # keys of a group that are not options
+_MOVES = WeakIdKeyDictionary()  # {parameter: the RemovableHandle of the hook that moves its gradient}
 _UNCLIPPED = (
     "offload_gradients=True: gradients are on the CPU, where clipping by torch.nn.utils, accelerate or Trainer (whose "
     "max_grad_norm is 1.0 by default) finds none, and clips nothing. If they are to be clipped, call clip_grad_norm_ "
@@ -65,7 +66,6 @@ class CPUOffloadOptimizer(Optimizer):
         self._host: Optimizer | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, its copy)
         self._seen: dict[Tensor, tuple[int, int]] = {}  # parameters as they were when both were the same
-        self._hooks: list[RemovableHandle] = []
         self._warns_of_clipping = offload_gradients
         self._check_alone()
         super().__init__(params, dict(options))
@@ -104,7 +104,9 @@ class CPUOffloadOptimizer(Optimizer):
         self._pairs.append((p, host))
         if self._offload_gradients:
             _move_gradient(p, host)
-            self._hooks.append(p.register_post_accumulate_grad_hook(partial(_move_gradient, host=host)))
+            if p in _MOVES:  # by an earlier optimizer, which would leave none for this one
+                _MOVES[p].remove()
+            _MOVES[p] = p.register_post_accumulate_grad_hook(partial(_move_gradient, host=host))
 
     def _pair_unfrozen(self) -> None:
         """Give parameters that were frozen when they were added, and are not any more, copies at their places."""

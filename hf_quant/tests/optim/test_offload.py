@@ -100,6 +100,19 @@ def test_a_parameter_is_trained_once_it_is_unfrozen(cls, offload_gradients):
     assert same(offloaded, alone) and same_states(optimizer.state_dict(), plain.state_dict())
 
 
+def test_a_later_optimizer_gets_the_gradients():
+    """As when a notebook makes it again: the hooks of the earlier one stay with the parameters."""
+    layer = nn.Linear(4, 4)
+    first, second = (
+        CPUOffloadOptimizer(layer.parameters(), torch.optim.SGD, lr=1.0, offload_gradients=True) for _ in range(2)
+    )
+    layer(torch.ones(1, 4)).sum().backward()
+    assert first.clip_grad_norm_(9.0) == 0 and second.clip_grad_norm_(9.0) == 20**0.5
+    before = layer.bias.detach().clone()
+    second.step()
+    torch.testing.assert_close(before - layer.bias, torch.ones(4))
+
+
 def test_clipping_and_scaling_that_find_no_gradients_are_named():
     def offloaded(**options) -> tuple[torch.Tensor, CPUOffloadOptimizer]:
         layer = nn.Linear(4, 4)
