@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
 from pathlib import Path
@@ -49,7 +48,7 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
         path = Path(data)
         if isinstance(data, str) and not os.path.isfile(data):
             raise ValueError(
-                f"{textwrap.shorten(data, 60)!r} is not a file; needs a text file, token ids as .npy, or a text "
+                f"{data[:200]!r} is not a file; needs a text file, token ids as .npy, or a text "
                 'itself in a list: ["a text"]'
             )
         tokenizer = None if path.suffix == ".npy" else _needed(tokenizer, f"the text in {path}")
