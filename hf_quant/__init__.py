@@ -1,13 +1,14 @@
 """hf_quant: quantize any Hugging Face model on load, run it fast, save it, load it back.
 
 Importing it registers "hf_quant" with transformers and diffusers, as soon as each is imported. The public names are
-resolved at first use: this file also runs inside `import torch` (see `_boot`), where it must cost nothing.
+resolved at first use, as are submodules (`hf_quant.optim`): this file also runs inside `import torch` (see `_boot`),
+where it must cost nothing.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hf_quant._boot import boot
+from hf_quant._boot import boot, submodule
 from hf_quant._version import __version__
 
 
@@ -120,7 +121,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts every name
 
     def __getattr__(name: str):
         if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return submodule(__name__, name)
         value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
         globals()[name] = value
         return value

@@ -69,6 +69,19 @@ def boot() -> None:
             _register(host)
 
 
+def submodule(package: str, name: str) -> ModuleType:
+    """Import a public submodule at its first use as an attribute of its package.
+
+    Raises:
+        AttributeError: there is none of this name.
+    """
+    from importlib.util import find_spec
+
+    if name.startswith("_") or find_spec(f"{package}.{name}") is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return import_module(f"{package}.{name}")
+
+
 class _HostFinder:
     """A finder that registers an adapter after the other finders' loader has executed the host's module."""
 

@@ -40,6 +40,8 @@ class Observer(NamedTuple):
     update: Callable[[nn.Module, QuantizerConfig | None, QuantizerConfig | None], None]
     # Writes a resolved config into what the host saves, and changes nothing else.
     record: Callable[[nn.Module, QuantizerConfig], None]
+    # Called when layers of a model are prepared for training (True), and when they are the host's again (False).
+    train: Callable[[nn.Module, bool], None] | None = None
 
 
 OBSERVERS: list[Observer] = []  # filled by `integrations`
@@ -171,6 +173,13 @@ def notify_observers(
     for observer, host, own in _hosts(model, schemes or {}):
         if own or config is None or host is model:
             observer.update(host, None if config is None else resolved(config, own), config)
+
+
+def notify_training(model: nn.Module, is_prepared: bool) -> None:
+    """Notify the host observers of a model, and of host models inside it, that layers train, or that they do not."""
+    for observer, host, _ in _hosts(model, {}):
+        if observer.train is not None:
+            observer.train(host, is_prepared)
 
 
 def record_schemes(model: nn.Module, config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hf_quant.optim import AdamW
+from hf_quant.optim import AdamW, CPUOffloadOptimizer
 from integration_tests.support.two_processes import Failures, run_in_two_processes, whole
 
 
@@ -88,7 +89,7 @@ def in_each_process(directory: Path, failures: Failures) -> None:
             check_fully_sharded(states, directory / states)
         with failures.of(f"{states}, placements"):
             check_placements(states)
-    for check in (check_refusals, check_a_first_step_of_zeros):
+    for check in (check_refusals, check_offloaded_gradients_are_refused, check_a_first_step_of_zeros):
         with failures.of(check.__name__):
             check()
 
@@ -144,6 +145,13 @@ def check_refusals() -> None:
             assert match in str(error), error
         else:
             raise AssertionError(f"no error for {placement}")
+
+
+def check_offloaded_gradients_are_refused() -> None:
+    """DistributedDataParallel would average what has left; gradients that stay until the step are averaged."""
+    CPUOffloadOptimizer(network().parameters(), AdamW)
+    with pytest.raises(ValueError, match="offload_gradients=True in one of 2 processes"):
+        CPUOffloadOptimizer(network().parameters(), AdamW, offload_gradients=True)
 
 
 def check_a_first_step_of_zeros() -> None:

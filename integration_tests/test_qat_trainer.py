@@ -178,6 +178,17 @@ def test_evaluation_gives_the_loss_and_the_logits(tmp_path):
     assert found.metrics["test_loss"] == pytest.approx(expected.item(), rel=0.1)
 
 
+def test_evaluation_without_labels_gives_the_loss_of_all_tokens(tmp_path):
+    training = distiller(prepared(), tmp_path)
+    unlabelled = [{"input_ids": ids, "attention_mask": ids.new_ones(24)} for ids in IDS[:4]]
+    unlabelled[0]["attention_mask"][20:] = 0
+    labelled = [{**row, "labels": torch.where(row["attention_mask"] == 0, -100, 0)} for row in unlabelled]
+    found, expected = training.predict(unlabelled), training.predict(labelled)
+    assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6) and not found.label_ids
+    assert training.evaluate(unlabelled)["eval_loss"] == found.metrics["test_loss"] > 0
+    assert (found.predictions == expected.predictions).all()
+
+
 def softcapped() -> Gemma2ForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

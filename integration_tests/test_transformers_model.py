@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ import transformers
 from torch import nn
 
 import hf_quant
-from hf_quant import QuantizerConfig, dequantize_, quantize_
+from hf_quant import (
+    QuantizerConfig,
+    convert_qat_,
+    dequantize_,
+    finish_training_,
+    prepare_qat_,
+    prepare_training_,
+    quantize_,
+)
 from hf_quant.modules import QuantizedModule
 from hf_quant.testing import sqnr
 from integration_tests.support.tiny_models import build, inputs, outputs
@@ -211,6 +220,33 @@ def test_resize_of_a_quantized_embedding(name, mean_resizing, size, load, tmp_pa
     with pytest.raises(ValueError, match="is quantized and cannot be resized"):
         model.resize_token_embeddings(size, mean_resizing=mean_resizing)
     assert torch.equal(model.get_input_embeddings().qdata, codes)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "finish", "prepared"),
+    [
+        (prepare_qat_, convert_qat_, QuantizerConfig("int4", modules={"lm_head": "int8"})),
+        (prepare_qat_, convert_qat_, QuantizerConfig("int4", modules={"model.embed_tokens": "int8"})),
+        (partial(prepare_training_, min_size=1, modules={"lm_head": "int8"}), finish_training_, "int8"),
+    ],
+)
+def test_resize_in_training(prepare, finish, prepared):
+    """The host would put a plain layer in the place of the prepared head."""
+    model = build("llama")
+    prepare(model, prepared)
+    with pytest.raises(ValueError, match="is prepared for training and cannot be resized: resize the model before"):
+        copy.deepcopy(model).resize_token_embeddings(100)
+    finish(model)
+    if prepared == "int8":
+        assert "resize_token_embeddings" not in vars(model)
+        model.resize_token_embeddings(100)
+
+
+def test_resize_of_a_plain_embedding_in_training():
+    model = build("llama")
+    prepare_qat_(model, "int4")
+    model.resize_token_embeddings(100, mean_resizing=False)
+    assert convert_qat_(model).lm_head.weight.shape == (100, 64)
 
 
 # generation

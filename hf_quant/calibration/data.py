@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from hf_quant.evaluate import cut_windows, read_ids
 
@@ -44,10 +46,18 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
         return Data(partial(_once, data), {"data": getattr(data, "__name__", type(data).__name__)}, 1)
     if isinstance(data, (str, Path)):
         path = Path(data)
+        if isinstance(data, str) and not os.path.isfile(data):
+            raise ValueError(
+                f"{data[:200]!r} is not a file; needs a text file, token ids as .npy, or a text "
+                'itself in a list: ["a text"]'
+            )
         tokenizer = None if path.suffix == ".npy" else _needed(tokenizer, f"the text in {path}")
         return _windows(read_ids(path, tokenizer), model, path.name, tokenizer, num_tokens, length)
+    data = _tensor(data) if _is_array(data) else data
     if isinstance(data, (Tensor, Mapping)):
         data = [data] if len(data) else []
+    if isinstance(data, Dataset) and not isinstance(data, Iterable):
+        data = DataLoader(data, batch_size=None)  # which reads them one by one
     if not isinstance(data, Iterable):
         raise ValueError(
             f"calibration data is a {type(data).__name__}; needs a file, texts, token ids, batches, or a function"
@@ -61,6 +71,7 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
             return _texts(data, model, _needed(tokenizer, "texts"), num_tokens, length)
         if isinstance(data[0], int):
             data = [torch.tensor(data)]
+        data = [_tensor(part) if _is_array(part) else part for part in data]
         if all(map(_is_ids, data)) and hasattr(model, "config"):
             return _sequences(data, model, num_tokens, length)
     num_runs = len(data) if isinstance(data, Sized) else None
@@ -112,11 +123,8 @@ def _sequences(data: list[Any], model: nn.Module, num_tokens: int, length: int) 
 def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, length: int) -> Data:
     """Texts: for a causal language model one behind the other, else each on its own, padded."""
     name = f"{len(texts)} texts"
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"a {type(model).__name__} reads two sequences: give batches with decoder_input_ids, or a function that "
-            "calls model.generate"
-        )
+    if _reads_two(model):
+        raise ValueError(_two_sequences(model))
     if getattr(model, "can_generate", lambda: False)():
         eos = getattr(tokenizer, "eos_token_id", None)
         ids: list[int] = []
@@ -134,6 +142,17 @@ def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, 
     digest = hashlib.sha256("\0".join(chosen).encode()).hexdigest()
     record = {"data": name, "sha256": digest, "num_tokens": int(totals[count - 1]), "length": length}
     return Data(partial(_runs, batches, None), record, len(batches))
+
+
+def _reads_two(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def _two_sequences(model: nn.Module) -> str:
+    return (
+        f"a {type(model).__name__} reads two sequences: give batches with decoder_input_ids, or a function that calls "
+        "model.generate"
+    )
 
 
 def _needed(tokenizer: Any, what: str) -> Any:
@@ -155,12 +174,41 @@ def _once(run: Run, all_logits: bool) -> Iterator[Run]:
 def _runs(data: Iterable[Any], num_tokens: int | None, all_logits: bool) -> Iterator[Run]:
     """Functions that run the model on one batch each, until so many tokens are read."""
     count = 0
-    for batch in data:
+    for given in data:
         if num_tokens is not None and count >= num_tokens:
             return
+        batch = _as_batch(given) if isinstance(given, Mapping) else given
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         count += ids.numel() if isinstance(ids, Tensor) else 0
         yield partial(_run, batch, all_logits)
+
+
+def _as_batch(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Make a batch of tensors of a tokenizer's lists, or of a row of a dataset without its texts; keep a batch."""
+    ids = given.get("input_ids")
+    if ids is None or (isinstance(ids, Tensor) and ids.dim() != 1):
+        return given
+    found = {name: _tensor(value, name) for name, value in given.items() if not isinstance(value, str)}
+    if found["input_ids"].dim() > 1:
+        return found
+    return {name: value[None] if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy"  # which need not be installed
+
+
+def _tensor(value: Any, name: str = "token ids") -> Any:
+    """Numbers, lists of them and arrays as tensors; anything else as it is."""
+    if not (_is_array(value) or isinstance(value, (int, float, list))):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"calibration data has {name} that are no rows of numbers of one length ({error}): pad them, or give each "
+            "row by itself"
+        ) from error
 
 
 def _run(batch: Any, all_logits: bool, model: nn.Module) -> Any:
@@ -173,7 +221,12 @@ def _run(batch: Any, all_logits: bool, model: nn.Module) -> Any:
             given.setdefault("use_cache", False)
         if "logits_to_keep" in accepted and not all_logits and "labels" not in given:
             given.setdefault("logits_to_keep", 1)
-        return model(**given)
+        try:
+            return model(**given)
+        except ValueError as error:  # some, such as BART, make the second sequence of the first
+            if not _reads_two(model) or any(name == "labels" or name.startswith("decoder_") for name in given):
+                raise
+            raise ValueError(_two_sequences(model)) from error
     if isinstance(batch, (list, tuple)):
         return model(*(_moved(value, device) for value in batch))
     return model(_moved(batch, device))

@@ -125,3 +125,24 @@ def refuse_training(model: nn.Module, host: Callable[..., nn.Module], requires_g
             "whose is_floating_point() is True"
         )
     return host(requires_grad)
+
+
+def refuse_resize(model: Any, host: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """Wrap `resize_token_embeddings`: the host makes a plain layer of the head, and a longer weight of the table."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(isinstance(module, QuantizedModule) for module in ends):
+        raise ValueError(
+            "the embedding or the output head of this model is quantized and cannot be resized: resize the 16-bit "
+            "model and quantize that, keep both in 16 bit, or dequantize() first"
+        )
+    if any(getattr(module, "is_in_training", False) for module in ends):
+        raise ValueError(
+            "the embedding or the output head of this model is prepared for training and cannot be resized: resize "
+            "the model before prepare_qat_ or prepare_training_, or finish_training_ first"
+        )
+    return host(*args, **kwargs)
+
+
+def keep_prepared(model: nn.Module, is_prepared: bool) -> None:
+    """Have a model whose layers train refuse what would drop one; undo it when they do not train any more."""
+    (attach_methods if is_prepared else detach_methods)(model, {"resize_token_embeddings": refuse_resize})

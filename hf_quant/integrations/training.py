@@ -99,8 +99,9 @@ class DistillTrainer(Trainer):
         trainer = DistillTrainer(model, args, teacher=teacher, train_dataset=data, callbacks=[QATCallback()])
 
     Language models only. The labels of a batch say which tokens count, and not what they should be: -100 leaves one
-    out. The sum over tokens is divided by the number of all tokens of a step, however many batches it has. The logits
-    of both models are made of `chunk` tokens at a time.
+    out. Without labels those of the attention mask count, in training and in evaluation. The sum over tokens is
+    divided by the number of all tokens of a step, however many batches it has. The logits of both models are made of
+    `chunk` tokens at a time.
 
     Args:
         teacher: a model with the same vocabulary, in 16 bit as a rule; it is not trained.
@@ -147,6 +148,20 @@ class DistillTrainer(Trainer):
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {"loss": loss, "logits": outputs.logits}) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, logits and labels of a batch; without labels, which Trainer needs for a loss, None for them."""
+        if "labels" in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        marked = {**inputs, "labels": torch.where(_counted(inputs), inputs["input_ids"], -100)}
+        loss, logits, _ = super().prediction_step(model, marked, prediction_loss_only, ignore_keys)
+        return loss, logits, None
 
 
 def _counted(inputs: dict[str, Any]) -> Tensor:

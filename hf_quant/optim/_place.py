@@ -1,9 +1,23 @@
 """Places of parameters: their rows and columns, those of a shard in the whole, and states that are sharded alike."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+
+@contextmanager
+def dropped_if_refused(optimizer: Optimizer) -> Iterator[None]:
+    """A body that adds a group to an optimizer; the group goes again if the body raises."""
+    count = len(optimizer.param_groups)
+    try:
+        yield
+    except BaseException:
+        del optimizer.param_groups[count:]
+        raise
 
 
 class Place(NamedTuple):

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hf_quant.coded_weight import CodedWeight
 from hf_quant.kernels.adam_step.op import BLOCKS, CODECS, FLOATS, STATES, adam_step_
-from hf_quant.optim._place import Place, local, place_of, sharded_alike, zeros
+from hf_quant.optim._place import Place, dropped_if_refused, local, place_of, sharded_alike, zeros
 
 
 FORMAT_VERSION = 1  # of state dicts
@@ -70,8 +70,9 @@ class AdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see torch.optim.Optimizer. Raises ValueError as the class does."""
-        super().add_param_group(param_group)
-        _check_group(self.param_groups[-1])
+        with dropped_if_refused(self):
+            super().add_param_group(param_group)
+            _check_group(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -86,6 +86,24 @@ def test_an_unknown_name():
         exec("from hf_quant import quantise_")
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["optim.AdamW8bit", "training.prune_", "kernels.set_prepack_limit", "integrations.peft.loftq_init_"],
+)
+def test_submodules_need_no_import_of_their_own(written, monkeypatch):
+    for package in (hf_quant, getattr(hf_quant, "integrations", None)):
+        for name in written.split("."):
+            monkeypatch.delattr(package, name, raising=False)  # as if nothing had imported it
+    assert callable(eval(f"hf_quant.{written}"))
+
+
+def test_private_and_missing_submodules_are_no_attributes(monkeypatch):
+    monkeypatch.delattr(hf_quant, "_lazy_ops", raising=False)
+    for name in ("_lazy_ops", "integrations.pefd"):
+        with pytest.raises(AttributeError, match="has no attribute"):
+            eval(f"hf_quant.{name}")
+
+
 def test_from_import_star():
     names: dict = {}
     exec("from hf_quant import *", names)

@@ -23,7 +23,7 @@ from hf_quant.modules import (
 from hf_quant.modules.products import autocast
 from hf_quant.patterns import matches
 from hf_quant.planning import PlanEntry, format_table, plan, template
-from hf_quant.quantize import check_weight, notify_observers, record_schemes
+from hf_quant.quantize import check_weight, notify_observers, notify_training, record_schemes
 from hf_quant.scheme import LinearScheme
 from hf_quant.training.products import RECIPES, Codes, Recipe, grouped_product, may_keep, product, weight_codes
 from hf_quant.training.shards import by_shards
@@ -257,7 +257,7 @@ def prepare_training_(
     output: bool = True,
     grad_input: bool = True,
     grad_weight: bool = True,
-    min_size: int = MIN_SIZE,
+    min_size: int | None = None,
     modules: Mapping[str, str | None] | None = None,
 ) -> TrainingPlan:
     """Let the linear layers and experts of a model train by products in 8 bits, in place, and return the plan.
@@ -277,7 +277,8 @@ def prepare_training_(
             "sparse24": products in 16 bit of weights of which two in each four of a row are zero
             (https://arxiv.org/abs/2102.04010); which two is chosen anew in each forward pass.
         output, grad_input, grad_weight: False computes this product in 16 bit.
-        min_size: layers with fewer rows or columns stay in 16 bit.
+        min_size: layers with fewer rows or columns stay in 16 bit. None: 256, below which products in 8 bits save
+            nothing; of "bitnet" and "sparse24", whose weights are to be stored so, layers of every size train.
         modules: {name, glob or "re:" pattern: a recipe, or None for 16 bit}, as in QuantizerConfig; the first match
             counts. The output layer, which stays in 16 bit, trains in low bits if it is named.
 
@@ -315,6 +316,7 @@ def prepare_training_(
         module.stored_as = None if scheme is None else (scheme, config)
     # A checkpoint of training then loads as a quantized model.
     record_schemes(model, config, {name: entry.scheme for name, entry in stored.items() if entry.scheme is not None})
+    notify_training(model, True)
     return found
 
 
@@ -323,7 +325,7 @@ def _planned(
     entries: Mapping[str, PlanEntry],
     recipes: Mapping[str, str | None],
     in_low_bits: tuple[bool, bool, bool],
-    min_size: int,
+    min_size: int | None,
 ) -> TrainingPlan:
     """Decide which layers train in low bits. Raises ValueError if none does."""
     found = TrainingPlan()
@@ -335,8 +337,8 @@ def _planned(
             found.reasons[name] = entry.reason or "named in modules"
         elif entry.kind not in FAMILIES[LowBitModule.family]:
             found.reasons[name] = f"kind {entry.kind}: only linear layers and experts train in low bits"
-        elif smallest < min_size:
-            found.reasons[name] = f"smaller than min_size={min_size}"
+        elif smallest < (limit := _limit(RECIPES[own]) if min_size is None else min_size):
+            found.reasons[name] = f"smaller than min_size={limit}"
         elif reason := reason_not_called(model, name, in_evaluation=RECIPES[own].is_ternary or RECIPES[own].is_sparse):
             found.reasons[name] = reason
         elif RECIPES[own].is_sparse and any(shape[-1] % 4 for shape in entry.shapes.values()):
@@ -349,6 +351,11 @@ def _planned(
         reasons = "; ".join(sorted(set(found.reasons.values())))
         raise ValueError(f"no layer of this {type(model).__name__} would train in low bits: {reasons}")
     return found
+
+
+def _limit(recipe: Recipe) -> int:
+    """The default of min_size: what a model is stored with must not depend on what its products save."""
+    return 0 if recipe.is_ternary or recipe.is_sparse else MIN_SIZE
 
 
 def finish_training_(model: _Model) -> _Model:
@@ -375,6 +382,7 @@ def finish_training_(model: _Model) -> _Model:
         set_class_(module, module.host_class)
         if stored_as is not None:
             config = _quantize_stored(module, *stored_as)
+    notify_training(model, False)
     if config is not None:
         schemes = {name: m.scheme for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
         notify_observers(model, config, schemes)

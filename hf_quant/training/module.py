@@ -7,6 +7,7 @@ the dtype that it is stored in, and weights that are the values of their codes u
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,27 @@ class Prepared:
     weight_names: tuple[str, ...]
     config: QuantizerConfig
     is_on: bool = True
+
+
+class FrozenBits(nn.Parameter):
+    """The bits of a scale or zero point, as integers. They stay frozen when a whole model is unfrozen."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "FrozenBits":
+        return super().__new__(cls, data, False)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return type(self), (self.data,)
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        """Stay frozen: integers have no gradient."""
+
+    def requires_grad_(self, mode: bool = True) -> "FrozenBits":
+        return self
 
 
 class QatModule(LayerInTraining):
@@ -151,11 +173,11 @@ class QatModule(LayerInTraining):
         weight, quant = self.get_parameter(name), self.qat.scheme.weight
         for part, tensor in zip(PACKED_NAMES[1:], packed[1:]):
             if tensor is not None:
-                self._set(qat_key(part, name), tensor.view(integer_dtype(tensor.dtype)), requires_grad=False)
+                self._set(qat_key(part, name), FrozenBits(tensor.view(integer_dtype(tensor.dtype)).clone()))
         # Scales that are powers of two have no values near to them.
         if learn_scales and weight.requires_grad and quant.scale_dtype != "float8_e8m0fnu":
             zeros = torch.zeros(packed.scale.shape, dtype=weight.dtype, device=weight.device)
-            self._set(qat_key("log_scale", name), zeros, requires_grad=True)
+            self._set(qat_key("log_scale", name), nn.Parameter(zeros))
 
     @torch.no_grad()
     def start_from_(self, name: str, packed: PackedWeight) -> None:
@@ -167,15 +189,13 @@ class QatModule(LayerInTraining):
         if learned is not None:
             self._versions[name] = (weight._version, learned._version)
 
-    def _set(self, key: str, value: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Set the values of a parameter, which is made if it is not there: an optimizer goes on with the same one."""
+    def _set(self, key: str, value: nn.Parameter) -> None:
+        """Set a parameter, or its values if it is there: an optimizer goes on with the same one."""
         found = self._parameters.get(key)
         if found is None:
-            found = nn.Parameter(value.clone(), requires_grad=requires_grad)
-            self.register_parameter(key, found)
+            self.register_parameter(key, value)
         else:
             found.copy_(value)
-        return found
 
     @torch.no_grad()
     def moved_to_codes(self, name: str, packed: PackedWeight) -> Tensor | None:

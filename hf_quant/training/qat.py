@@ -12,7 +12,14 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.modules import QuantizedModule, convert_module_, set_class_
 from hf_quant.planning import PlanEntry, QuantPlan
-from hf_quant.quantize import check_weight, decide, fuse_as_configured_, notify_observers, share_codes_
+from hf_quant.quantize import (
+    check_weight,
+    decide,
+    fuse_as_configured_,
+    notify_observers,
+    notify_training,
+    share_codes_,
+)
 from hf_quant.training import layers as _layers  # noqa: F401 - they register themselves
 from hf_quant.training.module import Prepared, QatModule
 from hf_quant.training.swapped import class_in_training, reason_not_called
@@ -117,6 +124,7 @@ def prepare_qat_(
         for state in reversed(before):
             state.restore()
         raise
+    notify_training(model, True)
     return quant_plan
 
 
@@ -154,6 +162,7 @@ def convert_qat_(model: _Model) -> _Model:
             dtype = module.get_parameter(record.weight_names[0]).dtype
             options = {"algorithm": record.algorithm, "dtype": dtype, "name": name, "packed": codes}
             first[key] = convert_module_(module, record.scheme, **options)
+    notify_training(model, False)
     schemes = {name: module.scheme for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
     fuse_as_configured_(model, config.fuse_projections)
     notify_observers(model, config, schemes)

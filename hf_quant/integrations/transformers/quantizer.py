@@ -37,7 +37,15 @@ from hf_quant.integrations.loading import (
     trim_memory,
     waiting_module,
 )
-from hf_quant.integrations.methods import Wrapper, attach_methods, count_weights, detach_methods, refuse_training
+from hf_quant.integrations.methods import (
+    Wrapper,
+    attach_methods,
+    count_weights,
+    detach_methods,
+    keep_prepared,
+    refuse_resize,
+    refuse_training,
+)
 from hf_quant.integrations.transformers import generation
 from hf_quant.integrations.transformers.blocks import block_rules, fuse_blocks_as_configured_, unfuse_blocks_
 from hf_quant.integrations.transformers.names import (
@@ -416,15 +424,7 @@ def _check_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def _refuse_resize(model: nn.Module, host: Callable, *args: Any, **kwargs: Any) -> nn.Module:
-    if any(isinstance(m, QuantizedModule) for m in (model.get_input_embeddings(), model.get_output_embeddings())):
-        raise ValueError(
-            "the embedding or the output head of this model is quantized and cannot be resized: resize the 16-bit "
-            "model and quantize that, keep both in 16 bit, or dequantize() first"
-        )
-    return host(*args, **kwargs)
-
-
+_refuse_resize = refuse_resize  # its name in pickles of whole models
 # The host refuses `half` and `float` itself, and ends an upload with `_upload_modified_files`, after writing its card.
 _WRAPPERS: dict[str, Wrapper] = {
     "to": _refuse_cast,
@@ -479,7 +479,7 @@ def _tokenizer_of(model: nn.Module) -> Any:
         return None
 
 
-_OBSERVER = quantize.Observer(_is_own, _observe, _record)
+_OBSERVER = quantize.Observer(_is_own, _observe, _record, keep_prepared)
 
 
 def register() -> None:

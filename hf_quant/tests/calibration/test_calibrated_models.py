@@ -8,8 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, BertConfig, BertModel
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import hf_quant
 from hf_quant import Calibration, QuantizerConfig, calibrate, quantize_
@@ -70,10 +78,33 @@ def test_forms_of_the_same_ids_give_the_same_codes(tmp_path):
         ({"input_ids": part} for part in [IDS]),
         DataLoader([{"input_ids": row} for row in IDS], batch_size=3),
         run,
+        IDS.numpy(),
+        list(IDS.numpy()),
+        {"input_ids": IDS.tolist(), "attention_mask": torch.ones_like(IDS).tolist()},
     ):
         assert same(solved(data), expected), data
     assert not same(solved(IDS.flip(1)), expected)
     assert error(expected) < 0.6 * error(quantize_(llama(), QuantizerConfig("int4", input_transform="hadamard")))
+
+
+class Rows(Dataset):
+    """A map-style dataset without an end of its own, as one is that reads files."""
+
+    def __len__(self) -> int:
+        return len(IDS)
+
+    def __getitem__(self, i: int) -> dict:
+        assert 0 <= i < len(IDS)
+        return {"input_ids": IDS[i], "attention_mask": torch.ones_like(IDS[i]), "text": "of which the ids are"}
+
+
+def test_rows_of_a_dataset_are_batches_of_one():
+    expected = solved([{"input_ids": row[None]} for row in IDS])
+    rows = [Rows()[i] for i in range(len(IDS))]
+    lists = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in IDS]
+    arrays = [{"input_ids": row.numpy()} for row in IDS]
+    for data in (Rows(), rows, lists, arrays):
+        assert same(solved(data), expected), data
 
 
 def test_texts(tmp_path):
@@ -107,12 +138,33 @@ def test_an_encoder_reads_padded_texts():
         quantize_(base, GPTQ)
 
 
+def test_an_encoder_decoder_needs_both_of_its_sequences(tmp_path):
+    sizes = {"d_model": 64, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 32, "vocab_size": 64}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 4)
+    for data in (IDS, [{"input_ids": IDS}], tmp_path / "text.txt", ["a text"]):
+        with pytest.raises(
+            ValueError, match="reads two sequences: give batches with decoder_input_ids, or a function"
+        ):
+            quantize_(model, GPTQ, calibration=data, tokenizer=Tokenizer())
+    with pytest.raises(ValueError, match="exactly one of"):
+        quantize_(model, GPTQ, calibration=[{"input_ids": IDS, "inputs_embeds": torch.ones(1), "labels": IDS}])
+    quantize_(model, GPTQ, calibration=[{"input_ids": IDS, "labels": IDS}])
+    sizes = {"d_model": 64, "vocab_size": 64, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {
+        f"{part}_{of}": n for part in ("encoder", "decoder") for of, n in (("ffn_dim", 64), ("attention_heads", 2))
+    }
+    quantize_(BartForConditionalGeneration(BartConfig(**sizes)), GPTQ, calibration=IDS)  # makes one of the other
+
+
 def test_wrong_data_is_refused_and_the_model_stays():
     model = llama()
     for data, message in (
         ([], "is empty"),
         (7, "is a int"),
         ("no such file", "is not a file"),
+        ("a text " * 1000, r"'a text a text .*' is not a file; needs .* or a text itself in a list: \["),
+        ([{"input_ids": [[1, 2], [3]]}], "has input_ids that are no rows of numbers of one length"),
         (torch.full((1, 8), 64), "token 64, the vocabulary of the model 64"),
         ({"data": IDS, "tokens": 3}, r"unknown keys \['tokens'\]"),
         ({"data": IDS, "length": 1}, "length is 1"),

@@ -2,13 +2,14 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_quant.optim import AdamW, AdamW4bit, AdamW8bit, AdamWFp8
+from hf_quant.optim import AdamW, AdamW4bit, AdamW8bit, AdamWFp8, CPUOffloadOptimizer
 
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -282,6 +283,19 @@ def test_refusals():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="dense gradients .* \\(sparse=False"):
         AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("make", [AdamW8bit, partial(CPUOffloadOptimizer, cls=AdamW8bit)], ids=["alone", "offloaded"])
+def test_a_group_that_is_refused_leaves_no_trace(make):
+    p, half = (nn.Parameter(torch.ones(4, 4, dtype=dtype)) for dtype in (torch.float32, torch.float16))
+    optimizer = make([p])
+    with pytest.raises(ValueError, match="is torch.float16"):
+        optimizer.add_param_group({"params": [half]})
+    p.grad, half.grad = torch.ones_like(p), torch.ones_like(half)
+    optimizer.step()
+    assert len(optimizer.param_groups) == len(optimizer.state_dict()["param_groups"]) == 1
+    assert (half == 1).all() and (p != 1).all()
+    optimizer.add_param_group({"params": [nn.Parameter(half.float())]})
 
 
 def test_states_that_do_not_fit_are_refused():

@@ -1,6 +1,7 @@
 """`CPUOffloadOptimizer`: the bits of the optimizer that it carries, however the gradients come."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -67,6 +68,76 @@ def test_gradients_leave_their_parameters():
     weights = copy.deepcopy(model)
     optimizer.step()
     assert same(model, weights)
+
+
+def test_each_gradient_is_used_by_one_step():
+    """Also in a loop that calls zero_grad of the model, as Trainer does."""
+    layer = nn.Linear(4, 4)
+    optimizer = CPUOffloadOptimizer(layer.parameters(), torch.optim.SGD, lr=1.0, offload_gradients=True)
+    before = layer.weight.detach().clone()
+    for _ in range(3):
+        for _ in range(2):
+            layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        layer.zero_grad()
+    torch.testing.assert_close(before - layer.weight, torch.full((4, 4), 6.0))
+
+
+@pytest.mark.parametrize("cls", [AdamW8bit, torch.optim.Adagrad])
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_a_parameter_is_trained_once_it_is_unfrozen(cls, offload_gradients):
+    """`network` has a frozen layer. Its gradient counts in the first norm, too."""
+    alone, offloaded = network(), network()
+    plain = cls(alone.parameters(), lr=3e-3)
+    optimizer = CPUOffloadOptimizer(offloaded.parameters(), cls, lr=3e-3, offload_gradients=offload_gradients)
+    clip = (lambda _, norm: optimizer.clip_grad_norm_(norm)) if offload_gradients else nn.utils.clip_grad_norm_
+    before = offloaded[5].weight.detach().clone()
+    for steps in (2, 3):
+        assert train(offloaded, optimizer, steps, clip) == train(alone, plain, steps)
+        for model in (alone, offloaded):
+            model[5].requires_grad_(True)
+    assert not torch.equal(offloaded[5].weight, before)
+    assert same(offloaded, alone) and same_states(optimizer.state_dict(), plain.state_dict())
+
+
+def test_a_later_optimizer_gets_the_gradients():
+    """As when a notebook makes it again: the hooks of the earlier one stay with the parameters."""
+    layer = nn.Linear(4, 4)
+    first, second = (
+        CPUOffloadOptimizer(layer.parameters(), torch.optim.SGD, lr=1.0, offload_gradients=True) for _ in range(2)
+    )
+    layer(torch.ones(1, 4)).sum().backward()
+    assert first.clip_grad_norm_(9.0) == 0 and second.clip_grad_norm_(9.0) == 20**0.5
+    before = layer.bias.detach().clone()
+    second.step()
+    torch.testing.assert_close(before - layer.bias, torch.ones(4))
+
+
+def test_clipping_and_scaling_that_find_no_gradients_are_named():
+    def offloaded(**options) -> tuple[torch.Tensor, CPUOffloadOptimizer]:
+        layer = nn.Linear(4, 4)
+        return layer(torch.ones(1, 4)).sum(), CPUOffloadOptimizer(layer.parameters(), AdamW8bit, **options)
+
+    for clips in (True, False):
+        loss, optimizer = offloaded(offload_gradients=True)
+        if clips:
+            optimizer.register_step_pre_hook(clip_to_one)
+        loss.backward()
+        with nullcontext() if clips else pytest.warns(UserWarning, match="clips nothing. .*clip_grad_norm_ of this"):
+            optimizer.step()
+        optimizer.step()  # it warns once
+    for offload_gradients in (False, True):
+        loss, optimizer = offloaded(offload_gradients=offload_gradients)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss).backward()
+        expected = pytest.raises(ValueError, match="GradScaler finds no gradients")
+        with expected if offload_gradients else nullcontext():
+            scaler.step(optimizer)
+
+
+def clip_to_one(optimizer: Optimizer, *_) -> None:
+    assert isinstance(optimizer, CPUOffloadOptimizer)
+    optimizer.clip_grad_norm_(1.0)
 
 
 def test_it_saves_and_loads_what_the_optimizer_itself_does():

@@ -435,6 +435,15 @@ def test_bitnet_weights_become_codes_of_int2_without_loss(dtype):
     assert not torch.equal(dequantize_(quantize_(copy.deepcopy(layer), "int2")).weight, layer.weight)
 
 
+def test_bitnet_trains_layers_of_every_size():
+    """int2 of a small layer that has trained in 16 bit would not be what was trained."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 32))
+    assert set(prepare_training_(model, "bitnet").layers) == {"0", "1"}
+    assert set(prepare_training_(finish_training_(model), "bitnet", min_size=256).layers) == {"0"}
+    assert set(prepare_training_(finish_training_(model), modules={"1": "bitnet"}).layers) == {"0", "1"}
+    assert [len(layer.weight.unique()) for layer in finish_training_(model)] == [3, 3]
+
+
 def test_a_small_model_learns_as_in_16_bit():
     def losses(recipe: str | None) -> list[float]:
         torch.manual_seed(0)

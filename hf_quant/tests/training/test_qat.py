@@ -218,6 +218,20 @@ def test_which_scales_learn():
     assert not hasattr(frozen[0], "qat_log_scale") and hasattr(frozen[2], "qat_log_scale")
 
 
+def test_a_prepared_model_is_unfrozen_as_a_whole():
+    """Its scales, which are integers, stay as they are; also those of a copy and of a pickle."""
+    model = mlp()
+    prepare_qat_(model, "int3")
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        one.requires_grad_(False)
+        assert one.requires_grad_(True) is one
+        for p in one.parameters():
+            p.requires_grad = True
+        frozen = {name for name, p in one.named_parameters() if not p.requires_grad}
+        assert frozen == {f"{i}.{name}" for i in (0, 2) for name in ("qat_scale", "qat_global_scale")}
+        train(one, inputs(), steps=1)
+
+
 def test_state_dict_copies_and_pickles():
     model, x = mlp(), inputs()
     prepare_qat_(model, "int3")

@@ -51,6 +51,20 @@ def test_a_layer_computes_with_pruned_weights_and_trains_all_of_them():
     assert type(layer) is nn.Linear and torch.equal(layer.weight, pruned)
 
 
+def test_every_layer_that_is_pruned_stays_so():
+    """Also one below the size from which products in 8 bits pay: stored as 2:4, it would lose half of its weights."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 32)), torch.randn(5, 64)
+    pruned = prune_(model)
+    assert {f"{name}.weight" for name in prepare_training_(model, "sparse24").layers} == set(pruned)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).square().sum().backward()
+    optimizer.step()
+    finish_training_(model)
+    dense, sparse = (quantize_(copy.deepcopy(model), {"weights": "int8", "sparsity": s})(x) for s in (None, "2:4"))
+    torch.testing.assert_close(sparse, dense)
+
+
 def test_training_by_pruned_weights_ends_below_pruning_after_training():
     ids = torch.randint(0, 30, (4, 32), generator=torch.Generator().manual_seed(3))
 
