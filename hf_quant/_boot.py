@@ -32,6 +32,7 @@ from types import ModuleType
 
 _ADAPTERS = {
     "transformers.quantizers.auto": "hf_quant.integrations.transformers.quantizer",
+    "transformers.modeling_utils": "hf_quant.integrations.transformers.saving",
     "diffusers.quantizers.auto": "hf_quant.integrations.diffusers.quantizer",
     "diffusers.loaders.lora_pipeline": "hf_quant.integrations.diffusers.lora",
     "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers.attention",

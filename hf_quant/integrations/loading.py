@@ -157,7 +157,7 @@ def prepare_from_checkpoint(
         for weight in module.weight_names:
             if weight not in done[name]:
                 raise ValueError(f"the checkpoint lacks {name}.{packed_key('qdata', weight)}; is a shard missing?")
-    _check_plan(schemes, modules, converted, tied)
+    _check_plan(schemes, model, converted, tied, {stored.module for stored in stored_weights(keys)})
     for target, source in tied.items():
         if source in done and target not in done:
             share_codes_(modules[target], converted[source], name=target)
@@ -205,20 +205,30 @@ def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> N
 
 
 def _check_plan(
-    schemes: _Schemes, modules: dict[str, nn.Module], converted: Container[str | None], tied: dict[str, str]
+    schemes: _Schemes,
+    model: nn.Module,
+    converted: Container[str | None],
+    tied: dict[str, str],
+    stored: Container[str],
 ) -> None:
     """Raise ValueError if a module that the stored plan names, and this model has, did not get codes."""
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         if isinstance(module, QuantizedModule) or tied.get(name) in converted:
             continue
         register_experts(module)
         if quantized_class(type(module)) is None:
             continue
         planned = schemes.name_of(name)
-        if planned is not None:
+        if planned is None:
+            continue
+        if planned in stored:
             raise ValueError(
-                f"the stored plan names {planned}, but the checkpoint has no codes for it; is a shard missing?"
+                f"the checkpoint has the codes of {name} as {planned}, where a {type(model).__name__} does not look "
+                "for them: load it with the class of the model that was saved"
             )
+        raise ValueError(
+            f"the stored plan names {planned}, but the checkpoint has no codes for it; is a shard missing?"
+        )
 
 
 def waiting_module(model: nn.Module, param_name: str) -> QuantizedModule | None:
