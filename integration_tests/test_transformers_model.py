@@ -182,8 +182,13 @@ def test_exchanged_and_added_layers_save_and_reload(load, tmp_path):
 
 
 def test_dequantize_in_another_dtype(load):
-    model = load().dequantize(dtype=torch.float32)
-    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    for name in ("llama", "llama_tied", "bert"):
+        model = load(name)
+        expected = outputs(model, name)
+        model = model.dequantize(dtype=torch.float32)
+        assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+        assert sqnr(outputs(model, name), expected) > 28
+    assert {tensor.dtype for tensor in load().dequantize().parameters()} == {torch.bfloat16}
 
 
 def test_device_moves_are_allowed_and_casts_refused(load):
