@@ -206,6 +206,9 @@ def test_device_moves_are_allowed_and_casts_refused(load):
     ):
         with pytest.raises(ValueError, match="this model is quantized: casting it to torch.float.*Load it with dtype"):
             cast()
+    for dst_type in (torch.float16, torch.bfloat16, "torch.FloatTensor"):
+        with pytest.raises(ValueError, match=r"type\(.*\) would cast its codes.*dequantize\(\) it first"):
+            model.type(dst_type)
     for name in ("half", "float"):
         with pytest.raises(ValueError, match="not supported for quantized model"):
             getattr(model, name)()

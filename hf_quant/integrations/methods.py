@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_quant.modules import QuantizedModule, uncounted_weights
@@ -125,3 +126,11 @@ def refuse_training(model: nn.Module, host: Callable[..., nn.Module], requires_g
             "whose is_floating_point() is True"
         )
     return host(requires_grad)
+
+
+def refuse_type(model: nn.Module, host: Callable[..., nn.Module], dst_type: torch.dtype | str) -> nn.Module:
+    """Wrap `type`, which casts integers, too."""
+    raise ValueError(
+        f"this model is quantized: type({dst_type!r}) would cast its codes, which are then lost. Load it with another "
+        "dtype, or dequantize() it first"
+    )
