@@ -405,6 +405,10 @@ def test_an_exclusion_that_matches_nothing_is_said(caplog):
     plan(nn.Sequential(nn.Linear(64, 64)), QuantizerConfig("int8", modules_to_not_convert=["lm-head"]))
     assert "lm-head" in caplog.text
     caplog.clear()
+    tower = nn.ModuleDict({"tower": nn.ModuleDict({"up": nn.Linear(64, 64)})})
+    plan(nn.ModuleDict({"model": tower}), QuantizerConfig("int8", modules_to_not_convert=["tower.*"]))
+    assert "'tower.*', which no module that can be quantized matches; '*.tower.*' would match" in caplog.text
+    caplog.clear()
     plan(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), QuantizerConfig("int8", modules_to_not_convert=["1"]))
     assert not caplog.text
 
