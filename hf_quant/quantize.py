@@ -25,7 +25,7 @@ from hf_quant.modules import (
     share_inputs_,
     unfuse_projections_,
 )
-from hf_quant.planning import QuantPlan, plan, resolved, schemes_from_list
+from hf_quant.planning import QuantPlan, check_model, plan, resolved, schemes_from_list
 from hf_quant.scheme import LinearScheme
 
 
@@ -74,6 +74,7 @@ def quantize_(
             matches nothing, nothing would be quantized, or the calibration data does not fit. The model is then
             unchanged.
     """
+    check_model(model)
     config = as_config(config)
     calibration = config.calibration if calibration is None else calibration
     known = stored_config(model)
@@ -266,6 +267,7 @@ def dequantize_(model: _Model, dtype: torch.dtype | None = None) -> _Model:
     default: the dtype that each weight had, and the others stay as they are. Raises ValueError if nothing in the model
     is quantized, or if the model is sharded, because the host's hooks expect sharded weights.
     """
+    check_model(model)
     found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     config = stored_config(model)
     if not found and (config is None or not config.has_more_than_weights):

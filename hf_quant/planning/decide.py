@@ -60,6 +60,7 @@ def plan(
     dtype: dtype of the 16-bit weights, if the model's own dtype is not final yet.
     Raises ValueError if the model is quantized already, a pattern matches nothing, or nothing would be quantized.
     """
+    check_model(model)
     config = as_config(config)
     if config.is_auto:
         raise ValueError("weights is 'auto': the schemes are chosen by running the model, see hf_quant.auto_plan")
@@ -355,6 +356,15 @@ def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None
                 "modules_to_not_convert has %r, which no module that can be quantized matches; %s",
                 *(pattern, _hint(pattern, candidates)),
             )
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError if a model is none: the name of one, a pipeline, ..."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is a {type(model).__name__}; needs a torch.nn.Module: what from_pretrained of a model's class "
+            "returns, or a part of a pipeline, such as pipe.transformer"
+        )
 
 
 def _hint(pattern: str, candidates: dict[str, Any]) -> str:

@@ -277,6 +277,7 @@ def test_bare_modules_can_be_planned():
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
+        ("org/model", "int4", "model is a str; needs a torch.nn.Module: what from_pretrained"),
         (nn.Sequential(nn.ReLU()), "int4", "nothing to quantize in Sequential: it has no linear layers"),
         (nn.Linear(8, 8), "int4", "nothing to quantize in Linear: fewer than 4096 weights"),
         (nn.Embedding(64, 64), "int4", "nothing to quantize in Embedding: embedding: only if named"),
