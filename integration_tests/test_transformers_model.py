@@ -181,6 +181,13 @@ def test_exchanged_and_added_layers_save_and_reload(load, tmp_path):
     assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
 
 
+def test_from_pretrained_needs_save_pretrained(load, tmp_path, caplog):
+    model = load()
+    hf_quant.save_quantized(model, tmp_path)
+    assert "for load_quantized_ alone: its save_pretrained saves it for from_pretrained" in caplog.text
+    assert torch.equal(outputs(hf_quant.load_quantized_(build("llama"), tmp_path), "llama"), outputs(model, "llama"))
+
+
 def test_dequantize_in_another_dtype(load):
     for name in ("llama", "llama_tied", "bert"):
         model = load(name)
