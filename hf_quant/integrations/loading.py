@@ -1,6 +1,7 @@
 """Prepare a model on the meta device for loading: from a config, or from the headers of a quantized checkpoint."""
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Callable, Container, Iterable
@@ -37,7 +38,11 @@ from hf_quant.modules import (
 )
 from hf_quant.planning import plan, resolved, schemes_from_list
 from hf_quant.quantize import apply_plan, share_codes_
+from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme
+
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_outside(files: Iterable[str], directory: str | None) -> None:
@@ -131,6 +136,7 @@ def prepare_from_checkpoint(
     Returns the names of the quantized modules. Raises ValueError if stored plan, headers and model do not agree.
     """
     schemes = _Schemes(config)
+    _warn_of_another_format(config, schemes.schemes)
     modules = dict(model.named_modules())
     converted: dict[str, QuantizedModule] = {}
     done: dict[str, set[str]] = {}  # the weights that the checkpoint has, by module
@@ -189,6 +195,20 @@ class _Schemes:
         """Return the name that the plan has for a module of the model, or None."""
         known_as = (module, module.partition(".")[2], *self.prefixed.get(module, ()))
         return next((name for name in known_as if name in self.schemes), None)
+
+
+def _warn_of_another_format(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> None:
+    """Log a warning if nothing in the stored plan, which counts, has the format that the stored config names."""
+    if config.weights is None or config.is_auto or config.modules:
+        return
+    named = resolve_scheme(config.scheme_fields(), torch.bfloat16)[0].weight.format
+    held = sorted({scheme.weight.format for scheme in schemes.values()})
+    if held and named not in held:
+        logger.warning(
+            "the checkpoint's quantization_config has weights=%r, but its plan, which says what is stored, has %s: "
+            "the fields of a checkpoint cannot be edited; quantize the 16-bit model to get another format",
+            *(config.weights, ", ".join(held)),
+        )
 
 
 def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> None:
