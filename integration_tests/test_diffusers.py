@@ -111,6 +111,19 @@ def test_a_dequantized_model_saves_and_loads_as_plain(checkpoints, tmp_path):
         model.dequantize()
 
 
+def test_exchanged_layers_and_models_of_which_a_part_is_quantized_save_and_reload(tmp_path):
+    source, part, exchanged, plain = (make_model("flux", torch.bfloat16) for _ in range(4))
+    quantize_(part.transformer_blocks, "int8")
+    quantize_(exchanged, "int4")
+    exchanged.transformer_blocks[0].attn.to_q = source.transformer_blocks[0].attn.to_q
+    for name in quantized_names(quantize_(plain, "int8")):  # of which none stays
+        plain.set_submodule(name, source.get_submodule(name))
+    for number, model in enumerate((part, exchanged, plain)):
+        model.save_pretrained(tmp_path / str(number))
+        assert quantized_names(model) == quantized_names(load(tmp_path / str(number)))
+        assert_same_bytes(load(tmp_path / str(number)).state_dict(), model.state_dict())
+
+
 def test_parameters_are_counted_as_weights(checkpoints):
     plain = make_model("flux", torch.bfloat16)
     for weights in ("int4", "W8A8"):

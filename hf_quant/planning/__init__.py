@@ -2,7 +2,7 @@
 
 from hf_quant.planning.decide import HOST_RULES, MIN_WEIGHTS, Rules, check_model, plan
 from hf_quant.planning.names import MAX_PARTS, fold_names, unfold_name, unfold_names
-from hf_quant.planning.records import PlanEntry, QuantPlan, resolved, schemes_from_list, schemes_to_list
+from hf_quant.planning.records import PlanEntry, QuantPlan, resolved, schemes_from_list, schemes_to_list, updated
 from hf_quant.planning.table import PLAN_HEADER, format_table, plan_losses, plan_rows, plan_totals, template
 
 
@@ -27,4 +27,5 @@ __all__ = [
     "template",
     "unfold_name",
     "unfold_names",
+    "updated",
 ]

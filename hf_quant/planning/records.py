@@ -251,3 +251,10 @@ def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> Quant
     config.fuse_projections = config.fuse_activations = None  # of this process
     config.plan = schemes_to_list({_WRAPPERS.sub("", name): scheme for name, scheme in schemes.items()})
     return config
+
+
+def updated(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> QuantizerConfig:
+    """Return the config itself if its plan has these schemes, with the modules in its own order; else `resolved`."""
+    found = resolved(config, schemes)
+    is_same = config.plan is not None and schemes_from_list(config.plan) == schemes_from_list(found.plan)
+    return config if is_same else found

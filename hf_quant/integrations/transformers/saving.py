@@ -16,7 +16,7 @@ import transformers.modeling_utils as modeling_utils
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
 from hf_quant.modules import QuantizedModule
-from hf_quant.planning import resolved, schemes_from_list
+from hf_quant.planning import updated
 from hf_quant.quantize import stored_config
 
 
@@ -52,14 +52,12 @@ def _recorded(model: Any) -> Iterator[None]:
         yield
         return
     known = stored_config(model)
-    config = resolved(known or config_of(model), schemes)
+    config = updated(known or config_of(model), schemes)
     others = {id(m.config): m.config for m in model.modules() if isinstance(m, modeling_utils.PreTrainedModel)}
     if quantizer is None:
         model.hf_quantizer = TransformersQuantizer(config, pre_quantized=False)
     else:
         del others[id(model.config)]  # it keeps the plan
-        if known is not None and schemes_from_list(known.plan) == schemes_from_list(config.plan):
-            config = known  # with the modules in its own order
         quantizer.quantization_config = config
     removed = [(other, vars(other).pop(_CONFIG)) for other in others.values() if _CONFIG in vars(other)]
     model.config.quantization_config = config
