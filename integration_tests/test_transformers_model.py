@@ -149,6 +149,17 @@ def test_a_model_of_which_a_part_is_quantized_saves_and_reloads(tmp_path):
     )
 
 
+def test_one_of_two_tied_modules_is_quantized(tmp_path):
+    model = build("llama_tied")
+    quantize_(model.lm_head, "int8")
+    with pytest.raises(
+        ValueError, match="tie lm_head and model.embed_tokens, of which one alone is quantized: quantize"
+    ):
+        model.save_pretrained(tmp_path)
+    model.config.tie_word_embeddings = False
+    _reloads(model, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["llava", "t5"])
 def test_a_part_of_a_quantized_model_saves_and_reloads(name, load, tmp_path):
     model = quantize_(build(name), "int8") if name == "llava" else load(name, "int8")

@@ -7,13 +7,14 @@ transformers has loaded that class, and never before.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import transformers.modeling_utils as modeling_utils
 
 from hf_quant.checkpoint import config_of
+from hf_quant.integrations.transformers.names import tied_modules
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
 from hf_quant.modules import QuantizedModule
 from hf_quant.planning import updated
@@ -51,6 +52,7 @@ def _recorded(model: Any) -> Iterator[None]:
     if not schemes or not isinstance(quantizer, TransformersQuantizer | None):
         yield
         return
+    _check_tied(model, schemes)
     known = stored_config(model)
     config = updated(known or config_of(model), schemes)
     others = {id(m.config): m.config for m in model.modules() if isinstance(m, modeling_utils.PreTrainedModel)}
@@ -68,6 +70,18 @@ def _recorded(model: Any) -> Iterator[None]:
             del model.hf_quantizer, model.config.quantization_config
         for other, before in removed:
             other.quantization_config = before
+
+
+def _check_tied(model: Any, quantized: Container[str]) -> None:
+    """Raise ValueError if one of two modules that loading ties is quantized, and the other is not."""
+    if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", True):
+        return
+    for pair in tied_modules(model).items():
+        if (pair[0] in quantized) != (pair[1] in quantized):
+            raise ValueError(
+                f"loading would tie {' and '.join(pair)}, of which one alone is quantized: quantize both, by "
+                "hf_quant.quantize_(model, ...) of the whole model, or set config.tie_word_embeddings to False"
+            )
 
 
 register()
