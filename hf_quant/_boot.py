@@ -32,7 +32,9 @@ from types import ModuleType
 
 _ADAPTERS = {
     "transformers.quantizers.auto": "hf_quant.integrations.transformers.quantizer",
+    "transformers.modeling_utils": "hf_quant.integrations.transformers.saving",
     "diffusers.quantizers.auto": "hf_quant.integrations.diffusers.quantizer",
+    "diffusers.models.modeling_utils": "hf_quant.integrations.diffusers.saving",
     "diffusers.loaders.lora_pipeline": "hf_quant.integrations.diffusers.lora",
     "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers.attention",
     "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers.upload",

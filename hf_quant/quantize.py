@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from hf_quant.modules import (
     share_inputs_,
     unfuse_projections_,
 )
-from hf_quant.planning import QuantPlan, plan, resolved, schemes_from_list
+from hf_quant.planning import QuantPlan, check_model, plan, resolved, schemes_from_list
 from hf_quant.scheme import LinearScheme
 
 
@@ -75,6 +76,7 @@ def quantize_(
             matches nothing, nothing would be quantized, or the calibration data does not fit. The model is then
             unchanged.
     """
+    check_model(model)
     config = as_config(config)
     calibration = config.calibration if calibration is None else calibration
     known = stored_config(model)
@@ -270,9 +272,11 @@ def share_codes_(module: nn.Module, source: QuantizedModule, *, name: str = "") 
 def dequantize_(model: _Model, dtype: torch.dtype | None = None) -> _Model:
     """Replace the codes of every quantized module by a 16-bit weight, in place, and return the model.
 
-    dtype: dtype of the weights; default: the dtype that each weight had. Raises ValueError if nothing in the model is
-    quantized, or if the model is sharded, because the host's hooks expect sharded weights.
+    dtype: dtype of the weights, and of all other tensors in its state that have the dtype which most weights had;
+    default: the dtype that each weight had, and the others stay as they are. Raises ValueError if nothing in the model
+    is quantized, or if the model is sharded, because the host's hooks expect sharded weights.
     """
+    check_model(model)
     found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     config = stored_config(model)
     if not found and (config is None or not config.has_more_than_weights):
@@ -280,6 +284,7 @@ def dequantize_(model: _Model, dtype: torch.dtype | None = None) -> _Model:
     if any(module.is_sharded for module in found):
         raise ValueError(f"this {type(model).__name__} is sharded: dequantize it in one process")
     unfuse_projections_(model)
+    before = Counter(module.compute_dtype for module in found).most_common(1)[0][0] if found else None
     restored: dict[int, nn.Parameter] = {}
     for module in found:
         first = packed_key("qdata", module.weight_names[0])
@@ -287,6 +292,9 @@ def dequantize_(model: _Model, dtype: torch.dtype | None = None) -> _Model:
         restore_module_(module, dtype)
         if name == "weight":  # tied modules share the weight again
             module._parameters[name] = restored.setdefault(codes, module.get_parameter(name))
+    for tensor in model.state_dict(keep_vars=True).values() if dtype is not None else ():
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == before:
+            tensor.data = tensor.data.to(dtype)
     notify_observers(model, None)
     return model
 

@@ -112,6 +112,19 @@ def test_a_dequantized_model_saves_and_loads_as_plain(checkpoints, tmp_path):
         model.dequantize()
 
 
+def test_exchanged_layers_and_models_of_which_a_part_is_quantized_save_and_reload(tmp_path):
+    source, part, exchanged, plain = (make_model("flux", torch.bfloat16) for _ in range(4))
+    quantize_(part.transformer_blocks, "int8")
+    quantize_(exchanged, "int4")
+    exchanged.transformer_blocks[0].attn.to_q = source.transformer_blocks[0].attn.to_q
+    for name in quantized_names(quantize_(plain, "int8")):  # of which none stays
+        plain.set_submodule(name, source.get_submodule(name))
+    for number, model in enumerate((part, exchanged, plain)):
+        model.save_pretrained(tmp_path / str(number))
+        assert quantized_names(model) == quantized_names(load(tmp_path / str(number)))
+        assert_same_bytes(load(tmp_path / str(number)).state_dict(), model.state_dict())
+
+
 def test_parameters_are_counted_as_weights(checkpoints):
     plain = make_model("flux", torch.bfloat16)
     for weights in ("int4", "W8A8"):
@@ -300,6 +313,7 @@ def test_disk_is_for_packed_weights_only(checkpoints, tmp_path):
         (lambda model, path: model.to(torch.float32), "Casting a quantized model"),
         (lambda model, path: model.to(dtype=torch.float32), "Casting a quantized model"),
         (lambda model, path: model.half(), "not supported for quantized"),
+        (lambda model, path: model.type(torch.float32), "would cast its codes"),
         (lambda model, path: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16), "layerwise casting"),
         (lambda model, path: model.fuse_qkv_projections(), r"hf_quant.fuse_projections_\(model\)"),
         (lambda model, path: model.save_pretrained(path, safe_serialization=False), "safetensors only"),

@@ -211,6 +211,14 @@ def test_a_plan_that_does_not_fit(damaged):
     assert "the stored plan names lm_head, but the checkpoint has no codes" in load_error(damaged)
 
 
+def test_an_edited_format(damaged, stored, caplog):
+    LLAMA.from_pretrained(stored)
+    assert not caplog.text
+    edit_config(damaged, weights="int4")
+    LLAMA.from_pretrained(damaged)
+    assert "has weights='int4', but its plan, which says what is stored, has int8" in caplog.text
+
+
 # The arguments
 
 

@@ -125,9 +125,97 @@ def test_a_model_quantized_as_a_part_of_another_saves_and_reloads(tmp_path):
     assert not getattr(backbone, "is_quantized", False) and "quantization_config" not in backbone.config.to_dict()
 
 
+def _parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The models inside a model, and itself, by name."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, transformers.PreTrainedModel)}
+
+
+def _reloads(model: nn.Module, directory: Path) -> None:
+    """Save and load a model, as its own class: every tensor is the same, and the saved one is unchanged."""
+    before = {part: (dict(vars(part.config)), set(vars(part))) for part in _parts(model).values()}
+    model.save_pretrained(directory)
+    for part, (fields, attributes) in before.items():
+        assert vars(part.config).get("quantization_config") == fields.get("quantization_config")
+        assert set(vars(part)) - attributes <= {"_weight_conversions"}
+    again, info = type(model).from_pretrained(directory, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    expected = model.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+def test_a_model_of_which_a_part_is_quantized_saves_and_reloads(tmp_path):
+    model = build("llama")
+    quantize_(model.model.layers, "int4")
+    _reloads(model, tmp_path / "layers")
+    model = build("llava")
+    quantize_(model.model.language_model, "int8")  # a model of its own, whose config is a part of the outer one
+    _reloads(model, tmp_path / "language_model")
+    assert "quantization_config" in model.config.text_config.to_dict()
+    assert (
+        "quantization_config"
+        not in json.loads((tmp_path / "language_model" / "config.json").read_text())["text_config"]
+    )
+
+
+def test_one_of_two_tied_modules_is_quantized(tmp_path):
+    model = build("llama_tied")
+    quantize_(model.lm_head, "int8")
+    with pytest.raises(
+        ValueError, match="tie lm_head and model.embed_tokens, of which one alone is quantized: quantize"
+    ):
+        model.save_pretrained(tmp_path)
+    model.config.tie_word_embeddings = False
+    _reloads(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llava", "t5"])
+def test_a_part_of_a_quantized_model_saves_and_reloads(name, load, tmp_path):
+    model = quantize_(build(name), "int8") if name == "llava" else load(name, "int8")
+    for part_name, part in _parts(model).items():
+        _reloads(part, tmp_path / (part_name or "whole"))
+        assert (tmp_path / (part_name or "whole") / "config.json").read_text().count("hf_quant_version") == 1
+
+
+def test_an_encoder_under_names_of_its_own_is_told_from_a_missing_shard(load, tmp_path):
+    load("t5", "int8").get_encoder().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="where a T5EncoderModel does not look for them: load it with the class"):
+        transformers.T5EncoderModel.from_pretrained(tmp_path)
+
+
+def test_exchanged_and_added_layers_save_and_reload(load, tmp_path):
+    model = load()
+    before = model.config.quantization_config
+    up = model.model.layers[0].mlp.up_proj
+    plain = nn.Linear(up.in_features, up.out_features, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        plain.weight.copy_(up.weight)
+    model.model.layers[0].mlp.up_proj = plain
+    model.model.layers.append(copy.deepcopy(model.model.layers[-1]))
+    model.model.layers[-1].self_attn.layer_idx = 2
+    model.config.num_hidden_layers = 3
+    model.save_pretrained(tmp_path)
+    assert model.config.quantization_config.plan != before.plan
+    assert model.hf_quantizer.quantization_config is model.config.quantization_config
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
+
+
+def test_from_pretrained_needs_save_pretrained(load, tmp_path, caplog):
+    model = load()
+    hf_quant.save_quantized(model, tmp_path)
+    assert "for load_quantized_ alone: its save_pretrained saves it for from_pretrained" in caplog.text
+    assert torch.equal(outputs(hf_quant.load_quantized_(build("llama"), tmp_path), "llama"), outputs(model, "llama"))
+
+
 def test_dequantize_in_another_dtype(load):
-    model = load().dequantize(dtype=torch.float32)
-    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    for name in ("llama", "llama_tied", "bert"):
+        model = load(name)
+        expected = outputs(model, name)
+        model = model.dequantize(dtype=torch.float32)
+        assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+        assert sqnr(outputs(model, name), expected) > 28
+    assert {tensor.dtype for tensor in load().dequantize().parameters()} == {torch.bfloat16}
 
 
 def test_device_moves_are_allowed_and_casts_refused(load):
@@ -145,6 +233,9 @@ def test_device_moves_are_allowed_and_casts_refused(load):
     ):
         with pytest.raises(ValueError, match="this model is quantized: casting it to torch.float.*Load it with dtype"):
             cast()
+    for dst_type in (torch.float16, torch.bfloat16, "torch.FloatTensor"):
+        with pytest.raises(ValueError, match=r"type\(.*\) would cast its codes.*dequantize\(\) it first"):
+            model.type(dst_type)
     for name in ("half", "float"):
         with pytest.raises(ValueError, match="not supported for quantized model"):
             getattr(model, name)()

@@ -32,7 +32,7 @@ from hf_quant.kernels import dequantize
 from hf_quant.kv_cache import KVCacheConfig, bytes_per_token
 from hf_quant.modules import in_basis, quantized_class
 from hf_quant.patterns import matches
-from hf_quant.planning import PlanEntry, QuantPlan, plan
+from hf_quant.planning import PlanEntry, QuantPlan, check_model, plan
 from hf_quant.scheme import InputTransform, TensorQuant
 
 
@@ -87,6 +87,7 @@ def auto_plan(
     Raises:
         ValueError: if the budget is less than the smallest candidates need, and as `plan` and `calibrate` do.
     """
+    check_model(model)
     config = as_config(config)
     calibration = config.calibration if calibration is None else calibration
     check_auto(config)

@@ -6,6 +6,7 @@ module does not define: the dtypes of the dequantized weights, and the shared te
 """
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -27,11 +28,12 @@ from hf_quant.checkpoint.untrusted import one_line, shorten
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import QuantizedModule, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_names
-from hf_quant.quantize import convert_empty_, notify_observers
+from hf_quant.quantize import OBSERVERS, convert_empty_, notify_observers
 from hf_quant.resolve import fields_of
 from hf_quant.scheme import LinearScheme
 
 
+logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 CONFIG_NAME = "hf_quant_config.json"
 _WEIGHTS_PATTERN = "model{suffix}.safetensors"
@@ -56,11 +58,17 @@ def config_of(model: nn.Module) -> QuantizerConfig:
 def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: int | str = "5GB") -> None:
     """Save a quantized module into a directory, in files of at most `max_shard_size` bytes (or "200MB", "5GB").
 
-    Shared tensors are stored once. An older checkpoint in the directory is replaced when the new one is complete.
+    Models of transformers and diffusers have `save_pretrained`, which saves for `from_pretrained`. Shared tensors are
+    stored once. An older checkpoint in the directory is replaced when the new one is complete.
     Raises ValueError if nothing in the module is quantized, its state has what safetensors cannot hold, or another
     process is saving into the directory.
     """
     config = config_of(module)
+    if any(observer.recognizes(module) for observer in OBSERVERS):
+        logger.warning(
+            "save_quantized saves this %s for load_quantized_ alone: its save_pretrained saves it for from_pretrained",
+            type(module).__name__,
+        )
     tensors, tied = _unique_tensors(module)
     guard = guard_entry(module)
     assert guard is not None  # config_of has found a quantized module

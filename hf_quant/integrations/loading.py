@@ -1,6 +1,7 @@
 """Prepare a model on the meta device for loading: from a config, or from the headers of a quantized checkpoint."""
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Callable, Container, Iterable
@@ -37,7 +38,11 @@ from hf_quant.modules import (
 )
 from hf_quant.planning import plan, resolved, schemes_from_list
 from hf_quant.quantize import apply_plan, share_codes_
+from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme
+
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_outside(files: Iterable[str], directory: str | None) -> None:
@@ -131,6 +136,7 @@ def prepare_from_checkpoint(
     Returns the names of the quantized modules. Raises ValueError if stored plan, headers and model do not agree.
     """
     schemes = _Schemes(config)
+    _warn_of_another_format(config, schemes.schemes)
     modules = dict(model.named_modules())
     converted: dict[str, QuantizedModule] = {}
     done: dict[str, set[str]] = {}  # the weights that the checkpoint has, by module
@@ -157,7 +163,7 @@ def prepare_from_checkpoint(
         for weight in module.weight_names:
             if weight not in done[name]:
                 raise ValueError(f"the checkpoint lacks {name}.{packed_key('qdata', weight)}; is a shard missing?")
-    _check_plan(schemes, modules, converted, tied)
+    _check_plan(schemes, model, converted, tied, {stored.module for stored in stored_weights(keys)})
     for target, source in tied.items():
         if source in done and target not in done:
             share_codes_(modules[target], converted[source], name=target)
@@ -191,6 +197,20 @@ class _Schemes:
         return next((name for name in known_as if name in self.schemes), None)
 
 
+def _warn_of_another_format(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> None:
+    """Log a warning if nothing in the stored plan, which counts, has the format that the stored config names."""
+    if config.weights is None or config.is_auto or config.modules:
+        return
+    named = resolve_scheme(config.scheme_fields(), torch.bfloat16)[0].weight.format
+    held = sorted({scheme.weight.format for scheme in schemes.values()})
+    if held and named not in held:
+        logger.warning(
+            "the checkpoint's quantization_config has weights=%r, but its plan, which says what is stored, has %s: "
+            "the fields of a checkpoint cannot be edited; quantize the 16-bit model to get another format",
+            *(config.weights, ", ".join(held)),
+        )
+
+
 def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> None:
     """Raise ValueError if the parts of a stored weight do not fit the module's scheme and shape."""
     if stored.weight not in module.weight_names:
@@ -205,20 +225,30 @@ def _check_header(module: QuantizedModule, name: str, stored: StoredWeight) -> N
 
 
 def _check_plan(
-    schemes: _Schemes, modules: dict[str, nn.Module], converted: Container[str | None], tied: dict[str, str]
+    schemes: _Schemes,
+    model: nn.Module,
+    converted: Container[str | None],
+    tied: dict[str, str],
+    stored: Container[str],
 ) -> None:
     """Raise ValueError if a module that the stored plan names, and this model has, did not get codes."""
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         if isinstance(module, QuantizedModule) or tied.get(name) in converted:
             continue
         register_experts(module)
         if quantized_class(type(module)) is None:
             continue
         planned = schemes.name_of(name)
-        if planned is not None:
+        if planned is None:
+            continue
+        if planned in stored:
             raise ValueError(
-                f"the stored plan names {planned}, but the checkpoint has no codes for it; is a shard missing?"
+                f"the checkpoint has the codes of {name} as {planned}, where a {type(model).__name__} does not look "
+                "for them: load it with the class of the model that was saved"
             )
+        raise ValueError(
+            f"the stored plan names {planned}, but the checkpoint has no codes for it; is a shard missing?"
+        )
 
 
 def waiting_module(model: nn.Module, param_name: str) -> QuantizedModule | None:

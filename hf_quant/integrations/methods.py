@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_quant.modules import QuantizedModule, uncounted_weights
@@ -146,3 +147,11 @@ def refuse_resize(model: Any, host: Callable[..., nn.Module], *args: Any, **kwar
 def keep_prepared(model: nn.Module, is_prepared: bool) -> None:
     """Have a model whose layers train refuse what would drop one; undo it when they do not train any more."""
     (attach_methods if is_prepared else detach_methods)(model, {"resize_token_embeddings": refuse_resize})
+
+
+def refuse_type(model: nn.Module, host: Callable[..., nn.Module], dst_type: torch.dtype | str) -> nn.Module:
+    """Wrap `type`, which casts integers, too."""
+    raise ValueError(
+        f"this model is quantized: type({dst_type!r}) would cast its codes, which are then lost. Load it with another "
+        "dtype, or dequantize() it first"
+    )

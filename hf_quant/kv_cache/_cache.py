@@ -45,7 +45,8 @@ class QuantizedCache(DynamicCache):
         offloading: True keeps the layers that are not in use in CPU memory.
 
     Raises:
-        ValueError: if the format does not exist, or no layer of the model would be quantized.
+        ValueError: if the config is none of a model, the format does not exist, or no layer of the model would be
+            quantized.
     """
 
     def __init__(
@@ -56,6 +57,10 @@ class QuantizedCache(DynamicCache):
         max_cache_len: int | None = None,
         offloading: bool = False,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(
+                f"config is a {type(config).__name__}; needs the config of a model of transformers: give model.config"
+            )
         register_attention()
         self.kv_cache = KVCacheConfig.of(kv_cache)
         layers = quantized_layers(config, self.kv_cache, max_cache_len)

@@ -61,6 +61,7 @@ def plan(
     dtype: dtype of the 16-bit weights, if the model's own dtype is not final yet.
     Raises ValueError if the model is quantized already, a pattern matches nothing, or nothing would be quantized.
     """
+    check_model(model)
     config = as_config(config)
     if config.is_auto:
         raise ValueError("weights is 'auto': the schemes are chosen by running the model, see hf_quant.auto_plan")
@@ -349,11 +350,30 @@ def _fp32_patterns(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
 def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None:
     for pattern in config.modules:
         if not any(pattern == name or matches(pattern, name) for name in candidates):
-            close = difflib.get_close_matches(pattern.strip("*."), list(candidates), n=3, cutoff=0.3)
-            leaves = sorted({f"*.{name.rpartition('.')[2]}" for name in candidates})
-            hint = f"close to it: {', '.join(close)}" if close else f"the model has {', '.join(leaves)}"
+            hint = _hint(pattern, candidates)
             raise ValueError(f"modules[{pattern!r}] matches no module that can be quantized; {hint}")
     # Only a warning, because a pipeline applies one list to several models, and each has some of the names.
     for pattern in config.modules_to_not_convert or ():
         if not any(excludes(pattern, name) for name in candidates):
-            logger.warning("modules_to_not_convert has %r, which no module that can be quantized matches", pattern)
+            logger.warning(
+                "modules_to_not_convert has %r, which no module that can be quantized matches; %s",
+                *(pattern, _hint(pattern, candidates)),
+            )
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError if a model is none: the name of one, a pipeline, ..."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is a {type(model).__name__}; needs a torch.nn.Module: what from_pretrained of a model's class "
+            "returns, or a part of a pipeline, such as pipe.transformer"
+        )
+
+
+def _hint(pattern: str, candidates: dict[str, Any]) -> str:
+    """Name what a pattern without a match may have meant: the pattern behind other names, or names that are close."""
+    if not pattern.startswith("re:") and any(matches(f"*.{pattern}", name) for name in candidates):
+        return f"'*.{pattern}' would match"
+    close = difflib.get_close_matches(pattern.strip("*."), list(candidates), n=3, cutoff=0.3)
+    leaves = sorted({f"*.{name.rpartition('.')[2]}" for name in candidates})
+    return f"close to it: {', '.join(close)}" if close else f"the model has {', '.join(leaves)}"

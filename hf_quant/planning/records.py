@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -23,6 +24,7 @@ from hf_quant.scheme import LinearScheme
 
 logger = logging.getLogger(__name__)
 
+_WRAPPERS = re.compile(r"\.(base_layer|_checkpoint_wrapped_module)(?=\.|$)")
 PRODUCT_KINDS = ("linear", "experts", "parameters")  # multiplied by an op; other kinds are dequantized
 
 
@@ -241,11 +243,18 @@ def schemes_from_list(stored: Any) -> dict[str, LinearScheme]:
 def resolved(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> QuantizerConfig:
     """Return a copy of the config with the plan in it, which a checkpoint stores: loading then decides nothing again.
 
-    Names are without the wrappers of PEFT, as a model is saved.
+    Names are without the wrappers of PEFT and of activation checkpointing, as a model is saved.
     """
     config = copy.copy(config)
     config.calibration = None  # of this process, and maybe large
     config = copy.deepcopy(config)
     config.fuse_projections = config.fuse_activations = None  # of this process
-    config.plan = schemes_to_list({name.replace(".base_layer", ""): scheme for name, scheme in schemes.items()})
+    config.plan = schemes_to_list({_WRAPPERS.sub("", name): scheme for name, scheme in schemes.items()})
     return config
+
+
+def updated(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> QuantizerConfig:
+    """Return the config itself if its plan has these schemes, with the modules in its own order; else `resolved`."""
+    found = resolved(config, schemes)
+    is_same = config.plan is not None and schemes_from_list(config.plan) == schemes_from_list(found.plan)
+    return config if is_same else found

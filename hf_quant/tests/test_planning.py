@@ -277,6 +277,7 @@ def test_bare_modules_can_be_planned():
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
+        ("org/model", "int4", "model is a str; needs a torch.nn.Module: what from_pretrained"),
         (nn.Sequential(nn.ReLU()), "int4", "nothing to quantize in Sequential: it has no linear layers"),
         (nn.Linear(8, 8), "int4", "nothing to quantize in Linear: fewer than 4096 weights"),
         (nn.Embedding(64, 64), "int4", "nothing to quantize in Embedding: embedding: only if named"),
@@ -404,6 +405,10 @@ def test_adapters_stay_trainable():
 def test_an_exclusion_that_matches_nothing_is_said(caplog):
     plan(nn.Sequential(nn.Linear(64, 64)), QuantizerConfig("int8", modules_to_not_convert=["lm-head"]))
     assert "lm-head" in caplog.text
+    caplog.clear()
+    tower = nn.ModuleDict({"tower": nn.ModuleDict({"up": nn.Linear(64, 64)})})
+    plan(nn.ModuleDict({"model": tower}), QuantizerConfig("int8", modules_to_not_convert=["tower.*"]))
+    assert "'tower.*', which no module that can be quantized matches; '*.tower.*' would match" in caplog.text
     caplog.clear()
     plan(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), QuantizerConfig("int8", modules_to_not_convert=["1"]))
     assert not caplog.text

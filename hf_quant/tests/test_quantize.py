@@ -66,6 +66,12 @@ def test_a_bare_layer():
     assert dict(layer.named_parameters()).keys() == {"bias", "qdata", "scale", "global_scale"}
 
 
+def test_the_name_of_a_model():
+    for call in (quantize_, dequantize_):
+        with pytest.raises(ValueError, match="model is a str; needs a torch.nn.Module"):
+            call("org/model")
+
+
 def test_a_config_a_name_or_fields():
     states = [
         quantize_(mlp(), config).state_dict()

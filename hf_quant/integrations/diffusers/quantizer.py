@@ -33,7 +33,7 @@ from hf_quant.integrations.loading import (
     trim_memory,
     waiting_module,
 )
-from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods, refuse_training
+from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods, refuse_training, refuse_type
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key
 from hf_quant.planning import resolved
 from hf_quant.quantize import dequantize_, fuse_as_configured_, stored_config
@@ -384,7 +384,12 @@ def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str
 
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
-_WRAPPERS = {"_upload_folder": _write_card, "num_parameters": count_weights, "requires_grad_": refuse_training}
+_WRAPPERS = {
+    "_upload_folder": _write_card,
+    "num_parameters": count_weights,
+    "requires_grad_": refuse_training,
+    "type": refuse_type,
+}
 
 
 def _is_own(model: nn.Module) -> bool:

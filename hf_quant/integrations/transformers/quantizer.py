@@ -8,7 +8,6 @@ other hooks differ between versions; this file uses only hooks that all supporte
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.auto import check_search
 from hf_quant.calibration import TOKENIZERS, check_writer, is_file, needs_data, takes_data
 from hf_quant.checkpoint import check_packed, guard_entry
-from hf_quant.config import AUTO, RUNTIME_FIELDS, QuantizerConfig, QuantMethod
+from hf_quant.config import RUNTIME_FIELDS, QuantizerConfig, QuantMethod
 from hf_quant.integrations.foreign import explain_foreign_, refuse_codes
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
@@ -45,6 +44,7 @@ from hf_quant.integrations.methods import (
     keep_prepared,
     refuse_resize,
     refuse_training,
+    refuse_type,
 )
 from hf_quant.integrations.transformers import generation
 from hf_quant.integrations.transformers.blocks import block_rules, fuse_blocks_as_configured_, unfuse_blocks_
@@ -63,13 +63,11 @@ from hf_quant.integrations.transformers.parallel import (
     refuse_fsdp,
     refuse_parallel,
 )
+from hf_quant.integrations.transformers.requested import refuse_other
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
-from hf_quant.patterns import matches
 from hf_quant.planning import HOST_RULES, plan, resolved, schemes_from_list
 from hf_quant.quantize import dequantize_, fuse_as_configured_, quantize_
-from hf_quant.resolve import SCHEME_FIELDS, fields_of, resolve_scheme
-from hf_quant.scheme import LinearScheme
 
 
 NAME = QuantMethod.HF_QUANT.value
@@ -119,7 +117,7 @@ class TransformersQuantizer(HfQuantizer):
             if requested.calibration is not None:
                 raise ValueError("the checkpoint is quantized already and cannot be calibrated: leave calibration out")
             if not requested.quantizes_no_weights:
-                _refuse_other(self.quantization_config, requested)
+                refuse_other(self.quantization_config, requested)
 
     def update_tp_plan(self, config: Any) -> Any:
         return config  # 5.17 only; the plan is edited once the modules are known
@@ -352,46 +350,6 @@ def _refuse_missing(model: nn.Module, stored: set[str]) -> None:
         raise ValueError(f"the checkpoint lacks {first_few(lacking)}; is a shard missing?")
 
 
-def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
-    """Raise ValueError if a user asks for another quantization than the checkpoint has."""
-    stored = schemes_from_list(config.plan)
-    rest = {scheme for name, scheme in stored.items() if not any(matches(p, name) for p in config.modules or ())}
-    is_other = (config.modules, config.modules_to_not_convert) != (requested.modules, requested.modules_to_not_convert)
-    if {None, AUTO} & {config.weights, requested.weights}:
-        own = [(c.weights, c.budget, c.candidates, c.algorithm) for c in (config, requested)]
-        is_other |= own[0] != own[1]
-    else:
-        is_other |= not all(_asks_for(scheme, config, requested) for scheme in rest)
-    if is_other:
-        raise ValueError(
-            f"the checkpoint is quantized already, by {config}: {', '.join(sorted({*map(str, stored.values())}))}; "
-            f"the given {requested} cannot be applied to it. Leave quantization_config out, or quantize the "
-            "16-bit model"
-        )
-
-
-def _asks_for(stored: LinearScheme, config: QuantizerConfig, requested: QuantizerConfig) -> bool:
-    """True if `requested` stands for this scheme of a checkpoint, which `config` stood for when it was made.
-
-    A field that both leave out, or have alike, is as it is stored, and so is an input transform that is not asked for:
-    defaults have changed between versions.
-    """
-    given, asked = config.scheme_fields(), requested.scheme_fields()
-    alike = {name for name in SCHEME_FIELDS if asked[name] == given[name]}
-    kept = (alike if given["weights"].lower() == asked["weights"].lower() else alike & {"input_transform"}) | (
-        {"input_transform"} if asked["input_transform"] is None else set()
-    )
-    fields = asked | {name: value for name, value in fields_of(stored).items() if name in kept}
-    dtype = torch.bfloat16 if "float8" in stored.weight.scale_dtype else getattr(torch, stored.weight.scale_dtype)
-    try:
-        scheme, _ = resolve_scheme(fields, dtype)
-    except ValueError:  # a field does not go with what is stored, such as group_size with scales of rows
-        return False
-    if asked["input_transform"] == "hadamard" and scheme.input_transform and stored.input_transform:
-        scheme = replace(scheme, input_transform=stored.input_transform)  # of the block size that fits the layer
-    return scheme == stored and given["algorithm"] == asked["algorithm"]
-
-
 def _attach(model: nn.Module) -> None:
     """Give a model its tag, and methods that write its card, count its weights, and refuse unsupported calls."""
     if hasattr(model, "add_model_tags"):
@@ -430,6 +388,7 @@ _WRAPPERS: dict[str, Wrapper] = {
     "to": _refuse_cast,
     "bfloat16": partial(_refuse_dtype, dtype=torch.bfloat16),
     "double": partial(_refuse_dtype, dtype=torch.float64),
+    "type": refuse_type,
     "num_parameters": count_weights,
     "requires_grad_": refuse_training,
     "resize_token_embeddings": _refuse_resize,

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from torch import nn
 
-from hf_quant import KVCacheConfig, QuantizerConfig
+from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig
 
 
 def test_defaults_depend_on_the_format():
@@ -96,3 +97,8 @@ def test_wrong_fields_are_refused(fields, message):
 def test_heads_that_do_not_fill_words():
     with pytest.raises(ValueError, match="heads of 20 channels: their int4 codes .* allowed: int8, fp8_e4m3$"):
         KVCacheConfig("int4").layout(20)
+
+
+def test_a_model_in_place_of_its_config():
+    with pytest.raises(ValueError, match="config is a Linear; needs the config of a model .*: give model.config"):
+        QuantizedCache(nn.Linear(1, 1), "int8")

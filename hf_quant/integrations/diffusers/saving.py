@@ -1,0 +1,45 @@
+"""Save a diffusers model with the plan of the quantized modules that it has at that moment.
+
+No hook runs when a user quantizes a part of a model, or exchanges a layer. So `save_pretrained` of the host's class is
+wrapped; without quantized modules the host's method runs alone. `hf_quant._boot` imports this module after diffusers
+has loaded that class, and never before.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import diffusers.models.modeling_utils as modeling_utils
+
+from hf_quant.checkpoint import config_of
+from hf_quant.integrations.diffusers.quantizer import DiffusersQuantizer, refresh_plan
+from hf_quant.modules import QuantizedModule
+from hf_quant.planning import updated
+
+
+def register() -> None:
+    """Wrap `save_pretrained`. Further calls do nothing."""
+    cls = modeling_utils.ModelMixin
+    if not hasattr(cls.save_pretrained, "_knows_hf_quant"):
+        cls.save_pretrained = _with_plan(cls.save_pretrained)
+
+
+def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(host)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        schemes = {name: m.scheme for name, m in self.named_modules() if isinstance(m, QuantizedModule)}
+        quantizer = getattr(self, "hf_quantizer", None)
+        if schemes and quantizer is None:
+            self.hf_quantizer = DiffusersQuantizer(config_of(self), pre_quantized=False)
+            refresh_plan(self)
+        elif isinstance(quantizer, DiffusersQuantizer):
+            known = quantizer.quantization_config
+            if updated(known, schemes) is not known:
+                refresh_plan(self)
+        return host(self, *args, **kwargs)
+
+    save_pretrained._knows_hf_quant = True
+    return save_pretrained
+
+
+register()

@@ -1,0 +1,51 @@
+"""Compare the config that a user gives for a quantized checkpoint with the one that the checkpoint has."""
+
+from dataclasses import replace
+
+import torch
+
+from hf_quant.config import AUTO, QuantizerConfig
+from hf_quant.patterns import matches
+from hf_quant.planning import schemes_from_list
+from hf_quant.resolve import SCHEME_FIELDS, fields_of, resolve_scheme
+from hf_quant.scheme import LinearScheme
+
+
+def refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
+    """Raise ValueError if a user asks for another quantization than the checkpoint has."""
+    stored = schemes_from_list(config.plan)
+    rest = {scheme for name, scheme in stored.items() if not any(matches(p, name) for p in config.modules or ())}
+    is_other = (config.modules, config.modules_to_not_convert) != (requested.modules, requested.modules_to_not_convert)
+    if {None, AUTO} & {config.weights, requested.weights}:
+        own = [(c.weights, c.budget, c.candidates, c.algorithm) for c in (config, requested)]
+        is_other |= own[0] != own[1]
+    else:
+        is_other |= not all(_asks_for(scheme, config, requested) for scheme in rest)
+    if is_other:
+        raise ValueError(
+            f"the checkpoint is quantized already, by {config}: {', '.join(sorted({*map(str, stored.values())}))}; "
+            f"the given {requested} cannot be applied to it. Leave quantization_config out, or quantize the "
+            "16-bit model"
+        )
+
+
+def _asks_for(stored: LinearScheme, config: QuantizerConfig, requested: QuantizerConfig) -> bool:
+    """True if `requested` stands for this scheme of a checkpoint, which `config` stood for when it was made.
+
+    A field that both leave out, or have alike, is as it is stored, and so is an input transform that is not asked for:
+    defaults have changed between versions.
+    """
+    given, asked = config.scheme_fields(), requested.scheme_fields()
+    alike = {name for name in SCHEME_FIELDS if asked[name] == given[name]}
+    kept = (alike if given["weights"].lower() == asked["weights"].lower() else alike & {"input_transform"}) | (
+        {"input_transform"} if asked["input_transform"] is None else set()
+    )
+    fields = asked | {name: value for name, value in fields_of(stored).items() if name in kept}
+    dtype = torch.bfloat16 if "float8" in stored.weight.scale_dtype else getattr(torch, stored.weight.scale_dtype)
+    try:
+        scheme, _ = resolve_scheme(fields, dtype)
+    except ValueError:  # a field does not go with what is stored, such as group_size with scales of rows
+        return False
+    if asked["input_transform"] == "hadamard" and scheme.input_transform and stored.input_transform:
+        scheme = replace(scheme, input_transform=stored.input_transform)  # of the block size that fits the layer
+    return scheme == stored and given["algorithm"] == asked["algorithm"]

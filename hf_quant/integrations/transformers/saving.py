@@ -1,0 +1,87 @@
+"""Save a transformers model with the plan of the quantized modules that it has at that moment.
+
+A model that is quantized as a whole carries its quantizer, whose hooks the host calls. No hook runs when a user
+quantizes a part of a model, saves a part of a quantized one, or exchanges a layer. So `save_pretrained` of the host's
+class is wrapped; without quantized modules the host's method runs alone. `hf_quant._boot` imports this module after
+transformers has loaded that class, and never before.
+"""
+
+import functools
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers.modeling_utils as modeling_utils
+
+from hf_quant.checkpoint import config_of
+from hf_quant.integrations.transformers.names import tied_modules
+from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
+from hf_quant.modules import QuantizedModule
+from hf_quant.planning import updated
+from hf_quant.quantize import stored_config
+
+
+_CONFIG = "quantization_config"
+
+
+def register() -> None:
+    """Wrap `save_pretrained`. Further calls do nothing."""
+    cls = modeling_utils.PreTrainedModel
+    if not hasattr(cls.save_pretrained, "_knows_hf_quant"):
+        cls.save_pretrained = _with_plan(cls.save_pretrained)
+
+
+def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(host)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _recorded(self):
+            return host(self, *args, **kwargs)
+
+    save_pretrained._knows_hf_quant = True
+    return save_pretrained
+
+
+@contextmanager
+def _recorded(model: Any) -> Iterator[None]:
+    """Let the config of a model, and none of the models inside it, hold the plan of the model's quantized modules.
+
+    A model without a quantizer, such as a part of a quantized one, has one meanwhile.
+    """
+    schemes = {name: m.scheme for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not schemes or not isinstance(quantizer, TransformersQuantizer | None):
+        yield
+        return
+    _check_tied(model, schemes)
+    known = stored_config(model)
+    config = updated(known or config_of(model), schemes)
+    others = {id(m.config): m.config for m in model.modules() if isinstance(m, modeling_utils.PreTrainedModel)}
+    if quantizer is None:
+        model.hf_quantizer = TransformersQuantizer(config, pre_quantized=False)
+    else:
+        del others[id(model.config)]  # it keeps the plan
+        quantizer.quantization_config = config
+    removed = [(other, vars(other).pop(_CONFIG)) for other in others.values() if _CONFIG in vars(other)]
+    model.config.quantization_config = config
+    try:
+        yield
+    finally:
+        if quantizer is None:
+            del model.hf_quantizer, model.config.quantization_config
+        for other, before in removed:
+            other.quantization_config = before
+
+
+def _check_tied(model: Any, quantized: Container[str]) -> None:
+    """Raise ValueError if one of two modules that loading ties is quantized, and the other is not."""
+    if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", True):
+        return
+    for pair in tied_modules(model).items():
+        if (pair[0] in quantized) != (pair[1] in quantized):
+            raise ValueError(
+                f"loading would tie {' and '.join(pair)}, of which one alone is quantized: quantize both, by "
+                "hf_quant.quantize_(model, ...) of the whole model, or set config.tie_word_embeddings to False"
+            )
+
+
+register()
