@@ -79,7 +79,7 @@ def submodule(package: str, name: str) -> ModuleType:
     """
     from importlib.util import find_spec
 
-    if name.startswith("_") or find_spec(f"{package}.{name}") is None:
+    if name.startswith("_") or "." in name or find_spec(f"{package}.{name}") is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return import_module(f"{package}.{name}")
 

@@ -134,6 +134,13 @@ def cut_windows(
 
 
 @torch.no_grad()
+def _stretches_positions(text: Any) -> bool:
+    """True if a config has rotary embeddings of a kind that reaches beyond its number of positions."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # by type of layer
+    return any(part.get("rope_type", "default") != "default" for part in parts)
+
+
 def quality(
     models: dict[str, nn.Module], ids: Tensor, *, window: int, reference: str | None = None, progress: bool = False
 ) -> dict[str, Quality]:
@@ -158,11 +165,7 @@ def quality(
                 f"token id {int(ids.max())} is not in the vocabulary of {name}, which has {text.vocab_size}"
             )
         longest = getattr(text, "max_position_embeddings", None)
-        if (
-            longest
-            and window > longest
-            and (getattr(text, "rope_parameters", None) or {}).get("rope_type") != "dynamic"
-        ):
+        if longest and window > longest and not _stretches_positions(text):
             raise ValueError(
                 f"a window of {window} tokens, but {name} has {longest} positions (max_position_embeddings), behind "
                 f"which its predictions mean nothing: give a window of at most {longest}"

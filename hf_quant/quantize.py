@@ -294,7 +294,9 @@ def dequantize_(model: _Model, dtype: torch.dtype | None = None) -> _Model:
             module._parameters[name] = restored.setdefault(codes, module.get_parameter(name))
     for tensor in model.state_dict(keep_vars=True).values() if dtype is not None else ():
         if isinstance(tensor, torch.Tensor) and tensor.dtype == before:
+            gradient, tensor.grad = tensor.grad, None
             tensor.data = tensor.data.to(dtype)
+            tensor.grad = None if gradient is None else gradient.to(dtype)
     notify_observers(model, None)
     return model
 

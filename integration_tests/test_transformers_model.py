@@ -212,7 +212,10 @@ def test_dequantize_in_another_dtype(load):
     for name in ("llama", "llama_tied", "bert"):
         model = load(name)
         expected = outputs(model, name)
+        parameter = next(p for p in model.parameters() if p.is_floating_point() and p.dim() == 1)
+        parameter.grad = torch.ones_like(parameter)
         model = model.dequantize(dtype=torch.float32)
+        assert parameter.grad.dtype == parameter.dtype == torch.float32
         assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
         assert sqnr(outputs(model, name), expected) > 28
     assert {tensor.dtype for tensor in load().dequantize().parameters()} == {torch.bfloat16}

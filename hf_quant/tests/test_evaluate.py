@@ -74,8 +74,9 @@ def test_a_reference_of_another_vocabulary_is_refused(ids):
     assert set(quality(models, ids, window=16)) == set(models)  # without one there is no distance
 
 
-def test_positions_that_grow_with_the_text_are_no_bound(ids):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+@pytest.mark.parametrize("kind", ["dynamic", "linear", "yarn"])
+def test_positions_that_are_stretched_are_no_bound(ids, kind):
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
     assert quality({"m": tiny_llama(max_position_embeddings=16, rope_parameters=rope)}, ids, window=32)
 
 

@@ -59,6 +59,10 @@ class FrozenBits(nn.Parameter):
     def __reduce_ex__(self, proto: Any) -> Any:
         return type(self), (self.data,)
 
+    def detach(self) -> "FrozenBits":
+        """Give the same bits; torch asks for one of its own kind where it makes a parameter of a parameter."""
+        return type(self)(super().detach())
+
     @property
     def requires_grad(self) -> bool:
         return False
@@ -81,6 +85,12 @@ class QatModule(LayerInTraining):
     family = "Qat"
     qat: Prepared
     _versions: dict[str, tuple[int, int]]  # of weight and log_scale when they were prepared
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key, value in destination.items():
+            if isinstance(value, FrozenBits) and not keep_vars:
+                destination[key] = value.data
 
     def weight_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a weight as the host has it."""

@@ -230,6 +230,13 @@ def test_a_prepared_model_is_unfrozen_as_a_whole():
         frozen = {name for name, p in one.named_parameters() if not p.requires_grad}
         assert frozen == {f"{i}.{name}" for i in (0, 2) for name in ("qat_scale", "qat_global_scale")}
         train(one, inputs(), steps=1)
+    assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
+    assert torch.equal(nn.Parameter(model[0].qat_scale, requires_grad=False), model[0].qat_scale)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        assert model.to("cpu") is model
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_state_dict_copies_and_pickles():
