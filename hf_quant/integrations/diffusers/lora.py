@@ -5,7 +5,6 @@ has no such key, so it gets one for the time of the look-up only: offloading wou
 `hf_quant._boot` imports this module after diffusers has loaded its LoRA loaders, which takes seconds, never before.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.integrations.diffusers.quantizer import refresh_plan
+from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantizedModule, QuantLinear, restore_module_
 
 
@@ -24,13 +24,8 @@ _logger = logging.getLogger("hf_quant")
 
 def register() -> None:
     """Wrap two functions of diffusers' loader. Further calls do nothing."""
-    loader = lora_pipeline.FluxLoraLoaderMixin
     for name, wrap in _WRAPPERS.items():
-        host = getattr(loader, name).__func__
-        if not getattr(host, "_knows_hf_quant", False):
-            wrapped = functools.wraps(host)(wrap(host))
-            wrapped._knows_hf_quant = True
-            setattr(loader, name, classmethod(wrapped))
+        wrap_once(lora_pipeline.FluxLoraLoaderMixin, name, wrap)
 
 
 def _look_up(host: Callable) -> Callable:

@@ -5,7 +5,6 @@ wrapped; without quantized modules the host's method runs alone. `hf_quant._boot
 has loaded that class, and never before.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +12,17 @@ import diffusers.models.modeling_utils as modeling_utils
 
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.diffusers.quantizer import DiffusersQuantizer, refresh_plan
+from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantizedModule
 from hf_quant.planning import updated
 
 
 def register() -> None:
     """Wrap `save_pretrained`. Further calls do nothing."""
-    cls = modeling_utils.ModelMixin
-    if not hasattr(cls.save_pretrained, "_knows_hf_quant"):
-        cls.save_pretrained = _with_plan(cls.save_pretrained)
+    wrap_once(modeling_utils.ModelMixin, "save_pretrained", _with_plan)
 
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(host)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         schemes = {name: m.scheme for name, m in self.named_modules() if isinstance(m, QuantizedModule)}
         quantizer = getattr(self, "hf_quantizer", None)
@@ -38,7 +35,6 @@ def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
                 refresh_plan(self)
         return host(self, *args, **kwargs)
 
-    save_pretrained._knows_hf_quant = True
     return save_pretrained
 
 

@@ -5,22 +5,20 @@ pipelines is wrapped; without quantized parts the host's method runs alone. `hf_
 diffusers has loaded its pipelines, and never before.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import diffusers.pipelines.pipeline_utils as pipeline_utils
 
+from hf_quant.integrations.wrapping import wrap_once
+
 
 def register() -> None:
     """Wrap the end of `push_to_hub` and `save_pretrained(push_to_hub=True)`. Further calls do nothing."""
-    cls = pipeline_utils.DiffusionPipeline
-    if not hasattr(cls._upload_folder, "_knows_hf_quant"):
-        cls._upload_folder = _with_card(cls._upload_folder)
+    wrap_once(pipeline_utils.DiffusionPipeline, "_upload_folder", _with_card)
 
 
 def _with_card(host: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(host)
     def upload_folder(
         self: Any, working_dir: Any, repo_id: str, *args: Any, subfolder: str | None = None, **kwargs: Any
     ) -> str:
@@ -31,7 +29,6 @@ def _with_card(host: Callable[..., str]) -> Callable[..., str]:
         options = {} if subfolder is None else {"subfolder": subfolder}  # older versions do not have this argument
         return host(self, working_dir, repo_id, *args, **options, **kwargs)
 
-    upload_folder._knows_hf_quant = True
     return upload_folder
 
 

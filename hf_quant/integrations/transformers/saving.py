@@ -6,7 +6,6 @@ class is wrapped; without quantized modules the host's method runs alone. `hf_qu
 transformers has loaded that class, and never before.
 """
 
-import functools
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ import transformers.modeling_utils as modeling_utils
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.transformers.names import tied_modules
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
+from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantizedModule
 from hf_quant.planning import updated
 from hf_quant.quantize import stored_config
@@ -26,18 +26,14 @@ _CONFIG = "quantization_config"
 
 def register() -> None:
     """Wrap `save_pretrained`. Further calls do nothing."""
-    cls = modeling_utils.PreTrainedModel
-    if not hasattr(cls.save_pretrained, "_knows_hf_quant"):
-        cls.save_pretrained = _with_plan(cls.save_pretrained)
+    wrap_once(modeling_utils.PreTrainedModel, "save_pretrained", _with_plan)
 
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(host)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _recorded(self):
             return host(self, *args, **kwargs)
 
-    save_pretrained._knows_hf_quant = True
     return save_pretrained
 
 

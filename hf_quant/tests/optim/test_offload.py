@@ -101,7 +101,7 @@ def test_a_parameter_is_trained_once_it_is_unfrozen(cls, offload_gradients):
 
 
 def test_a_later_optimizer_gets_the_gradients():
-    """As when a notebook makes it again: the hooks of the earlier one stay with the parameters."""
+    """A notebook makes it again: the hooks of the earlier one stay with the parameters."""
     layer = nn.Linear(4, 4)
     first, second = (
         CPUOffloadOptimizer(layer.parameters(), torch.optim.SGD, lr=1.0, offload_gradients=True) for _ in range(2)
