@@ -3,15 +3,35 @@
 Without a compiler, or if it fails, the package installs without them and says so in `hf-quant doctor`.
 """
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 
 SOURCES = "hf_quant/kernels/native/src"
 
+
+class BuildInParallel(build_ext):
+    """Compiles the sources side by side: one core would need minutes for the larger instruction sets."""
+
+    def build_extension(self, ext):
+        compile_sources = self.compiler.compile
+
+        def compile_each(sources, **options):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_sources([source], **options), sources)
+                return [each for of_source in objects for each in of_source]
+
+        self.compiler.compile = compile_each
+        super().build_extension(ext)
+
+
 setup(
+    cmdclass={"build_ext": BuildInParallel},
     ext_modules=[
         Extension(
             "hf_quant.kernels.native._native",

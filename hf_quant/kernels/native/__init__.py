@@ -5,10 +5,11 @@ it holds every instruction set below and chooses at run time. Without it, or whe
 reason, the stock-torch paths of `cpu.product`, `kv_attention` and `algorithms` serve. `attention` is for caches.
 
 Instruction sets: "amx" (as "avx512", with tiles for products of many rows: Sapphire Rapids and later Xeons), "avx512"
-(with VNNI, VBMI and GFNI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them), "avx_vnni" (as "avx2",
-with dot products of int8: Alder Lake and later, Cascade Lake), "avx2" (with FMA: Haswell, Zen and later), "neon" (Arm
-with dot products of int8: Armv8.2 DotProd), "portable" (any other). HF_QUANT_NATIVE chooses one by name, or "off";
-`use` does so at run time. Threads come from torch's own OpenMP pool, as many as `torch.set_num_threads` has set.
+(with VNNI, VBMI and GFNI: Ice Lake, Zen 4 and later; bf16 dot products where the CPU has them), "avx512_vnni" (the
+same without VBMI, GFNI and bf16: Cascade Lake, Cooper Lake), "avx_vnni" (as "avx2", with dot products of int8: Alder
+Lake and later), "avx2" (with FMA: Haswell, Zen and later), "neon" (Arm with dot products of int8: Armv8.2 DotProd),
+"portable" (any other). HF_QUANT_NATIVE chooses one by name, or "off"; `use` does so at run time. Threads come from
+torch's own OpenMP pool, as many as `torch.set_num_threads` has set.
 """
 
 from hf_quant.kernels.native.extension import active, features, instruction_sets, unavailable_reason, use, using

@@ -36,6 +36,7 @@ from hf_quant.kernels.weight import Weight, takes_weight
 _CHUNK = 2**18  # values of x quantized at a time: temporaries stay in the cache
 _GEMM_ROWS = 256  # of the sums of int8 products at a time
 _MIN_GEMM_ROWS = 64  # oneDNN reorders b at each call
+_WITH_GEMM = ("amx", "avx512", "avx512_vnni")  # instruction sets with which oneDNN's sums come sooner
 
 
 def _supports_int8(problem: Problem) -> str | None:
@@ -185,7 +186,7 @@ def int8_scaled_mm_cpu(
     op.check(a, b, a_scale, b_scale, bias, torch.int8)
     if a.shape[0] == 0 or a.shape[1] < 2:
         return op.int8_scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype=out_dtype)
-    if a.shape[0] >= _MIN_GEMM_ROWS and native.active() in ("amx", "avx512") and native.scales_sums(out_dtype):
+    if a.shape[0] >= _MIN_GEMM_ROWS and native.active() in _WITH_GEMM and native.scales_sums(out_dtype):
         return _by_gemm(a, b, a_scale.contiguous(), b_scale.contiguous(), bias, out_dtype)
     w = Weight(b, b_scale, None, None, "int8", a.shape[1], a.shape[1])
     if out_dtype != torch.float64 and native.serves(w, torch.float32, int8=True):

@@ -6,13 +6,13 @@
 #include "avx512_few_rows.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
-using avx512_portable::kTokens;
+using HFQ_SET::kTokens;
 
 // Packed codes of BITS bits by a table of levels, or signed bytes.
 template <int BITS>
-struct WordPanels : avx512_portable::TokenPanels {
+struct WordPanels : HFQ_SET::TokenPanels {
   static constexpr int PER = 32 / BITS;  // codes of a word: in one group, whose size is a multiple of 16
 
   static bool few(const Attention& a, int64_t rows) { return FewRows<BITS>::fits(a, rows); }
@@ -117,7 +117,7 @@ struct WordPanels : avx512_portable::TokenPanels {
 };
 
 // Keys that are no codes: 16 channels of 16 tokens at a time are transposed.
-struct ValuePanels : avx512_portable::ValuePanels {
+struct ValuePanels : HFQ_SET::ValuePanels {
   static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
     for (int64_t part = 0; part < count; part += 16) {
       for (int64_t d = 0; d < a.D; d += 16) {
@@ -136,14 +136,14 @@ struct ValuePanels : avx512_portable::ValuePanels {
 // Sums of the products of a pair of bf16 with those of a row. As assembly, like `ByBf16`.
 struct PairProducts {
   static constexpr int PER = 2;
-  HFQ_INLINE void add(float left, avx512_portable::Lanes row, avx512_portable::Lanes& sum) {
+  HFQ_INLINE void add(float left, HFQ_SET::Lanes row, HFQ_SET::Lanes& sum) {
     const __m512 pair = _mm512_set1_ps(left);
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pair), "v"(row));
   }
 };
 
 // Keys and values in bf16, which the CPU multiplies: panels of pairs, of channels of a key, and of tokens.
-struct PairPanels : avx512_portable::ValuePanels {
+struct PairPanels : HFQ_SET::ValuePanels {
   using Dot = PairProducts;
 
   static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
@@ -179,14 +179,16 @@ struct PairPanels : avx512_portable::ValuePanels {
 static bool attention(const Attention& a) {
   switch (a.layout) {
     case VALUES:
-      return a.by_bf16 && a.q_dtype == BF16 && maker_of_cpu() != INTEL ? avx512_portable::AttentionTasks<PairPanels>(a).run()
-                                            : avx512_portable::AttentionTasks<ValuePanels>(a).run();
-    case PACKED2: return avx512_portable::AttentionTasks<WordPanels<2>>(a).run();
-    case PACKED4: return avx512_portable::AttentionTasks<WordPanels<4>>(a).run();
-    case BYTES_INT: return avx512_portable::AttentionTasks<WordPanels<8>>(a).run();
-    default: return avx512_portable::attention(a);
+#if HFQ_VBMI
+      if (a.by_bf16 && a.q_dtype == BF16 && maker_of_cpu() != INTEL) return HFQ_SET::AttentionTasks<PairPanels>(a).run();
+#endif
+      return HFQ_SET::AttentionTasks<ValuePanels>(a).run();
+    case PACKED2: return HFQ_SET::AttentionTasks<WordPanels<2>>(a).run();
+    case PACKED4: return HFQ_SET::AttentionTasks<WordPanels<4>>(a).run();
+    case BYTES_INT: return HFQ_SET::AttentionTasks<WordPanels<8>>(a).run();
+    default: return HFQ_SET::attention(a);
   }
 }
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

@@ -13,7 +13,7 @@
 #include "types.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
 #define HFQ_INLINE static inline __attribute__((always_inline))
 #define HFQ_METHOD inline __attribute__((always_inline))
@@ -28,6 +28,51 @@ HFQ_INLINE __m512i load_bytes(const uint8_t* p, __mmask64 mask) {
 HFQ_INLINE __mmask64 first_bytes(int64_t count) {
   return count >= 64 ? ~__mmask64{0} : count <= 0 ? __mmask64{0} : (__mmask64{1} << count) - 1;
 }
+
+// Bytes of two vectors to the places that `from` names; with VBMI any, without it each 128 bits have bytes of up to four
+// 32-bit words. A place of kNowhere is zero.
+constexpr uint8_t kNowhere = 0x80;
+
+class BytePlaces {
+ public:
+  explicit BytePlaces(const uint8_t (&from)[64]) {
+#if HFQ_VBMI
+    bytes_ = _mm512_loadu_si512(from);
+    exists_ = ~_mm512_movepi8_mask(bytes_);
+#else
+    alignas(64) uint8_t places[64];
+    alignas(64) uint32_t words[16] = {};
+    for (int lane = 0; lane < 16; lane += 4) {
+      int count = 0;
+      for (int i = 4 * lane; i < 4 * lane + 16; ++i) {
+        int at = 0;
+        while (at < count && words[lane + at] != from[i] / 4u) ++at;
+        if (from[i] != kNowhere && at == count) words[lane + count++] = from[i] / 4u;
+        places[i] = from[i] == kNowhere ? kNowhere : static_cast<uint8_t>(4 * at + from[i] % 4);
+      }
+    }
+    words_ = _mm512_load_si512(words);
+    bytes_ = _mm512_load_si512(places);
+#endif
+  }
+#if HFQ_VBMI
+  HFQ_METHOD __m512i of(__m512i a) const { return _mm512_maskz_permutexvar_epi8(exists_, bytes_, a); }
+  HFQ_METHOD __m512i of(__m512i a, __m512i b) const { return _mm512_maskz_permutex2var_epi8(exists_, a, bytes_, b); }
+#else
+  HFQ_METHOD __m512i of(__m512i a) const { return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(words_, a), bytes_); }
+  HFQ_METHOD __m512i of(__m512i a, __m512i b) const {
+    return _mm512_shuffle_epi8(_mm512_permutex2var_epi32(a, words_, b), bytes_);
+  }
+#endif
+
+ private:
+  __m512i bytes_;
+#if HFQ_VBMI
+  __mmask64 exists_;
+#else
+  __m512i words_;
+#endif
+};
 
 // Which bytes of a block exist: all but in the last block of a row.
 struct Masks {
@@ -147,24 +192,28 @@ struct Packed2 : Levels<2> {
 struct Packed3 : Levels<3> {
   static constexpr int BLOCK = 128, VECS = 4, BYTES = 48, PARTS = 1;
   static constexpr bool ZERO_POINTS = true;
-  __m512i spread, third[4];
+  BytePlaces spread;
+  __m512i third[4];
 
-  explicit Packed3(const Product& p) : Levels(p) {
-    alignas(64) uint8_t from[64];
+  explicit Packed3(const Product& p) : Levels(p), spread(places()) {
     alignas(64) uint16_t shift[4][32];
+    for (int i = 0; i < 32; ++i)
+      for (int j = 0; j < 4; ++j) shift[j][i] = static_cast<uint16_t>(6 + 4 * (i & 1) + j);
+    for (int j = 0; j < 4; ++j) third[j] = _mm512_load_si512(shift[j]);
+  }
+  static BytePlaces places() {
+    uint8_t from[64];
     for (int i = 0; i < 32; ++i) {  // word i: low byte for codes 4i..4i+3, high byte with their third bits
       from[2 * i] = static_cast<uint8_t>(i / 8 * 12 + i % 8);
       from[2 * i + 1] = static_cast<uint8_t>(i / 8 * 12 + 8 + i % 8 / 2);
-      for (int j = 0; j < 4; ++j) shift[j][i] = static_cast<uint16_t>(6 + 4 * (i & 1) + j);
     }
-    spread = _mm512_load_si512(from);
-    for (int j = 0; j < 4; ++j) third[j] = _mm512_load_si512(shift[j]);
+    return BytePlaces(from);
   }
   static int code(int vec, int word) { return 4 * word + vec; }
   static constexpr int lane_code(int lane) { return 8 * lane; }
 
   HFQ_METHOD void load(const uint8_t* p, Masks m, __m512i* part) const {
-    part[0] = _mm512_permutexvar_epi8(spread, load_bytes(p, m.low & ((__mmask64{1} << 48) - 1)));
+    part[0] = spread.of(load_bytes(p, m.low & ((__mmask64{1} << 48) - 1)));
   }
   HFQ_METHOD void indices(const __m512i* part, __m512i* index) const {
     const __m512i words = part[0], two = _mm512_set1_epi16(3);
@@ -181,21 +230,21 @@ struct Packed6 {
   static constexpr int BLOCK = 128, VECS = 4, BYTES = 96, PARTS = 2, COUNT = 64;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
-  __m512i four, two, half[2];
+  BytePlaces four, two;
+  __m512i half[2];
 
-  explicit Packed6(const Product& p) {
-    alignas(64) uint8_t low_from[64], high_from[64];
+  explicit Packed6(const Product& p) : four(places(true)), two(places(false)) {
     alignas(64) uint16_t values[64];
-    for (int i = 0; i < 32; ++i) {
-      low_from[2 * i] = static_cast<uint8_t>(i / 8 * 24 + 2 * (i % 8));
-      low_from[2 * i + 1] = static_cast<uint8_t>(low_from[2 * i] + 1);
-      high_from[2 * i] = static_cast<uint8_t>(i / 8 * 24 + 16 + i % 8);
-      high_from[2 * i + 1] = 0;
-    }
     for (int i = 0; i < 64; ++i) values[i] = float_to_bf16(p.levels[i]);
-    four = _mm512_load_si512(low_from);
-    two = _mm512_load_si512(high_from);
     set_words(reinterpret_cast<const int16_t*>(values));
+  }
+  static BytePlaces places(bool low) {
+    uint8_t from[64];
+    for (int i = 0; i < 64; ++i) {
+      const int unit = i / 16 * 24;
+      from[i] = low ? static_cast<uint8_t>(unit + i % 16) : i % 2 == 0 ? static_cast<uint8_t>(unit + 16 + i % 16 / 2) : kNowhere;
+    }
+    return BytePlaces(from);
   }
   void set_words(const int16_t* words) {
     half[0] = _mm512_loadu_si512(words);
@@ -207,8 +256,8 @@ struct Packed6 {
 
   HFQ_METHOD void load(const uint8_t* p, Masks m, __m512i* part) const {
     const __m512i a = load_bytes(p, m.low), b = load_bytes(p + 64, m.high & 0xffffffffu);
-    part[0] = _mm512_permutex2var_epi8(a, four, b);
-    part[1] = _mm512_slli_epi16(_mm512_maskz_permutex2var_epi8(0x5555555555555555ull, a, two, b), 4);
+    part[0] = four.of(a, b);
+    part[1] = _mm512_slli_epi16(two.of(a, b), 4);
   }
   HFQ_INLINE void indices(const __m512i* part, __m512i* index) {
     const __m512i lower = part[0], upper = part[1], mask = _mm512_set1_epi16(15);
@@ -220,11 +269,35 @@ struct Packed6 {
   HFQ_METHOD __m512i level(__m512i index, Table) const { return _mm512_permutex2var_epi16(half[0], index, half[1]); }
 };
 
-// Bytes: both bytes of the bf16 value from tables of the 128 magnitudes. Each is exact in bf16.
-struct Bytes {
+// Bytes as words: the even ones of a lane, then the odd ones.
+struct WordsOfBytes {
   static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
+
+  static int code(int vec, int word) { return 2 * word + vec; }
+  static constexpr int lane_code(int lane) { return 4 * lane; }
+  HFQ_INLINE Table table(int) { return {}; }
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
+  HFQ_INLINE __m512i level(__m512i value, Table) { return value; }
+};
+
+// Signed bytes as words.
+struct WordBytes : WordsOfBytes {
+  static constexpr int64_t MOST_COLUMNS = kMostFixed;
+
+  explicit WordBytes(const Product&) {}
+  float unit() const { return 1.0f; }
+  int x_bits() const { return 15; }
+  HFQ_INLINE void indices(const __m512i* part, __m512i* index) {
+    index[0] = _mm512_srai_epi16(_mm512_slli_epi16(part[0], 8), 8);
+    index[1] = _mm512_srai_epi16(part[0], 8);
+  }
+};
+
+#if HFQ_VBMI
+// Both bytes of the bf16 value from tables of the 128 magnitudes. Each is exact in bf16.
+struct Bytes : WordsOfBytes {
   __m512i upper[2], lower[2];
 
   // level(i): the value of magnitude i.
@@ -241,16 +314,11 @@ struct Bytes {
       lower[half] = _mm512_load_si512(bytes[1] + 64 * half);
     }
   }
-  static int code(int vec, int word) { return 2 * word + vec; }  // even bytes of a lane, then odd ones
-  static constexpr int lane_code(int lane) { return 4 * lane; }
-  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
   HFQ_INLINE void join(__m512i top, __m512i bottom, __m512i* value) {
     const __m512i low_bytes = _mm512_set1_epi16(255);
     value[0] = _mm512_ternarylogic_epi32(low_bytes, bottom, _mm512_slli_epi16(top, 8), 0xCA);
     value[1] = _mm512_ternarylogic_epi32(low_bytes, _mm512_srli_epi16(bottom, 8), top, 0xCA);
   }
-  HFQ_INLINE Table table(int) { return {}; }
-  HFQ_INLINE __m512i level(__m512i value, Table) { return value; }
 };
 
 struct BytesFloat : Bytes {
@@ -276,26 +344,55 @@ struct BytesInt : Bytes {
     join(with_sign, _mm512_permutex2var_epi8(lower[0], magnitudes, lower[1]), value);
   }
 };
+#else
+// The bf16 values of bytes that are a sign and one of 128 magnitudes.
+struct SignedMagnitudes {
+  __m512i words[4];
 
-// Bytes as words: the even ones of a lane, then the odd ones.
-struct WordBytes {
-  static constexpr int BLOCK = 64, VECS = 2, BYTES = 64, PARTS = 1;
-  static constexpr int64_t MOST_COLUMNS = kMostFixed;
+  explicit SignedMagnitudes(const uint16_t (&magnitudes)[128]) {
+    for (int i = 0; i < 4; ++i) words[i] = _mm512_loadu_si512(magnitudes + 32 * i);
+  }
+  // Of the lower byte of each word; the upper one must have the sign, too.
+  HFQ_METHOD __m512i of(__m512i codes, __m512i signs) const {
+    const __m512i first = _mm512_permutex2var_epi16(words[0], codes, words[1]);  // by the low six bits
+    const __m512i second = _mm512_permutex2var_epi16(words[2], codes, words[3]);
+    const __mmask32 is_second = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
+    const __m512i magnitude = _mm512_mask_mov_epi16(first, is_second, second);
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(-32768), signs, magnitude, 0xEA);  // (sign & signs) | magnitude
+  }
+};
+
+struct BytesFloat : WordsOfBytes {
+  SignedMagnitudes magnitudes;
+
+  explicit BytesFloat(const Product& p) : magnitudes(of_levels(p.levels)) {}
+  static SignedMagnitudes of_levels(const float* levels) {
+    uint16_t values[128];
+    for (int i = 0; i < 128; ++i) values[i] = float_to_bf16(levels[i]);
+    return SignedMagnitudes(values);
+  }
+  HFQ_METHOD void indices(const __m512i* part, __m512i* value) const {
+    value[0] = magnitudes.of(part[0], _mm512_slli_epi16(part[0], 8));
+    value[1] = magnitudes.of(_mm512_srli_epi16(part[0], 8), part[0]);
+  }
+};
+#endif
+
+// Signed bytes as fp32: vector j gets code 4l + j of each 32-bit lane l.
+struct BytesIntFloat {
+  static constexpr int BLOCK = 64, VECS = 4, BYTES = 64, PARTS = 1;
   static constexpr bool ZERO_POINTS = false;
   using Table = NoTable;
 
-  explicit WordBytes(const Product&) {}
-  float unit() const { return 1.0f; }
-  int x_bits() const { return 15; }
-  static int code(int vec, int word) { return 2 * word + vec; }
+  explicit BytesIntFloat(const Product&) {}
+  static int code(int vec, int lane) { return 4 * lane + vec; }
   static constexpr int lane_code(int lane) { return 4 * lane; }
   HFQ_INLINE Table table(int) { return {}; }
   HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { part[0] = load_bytes(p, m.low); }
-  HFQ_INLINE void indices(const __m512i* part, __m512i* index) {
-    index[0] = _mm512_srai_epi16(_mm512_slli_epi16(part[0], 8), 8);
-    index[1] = _mm512_srai_epi16(part[0], 8);
+  HFQ_INLINE void levels(const __m512i* part, Table, __m512* value) {
+    for (int j = 0; j < VECS; ++j)
+      value[j] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(part[0], 24 - 8 * j), 24));
   }
-  HFQ_INLINE __m512i level(__m512i value, Table) { return value; }
 };
 
 // 4 bits as fp32 levels, which need not be exact in bf16: vector j gets code 8l + j of each 32-bit lane l.
@@ -355,5 +452,5 @@ struct BytesUnsigned {
   }
 };
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

@@ -11,7 +11,7 @@
 #include "avx512_pack.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
 // One expert's weight, and what was derived from it for the whole call.
 struct Weight {
@@ -372,5 +372,5 @@ static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
   }
 }
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

@@ -8,9 +8,9 @@
 #include "avx512_tile.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
-using avx512_portable::kFewTokens;
+using HFQ_SET::kFewTokens;
 
 // By the low 4 bits of an index: levels of 2 bits are repeated. Codes of 8 bits need none.
 template <int BITS>
@@ -218,5 +218,5 @@ struct FewRows {
   float scale_[kFewTokens * 16 + 16], offset_[kFewTokens * 16 + 16];
 };
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

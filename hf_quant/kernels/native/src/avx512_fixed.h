@@ -10,7 +10,7 @@
 #include "avx512_fixed_decode.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
 // GCC 12 would load again for each use, and there are two loads a cycle.
 HFQ_INLINE __m512i load_once(const void* from) {
@@ -34,26 +34,6 @@ HFQ_INLINE __m512i largest_of_lane(__m512i v) {
   if (LANE > 4) v = _mm512_max_epu32(v, _mm512_shuffle_i32x4(v, v, 0xB1));
   if (LANE > 8) v = _mm512_max_epu32(v, _mm512_shuffle_i32x4(v, v, 0x4E));
   return v;
-}
-
-// Bytes 0, 1, .. VECS - 1 of each VECS neighbours to VECS vectors, from the BLOCK bytes at `from`.
-template <int VECS>
-HFQ_INLINE void deal_bytes(const char* from, __m512i (&to)[VECS]) {
-  for (int j = 0; j < VECS; ++j) {
-    if (VECS == 1) {
-      to[j] = _mm512_loadu_si512(from);
-    } else if (VECS == 2) {
-      const __m512i a = _mm512_srli_epi16(_mm512_loadu_si512(from), 8 * j);
-      const __m512i b = _mm512_srli_epi16(_mm512_loadu_si512(from + 64), 8 * j);
-      to[j] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
-    } else {
-      alignas(64) char bytes[64];
-      for (int i = 0; i < 4; ++i)
-        _mm_store_si128(reinterpret_cast<__m128i*>(bytes + 16 * i),
-                        _mm512_cvtepi32_epi8(_mm512_srli_epi32(_mm512_loadu_si512(from + 64 * i), 8 * j)));
-      to[j] = _mm512_load_si512(bytes);
-    }
-  }
 }
 
 // Words 0, 1, 2 and 3 of each four neighbours to four vectors, from the 128 words at `from`.
@@ -288,7 +268,7 @@ class FixedMatmul {
           ok = false;
           return;
         }
-        avx512_portable::transform_row(x, dtype, p_.K, p_.diagonal, p_.block, values);
+        HFQ_SET::transform_row(x, dtype, p_.K, p_.diagonal, p_.block, values);
         x = values;
         dtype = F32;
       }
@@ -411,5 +391,5 @@ static FixedProduct fixed_product(const Product& p) {
   }
 }
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

@@ -4,17 +4,21 @@
 #include "avx512_decode.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
 // Decoders: BLOCK codes, BYTES bytes, become VECS vectors of unsigned bytes; byte i of vector j is made of code VECS * i + j,
 // so that a lane of 32 bits has 4 * VECS neighbours, which are of one group. The last decoder makes words.
 
-// Bits FIRST, FIRST + 1, .. of each byte as a number: a product of each byte, 8 bits, with a matrix of bits.
+// Bits FIRST, FIRST + 1, .. of each byte as a number: with GFNI a product of each byte, 8 bits, with a matrix of bits.
 template <int FIRST, int COUNT>
 HFQ_INLINE __m512i bits_of_bytes(__m512i bytes) {
+#if !HFQ_VBMI
+  return _mm512_and_si512(_mm512_srli_epi16(bytes, FIRST), _mm512_set1_epi8((1 << COUNT) - 1));
+#else
   int64_t matrix = 0;
   for (int i = 0; i < COUNT; ++i) matrix |= int64_t{1} << (8 * (7 - i) + FIRST + i);
   return _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(matrix), 0);
+#endif
 }
 
 // 4 bits, as they are.
@@ -71,32 +75,48 @@ struct Fixed2 {
 struct Fixed3 {
   static constexpr bool WORDS = false;
   static constexpr int LANE = 16, BLOCK = 256, VECS = 4, BYTES = 96, COUNT = 8;
-  __m512i low_places, third_places, third[4];
+  BytePlaces low_places, third_places;
+  __m512i third[4];
 
-  explicit Fixed3(const Product&) {
-    alignas(64) uint8_t low[64], bytes[64], shifts[4][64];
-    for (int i = 0; i < 64; ++i) {
-      low[i] = static_cast<uint8_t>(i / 8 * 12 + i % 8);
-      bytes[i] = static_cast<uint8_t>(i / 8 * 12 + 8 + i % 4);
-      // The third bit of code 4 i + j is bit 4 i + j of 8 bytes, and shall be bit 2 of byte i.
-      for (int j = 0; j < 4; ++j) shifts[j][i] = static_cast<uint8_t>((4 * (i % 8) + j + 62) % 64);
-    }
-    low_places = _mm512_load_si512(low);
-    third_places = _mm512_load_si512(bytes);
-    for (int j = 0; j < 4; ++j) third[j] = _mm512_load_si512(shifts[j]);
+  explicit Fixed3(const Product&) : low_places(places(true)), third_places(places(false)) {
+    alignas(64) uint8_t bytes[4][64];
+    for (int i = 0; i < 64; ++i)
+      for (int j = 0; j < 4; ++j) bytes[j][i] = third_of(i, j);
+    for (int j = 0; j < 4; ++j) third[j] = _mm512_load_si512(bytes[j]);
   }
+  static BytePlaces places(bool low) {
+    uint8_t from[64];
+    for (int i = 0; i < 64; ++i) from[i] = static_cast<uint8_t>(i / 8 * 12 + (low ? i % 8 : 8 + third_place(i % 8)));
+    return BytePlaces(from);
+  }
+#if HFQ_VBMI
+  // The 4 bytes of third bits, twice: that of code 4 i + j is bit 4 i + j of 8 bytes, and shall be bit 2 of byte i.
+  static int third_place(int i) { return i % 4; }
+  static uint8_t third_of(int i, int j) { return static_cast<uint8_t>((4 * (i % 8) + j + 62) % 64); }
+  HFQ_INLINE __m512i thirds(__m512i bytes) { return bytes; }
+  HFQ_INLINE __m512i join(__m512i low, __m512i third, __m512i thirds) {
+    const __m512i bits = _mm512_multishift_epi64_epi8(third, thirds);
+    return _mm512_ternarylogic_epi32(low, bits, _mm512_set1_epi8(4), 0xF8);  // low | (bits & 4)
+  }
+#else
+  // Each of the 4 bytes of third bits, twice: byte i gets the bits of codes 4 i to 4 i + 3, by which a table has bit 2.
+  static int third_place(int i) { return i / 2; }
+  static uint8_t third_of(int i, int j) { return static_cast<uint8_t>((i >> j & 1) << 2); }
+  HFQ_INLINE __m512i thirds(__m512i bytes) {
+    const __m512i upper = _mm512_srli_epi16(bytes, 4), even = _mm512_set1_epi16(255);
+    return _mm512_and_si512(_mm512_ternarylogic_epi32(even, bytes, upper, 0xCA), _mm512_set1_epi8(15));
+  }
+  HFQ_INLINE __m512i join(__m512i low, __m512i third, __m512i thirds) {
+    return _mm512_or_si512(low, _mm512_shuffle_epi8(third, thirds));
+  }
+#endif
   HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
     const __m512i a = load_bytes(p, m.low), b = load_bytes(p + 64, m.high & 0xffffffffu);
-    const __m512i low = _mm512_permutex2var_epi8(a, low_places, b);
-    const __m512i words = _mm512_permutex2var_epi8(a, third_places, b);  // the 4 bytes of third bits, twice
-    value[0] = join(bits_of_bytes<0, 2>(low), _mm512_multishift_epi64_epi8(third[0], words));
-    value[1] = join(bits_of_bytes<2, 2>(low), _mm512_multishift_epi64_epi8(third[1], words));
-    value[2] = join(bits_of_bytes<4, 2>(low), _mm512_multishift_epi64_epi8(third[2], words));
-    value[3] = join(bits_of_bytes<6, 2>(low), _mm512_multishift_epi64_epi8(third[3], words));
-  }
-  // 0xF8: first | (second & third operand)
-  HFQ_INLINE __m512i join(__m512i low, __m512i third) {
-    return _mm512_ternarylogic_epi32(low, third, _mm512_set1_epi8(4), 0xF8);
+    const __m512i low = low_places.of(a, b), of_bytes = thirds(third_places.of(a, b));
+    value[0] = join(bits_of_bytes<0, 2>(low), third[0], of_bytes);
+    value[1] = join(bits_of_bytes<2, 2>(low), third[1], of_bytes);
+    value[2] = join(bits_of_bytes<4, 2>(low), third[2], of_bytes);
+    value[3] = join(bits_of_bytes<6, 2>(low), third[3], of_bytes);
   }
 };
 
@@ -125,5 +145,5 @@ struct FixedLevels : LevelWords<D> {
   }
 };
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

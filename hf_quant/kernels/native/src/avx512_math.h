@@ -6,12 +6,13 @@
 #include "avx512_decode.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
 // CPUs that differ in what they multiply fastest. Intel's take four times as long for a dot product of bf16 as for one of
 // bytes or words, and twice as long as for fp32 (Sapphire Rapids; older ones have none).
 enum Maker { INTEL, ZEN4, ZEN5 };
 
+#if HFQ_VBMI
 static Maker maker_of_cpu() {
   static const Maker maker = [] {
     __builtin_cpu_init();
@@ -22,6 +23,9 @@ static Maker maker_of_cpu() {
   }();
   return maker;
 }
+#else
+static constexpr Maker maker_of_cpu() { return INTEL; }  // AMD's CPUs have VBMI
+#endif
 
 HFQ_INLINE __m512 as_float(__m512i bits) { return _mm512_castsi512_ps(bits); }
 
@@ -236,11 +240,12 @@ HFQ_INLINE __m512 load_scales(const void* base, int dtype, int64_t first, int64_
   }
 }
 
-// The bytes of the bf16 value of each magnitude of E4M3.
+// The bf16 value of each magnitude of E4M3, and its bytes.
 struct MagnitudesE4M3 {
+  uint16_t words[128];
   alignas(64) uint8_t upper[128], lower[128];
 
-  constexpr MagnitudesE4M3() : upper(), lower() {
+  constexpr MagnitudesE4M3() : words(), upper(), lower() {
     for (int i = 0; i < 128; ++i) {
       int exponent = i >> 3, mantissa = i & 7;
       if (exponent == 0 && mantissa > 0) {  // subnormal
@@ -248,6 +253,7 @@ struct MagnitudesE4M3 {
         mantissa -= 8;
       }
       const int bits = i == 127 ? 0x7fc0 : i == 0 ? 0 : (exponent + 120) << 7 | mantissa << 4;
+      words[i] = static_cast<uint16_t>(bits);
       upper[i] = static_cast<uint8_t>(bits >> 8);
       lower[i] = static_cast<uint8_t>(bits);
     }
@@ -263,12 +269,13 @@ HFQ_INLINE void load_scales(const void* base, int dtype, int64_t first, int64_t 
     for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(to + i, load_scales(base, dtype, first + i, count - i));
     return;
   }
+  const uint8_t* from = static_cast<const uint8_t*>(base) + first;
+#if HFQ_VBMI
   // Words of 32 bits so that unpacking, which works within 128 bits, leaves the scales in order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i upper0 = _mm512_load_si512(kMagnitudesE4M3.upper), upper1 = _mm512_load_si512(kMagnitudesE4M3.upper + 64);
   const __m512i lower0 = _mm512_load_si512(kMagnitudesE4M3.lower), lower1 = _mm512_load_si512(kMagnitudesE4M3.lower + 64);
   const __m512i zero = _mm512_setzero_si512();
-  const uint8_t* from = static_cast<const uint8_t*>(base) + first;
   for (int64_t i = 0; i < count; i += kScalesAtOnce, to += kScalesAtOnce) {
     const __m512i codes = _mm512_permutexvar_epi32(order, load_bytes(from + i, first_bytes(count - i)));
     __m512i upper = _mm512_permutex2var_epi8(upper0, codes, upper1);  // by the low seven bits
@@ -280,6 +287,17 @@ HFQ_INLINE void load_scales(const void* base, int dtype, int64_t first, int64_t 
       _mm512_storeu_si512(to + 32 * half + 16, _mm512_unpackhi_epi16(zero, words[half]));
     }
   }
+#else
+  const SignedMagnitudes magnitudes(kMagnitudesE4M3.words);
+  for (int64_t i = 0; i < ceil_div(count, kScalesAtOnce) * kScalesAtOnce; i += 32, to += 32) {
+    const __mmask32 exists = static_cast<__mmask32>(first_bytes(count - i));
+    const __m512i codes = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(exists, from + i));
+    const __m512i values = magnitudes.of(codes, _mm512_slli_epi16(codes, 8));
+    const __m256i halves[2] = {_mm512_castsi512_si256(values), _mm512_extracti64x4_epi64(values, 1)};
+    for (int half = 0; half < 2; ++half)
+      _mm512_storeu_si512(to + 16 * half, _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves[half]), 16));
+  }
+#endif
 }
 
 // 16 zero points from `first` on.
@@ -354,5 +372,5 @@ HFQ_INLINE void store_y(void* base, int dtype, int64_t first, __mmask16 mask, __
   }
 }
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

@@ -10,7 +10,7 @@
 
 #include "types.h"
 
-#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#if HFQ_VBMI && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define HFQ_MATRIX_UNITS 1
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -18,7 +18,7 @@
 #endif
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
 constexpr int64_t kTile = 16;              // rows of a tile
 constexpr int64_t kLeastMatrixRows = 48;   // of x, for each expert, from which on tiles are used
@@ -117,5 +117,5 @@ static bool in_tiles(const Product& p) {
   return p.by_tiles && p.M >= least && (p.compute == BY_INT8 || p.compute == BY_BF16);
 }
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

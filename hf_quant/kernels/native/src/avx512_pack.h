@@ -4,7 +4,7 @@
 #include "avx512_math.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
 // How the groups of a row, which share a scale, lie in the blocks of a decoder.
 enum Grouping { ONE_GROUP, WHOLE_BLOCKS, WITHIN_BLOCK, WITHIN_BLOCK_ZEROS };  // the last: lanes have zero points
@@ -35,15 +35,19 @@ template <class C>
 struct Order {
   static constexpr int PER_VEC = 64 / C::X_BYTES, PER_WORD = 4 / C::X_BYTES, V = vecs<C>();
   alignas(64) uint16_t from[V][PER_VEC];
-  alignas(64) uint8_t in_lanes[64];  // bytes: the same of each vector
+  const BytePlaces in_lanes;  // the same of each vector
 
-  Order() {
+  Order() : in_lanes(places()) {
     for (int j = 0; j < V; ++j)
       for (int e = 0; e < PER_VEC; ++e) from[j][e] = static_cast<uint16_t>(source_of<C>(j, e));
+  }
+  static BytePlaces places() {
+    uint8_t bytes[64];
     for (int byte = 0; byte < 64; ++byte) {
       const int lane = byte / 4 / V, source = source_of<C>(byte / 4 % V, lane * PER_WORD + byte % 4 / C::X_BYTES);
-      in_lanes[byte] = static_cast<uint8_t>(source * C::X_BYTES + byte % C::X_BYTES);
+      bytes[byte] = static_cast<uint8_t>(source * C::X_BYTES + byte % C::X_BYTES);
     }
+    return BytePlaces(bytes);
   }
 };
 
@@ -143,9 +147,29 @@ static void fixed_row(const void* x, int dtype, int64_t K, int64_t padded, int64
 // `vectors` of 64 bytes from their natural order into that of lanes.
 template <class C>
 static void to_lanes(const Order<C>& order, const char* natural, int64_t vectors, char* out) {
-  const __m512i index = _mm512_load_si512(order.in_lanes);
+  const BytePlaces places = order.in_lanes;
   for (int64_t at = 0; at < vectors * 64; at += 64)
-    _mm512_storeu_si512(out + at, _mm512_permutexvar_epi8(index, _mm512_loadu_si512(natural + at)));
+    _mm512_storeu_si512(out + at, places.of(_mm512_loadu_si512(natural + at)));
+}
+
+// Bytes 0, 1, .. VECS - 1 of each VECS neighbours to VECS vectors, from the BLOCK bytes at `from`.
+template <int VECS>
+HFQ_INLINE void deal_bytes(const char* from, __m512i (&to)[VECS]) {
+  for (int j = 0; j < VECS; ++j) {
+    if (VECS == 1) {
+      to[j] = _mm512_loadu_si512(from);
+    } else if (VECS == 2) {
+      const __m512i a = _mm512_srli_epi16(_mm512_loadu_si512(from), 8 * j);
+      const __m512i b = _mm512_srli_epi16(_mm512_loadu_si512(from + 64), 8 * j);
+      to[j] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
+    } else {
+      alignas(64) char bytes[64];
+      for (int i = 0; i < 4; ++i)
+        _mm_store_si128(reinterpret_cast<__m128i*>(bytes + 16 * i),
+                        _mm512_cvtepi32_epi8(_mm512_srli_epi32(_mm512_loadu_si512(from + 64 * i), 8 * j)));
+      to[j] = _mm512_load_si512(bytes);
+    }
+  }
 }
 
 // One row, in `dtype`, in the order of rows or of lanes. `natural` has room for a padded row of X_BYTES elements.
@@ -168,19 +192,13 @@ static void pack_row(const Product& p, const Order<C>& order, bool in_lanes, con
     }
   }
   if (in_lanes) return to_lanes<C>(order, natural, blocks * V, out);
-  constexpr int PER_VEC = Order<C>::PER_VEC;
   for (int64_t b = 0; b < blocks; ++b) {
     const char* block = natural + b * D::BLOCK * C::X_BYTES;
     char* target = out + b * V * 64;
     if (C::X_BYTES == 1) {
-      const __m512i z0 = _mm512_loadu_si512(block);
-      const __m512i z1 = D::BLOCK > 64 ? _mm512_loadu_si512(block + 64) : z0;
-      for (int j = 0; j < V; ++j) {
-        const __m512i index =
-            _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(_mm512_load_si512(order.from[j]))),
-                               _mm512_cvtepi16_epi8(_mm512_load_si512(order.from[j] + PER_VEC / 2)), 1);
-        _mm512_storeu_si512(target + 64 * j, _mm512_permutex2var_epi8(z0, index, z1));
-      }
+      __m512i codes[V];
+      deal_bytes<V>(block, codes);
+      for (int j = 0; j < V; ++j) _mm512_storeu_si512(target + 64 * j, codes[j]);
     } else if (C::X_BYTES == 2) {
       const uint16_t* words = reinterpret_cast<const uint16_t*>(block);
       const __m512i z0 = _mm512_loadu_si512(words);
@@ -259,5 +277,5 @@ static void sum_groups(const Product& p, const char* packed, int32_t* sums) {
   }
 }
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

@@ -9,7 +9,7 @@
 #include "avx512_matrix.h"
 
 namespace hfq {
-namespace avx512 {
+namespace HFQ_AVX512 {
 
 constexpr int kPanelBytes = 65536;   // what a panel takes at most: it stays in the L2 cache
 constexpr int kTileRows = 6;         // rows of x
@@ -443,5 +443,5 @@ class Tile {
   int64_t words_;        // see `words_of_tiles`
 };
 
-}  // namespace avx512
+}  // namespace HFQ_AVX512
 }  // namespace hfq

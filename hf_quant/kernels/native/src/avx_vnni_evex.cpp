@@ -1,5 +1,4 @@
-// The same in the encoding of AVX-512, for CPUs with its VNNI that lack what the kernels for AVX-512 need besides
-// (Cascade Lake, Cooper Lake).
+// The same in the encoding of AVX-512: CPUs with its VNNI have faster kernels, but these can be tested there.
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,avx512vl,avx512vnni"))), apply_to = function)

@@ -367,7 +367,7 @@ struct Kernels {
 
 extern const Kernels kPortable;
 #if defined(__x86_64__)
-extern const Kernels kAvx2, kAvx512;
+extern const Kernels kAvx2, kAvx512, kAvx512Vnni;
 const Kernels* amx_kernels();  // those of AVX-512 with matrix units; null if the CPU, or the system, has none
 extern bool (*const kAvxVnniMatmul)(const Product&);  // null if the compiler does not know AVX-VNNI
 extern bool (*const kAvxVnniEvexMatmul)(const Product&);
@@ -378,7 +378,7 @@ bool has_dot_products();  // which kNeon needs
 
 // Finds the instruction sets that were compiled in and that this CPU has, best first, and returns how many there are.
 // has_bf16: whether the CPU has what the first needs to multiply in bf16.
-constexpr int kMostSets = 5;
+constexpr int kMostSets = 6;
 int find_kernels(const Kernels* (&found)[kMostSets], bool* has_bf16);
 
 }  // namespace hfq

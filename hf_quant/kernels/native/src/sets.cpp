@@ -28,11 +28,13 @@ int find_kernels(const Kernels* (&found)[kMostSets], bool* has_bf16) {
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni")) {
-    if (const Kernels* kernels = amx_kernels()) found[count++] = kernels;
-    found[count++] = &kAvx512;
-    *has_bf16 = __builtin_cpu_supports("avx512bf16");
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+    if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni")) {
+      if (const Kernels* kernels = amx_kernels()) found[count++] = kernels;
+      found[count++] = &kAvx512;
+      *has_bf16 = __builtin_cpu_supports("avx512bf16");
+    }
+    found[count++] = &kAvx512Vnni;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
       __builtin_cpu_supports("bmi2")) {
