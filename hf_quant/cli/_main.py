@@ -10,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 
 from hf_quant.cli._parser import build_parser
 
@@ -77,13 +76,11 @@ def _quiet_hosts(*, verbose: bool) -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-    if find_spec("diffusers") is not None:
-        from diffusers.utils.logging import get_logger
-
-        get_logger()  # gives its logger the handler that is taken away below, and would come back with its first model
+    if not verbose:  # diffusers, where a command imports it, gives its logger a handler of its own
+        os.environ.setdefault("DIFFUSERS_VERBOSITY", "critical")
     bars, hub_bars = is_progress_bar_enabled(), not are_progress_bars_disabled()
     loggers = {name: logging.getLogger(name) for name in ("transformers", "diffusers", "huggingface_hub")}
-    before = {name: (list(logger.handlers), logger.propagate) for name, logger in loggers.items()}
+    before = {name: (list(logger.handlers), logger.propagate, logger.level) for name, logger in loggers.items()}
     with warnings.catch_warnings():
         if not verbose:
             warnings.simplefilter("ignore")
@@ -96,7 +93,8 @@ def _quiet_hosts(*, verbose: bool) -> Iterator[None]:
             yield
         finally:
             for name, logger in loggers.items():
-                logger.handlers, logger.propagate = before[name]
+                logger.handlers, logger.propagate, level = before[name]
+                logger.setLevel(level)
             if bars:
                 enable_progress_bar()
             if hub_bars:
