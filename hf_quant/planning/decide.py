@@ -157,10 +157,17 @@ def _tied_modules(model: nn.Module, candidates: dict[str, _Candidate]) -> dict[s
         if weight is not None and first.setdefault(id(weight), name) != name:
             tied[name] = first[id(weight)]
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        target, source = target.removesuffix(".weight"), source.removesuffix(".weight")
-        if target in candidates and source in candidates and target != source and tied.get(source) != target:
-            tied[target] = source
-    return tied
+        ends = [_end_of(tied, name.removesuffix(".weight")) for name in (target, source)]
+        if ends[0] != ends[1] and all(name in candidates for name in ends):
+            tied[ends[0]] = ends[1]
+    return {name: _end_of(tied, name) for name in tied}
+
+
+def _end_of(tied: dict[str, str], name: str) -> str:
+    """The module at the end of a chain of modules that share one weight: one that is tied to no other."""
+    while name in tied:
+        name = tied[name]
+    return name
 
 
 class _Decider:
