@@ -325,6 +325,19 @@ def test_the_cache_of_the_caller_wins(llama, caplog):
     assert model(ids()).logits.isfinite().all()
 
 
+def test_a_static_cache_of_the_model_itself_wins(llama, caplog):
+    class Own(type(llama)):  # as Mllama, whose layers for images have another length
+        def _prepare_static_cache(self, *args, **kwargs):
+            return super()._prepare_static_cache(*args, **kwargs)
+
+    model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig("int8", kv_cache="int4"))
+    model.__class__ = Own
+    options = {**GREEDY, "return_dict_in_generate": True}
+    assert type(model.generate(ids(), **options).past_key_values) is QuantizedCache
+    assert type(model.generate(ids(), **options, cache_implementation="static").past_key_values) is StaticCache
+    assert "the one that a Own makes for cache_implementation='static' is used" in caplog.text
+
+
 def test_a_static_cache_that_cannot_be_quantized(caplog):
     model = hf_quant.quantize_(make(KINDS["sliding"]), QuantizerConfig(None, kv_cache="int4"))
     options = {**GREEDY, "return_dict_in_generate": True}

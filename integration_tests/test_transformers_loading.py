@@ -315,13 +315,17 @@ class CustomConfig(transformers.PreTrainedConfig):
 
 
 class CustomModel(transformers.PreTrainedModel):
-    """A model from outside of the library, which initializes weights by writing into them."""
+    """A model from outside of the library, which initializes weights by writing into them.
+
+    Like XLNet it makes one of them in memory where a model is loaded on the meta device.
+    """
 
     config_class = CustomConfig
 
     def __init__(self, config):
         super().__init__(config)
         self.first = nn.Linear(64, 64)
+        self.first.weight = nn.Parameter(torch.FloatTensor(64, 64))
         self.rest = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
         self.post_init()
 

@@ -201,6 +201,19 @@ def test_exchanged_and_added_layers_save_and_reload(load, tmp_path):
     assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
 
 
+def test_a_given_state_is_the_one_that_is_saved(load, tmp_path):
+    for config in ("int4", QuantizerConfig(None, kv_cache="int8")):
+        model = load("llama", config)
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        state["model.norm.weight"] += 1
+        for saved in ({"state_dict": state}, {}):
+            model.save_pretrained(tmp_path, **saved)
+            found = type(model).from_pretrained(tmp_path).state_dict()
+            assert found.keys() == state.keys()
+            expected = saved.get("state_dict", model.state_dict())
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def test_from_pretrained_needs_save_pretrained(load, tmp_path, caplog):
     model = load()
     hf_quant.save_quantized(model, tmp_path)

@@ -40,7 +40,7 @@ def sample(
     device = next(model.parameters()).device
     count = max(1, -(-num_tokens // length))
     start = model.generation_config.bos_token_id
-    start = config.bos_token_id if start is None else start
+    start = getattr(config, "bos_token_id", None) if start is None else start  # a config of one's own may lack it
     is_training = model.training
     rows = []
     devices = [device] if device.type == "cuda" else []

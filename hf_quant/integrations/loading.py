@@ -95,6 +95,8 @@ def prepare_from_config(
                 "calibrate with the config that you quantize with"
             )
         quant_plan = with_outliers(config, quant_plan, {name: file.statistics[name] for name in static})
+    for name in quant_plan.quantized:
+        _drop_values_(model.get_submodule(name))
     for name in apply_plan(model, quant_plan, keep_placeholder=True):
         if file is not None and name in file.statistics and needed(entry := quant_plan.entries[name]) is not None:
             module = model.get_submodule(name)
@@ -105,6 +107,19 @@ def prepare_from_config(
         found.calibrated_with = file.record
         found.kv_scales = file.kv_scales if config.has_fp8_cache else None
     return found
+
+
+def _drop_values_(module: nn.Module) -> None:
+    """Move the weights that will be quantized to the meta device, where the rest of the model is.
+
+    Constructors of hosts make some in memory: `torch.FloatTensor(3)` (XLNet) is uninitialized and on the CPU, always.
+    """
+    quantized = quantized_class(type(module))
+    for name in () if quantized is None else quantized.weight_names_of(module):
+        weight = module.get_parameter(name)
+        if not weight.is_meta:
+            empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(empty, requires_grad=weight.requires_grad)
 
 
 def _statistics_file(model: nn.Module, config: QuantizerConfig) -> StatisticsFile | None:
@@ -150,6 +165,7 @@ def prepare_from_checkpoint(
             register_experts(module)
             if quantized_class(type(module)) is None:
                 raise ValueError(f"the checkpoint has codes for {name}, which is a {type(module).__name__} here")
+            _drop_values_(module)
             converted[name] = convert_module_(module, scheme, algorithm=config.algorithm, name=name)
             done[name] = set()
         _check_header(converted[name], name, stored)

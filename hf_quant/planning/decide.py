@@ -157,10 +157,17 @@ def _tied_modules(model: nn.Module, candidates: dict[str, _Candidate]) -> dict[s
         if weight is not None and first.setdefault(id(weight), name) != name:
             tied[name] = first[id(weight)]
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        target, source = target.removesuffix(".weight"), source.removesuffix(".weight")
-        if target in candidates and source in candidates and target != source and tied.get(source) != target:
-            tied[target] = source
-    return tied
+        ends = [_end_of(tied, name.removesuffix(".weight")) for name in (target, source)]
+        if ends[0] != ends[1] and all(name in candidates for name in ends):
+            tied[ends[0]] = ends[1]
+    return {name: _end_of(tied, name) for name in tied}
+
+
+def _end_of(tied: dict[str, str], name: str) -> str:
+    """The module at the end of a chain of modules that share one weight: one that is tied to no other."""
+    while name in tied:
+        name = tied[name]
+    return name
 
 
 class _Decider:
@@ -372,8 +379,9 @@ def check_model(model: Any) -> None:
 
 def _hint(pattern: str, candidates: dict[str, Any]) -> str:
     """Name what a pattern without a match may have meant: the pattern behind other names, or names that are close."""
-    if not pattern.startswith("re:") and any(matches(f"*.{pattern}", name) for name in candidates):
-        return f"'*.{pattern}' would match"
+    for other in () if pattern.startswith("re:") or not pattern else (f"*.{pattern}", f"{pattern}.*"):
+        if any(matches(other, name) for name in candidates):
+            return f"{other!r} would match"
     close = difflib.get_close_matches(pattern.strip("*."), list(candidates), n=3, cutoff=0.3)
     leaves = sorted({f"*.{name.rpartition('.')[2]}" for name in candidates})
     return f"close to it: {', '.join(close)}" if close else f"the model has {', '.join(leaves)}"

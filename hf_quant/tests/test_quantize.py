@@ -126,6 +126,14 @@ def test_tied_weights_are_quantized_once_and_shared():
     assert_close(model(ids), F.linear(table[ids], table), rms=1e-5)
 
 
+def test_three_tied_modules_of_which_the_host_names_the_last():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model[1].weight = model[2].weight = model[0].weight
+    model.all_tied_weights_keys = {"0.weight": "2.weight", "1.weight": "2.weight"}
+    quantize_(model, QuantizerConfig("int8", modules={"*": "int8"}))
+    assert model[0].qdata is model[1].qdata is model[2].qdata
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_bad_weight_is_named_and_the_model_unchanged(bad):
     model = mlp()

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _METHOD = "_prepare_cache_for_generation"
 _STATIC = ("static", "offloaded_static")
+_GENERAL = "transformers.generation.utils"  # the module of methods that models inherit
 _PLACES = (None, "offloaded", *_STATIC)
 _AT_ONCE = ("jamba",)  # model types whose states of linear attention would start anew with each part of a prompt
 _IN_PARTS = ("greedy_search", "sample", "beam_search", "beam_sample")  # modes that read the prompt once, at the start
@@ -165,6 +166,11 @@ def _static_length(generation_config: Any, max_cache_length: int) -> int:
     return max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
 
 
+def _module_of(model: nn.Module, method: str) -> str:
+    """The module that defines a method of a model's class; transformers' general one if there is no such method."""
+    return getattr(getattr(type(model), method, None), "__module__", _GENERAL)
+
+
 def _is_ours(
     model: nn.Module,
     config: KVCacheConfig,
@@ -179,11 +185,13 @@ def _is_ours(
     if not model._supports_default_dynamic_cache():
         return False
     why = None
-    made_by = getattr(type(model), _METHOD).__module__  # transformers' general method, T5Gemma's, or another
-    if made_by != "transformers.generation.utils" and "t5gemma" not in made_by:
+    made_by = _module_of(model, _METHOD)  # transformers' general method, T5Gemma's, or another
+    if made_by != _GENERAL and "t5gemma" not in made_by:
         why = f"a {type(model).__name__} makes its own: give generate a QuantizedCache as past_key_values"
     elif place not in _PLACES:
         why = f"cache_implementation={place!r} is used: leave it out to get that"
+    elif place in _STATIC and _module_of(model, "_prepare_static_cache") != _GENERAL:  # Mllama: layers of images
+        why = f"the one that a {type(model).__name__} makes for cache_implementation={place!r} is used"
     elif place in _STATIC and model.config.is_encoder_decoder:
         why = f"cache_implementation={place!r} of an encoder-decoder model has no quantized layers"
     elif place in _STATIC:

@@ -79,6 +79,7 @@ class TransformersQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: QuantizerConfig
+    given_state: dict[str, torch.Tensor] | None = None  # the `state_dict` of a call of `save_pretrained`, meanwhile
 
     def __init__(self, quantization_config: QuantizerConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -253,16 +254,15 @@ class TransformersQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        if getattr(model, "_hf_peft_config_loaded", False):
-            return None, {}  # only the adapter is saved
-        entry = guard_entry(model)
-        if entry is None:
-            return None, {}
+        # Whatever is returned takes the place of a state that the caller of `save_pretrained` gives.
+        entry = None if getattr(model, "_hf_peft_config_loaded", False) else guard_entry(model)
+        if entry is None:  # only the adapter is saved, or nothing is quantized
+            return self.given_state, {}
         # The guard: without hf_quant a load fails at this key by its shape, instead of drawing random weights.
         guard, empty = entry
         keep_layout(model, guard)
         guard_gathered_state(model)
-        state = model.state_dict()
+        state = model.state_dict() if self.given_state is None else self.given_state
         # The host would clone tensors that share memory, as in fused projections, on their device.
         rows = {
             k: t.cpu()

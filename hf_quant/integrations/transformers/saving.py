@@ -31,7 +31,7 @@ def register() -> None:
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _recorded(self):
+        with _recorded(self), _given(self, kwargs.get("state_dict", args[2] if len(args) > 2 else None)):
             return host(self, *args, **kwargs)
 
     return save_pretrained
@@ -66,6 +66,20 @@ def _recorded(model: Any) -> Iterator[None]:
             del model.hf_quantizer, model.config.quantization_config
         for other, before in removed:
             other.quantization_config = before
+
+
+@contextmanager
+def _given(model: Any, state: Any) -> Iterator[None]:
+    """Let the quantizer of a model know the state that is to be saved: the host would save the model's own."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if state is None or not isinstance(quantizer, TransformersQuantizer):
+        yield
+        return
+    quantizer.given_state = state
+    try:
+        yield
+    finally:
+        quantizer.given_state = None
 
 
 def _check_tied(model: Any, quantized: Container[str]) -> None:

@@ -196,6 +196,14 @@ def test_the_model_writes_its_own_text():
     assert record == {**record, "data": "text that the model wrote", "num_tokens": 128, "seed": 1, "temperature": 1.0}
 
 
+def test_a_config_of_ones_own_names_no_first_token(monkeypatch):
+    model = llama()
+    monkeypatch.delattr(type(model.config), "bos_token_id")
+    vars(model.config).pop("bos_token_id", None)
+    model.generation_config.bos_token_id = None
+    assert sample(model, 32, 16).shape == (2, 16)
+
+
 def test_passes_that_fit_the_memory(monkeypatch):
     expected, model = solved(IDS), llama()
     whole = Calibration(model, GPTQ)._passes()
