@@ -48,6 +48,17 @@ def quantized_parts(pipe: FluxPipeline) -> set[str]:
 # Loading and saving.
 
 
+def test_another_pipeline_of_the_same_parts(pipeline_dir):
+    config = PipelineQuantizationConfig(quant_mapping={"transformer": QuantizerConfig("int8")})
+    pipe = load_pipeline(pipeline_dir, quantization_config=config)
+    expected = run_pipeline(pipe)
+    again = diffusers.FluxPipeline.from_pipe(pipe, dtype=torch.bfloat16)
+    assert again.transformer is pipe.transformer
+    assert torch.equal(run_pipeline(again.to("cpu", torch.bfloat16).to(torch.bfloat16)), expected)
+    with pytest.raises(ValueError, match="from_pipe casts to float32 unless it is given dtype=torch.bfloat16"):
+        diffusers.FluxPipeline.from_pipe(pipe)
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts", "bounds"),
     [

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -52,7 +53,7 @@ def in_each_process(directory: Path, failures: Failures) -> None:
             check_training(case, directory)
         with failures.of(f"{case}, loaded sharded"):
             check_load(case, directory)
-    for check in (check_mixed_precision, check_quantization_on_load, check_writes):
+    for check in (check_mixed_precision, check_16_bit_scales, check_quantization_on_load, check_writes):
         with failures.of(check.__name__):
             check(directory)
 
@@ -144,6 +145,27 @@ def check_mixed_precision(directory: Path) -> None:
         assert losses[-1] < losses[0] - 0.01, losses
         assert_sharded_integers(model)
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def check_16_bit_scales(directory: Path) -> None:
+    """They are stored as int16, which gloo and NCCL cannot send."""
+    source = directory / "16-bit"
+    if dist.get_rank() == 0:
+        quantize_(build("llama", torch.bfloat16), "int8").save_pretrained(source)
+    dist.barrier()
+    single = AutoModelForCausalLM.from_pretrained(source)
+    assert {p.dtype for p in codes(single).values()} == {torch.int8, torch.int16}
+    for number, fields in enumerate(({"tp_plan": "auto"}, {"distributed_config": DistributedConfig(fsdp_size=2)})):
+        AutoModelForCausalLM.from_pretrained(source, **fields).save_pretrained(directory / f"16-bit-{number}")
+        dist.barrier()
+        saved = directory / f"16-bit-{number}" / "model.safetensors"
+        assert saved.read_bytes() == (source / "model.safetensors").read_bytes(), fields
+    for broadcast in (False, True):  # loaded from all processes, or from the first
+        model = fully_shard(quantize_(build("llama", torch.bfloat16, seed=1), "int8"))
+        state = single.state_dict() if dist.get_rank() == 0 or not broadcast else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(model, dict(state), options=options)
+        assert torch.equal(logits(model), logits(single)), broadcast
 
 
 def check_quantization_on_load(directory: Path) -> None:

@@ -9,7 +9,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -208,6 +213,9 @@ def int8_weights_in_each_process(directory: Path) -> None:
     expected = alone.state_dict()
     found = {key: whole(value) for key, value in model.state_dict().items()}
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    again = sharded(network("int8_weights", torch.bfloat16))
+    set_model_state_dict(again, dict(expected), options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(whole(value), expected[key]) for key, value in again.state_dict().items())
     with pytest.raises(ValueError, match="int8 weights are sharded: gather the model in one process"):
         finish_training_(model)
     with pytest.raises(ValueError, match="0.weight is sharded: quantize or prepare the model before that"):

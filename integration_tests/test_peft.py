@@ -380,3 +380,16 @@ def test_experts_among_all_linear_stay_frozen_with_a_warning(tmp_path):
     with_experts.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="target_parameters"):
         PeftModel.from_pretrained(quantized("int8", "qwen3_moe"), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_prompts_of_quantized_embeddings(method):
+    model = quantized(QuantizerConfig("int4", modules={"model.embed_tokens": "int8"}))
+    reference, found = dequantize_(copy.deepcopy(model)), []
+    for base in (reference, model):
+        torch.manual_seed(1)
+        found.append(get_peft_model(base, getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=4)))
+    assert change(logits(found[1]), logits(found[0])) < 1e-5
+    found[1](IDS, labels=IDS).loss.backward()
+    assert [p.grad is not None for p in found[1].parameters() if p.requires_grad] == [True]
+    assert "get_submodule" not in vars(model)

@@ -1,4 +1,4 @@
-"""PEFT: explain targets that PEFT cannot adapt, and count weights instead of words of codes.
+"""PEFT: explain targets that it cannot adapt, find embeddings for prompts, count weights instead of words of codes.
 
 Adapters need no support: quantized layers are subclasses of the layers that PEFT knows, and LoRA and similar methods
 train over `QuantLinear`, `QuantConv1D`, `QuantConv2d` and `QuantEmbedding`. A weight stored as codes can neither be
@@ -136,6 +136,28 @@ def _true(count: Callable[[Any], tuple[int, int]]) -> Callable[[Any], tuple[int,
     return count_weights
 
 
+def _with_embeddings(set_up: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """Wrap the start of a prompt: PEFT finds embeddings by the name of a parameter with a row for each token."""
+
+    @functools.wraps(set_up)
+    def set_up_prompt(self: Any, adapter_name: str) -> None:
+        model = self.base_model
+        table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        if not isinstance(table, QuantizedModule):
+            set_up(self, adapter_name)
+            return
+        find = model.get_submodule
+        # The name under which PEFT looks first.
+        model.get_submodule = lambda name: table if name == "embeddings.word_embeddings" else find(name)
+        try:
+            set_up(self, adapter_name)
+        finally:
+            del model.get_submodule
+
+    set_up_prompt._hf_quant = True
+    return set_up_prompt
+
+
 class _RoundedWithWeight(nn.Module):
     """Mixin of PEFT's LoRA of a linear layer: one product, with the rounded sum of the weight and the adapters."""
 
@@ -179,14 +201,15 @@ def register() -> None:
 
     `hf_quant._boot` calls this after each of the modules is loaded; classes that do not exist yet are skipped.
     """
-    owners = {
-        ("peft.tuners.tuners_utils", "BaseTuner"): ("inject_adapter", _checked),
-        ("peft.peft_model", "PeftModel"): ("get_nb_trainable_parameters", _true),
-        ("peft.mixed_model", "PeftMixedModel"): ("get_nb_trainable_parameters", _true),
-    }
-    for (module, name), (method, wrapper) in owners.items():
+    methods = [
+        ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter", _checked),
+        ("peft.peft_model", "PeftModel", "get_nb_trainable_parameters", _true),
+        ("peft.peft_model", "PeftModel", "_setup_prompt_encoder", _with_embeddings),
+        ("peft.mixed_model", "PeftMixedModel", "get_nb_trainable_parameters", _true),
+    ]
+    for module, name, method, wrapper in methods:
         owner = getattr(sys.modules.get(module), name, None)
-        if owner is not None and not hasattr(getattr(owner, method), "_hf_quant"):
+        if hasattr(owner, method) and not hasattr(getattr(owner, method), "_hf_quant"):
             setattr(owner, method, wrapper(getattr(owner, method)))
     if rounded_with_weight not in WRAPPERS:
         WRAPPERS.append(rounded_with_weight)

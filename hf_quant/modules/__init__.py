@@ -1,6 +1,6 @@
 """Quantized modules: subclasses of the host's classes with plain packed tensors and one op call in `forward`."""
 
-from hf_quant.modules import data_parallel as _data_parallel  # noqa: F401 (int16 goes through DistributedDataParallel)
+from hf_quant.modules import collectives as _collectives  # noqa: F401 (int16 goes between processes)
 from hf_quant.modules._base import QuantizedModule, convert_module_, in_basis, restore_module_
 from hf_quant.modules._classes import runs_its_class, set_class_
 from hf_quant.modules._registry import quantized_class, register_module

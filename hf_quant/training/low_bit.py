@@ -181,7 +181,7 @@ class LowBitModule(LayerInTraining):
                 continue
             if key in state_dict:
                 given = _checked_codes(state_dict, key, scale_key, parameter)
-                codes, scale = (getattr(tensor, "_local_tensor", tensor) for tensor in given)
+                codes, scale = (_local_rows(parameter, tensor) for tensor in given)
                 coded = CodedWeight(codes, scale.view(torch.float32), parameter.dtype)
                 state_dict[prefix + name] = sharded_as(parameter, coded)
             elif prefix + name in state_dict and isinstance(parameter, CodedWeight):
@@ -211,6 +211,16 @@ def sharded_as(parameter: Any, part: Tensor) -> Tensor:
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     options = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
     return DTensor.from_local(part, parameter.device_mesh, parameter.placements, **options)
+
+
+def _local_rows(parameter: Any, part: Any) -> Tensor:
+    """This process's rows of a part that is sharded as a parameter is, or that is still whole."""
+    if hasattr(part, "placements") or not hasattr(parameter, "placements"):
+        return getattr(part, "_local_tensor", part)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(part, mesh, placements, src_data_rank=None).to_local()
 
 
 class LowBitLinear(LowBitModule):

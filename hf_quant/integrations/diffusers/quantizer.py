@@ -382,12 +382,30 @@ def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str
     return host(working_dir, repo_id, *args, **kwargs)
 
 
+def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """Wrap `to`: the host refuses any dtype, but pipelines name the one that a model has, too."""
+    dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+    if dtype is None:
+        return host(*args, **kwargs)
+    if dtype != model.dtype:
+        raise ValueError(
+            f"Casting a quantized model to {dtype} would leave its codes as they are and round the rest: load it with "
+            f"dtype={dtype}, or dequantize() it first. Of pipelines, from_pipe casts to float32 unless it is given "
+            f"dtype={model.dtype}"
+        )
+    args = tuple(value.device if isinstance(value, torch.Tensor) else value for value in args)
+    args = tuple(value for value in args if not isinstance(value, torch.dtype))
+    kwargs.pop("dtype", None)
+    return host(*args, **kwargs) if args or kwargs else model
+
+
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
 _WRAPPERS = {
     "_upload_folder": _write_card,
     "num_parameters": count_weights,
     "requires_grad_": refuse_training,
+    "to": _move,
     "type": refuse_type,
 }
 
