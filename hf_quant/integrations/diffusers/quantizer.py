@@ -384,7 +384,7 @@ def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str
 
 def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """Wrap `to`: the host refuses any dtype, but pipelines name the one that a model has, too."""
-    dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     if dtype is None:
         return host(*args, **kwargs)
     if dtype != model.dtype:
@@ -393,10 +393,8 @@ def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs
             f"dtype={dtype}, or dequantize() it first. Of pipelines, from_pipe casts to float32 unless it is given "
             f"dtype={model.dtype}"
         )
-    args = tuple(value.device if isinstance(value, torch.Tensor) else value for value in args)
-    args = tuple(value for value in args if not isinstance(value, torch.dtype))
-    kwargs.pop("dtype", None)
-    return host(*args, **kwargs) if args or kwargs else model
+    options = {} if memory_format is None else {"memory_format": memory_format}
+    return host(device=device, non_blocking=non_blocking, **options)
 
 
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
