@@ -335,7 +335,7 @@ static void dot_few(const DotPanel<C>& a, int64_t n, float* to) {
 }
 
 // Whether x of so many bytes stays in the L1 cache while a row of the weight passes through it. If it does not, four rows
-// share what is read of it: 4096 x 14336 in int4 takes half of the time (Zen 4).
+// share what is read of it: 4096 x 14336 in int4 takes half of the time (Zen 4). Without VBMI they always do (Cascade Lake).
 static bool stays_in_l1(int64_t bytes) {
   static const int64_t size = [] {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
@@ -355,7 +355,7 @@ static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
     // Bytes need no work that rows could share: one stream of them is a third faster than two (Zen 5).
     const bool shares = vecs<C>() > 1 && a.p.scale_rows == 1;
     int64_t row = n;
-    if (shares && !stays_in_l1(a.px.stride + a.px.units * 64)) {
+    if (shares && (!HFQ_VBMI || !stays_in_l1(a.px.stride + a.px.units * 64))) {
       for (; row + 4 <= end; row += 4) dot_few<C, 4, GROUPING>(a, row, sums[0] + row - n);
     } else if (shares && 2 * a.p.row_bytes <= kAhead) {  // of longer rows, one would read what is prefetched for the other
       for (; row + 2 <= end; row += 2) dot_few<C, 2, GROUPING>(a, row, sums[0] + row - n);
