@@ -11,7 +11,6 @@ Merging reads and assigns `weight`, which quantizes the sum again with the layer
 In quantization-aware training the sum of a weight and its LoRA is rounded, so that merging gives the trained codes.
 """
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key, uncounted_weights
 from hf_quant.training import WRAPPERS
 
@@ -107,7 +107,6 @@ def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _checked(inject_adapter: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(inject_adapter)
     def inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
         check_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
@@ -122,24 +121,20 @@ def _checked(inject_adapter: Callable[..., None]) -> Callable[..., None]:
             reason = next(iter(left_out.values()))
             warnings.warn(f"experts get no adapter for {', '.join(sorted(left_out))}: {reason}", stacklevel=2)
 
-    inject._hf_quant = True
     return inject
 
 
 def _true(count: Callable[[Any], tuple[int, int]]) -> Callable[[Any], tuple[int, int]]:
-    @functools.wraps(count)
     def count_weights(self: Any) -> tuple[int, int]:
         trainable, total = count(self)
         return trainable, total + uncounted_weights(self)
 
-    count_weights._hf_quant = True
     return count_weights
 
 
 def _with_embeddings(set_up: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
     """Wrap the start of a prompt: PEFT finds embeddings by the name of a parameter with a row for each token."""
 
-    @functools.wraps(set_up)
     def set_up_prompt(self: Any, adapter_name: str) -> None:
         model = self.base_model
         table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -154,7 +149,6 @@ def _with_embeddings(set_up: Callable[[Any, str], None]) -> Callable[[Any, str],
         finally:
             del model.get_submodule
 
-    set_up_prompt._hf_quant = True
     return set_up_prompt
 
 
@@ -209,8 +203,8 @@ def register() -> None:
     ]
     for module, name, method, wrapper in methods:
         owner = getattr(sys.modules.get(module), name, None)
-        if hasattr(owner, method) and not hasattr(getattr(owner, method), "_hf_quant"):
-            setattr(owner, method, wrapper(getattr(owner, method)))
+        if hasattr(owner, method):
+            wrap_once(owner, method, wrapper)
     if rounded_with_weight not in WRAPPERS:
         WRAPPERS.append(rounded_with_weight)
 
