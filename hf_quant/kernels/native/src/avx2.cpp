@@ -9,14 +9,7 @@
 #define HFQ_AVX2 avx2
 #define HFQ_SET avx2_portable
 #define HFQ_VECTOR_BYTES 32
-#include "adam.h"
-#include "append.h"
-#include "attention.h"
-#include "fake.h"
-#include "mixture.h"
-#include "recurrent.h"
-#include "steps.h"
-#include "two_way.h"
+#include "set.h"
 
 #include "avx2_matmul.h"
 
@@ -55,12 +48,7 @@ static bool quantize_rows(const RowQuantization& q) {
 
 }  // namespace avx2
 
-const Kernels kAvx2 = {"avx2", false, true, avx2::matmul, avx2_portable::dequantize, avx2::quantize_rows,
-                       avx2_portable::attention, avx2_portable::quantize, avx2_portable::append, avx2_portable::adam_step,
-                         avx2_portable::fake_quantize, avx2_portable::quantize_two_way, avx2_portable::scale_sums,
-                         avx2_portable::requantize_rows, avx2_portable::norm_rows, avx2_portable::turn_rows, avx2_portable::gate_rows, avx2_portable::add_rows,
-                         avx2_portable::small_product, avx2_portable::combine_rows, avx2_portable::convolve_rows, avx2_portable::delta_rows,
-                         avx2_portable::scan_rows};
+const Kernels kAvx2 = avx2_portable::kernels_of("avx2", false, true, avx2::matmul, avx2::quantize_rows, avx2_portable::attention);
 
 }  // namespace hfq
 

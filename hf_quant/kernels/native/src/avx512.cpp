@@ -13,23 +13,13 @@
 #define HFQ_VBMI 1
 #define HFQ_SET avx512_portable
 #define HFQ_VECTOR_BYTES 64
-#include "adam.h"
-#include "append.h"
+#include "set.h"
+
 #include "avx512_matmul.h"
-#include "fake.h"
-#include "mixture.h"
-#include "recurrent.h"
-#include "steps.h"
-#include "two_way.h"
 
 namespace hfq {
 
-const Kernels kAvx512 = {"avx512", true, true, avx512::matmul, avx512_portable::dequantize, avx512::quantize_rows,
-                         avx512::attention, avx512_portable::quantize, avx512_portable::append, avx512_portable::adam_step,
-                         avx512_portable::fake_quantize, avx512_portable::quantize_two_way, avx512_portable::scale_sums,
-                         avx512_portable::requantize_rows, avx512_portable::norm_rows, avx512_portable::turn_rows, avx512_portable::gate_rows, avx512_portable::add_rows,
-                         avx512_portable::small_product, avx512_portable::combine_rows, avx512_portable::convolve_rows, avx512_portable::delta_rows,
-                         avx512_portable::scan_rows};
+const Kernels kAvx512 = avx512_portable::kernels_of("avx512", true, true, avx512::matmul, avx512::quantize_rows, avx512::attention);
 
 const Kernels* amx_kernels() {
   static Kernels kernels;

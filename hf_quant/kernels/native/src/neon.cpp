@@ -15,22 +15,10 @@
 #define HFQ_SDOT
 #define HFQ_SET neon
 #define HFQ_VECTOR_BYTES 16
-#include "adam.h"
-#include "append.h"
-#include "attention.h"
-#include "fake.h"
-#include "mixture.h"
-#include "recurrent.h"
-#include "steps.h"
-#include "two_way.h"
+#include "set.h"
 
 namespace hfq {
-const Kernels kNeon = {"neon", false, false, neon::matmul, neon::dequantize, neon::quantize_rows,
-                       neon::attention, neon::quantize, neon::append, neon::adam_step,
-                         neon::fake_quantize, neon::quantize_two_way, neon::scale_sums,
-                         neon::requantize_rows, neon::norm_rows, neon::turn_rows, neon::gate_rows, neon::add_rows,
-                         neon::small_product, neon::combine_rows, neon::convolve_rows, neon::delta_rows,
-                         neon::scan_rows};
+const Kernels kNeon = neon::kernels_of("neon", false, false, neon::matmul, neon::quantize_rows, neon::attention);
 }
 
 // What follows runs on any Arm.
