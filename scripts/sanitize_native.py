@@ -1,8 +1,9 @@
 """Builds the native kernels with sanitizers, runs random calls of them, and fails on any finding; also: make sanitize
 
-    python scripts/sanitize_native.py                          # 2 minutes, most of them for the builds
+    python scripts/sanitize_native.py                          # some minutes, most of them for the builds
     python scripts/sanitize_native.py --cases 5000 --seed 1    # what was built is kept in build/sanitize
-    python scripts/sanitize_native.py --portable-only          # seconds
+    python scripts/sanitize_native.py --sets avx2              # the portable kernels are always among them
+    python scripts/sanitize_native.py --sets                   # a minute
 
 - AddressSanitizer and UndefinedBehaviorSanitizer: memory, shifts, overflows, alignment. Every buffer of a call, and
   what the kernels work in, ends where a page without access begins: that catches masked instructions, which
@@ -34,9 +35,35 @@ SOURCES = ROOT / "hf_quant" / "kernels" / "native" / "src"
 DRIVER = Path(__file__).parent / "cpulab" / "native_driver.cpp"
 CACHE = ROOT / "build" / "sanitize"
 TIMEOUT = 1200  # seconds; a run of the default number of cases takes 20
-# Sources besides the portable ones; those that take longest first.
-INSTRUCTION_SETS = ("avx512", "avx512_vnni", "avx2", "avx_vnni_evex", "avx_vnni")
 COMMON = ("-std=c++17", "-O1", "-g1", "-w", "-pthread")
+
+
+class InstructionSet(NamedTuple):
+    """A source besides the portable ones.
+
+    Attributes:
+        flags: words that /proc/cpuinfo has on a CPU with it.
+        better: the set with nearly the same code that serves instead where the CPU has both.
+        absent: C++ that stands for it where it is not built.
+    """
+
+    flags: str
+    better: str | None
+    absent: str
+
+
+# Those that take longest to build first.
+_VNNI = "avx512vl avx512_vnni"
+INSTRUCTION_SETS = {
+    "avx512": InstructionSet(
+        f"{_VNNI} avx512vbmi gfni", None, "const Kernels kAvx512{}; const Kernels* amx_kernels() { return nullptr; }"
+    ),
+    "avx512_vnni": InstructionSet(_VNNI, "avx512", "const Kernels kAvx512Vnni{};"),
+    "avx2": InstructionSet("avx2 fma f16c bmi2", None, "const Kernels kAvx2{};"),
+    "neon": InstructionSet("asimddp", None, "const Kernels kNeon{}; bool has_dot_products() { return false; }"),
+    "avx_vnni_evex": InstructionSet(_VNNI, "avx_vnni", "bool (*const kAvxVnniEvexMatmul)(const Product&) = nullptr;"),
+    "avx_vnni": InstructionSet("avx_vnni", None, "bool (*const kAvxVnniMatmul)(const Product&) = nullptr;"),
+}
 
 
 class Build(NamedTuple):
@@ -103,31 +130,42 @@ def launcher(compiler: str, build: Build) -> tuple[str, ...] | None:
     return None
 
 
-def compile_commands(compiler: str, build: Build, sources: Path, folder: Path, portable_only: bool) -> list[list[str]]:
+def sets_here() -> list[str]:
+    """The instruction sets of this CPU, of those with nearly the same code the better one; [] if it is not known."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+    found = [name for name, each in INSTRUCTION_SETS.items() if flags.issuperset(each.flags.split())]
+    return [name for name in found if INSTRUCTION_SETS[name].better not in found]
+
+
+def compile_commands(compiler: str, build: Build, sources: Path, folder: Path, sets: Sequence[str]) -> list[list[str]]:
     """A command for each source, those that take longest first; the last argument is the object file."""
-    names = [*(() if portable_only else INSTRUCTION_SETS), "portable", "mixture", "parallel", "sets"]
-    only = ("-DPORTABLE_ONLY",) if portable_only else ()
+    absent = folder / "absent.cpp"
+    lines = [each.absent for name, each in INSTRUCTION_SETS.items() if name not in sets]
+    absent.write_text("\n".join(('#include "kernels.h"', "namespace hfq {", *lines, "}")))
+    names = [*sets, "portable", "mixture", "parallel", "sets"]
     commands = []
-    for source in [*(sources / f"{name}.cpp" for name in names), DRIVER]:
+    for source in [*(sources / f"{name}.cpp" for name in names), absent, DRIVER]:
         flags = build.driver if source == DRIVER else build.kernels
         flags += build.parallel if source.stem == "parallel" else ()
         target = str(folder / f"{source.stem}.o")
-        commands.append([compiler, *COMMON, *flags, *only, f"-I{sources}", "-c", str(source), "-o", target])
+        commands.append([compiler, *COMMON, *flags, f"-I{sources}", "-c", str(source), "-o", target])
     return commands
 
 
 def make(
-    compiler: str, wanted: dict[str, Build], sources: Path, portable_only: bool
+    compiler: str, wanted: dict[str, Build], sources: Path, sets: Sequence[str]
 ) -> tuple[dict[str, Path], str | None]:
     """(the program of each build, what failed), with as many compilers at once as there are processors."""
     text = b"".join(path.read_bytes() for path in [DRIVER, Path(__file__), *sorted(sources.glob("*.*"))])
     programs, commands = {}, {}
     for name, build in wanted.items():
-        key = hashlib.sha256(repr((compiler, build, portable_only)).encode() + text).hexdigest()[:16]
+        key = hashlib.sha256(repr((compiler, build, sets)).encode() + text).hexdigest()[:16]
         programs[name] = CACHE / key / "driver"
         if not programs[name].exists():
             programs[name].parent.mkdir(parents=True, exist_ok=True)
-            commands[name] = compile_commands(compiler, build, sources, programs[name].parent, portable_only)
+            commands[name] = compile_commands(compiler, build, sources, programs[name].parent, sets)
 
     def run(command: list[str]) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -178,7 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=600, help="random calls of each kernel (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sources", type=Path, default=SOURCES, help="folder of the kernels' sources")
-    parser.add_argument("--portable-only", action="store_true", help="leave out the kernels for AVX2 and AVX-512")
+    parser.add_argument(
+        "--sets",
+        nargs="*",
+        choices=tuple(INSTRUCTION_SETS),
+        default=sets_here(),
+        help="instruction sets besides the portable kernels (default: those of this CPU: %(default)s)",
+    )
     parser.add_argument("--optional", action="store_true", help="succeed where no compiler has sanitizers")
     args = parser.parse_args(arguments)
     found = find_compiler()
@@ -196,16 +240,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in missing:
         print(f"sanitize: {compiler} builds no program with the sanitizers {name} that runs here")
     began = time.perf_counter()
-    programs, error = make(compiler, wanted, args.sources, args.portable_only)
+    programs, error = make(compiler, wanted, args.sources, args.sets)
     if error is not None:
         print(f"sanitize: the build failed: {error}")
         return 1
     print(f"sanitize: {len(wanted)} builds by {compiler} in {time.perf_counter() - began:.0f} s")
-    for name, build in wanted.items():
-        counts = (max(int(args.cases * build.share), 1), args.seed, build.callers)
-        if not run_driver(name, [*starts[name], str(programs[name]), *map(str, counts)]):
-            return 1
-    return 1 if missing and not args.optional else 0
+
+    def run(name: str) -> bool:
+        counts = (max(int(args.cases * wanted[name].share), 1), args.seed, wanted[name].callers)
+        return run_driver(name, [*starts[name], str(programs[name]), *map(str, counts)])
+
+    with ThreadPoolExecutor() as pool:
+        passed = all([*pool.map(run, wanted)])
+    return 0 if passed and (args.optional or not missing) else 1
 
 
 if __name__ == "__main__":

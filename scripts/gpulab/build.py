@@ -201,8 +201,8 @@ def compile_unit(unit: Unit, cache_dir: str | None = None) -> Built:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(asm["cubin"])
             file.flush()
-            resources = machine_code.parse_resource_usage(_cuobjdump("--dump-resource-usage", file.name))
-            instructions = machine_code.parse_sass(_cuobjdump("-sass", file.name))
+            dump = _cuobjdump(file.name)
+            resources, instructions = machine_code.parse_resource_usage(dump), machine_code.parse_sass(dump)
             hazards = wgmma.hazards(instructions)
     else:
         resources = machine_code.parse_gcn_metadata(asm["amdgcn"])
@@ -224,11 +224,13 @@ def ptxas_warnings(log: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(line.strip() for line in log.splitlines() if re.search(r"\bC75\d\d\b", line)))
 
 
-def _cuobjdump(option: str, path: str) -> str:
+def _cuobjdump(path: str) -> str:
+    """The resources and the machine code of a cubin."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([str(tool), option, path], check=True, capture_output=True, text=True).stdout
+    command = [str(tool), "--dump-resource-usage", "-sass", path]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def build(units: Iterable[Unit], *, workers: int | None = None, cache: Path | None = CACHE) -> dict[str, Built]:
@@ -297,6 +299,10 @@ def _in_processes(
     todo: dict[str, tuple[Unit, Path]], workers: int, work: Callable[[Unit, Path], None], seconds: float = math.inf
 ) -> dict[str, Built]:
     """Run `work` on each, `workers` at a time, each in a forked process; none is started after `seconds`."""
+    from triton.runtime.cache import triton_key
+
+    if todo:
+        triton_key()  # a hash of the whole compiler, some seconds: kept here, the processes have it
     context = multiprocessing.get_context("fork")  # kernels cannot be pickled
     end = time.monotonic() + seconds
     waiting = itertools.takewhile(lambda _: time.monotonic() < end, todo.items())

@@ -107,15 +107,16 @@ def collect(cases: Iterable[Case], targets: Sequence[Target]) -> Collected:
     return found
 
 
-def cover(uses: Iterable[Use], *, crossed: bool = False) -> list[Use]:
+def cover(uses: Iterable[Use], *, crossed: bool = False, per_target: bool = True) -> list[Use]:
     """A few uses that have every value of every constexpr, pointer type and option of each kernel on each target.
 
     crossed: that have every tile, as the launchers choose them, with every decoder and every pointer type, too.
+    per_target: False: that have every kernel on each target, but every value on one of them only, early ones first.
     """
     kept = []
     groups: dict[tuple[str, str], list[Use]] = {}
     for use in uses:
-        groups.setdefault((use.unit.name, use.unit.target.name), []).append(use)
+        groups.setdefault((use.unit.name, use.unit.target.name if per_target else ""), []).append(use)
     for group in groups.values():
         features = {use.unit.key: _features(use.unit, crossed) for use in group}
         missing = set().union(*features.values())
@@ -130,7 +131,7 @@ def _features(unit: Unit, crossed: bool) -> set[tuple]:
     values = {name: str(value) for name, value in unit.values.items()}
     values |= {name: str(unit.options[name]) for name in ("num_warps", "num_stages")}
     pointers = {(name, kind) for name, kind in unit.signature.items() if kind.startswith("*")}
-    found: set[tuple] = pointers | set(values.items())
+    found: set[tuple] = {("target", unit.target.name)} | pointers | set(values.items())
     if crossed:
         tile = tuple(pair for pair in values.items() if pair[0].startswith(_TILE))
         found |= {(tile, pair) for pair in found if pair in pointers or pair[0].endswith(_DECODER)}

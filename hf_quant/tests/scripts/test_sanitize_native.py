@@ -39,7 +39,7 @@ def test_finds_what_is_wrong(only_address, tmp_path, capsys, correct, wrong, fin
     sources = shutil.copytree(SOURCES, tmp_path / "src")
     (file,) = (path for path in sources.iterdir() if correct in path.read_text())
     file.write_text(file.read_text().replace(correct, wrong))
-    assert main(["--sources", str(sources), "--portable-only", "--cases", "100"]) == 1
+    assert main(["--sources", str(sources), "--sets", "--cases", "100"]) == 1
     said = capsys.readouterr().out
     assert finding in said and "found something" in said
 

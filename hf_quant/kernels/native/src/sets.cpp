@@ -7,7 +7,7 @@
 
 namespace hfq {
 
-#if defined(__x86_64__) && !defined(PORTABLE_ONLY)
+#if defined(__x86_64__)
 // AVX2's kernels with products by dot products of bytes.
 static const Kernels* avx_vnni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -24,8 +24,7 @@ static const Kernels* avx_vnni() {
 int find_kernels(const Kernels* (&found)[kMostSets], bool* has_bf16) {
   int count = 0;
   *has_bf16 = false;
-#if defined(PORTABLE_ONLY)
-#elif defined(__x86_64__)
+#if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
