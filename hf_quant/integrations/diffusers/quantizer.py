@@ -315,7 +315,7 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
     """Give a quantized model the attributes that the host's own loading gives it, and its config the resolved plan."""
     config = quantizer.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
-    model.register_to_config(quantization_config=config)
+    _record(model, config)
     for name, refuse in _REFUSED.items():
         if hasattr(model, name):
             setattr(model, name, refuse)
@@ -333,8 +333,7 @@ def _forget(model: nn.Module) -> None:
     _fuse_activations(model, False)
     if (config := stored_config(model)) is not None and config.attention is not None:
         _set_attention(model, None)
-    kept = {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS}
-    model._internal_dict = type(model._internal_dict)(kept)
+    _set_config(model, {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS})
 
 
 def _set_attention(model: nn.Module, attention: str | None) -> None:
@@ -438,7 +437,20 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
 
 
 def _record(model: nn.Module, config: QuantizerConfig) -> None:
-    model.register_to_config(quantization_config=config)
+    _set_config(model, {**model._internal_dict, "quantization_config": config})
+
+
+def _set_config(model: nn.Module, values: dict[str, Any]) -> None:
+    """Give a model a config of these values. An attribute that the host has set since then is kept.
+
+    `load_ip_adapter` sets `config.encoder_hid_dim_type`, by which the forward finds the image: `config["..."]`, and so
+    the file, has the value of before. `register_to_config` would go back to that value.
+    """
+    old = model._internal_dict
+    model._internal_dict = new = type(old)(values)
+    for key, value in vars(old).items():
+        if key in old and value is not old[key] and values.get(key) is old[key]:
+            setattr(new, key, value)
 
 
 _OBSERVER = quantize.Observer(_is_own, _observe, _record)
