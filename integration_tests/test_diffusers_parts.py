@@ -1,4 +1,6 @@
-"""Parts that diffusers adds to quantized models: IP adapters."""
+"""Parts that diffusers adds to quantized models, and models that it makes of their parts."""
+
+import copy
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hf_quant.testing import assert_sqnr
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
-from integration_tests.support.tiny_diffusion import make_inputs, make_model  # noqa: E402
+from integration_tests.support.tiny_diffusion import assert_same_bytes, make_inputs, make_model, quantized_names  # noqa: E402
 
 
 def with_image_adapter(unet: nn.Module) -> nn.Module:
@@ -50,3 +52,29 @@ def test_image_adapters(tmp_path, is_loaded_first):
     model.save_pretrained(tmp_path)
     assert_sqnr(run_with_image(model), expected, at_least=30, at_most=60)
     assert_sqnr(run_with_image(dequantize_(model)), expected, at_least=30, at_most=60)
+
+
+HEADS = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "method", "changes"),
+    [
+        ("unet", "ControlNetModel", "from_unet", {}),
+        ("unet", "UNetMotionModel", "from_unet2d", {}),
+        ("flux", "FluxControlNetModel", "from_transformer", HEADS),
+    ],
+)
+def test_a_model_made_of_parts_has_the_weights_that_the_codes_stand_for(tmp_path, caplog, name, cls, method, changes):
+    cls = getattr(diffusers, cls)
+    model = quantize_(make_model(name), QuantizerConfig("W8A8", fuse_projections=True))
+    codes = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    torch.manual_seed(0)
+    made = getattr(cls, method)(model, **changes)
+    assert f"the new {cls.__name__} has the dequantized weights of the {type(model).__name__}" in caplog.text
+    torch.manual_seed(0)
+    expected = getattr(cls, method)(dequantize_(copy.deepcopy(model)), **changes)
+    assert_same_bytes(made.state_dict(), expected.state_dict())
+    assert_same_bytes(model.state_dict(), codes)
+    quantize_(made, "int8").save_pretrained(tmp_path)
+    assert quantized_names(cls.from_pretrained(tmp_path)) == quantized_names(made) != set()
