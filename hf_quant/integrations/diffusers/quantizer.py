@@ -321,12 +321,15 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
             setattr(model, name, refuse)
     if config.attention is not None:
         _set_attention(model, config.attention)
+        if hasattr(model, "set_attn_processor"):
+            attach_methods(model, _ATTENTION_WRAPPERS)
     attach_methods(model, _WRAPPERS)
 
 
 def _forget(model: nn.Module) -> None:
     """Undo `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
     detach_methods(model, _WRAPPERS)
+    detach_methods(model, _ATTENTION_WRAPPERS)
     for attribute in ("hf_quantizer", "quantization_method", *_REFUSED):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
@@ -395,6 +398,17 @@ def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs
     options = {} if memory_format is None else {"memory_format": memory_format}
     return host(device=device, non_blocking=non_blocking, **options)
 
+
+def _set_processors(model: nn.Module, host: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Wrap `set_attn_processor`: the new processors, as of an IP adapter, compute in 8 bit as the earlier ones did."""
+    from hf_quant.integrations.diffusers.attention import describe
+
+    host(*args, **kwargs)
+    if model.hf_quantizer.quantization_config.attention is not None and describe(model) is not None:
+        _set_attention(model, model.hf_quantizer.quantization_config.attention)
+
+
+_ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors}
 
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
