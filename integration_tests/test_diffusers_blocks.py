@@ -200,6 +200,24 @@ def test_attention_that_is_added_or_left_out_later():
     assert torch.equal(run(model, "flux", LARGE), run(quantize_(make_model("flux", BF16), "int8"), "flux", LARGE))
 
 
+@pytest.mark.parametrize("name", ["flux", "sd3", "unet"])
+def test_attention_stays_in_8_bit_when_processors_are_exchanged(name):
+    model = quantize_(make_model(name), QuantizerConfig("int8", attention="int8"))
+    y = run(model, name, LARGE)
+    model.set_attn_processor({key: host_processor(value) for key, value in model.attn_processors.items()})
+    assert torch.equal(run(model, name, LARGE), y)
+    twin = pickle.loads(pickle.dumps(model))
+    twin.set_attn_processor({key: host_processor(value) for key, value in twin.attn_processors.items()})
+    assert torch.equal(run(twin, name, LARGE), y)
+    quantize_(twin := dequantize_(twin), "int8")
+    assert "set_attn_processor" not in vars(twin) and not torch.equal(run(twin, name, LARGE), y)
+
+
+def host_processor(processor: object) -> object:
+    """A new processor of the host's class."""
+    return getattr(type(processor), "_hf_quant_host", type(processor))()
+
+
 @pytest.mark.parametrize("name", ["flux", "sd3", "sdxl", "wan"])
 def test_attention_under_autocast(name):
     plain, model = make_model(name), quantize_(make_model(name), QuantizerConfig(None, attention="int8"))

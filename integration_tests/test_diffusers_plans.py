@@ -125,6 +125,15 @@ def test_embeddings_inside_of_blocks_read_one_vector(cls, names):
         assert entries[name].scheme.activation is None and "one vector" in entries[name].reason, name
 
 
+def test_a_list_of_layers_that_conditions_all_blocks_is_none_of_them():
+    with torch.device("meta"):
+        model = diffusers.ChromaTransformer2DModel(num_layers=1, num_single_layers=1)
+    entries = plan(model, "int4", dtype=torch.bfloat16).entries
+    guidance = [entry for name, entry in entries.items() if name.startswith("distilled_guidance_layer.layers.")]
+    assert len(guidance) == 10 and all(entry.reason == "embedding of what all blocks read" for entry in guidance)
+    assert entries["single_transformer_blocks.0.proj_mlp"].scheme is not None
+
+
 def test_models_of_no_known_class_and_other_hosts():
     class Denoiser(type(make_model("pixart"))):
         pass

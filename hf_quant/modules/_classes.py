@@ -1,6 +1,7 @@
 """Modules that change their class, and the hooks that hosts have put around their forward before."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -25,7 +26,11 @@ def runs_its_class(module: nn.Module) -> bool:
 
 
 def _places(module: nn.Module) -> Iterator[Callable[[MethodType], None]]:
-    """Yield, for each place where a host holds the bound forward of a module's class, a function that fills it."""
+    """Yield, for each place where a host holds the bound forward of a module's class, a function that fills it.
+
+    Places are attributes of the module and, in the functions that its own forward calls, variables (transformers) and
+    attributes of objects (the hooks of diffusers).
+    """
     if "forward" not in module.__dict__:
         return
     for name in ("forward", "_old_forward"):
@@ -33,12 +38,19 @@ def _places(module: nn.Module) -> Iterator[Callable[[MethodType], None]]:
             yield lambda method, name=name: module.__dict__.__setitem__(name, method)
     functions: list[Any] = [module.__dict__["forward"]]
     for function in functions:  # which grows
-        cells = getattr(function, "__closure__", None) or ()
+        inner = []
+        cells = getattr(function.func if isinstance(function, partial) else function, "__closure__", None) or ()
         for cell in (c for c in cells if c != CellType()):  # some are empty
-            if _is_forward(cell.cell_contents, module):
+            held = cell.cell_contents
+            inner.append(held)
+            if _is_forward(held, module):
                 yield lambda method, cell=cell: _fill(cell, method)
-            elif isinstance(cell.cell_contents, FunctionType) and cell.cell_contents not in functions:
-                functions.append(cell.cell_contents)
+            elif not isinstance(held, nn.Module | type):
+                attributes = getattr(held, "__dict__", {})
+                inner += attributes.values()
+                for name in (n for n, value in attributes.items() if _is_forward(value, module)):
+                    yield partial(setattr, held, name)
+        functions += [f for f in inner if isinstance(f, FunctionType | partial) and f not in functions]
 
 
 def _fill(cell: CellType, method: MethodType) -> None:

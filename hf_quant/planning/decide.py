@@ -74,10 +74,12 @@ def plan(
     entries = [decider.entry(name) for name in candidates]
     attention = decider.attention()
     is_enough = config.quantizes_no_weights and config.has_more_than_weights
+    unsupported = list(_unsupported(model, candidates, dtype))
     if all(entry.scheme is None for entry in entries) and not is_enough:
-        reasons = sorted({e.reason for e in entries if e.reason is not None}) or ["it has no linear layers"]
-        raise ValueError(f"nothing to quantize in {type(model).__name__}: {'; '.join(reasons)}")
-    entries += _unsupported(model, candidates, dtype)
+        reasons = sorted({e.reason for e in entries + unsupported if e.reason is not None})
+        because = "; ".join(reasons or ["it has no linear layers"])
+        raise ValueError(f"nothing to quantize in {type(model).__name__}: {because}")
+    entries += unsupported
     planned = {id(p) for name in candidates for p in decider.weights(name).values()}
     planned |= {id(model.get_submodule(e.name)._parameters[n]) for e in entries if e.kind == "other" for n in e.shapes}
     tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
@@ -142,9 +144,12 @@ def _unsupported(
             shapes[key] = tuple(p.shape)
             nbytes += p.numel() * (dtype or p.dtype).itemsize
         if shapes:
+            first = module.get_parameter(next(iter(shapes))).dtype
             why = next((f": {text}" for cls, text in _NO_COUNTERPART.items() if isinstance(module, cls)), "")
             reason = f"{type(module).__name__} has no quantized counterpart{why}"
-            first = dtype or module.get_parameter(next(iter(shapes))).dtype
+            if first.itemsize == 1 and quantized_class(type(module)) is not None:
+                reason = f"stored in {first} already, as by layerwise casting: quantize the model without that"
+            first = dtype or first
             yield PlanEntry(name, "other", shapes, first, None, None, reason, nbytes, nbytes)
 
 

@@ -280,6 +280,7 @@ def test_bare_modules_can_be_planned():
         ("org/model", "int4", "model is a str; needs a torch.nn.Module: what from_pretrained"),
         (nn.Sequential(nn.ReLU()), "int4", "nothing to quantize in Sequential: it has no linear layers"),
         (nn.Linear(8, 8), "int4", "nothing to quantize in Linear: fewer than 4096 weights"),
+        (nn.Linear(64, 64).to(torch.float8_e4m3fn), "int4", "Linear: stored in torch.float8_e4m3fn already"),
         (nn.Embedding(64, 64), "int4", "nothing to quantize in Embedding: embedding: only if named"),
         (mlp(), {"weights": "int4", "modules": {"*": None}}, r"nothing to quantize .*kept by modules\['\*'\]"),
         (mlp(), {"weights": "int4", "modules": {"*.down": "int8"}}, r"modules\['\*\.down'\] matches no module"),

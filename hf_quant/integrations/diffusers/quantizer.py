@@ -315,26 +315,28 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
     """Give a quantized model the attributes that the host's own loading gives it, and its config the resolved plan."""
     config = quantizer.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
-    model.register_to_config(quantization_config=config)
+    _record(model, config)
     for name, refuse in _REFUSED.items():
         if hasattr(model, name):
             setattr(model, name, refuse)
     if config.attention is not None:
         _set_attention(model, config.attention)
+        if hasattr(model, "set_attn_processor"):
+            attach_methods(model, _ATTENTION_WRAPPERS)
     attach_methods(model, _WRAPPERS)
 
 
 def _forget(model: nn.Module) -> None:
     """Undo `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
     detach_methods(model, _WRAPPERS)
+    detach_methods(model, _ATTENTION_WRAPPERS)
     for attribute in ("hf_quantizer", "quantization_method", *_REFUSED):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
     _fuse_activations(model, False)
     if (config := stored_config(model)) is not None and config.attention is not None:
         _set_attention(model, None)
-    kept = {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS}
-    model._internal_dict = type(model._internal_dict)(kept)
+    _set_config(model, {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS})
 
 
 def _set_attention(model: nn.Module, attention: str | None) -> None:
@@ -397,6 +399,17 @@ def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs
     return host(device=device, non_blocking=non_blocking, **options)
 
 
+def _set_processors(model: nn.Module, host: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Wrap `set_attn_processor`: the new processors, as of an IP adapter, compute in 8 bit as the earlier ones did."""
+    from hf_quant.integrations.diffusers.attention import describe
+
+    host(*args, **kwargs)
+    if model.hf_quantizer.quantization_config.attention is not None and describe(model) is not None:
+        _set_attention(model, model.hf_quantizer.quantization_config.attention)
+
+
+_ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors}
+
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
 _WRAPPERS = {
@@ -438,7 +451,20 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
 
 
 def _record(model: nn.Module, config: QuantizerConfig) -> None:
-    model.register_to_config(quantization_config=config)
+    _set_config(model, {**model._internal_dict, "quantization_config": config})
+
+
+def _set_config(model: nn.Module, values: dict[str, Any]) -> None:
+    """Give a model a config of these values. An attribute that the host has set since then is kept.
+
+    `load_ip_adapter` sets `config.encoder_hid_dim_type`, by which the forward finds the image: `config["..."]`, and so
+    the file, has the value of before. `register_to_config` would go back to that value.
+    """
+    old = model._internal_dict
+    model._internal_dict = new = type(old)(values)
+    for key, value in vars(old).items():
+        if key in old and value is not old[key] and values.get(key) is old[key]:
+            setattr(new, key, value)
 
 
 _OBSERVER = quantize.Observer(_is_own, _observe, _record)

@@ -29,6 +29,8 @@ _ROLES = (
     (r"time|guidance|temb|label|pooled|add_embed|class_embed|condition_embed", "embedding of what all blocks read"),
     (r"embed|proj_in|_in$|_in\.|patch|caption|context|text|adapter|proj", "input projection: all blocks read it"),
 )
+# Lists of layers in such a module, as in Chroma's `distilled_guidance_layer`, are none of the repeated blocks.
+_CONDITIONS = re.compile("|".join(role for role, _ in (_ROLES[0], _ROLES[2])), re.I)
 _AUTOENCODER = (
     "autoencoders stay in 16 bit, as they are small, and every pixel passes through them; name layers in `modules` to "
     "quantize these"
@@ -77,7 +79,7 @@ def is_autoencoder(model: nn.Module) -> bool:
 def _blocks(model: nn.Module) -> Iterator[str]:
     """Yield names of the repeated blocks: elements of lists with several linear layers each, and a UNet's middle."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList):
+        if isinstance(module, nn.ModuleList) and not _CONDITIONS.search(name):
             for index, block in enumerate(module):
                 if block is not None and sum(isinstance(m, nn.Linear) for m in block.modules()) > 1:
                     yield f"{name}.{index}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import diffusers.models.modeling_utils as modeling_utils
 
+import hf_quant.integrations.diffusers.derived  # noqa: F401  (wraps other methods of the same class)
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.diffusers.quantizer import DiffusersQuantizer, refresh_plan
 from hf_quant.integrations.wrapping import wrap_once

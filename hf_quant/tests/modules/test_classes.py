@@ -20,6 +20,13 @@ def by_accelerate(layer: nn.Module) -> None:
     add_hook_to_module(layer, ModelHook())
 
 
+def by_diffusers(layer: nn.Module) -> None:
+    hooks = pytest.importorskip("diffusers.hooks.hooks", reason="diffusers is an optional host")
+    registry = hooks.HookRegistry.check_if_exists_or_initialize(layer)
+    for name in ("inner", "outer"):
+        registry.register_hook(hooks.ModelHook(), name)
+
+
 def layer(hook=None) -> nn.Linear:
     torch.manual_seed(0)
     found = nn.Linear(64, 64)
@@ -31,7 +38,7 @@ def layer(hook=None) -> nn.Linear:
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("hook", [None, by_accelerate])
+@pytest.mark.parametrize("hook", [None, by_accelerate, by_diffusers])
 def test_a_hook_calls_the_new_class(hook):
     plain, hooked = layer(), layer(hook)
     set_class_(hooked, Doubled)
@@ -74,13 +81,18 @@ def test_hooks_around_hooks():
         (functools.partial(quantize_, config="W8A8"), dequantize_),
     ],
 )
-def test_a_hooked_model_computes_as_one_without(into, out):
-    plain, hooked = nn.Sequential(layer()), nn.Sequential(layer(by_accelerate))
+@pytest.mark.parametrize("hook", [by_accelerate, by_diffusers])
+def test_a_hooked_model_computes_as_one_without(hook, into, out):
+    plain, hooked = nn.Sequential(layer()), nn.Sequential(layer(hook))
     for change in (into, out):
         change(plain)
         change(hooked)
         assert type(plain[0]) is type(hooked[0]) and torch.equal(plain(X), hooked(X))
-    remove_hook_from_module(hooked[0])
+    if hook is by_accelerate:
+        remove_hook_from_module(hooked[0])
+    else:
+        hooked[0]._diffusers_hook.remove_hook("outer")
+        hooked[0]._diffusers_hook.remove_hook("inner")
     assert torch.equal(plain(X), hooked(X))
 
 

@@ -1,0 +1,80 @@
+"""Parts that diffusers adds to quantized models, and models that it makes of their parts."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_quant import QuantizerConfig, dequantize_, quantize_
+from hf_quant.testing import assert_sqnr
+
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
+
+from integration_tests.support.tiny_diffusion import assert_same_bytes, make_inputs, make_model, quantized_names  # noqa: E402
+
+
+def with_image_adapter(unet: nn.Module) -> nn.Module:
+    """Load an IP adapter with random weights, for one image of 64 values, into the tiny UNet."""
+    generator, width = torch.Generator().manual_seed(0), unet.config.cross_attention_dim
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    weights = {}
+    crossed = (name for name in unet.attn_processors if "attn2" in name)
+    for index, name in enumerate(crossed):
+        attention = unet.get_submodule(name.removesuffix(".processor"))
+        for part in ("to_k_ip", "to_v_ip"):
+            weights[f"{2 * index + 1}.{part}.weight"] = values(attention.inner_dim, width)
+    image = {"proj.weight": values(4 * width, 64), "proj.bias": values(4 * width)}
+    image |= {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
+    unet._load_ip_adapter_weights([{"image_proj": image, "ip_adapter": weights}])
+    return unet
+
+
+@torch.no_grad()
+def run_with_image(unet: nn.Module) -> Tensor:
+    image = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))
+    return unet(**make_inputs("unet"), added_cond_kwargs={"image_embeds": [image]}, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("is_loaded_first", [True, False])
+def test_image_adapters(tmp_path, is_loaded_first):
+    expected = run_with_image(with_image_adapter(make_model("unet")))
+    if is_loaded_first:
+        model = quantize_(with_image_adapter(make_model("unet")), QuantizerConfig("int8"))
+    else:
+        model = with_image_adapter(quantize_(make_model("unet"), QuantizerConfig("int8")))
+    assert_sqnr(run_with_image(model), expected, at_least=30, at_most=60)
+    quantize_(model, QuantizerConfig(None, attention="int8"))
+    model.save_pretrained(tmp_path)
+    assert_sqnr(run_with_image(model), expected, at_least=30, at_most=60)
+    assert_sqnr(run_with_image(dequantize_(model)), expected, at_least=30, at_most=60)
+
+
+HEADS = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "method", "changes"),
+    [
+        ("unet", "ControlNetModel", "from_unet", {}),
+        ("unet", "UNetMotionModel", "from_unet2d", {}),
+        ("flux", "FluxControlNetModel", "from_transformer", HEADS),
+    ],
+)
+def test_a_model_made_of_parts_has_the_weights_that_the_codes_stand_for(tmp_path, caplog, name, cls, method, changes):
+    cls = getattr(diffusers, cls)
+    model = quantize_(make_model(name), QuantizerConfig("W8A8", fuse_projections=True))
+    codes = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    torch.manual_seed(0)
+    made = getattr(cls, method)(model, **changes)
+    assert f"the new {cls.__name__} has the dequantized weights of the {type(model).__name__}" in caplog.text
+    torch.manual_seed(0)
+    expected = getattr(cls, method)(dequantize_(copy.deepcopy(model)), **changes)
+    assert_same_bytes(made.state_dict(), expected.state_dict())
+    assert_same_bytes(model.state_dict(), codes)
+    quantize_(made, "int8").save_pretrained(tmp_path)
+    assert quantized_names(cls.from_pretrained(tmp_path)) == quantized_names(made) != set()
