@@ -319,6 +319,9 @@ def test_the_cache_of_the_caller_wins(llama, caplog):
 
     assert kind() is QuantizedCache and not caplog.records
     assert kind(past_key_values=StaticCache(config=model.config, max_cache_len=40)) is StaticCache
+    static = StaticCache(config=model.config, max_cache_len=40)
+    found = model(ids(), past_key_values=static).logits
+    assert sqnr(found, model(ids()).logits) > 100  # the empty places behind the prompt are not read
     assert kind(cache_implementation="dynamic") is DynamicCache
     assert "In place of the int4 cache" in caplog.text and "'dynamic' is used" in caplog.text
     assert model.generate(ids(), **options, use_cache=False).past_key_values is None
