@@ -293,6 +293,16 @@ def test_whisper_transcribes_from_a_quantized_cache():
     assert found.shape == expected.shape
 
 
+def test_a_cache_of_the_caller_has_the_states_of_the_decoder_alone():
+    model, options = build("t5", torch.float32), {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    own, others = QuantizedCache(model.config, "int8"), DynamicCache(config=model.config)
+    cache = transformers.EncoderDecoderCache(own, others)
+    found, expected = (model.generate(ids(), **options, **more) for more in ({"past_key_values": cache}, {}))
+    assert sqnr(found.logits[1], expected.logits[1]) > 30
+    with pytest.raises(ValueError, match="states of the decoder and of the encoder.*give EncoderDecoderCache"):
+        model.generate(ids(), past_key_values=QuantizedCache(model.config, "int8"), **options)
+
+
 def test_a_conversation_goes_on_with_its_cache(asset):
     """Several calls of generate with one cache; tokens are taken back at the end."""
     (model, prompts), outputs = asset, []
