@@ -293,6 +293,40 @@ def test_whisper_transcribes_from_a_quantized_cache():
     assert found.shape == expected.shape
 
 
+def test_a_model_that_generates_by_a_model_in_it():
+    text = {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64, "eos_token_id": 1, "pad_token_id": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Blip2Config(
+        vision_config={**sizes, "image_size": 16, "patch_size": 8},
+        qformer_config={**sizes, "encoder_hidden_size": 64},
+        text_config={**LM, **text},
+        num_query_tokens=2,
+        image_token_index=90,
+    )
+    torch.manual_seed(0)
+    model = transformers.Blip2ForConditionalGeneration(config).eval()
+    given = {"pixel_values": torch.randn(1, 3, 16, 16), "input_ids": torch.tensor([[90, 90, 5, 7]])}
+    options = {**GREEDY, **given, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(**options)
+    for kv_cache in ("int8", "int4"):
+        hf_quant.quantize_(model, QuantizerConfig(None, kv_cache=kv_cache))
+        for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            found = again.generate(**options)
+            assert found.past_key_values.kv_cache.format == kv_cache
+            assert 20 < sqnr(found.logits[1], expected.logits[1]) < 100
+    assert type(model.dequantize().generate(**options).past_key_values) is DynamicCache
+
+
+def test_a_cache_of_the_caller_has_the_states_of_the_decoder_alone():
+    model, options = build("t5", torch.float32), {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    own, others = QuantizedCache(model.config, "int8"), DynamicCache(config=model.config)
+    cache = transformers.EncoderDecoderCache(own, others)
+    found, expected = (model.generate(ids(), **options, **more) for more in ({"past_key_values": cache}, {}))
+    assert sqnr(found.logits[1], expected.logits[1]) > 30
+    with pytest.raises(ValueError, match="states of the decoder and of the encoder.*give EncoderDecoderCache"):
+        model.generate(ids(), past_key_values=QuantizedCache(model.config, "int8"), **options)
+
+
 def test_a_conversation_goes_on_with_its_cache(asset):
     """Several calls of generate with one cache; tokens are taken back at the end."""
     (model, prompts), outputs = asset, []
@@ -319,6 +353,9 @@ def test_the_cache_of_the_caller_wins(llama, caplog):
 
     assert kind() is QuantizedCache and not caplog.records
     assert kind(past_key_values=StaticCache(config=model.config, max_cache_len=40)) is StaticCache
+    static = StaticCache(config=model.config, max_cache_len=40)
+    found = model(ids(), past_key_values=static).logits
+    assert sqnr(found, model(ids()).logits) > 100  # the empty places behind the prompt are not read
     assert kind(cache_implementation="dynamic") is DynamicCache
     assert "In place of the int4 cache" in caplog.text and "'dynamic' is used" in caplog.text
     assert model.generate(ids(), **options, use_cache=False).past_key_values is None

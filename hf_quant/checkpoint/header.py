@@ -125,7 +125,9 @@ def _scan_shards(folder: Folder, index: str, names: set[str]) -> dict[str, dict[
         raise ValueError(f"{where} names {len(shards)} shards; at most {MAX_SHARDS} can be right")
     missing = [shard for shard in shards if shard not in names]
     if missing:
-        raise ValueError(f"{folder.name} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}")
+        single = f"{index.removesuffix(_INDEX_SUFFIX)}.safetensors"
+        hint = f"; it holds {single}, too: delete {index} if that is left over" if single in names else ""
+        raise ValueError(f"{folder.name} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}{hint}")
     with ThreadPoolExecutor(folder.workers) as pool:
         files = dict(zip(shards, pool.map(partial(_read_file, folder), shards)))
     for tensor, name in weight_map.items():

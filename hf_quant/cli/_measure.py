@@ -179,6 +179,8 @@ class _Loaded:
 
     def __init__(self, args: argparse.Namespace, warm_up: Callable[[dict[str, nn.Module]], object] | None = None):
         if args.json is not None:
+            if args.json.is_dir():
+                raise ValueError(f"{args.json} is a directory; --json takes a file")
             check_writable(args.json)
         device = parse_device(args.device)
         config = config_from_args(args) if gives_scheme(args) else None

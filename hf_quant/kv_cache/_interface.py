@@ -27,6 +27,7 @@ from hf_quant.kernels.kv_attention.op import visible
 from hf_quant.kernels.native.attention import attention_of_values
 from hf_quant.kv_cache import _eager
 from hf_quant.kv_cache._attention import attend, mean_scores
+from hf_quant.kv_cache._layers import FirstPrompt
 from hf_quant.kv_cache._states import QuantizedStates
 
 
@@ -137,6 +138,9 @@ def padding_mask(
         if isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length:
             padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
             return None if padding is None or bool(padding.all()) else padding
+    if q_length > 1 and q_length != kv_length and not isinstance(kv_length, FirstPrompt):
+        # "sdpa" takes None as causal from the upper left corner, in front of the empty places of a static cache.
+        kwargs["allow_is_causal_skip"] = False
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     return sdpa_mask(*sizes, **kwargs)
 

@@ -416,6 +416,10 @@ class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
         self._start = start
 
 
+class FirstPrompt(int):
+    """Length of a static layer's mask for the first prompt, which reads its own states in 16 bit: no empty places."""
+
+
 class QuantizedStaticLayer(CodeStorage, StaticLayer):
     """Layer with up to `max_cache_len` tokens in memory of fixed address, for compiled code."""
 
@@ -456,6 +460,11 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
         self.cumulative_length.add_(key_states.shape[2])
         states = self._states(*exact)
         return states if exact else _differentiable(states, new, self.cumulative_length - key_states.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (tokens, offset) for a mask; tokens is a `FirstPrompt` if there are none yet."""
+        tokens, offset = super().get_mask_sizes(query_length)
+        return FirstPrompt(tokens) if self.is_empty and not torch.compiler.is_compiling() else tokens, offset
 
     def _check_room(self, count: int) -> None:
         """Raise ValueError if `count` more tokens do not fit, unless the length is unknown here.

@@ -441,7 +441,9 @@ def test_shards(tmp_path):
 
     shard = tmp_path / index["weight_map"]["2.qdata"]
     shard.rename(tmp_path / "elsewhere")
-    assert_refused(tmp_path, f"lacks 1 of [0-9]+ shards: {shard.name}")
+    assert_refused(tmp_path, f"lacks 1 of [0-9]+ shards: {shard.name}$")
+    shutil.copy(tmp_path / "elsewhere", tmp_path / "model.safetensors")
+    assert_refused(tmp_path, f"{shard.name}; it holds model.safetensors, too: delete {INDEX} if that is left over")
     (tmp_path / "elsewhere").rename(shard)
     shutil.copy(shard, tmp_path / "model.safetensors")
     assert_refused(tmp_path, "holds model.safetensors and the shards of model.safetensors.index.json, of two checkpoi")

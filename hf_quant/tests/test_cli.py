@@ -306,6 +306,10 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
         (["quantize", "{llama}", "{dir}/out", "--device", "cuda:99"], "--device cuda:99"),
         (["quantize", "{llama}", "{dir}/out", "--device", "nonsense"], "--device nonsense"),
         (["inspect", "{dir}/missing"], "is not a directory"),
+        (
+            ["eval", "{llama}", "--text", "{llama}/config.json", "--json", "{dir}"],
+            "is a directory; --json takes a file",
+        ),
         (["inspect", "{llama}"], "the model is not quantized"),
         (["inspect", "{empty}"], "is not the directory of a quantized model"),
         *(

@@ -62,10 +62,26 @@ def attach(model: nn.Module) -> None:
         _set_attention(model, "sdpa", "hf_quant")
     if not isinstance(model.__dict__.get(_METHOD), CacheMethod):
         setattr(model, _METHOD, CacheMethod(model, _METHOD))
+    _detach_parts(model)
+    for part in _parts(model):
+        if type(part.config.get_text_config(decoder=True)) is type(text) and _METHOD not in part.__dict__:
+            setattr(part, _METHOD, PartCacheMethod(part, config))
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    """The models inside of a model that generate: BLIP-2, Kosmos-2 and others call the `generate` of one."""
+    return [m for m in model.modules() if m is not model and getattr(m, "can_generate", lambda: False)()]
+
+
+def _detach_parts(model: nn.Module) -> None:
+    for part in _parts(model):
+        if isinstance(part.__dict__.get(_METHOD), PartCacheMethod):
+            del part.__dict__[_METHOD]
 
 
 def detach(model: nn.Module) -> None:
     """Undo `attach`."""
+    _detach_parts(model)
     if isinstance(model.__dict__.get(_METHOD), CacheMethod):
         del model.__dict__[_METHOD]
         _set_attention(model, "hf_quant", "sdpa")
@@ -88,6 +104,9 @@ class CacheMethod(ModelMethod):
         self.lent: weakref.ref | None = None  # to the config that `generate` made: it lives as long as the generation
         self.lock = threading.Lock()
 
+    def kv_cache(self) -> KVCacheConfig | None:
+        return kv_cache_of(self.model())
+
     def __call__(
         self,
         generation_config: Any,
@@ -98,7 +117,7 @@ class CacheMethod(ModelMethod):
         **more: Any,
     ) -> None:
         model = self.model()
-        config = kv_cache_of(model)
+        config = self.kv_cache()
         if config is None or not _is_ours(model, config, generation_config, model_kwargs, max_cache_length):
             arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
             return self.call_host(model, *arguments, **more)
@@ -160,6 +179,24 @@ class CacheMethod(ModelMethod):
         if not generation_config.return_dict_in_generate and "get_compiled_call" not in model.__dict__:
             self.static, self.lent = last, weakref.ref(generation_config)
         return last
+
+
+class PartCacheMethod(CacheMethod):
+    """The method of a model inside of another, whose config asks for the cache."""
+
+    def __init__(self, model: nn.Module, config: KVCacheConfig) -> None:
+        self.config = config
+        super().__init__(model, _METHOD)
+
+    def kv_cache(self) -> KVCacheConfig:
+        return self.config
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return *super().__getstate__(), self.config
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        *rest, self.config = state
+        super().__setstate__(tuple(rest))
 
 
 def _static_length(generation_config: Any, max_cache_length: int) -> int:

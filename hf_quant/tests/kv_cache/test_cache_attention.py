@@ -223,6 +223,14 @@ def test_masks_of_padding_alone_for_long_prompts(monkeypatch):
         assert torch.equal(_interface.padding_mask(**arguments), sdpa_mask(**arguments))
 
 
+def test_masks_hide_the_empty_places_of_a_static_cache():
+    sizes = {"batch_size": 2, "q_length": 8, "q_offset": 0}
+    mask = _interface.padding_mask(**sizes, kv_length=40)
+    assert torch.equal(mask[0, 0], torch.ones(8, 40, dtype=torch.bool).tril())
+    layer = QuantizedStaticLayer(KVCacheConfig("int8"), 40)
+    assert _interface.padding_mask(**sizes, kv_length=layer.get_mask_sizes(8)[0]) is None  # it gives the prompt alone
+
+
 def tiny(**fields):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
