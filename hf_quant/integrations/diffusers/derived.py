@@ -14,7 +14,7 @@ from typing import Any
 import diffusers.models.modeling_utils as modeling_utils
 from torch import Tensor, nn
 
-from hf_quant.integrations.diffusers.quantizer import _forget
+from hf_quant.integrations.diffusers.quantizer import forget
 from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key
 
@@ -60,7 +60,7 @@ def _of_weights(host: Callable[..., Any]) -> Callable[..., Any]:
         with _weights_in_state_dicts(given):
             made = host(cls, *args, **kwargs)
         if isinstance(made, modeling_utils.ModelMixin) and not _is_quantized(made):
-            _forget(made)  # the config of the given model may have been taken over
+            forget(made)  # the config of the given model may have been taken over
             _logger.warning(
                 "the new %s has the dequantized weights of the %s; hf_quant.quantize_(model, config) quantizes it too",
                 *(type(made).__name__, type(given[0]).__name__),

@@ -247,7 +247,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         trim_memory()
         _check_none_missing(list(_waiting_weights(model)))  # from_single_file; ignored mismatched shapes
         if not any(True for _ in _quantized_modules(model)) and self.quantization_config.attention is None:
-            _forget(model)
+            forget(model)
             return model
         for name, module in _quantized_modules(model):
             if self.pre_quantized and module.packed_device(module.weight_names[0]).type != "meta":
@@ -326,7 +326,7 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
     attach_methods(model, _WRAPPERS)
 
 
-def _forget(model: nn.Module) -> None:
+def forget(model: nn.Module) -> None:
     """Undo `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
     detach_methods(model, _WRAPPERS)
     detach_methods(model, _ATTENTION_WRAPPERS)
@@ -354,7 +354,7 @@ def refresh_plan(model: nn.Module) -> None:
     if config.plan or config.attention is not None:
         _attach(model, model.hf_quantizer)
     else:
-        _forget(model)
+        forget(model)
 
 
 def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
@@ -437,7 +437,7 @@ def _fuse_activations(model: nn.Module, fuses: bool | None) -> None:
 def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerConfig | None) -> None:
     """Update a diffusers model's own records after `quantize_` and `dequantize_`."""
     if config is None:
-        _forget(model)
+        forget(model)
         return
     before, quantizer = model.__dict__.get("hf_quantizer"), DiffusersQuantizer(config, pre_quantized=False)
     fuses = given.fuse_activations
