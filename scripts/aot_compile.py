@@ -142,10 +142,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--subset",
-        choices=("all", "tiles", "ci"),
+        choices=("all", "tiles", "ci", "few"),
         default="tiles",
         help="tiles (default): every tile with every decoder and pointer type, every other constexpr once, on all "
-        "targets; ci: every kernel on " + ", ".join(CI_TARGETS) + ", every constexpr on one of them",
+        "targets; ci: every kernel on " + ", ".join(CI_TARGETS) + ", every constexpr on one of them; few: the "
+        "three of each kernel that have the most of these",
     )
     parser.add_argument("--targets", nargs="+", default=None, metavar="NAME", help=f"of {', '.join(ALL_TARGETS)}")
     parser.add_argument("--ops", nargs="+", choices=gpu_ops(), help="(default: all)")
@@ -164,13 +165,12 @@ def main() -> int:
         return 2
     import triton
 
-    names = args.targets or (CI_TARGETS if args.subset == "ci" else ALL_TARGETS)
+    names = args.targets or (CI_TARGETS if args.subset in ("ci", "few") else ALL_TARGETS)
     start = time.perf_counter()
     cases = [case for case in all_cases(args.ops) if re.search(args.cases, case.name)]
     collected = collect(cases, [target_named(name) for name in names])
     uses = list(collected.uses.values())
-    crossed = args.subset == "tiles"
-    chosen = uses if args.subset == "all" else cover(uses, crossed=crossed, per_target=crossed)
+    chosen = uses if args.subset == "all" else cover(uses, args.subset)
     took = time.perf_counter() - start
     print(f"triton {triton.__version__}: {len(cases)} cases, {len(uses)} kernels to compile, {len(chosen)} chosen")
     built = build([use.unit for use in chosen], workers=args.workers)

@@ -107,27 +107,31 @@ def collect(cases: Iterable[Case], targets: Sequence[Target]) -> Collected:
     return found
 
 
-def cover(uses: Iterable[Use], *, crossed: bool = False, per_target: bool = True) -> list[Use]:
-    """A few uses that have every value of every constexpr, pointer type and option of each kernel on each target.
+def cover(uses: Iterable[Use], subset: str) -> list[Use]:
+    """A few uses of each kernel that have every value of every constexpr, pointer type and option.
 
-    crossed: that have every tile, as the launchers choose them, with every decoder and every pointer type, too.
-    per_target: False: that have every kernel on each target, but every value on one of them only, early ones first.
+    subset: "tiles": on each target, and every tile, as the launchers choose them, with every decoder and every pointer
+    type; "ci": every kernel on each target, but every value on one of them, the first if it can be; "few": the three
+    uses of each kernel that have the most of "ci".
     """
     kept = []
     groups: dict[tuple[str, str], list[Use]] = {}
     for use in uses:
-        groups.setdefault((use.unit.name, use.unit.target.name if per_target else ""), []).append(use)
+        groups.setdefault((use.unit.name, use.unit.target.name if subset == "tiles" else ""), []).append(use)
     for group in groups.values():
-        features = {use.unit.key: _features(use.unit, crossed) for use in group}
+        features = {use.unit.key: _features(use.unit, crossed=subset == "tiles") for use in group}
         missing = set().union(*features.values())
-        while missing:
+        most = 3 if subset == "few" else len(group)
+        for _ in range(most):
             best = max(group, key=lambda use: len(features[use.unit.key] & missing))  # noqa: B023
+            if not features[best.unit.key] & missing:
+                break
             kept.append(best)
             missing -= features[best.unit.key]
     return kept
 
 
-def _features(unit: Unit, crossed: bool) -> set[tuple]:
+def _features(unit: Unit, *, crossed: bool) -> set[tuple]:
     values = {name: str(value) for name, value in unit.values.items()}
     values |= {name: str(unit.options[name]) for name in ("num_warps", "num_stages")}
     pointers = {(name, kind) for name, kind in unit.signature.items() if kind.startswith("*")}

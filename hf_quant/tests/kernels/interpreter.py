@@ -3,7 +3,8 @@
 The interpreter of Triton 3.6 to 3.9 holds bf16 as uint16 and adds, multiplies and rounds it as such, and has no inline
 assembly. Here both go through fp32 (bf16 results are rounded to nearest even), and the integer instructions of PTX are
 emulated, so that the text that is compiled for a GPU is what the tests run. Triton 3.6 also rounds the product of an
-fma, and takes no bounds of loops that are arguments if numpy is 2.4.
+fma, and takes no bounds of loops that are arguments if numpy is 2.4. Reductions by a function go over whole slices: an
+element at a time took most of the time.
 """
 
 import re
@@ -103,6 +104,24 @@ def install() -> None:
         replaced.update(modules)
         return scope
 
+    def reduce_slices(self, input):
+        arguments, axis = self.unravel(input, self.axis)
+        slices = zip(*(np.moveaxis(argument.handle.data, axis, 0) for argument in arguments))
+        total = None
+        for parts in slices:
+            values = [self.to_tensor(part, argument.dtype) for part, argument in zip(parts, arguments)]
+            if total is not None:
+                combined = self.combine_fn.fn(*total, *values)
+                combined = combined if isinstance(combined, tuple) else (combined,)
+                values = [self.to_tensor(c.handle.data, v.dtype) for c, v in zip(combined, values)]
+            total = values
+        shape = arguments[0].handle.data.shape
+        kept = (*shape[:axis], *((1,) if self.keep_dims else ()), *shape[axis + 1 :])
+        kept = (1,) * len(input[0].handle.data.shape) if self.keep_dims and self.axis is None else kept
+        results = [value.handle.data.reshape(kept) for value in total]
+        return [self.to_tensor(data if kept else data.item(), a.dtype) for data, a in zip(results, arguments)]
+
+    interpreter.ReduceOps.generic_reduce = reduce_slices
     interpreter._patch_lang = patched_lang
     interpreter._patch_lang_tensor = patched_tensor
     InterpreterBuilder.get_bf16 = get_bf16
