@@ -113,7 +113,7 @@ def main(cache: Path, target_name: str) -> None:
                 "by_length": kernels_by_length(target),
                 "by_window": kernels_of_a_moving_window(target),
                 "is_other": other.key != recorded["good"].unit.key,
-                "covered": [use.unit.values.get("BLOCK_M") for use in cover(uses)],
+                "covered": [use.unit.values.get("BLOCK_M") for use in cover(uses, "ci")],
                 "covering": covering(target),
                 "matrix": first.summary.matrix,
                 "error": built[recorded["broken"].unit.key].error,

@@ -63,7 +63,7 @@ def test_a_few_kernels_cover_every_constexpr(results):
 
 def test_every_tile_meets_every_decoder(results):
     few, once, crossed, every = results["covering"]
-    assert few == 3 <= once < 8 <= crossed <= every
+    assert few <= 6 <= once < 8 <= crossed <= every  # of two kernels
 
 
 def test_the_report(tmp_path):
