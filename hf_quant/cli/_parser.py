@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -46,7 +47,12 @@ _MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's parser, with errors of one line."""
+    """argparse's parser, with errors of one line. An empty argument is one: as a path it is the current directory."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if "" in (sys.argv[1:] if args is None else args):
+            self.error("an argument is empty, as from a variable that is not set")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` shows what is allowed\n")

@@ -301,6 +301,7 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
         (["nonsense"], "invalid choice: 'nonsense'"),
         ([], "required: COMMAND"),
         (["quantize", "{llama}", "{llama}"], "OUT is the model itself"),
+        (["quantize", "{llama}", "", "--force"], "an argument is empty, as from a variable that is not set"),
         (["quantize", "{llama}", "{dir}/o", "--private"], "--private belongs to --push"),
         (["quantize", "{llama}", "{llama}/config.json"], "is a file; OUT is a directory"),
         (["quantize", "{llama}", "{dir}/out", "--device", "cuda:99"], "--device cuda:99"),
