@@ -2,8 +2,6 @@
 
 from typing import Any, TypeGuard
 
-import torch
-from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -75,25 +73,6 @@ class QuantizedCache(DynamicCache):
                 f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}; leave kv_cache out"
             )
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
-        self._checks_order = getattr(config, "is_encoder_decoder", False) and len(layers) > 1
-        self._last: int | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add states [B, H_kv, S, D] to a layer and return all that it has.
-
-        Raises ValueError if an encoder-decoder model adds the states of its encoder, too, which belong elsewhere.
-        """
-        if self._checks_order and not torch.compiler.is_compiling():
-            if layer_idx == self._last:
-                raise ValueError(
-                    "this cache got the states of the decoder and of the encoder, which need one each: give "
-                    f"EncoderDecoderCache(QuantizedCache(model.config, {self.kv_cache.format!r}), "
-                    "DynamicCache(config=model.config)) of transformers.cache_utils as past_key_values"
-                )
-            self._last = layer_idx
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:
