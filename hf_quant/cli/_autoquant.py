@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from hf_quant.auto import Frontier, check_search
 from hf_quant.auto import autoquant as search_frontier
 from hf_quant.cli._models import (
+    check_file,
     check_not_quantized,
     check_one_model,
-    check_writable,
     find_source,
     load_model,
     meta_model,
@@ -24,8 +24,9 @@ def autoquant(args: argparse.Namespace) -> None:
     config, source = config_from_args(args), find_source(args.model)
     check_one_model(source, "autoquant", "PIPELINE/transformer")
     check_not_quantized(source)
-    for path in filter(None, (args.output, args.plot)):
-        check_writable(path.parent)
+    for path, option in ((args.output, "--output"), (args.plot, "--plot")):
+        if path is not None:
+            check_file(path, option)
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'hf-quant[demo]'")
     options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}

@@ -14,8 +14,8 @@ from hf_quant.cards import measurements
 from hf_quant.checkpoint import inspect_parts
 from hf_quant.cli._models import (
     Source,
+    check_file,
     check_not_quantized,
-    check_writable,
     find_source,
     load_model,
     load_tokenizer,
@@ -179,9 +179,7 @@ class _Loaded:
 
     def __init__(self, args: argparse.Namespace, warm_up: Callable[[dict[str, nn.Module]], object] | None = None):
         if args.json is not None:
-            if args.json.is_dir():
-                raise ValueError(f"{args.json} is a directory; --json takes a file")
-            check_writable(args.json)
+            check_file(args.json, "--json")
         device = parse_device(args.device)
         config = config_from_args(args) if gives_scheme(args) else None
         source = find_source(args.model)

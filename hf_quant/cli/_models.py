@@ -61,6 +61,13 @@ def find_source(name: str) -> Source:
     raise ValueError(f"{name} has no config.json of a model on the Hub, and no model_index.json")
 
 
+def check_file(path: Path, option: str) -> None:
+    """Raise ValueError if what an option names is a directory, or could not be written."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; {option} takes a file")
+    check_writable(path)
+
+
 def check_writable(path: Path) -> None:
     """Raise ValueError if a file or directory of this path could not be written."""
     where = path if path.is_dir() else path.absolute().parent

@@ -13,6 +13,7 @@ from hf_quant.cards import CARD, find_card, hub_id, merge_cards, model_card, rea
 from hf_quant.checkpoint import workspace
 from hf_quant.cli._models import (
     Source,
+    check_file,
     check_not_quantized,
     check_one_model,
     check_writable,
@@ -116,7 +117,7 @@ def calibrate(args: argparse.Namespace) -> None:
     """Write the statistics of a model's inputs to a file."""
     if args.output.suffix != ".safetensors":
         raise ValueError(f"{args.output} does not end in .safetensors, by which `--calibrate` knows such a file")
-    check_writable(args.output.parent)
+    check_file(args.output, "--output")
     config, source = config_from_args(args), find_source(args.model)
     check_one_model(
         source, "calibrate", "PIPELINE/text_encoder; a denoiser takes a function that runs the pipeline, in Python"

@@ -311,6 +311,7 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
             ["eval", "{llama}", "--text", "{llama}/config.json", "--json", "{dir}"],
             "is a directory; --json takes a file",
         ),
+        (["autoquant", "{llama}", "--output", "{dir}"], "is a directory; --output takes a file"),
         (["inspect", "{llama}"], "the model is not quantized"),
         (["inspect", "{empty}"], "is not the directory of a quantized model"),
         *(

@@ -121,11 +121,9 @@ def cover(uses: Iterable[Use], subset: str) -> list[Use]:
     for group in groups.values():
         features = {use.unit.key: _features(use.unit, crossed=subset == "tiles") for use in group}
         missing = set().union(*features.values())
-        most = 3 if subset == "few" else len(group)
-        for _ in range(most):
+        most = len(kept) + (3 if subset == "few" else len(group))
+        while missing and len(kept) < most:
             best = max(group, key=lambda use: len(features[use.unit.key] & missing))  # noqa: B023
-            if not features[best.unit.key] & missing:
-                break
             kept.append(best)
             missing -= features[best.unit.key]
     return kept
