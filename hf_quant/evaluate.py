@@ -133,7 +133,6 @@ def cut_windows(
     return torch.cat([start, ids[: count * size].view(count, size)], 1).flatten()
 
 
-@torch.no_grad()
 def _stretches_positions(text: Any) -> bool:
     """True if a config has rotary embeddings of a kind that reaches beyond its number of positions."""
     rope = getattr(text, "rope_parameters", None) or {}
@@ -141,6 +140,7 @@ def _stretches_positions(text: Any) -> bool:
     return any(part.get("rope_type", "default") != "default" for part in parts)
 
 
+@torch.no_grad()
 def quality(
     models: dict[str, nn.Module], ids: Tensor, *, window: int, reference: str | None = None, progress: bool = False
 ) -> dict[str, Quality]:

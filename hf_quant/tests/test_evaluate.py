@@ -46,6 +46,13 @@ def test_quality_is_what_its_definition_says(ids, monkeypatch):
     assert found["reference"].agreement == 1
 
 
+def test_quality_records_nothing_for_a_backward_pass(ids):
+    model, recorded = tiny_llama(), []
+    model.register_forward_hook(lambda module, args, output: recorded.append(output.logits.requires_grad))
+    quality({"model": model}, ids, window=16)  # sums over a whole text would keep the activations of all its batches
+    assert recorded == [False]
+
+
 def test_quality_without_a_reference_has_no_kl(ids):
     (found,) = quality({"model": tiny_llama()}, ids, window=70).values()
     assert (found.kl, found.agreement, found.num_tokens) == (None, None, 69)
