@@ -495,8 +495,10 @@ def test_bf16_rows_of_every_magnitude(instructions, format, group_size, values):
     quant = TensorQuant(format, *scales, symmetric=True, scale_dtype="float32")
     packed, options = random_packed(quant, 40, K, 0), options_of(quant, 40, K)
     w = dequantize_reference(*packed, **options, K=K, dtype=torch.float32).double()
-    # Levels that are no integers may be rounded: nf4's, by half a word of 1023 at least for the largest.
+    # Levels that are no integers may be rounded: nf4's, by half a word of 1023 at least for the largest, or to bf16.
     rounding = packed.scale.double().abs().repeat_interleave(group_size or K, 1) * (2**-11 if format == "nf4" else 0)
+    if format == "nf4" and instructions == "avx512":
+        rounding = torch.maximum(rounding, 2**-9 * w.abs())
     neighbours = group_size or 128
     for M in (1, 3, 70):
         x = normal(M, K, seed=1)

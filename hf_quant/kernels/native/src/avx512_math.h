@@ -29,21 +29,80 @@ static constexpr Maker maker_of_cpu() { return INTEL; }  // AMD's CPUs have VBMI
 
 HFQ_INLINE __m512 as_float(__m512i bits) { return _mm512_castsi512_ps(bits); }
 
-// A multiplication: `levels` makes vectors of what its decoder has loaded, `dot` adds the products of one with packed x.
-// For each vector of its decoder it has XVECS vectors. Table: what `table(decoder, zero point)` gives; with LANE_ZEROS
-// `levels_lanes` takes a zero point for each 32-bit lane instead.
+// Sums of products, in each lane of 32 bits: `dot` adds those of a vector of packed x and one of a weight. X_BYTES: of an
+// element of x. Of FIXED ones x has a power of two for each group of columns.
 
-// Sums in fp32, zero points in the codes.
-template <class D>
 struct FloatSums {
-  using Decoder = D;
   using Sum = __m512;
-  using Table = typename D::Table;
-  static constexpr bool INTEGER = false, FIXED = false, FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
+  static constexpr bool INTEGER = false, FIXED = false;
 
   HFQ_INLINE Sum zero() { return _mm512_setzero_ps(); }
   HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
   HFQ_INLINE __m512 to_float(Sum sum) { return sum; }
+};
+
+struct Bf16Sums : FloatSums {
+  static constexpr int X_BYTES = 2;
+
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+    return sum;
+  }
+};
+
+struct F32Sums : FloatSums {
+  static constexpr int X_BYTES = 4;
+
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(as_float(x), as_float(w), sum); }
+};
+
+struct IntegerSums {
+  using Sum = __m512i;
+
+  HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
+  HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
+  HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
+};
+
+// Of 4 products of signed bytes of x and unsigned codes. As assembly: around the intrinsic GCC 12 copies every sum to memory
+// and back, which halves the speed.
+HFQ_INLINE __m512i dot_bytes(__m512i sum, __m512i x, __m512i codes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+  return sum;
+}
+
+// Of 2 products of words.
+HFQ_INLINE __m512i dot_words(__m512i sum, __m512i x, __m512i words) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(words), "v"(x));
+  return sum;
+}
+
+struct ByteSums : IntegerSums {
+  static constexpr int X_BYTES = 1;
+  static constexpr bool INTEGER = true, FIXED = false;
+
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_bytes(sum, x, w); }
+};
+
+struct WordSums : IntegerSums {
+  static constexpr int X_BYTES = 2;
+  static constexpr bool INTEGER = false, FIXED = true;
+
+  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_words(sum, x, w); }
+};
+
+// A multiplication has sums, and `levels` makes vectors of what its decoder has loaded. For each vector of its decoder it has
+// XVECS vectors. Table: what `table(decoder, zero point)` gives; with LANE_ZEROS `levels_lanes` takes a zero point for each
+// 32-bit lane instead.
+
+// Zero points are taken from the codes.
+template <class D, class S>
+struct ByLevels : S {
+  using Sums = S;
+  using Decoder = D;
+  using Table = typename D::Table;
+  static constexpr bool FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
+
   HFQ_INLINE Table table(const D& d, int zero) { return d.table(zero); }
 };
 
@@ -62,19 +121,14 @@ HFQ_INLINE void word_levels_lanes(const D& d, const __m512i* part, __m512i zeros
 }
 
 template <class D>
-struct ByBf16 : FloatSums<D> {
-  static constexpr int XVECS = 1, X_BYTES = 2;
-  using typename FloatSums<D>::Sum;
+struct ByBf16 : ByLevels<D, Bf16Sums> {
+  static constexpr int XVECS = 1;
 
   HFQ_INLINE void levels(const D& d, const __m512i* part, typename D::Table table, __m512i* value) {
     word_levels(d, part, table, value);
   }
   HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
     word_levels_lanes(d, part, zeros, value);
-  }
-  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
-    return sum;
   }
 };
 
@@ -96,9 +150,8 @@ struct Folded : ByBf16<D> {
 
 // fp32: each vector of bf16 words becomes one of the lower and one of the upper words.
 template <class D>
-struct ByF32 : FloatSums<D> {
-  static constexpr int XVECS = 2, X_BYTES = 4;
-  using typename FloatSums<D>::Sum;
+struct ByF32 : ByLevels<D, F32Sums> {
+  static constexpr int XVECS = 2;
 
   HFQ_INLINE void widen(const __m512i* level, __m512i* value) {
     for (int j = 0; j < D::VECS; ++j) {
@@ -116,14 +169,12 @@ struct ByF32 : FloatSums<D> {
     word_levels_lanes(d, part, zeros, level);
     widen(level, value);
   }
-  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(as_float(x), as_float(w), sum); }
 };
 
 // fp32 by a decoder that delivers it.
 template <class D>
-struct ByF32Levels : FloatSums<D> {
-  static constexpr int XVECS = 1, X_BYTES = 4;
-  using typename FloatSums<D>::Sum;
+struct ByF32Levels : ByLevels<D, F32Sums> {
+  static constexpr int XVECS = 1;
 
   HFQ_INLINE void levels(const D&, const __m512i* part, typename D::Table table, __m512i* value) {
     __m512 level[D::VECS];
@@ -136,58 +187,32 @@ struct ByF32Levels : FloatSums<D> {
     for (int j = 0; j < D::VECS; ++j)
       value[j] = _mm512_castps_si512(_mm512_sub_ps(level[j], _mm512_cvtepi32_ps(zeros)));
   }
-  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(as_float(x), as_float(w), sum); }
 };
-
-// Sums of 4 products of signed bytes of x and unsigned codes, in each lane of 32 bits. As assembly: around the intrinsic
-// GCC 12 copies every sum to memory and back, which halves the speed.
-HFQ_INLINE __m512i dot_bytes(__m512i sum, __m512i x, __m512i codes) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
-  return sum;
-}
-
-// Sums of 2 products of words.
-HFQ_INLINE __m512i dot_words(__m512i sum, __m512i x, __m512i words) {
-  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(words), "v"(x));
-  return sum;
-}
 
 // Exact sums of integers; zero points are taken from the sums, for which x has those of its lanes.
 template <class D>
-struct ByInt8 {
+struct ByInt8 : ByteSums {
+  using Sums = ByteSums;
   using Decoder = D;
-  using Sum = __m512i;
   using Table = NoTable;
-  static constexpr int XVECS = 1, X_BYTES = 1, OFFSET = D::OFFSET;
-  static constexpr bool INTEGER = true, FIXED = false, FOLDS = false, LANE_ZEROS = false;
+  static constexpr int XVECS = 1, OFFSET = D::OFFSET;
+  static constexpr bool FOLDS = false, LANE_ZEROS = false;
 
-  HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
-  HFQ_INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
-  HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
   HFQ_INLINE Table table(const D&, int) { return {}; }
   HFQ_INLINE void levels(const D&, const __m512i* part, Table, __m512i* value) { D::codes(part, value); }
-  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_bytes(sum, x, w); }
 };
 
 // x in fixed point of 14 or 15 bits, with a power of two for each group of columns, meets panels of integers: of 15 bits
 // what lies within 2**-8 of the largest value of its group is exact if x is bf16, the rest to 2**-16 of that; the sums of a
 // group are exact.
 template <class D>
-struct ByFixed {
-  using Decoder = D;
-  using Sum = __m512i;
-  using Table = typename D::Table;
-  static constexpr int XVECS = 1, X_BYTES = 2;
-  static constexpr bool INTEGER = false, FIXED = true, FOLDS = false, LANE_ZEROS = D::ZERO_POINTS;
+struct ByFixed : ByLevels<D, WordSums> {
+  static constexpr int XVECS = 1;
 
-  HFQ_INLINE Sum zero() { return _mm512_setzero_si512(); }
-  HFQ_INLINE __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
-  HFQ_INLINE Table table(const D& d, int zero) { return d.table(zero); }
-  HFQ_INLINE void levels(const D& d, const __m512i* part, Table table, __m512i* value) { word_levels(d, part, table, value); }
+  HFQ_INLINE void levels(const D& d, const __m512i* part, typename D::Table table, __m512i* value) { word_levels(d, part, table, value); }
   HFQ_INLINE void levels_lanes(const D& d, const __m512i* part, __m512i zeros, __m512i* value) {
     word_levels_lanes(d, part, zeros, value);
   }
-  HFQ_INLINE Sum dot(Sum sum, __m512i x, __m512i w) { return dot_words(sum, x, w); }
   // Columns that share a power of two: those of a scale, which are all there, or part of them. 0: not served.
   static int64_t group_size(const Product& p) {
     if (p.groups == 1) return 128;
