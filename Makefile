@@ -118,7 +118,7 @@ aot: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 aot-ci: $(DEV_STAMP) $(OLD_TRITON)/triton/__init__.py
 	$(BIN)/python scripts/aot_compile.py --subset ci
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python scripts/aot_compile.py --subset few --targets sm90 --show none
-	$(UNTRIED_HOPPER) --subset few
+	$(UNTRIED_HOPPER) --subset ci
 	PYTHONPATH=$(OLD_TRITON) $(UNTRIED_HOPPER) --subset few
 	$(UNTRIED_FEW) --subset ci --targets sm90 sm80
 	PYTHONPATH=$(OLD_TRITON) $(UNTRIED_FEW) --subset few --targets sm90

@@ -73,6 +73,7 @@ def graphs_of_plain(name: str, how: str) -> Graphs:
         ("wan", "blocks", "eager", "int4", True),
         ("unet", "blocks", "aot_eager", "W8A8", True),
         ("cogvideox", "whole", "aot_eager", "W8A8", False),
+        ("unet", "whole", "eager", "int4", False),
     ],
 )
 def test_resolutions_compile_nothing_new(name, how, backend, weights, is_fused):

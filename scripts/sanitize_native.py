@@ -75,7 +75,6 @@ class Build(NamedTuple):
         parallel: further flags for parallel.cpp.
         share: of the cases; ThreadSanitizer needs fewer.
         callers: threads that call at once.
-        processes: among which the cases are shared, each with a seed of its own.
     """
 
     kernels: tuple[str, ...]
@@ -83,7 +82,6 @@ class Build(NamedTuple):
     parallel: tuple[str, ...]
     share: float
     callers: int
-    processes: int
 
 
 def builds(is_clang: bool) -> dict[str, Build]:
@@ -97,9 +95,9 @@ def builds(is_clang: bool) -> dict[str, Build]:
     thread = ("-fsanitize=thread",)
     return {
         "address and undefined": Build(
-            address, ("-O2", "-DGUARD_SCRATCH"), ("-Dthread_scratch=unused_scratch",), 1, 1, 2
+            address, ("-O2", "-DGUARD_SCRATCH"), ("-Dthread_scratch=unused_scratch",), 1, 2
         ),
-        "thread": Build(thread, thread, (), 0.25, 3, 1),
+        "thread": Build(thread, thread, (), 0.25, 3),
     }
 
 
@@ -248,14 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"sanitize: {len(wanted)} builds by {compiler} in {time.perf_counter() - began:.0f} s")
 
-    def run(name: str, seed: int) -> bool:
-        build = wanted[name]
-        counts = (max(round(args.cases * build.share / build.processes), 1), seed, build.callers)
+    def run(name: str) -> bool:
+        counts = (max(int(args.cases * wanted[name].share), 1), args.seed, wanted[name].callers)
         return run_driver(name, [*starts[name], str(programs[name]), *map(str, counts)])
 
     with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(run, name, args.seed + i) for name in wanted for i in range(wanted[name].processes)]
-        passed = all([each.result() for each in runs])
+        passed = all([*pool.map(run, wanted)])
     return 0 if passed and (args.optional or not missing) else 1
 
 

@@ -337,8 +337,8 @@ class Case : RandomCall {
 
   // Each is computed once, for all kernels.
   const std::vector<double>& row_of_weight(int64_t e, int64_t n) {
-    rows_of_weight_.resize(static_cast<size_t>(p.experts * p.N));
-    std::vector<double>& row = rows_of_weight_[e * p.N + n];
+    weight_rows.resize(static_cast<size_t>(p.experts * p.N));
+    std::vector<double>& row = weight_rows[e * p.N + n];
     if (!row.empty()) return row;
     row.resize(static_cast<size_t>(p.K));
     const int64_t first = e * p.expert_scale + n / p.scale_rows * p.scale_stride;
@@ -469,7 +469,7 @@ class Case : RandomCall {
   Product p;
   Memory x, qdata, scale, zero, bias, global, row_scale, input_scale, levels, ends, diagonal;
   std::vector<int64_t> starts;  // rows of x of each expert, and the end of the last
-  std::vector<std::vector<double>> rows_of_weight_;
+  std::vector<std::vector<double>> weight_rows;
 };
 
 // `rotate` of hf_quant.kernels.kv_attention, as it says.
@@ -817,8 +817,7 @@ class QuantizationCase : RandomCall {
       for (int i = 0; i < codes; ++i) {
         const int magnitude = i & (codes / 2 - 1), exponent = magnitude >> q.mantissa_bits;
         const double fraction = scaled(magnitude & ((1 << q.mantissa_bits) - 1), -q.mantissa_bits);
-        const double value = scaled(exponent == 0 ? fraction : 1 + fraction,
-                                        (exponent == 0 ? 1 : exponent) - q.exponent_bias);
+        const double value = scaled(exponent == 0 ? fraction : 1 + fraction, (exponent == 0 ? 1 : exponent) - q.exponent_bias);
         if (bits == 8 && magnitude == 127) continue;  // NaN, the last of its sign
         grid.push_back(i >= codes / 2 ? -value : value);
         q.max = std::fmax(q.max, static_cast<float>(value));

@@ -70,12 +70,8 @@ def compare(q, parts, mask=None, length=None, target="sm90", rms=None, **options
 HEADS = [(8, 2, 128, 2, 4), (2, 2, 64, 1, 2), (2, 1, 80, 1, 5), (4, 2, 96, 1, 3), (2, 1, 256, 4, 8)]
 
 
-# Heads of every size in one format, of which codes are packed, and of two sizes in the others.
-@pytest.mark.parametrize(
-    ("format", "heads"),
-    [(x, heads) for x in CACHE_FORMATS for heads in (HEADS if x == "int4" else HEADS[1:3])],
-    ids=str,
-)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("format", CACHE_FORMATS)
 def test_few_queries(format, heads):
     H, H_kv, D, *packed = heads
     groups = dict(zip(("int4", "int2"), packed)).get(format, 1)

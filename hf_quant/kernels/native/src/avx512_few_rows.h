@@ -5,7 +5,7 @@
 #pragma once
 
 #include "attention.h"
-#include "avx512_tile.h"
+#include "avx512_panel.h"
 
 namespace hfq {
 namespace HFQ_AVX512 {

@@ -9,6 +9,7 @@
 
 #include "avx512_attention.h"
 #include "avx512_fixed.h"
+#include "avx512_tile.h"
 
 namespace hfq {
 namespace HFQ_AVX512 {
