@@ -10,9 +10,14 @@ from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 
 SOURCES = "hf_quant/kernels/native/src"
+# Intel's CPUs of 2015 to 2020 are slow at jumps that touch a boundary of 32 bytes, and assemblers can avoid those:
+# https://www.intel.com/content/dam/support/us/en/documents/processors/mitigations-jump-conditional-code-erratum.pdf
+# All CPUs that run this source are of that kind.
+OLD_INTEL, WITHIN_BOUNDARIES = "avx512_vnni.cpp", "-Wa,-mbranches-within-32B-boundaries"
 
 
 class BuildInParallel(build_ext):
@@ -21,10 +26,19 @@ class BuildInParallel(build_ext):
     def build_extension(self, ext):
         compile_sources = self.compiler.compile
 
-        def compile_each(sources, **options):
+        def compile_each(sources, extra_postargs, **options):
+            aligned = [*extra_postargs, WITHIN_BOUNDARIES]
+            try:  # neon.cpp has no code on x86
+                compile_sources([f"{SOURCES}/neon.cpp"], extra_postargs=aligned, **options)
+            except CompileError:  # by an assembler without the option, or for another kind of CPU
+                aligned = extra_postargs
+
+            def compile_one(source):
+                flags = aligned if os.path.basename(source) == OLD_INTEL else extra_postargs
+                return compile_sources([source], extra_postargs=flags, **options)
+
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = pool.map(lambda source: compile_sources([source], **options), sources)
-                return [each for of_source in objects for each in of_source]
+                return [each for objects in pool.map(compile_one, sources) for each in objects]
 
         self.compiler.compile = compile_each
         super().build_extension(ext)
