@@ -33,8 +33,8 @@ def _seq2seq(width: int, layers: int) -> dict[str, int]:
 _NO_CACHE = ("mamba", "mamba2")  # model types whose layers all have a state instead
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50257}
 # {name: (model type, fields of its config)}: the sizes of gpt2, opt-125m, falcon-rw-1b with 12 layers, GPT-J and BLOOM
-# alike, pythia-160m, whisper-base, bart-base, opus-mt, flan-t5-base, mamba-130m, mamba2-130m, and of a hybrid like
-# granite-4.0-h-350m.
+# alike, pythia-160m, whisper-base, bart-base, opus-mt, flan-t5-base, of latent attention like that of MiniCPM3-4B, of
+# mamba-130m, mamba2-130m, and of a hybrid like granite-4.0-h-350m.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _BASE),
     "opt": ("opt", {**_BASE, "ffn_dim": 3072, "word_embed_proj_dim": 768}),
@@ -46,6 +46,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart", _seq2seq(768, 6)),
     "marian": ("marian", _seq2seq(512, 6)),
     "t5": ("t5", {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 2048, "feed_forward_proj": "gated-gelu"}),
+    "minicpm3": (
+        "minicpm3",
+        {
+            **_BASE,
+            "intermediate_size": 2048,
+            "q_lora_rank": 384,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        },
+    ),
     "mamba": ("mamba", {**_BASE, "num_hidden_layers": 24, "state_size": 16}),
     "mamba2": ("mamba2", {**_BASE, "num_hidden_layers": 24, "num_heads": 24, "head_dim": 64, "n_groups": 1}),
     "granite_h": (

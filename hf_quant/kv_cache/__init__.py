@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 _HOME = {
     "KVCacheConfig": "_config",
+    "LatentStates": "_latents",
     "NextTokens": "_places",
     "Places": "_places",
     "QuantizedCache": "_cache",
     "QuantizedLayer": "_layers",
     "QuantizedStates": "_states",
     "attend": "_attention",
+    "attend_to_latents": "_latents",
     "bytes_per_token": "_sizes",
     "check_generates": "_sizes",
     "computes_prompts": "_interface",
@@ -44,12 +46,14 @@ _HOME = {
 
 __all__ = [
     "KVCacheConfig",
+    "LatentStates",
     "NextTokens",
     "Places",
     "QuantizedCache",
     "QuantizedLayer",
     "QuantizedStates",
     "attend",
+    "attend_to_latents",
     "bytes_per_token",
     "check_generates",
     "computes_prompts",

@@ -27,6 +27,7 @@ from hf_quant.kernels.kv_attention.op import visible
 from hf_quant.kernels.native.attention import attention_of_values
 from hf_quant.kv_cache import _eager
 from hf_quant.kv_cache._attention import attend, mean_scores
+from hf_quant.kv_cache._latents import LatentStates
 from hf_quant.kv_cache._layers import FirstPrompt
 from hf_quant.kv_cache._states import QuantizedStates
 
@@ -171,6 +172,11 @@ def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Calla
         recorder = getattr(_local, "recorder", None)
         if recorder is not None:
             return recorder(forward, query, key, value, {"dropout": dropout, "scaling": scaling, **kwargs}), None
+        if isinstance(key, LatentStates):
+            found = _attend_latents(module, query, key, attention_mask, dropout, scaling, kwargs)
+            if found is not None:
+                return found, None
+            key, value = key.expand_states(), value.expand_states()
         # Of the prompt, too, so that code that is compiled later finds the result of the trial.
         reads = isinstance(key, QuantizedStates)
         if reads and is_eager:
@@ -247,6 +253,19 @@ def recorded_attention(recorder: Callable[..., Tensor]) -> Iterator[None]:
 def is_recorded() -> bool:
     """True inside of `recorded_attention`."""
     return getattr(_local, "recorder", None) is not None
+
+
+def _attend_latents(
+    module: nn.Module, query: Tensor, key: LatentStates, mask: Any, dropout: float, scale: float | None, kwargs: Any
+) -> Tensor | None:
+    """Compute the attention [B, S, H, D] without expanding the keys; None if this attention is unsupported."""
+    others = {name for name, option in kwargs.items() if option is not None and option is not False} - _KNOWN
+    if dropout or others or kwargs.get("sliding_window") or not isinstance(mask, Tensor | None):
+        return None
+    is_causal = query.shape[2] > 1 and (mask is None or mask.dim() == 2) and _is_causal(module, kwargs)
+    if mask is not None:
+        mask = (mask[:, None, None, :].bool() if mask.dim() == 2 else mask)[..., : key.shape[2]]
+    return key.attend(query, mask, is_causal, query.shape[3] ** -0.5 if scale is None else scale)
 
 
 def _attend(

@@ -119,6 +119,25 @@ def attention_of_values(
     return y
 
 
+def scores(
+    q: Tensor, keys: tuple[Tensor, Tensor, Tensor | None], spec: CodeSpec, *, scale: float, rotates: bool
+) -> Tensor:
+    """q [B, S, D] fp32 contiguous @ keys.T * scale, of keys (codes, scale, offset) of one head -> fp32 [B, S, T].
+
+    rotates: the keys were rotated. The caller has checked that they are supported (`attention_unsupported_reason`).
+    """
+    (B, S, D), (T, groups) = q.shape, keys[1].shape[2:4]
+    y = torch.empty(B, S, T, dtype=torch.float32, device="cpu")
+    of_heads = tuple(part if part is None else part.transpose(0, 1) for part in _rows_of_cache(*keys))  # one each
+    module.head_products(
+        *(False, rotates, B, S, T, D, layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer),
+        *(groups, D // groups, q.data_ptr(), DTYPES[q.dtype], q.stride(1), q.stride(0)),
+        *(y.data_ptr(), y.stride(1), y.stride(0), *_cache_arguments(*of_heads)),
+        *(*struct.unpack("I", struct.pack("f", scale)), torch.get_num_threads()),
+    )
+    return y
+
+
 def _mask_arguments(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:
     """(a mask as the extension reads it, to be held, its arguments)."""
     if mask is None:

@@ -13,10 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
 
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
@@ -121,6 +123,16 @@ def install() -> None:
         results = [value.handle.data.reshape(kept) for value in total]
         return [self.to_tensor(data if kept else data.item(), a.dtype) for data, a in zip(results, arguments)]
 
+    def patched_overflow(self, lhs, rhs, operation, checked=TritonSemantic.binary_op_sanitize_overflow_impl):
+        """The same check by numpy: by eight ops of the interpreter it took a fifth of a kernel's time."""
+        scalar, name = lhs.type.scalar, operation.__name__
+        if name not in _EXACT or not isinstance(self.builder, InterpreterBuilder) or scalar.int_bitwidth >= 64:
+            return checked(self, lhs, rhs, operation)
+        exact = _EXACT[name](*(np.asarray(side.handle.data).astype(np.int64) for side in (lhs, rhs)))
+        low, high = scalar.get_int_min_value(), scalar.get_int_max_value()
+        assert low <= exact.min() and exact.max() <= high, f"int{scalar.int_bitwidth} overflow in {name}"
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = patched_overflow
     interpreter.ReduceOps.generic_reduce = reduce_slices
     interpreter._patch_lang = patched_lang
     interpreter._patch_lang_tensor = patched_tensor

@@ -44,9 +44,14 @@ constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kMaxBlock = 1024;  // of a Hadamard transform
 
 // y = softmax(cap(q @ k.T * scale) + mask) @ v, and the logarithm of the sum of its exponentials.
+// SCORES: y [B, H, S, T] = q @ k.T * scale alone; SUMS: y = q [B, H, S, T] * scale @ v alone. Both take codes, of H = H_kv
+// heads, and know nothing of masks and of what keys lack; q of SCORES may be rotated, and is not rounded then.
+enum AttentionPart : int { WHOLE, SCORES, SUMS };
+
 struct Attention {
+  AttentionPart part;
   int64_t B, H, H_kv, S, T, D;
-  int layout;  // PACKED2, PACKED4, BYTES_INT, BYTES_FLOAT, or VALUES, which have no scales
+  int layout;  // PACKED2, PACKED4, BYTES_INT, BYTES_FLOAT, or VALUES, which have no scales; of parts any but VALUES
   const float* levels;
   bool equally_spaced;         // levels[i] = levels[0] + i
   int64_t groups, group_size;  // of D; group_size a multiple of 16

@@ -137,6 +137,39 @@ void read_cache(Arguments& a, Cache& c) {
   c.scale_group = a.number();
 }
 
+// Products of each head with rows of codes of its own: SCORES or SUMS of an attention.
+PyObject* head_products(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a(args, count);
+  Attention p{};
+  p.part = a.integer() != 0 ? SUMS : SCORES;
+  p.rotates = a.integer() != 0;
+  p.B = 1;
+  p.H = p.H_kv = a.number();
+  p.S = a.number();
+  p.T = a.number();
+  p.D = a.number();
+  p.layout = a.integer();
+  p.levels = a.pointer<const float>();
+  p.equally_spaced = a.integer() != 0;
+  p.groups = a.number();
+  p.group_size = a.number();
+  p.q = a.pointer<const void>();
+  p.q_dtype = a.integer();
+  p.q_position = a.number();
+  p.q_head = a.number();
+  p.y = a.pointer<void>();
+  p.y_position = a.number();
+  p.y_head = a.number();
+  read_cache(a, p.k);
+  p.v = p.k;
+  p.scale = bits_to_float(static_cast<uint32_t>(a.number()));
+  p.threads = a.integer();
+  if (!a.finish()) return nullptr;
+  bool ok;
+  Py_BEGIN_ALLOW_THREADS ok = active->attention(p);
+  Py_END_ALLOW_THREADS return done(ok);
+}
+
 PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments a(args, count);
   Attention p{};
@@ -692,6 +725,8 @@ PyMethodDef methods[] = {
      "Rows to int8, see `RowQuantization` in kernels.h."},
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL,
      "Attention over quantized keys and values, see `Attention` in kernels.h; raises MemoryError."},
+    {"head_products", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(head_products)), METH_FASTCALL,
+     "Products of each head with rows of codes of its own: SCORES or SUMS of `Attention` in kernels.h; raises MemoryError."},
     {"append", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(append)), METH_FASTCALL,
      "New keys and values into a cache of codes, see `Append` in kernels.h."},
     {"quantize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(quantize)), METH_FASTCALL,

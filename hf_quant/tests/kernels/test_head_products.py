@@ -1,0 +1,87 @@
+"""`HeadRows`: products of each head with rows of its own of a weight, from either side, on every instruction set."""
+
+import pytest
+import torch
+
+from hf_quant.algorithms import geometry
+from hf_quant.kernels import native
+from hf_quant.kernels.native import arguments
+from hf_quant.kernels.native.heads import HeadRows, unsupported_reason
+from hf_quant.kernels.weight import Weight
+from hf_quant.modules.rotation import rotated_back, signs
+from hf_quant.scheme import InputTransform
+from hf_quant.testing import assert_close
+from hf_quant.tests.kernels.cases import QUANTS, decode_slowly, packed_case
+
+
+HEADS, BEFORE, COUNT, BEHIND, K = 3, 5, 70, 2, 96
+N = HEADS * (BEFORE + COUNT + BEHIND)
+KNOWN = [quant for quant in QUANTS if arguments.knows(quant.format)]
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(params=native.instruction_sets(), autouse=True)
+def instruction_set(request):
+    with native.using(request.param):
+        yield
+
+
+def case(quant, K=K, transform=None) -> tuple[Weight, torch.Tensor]:
+    """A weight, and the rows that heads are multiplied with: fp64 [HEADS, COUNT, K]."""
+    packed, options = packed_case(quant, N, K)
+    diagonal = None if transform is None else signs(transform, K, torch.device("cpu"))
+    values = rotated_back(decode_slowly(packed, quant, K), transform)
+    rows = values.view(HEADS, -1, K)[:, BEFORE : BEFORE + COUNT]
+    return Weight(*packed, options["format"], geometry(quant, N, K)[1], K, diagonal), rows
+
+
+def check(weight: Weight, rows: torch.Tensor, M: int, dtype: torch.dtype) -> None:
+    heads, generator = HeadRows(weight, HEADS, BEFORE, COUNT), torch.Generator().manual_seed(M)
+    x = torch.randn(HEADS, M, weight.K + 1, generator=generator).to(dtype).transpose(0, 1)[..., : weight.K]
+    rms = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert_close(heads.scores(x), torch.einsum("mhk,hnk->mhn", x.double(), rows), rms=rms)
+    x = torch.randn(M, HEADS, COUNT, generator=generator).to(dtype)
+    y = heads.sums(x)
+    assert_close(y, torch.einsum("mhn,hnk->mhk", x.double(), rows), rms=rms)
+    assert y.shape == (M, HEADS, weight.K) and y.dtype == dtype
+
+
+@pytest.mark.parametrize("quant", KNOWN, ids=str)
+def test_formats(quant):
+    weight, rows = case(quant, 256 if quant.group_size in (64, 128) or quant.granularity == "block" else K)
+    for M, dtype in ((1, torch.bfloat16), (3, torch.float32), (50, torch.float16)):
+        check(weight, rows, M, dtype)
+
+
+def test_rotated_weight():
+    weight, rows = case(QUANTS[5], transform=InputTransform(block_size=32))
+    check(weight, rows, 2, torch.float32)
+
+
+def test_many_rows_of_a_head_and_threads():
+    """More rows than are decoded at once, in tasks of several threads: the bits of one."""
+    quant = QUANTS[4]
+    packed, options = packed_case(quant, 2 * 600, 512)
+    weight = Weight(*packed, options["format"], 128, 512)
+    heads, before = HeadRows(weight, 2, 0, 600), torch.get_num_threads()
+    x, q = torch.randn(2, 2, 512), torch.randn(2, 2, 600)
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append((heads.scores(x), heads.sums(q)))
+    finally:
+        torch.set_num_threads(before)
+    rows = decode_slowly(packed, quant, 512).view(2, 600, 512)
+    assert_close(found[0][0], torch.einsum("mhk,hnk->mhn", x.double(), rows), rms=1e-6)
+    assert_close(found[0][1], torch.einsum("mhn,hnk->mhk", q.double(), rows), rms=1e-6)
+    assert all(map(torch.equal, *found))
+
+
+def test_what_is_not_multiplied():
+    weight, _ = case(QUANTS[0], 100)
+    assert "K=100" in unsupported_reason(weight)
+    with pytest.raises(ValueError, match="K=100"):
+        HeadRows(weight, HEADS, 0, 1)
+    assert "groups of 64 do not divide" in unsupported_reason(case(QUANTS[2])[0])
