@@ -317,6 +317,37 @@ def test_a_model_that_generates_by_a_model_in_it():
     assert type(model.dequantize().generate(**options).past_key_values) is DynamicCache
 
 
+def test_a_model_whose_own_generate_names_no_mode():
+    """RAG, like MusicGen Melody, asks for a cache itself, and passes no mode."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    layers = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "init_std": 0.3}
+    bart = transformers.BartConfig(vocab_size=VOCAB, **layers, **heads)
+    config = transformers.RagConfig.from_question_encoder_generator_configs(
+        transformers.DPRConfig(**sizes, intermediate_size=64), bart, n_docs=2, bos_token_id=1, decoder_start_token_id=1
+    )
+    torch.manual_seed(0)
+    model = transformers.RagTokenForGeneration(config).eval()
+    given = {"context_input_ids": ids(), "context_attention_mask": torch.ones_like(ids())}
+    options = {**GREEDY, **given, "doc_scores": torch.tensor([[1.0, 2.0]]), "return_dict_in_generate": True}
+    expected = model.generate(ids(1), **options, output_logits=True)
+    hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
+    found = model.generate(ids(1), **options, output_logits=True)
+    assert is_quantized(found.past_key_values.self_attention_cache.layers[0])
+    assert 20 < sqnr(expected.logits[1], found.logits[1]) < 100
+
+
+def test_a_model_that_makes_its_own_cache_is_named(caplog):
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    speech = transformers.SpeechT5Config(vocab_size=VOCAB, hidden_size=32, encoder_ffn_dim=32, **heads)
+    speech = transformers.SpeechT5ForTextToSpeech(speech)
+    for model in (build("t5"), speech):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="hf_quant"):
+            hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
+        assert ("a SpeechT5ForTextToSpeech makes its own cache" in caplog.text) == (model is speech)
+
+
 def test_a_cache_of_the_caller_has_the_states_of_the_decoder_alone():
     model, options = build("t5", torch.float32), {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
     own, others = QuantizedCache(model.config, "int8"), DynamicCache(config=model.config)

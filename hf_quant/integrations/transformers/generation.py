@@ -5,6 +5,7 @@ that the caller passes, and a `cache_implementation` that selects another kind (
 as they are; "static", "offloaded" and "offloaded_static" select the memory of the cache, which then holds codes.
 """
 
+import inspect
 import logging
 import threading
 import weakref
@@ -54,6 +55,12 @@ def attach(model: nn.Module) -> None:
         return
     check_generates(model, config)
     QuantizedCache(model.config, config)  # raises if there is nothing to quantize
+    if not _asks_for_cache(type(model).generate, type(model), set()):
+        logger.warning(
+            "kv_cache is %r, but the `generate` of a %s makes its own cache, which stays in 16 bit: leave it out",
+            config.format,
+            type(model).__name__,
+        )
     text = model.config.get_text_config(decoder=True)
     # "hf_quant" attention passes masks on: it caps no scores, and models that select tokens by an indexer add the
     # selection to masks made for "sdpa".
@@ -66,6 +73,22 @@ def attach(model: nn.Module) -> None:
     for part in _parts(model):
         if type(part.config.get_text_config(decoder=True)) is type(text) and _METHOD not in part.__dict__:
             setattr(part, _METHOD, PartCacheMethod(part, config))
+
+
+def _asks_for_cache(function: Any, model_class: type, seen: set[Any]) -> bool:
+    """Return True if a `generate` calls the method that makes caches, or another `generate`.
+
+    The functions of the model's own file that it calls are read, too: SpeechT5's loop is one, MusicGen's is not.
+    """
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function) or function in seen:
+        return False
+    if function.__module__ == _GENERAL:
+        return function.__name__ == "generate"
+    seen.add(function)
+    names = function.__code__.co_names
+    called = (getattr(model_class, name, None) or function.__globals__.get(name) for name in names)
+    return not {_METHOD, "generate"}.isdisjoint(names) or any(_asks_for_cache(f, model_class, seen) for f in called)
 
 
 def _parts(model: nn.Module) -> list[Any]:
@@ -137,7 +160,9 @@ class CacheMethod(ModelMethod):
             cache = EncoderDecoderCache(cache, cross)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        in_parts = generation_mode.value in _IN_PARTS and not model.config.is_encoder_decoder
+        # A `generate` of the model's own file may name no mode (MusicGen Melody, RAG).
+        in_parts = generation_mode is not None and generation_mode.value in _IN_PARTS
+        in_parts = in_parts and not model.config.is_encoder_decoder
         in_parts = in_parts and model.config.get_text_config(decoder=True).model_type not in _AT_ONCE
         prompt = max_cache_length + 1 - (generation_config.max_new_tokens or 0)  # at most
         if in_parts and prompt > (config.prefill_chunk_size or prompt):
