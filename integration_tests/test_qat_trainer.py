@@ -135,6 +135,16 @@ def test_a_start_in_16_bit(tmp_path):
     assert torch.equal(seen[3][1], expected.model.layers[0].self_attn.q_proj.qdata)
 
 
+def test_a_run_that_was_saved_at_the_start_step_resumes_to_the_bit(tmp_path):
+    """The codes of a checkpoint of that step are those of `prepare_qat_`: the new ones have yet to be chosen."""
+    whole = distiller(prepared(), tmp_path, start_step=2)
+    whole.train()
+    resumed = distiller(prepared(), tmp_path, start_step=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+
+
 def test_an_adapter_in_trainer(tmp_path):
     model = get_peft_model(build("llama", torch.float32), LoraConfig(r=4, target_modules="all-linear"))
     prepare_qat_(model, "int2")

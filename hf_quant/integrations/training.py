@@ -78,7 +78,8 @@ class QATCallback(TrainerCallback):
             if any(p.requires_grad and id(p) not in held for p in scales):
                 raise ValueError("the optimizer lacks the learned scales: make it after prepare_qat_")
         for layer in layers:
-            layer.qat.is_on = state.global_step >= self.start_step
+            # A run that resumes at start_step has yet to choose the codes, in `on_step_begin`.
+            layer.qat.is_on = self.start_step == 0 or state.global_step > self.start_step
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
