@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer, TrainingArguments
 
@@ -36,6 +37,7 @@ def distiller(
         args,
         teacher=build("llama", torch.float32) if teacher is None else teacher,
         train_dataset=DATA,
+        eval_dataset=DATA[:2],
         callbacks=None if start_step is None else [QATCallback(start_step)],
         optimizer_cls_and_kwargs=trainer_optimizer("int8" if teacher is None else "fp32", args),
     )
@@ -145,6 +147,22 @@ def test_a_run_that_was_saved_at_the_start_step_resumes_to_the_bit(tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
 
 
+@pytest.mark.parametrize(("start_step", "fields"), [(9, {}), (2, {"load_best_model_at_end": True})])
+def test_a_run_that_ends_with_weights_of_a_16_bit_step_has_codes_of_these(tmp_path, start_step, fields):
+    """Before, they had the scales of the weights before training."""
+    model = prepared("int2")
+    fields = fields and {**fields, "eval_strategy": "steps", "eval_steps": 2, "greater_is_better": False}
+    training = distiller(model, tmp_path, start_step=start_step, learning_rate=1e-2, **fields)
+    if fields:
+        training.evaluate = lambda *_, **__: {"eval_loss": training.state.global_step}
+    training.train()
+    saved = load_file(tmp_path / f"checkpoint-{2 if fields else 4}" / "model.safetensors")
+    plain = build("llama", torch.float32)
+    plain.load_state_dict(saved, strict=False)
+    expected, found = quantize_(plain, "int2").state_dict(), convert_qat_(model).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items() if "qdata" in name)
+
+
 def test_an_adapter_in_trainer(tmp_path):
     model = get_peft_model(build("llama", torch.float32), LoraConfig(r=4, target_modules="all-linear"))
     prepare_qat_(model, "int2")
@@ -239,6 +257,7 @@ def test_refusals(tmp_path):
         arguments(tmp_path),
         teacher=build("llama"),
         train_dataset=DATA,
+        eval_dataset=DATA[:2],
         callbacks=[QATCallback()],
         optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
     )

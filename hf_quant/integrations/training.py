@@ -53,7 +53,8 @@ class QATCallback(TrainerCallback):
 
     Before `start_step` the prepared layers compute in 16 bit. At that step codes and scales are chosen for the weights
     as they are then, by the algorithm without data, and training goes on from these. With 0 it goes on from the codes
-    of `prepare_qat_`.
+    of `prepare_qat_`. A run that ends with weights of an earlier step, as `load_best_model_at_end` may choose them,
+    ends with codes that are chosen for these.
 
     Raises:
         ValueError: start_step is negative; when training begins: no layer is prepared, or the optimizer lacks the
@@ -86,8 +87,21 @@ class QATCallback(TrainerCallback):
     ) -> None:
         for layer in _prepared(kwargs["model"]) if state.global_step == self.start_step else []:
             if not layer.qat.is_on:
-                layer.restart_()
-                layer.qat.is_on = True
+                _choose_codes_(layer)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None  # what Trainer has just loaded
+        is_early = best is not None and 0 < int(best.rpartition("-")[2]) <= self.start_step  # "out/checkpoint-100"
+        for layer in _prepared(kwargs["model"]):
+            if is_early or not layer.qat.is_on:
+                _choose_codes_(layer)
+
+
+def _choose_codes_(layer: QatModule) -> None:
+    layer.restart_()
+    layer.qat.is_on = True
 
 
 def _prepared(model: nn.Module) -> list[QatModule]:
