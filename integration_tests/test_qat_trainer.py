@@ -217,6 +217,17 @@ def test_evaluation_without_labels_gives_the_loss_of_all_tokens(tmp_path):
     assert (found.predictions == expected.predictions).all()
 
 
+def test_the_loss_is_divided_by_the_tokens_that_are_predicted(tmp_path):
+    """Trainer counts the first token, too, where the class of a model is not named ...ForCausalLM."""
+    model, teacher = build("gpt2", torch.float32), build("gpt2", torch.float32, seed=1)
+    training = distiller(model, tmp_path, start_step=None, teacher=teacher)
+    found = training.evaluate([{"input_ids": ids, "labels": ids} for ids in IDS[:4]])["eval_loss"]
+    with torch.no_grad():
+        student, target = (m(IDS[:4]).logits[:, :-1].flatten(0, 1).log_softmax(-1) for m in (model, teacher))
+    expected = nn.functional.kl_div(student, target, log_target=True, reduction="batchmean")
+    assert found == pytest.approx(expected.item(), rel=1e-4)
+
+
 def softcapped() -> Gemma2ForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -265,3 +276,5 @@ def test_refusals(tmp_path):
         late.train()
     with pytest.raises(ValueError, match="the teacher is the model that is trained"):
         DistillTrainer(model, arguments(tmp_path), teacher=model, train_dataset=DATA)
+    with pytest.raises(ValueError, match="has an encoder beside its decoder"):
+        DistillTrainer(build("t5"), arguments(tmp_path), teacher=build("t5"), train_dataset=DATA)

@@ -124,16 +124,22 @@ class DistillTrainer(Trainer):
         others: as Trainer takes them.
 
     Raises:
-        ValueError: the teacher is the model itself, or does something to its logits that is not known; the latter is
-            found in the first step.
+        ValueError: the teacher is the model itself, the model has an encoder beside its decoder, or one of both does
+            something to its logits that is not known; the latter is found in the first step.
     """
 
     def __init__(self, *args: Any, teacher: nn.Module, chunk: int = 1024, **options: Any) -> None:
         super().__init__(*args, **options)
         if teacher is self.model:
             raise ValueError("the teacher is the model that is trained: load another copy of it")
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                f"a {type(self.model).__name__} has an encoder beside its decoder: DistillTrainer takes language "
+                "models of one sequence; hf_quant.training.distillation_loss serves a loop of your own"
+            )
         self.teacher, self.chunk = teacher.to(self.args.device).eval(), chunk
         self.model_accepts_loss_kwargs = True  # the number of items is used here, whatever the model takes
+        self._loss_shifts_labels = True  # of the labels it counts; Trainer knows it of classes named ...ForCausalLM
         self._heads_are_checked = False
 
     def compute_loss(
