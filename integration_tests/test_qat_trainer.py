@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer, TrainingArguments
 
@@ -36,6 +37,7 @@ def distiller(
         args,
         teacher=build("llama", torch.float32) if teacher is None else teacher,
         train_dataset=DATA,
+        eval_dataset=DATA[:2],
         callbacks=None if start_step is None else [QATCallback(start_step)],
         optimizer_cls_and_kwargs=trainer_optimizer("int8" if teacher is None else "fp32", args),
     )
@@ -135,6 +137,32 @@ def test_a_start_in_16_bit(tmp_path):
     assert torch.equal(seen[3][1], expected.model.layers[0].self_attn.q_proj.qdata)
 
 
+def test_a_run_that_was_saved_at_the_start_step_resumes_to_the_bit(tmp_path):
+    """The codes of a checkpoint of that step are those of `prepare_qat_`: the new ones have yet to be chosen."""
+    whole = distiller(prepared(), tmp_path, start_step=2)
+    whole.train()
+    resumed = distiller(prepared(), tmp_path, start_step=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+
+
+@pytest.mark.parametrize(("start_step", "fields"), [(9, {}), (2, {"load_best_model_at_end": True})])
+def test_a_run_that_ends_with_weights_of_a_16_bit_step_has_codes_of_these(tmp_path, start_step, fields):
+    """Before, they had the scales of the weights before training."""
+    model = prepared("int2")
+    fields = fields and {**fields, "eval_strategy": "steps", "eval_steps": 2, "greater_is_better": False}
+    training = distiller(model, tmp_path, start_step=start_step, learning_rate=1e-2, **fields)
+    if fields:
+        training.evaluate = lambda *_, **__: {"eval_loss": training.state.global_step}
+    training.train()
+    saved = load_file(tmp_path / f"checkpoint-{2 if fields else 4}" / "model.safetensors")
+    plain = build("llama", torch.float32)
+    plain.load_state_dict(saved, strict=False)
+    expected, found = quantize_(plain, "int2").state_dict(), convert_qat_(model).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items() if "qdata" in name)
+
+
 def test_an_adapter_in_trainer(tmp_path):
     model = get_peft_model(build("llama", torch.float32), LoraConfig(r=4, target_modules="all-linear"))
     prepare_qat_(model, "int2")
@@ -189,6 +217,17 @@ def test_evaluation_without_labels_gives_the_loss_of_all_tokens(tmp_path):
     assert (found.predictions == expected.predictions).all()
 
 
+def test_the_loss_is_divided_by_the_tokens_that_are_predicted(tmp_path):
+    """Trainer counts the first token, too, where the class of a model is not named ...ForCausalLM."""
+    model, teacher = build("gpt2", torch.float32), build("gpt2", torch.float32, seed=1)
+    training = distiller(model, tmp_path, start_step=None, teacher=teacher)
+    found = training.evaluate([{"input_ids": ids, "labels": ids} for ids in IDS[:4]])["eval_loss"]
+    with torch.no_grad():
+        student, target = (m(IDS[:4]).logits[:, :-1].flatten(0, 1).log_softmax(-1) for m in (model, teacher))
+    expected = nn.functional.kl_div(student, target, log_target=True, reduction="batchmean")
+    assert found == pytest.approx(expected.item(), rel=1e-4)
+
+
 def softcapped() -> Gemma2ForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -229,6 +268,7 @@ def test_refusals(tmp_path):
         arguments(tmp_path),
         teacher=build("llama"),
         train_dataset=DATA,
+        eval_dataset=DATA[:2],
         callbacks=[QATCallback()],
         optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
     )
@@ -236,3 +276,5 @@ def test_refusals(tmp_path):
         late.train()
     with pytest.raises(ValueError, match="the teacher is the model that is trained"):
         DistillTrainer(model, arguments(tmp_path), teacher=model, train_dataset=DATA)
+    with pytest.raises(ValueError, match="has an encoder beside its decoder"):
+        DistillTrainer(build("t5"), arguments(tmp_path), teacher=build("t5"), train_dataset=DATA)

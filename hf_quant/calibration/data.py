@@ -80,6 +80,11 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
 
 def of_rows(rows: Tensor, model: nn.Module, name: str) -> Data:
     """Token ids [sequences, length]. Raises ValueError if one is not in the vocabulary of the model."""
+    if int(rows.min()) < 0:
+        raise ValueError(
+            f"the calibration data has token {int(rows.min())}, which is none: give ids as the tokenizer makes them, "
+            "not labels, and padded sequences as dicts with an attention_mask"
+        )
     config = getattr(model, "config", None)
     vocabulary = getattr(
         config.get_text_config() if hasattr(config, "get_text_config") else config, "vocab_size", None

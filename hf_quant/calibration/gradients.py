@@ -382,14 +382,16 @@ def _gradient_of_drawn_labels(logits: Tensor, mask: Any, generator: torch.Genera
 def _projections(output: Any, generator: torch.Generator) -> list[Tensor]:
     """A random projection of the first tensor of an output, and the sum of those of the others, if there are any.
 
-    Each is relative to the norm of its tensor.
+    Each is relative to the norm of its tensor. A tensor of zeros, such as the contrastive loss of one pair, counts
+    only if there is no other.
     """
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else [output]
+    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
     found = []
-    for value in values:
-        if isinstance(value, Tensor) and value.requires_grad:
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32, device=value.device)
-            found.append((value.float() * noise).sum() / value.detach().float().norm())
+    for value in [value for value in tensors if value.detach().any()] or tensors:
+        noise = torch.randn(value.shape, generator=generator, dtype=torch.float32, device=value.device)
+        norm = value.detach().float().norm()
+        found.append((value.float() * noise).sum() / (norm if norm else 1.0))
     if not found:
         raise ValueError(f"the model returns a {type(output).__name__} without a tensor that depends on its layers")
     return found if len(found) < 2 else [found[0], torch.stack(found[1:]).sum()]

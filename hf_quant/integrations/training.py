@@ -53,7 +53,8 @@ class QATCallback(TrainerCallback):
 
     Before `start_step` the prepared layers compute in 16 bit. At that step codes and scales are chosen for the weights
     as they are then, by the algorithm without data, and training goes on from these. With 0 it goes on from the codes
-    of `prepare_qat_`.
+    of `prepare_qat_`. A run that ends with weights of an earlier step, as `load_best_model_at_end` may choose them,
+    ends with codes that are chosen for these.
 
     Raises:
         ValueError: start_step is negative; when training begins: no layer is prepared, or the optimizer lacks the
@@ -78,15 +79,29 @@ class QATCallback(TrainerCallback):
             if any(p.requires_grad and id(p) not in held for p in scales):
                 raise ValueError("the optimizer lacks the learned scales: make it after prepare_qat_")
         for layer in layers:
-            layer.qat.is_on = state.global_step >= self.start_step
+            # A run that resumes at start_step has yet to choose the codes, in `on_step_begin`.
+            layer.qat.is_on = self.start_step == 0 or state.global_step > self.start_step
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         for layer in _prepared(kwargs["model"]) if state.global_step == self.start_step else []:
             if not layer.qat.is_on:
-                layer.restart_()
-                layer.qat.is_on = True
+                _choose_codes_(layer)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None  # what Trainer has just loaded
+        is_early = best is not None and 0 < int(best.rpartition("-")[2]) <= self.start_step  # "out/checkpoint-100"
+        for layer in _prepared(kwargs["model"]):
+            if is_early or not layer.qat.is_on:
+                _choose_codes_(layer)
+
+
+def _choose_codes_(layer: QatModule) -> None:
+    layer.restart_()
+    layer.qat.is_on = True
 
 
 def _prepared(model: nn.Module) -> list[QatModule]:
@@ -109,16 +124,22 @@ class DistillTrainer(Trainer):
         others: as Trainer takes them.
 
     Raises:
-        ValueError: the teacher is the model itself, or does something to its logits that is not known; the latter is
-            found in the first step.
+        ValueError: the teacher is the model itself, the model has an encoder beside its decoder, or one of both does
+            something to its logits that is not known; the latter is found in the first step.
     """
 
     def __init__(self, *args: Any, teacher: nn.Module, chunk: int = 1024, **options: Any) -> None:
         super().__init__(*args, **options)
         if teacher is self.model:
             raise ValueError("the teacher is the model that is trained: load another copy of it")
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                f"a {type(self.model).__name__} has an encoder beside its decoder: DistillTrainer takes language "
+                "models of one sequence; hf_quant.training.distillation_loss serves a loop of your own"
+            )
         self.teacher, self.chunk = teacher.to(self.args.device).eval(), chunk
         self.model_accepts_loss_kwargs = True  # the number of items is used here, whatever the model takes
+        self._loss_shifts_labels = True  # of the labels it counts; Trainer knows it of classes named ...ForCausalLM
         self._heads_are_checked = False
 
     def compute_loss(

@@ -166,6 +166,7 @@ def test_wrong_data_is_refused_and_the_model_stays():
         ("a text " * 1000, r"'a text a text .*' is not a file; needs .* or a text itself in a list: \["),
         ([{"input_ids": [[1, 2], [3]]}], "has input_ids that are no rows of numbers of one length"),
         (torch.full((1, 8), 64), "token 64, the vocabulary of the model 64"),
+        ([[1, 2, -100]], "token -100, which is none"),
         ({"data": IDS, "tokens": 3}, r"unknown keys \['tokens'\]"),
         ({"data": IDS, "length": 1}, "length is 1"),
         (IDS[:0], "is empty"),

@@ -91,6 +91,27 @@ def test_a_pooler_is_scored_by_its_output_and_the_encoder_by_its_own():
     assert 0.5 < found / expected < 2  # other random projections, but not the pooler's loss in addition
 
 
+def test_an_output_of_zeros_says_nothing():
+    """The contrastive loss of CLIP is 0 for each row by itself, and the first of its outputs."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y.sum() * 0, y
+
+    torch.manual_seed(0)
+    model, x = Pair(), torch.randn(2, 8)
+    found, alone = (
+        sensitivities(of, [Call((x,), {})], {name: None}).layers[name]["weight"][0].rows
+        for of, name in ((model, "layer"), (nn.Sequential(model.layer), "0"))
+    )
+    assert found.norm() > 0 and torch.equal(found, alone)
+
+
 def test_the_model_is_as_it_was(monkeypatch):
     model = llama(attention_dropout=0.5).train()
     model.model.embed_tokens.weight.requires_grad_(False)
