@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._config import KVCacheConfig
     from hf_quant.kv_cache._eager import wants_weights
     from hf_quant.kv_cache._interface import computes_prompts, is_recorded, reads_codes, recorded_attention
+    from hf_quant.kv_cache._latents import LatentStates, attend_to_latents
     from hf_quant.kv_cache._layers import QuantizedLayer
     from hf_quant.kv_cache._places import NextTokens, Places, held_tokens, next_tokens
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe

@@ -172,7 +172,7 @@ def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Calla
         recorder = getattr(_local, "recorder", None)
         if recorder is not None:
             return recorder(forward, query, key, value, {"dropout": dropout, "scaling": scaling, **kwargs}), None
-        if isinstance(key, LatentStates):
+        if isinstance(key, LatentStates) and isinstance(value, LatentStates):
             found = _attend_latents(module, query, key, attention_mask, dropout, scaling, kwargs)
             if found is not None:
                 return found, None

@@ -554,6 +554,8 @@ class AttentionCase : RandomCall {
         return p.mask_dtype == INT8 ? double(!random_.one_in(3)) : random_.between(-3, 0);
       });
     }
+    has_parts = p.layout != VALUES && p.H == p.H_kv;
+    if (has_parts) fill(summed, p.B * p.H * p.S * p.T, p.q_dtype, false, [&] { return random_.between(-1, 1); });
   }
 
   bool passes(const Kernels& kernels) {
@@ -581,7 +583,7 @@ class AttentionCase : RandomCall {
           if (!row_passes(kernels, b, h, s, *y, *lse)) return false;
       }
     }
-    return true;
+    return !has_parts || (part_passes(kernels, SCORES) && part_passes(kernels, SUMS));
   }
 
  private:
@@ -708,8 +710,57 @@ class AttentionCase : RandomCall {
     return true;
   }
 
+  // One of the two products alone.
+  bool part_passes(const Kernels& kernels, AttentionPart part) {
+    const bool is_sum = part == SUMS;
+    const int64_t columns = is_sum ? p.D : p.T, width = is_sum ? p.T : p.D;
+    const Memory y = make(p.B * p.H * p.S * columns * element_size(p.q_dtype), false);
+    Attention call = p;
+    call.part = part;
+    call.rotates = p.rotates && !is_sum;
+    call.y = y->data;
+    call.y_position = columns;
+    call.y_head = columns * p.S;
+    call.y_batch = call.y_head * p.H;
+    if (is_sum) {
+      call.q = summed->data;
+      call.q_position = width;
+      call.q_head = width * p.S;
+      call.q_batch = call.q_head * p.H;
+    }
+    current += is_sum ? " sums" : " scores";
+    if (!kernels.attention(call)) return false;
+    for (int64_t head = 0; head < p.B * p.H; ++head) {
+      const int64_t b = head / p.H, h = head % p.H;
+      const std::vector<double> codes = is_sum ? values_of(p.v, v, b, h) : values_of(p.k, k, b, h);
+      for (int64_t s = 0; s < p.S; ++s) {
+        std::vector<float> row(static_cast<size_t>(width));
+        for (int64_t i = 0; i < width; ++i) {
+          const int64_t at = b * call.q_batch + h * call.q_head + s * call.q_position + i;
+          row[i] = static_cast<float>((is_sum ? summed : q)->at(at, p.q_dtype));
+        }
+        if (call.rotates) rotate(row);
+        for (int64_t c = 0; c < columns; ++c) {
+          double sum = 0, magnitude = 0;
+          for (int64_t i = 0; i < width; ++i) {
+            const double product = double(row[i]) * p.scale * codes[is_sum ? i * p.D + c : c * p.D + i];
+            sum += product;
+            magnitude += std::fabs(product);
+          }
+          const double found = y->at((head * p.S + s) * columns + c, p.q_dtype);
+          if (std::fabs(found - sum) <= 1e-5 * magnitude + rounding(sum, p.q_dtype)) continue;
+          fprintf(stderr, "%s: part %d, y[%d, %d, %d] is %.9g, not %.9g\n", kernels.name, part, int(head), int(s), int(c),
+                  found, sum);
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
   Attention p{};
-  Memory q, levels, mask, frame, lacking, sinks;
+  bool has_parts;
+  Memory q, levels, mask, frame, lacking, sinks, summed;
   Tensors k, v;
   std::vector<double> keys, values;  // of the head that is checked
 };
