@@ -132,7 +132,7 @@ def decide(
 
     The arguments are those of `quantize_`. Raises ValueError as it does: everything is checked before a layer changes.
     """
-    if any(getattr(module, "is_in_training", False) for module in model.modules()):
+    if _is_in_training(model):
         raise ValueError(
             f"this {type(model).__name__} is prepared for training: convert_qat_ makes the quantized model of it, "
             "finish_training_ the 16-bit one"
@@ -279,7 +279,8 @@ def dequantize_(model: _Model, dtype: torch.dtype | None = None) -> _Model:
     check_model(model)
     found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     config = stored_config(model)
-    if not found and (config is None or not config.has_more_than_weights):
+    is_plain = config is None or (_is_in_training(model) and not config.has_more_than_weights)
+    if not found and is_plain:
         raise ValueError(f"nothing in this {type(model).__name__} is quantized")
     if any(module.is_sharded for module in found):
         raise ValueError(f"this {type(model).__name__} is sharded: dequantize it in one process")
@@ -313,6 +314,10 @@ def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None
     if fuse_projections and not num_groups:
         why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
         logger.warning("fuse_projections is True, but %s has nothing to fuse: %s", type(model).__name__, why)
+
+
+def _is_in_training(model: nn.Module) -> bool:
+    return any(getattr(module, "is_in_training", False) for module in model.modules())
 
 
 def _check_plan(model: nn.Module, quant_plan: QuantPlan) -> None:

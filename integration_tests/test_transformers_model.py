@@ -201,6 +201,23 @@ def test_exchanged_and_added_layers_save_and_reload(load, tmp_path):
     assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
 
 
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_model_whose_parts_are_all_dequantized_saves_and_reloads(cache, load, tmp_path):
+    model = load("llama", QuantizerConfig("int8", kv_cache=cache))
+    for layer in model.model.layers:
+        dequantize_(layer)
+    model.save_pretrained(tmp_path)
+    again, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
+    config = again.config.to_dict().get("quantization_config")
+    assert config is None if cache is None else config["kv_cache"] == cache
+    model = load()
+    for layer in model.model.layers:
+        dequantize_(layer)
+    assert model.dequantize().to(torch.float16).dtype == torch.float16
+
+
 def test_a_given_state_is_the_one_that_is_saved(load, tmp_path):
     for config in ("int4", QuantizerConfig(None, kv_cache="int8")):
         model = load("llama", config)

@@ -17,8 +17,8 @@ from hf_quant.integrations.transformers.names import tied_modules
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
 from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantizedModule
-from hf_quant.planning import updated
-from hf_quant.quantize import stored_config
+from hf_quant.planning import resolved, updated
+from hf_quant.quantize import dequantize_, stored_config
 
 
 _CONFIG = "quantization_config"
@@ -46,6 +46,8 @@ def _recorded(model: Any) -> Iterator[None]:
     schemes = {name: m.scheme for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
     quantizer = getattr(model, "hf_quantizer", None)
     if not schemes or not isinstance(quantizer, TransformersQuantizer | None):
+        if isinstance(quantizer, TransformersQuantizer):
+            _without_plan(model, quantizer)
         yield
         return
     _check_tied(model, schemes)
@@ -66,6 +68,17 @@ def _recorded(model: Any) -> Iterator[None]:
             del model.hf_quantizer, model.config.quantization_config
         for other, before in removed:
             other.quantization_config = before
+
+
+def _without_plan(model: Any, quantizer: TransformersQuantizer) -> None:
+    """Correct the records of a model whose quantized modules were dequantized or exchanged one by one, all of them."""
+    known = stored_config(model)
+    if known is None or not known.plan or any(getattr(module, "is_in_training", False) for module in model.modules()):
+        return
+    if known.has_more_than_weights:
+        quantizer.quantization_config = model.config.quantization_config = resolved(known, {})
+    else:
+        dequantize_(model)
 
 
 @contextmanager
