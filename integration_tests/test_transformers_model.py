@@ -59,6 +59,18 @@ def test_properties(load):
     assert not model.training
 
 
+def test_a_model_without_any_floating_point_parameter(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.OlmoConfig(**sizes, vocab_size=96, pad_token_id=0, eos_token_id=1)  # norms have no weights
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    quantize_(model, QuantizerConfig("int8", modules={"model.embed_tokens": "int8", "lm_head": "int8"}))
+    assert not any(parameter.is_floating_point() for parameter in model.parameters())
+    assert model.dtype == model.model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path)
+    again = transformers.OlmoForCausalLM.from_pretrained(tmp_path)
+    assert again.dtype == torch.bfloat16 and torch.equal(outputs(again, "llama"), outputs(model, "llama"))
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4", "int2", "nf4"])
 def test_sizes_are_true(weights, load, checkpoints):
     plain = transformers.LlamaForCausalLM.from_pretrained(checkpoints["llama"], dtype="auto")

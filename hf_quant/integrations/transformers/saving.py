@@ -12,6 +12,7 @@ from typing import Any
 
 import transformers.modeling_utils as modeling_utils
 
+import hf_quant.integrations.transformers.dtypes  # noqa: F401  (wraps a property of the same class)
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.transformers.names import tied_modules
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
