@@ -43,6 +43,7 @@ class Observer(NamedTuple):
     record: Callable[[nn.Module, QuantizerConfig], None]
     # Called when layers of a model are prepared for training (True), and when they are the host's again (False).
     train: Callable[[nn.Module, bool], None] | None = None
+    has_cache: bool = False  # True: its models may generate with a KV cache
 
 
 OBSERVERS: list[Observer] = []  # filled by `integrations`
@@ -112,7 +113,8 @@ def _check_config(model: nn.Module, config: QuantizerConfig, calibration: Any) -
             f"calibration data is given, but {config} needs none: choose algorithm='gptq' or 'imatrix', "
             "activation_scale='static' or kv_cache='fp8', or leave it out"
         )
-    if config.kv_cache is not None and not any(o.recognizes(m) for o in OBSERVERS for m in model.modules()):
+    hosts = [observer for observer in OBSERVERS if observer.has_cache]
+    if config.kv_cache is not None and not any(o.recognizes(m) for o in hosts for m in model.modules()):
         raise ValueError(
             f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
         )

@@ -147,6 +147,12 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             self._fuse_projections = self.quantization_config.fuse_projections
             self._fuse_activations = self.quantization_config.fuse_activations
             self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
+        if not self.pre_quantized and self.quantization_config.kv_cache is not None:  # a pipeline's config may have it
+            _logger.warning(
+                "kv_cache is %r, but only models of transformers have one: not %s",
+                *(self.quantization_config.kv_cache, type(model).__name__),
+            )
+            self.quantization_config.kv_cache = None  # of the resolved copy
         self._measure(model, keep_in_fp32_modules or [])
         return model
 
