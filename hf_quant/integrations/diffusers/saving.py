@@ -5,14 +5,18 @@ wrapped; without quantized modules the host's method runs alone. `hf_quant._boot
 has loaded that class, and never before.
 """
 
+import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import diffusers.models.modeling_utils as modeling_utils
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 
 import hf_quant.integrations.diffusers.derived  # noqa: F401  (wraps other methods of the same class)
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.diffusers.quantizer import DiffusersQuantizer, refresh_plan
+from hf_quant.integrations.leftovers import without_leftovers
 from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantizedModule
 from hf_quant.planning import updated
@@ -34,7 +38,9 @@ def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
             known = quantizer.quantization_config
             if updated(known, schemes) is not known:
                 refresh_plan(self)
-        return host(self, *args, **kwargs)
+        given = {**inspect.signature(host).bind(self, *args, **kwargs).arguments, **kwargs}
+        with without_leftovers(SAFETENSORS_WEIGHTS_NAME, given) if schemes else nullcontext():
+            return host(self, *args, **kwargs)
 
     return save_pretrained
 

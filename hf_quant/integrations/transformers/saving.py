@@ -6,14 +6,17 @@ class is wrapped; without quantized modules the host's method runs alone. `hf_qu
 transformers has loaded that class, and never before.
 """
 
+import inspect
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import transformers.modeling_utils as modeling_utils
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 import hf_quant.integrations.transformers.dtypes  # noqa: F401  (wraps a property of the same class)
 from hf_quant.checkpoint import config_of
+from hf_quant.integrations.leftovers import without_leftovers
 from hf_quant.integrations.transformers.names import tied_modules
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
 from hf_quant.integrations.wrapping import wrap_once
@@ -32,7 +35,8 @@ def register() -> None:
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _recorded(self), _given(self, kwargs.get("state_dict", args[2] if len(args) > 2 else None)):
+        given = {**inspect.signature(host).bind(self, *args, **kwargs).arguments, **kwargs}
+        with _recorded(self), _given(self, given.get("state_dict")), _replacing(self, given):
             return host(self, *args, **kwargs)
 
     return save_pretrained
@@ -94,6 +98,12 @@ def _given(model: Any, state: Any) -> Iterator[None]:
         yield
     finally:
         quantizer.given_state = None
+
+
+def _replacing(model: Any, given: dict[str, Any]) -> AbstractContextManager[None]:
+    """Have a save of a quantized model replace an earlier checkpoint; `given` are the arguments of the save."""
+    is_quantized = any(isinstance(module, QuantizedModule) for module in model.modules())
+    return without_leftovers(SAFE_WEIGHTS_NAME, given) if is_quantized else nullcontext()
 
 
 def _check_tied(model: Any, quantized: Container[str]) -> None:
