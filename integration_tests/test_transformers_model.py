@@ -170,6 +170,19 @@ def test_a_model_of_which_a_part_is_quantized_saves_and_reloads(tmp_path):
     )
 
 
+def test_a_part_trains_with_int8_weights_beside_a_quantized_part(tmp_path):
+    model = build("llama")
+    prepare_training_(model.model.layers[0].mlp, "int8_weights", min_size=1)
+    quantize_(model.model.layers[1], "int4")
+    model.save_pretrained(tmp_path)
+    again, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    assert isinstance(again.model.layers[0].mlp.up_proj, QuantizedModule)
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    assert "quantization_config" not in vars(model.config)
+
+
 def test_one_of_two_tied_modules_is_quantized(tmp_path):
     model = build("llama_tied")
     quantize_(model.lm_head, "int8")

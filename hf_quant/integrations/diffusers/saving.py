@@ -17,8 +17,8 @@ import hf_quant.integrations.diffusers.derived  # noqa: F401  (wraps other metho
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.diffusers.quantizer import DiffusersQuantizer, refresh_plan
 from hf_quant.integrations.leftovers import without_leftovers
+from hf_quant.integrations.methods import stored_schemes
 from hf_quant.integrations.wrapping import wrap_once
-from hf_quant.modules import QuantizedModule
 from hf_quant.planning import updated
 
 
@@ -29,7 +29,7 @@ def register() -> None:
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        schemes = {name: m.scheme for name, m in self.named_modules() if isinstance(m, QuantizedModule)}
+        schemes = stored_schemes(self)
         quantizer = getattr(self, "hf_quantizer", None)
         if schemes and quantizer is None:
             self.hf_quantizer = DiffusersQuantizer(config_of(self), pre_quantized=False)

@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 import hf_quant.integrations.transformers.dtypes  # noqa: F401  (wraps a property of the same class)
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.leftovers import without_leftovers
+from hf_quant.integrations.methods import stored_schemes
 from hf_quant.integrations.transformers.names import tied_modules
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
 from hf_quant.integrations.wrapping import wrap_once
@@ -48,7 +49,7 @@ def _recorded(model: Any) -> Iterator[None]:
 
     A model without a quantizer, such as a part of a quantized one, has one meanwhile.
     """
-    schemes = {name: m.scheme for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
+    schemes = stored_schemes(model)
     quantizer = getattr(model, "hf_quantizer", None)
     if not schemes or not isinstance(quantizer, TransformersQuantizer | None):
         if isinstance(quantizer, TransformersQuantizer):
