@@ -43,6 +43,7 @@ class Observer(NamedTuple):
     record: Callable[[nn.Module, QuantizerConfig], None]
     # Called when layers of a model are prepared for training (True), and when they are the host's again (False).
     train: Callable[[nn.Module, bool], None] | None = None
+    has_cache: bool = False  # True: its models may generate with a KV cache
 
 
 OBSERVERS: list[Observer] = []  # filled by `integrations`
@@ -112,7 +113,8 @@ def _check_config(model: nn.Module, config: QuantizerConfig, calibration: Any) -
             f"calibration data is given, but {config} needs none: choose algorithm='gptq' or 'imatrix', "
             "activation_scale='static' or kv_cache='fp8', or leave it out"
         )
-    if config.kv_cache is not None and not any(o.recognizes(m) for o in OBSERVERS for m in model.modules()):
+    hosts = [observer for observer in OBSERVERS if observer.has_cache]
+    if config.kv_cache is not None and not any(o.recognizes(m) for o in hosts for m in model.modules()):
         raise ValueError(
             f"kv_cache is {config.kv_cache!r}, but a {type(model).__name__} is no model of transformers: leave it out"
         )
@@ -132,7 +134,7 @@ def decide(
 
     The arguments are those of `quantize_`. Raises ValueError as it does: everything is checked before a layer changes.
     """
-    if any(getattr(module, "is_in_training", False) for module in model.modules()):
+    if _is_in_training(model):
         raise ValueError(
             f"this {type(model).__name__} is prepared for training: convert_qat_ makes the quantized model of it, "
             "finish_training_ the 16-bit one"
@@ -279,7 +281,8 @@ def dequantize_(model: _Model, dtype: torch.dtype | None = None) -> _Model:
     check_model(model)
     found = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     config = stored_config(model)
-    if not found and (config is None or not config.has_more_than_weights):
+    is_plain = config is None or (_is_in_training(model) and not config.has_more_than_weights)
+    if not found and is_plain:
         raise ValueError(f"nothing in this {type(model).__name__} is quantized")
     if any(module.is_sharded for module in found):
         raise ValueError(f"this {type(model).__name__} is sharded: dequantize it in one process")
@@ -313,6 +316,10 @@ def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None
     if fuse_projections and not num_groups:
         why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
         logger.warning("fuse_projections is True, but %s has nothing to fuse: %s", type(model).__name__, why)
+
+
+def _is_in_training(model: nn.Module) -> bool:
+    return any(getattr(module, "is_in_training", False) for module in model.modules())
 
 
 def _check_plan(model: nn.Module, quant_plan: QuantPlan) -> None:

@@ -213,6 +213,15 @@ def test_autoencoders_stay_in_16_bit_unless_layers_are_named(tmp_path, caplog):
     assert_same_bytes(again.state_dict(), model.state_dict())
 
 
+def test_a_kv_cache_is_for_models_of_transformers(checkpoints, caplog):
+    config = QuantizerConfig("int8", kv_cache="int8")  # as a pipeline's config, for a text encoder that generates
+    model = load(checkpoints("flux"), quantization_config=config)
+    assert "kv_cache is 'int8', but only models of transformers have one: not FluxTransformer2DModel" in caplog.text
+    assert stored_config(model).kv_cache is None and config.kv_cache == "int8" and quantized_names(model)
+    with pytest.raises(ValueError, match="FluxTransformer2DModel is no model of transformers: leave it out"):
+        quantize_(load(checkpoints("flux")), config)
+
+
 # The hosts' registries and processes.
 
 

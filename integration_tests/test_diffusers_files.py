@@ -63,6 +63,14 @@ def test_variants_and_subfolders(model, tmp_path):
     assert torch.equal(run(again, "flux"), run(half, "flux"))
 
 
+def test_a_save_replaces_an_earlier_one_in_other_files(tmp_path):
+    for size in ("30KB", "1GB", "30KB"):
+        model = quantize_(make_model("flux", torch.bfloat16), "int8")
+        model.save_pretrained(tmp_path, max_shard_size=size)
+        assert_same_bytes(load(tmp_path).state_dict(), model.state_dict())
+        assert len([file for file in tmp_path.glob("*.safetensors*") if "-of-" not in file.name]) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, None])
 def test_reload_in_another_dtype(model, tmp_path, dtype):
     model.save_pretrained(tmp_path)

@@ -19,13 +19,13 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
+from transformers import AttentionInterface, AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
 
 import hf_quant
 from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig
 from hf_quant.checkpoint import inspect_checkpoint
 from hf_quant.evaluate import read_ids
-from hf_quant.kv_cache import bytes_per_token, is_quantized
+from hf_quant.kv_cache import _interface, bytes_per_token, is_quantized
 from hf_quant.testing import sqnr
 from integration_tests.support.tiny_models import VOCAB, build, inputs
 
@@ -462,6 +462,18 @@ def test_the_choice_is_saved_and_comes_back(asset_model_dir, tmp_path):
     assert type(model.generate(prompt, return_dict_in_generate=True, **options).past_key_values) is DynamicCache
     headless = transformers.AutoModel.from_pretrained(tmp_path / "int4", dtype=torch.float32)
     assert headless(prompt).last_hidden_state.isfinite().all()
+
+
+def test_an_unpickled_model_brings_its_attention(monkeypatch):
+    model = hf_quant.quantize_(build("llama"), QuantizerConfig("int8", kv_cache="int8"))
+    assert model.config._attn_implementation == "hf_quant"
+    stored = pickle.dumps(model)
+    monkeypatch.delitem(AttentionInterface._global_mapping, "hf_quant")  # as in a new process
+    monkeypatch.setattr(_interface, "register", _interface.register.__wrapped__)
+    monkeypatch.setattr(AttentionInterface, "get_interface", AttentionInterface.get_interface)
+    for name in _interface._WRAPPED:
+        monkeypatch.setitem(AttentionInterface._global_mapping, name, AttentionInterface._global_mapping[name])
+    assert torch.equal(pickle.loads(stored)(ids()).logits, model(ids()).logits)
 
 
 def test_what_has_no_cache_is_refused():

@@ -59,6 +59,18 @@ def test_properties(load):
     assert not model.training
 
 
+def test_a_model_without_any_floating_point_parameter(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.OlmoConfig(**sizes, vocab_size=96, pad_token_id=0, eos_token_id=1)  # norms have no weights
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    quantize_(model, QuantizerConfig("int8", modules={"model.embed_tokens": "int8", "lm_head": "int8"}))
+    assert not any(parameter.is_floating_point() for parameter in model.parameters())
+    assert model.dtype == model.model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path)
+    again = transformers.OlmoForCausalLM.from_pretrained(tmp_path)
+    assert again.dtype == torch.bfloat16 and torch.equal(outputs(again, "llama"), outputs(model, "llama"))
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4", "int2", "nf4"])
 def test_sizes_are_true(weights, load, checkpoints):
     plain = transformers.LlamaForCausalLM.from_pretrained(checkpoints["llama"], dtype="auto")
@@ -158,6 +170,19 @@ def test_a_model_of_which_a_part_is_quantized_saves_and_reloads(tmp_path):
     )
 
 
+def test_a_part_trains_with_int8_weights_beside_a_quantized_part(tmp_path):
+    model = build("llama")
+    prepare_training_(model.model.layers[0].mlp, "int8_weights", min_size=1)
+    quantize_(model.model.layers[1], "int4")
+    model.save_pretrained(tmp_path)
+    again, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    assert isinstance(again.model.layers[0].mlp.up_proj, QuantizedModule)
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    assert "quantization_config" not in vars(model.config)
+
+
 def test_one_of_two_tied_modules_is_quantized(tmp_path):
     model = build("llama_tied")
     quantize_(model.lm_head, "int8")
@@ -199,6 +224,23 @@ def test_exchanged_and_added_layers_save_and_reload(load, tmp_path):
     assert model.hf_quantizer.quantization_config is model.config.quantization_config
     again = type(model).from_pretrained(tmp_path)
     assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_model_whose_parts_are_all_dequantized_saves_and_reloads(cache, load, tmp_path):
+    model = load("llama", QuantizerConfig("int8", kv_cache=cache))
+    for layer in model.model.layers:
+        dequantize_(layer)
+    model.save_pretrained(tmp_path)
+    again, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
+    config = again.config.to_dict().get("quantization_config")
+    assert config is None if cache is None else config["kv_cache"] == cache
+    model = load()
+    for layer in model.model.layers:
+        dequantize_(layer)
+    assert model.dequantize().to(torch.float16).dtype == torch.float16
 
 
 def test_a_given_state_is_the_one_that_is_saved(load, tmp_path):

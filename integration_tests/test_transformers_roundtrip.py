@@ -1,5 +1,6 @@
 """Quantize on load, save, reload in a new process that imports transformers only: every format, many architectures."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -157,3 +158,17 @@ def test_loading_gives_the_codes_of_quantize_and_dequantizes_to_the_same_functio
     assert not any(isinstance(m, QuantizedModule) for m in loaded.modules())
     assert not hasattr(loaded.config, "quantization_config")
     assert 28 <= sqnr(outputs(loaded, name), before)  # they differ in rounding to bf16 only
+
+
+def test_a_save_replaces_an_earlier_one_in_other_files(tmp_path):
+    cls = type(build("llama"))
+    for number, (variant, size) in enumerate(itertools.product((None, "fp16"), ("1GB", "60KB", "1GB"))):
+        model = build("llama")
+        with torch.no_grad():
+            model.model.norm.weight += number
+        quantize_(model, "int8").save_pretrained(tmp_path, variant=variant, max_shard_size=size)
+        again = cls.from_pretrained(tmp_path, variant=variant)
+        assert torch.equal(again.model.norm.weight, model.model.norm.weight)
+        assert (
+            len([file for file in tmp_path.glob("model*.safetensors*") if "-of-" not in file.name]) == 1 + number // 3
+        )

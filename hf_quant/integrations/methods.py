@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_quant.modules import QuantizedModule, uncounted_weights
+from hf_quant.scheme import LinearScheme
 
 
 class ModelMethod:
@@ -106,6 +107,19 @@ def detach_methods(model: nn.Module, wrappers: Mapping[str, Wrapper]) -> None:
         method = model.__dict__.pop(name, None)
         if isinstance(method, WrappedMethod) and method.host is not None:
             setattr(model, name, method.host)
+
+
+def stored_schemes(model: nn.Module) -> dict[str, LinearScheme]:
+    """Return {module name: scheme} of the codes that a model with quantized modules is saved with; else nothing.
+
+    Beside quantized modules, others may train with int8 codes as their weights (`prepare_training_`).
+    """
+    found = {name: m.scheme for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
+    for name, module in model.named_modules() if found else ():
+        stored_as: Any = getattr(module, "stored_as", None)
+        if stored_as is not None:
+            found[name] = stored_as[0]
+    return found
 
 
 def count_weights(model: nn.Module, host: Callable[..., int], *args: Any, **kwargs: Any) -> int:

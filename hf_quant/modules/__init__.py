@@ -1,5 +1,6 @@
 """Quantized modules: subclasses of the host's classes with plain packed tensors and one op call in `forward`."""
 
+from hf_quant.modules import averages as _averages  # noqa: F401 (codes are not averaged)
 from hf_quant.modules import collectives as _collectives  # noqa: F401 (int16 goes between processes)
 from hf_quant.modules._base import QuantizedModule, convert_module_, in_basis, restore_module_
 from hf_quant.modules._classes import runs_its_class, set_class_

@@ -597,6 +597,10 @@ def test_inspect_says_what_else_a_directory_is(tmp_path):
     with pytest.raises(ValueError, match="no config.json; it has the parts transformer: name one of them"):
         inspect_checkpoint(pipeline)
     assert inspect_checkpoint(str(pipeline / "transformer")).rows
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "tiny-Q4_0.gguf").touch()
+    with pytest.raises(ValueError, match="no config.json; `hf-quant import` makes a .* such as tiny-Q4_0.gguf there"):
+        inspect_checkpoint(tmp_path / "gguf")
     with pytest.raises(ValueError, match="is not the directory of a quantized model"):
         inspect_checkpoint(tmp_path / "nowhere")
 

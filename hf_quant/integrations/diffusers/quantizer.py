@@ -33,7 +33,14 @@ from hf_quant.integrations.loading import (
     trim_memory,
     waiting_module,
 )
-from hf_quant.integrations.methods import attach_methods, count_weights, detach_methods, refuse_training, refuse_type
+from hf_quant.integrations.methods import (
+    attach_methods,
+    count_weights,
+    detach_methods,
+    refuse_training,
+    refuse_type,
+    stored_schemes,
+)
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key
 from hf_quant.planning import resolved
 from hf_quant.quantize import dequantize_, fuse_as_configured_, stored_config
@@ -147,6 +154,12 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             self._fuse_projections = self.quantization_config.fuse_projections
             self._fuse_activations = self.quantization_config.fuse_activations
             self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
+        if not self.pre_quantized and self.quantization_config.kv_cache is not None:  # a pipeline's config may have it
+            _logger.warning(
+                "kv_cache is %r, but only models of transformers have one: not %s",
+                *(self.quantization_config.kv_cache, type(model).__name__),
+            )
+            self.quantization_config.kv_cache = None  # of the resolved copy
         self._measure(model, keep_in_fp32_modules or [])
         return model
 
@@ -348,7 +361,7 @@ def _set_attention(model: nn.Module, attention: str | None) -> None:
 
 def refresh_plan(model: nn.Module) -> None:
     """Write the schemes that the modules of a quantized diffusers model have now into its stored plan."""
-    schemes = {name: module.scheme for name, module in _quantized_modules(model)}
+    schemes = stored_schemes(model)
     config = resolved(model.hf_quantizer.quantization_config, schemes)
     model.hf_quantizer.quantization_config = config
     if config.plan or config.attention is not None:

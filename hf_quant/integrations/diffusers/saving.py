@@ -5,16 +5,20 @@ wrapped; without quantized modules the host's method runs alone. `hf_quant._boot
 has loaded that class, and never before.
 """
 
+import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import diffusers.models.modeling_utils as modeling_utils
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 
 import hf_quant.integrations.diffusers.derived  # noqa: F401  (wraps other methods of the same class)
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.diffusers.quantizer import DiffusersQuantizer, refresh_plan
+from hf_quant.integrations.leftovers import without_leftovers
+from hf_quant.integrations.methods import stored_schemes
 from hf_quant.integrations.wrapping import wrap_once
-from hf_quant.modules import QuantizedModule
 from hf_quant.planning import updated
 
 
@@ -25,7 +29,7 @@ def register() -> None:
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        schemes = {name: m.scheme for name, m in self.named_modules() if isinstance(m, QuantizedModule)}
+        schemes = stored_schemes(self)
         quantizer = getattr(self, "hf_quantizer", None)
         if schemes and quantizer is None:
             self.hf_quantizer = DiffusersQuantizer(config_of(self), pre_quantized=False)
@@ -34,7 +38,9 @@ def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
             known = quantizer.quantization_config
             if updated(known, schemes) is not known:
                 refresh_plan(self)
-        return host(self, *args, **kwargs)
+        given = {**inspect.signature(host).bind(self, *args, **kwargs).arguments, **kwargs}
+        with without_leftovers(SAFETENSORS_WEIGHTS_NAME, given) if schemes else nullcontext():
+            return host(self, *args, **kwargs)
 
     return save_pretrained
 

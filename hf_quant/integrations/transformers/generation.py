@@ -23,6 +23,7 @@ from hf_quant.kv_cache import (
     check_generates,
     is_quantized,
     quantized_layers,
+    register_attention,
 )
 from hf_quant.quantize import stored_config
 
@@ -123,6 +124,7 @@ class CacheMethod(ModelMethod):
 
     def bind(self, model: nn.Module) -> None:
         super().bind(model)
+        register_attention()  # a model that is unpickled names it
         self.static: QuantizedCache | None = None  # the last generation's; compiled code refers to its memory
         self.lent: weakref.ref | None = None  # to the config that `generate` made: it lives as long as the generation
         self.lock = threading.Lock()

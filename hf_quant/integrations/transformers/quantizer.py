@@ -438,7 +438,7 @@ def _tokenizer_of(model: nn.Module) -> Any:
         return None
 
 
-_OBSERVER = quantize.Observer(_is_own, _observe, _record, keep_prepared)
+_OBSERVER = quantize.Observer(_is_own, _observe, _record, keep_prepared, has_cache=True)
 
 
 def register() -> None:

@@ -6,19 +6,24 @@ class is wrapped; without quantized modules the host's method runs alone. `hf_qu
 transformers has loaded that class, and never before.
 """
 
+import inspect
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import transformers.modeling_utils as modeling_utils
+from transformers.utils import SAFE_WEIGHTS_NAME
 
+import hf_quant.integrations.transformers.dtypes  # noqa: F401  (wraps a property of the same class)
 from hf_quant.checkpoint import config_of
+from hf_quant.integrations.leftovers import without_leftovers
+from hf_quant.integrations.methods import stored_schemes
 from hf_quant.integrations.transformers.names import tied_modules
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
 from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantizedModule
-from hf_quant.planning import updated
-from hf_quant.quantize import stored_config
+from hf_quant.planning import resolved, updated
+from hf_quant.quantize import dequantize_, stored_config
 
 
 _CONFIG = "quantization_config"
@@ -31,7 +36,8 @@ def register() -> None:
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _recorded(self), _given(self, kwargs.get("state_dict", args[2] if len(args) > 2 else None)):
+        given = {**inspect.signature(host).bind(self, *args, **kwargs).arguments, **kwargs}
+        with _recorded(self), _given(self, given.get("state_dict")), _replacing(self, given):
             return host(self, *args, **kwargs)
 
     return save_pretrained
@@ -43,9 +49,11 @@ def _recorded(model: Any) -> Iterator[None]:
 
     A model without a quantizer, such as a part of a quantized one, has one meanwhile.
     """
-    schemes = {name: m.scheme for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
+    schemes = stored_schemes(model)
     quantizer = getattr(model, "hf_quantizer", None)
     if not schemes or not isinstance(quantizer, TransformersQuantizer | None):
+        if isinstance(quantizer, TransformersQuantizer):
+            _without_plan(model, quantizer)
         yield
         return
     _check_tied(model, schemes)
@@ -68,6 +76,17 @@ def _recorded(model: Any) -> Iterator[None]:
             other.quantization_config = before
 
 
+def _without_plan(model: Any, quantizer: TransformersQuantizer) -> None:
+    """Correct the records of a model whose quantized modules were dequantized or exchanged one by one, all of them."""
+    known = stored_config(model)
+    if known is None or not known.plan or any(getattr(module, "is_in_training", False) for module in model.modules()):
+        return
+    if known.has_more_than_weights:
+        quantizer.quantization_config = model.config.quantization_config = resolved(known, {})
+    else:
+        dequantize_(model)
+
+
 @contextmanager
 def _given(model: Any, state: Any) -> Iterator[None]:
     """Let the quantizer of a model know the state that is to be saved: the host would save the model's own."""
@@ -80,6 +99,12 @@ def _given(model: Any, state: Any) -> Iterator[None]:
         yield
     finally:
         quantizer.given_state = None
+
+
+def _replacing(model: Any, given: dict[str, Any]) -> AbstractContextManager[None]:
+    """Have a save of a quantized model replace an earlier checkpoint; `given` are the arguments of the save."""
+    is_quantized = any(isinstance(module, QuantizedModule) for module in model.modules())
+    return without_leftovers(SAFE_WEIGHTS_NAME, given) if is_quantized else nullcontext()
 
 
 def _check_tied(model: Any, quantized: Container[str]) -> None:
