@@ -5,7 +5,6 @@ import struct
 import torch
 from torch import Tensor
 
-from hf_quant.kernels import hadamard
 from hf_quant.kernels.codes import BLOCK_SIZE
 from hf_quant.kernels.native.arguments import DTYPES, UNIT, layout, levels
 from hf_quant.kernels.native.extension import module
@@ -14,6 +13,8 @@ from hf_quant.kernels.weight import Weight
 
 class HeadRows:
     """Rows `first` to `first` + `count` of each head of a weight [heads * rows, K] that the extension serves.
+
+    Rows are those of the codes: of a weight for transformed input, in the basis of that.
 
     Attributes:
         heads: number of heads, H.
@@ -51,17 +52,11 @@ class HeadRows:
 
     def scores(self, x: Tensor) -> Tensor:
         """x [M, H, K] times each head's rows -> [M, H, count], in x's dtype."""
-        diagonal = self._w.input_diagonal
-        if diagonal is not None:
-            x = hadamard(x, diagonal, block_size=diagonal.shape[1])
         return self._run(x, False, self.count)
 
     def sums(self, x: Tensor) -> Tensor:
         """The sums of each head's rows times x [M, H, count] -> [M, H, K], in x's dtype."""
-        y, diagonal = self._run(x, True, self._w.K), self._w.input_diagonal
-        if diagonal is None:
-            return y
-        return hadamard(y, block_size=diagonal.shape[1]) * diagonal.view(-1).to(y.dtype)
+        return self._run(x, True, self._w.K)
 
     def _run(self, x: Tensor, sums: bool, width: int) -> Tensor:
         x = x if x.stride(2) == 1 else x.contiguous()

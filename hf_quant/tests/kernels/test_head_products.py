@@ -8,8 +8,6 @@ from hf_quant.kernels import native
 from hf_quant.kernels.native import arguments
 from hf_quant.kernels.native.heads import HeadRows, unsupported_reason
 from hf_quant.kernels.weight import Weight
-from hf_quant.modules.rotation import rotated_back, signs
-from hf_quant.scheme import InputTransform
 from hf_quant.testing import assert_close
 from hf_quant.tests.kernels.cases import QUANTS, decode_slowly, packed_case
 
@@ -27,13 +25,11 @@ def instruction_set(request):
         yield
 
 
-def case(quant, K=K, transform=None) -> tuple[Weight, torch.Tensor]:
+def case(quant, K=K) -> tuple[Weight, torch.Tensor]:
     """A weight, and the rows that heads are multiplied with: fp64 [HEADS, COUNT, K]."""
     packed, options = packed_case(quant, N, K)
-    diagonal = None if transform is None else signs(transform, K, torch.device("cpu"))
-    values = rotated_back(decode_slowly(packed, quant, K), transform)
-    rows = values.view(HEADS, -1, K)[:, BEFORE : BEFORE + COUNT]
-    return Weight(*packed, options["format"], geometry(quant, N, K)[1], K, diagonal), rows
+    rows = decode_slowly(packed, quant, K).view(HEADS, -1, K)[:, BEFORE : BEFORE + COUNT]
+    return Weight(*packed, options["format"], geometry(quant, N, K)[1], K), rows
 
 
 def check(weight: Weight, rows: torch.Tensor, M: int, dtype: torch.dtype) -> None:
@@ -52,11 +48,6 @@ def test_formats(quant):
     weight, rows = case(quant, 256 if quant.group_size in (64, 128) or quant.granularity == "block" else K)
     for M, dtype in ((1, torch.bfloat16), (3, torch.float32), (50, torch.float16)):
         check(weight, rows, M, dtype)
-
-
-def test_rotated_weight():
-    weight, rows = case(QUANTS[5], transform=InputTransform(block_size=32))
-    check(weight, rows, 2, torch.float32)
 
 
 def test_many_rows_of_a_head_and_threads():

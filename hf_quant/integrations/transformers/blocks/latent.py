@@ -31,6 +31,7 @@ from hf_quant.integrations.transformers.blocks.base import (
 )
 from hf_quant.kernels.native.heads import HeadRows, unsupported_reason
 from hf_quant.modules.packed_linear import PackedLinear
+from hf_quant.modules.rotation import rotated, rotated_back
 
 
 _EXPANDING = "kv_b_proj"  # the layer that makes keys and values of latents
@@ -59,10 +60,10 @@ class _Latents:
         """`LatentStates.attend`."""
         (B, H, S, _), block = q.shape, self.block
         plain, of_turned = q[..., : block.unturned], q[..., block.unturned :]
-        absorbed = block.keys.sums(plain.transpose(1, 2).flatten(0, 1)).view(B, S, H, -1).transpose(1, 2)
+        absorbed = block.absorbed(plain.transpose(1, 2).flatten(0, 1)).view(B, S, H, -1).transpose(1, 2)
         options = {"is_causal": is_causal, "scale": scale}
         y = kv_cache.attend_to_latents(absorbed, of_turned, self.latents, self.turned, mask, **options)
-        return None if y is None else block.values.scores(y.reshape(B * S, H, -1)).view(B, S, H, -1)
+        return None if y is None else block.made(block.values, y.reshape(B * S, H, -1)).view(B, S, H, -1)
 
 
 class _Expanding:
@@ -87,10 +88,18 @@ class _Expanding:
             raise Unproven(reason or f"{_EXPANDING} is [{weight.N}, {weight.K}]")
         self.keys = HeadRows(weight, self.heads, 0, self.unturned)
         self.values = HeadRows(weight, self.heads, self.unturned, of_values)
-        self.widths = (self.unturned + turned, of_values)
+        self.widths, self.transform = (self.unturned + turned, of_values), layer.scheme.input_transform
         self.plain = twin_of(module, module._modules)
         self.host = type(self.plain)
         self._prove(module, layer, dtype)
+
+    def absorbed(self, q: Tensor) -> Tensor:
+        """Queries [M, H, unturned] times the rows that make keys -> what meets latents, [M, H, kv_lora_rank]."""
+        return rotated_back(self.keys.sums(q), self.transform)
+
+    def made(self, rows: HeadRows, x: Tensor) -> Tensor:
+        """Keys or values that latents [M, H, kv_lora_rank] make."""
+        return rows.scores(rotated(x, self.transform))
 
     def _prove(self, module: nn.Module, layer: Any, dtype: torch.dtype) -> None:
         """Compare with the host's `expand_kv` by the weight in fp32. Raises Unproven."""
@@ -102,12 +111,12 @@ class _Expanding:
         twin = twin_of(module, {**module._modules, _EXPANDING: dense})
         keys, values = self.host.expand_kv(twin, x.float(), turned.float())
         rows, shared = x[0, 0].unsqueeze(1).expand(-1, self.heads, -1), turned.expand(-1, self.heads, -1, -1)
-        own = [part.scores(rows).transpose(0, 1)[None] for part in (self.keys, self.values)]
+        own = [self.made(part, rows).transpose(0, 1)[None] for part in (self.keys, self.values)]
         errors = [difference(torch.cat([own[0], shared], -1), keys.to(dtype)), difference(own[1], values.to(dtype))]
         q = random_rows(3, self.heads, self.unturned, dtype=dtype, seed=2)
         weight = dense.weight.detach().view(self.heads, -1, rank)[:, : self.unturned]
         absorbed = torch.einsum("mhd,hdk->mhk", q.float(), weight)
-        errors.append(difference(self.keys.sums(q), absorbed.to(dtype)))
+        errors.append(difference(self.absorbed(q), absorbed.to(dtype)))
         if not max(errors) <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} makes other keys and values: off by {max(errors):.3g} roundings")
 
