@@ -166,6 +166,21 @@ def test_what_stays_with_the_host():
         assert len(blocks(other)) < 2
 
 
+def test_a_weight_that_is_written_in_place():
+    """Of zero points the block has values of its own."""
+    model = make("minicpm3", weights="W4A16_ASYM", group_size=32)
+    forced(model)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.self_attn.kv_b_proj
+            weight.zero_point.copy_(weight.zero_point.flip(0))
+            weight.scale.copy_(weight.scale.flip(0))
+    ours = forced(model)
+    assert len(blocks(model)) == 2
+    unfuse_activations_(model)
+    assert_close(ours, forced(model), rms=1e-4)
+
+
 @pytest.mark.parametrize("change", [lambda k, v: (k.roll(16, -1), v), lambda k, v: (k, v * 1.1)])
 def test_other_keys_are_not_taken_for_these(change, monkeypatch):
     """A host whose keys have their turned part first, or whose values have a factor."""
