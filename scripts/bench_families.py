@@ -33,8 +33,8 @@ def _seq2seq(width: int, layers: int) -> dict[str, int]:
 _NO_CACHE = ("mamba", "mamba2")  # model types whose layers all have a state instead
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50257}
 # {name: (model type, fields of its config)}: the sizes of gpt2, opt-125m, falcon-rw-1b with 12 layers, GPT-J and BLOOM
-# alike, pythia-160m, whisper-base, bart-base, opus-mt, flan-t5-base, of latent attention like that of MiniCPM3-4B, of
-# mamba-130m, mamba2-130m, and of a hybrid like granite-4.0-h-350m.
+# alike, pythia-160m, whisper-base, bart-base, opus-mt, flan-t5-base, of latent attention like that of MiniCPM3-4B and
+# DeepSeek-V2-Lite, of mamba-130m, mamba2-130m, and of a hybrid like granite-4.0-h-350m.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _BASE),
     "opt": ("opt", {**_BASE, "ffn_dim": 3072, "word_embed_proj_dim": 768}),
@@ -56,6 +56,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_nope_head_dim": 64,
             "qk_rope_head_dim": 32,
             "v_head_dim": 64,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **_BASE,
+            "num_key_value_heads": 12,
+            "intermediate_size": 2048,
+            "moe_intermediate_size": 384,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
         },
     ),
     "mamba": ("mamba", {**_BASE, "num_hidden_layers": 24, "state_size": 16}),

@@ -13,16 +13,23 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._cache import QuantizedCache, is_quantized, quantized_layers, register_attention
     from hf_quant.kv_cache._config import KVCacheConfig
     from hf_quant.kv_cache._eager import wants_weights
-    from hf_quant.kv_cache._interface import computes_prompts, is_recorded, reads_codes, recorded_attention
+    from hf_quant.kv_cache._interface import (
+        computes_prompts,
+        is_recorded,
+        latent_mask,
+        reads_codes,
+        recorded_attention,
+    )
     from hf_quant.kv_cache._latents import LatentStates, attend_to_latents
     from hf_quant.kv_cache._layers import QuantizedLayer
-    from hf_quant.kv_cache._places import NextTokens, Places, held_tokens, next_tokens
+    from hf_quant.kv_cache._places import NEW_TOKENS, NextTokens, Places, held_tokens, next_tokens
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
     from hf_quant.kv_cache._states import QuantizedStates
 
 _HOME = {
     "KVCacheConfig": "_config",
     "LatentStates": "_latents",
+    "NEW_TOKENS": "_places",
     "NextTokens": "_places",
     "Places": "_places",
     "QuantizedCache": "_cache",
@@ -37,6 +44,7 @@ _HOME = {
     "held_tokens": "_places",
     "is_quantized": "_cache",
     "is_recorded": "_interface",
+    "latent_mask": "_interface",
     "next_tokens": "_places",
     "quantized_layers": "_cache",
     "reads_codes": "_interface",
@@ -48,6 +56,7 @@ _HOME = {
 __all__ = [
     "KVCacheConfig",
     "LatentStates",
+    "NEW_TOKENS",
     "NextTokens",
     "Places",
     "QuantizedCache",
@@ -62,6 +71,7 @@ __all__ = [
     "held_tokens",
     "is_quantized",
     "is_recorded",
+    "latent_mask",
     "next_tokens",
     "quantized_layers",
     "reads_codes",

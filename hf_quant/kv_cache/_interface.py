@@ -262,10 +262,18 @@ def _attend_latents(
     others = {name for name, option in kwargs.items() if option is not None and option is not False} - _KNOWN
     if dropout or others or kwargs.get("sliding_window") or not isinstance(mask, Tensor | None):
         return None
-    is_causal = query.shape[2] > 1 and (mask is None or mask.dim() == 2) and _is_causal(module, kwargs)
-    if mask is not None:
-        mask = (mask[:, None, None, :].bool() if mask.dim() == 2 else mask)[..., : key.shape[2]]
+    mask, is_causal = latent_mask(module, query.shape[2], key.shape[2], mask, kwargs)
     return key.attend(query, mask, is_causal, query.shape[3] ** -0.5 if scale is None else scale)
+
+
+def latent_mask(
+    module: nn.Module, S: int, T: int, mask: Tensor | None, kwargs: dict[str, Any] | None = None
+) -> tuple[Tensor | None, bool]:
+    """(mask, is_causal) of S tokens behind others, T in all, as `attend_to_latents` takes them."""
+    is_causal = S > 1 and (mask is None or mask.dim() == 2) and _is_causal(module, kwargs or {})
+    if mask is not None:
+        mask = (mask[:, None, None, :].bool() if mask.dim() == 2 else mask)[..., :T]
+    return mask, is_causal
 
 
 def _attend(

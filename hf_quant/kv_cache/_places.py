@@ -14,7 +14,7 @@ from hf_quant.kv_cache._layers import GrowingStorage, QuantizedHybridLayer, Quan
 
 
 _SERVED = (QuantizedLayer, QuantizedHybridLayer, QuantizedSlidingWindowLayer)
-_OTHERS, _FIRST, _NEW = range(3)  # the first key: not there, in the first column, or new
+_OTHERS, _FIRST, NEW_TOKENS = range(3)  # the first key: not there, in the first column, or new
 
 
 class NextTokens(NamedTuple):
@@ -34,7 +34,7 @@ class NextTokens(NamedTuple):
     @property
     def are_first(self) -> bool:
         """True if the layer is empty: these tokens are attended to as they are, not as codes."""
-        return self.place[2] == _NEW
+        return self.place[2] == NEW_TOKENS
 
     def done(self) -> None:
         """Count the tokens, once they are written."""
@@ -54,16 +54,19 @@ class _Prepared:
         return _Prepared, ()
 
 
-def next_tokens(layer: Any, B: int, count: int, num_heads: int, D: int, dtype: torch.dtype) -> NextTokens | None:
+def next_tokens(
+    layer: Any, B: int, count: int, num_heads: int, D: int, dtype: torch.dtype, value_dim: int | None = None
+) -> NextTokens | None:
     """Make room in a layer for new tokens of each of B sequences, with `num_heads` keys and values of D channels.
 
-    None if this layer takes new tokens only through its `update`: it is of another kind, keeps tokens in 16 bit, its
-    sequences, heads or dtype are others, or it is empty and gets one token.
+    `value_dim`: channels of values, if these have others. None if this layer takes new tokens only through its
+    `update`: it is of another kind, keeps tokens in 16 bit, its sequences, heads or dtype are others, or it is empty
+    and gets one token.
     """
-    kind = (B, num_heads, D, dtype)
+    kind = (B, num_heads, D, dtype, value_dim or D)
     if count > 1 and type(layer) in _SERVED and not layer.is_initialized:
-        states = torch.empty((), dtype=dtype, device="cpu").expand(B, num_heads, count, D)
-        layer.lazy_initialization(states, states)  # reads shape and dtype
+        state = torch.empty((), dtype=dtype, device="cpu").expand(B, num_heads, count, 1)
+        layer.lazy_initialization(state.expand(-1, -1, -1, D), state.expand(-1, -1, -1, kind[-1]))  # shape and dtype
     prepared = _prepared_of(layer, kind)
     if prepared is None:
         return None
@@ -82,7 +85,7 @@ def next_tokens(layer: Any, B: int, count: int, num_heads: int, D: int, dtype: t
 def _place(state: dict[str, Any], start: int, count: int) -> tuple[int, int, int]:
     """`NextTokens.place` of new tokens in a layer of this state, which attend to those from position `start` on."""
     end = state["_end"]
-    first = _NEW if not end else _FIRST if start == 0 and state["k_first"] is not None else _OTHERS
+    first = NEW_TOKENS if not end else _FIRST if start == 0 and state["k_first"] is not None else _OTHERS
     return state["_first"] + start - state["_start"], end + count - start, first
 
 
@@ -93,7 +96,7 @@ def held_tokens(
 
     None as from `next_tokens`, and for layers with windows.
     """
-    prepared = _prepared_of(layer, (B, num_heads, D, dtype)) if type(layer) is QuantizedLayer else None
+    prepared = _prepared_of(layer, (B, num_heads, D, dtype, D)) if type(layer) is QuantizedLayer else None
     if prepared is None or prepared.cache is None or not layer._end:
         return None
     return prepared.cache, _place(layer.__dict__, layer._start, 0)
@@ -140,13 +143,13 @@ class Places:
             add(count)
 
 
-def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype) -> bool:
+def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype, value_dim: int) -> bool:
     if not layer.is_initialized or layer.k_window is not None:
         return False
     if layer.k_codes.shape[:2] != (B, num_heads) or not layer.k_codes.is_cpu:
         return False
     keys, values = layer.key_kind, layer.value_kind
-    return keys.D == values.D == D and keys.dtype == values.dtype == dtype
+    return (keys.D, values.D) == (D, value_dim) and keys.dtype == values.dtype == dtype
 
 
 def _prepare(layer: GrowingStorage, kind: tuple) -> _Prepared:
@@ -158,14 +161,14 @@ def _prepare(layer: GrowingStorage, kind: tuple) -> _Prepared:
 def _cache(layer: GrowingStorage) -> object:
     """A layer's tensors as native blocks read them, None if they cannot."""
     keys, values = layer.key_kind, layer.value_kind
-    spec, group_size = CODES[keys.format], keys.D // layer.k_pairs.shape[3]
-    numbers = scale_dtype(keys.dtype)
-    reasons = (
-        attention_unsupported_reason(keys.dtype, keys.D, group_size, numbers),
-        append_unsupported_reason(keys.dtype, keys.D, numbers),
-    )
-    tensors = (layer.k_codes, layer.v_codes, layer.k_pairs, layer.v_pairs, layer.k_frame)
-    if any(reasons) or layer.k_pairs.shape != layer.v_pairs.shape or not all(t.is_contiguous() for t in tensors):
+    spec, numbers, pairs = CODES[keys.format], scale_dtype(keys.dtype), (layer.k_pairs, layer.v_pairs)
+    reasons = []
+    for of, D in zip(pairs, (keys.D, values.D)):
+        reasons.append(attention_unsupported_reason(keys.dtype, D, D // of.shape[3], numbers))
+        reasons.append(append_unsupported_reason(keys.dtype, D, numbers))
+    tensors = (layer.k_codes, layer.v_codes, *pairs, layer.k_frame)
+    has_other_groups = keys.D == values.D and pairs[0].shape != pairs[1].shape
+    if any(reasons) or has_other_groups or not all(t.is_contiguous() for t in tensors):
         return None
     parts = [
         (codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None)

@@ -544,8 +544,9 @@ class AttentionCase : RandomCall {
       if (p.layout == BYTES_FLOAT) return decode(static_cast<uint32_t>(i % 128 == 127 ? i - 1 : i), E4M3) / 64;
       return p.equally_spaced ? double(i - 3) : random_.between(-3, 3);
     }));
-    k = make_cache(p.k);
-    v = make_cache(p.v);
+    k = make_cache(p, p.k);
+    v = make_cache(p, p.v);
+    if (p.H_kv == 1 && random.one_in(2)) share();
     if (random.one_in(2)) {
       p.mask_position = random.one_in(2) ? 0 : p.T;
       p.mask_head = random.one_in(2) ? 0 : p.S * p.T;
@@ -554,7 +555,7 @@ class AttentionCase : RandomCall {
         return p.mask_dtype == INT8 ? double(!random_.one_in(3)) : random_.between(-3, 0);
       });
     }
-    has_parts = p.layout != VALUES && p.H == p.H_kv;
+    has_parts = p.layout != VALUES && p.H == p.H_kv && !p.shares;
     if (has_parts) fill(summed, p.B * p.H * p.S * p.T, p.q_dtype, false, [&] { return random_.between(-1, 1); });
   }
 
@@ -568,16 +569,18 @@ class AttentionCase : RandomCall {
              int(p.B), int(p.H), int(p.H_kv), int(p.S), int(p.T), int(p.D), p.layout, int(p.group_size), int(p.window));
     current = std::string(line) + (p.rotates ? " rotates" : "") + (p.rotates_values ? " values" : "") +
               (p.frame != nullptr ? " frame" : "") + (p.first != nullptr ? " first" : "") +
-              (p.softcap > 0 ? " capped" : "") + (p.by_bf16 ? " by bf16" : "") + (p.sinks != nullptr ? " sinks" : "");
+              (p.softcap > 0 ? " capped" : "") + (p.by_bf16 ? " by bf16" : "") +
+              (p.shares ? " of " + std::to_string(more.D) + " more" : "") + (p.sinks != nullptr ? " sinks" : "");
     if (!kernels.attention(call)) return false;
     for (int64_t b = 0; b < p.B; ++b) {
       for (int64_t h = 0; h < p.H; ++h) {
         const int64_t kv = h / (p.H / p.H_kv);
         if (h % (p.H / p.H_kv) == 0) {
-          keys = values_of(p.k, k, b, kv);
+          keys = values_of(p, p.k, k, b, kv);
+          if (p.shares) more_keys = values_of(more, more.k, more_codes, b, kv);
           for (int64_t d = 0; p.first != nullptr && p.T > 0 && d < p.D; ++d)
             keys[d] += p.first[(b * p.H_kv + kv) * p.D + d];
-          values = values_of(p.v, v, b, kv);
+          values = p.shares ? keys : values_of(p, p.v, v, b, kv);
         }
         for (int64_t s = 0; s < p.S; ++s)
           if (!row_passes(kernels, b, h, s, *y, *lse)) return false;
@@ -591,7 +594,29 @@ class AttentionCase : RandomCall {
     Memory codes, scale, offset;
   };
 
-  Tensors make_cache(Cache& cache) {
+  // The values are the keys, and there are more of these.
+  void share() {
+    p.v = p.k;
+    p.shares = true;
+    p.rotates_values = p.rotates;
+    p.softcap = 0;
+    p.sinks = nullptr;
+    more = p;
+    more.D = 16 * (1 + random_.below(8));
+    if (p.layout != VALUES) more.group_size = random_.one_in(2) ? more.D : 16;
+    if (p.layout == VALUES) more.group_size = more.D;
+    more.groups = more.D / more.group_size;
+    more.frame = nullptr;
+    more.rotates = p.layout != VALUES && random_.one_in(3);
+    more.q_head = more.D;
+    more.q_position = more.D * p.H + random_.below(3);
+    more.q_batch = more.q_position * p.S;
+    more.q = fill(more_q, p.B * more.q_batch, p.q_dtype, false, [&] { return random_.between(-1, 1); });
+    more_codes = make_cache(more, more.k);
+    p.more = &more;
+  }
+
+  Tensors make_cache(const Attention& p, Cache& cache) {
     Tensors made;
     if (p.layout == VALUES) {
       const int64_t row = p.D + random_.of<int64_t>({0, 0, 3}), size = element_size(p.q_dtype);
@@ -626,7 +651,7 @@ class AttentionCase : RandomCall {
   }
 
   // [T, D] of a head.
-  std::vector<double> values_of(const Cache& cache, const Tensors& tensors, int64_t b, int64_t h) const {
+  std::vector<double> values_of(const Attention& p, const Cache& cache, const Tensors& tensors, int64_t b, int64_t h) const {
     const int bits = bits_of(p.layout);
     std::vector<double> values;
     for (int64_t t = 0; t < p.T; ++t) {
@@ -654,25 +679,16 @@ class AttentionCase : RandomCall {
   bool row_passes(const Kernels& kernels, int64_t b, int64_t h, int64_t s, const Buffer& y, const Buffer& lse) const {
     const int64_t last = p.causal ? p.T - p.S + s : p.T - 1;
     std::vector<double> weight(static_cast<size_t>(p.T), 0.0), out(static_cast<size_t>(p.D), 0.0);
-    std::vector<float> row(static_cast<size_t>(p.D));
-    for (int64_t d = 0; d < p.D; ++d)
-      row[d] = static_cast<float>(q->at(b * p.q_batch + h * p.q_head + s * p.q_position + d, p.q_dtype));
     const int64_t kv = b * p.H_kv + h / (p.H / p.H_kv);
     double missing = 0;
-    for (int64_t d = 0; p.frame != nullptr && d < p.D; ++d) {
-      missing += double(row[d]) * p.frame[2 * kv * p.D + d] * p.scale;
-      row[d] *= p.frame[(2 * kv + 1) * p.D + d];
-    }
-    if (p.rotates) rotate(row);
-    for (float& x : row) {  // what is not rotated is rounded already
-      if (p.q_dtype == BF16) x = bf16_to_float(float_to_bf16(x));
-      if (p.q_dtype == F16) x = f16_to_float(float_to_f16(x));
-    }
+    const std::vector<float> row = query_of(p, *q, b, h, s, kv, missing);
+    const std::vector<float> more_row = p.shares ? query_of(more, *more_q, b, h, s, kv, missing) : row;
     double sum = 0;
     for (int64_t t = 0; t <= last; ++t) {
       if (p.window != 0 && t <= last - p.window) continue;
       double score = 0;
       for (int64_t d = 0; d < p.D; ++d) score += double(row[d]) * keys[t * p.D + d];
+      for (int64_t d = 0; p.shares && d < more.D; ++d) score += double(more_row[d]) * more_keys[t * more.D + d];
       score *= p.scale;
       if (p.softcap > 0) score = p.softcap * std::tanh((score + missing) / p.softcap);
       const int64_t at = b * p.mask_batch + h * p.mask_head + s * p.mask_position + t;
@@ -698,6 +714,8 @@ class AttentionCase : RandomCall {
       rotate(turned);
       out.assign(turned.begin(), turned.end());
     }
+    for (int64_t d = 0; p.shares && p.frame != nullptr && sum != 0 && d < p.D; ++d)
+      out[d] = out[d] * p.frame[(2 * kv + 1) * p.D + d] + p.frame[2 * kv * p.D + d];
     for (int64_t d = 0; d < p.D; ++d) {
       const double value = y.at(b * p.y_batch + h * p.y_head + s * p.y_position + d, p.q_dtype);
       // Weights that meet values are rounded to their dtype first.
@@ -710,14 +728,36 @@ class AttentionCase : RandomCall {
     return true;
   }
 
-  // One of the two products alone.
+  // A row of queries as it meets keys; `missing`: the score of what all of these lack.
+  std::vector<float> query_of(const Attention& p, const Buffer& q, int64_t b, int64_t h, int64_t s, int64_t kv,
+                              double& missing) const {
+    std::vector<float> row(static_cast<size_t>(p.D));
+    for (int64_t d = 0; d < p.D; ++d)
+      row[d] = static_cast<float>(q.at(b * p.q_batch + h * p.q_head + s * p.q_position + d, p.q_dtype));
+    for (int64_t d = 0; p.frame != nullptr && d < p.D; ++d) {
+      missing += double(row[d]) * p.frame[2 * kv * p.D + d] * p.scale;
+      row[d] *= p.frame[(2 * kv + 1) * p.D + d];
+    }
+    if (p.rotates) rotate(row);
+    for (float& x : row) {  // what is not rotated is rounded already
+      if (p.q_dtype == BF16) x = bf16_to_float(float_to_bf16(x));
+      if (p.q_dtype == F16) x = f16_to_float(float_to_f16(x));
+    }
+    return row;
+  }
+
+  // One of the two products alone, of rows in the basis of the codes or in another one.
   bool part_passes(const Kernels& kernels, AttentionPart part) {
     const bool is_sum = part == SUMS;
     const int64_t columns = is_sum ? p.D : p.T, width = is_sum ? p.T : p.D;
     const Memory y = make(p.B * p.H * p.S * columns * element_size(p.q_dtype), false);
     Attention call = p;
     call.part = part;
-    call.rotates = p.rotates && !is_sum;
+    if (p.rotates) {
+      const int64_t block = p.D & -p.D;
+      call.block = random_.one_in(2) ? block : min64(16, block);
+      call.diagonal = static_cast<float*>(fill(diagonal, p.D, F32, false, [&] { return random_.between(0.5, 2); }));
+    }
     call.y = y->data;
     call.y_position = columns;
     call.y_head = columns * p.S;
@@ -732,25 +772,34 @@ class AttentionCase : RandomCall {
     if (!kernels.attention(call)) return false;
     for (int64_t head = 0; head < p.B * p.H; ++head) {
       const int64_t b = head / p.H, h = head % p.H;
-      const std::vector<double> codes = is_sum ? values_of(p.v, v, b, h) : values_of(p.k, k, b, h);
+      const std::vector<double> codes = is_sum ? values_of(p, p.v, v, b, h) : values_of(p, p.k, k, b, h);
       for (int64_t s = 0; s < p.S; ++s) {
         std::vector<float> row(static_cast<size_t>(width));
         for (int64_t i = 0; i < width; ++i) {
           const int64_t at = b * call.q_batch + h * call.q_head + s * call.q_position + i;
           row[i] = static_cast<float>((is_sum ? summed : q)->at(at, p.q_dtype));
         }
-        if (call.rotates) rotate(row);
+        if (call.block != 0 && !is_sum) rotate_blocks(row, *diagonal, call.block, true);
+        std::vector<float> sums(static_cast<size_t>(columns));
+        std::vector<double> sizes(sums.size(), 0.0);
         for (int64_t c = 0; c < columns; ++c) {
-          double sum = 0, magnitude = 0;
+          double sum = 0;
           for (int64_t i = 0; i < width; ++i) {
             const double product = double(row[i]) * p.scale * codes[is_sum ? i * p.D + c : c * p.D + i];
             sum += product;
-            magnitude += std::fabs(product);
+            sizes[c] += std::fabs(product);
           }
+          sums[c] = static_cast<float>(sum);
+        }
+        if (call.block != 0 && is_sum) {  // by factors of up to 2
+          rotate_blocks(sums, *diagonal, call.block, false);
+          sizes.assign(sizes.size(), 2 * *std::max_element(sizes.begin(), sizes.end()));
+        }
+        for (int64_t c = 0; c < columns; ++c) {
           const double found = y->at((head * p.S + s) * columns + c, p.q_dtype);
-          if (std::fabs(found - sum) <= 1e-5 * magnitude + rounding(sum, p.q_dtype)) continue;
+          if (std::fabs(found - sums[c]) <= 1e-5 * sizes[c] + rounding(sums[c], p.q_dtype)) continue;
           fprintf(stderr, "%s: part %d, y[%d, %d, %d] is %.9g, not %.9g\n", kernels.name, part, int(head), int(s), int(c),
-                  found, sum);
+                  found, sums[c]);
           return false;
         }
       }
@@ -758,11 +807,25 @@ class AttentionCase : RandomCall {
     return true;
   }
 
-  Attention p{};
+  // Each block of columns times its Hadamard matrix, of what was multiplied with the diagonal first, or is then.
+  static void rotate_blocks(std::vector<float>& x, const Buffer& diagonal, int64_t block, bool first) {
+    const auto scale = [&] {
+      for (size_t i = 0; i < x.size(); ++i) x[i] *= static_cast<float>(diagonal.at(static_cast<int64_t>(i), F32));
+    };
+    if (first) scale();
+    for (size_t at = 0; at < x.size(); at += static_cast<size_t>(block)) {
+      std::vector<float> part(x.begin() + static_cast<long>(at), x.begin() + static_cast<long>(at) + block);
+      rotate(part);
+      std::copy(part.begin(), part.end(), x.begin() + static_cast<long>(at));
+    }
+    if (!first) scale();
+  }
+
+  Attention p{}, more{};
   bool has_parts;
-  Memory q, levels, mask, frame, lacking, sinks, summed;
-  Tensors k, v;
-  std::vector<double> keys, values;  // of the head that is checked
+  Memory q, levels, mask, frame, lacking, sinks, summed, more_q, diagonal;
+  Tensors k, v, more_codes;
+  std::vector<double> keys, values, more_keys;  // of the head that is checked
 };
 
 // One random weight to be quantized, with its buffers.

@@ -50,6 +50,11 @@ def layout(spec: CodeSpec) -> int:
     return _BYTES_INT if spec.dtype == torch.int8 else _BYTES_FLOAT
 
 
+def layout_arguments(spec: CodeSpec) -> tuple[int, int, bool]:
+    """Arguments of the extension for codes: their layout, their levels, and whether these are equally spaced."""
+    return layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer
+
+
 def weight_arguments(w: Weight) -> tuple[int, ...]:
     """Arguments of the extension for a weight [N, K], or experts [E, N, K], and the scale of its input: addresses and
     sizes; all contiguous."""

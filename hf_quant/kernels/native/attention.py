@@ -1,16 +1,17 @@
 """Caches of keys and values as codes, in C++: attention over a cache, and the append of new tokens."""
 
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
-from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, layout, levels
+from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, layout, layout_arguments
 from hf_quant.kernels.native.extension import active, module, unavailable_reason
 
 
-_VALUES = 6  # a layout: no codes
+_NO_LAYOUT = (6, 0, False)  # of values, which are no codes
 
 
 def attention_unsupported_reason(
@@ -55,22 +56,14 @@ def attention(
     k_frame, k_first = (part if part is None else part.contiguous() for part in (k_frame, k_first))
     mask, mask_arguments = _mask_arguments(mask, (B, H, S, T))
     module.attention(
-        *(B, H, H_kv, S, T, D, layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer),
-        *(groups, D // groups),
-        *(q.data_ptr(), DTYPES[q.dtype], *q.stride()[:3], rotates_keys, rotates_values),
+        *(B, H, H_kv, S, T, DTYPES[q.dtype], *layout_arguments(spec)),
+        *(D, groups, D // groups, q.data_ptr(), *q.stride()[:3], rotates_keys, rotates_values),
         *(0 if part is None else part.data_ptr() for part in (k_frame, k_first)),
         *(y.data_ptr(), *y.stride()[:3], lse.data_ptr()),
         *_cache_arguments(*keys),
         *_cache_arguments(*values),
         *mask_arguments,
-        *(
-            is_causal,
-            window,
-            *struct.unpack("2I", struct.pack("2f", scale, softcap or 0.0)),
-            0,
-            0,
-            torch.get_num_threads(),
-        ),
+        *(is_causal, window, *_bits(scale, softcap or 0.0), 0, 0, torch.get_num_threads(), False),
     )
     return (y if y is result else result.copy_(y)), lse
 
@@ -103,39 +96,74 @@ def attention_of_values(
     y = torch.empty(B, S, H, D, dtype=q.dtype, device="cpu")
     lse = torch.empty(B, H, S, dtype=torch.float32, device="cpu")
     mask, mask_arguments = _mask_arguments(mask, (B, H, S, T))
-    strides = [[stride * x.element_size() for stride in x.stride()[:3]] for x in (k, v)]
     sinks = None if sinks is None else sinks.contiguous()
     sinks_arguments = (0, 0) if sinks is None else (sinks.data_ptr(), DTYPES[sinks.dtype])
     module.attention(
-        *(B, H, H_kv, S, T, D, _VALUES, 0, False, 1, D),
-        *(q.data_ptr(), DTYPES[q.dtype], *q.stride()[:3], False, False, 0, 0),
-        *(y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
-        *(k.data_ptr(), *strides[0], 0, 0, 0, 0, 0, 0, 0),
-        *(v.data_ptr(), *strides[1], 0, 0, 0, 0, 0, 0, 0),
+        *(B, H, H_kv, S, T, DTYPES[q.dtype], *_NO_LAYOUT, D, 1, D, q.data_ptr(), *q.stride()[:3], False),
+        *(False, 0, 0, y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
+        *_cache_arguments(k),
+        *_cache_arguments(v),
         *mask_arguments,
-        *(is_causal, 0, *struct.unpack("2I", struct.pack("2f", scale, softcap or 0.0)), *sinks_arguments),
-        torch.get_num_threads(),
+        *(is_causal, 0, *_bits(scale, softcap or 0.0), *sinks_arguments, torch.get_num_threads(), False),
     )
     return y
 
 
-def scores(
-    q: Tensor, keys: tuple[Tensor, Tensor, Tensor | None], spec: CodeSpec, *, scale: float, rotates: bool
-) -> Tensor:
-    """q [B, S, D] fp32 contiguous @ keys.T * scale, of keys (codes, scale, offset) of one head -> fp32 [B, S, T].
+class Latents(NamedTuple):
+    """The latents of all tokens, or the part of their keys that is turned, [B, 1, T, D].
 
-    rotates: the keys were rotated. The caller has checked that they are supported (`attention_unsupported_reason`).
+    Attributes:
+        parts: the values alone, or (codes, scale, offset) of a cache.
+        rotates: those of a cache were rotated.
+        frame, first: of a cache, see `kv_attention`.
     """
-    (B, S, D), (T, groups) = q.shape, keys[1].shape[2:4]
-    y = torch.empty(B, S, T, dtype=torch.float32, device="cpu")
-    of_heads = tuple(part if part is None else part.transpose(0, 1) for part in _rows_of_cache(*keys))  # one each
-    module.head_products(
-        *(False, rotates, B, S, T, D, layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer),
-        *(groups, D // groups, q.data_ptr(), DTYPES[q.dtype], q.stride(1), q.stride(0)),
-        *(y.data_ptr(), y.stride(1), y.stride(0), *_cache_arguments(*of_heads)),
-        *(*struct.unpack("I", struct.pack("f", scale)), torch.get_num_threads()),
+
+    parts: tuple[Tensor, ...] | tuple[Tensor, Tensor, Tensor | None]
+    rotates: bool = False
+    frame: Tensor | None = None
+    first: Tensor | None = None
+
+
+def latent_attention(
+    q: Tensor,
+    q_turned: Tensor,
+    latents: Latents,
+    turned: Latents,
+    mask: Tensor | None,
+    spec: CodeSpec | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """softmax((q @ latents.T + q_turned @ turned.T) * scale + mask) @ latents -> [B, S, H, K] in q's dtype.
+
+    q [B, H, S, K], q_turned [B, H, S, D]; of latents and turned that are no codes, spec is None. mask: bool or
+    floating-point [B|1, H|1, S|1, T]. The caller has checked that all is supported (`attention_unsupported_reason`).
+    """
+    (B, H, S, K), T = q.shape, latents.parts[0].shape[2]
+    y = torch.empty(B, S, H, K, dtype=q.dtype, device="cpu")
+    lse = torch.empty(B, H, S, dtype=torch.float32, device="cpu")
+    mask, mask_arguments = _mask_arguments(mask, (B, H, S, T))
+    queries, caches, held = [], [], []  # referred to until the end of the call
+    for x, of in ((q, latents), (q_turned, turned)):
+        x, parts = x if x.stride(3) == 1 else x.contiguous(), _rows_of_cache(*of.parts)
+        groups, D = 1 if spec is None else parts[1].shape[3], x.shape[3]
+        queries.append((D, groups, D // groups, x.data_ptr(), *x.stride()[:3], of.rotates))
+        caches.append(_cache_arguments(*parts))
+        held += [x, *parts]
+    lacking = [part if part is None else part.contiguous() for part in (latents.frame, latents.first)]
+    module.attention(
+        *(B, H, 1, S, T, DTYPES[q.dtype], *(_NO_LAYOUT if spec is None else layout_arguments(spec)), *queries[0]),
+        *(latents.rotates, *(0 if part is None else part.data_ptr() for part in lacking)),
+        *(y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
+        *(*caches[0], *caches[0], *mask_arguments),
+        *(is_causal, 0, *_bits(scale, 0.0), 0, 0, torch.get_num_threads(), True, *queries[1], *caches[1]),
     )
     return y
+
+
+def _bits(*numbers: float) -> tuple[int, ...]:
+    return struct.unpack(f"{len(numbers)}I", struct.pack(f"{len(numbers)}f", *numbers))
 
 
 def _mask_arguments(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -147,7 +175,9 @@ def _mask_arguments(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor
     return mask, (mask.data_ptr(), DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype], *mask.stride()[:3])
 
 
-def _rows_of_cache(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _rows_of_cache(
+    codes: Tensor, scale: Tensor | None = None, offset: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The same with the codes of a token in one piece, and scales and offsets at equal distances."""
     codes = codes if codes.stride(3) == 1 else codes.contiguous()
     if offset is not None and offset.stride() != scale.stride():
@@ -155,10 +185,13 @@ def _rows_of_cache(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple
     return codes, scale, offset
 
 
-def _cache_arguments(codes: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[int, ...]:
+def _cache_arguments(codes: Tensor, scale: Tensor | None = None, offset: Tensor | None = None) -> tuple[int, ...]:
     size = codes.element_size()
+    codes_arguments = (codes.data_ptr(), *(stride * size for stride in codes.stride()[:3]))
+    if scale is None:  # values
+        return (*codes_arguments, 0, 0, 0, 0, 0, 0, 0)
     return (
-        *(codes.data_ptr(), *(stride * size for stride in codes.stride()[:3])),
+        *codes_arguments,
         *(scale.data_ptr(), 0 if offset is None else offset.data_ptr(), DTYPES[scale.dtype], *scale.stride()),
     )
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
-from hf_quant.kernels.native.arguments import DTYPES, layout, levels
+from hf_quant.kernels.native.arguments import DTYPES, layout_arguments
 from hf_quant.kernels.native.attention import appended_arguments
 from hf_quant.kernels.native.extension import module
+from hf_quant.kernels.native.heads import HeadRows
 from hf_quant.kernels.native.products import compute_mode, prepare
 from hf_quant.kernels.weight import Weight
 
@@ -22,9 +23,9 @@ from hf_quant.kernels.weight import Weight
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "quick_gelu", "clamped_pairs")
 ACTIVATIONS += ("identity", "sigmoid")
 # Of a rotary embedding: see `TurnedPairs` in kernels.h.
-PAIRS = ("halves", "neighbors", "neighbors_by_pair", "halves_by_pair")
+PAIRS = ("halves", "neighbors", "neighbors_by_pair", "halves_by_pair", "halves_of_neighbors")
 _PRODUCT, _NORM, _TURN, _GATE, _ADD, _APPEND, _ATTEND, _ROUTE, _COMBINE, _WEIGH = range(10)
-_SMALL, _CONVOLVE, _DELTA, _PICK, _SCAN = range(10, 15)
+_SMALL, _CONVOLVE, _DELTA, _PICK, _SCAN, _HEADS = range(10, 16)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
 max_head_dim: Callable[[], int] = getattr(module, "max_head_dim", None)
@@ -161,6 +162,11 @@ class Block:
         numbers = (group, columns.start, columns.stop - columns.start, column)
         self._steps.append((None, _PICK, x, -1, -1, to, *numbers))
 
+    def multiply_heads(self, x: int, to: int, rows: HeadRows, *, sums: bool) -> None:
+        """Compute `HeadRows.sums` of x, or `HeadRows.scores`. Raises ValueError, see `lasting_arguments`."""
+        self.held.append(rows)
+        self._steps.append((None, _HEADS, x, -1, -1, to, *rows.lasting_arguments(sums=sums)))
+
     def small(self, x: int, weight: Tensor, bias: Tensor | None) -> int:
         """Compute x @ weight [N, K].T + bias [N], rounded to the dtype, in a buffer of fp32 that is returned."""
         to = self.buffer(len(weight))
@@ -232,7 +238,7 @@ class Block:
 
     def append(self, k: int, v: int, num_heads: int) -> None:
         """Write keys and values of the new tokens of each sequence into the cache of the call."""
-        self._steps.append((None, _APPEND, k, v, -1, -1, num_heads, num_heads, 0, 0, 0, 0, 0))
+        self._steps.append((None, _APPEND, k, v, -1, -1, num_heads, num_heads, 0, 0, 0, 0, 0, False))
 
     def attend(
         self,
@@ -256,7 +262,14 @@ class Block:
         self.held.append(sinks)
         numbers = (num_heads, num_key_value_heads, _bits(scale), _bits(softcap or 0.0))
         numbers += (0, 0) if sinks is None else (sinks.data_ptr(), DTYPES[sinks.dtype])
-        self._steps.append((None, _ATTEND, q, *new, to, *numbers, window))
+        self._steps.append((None, _ATTEND, q, *new, to, *numbers, window, False))
+
+    def attend_to_latents(self, q: int, q_turned: int, to: int, num_heads: int, *, scale: float) -> None:
+        """Compute `native.attention.latent_attention` to the cache of the call, which was not empty.
+
+        Its keys are the latents, its values the part of keys that is turned.
+        """
+        self._steps.append((None, _ATTEND, q, q_turned, -1, to, num_heads, 1, _bits(scale), 0, 0, 0, 0, True))
 
     def _held(self, tensor: Tensor | None) -> tuple[int, int]:
         """(address, dtype) of a tensor that is held, zeros if there is none."""
@@ -349,7 +362,7 @@ def prepare_cache(
     It holds addresses only. Tokens of codes, k_frame and k_first are contiguous, offsets lie as scales do.
     """
     return module.prepare_cache(
-        *(layout(spec), levels(spec.name, False).data_ptr(), spec.is_integer),
+        *layout_arguments(spec),
         0 if k_first is None else k_first.data_ptr(),
         *appended_arguments(head_dims[0], rotates_keys, k_frame, *keys),
         *appended_arguments(head_dims[1], rotates_values, None, *values),

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hf_quant.algorithms import geometry
-from hf_quant.kernels import native
+from hf_quant.kernels import hadamard, native
 from hf_quant.kernels.native import arguments
+from hf_quant.kernels.native.blocks import Block
 from hf_quant.kernels.native.heads import HeadRows, unsupported_reason
 from hf_quant.kernels.weight import Weight
 from hf_quant.testing import assert_close
@@ -33,6 +34,7 @@ def case(quant, K=K) -> tuple[Weight, torch.Tensor]:
 
 
 def check(weight: Weight, rows: torch.Tensor, M: int, dtype: torch.dtype) -> None:
+    """`rows` in the basis of x."""
     heads, generator = HeadRows(weight, HEADS, BEFORE, COUNT), torch.Generator().manual_seed(M)
     x = torch.randn(HEADS, M, weight.K + 1, generator=generator).to(dtype).transpose(0, 1)[..., : weight.K]
     rms = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -48,6 +50,33 @@ def test_formats(quant):
     weight, rows = case(quant, 256 if quant.group_size in (64, 128) or quant.granularity == "block" else K)
     for M, dtype in ((1, torch.bfloat16), (3, torch.float32), (50, torch.float16)):
         check(weight, rows, M, dtype)
+
+
+def test_transformed_inputs():
+    """Codes of rows in another basis: rows and results are in that of the host."""
+    for size in (32, 8):
+        weight, rows = case(QUANTS[23])
+        diagonal = torch.randn(K // size, size, generator=torch.Generator().manual_seed(size))
+        back = hadamard(rows.float(), block_size=size).double() * diagonal.view(-1)
+        check(weight._replace(input_diagonal=diagonal), back, 3, torch.float32)
+
+
+def test_steps_of_blocks():
+    """The same bits as by themselves; of factors that are made of those of the weight there is no step."""
+    weight, _ = case(QUANTS[23])
+    heads, x, q = HeadRows(weight, HEADS, BEFORE, COUNT), torch.randn(2, HEADS, K), torch.randn(2, HEADS, COUNT)
+    block = Block(torch.float32, HEADS * K, HEADS * COUNT, HEADS * COUNT, HEADS * K)
+    block.multiply_heads(0, 2, heads, sums=False)
+    block.multiply_heads(1, 3, heads, sums=True)
+    scores, sums = torch.empty_like(q), torch.empty_like(x)
+    block.finish()(2, *(part.data_ptr() for part in (x, q, scores, sums)))
+    assert torch.equal(scores, heads.scores(x)) and torch.equal(sums, heads.sums(q))
+    derived = [quant for quant in KNOWN if not quant.symmetric or quant.granularity == "block"]
+    for quant in derived:
+        other = HeadRows(case(quant, 256)[0], HEADS, BEFORE, COUNT)
+        with pytest.raises(ValueError, match="not read as they lie"):
+            block.multiply_heads(0, 2, other, sums=False)
+    assert derived
 
 
 def test_many_rows_of_a_head_and_threads():

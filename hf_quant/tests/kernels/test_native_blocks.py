@@ -92,6 +92,8 @@ def test_turn(dtype, angle_dtype, pairs, turned, shared):
     block.turn(0, 1, 2, head_dim=D, pairs=pairs, rounds=angle_dtype is dtype, angle_dtype=angle_dtype)
     run(block, y, cos, sin, angle_stride=0 if shared else width)
     part = x.view(M, heads, D)[..., :turned]
+    if pairs == "halves_of_neighbors":
+        part = torch.cat([part[..., ::2], part[..., 1::2]], -1)
     if pairs.startswith("halves"):
         other = torch.cat([-part[..., turned // 2 :], part[..., : turned // 2]], -1)
     else:

@@ -1,4 +1,4 @@
-"""The angles of a rotary embedding for one new token, made for the tokens that follow, too.
+"""The angles of a rotary embedding: of one new token, made for the tokens that follow, too, and as blocks read them.
 
 A host makes cos and sin of one position by a dozen small ops, which take longer than their bytes. They depend on the
 position alone, so its module is asked for many positions at once, if that gives the same bits for the first of them.
@@ -86,3 +86,53 @@ class LearnedPositions:
     def __call__(self, positions: Tensor) -> Tensor:
         """The rows [1 or B, 1, K] of positions [1 or B, 1]."""
         return F.embedding(positions + self.offset, self.module.weight)
+
+
+def fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype, S: int = 1) -> bool:
+    """True if cos and sin are of S tokens [1 or B, S, turned], as the block reads them."""
+    for angle in (cos, sin):
+        if angle.shape != (cos.shape[0], S, turned) or angle.dtype != dtype or not angle.is_contiguous():
+            return False
+    return cos.shape[0] in (1, B)
+
+
+def by_rows(angles: Any, B: int) -> Any:
+    """Angles of S tokens [1 or B, S, turned] as a block reads them: each row of its own, or one row for all."""
+    if not isinstance(angles, tuple) or angles[0].shape[1] == 1 or len(angles[0]) == B:
+        return angles
+    return tuple(part.expand(B, -1, -1).contiguous() for part in angles)
+
+
+def addresses_of(angles: Any, turned: int) -> tuple[int, int, int]:
+    """(addresses of cos and sin, elements from row to row) of angles `by_rows`."""
+    if not turned:
+        return 0, 0, 0
+    cos, sin = angles
+    return cos.data_ptr(), sin.data_ptr(), turned if cos.shape[0] > 1 or cos.shape[1] > 1 else 0
+
+
+def turned_by(angles: Any) -> int:
+    """The number of channels that cos and sin, or complex numbers, turn; 0 without them."""
+    if is_complex(angles):
+        return 2 * angles.shape[-1]
+    return angles[0].shape[-1] if isinstance(angles, tuple) else 0
+
+
+def is_complex(angles: Any) -> bool:
+    """True if angles are complex numbers, one for each pair of channels (DeepSeek-V2, Llama 4)."""
+    return isinstance(angles, Tensor) and angles.dtype == torch.complex64
+
+
+def in_pairs(angles: Any) -> Any:
+    """Complex angles [1 or B, S, pairs] as cos and sin [1 or B, S, 2 * pairs], all others as they are."""
+    return tuple(part.repeat(1, 1, 2) for part in (angles.real, angles.imag)) if is_complex(angles) else angles
+
+
+def angle_dtype(angles: Any, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of cos and sin in a block: that of x, `dtype`, or fp32, by which OLMo 2 turns queries and keys.
+
+    It is complex64 of a host that takes complex numbers; the block reads them as fp32, `in_pairs`.
+    """
+    if is_complex(angles):
+        return torch.complex64
+    return torch.float32 if isinstance(angles, tuple) and angles[0].dtype == torch.float32 else dtype

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache  # its layers, and what imports models, only when they are used
+from hf_quant.integrations.transformers.blocks.angles import (
+    addresses_of,
+    angle_dtype,
+    by_rows,
+    fit,
+    in_pairs,
+    turned_by,
+)
 from hf_quant.integrations.transformers.blocks.base import (
-    MAX_ROWS,
     QUANTIZED,
     TOLERANCE,
     Classes,
@@ -25,12 +32,12 @@ from hf_quant.integrations.transformers.blocks.base import (
     add_product,
     by_name,
     difference,
-    is_served,
     outputs_of,
     width_of,
 )
+from hf_quant.integrations.transformers.blocks.calls import IGNORED, implementation_of, is_one_token, past_of, usable
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
-from hf_quant.integrations.transformers.blocks.trial import PASTS, Recorded, Trial, has_own_code, probe, record
+from hf_quant.integrations.transformers.blocks.trial import Recorded, Trial, given_complex, has_own_code, probe, record
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.attention import attention_of_values
 from hf_quant.kernels.native.blocks import PAIRS, Block
@@ -41,9 +48,6 @@ _JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value",
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")  # names of the width of a head
 POSITIONS = (3, 200_001)  # of the trials
-# Of a call: what does not change its result. All else is left to the host.
-_IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
-_IGNORED |= {"logits_to_keep"}  # GOT-OCR 2.0 hands it on to its layers
 _NEUTRAL = {"dropout": 0.0, "is_causal": True}
 _NOTHING: dict[str, Any] = {}
 
@@ -73,7 +77,9 @@ def _norms(module: nn.Module) -> tuple[nn.Module, ...]:
 Layout = tuple[int, tuple[int, int, int]]
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
+    """Heads of a module, and their channels."""
+
     heads: int
     shared_heads: int  # of keys and values
     D: int
@@ -81,7 +87,14 @@ class _Sizes(NamedTuple):
 
 
 class AttentionBlock:
-    """The native block of an attention module for x of one dtype, and angles of one."""
+    """The native block of an attention module for x of one dtype, and angles of one.
+
+    Attributes:
+        widths: of queries, keys, values and perhaps gates of a token; `shapes`: their heads, and channels of each.
+    """
+
+    num_states = 3  # of `widths`: queries, keys and values
+    value_dim: int | None = None  # of what a cache holds as values; None: as of keys
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, angle_dtype: torch.dtype) -> None:
         self._read(module, dtype, turned, angle_dtype)
@@ -107,7 +120,8 @@ class AttentionBlock:
             raise Unproven("its layers were replaced")
         self.watch = Watch(module)
         self.is_causal = getattr(module, "is_causal", True)  # which counts for several tokens at once
-        self.dtype, self.layers, self.angle_dtype = dtype, layers, angle_dtype
+        self.dtype, self.layers = dtype, layers
+        self._read_angles(angle_dtype)
         self.implementation, self.index = implementation_of(module), module.layer_idx
         self.K, self.N = width_of(layers[0]), outputs_of(layers[-1])
         if self.N != self.K:
@@ -118,8 +132,16 @@ class AttentionBlock:
         heads, first = width_of(layers[-1]) // D, outputs_of(layers[0]) // D
         self.is_gated = len(layers) == 4 and first == 2 * heads
         shared = outputs_of(layers[1]) // D if len(layers) == 4 else (first - heads) // 2
-        self.sizes = _Sizes(heads, shared, D, turned)
-        self.widths = (heads * D, shared * D, shared * D) + (heads * D,) * self.is_gated
+        self.sizes = Sizes(heads, shared, D, turned)
+        self._read_shapes([(heads, D), (shared, D), (shared, D)] + [(heads, D)] * self.is_gated)
+
+    def _read_angles(self, dtype: torch.dtype) -> None:
+        self.takes_complex = dtype.is_complex
+        self.angle_dtype = torch.float32 if self.takes_complex else dtype
+
+    def _read_shapes(self, shapes: list[tuple[int, int]]) -> None:
+        """Set what a trial has to find, of a module with these `shapes`."""
+        self.shapes, self.widths = shapes, tuple(heads * D for heads, D in shapes)
         self.options: dict[str, Any] = {}  # of the attention function
         self.function: Callable[..., Any] | None = None  # of a model's own attention, "eager"
         self.turn: tuple[str, bool] | None = None  # pairs and rounding of the rotary embedding
@@ -192,6 +214,14 @@ class AttentionBlock:
             y = gated
         add_product(block, y, to, self.layers[-1])
 
+    def add_output_of_trial(self, block: Block, y: int, to: int, *gate: int) -> None:
+        """`add_output` from the result of an attention function."""
+        self.add_output(block, y, to, *gate)
+
+    def width_of_trial(self) -> int:
+        """The width of the result of an attention function."""
+        return self.widths[0]
+
     def projections_of(self, add_before: Callable[[Block], int] = lambda block: 0) -> Block:
         """The block from x to queries, keys, values and gates, its last arguments; `add_before`: what lies before."""
         angles = max(self.sizes.turned, 1)
@@ -222,11 +252,16 @@ class AttentionBlock:
         """(arguments of trials, what the host does with them). Raises Unproven."""
         kind = {"angle_dtype": self.angle_dtype, "device": device}
         found = [probe(self.K, self.sizes.turned, position, self.dtype, **kind) for position in positions]
-        host = type(module)._hf_quant_block_of.forward
+        host = self.host_of(module)
         records = [record(host, module, trial) for trial in found]
         if any(not isinstance(r.output, tuple) or len(r.output) != 2 or r.output[1] is not None for r in records):
             raise Unproven(f"{type(module).__name__} returns more than its output")
         return found, records
+
+    def host_of(self, module: nn.Module) -> Callable[..., Any]:
+        """The `forward` of a module, or of its layer, which a trial calls with cos and sin."""
+        host = getattr(type(module), "_hf_quant_block_of", type(module)).forward
+        return given_complex(host) if self.takes_complex else host
 
     def layouts(self) -> list[Layout | None]:
         """The layouts that a joined projection may have; the second one is by heads."""
@@ -274,7 +309,7 @@ class AttentionBlock:
 
         `cos`, `sin`: addresses. `stride` from row to row of them.
         """
-        found = [x.new_empty(*x.shape[:2], width // self.sizes.D, self.sizes.D) for width in self.widths]
+        found = [x.new_empty(*x.shape[:2], *shape) for shape in self.shapes]
         addresses = [tensor.data_ptr() for tensor in found]
         block(x.shape[0] * x.shape[1], x.data_ptr(), cos, sin, *addresses, angle_stride=stride)
         return found
@@ -291,7 +326,7 @@ class AttentionBlock:
 
     def _check_options(self, module: nn.Module, options: dict[str, Any]) -> None:
         for name, value in options.items():
-            if name in ("scaling", *_IGNORED) or value is None:
+            if name in ("scaling", *IGNORED) or value is None:
                 continue
             if name == "softcap" or (name == "s_aux" and self._are_sinks(module, value)):
                 self.options[name] = value
@@ -306,9 +341,9 @@ class AttentionBlock:
         return own and is_plain(value) and value.shape == (self.sizes.heads,) and value.dtype in TOLERANCE
 
     def __call__(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
-        """The output for one token x [B, 1, K] of each sequence, which is added to a cache; None: left to the host."""
+        """The output for tokens x [B, S, K], which are added to a cache; None: left to the host."""
         turned = self.sizes.turned
-        if turned and not fit(*angles, len(x), turned, self.angle_dtype):
+        if turned and not fit(*angles, len(x), turned, self.angle_dtype, x.shape[1]):
             return None
         y = self.with_codes(self.block, x, angles, mask, past)
         return self._by_host(module, x, angles, mask, past) if y is None else y
@@ -325,7 +360,8 @@ class AttentionBlock:
         if count > 1 and not (is_causal and kv_cache.computes_prompts(self.implementation, self.dtype)):
             return None
         sizes, window = self.sizes, self.options.get("sliding_window")
-        tokens = kv_cache.next_tokens(layers[self.index], B, count, sizes.shared_heads, sizes.D, self.dtype)
+        kind = (sizes.shared_heads, sizes.D, self.dtype, self.value_dim)
+        tokens = kv_cache.next_tokens(layers[self.index], B, count, *kind)
         return None if tokens is None or (count == 1 and window and tokens.place[1] > window) else tokens
 
     def with_codes(self, block: Block, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor | None:
@@ -349,10 +385,26 @@ class AttentionBlock:
 
     def _by_host(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The output by the cache's own `update` and the host's attention function."""
-        q, k, v, *gate = self.projected(self.projections, x, *addresses_of(angles, self.sizes.turned))
-        y = self.attend(module, *(part.transpose(1, 2) for part in (q, k, v)), mask, past)
-        y = y.reshape(len(x), 1, self.widths[0])
+        angles = by_rows(angles, len(x))
+        projected = self.projected(self.projections, x, *addresses_of(angles, self.sizes.turned))
+        y = self.attended(module, projected, mask, past).reshape(*x.shape[:2], self.widths[0])
+        return self.output_of(y, *projected[self.num_states :])
+
+    def output_of(self, y: Tensor, *gate: Tensor) -> Tensor:
+        """The output [B, S, K] of the result of the attention, and the gate if there is one."""
         return self.layers[-1](y * gate[0].view_as(y).sigmoid() if gate else y)
+
+    def attended(self, module: nn.Module, projected: Sequence[Tensor], mask: Any, past: Any) -> Tensor:
+        """The result [B, S, heads, D] of the attention of what `projected` gives, which a cache takes if any."""
+        return self.attend(module, *(part.transpose(1, 2) for part in projected[: self.num_states]), mask, past)
+
+    def takes(self, module: nn.Module, x: Tensor, past: Any) -> bool:
+        """True if the block may compute tokens x [B, S, K] behind those of a cache."""
+        return True
+
+    def takes_places(self, tokens: int, places: Sequence[int]) -> bool:
+        """True if the native steps may compute so many tokens in these places, see `kv_cache.Places.next`."""
+        return True
 
     def attend(
         self,
@@ -396,88 +448,13 @@ def _width(norm: nn.Module, D: int) -> int:
     return D if weight is None else len(weight)
 
 
-def fit(cos: Tensor, sin: Tensor, B: int, turned: int, dtype: torch.dtype, S: int = 1) -> bool:
-    """True if cos and sin are of S tokens [1 or B, S, turned], as the block reads them."""
-    for angle in (cos, sin):
-        if angle.shape != (cos.shape[0], S, turned) or angle.dtype != dtype or not angle.is_contiguous():
-            return False
-    return cos.shape[0] in (1, B)
-
-
-def by_rows(angles: Any, B: int) -> Any:
-    """Angles of S tokens [1 or B, S, turned] as a block reads them: each row of its own, or one row for all."""
-    if not isinstance(angles, tuple) or angles[0].shape[1] == 1 or len(angles[0]) == B:
-        return angles
-    return tuple(part.expand(B, -1, -1).contiguous() for part in angles)
-
-
-def addresses_of(angles: Any, turned: int) -> tuple[int, int, int]:
-    """(addresses of cos and sin, elements from row to row) of angles `by_rows`."""
-    if not turned:
-        return 0, 0, 0
-    cos, sin = angles
-    return cos.data_ptr(), sin.data_ptr(), turned if cos.shape[0] > 1 or cos.shape[1] > 1 else 0
-
-
-def usable(mask: Any, B: int, heads: int, S: int, tokens: int) -> Tensor | None:
-    """A mask [B, 1 or heads, S, tokens] as the block reads it, None if it is of another kind."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] != S or mask.shape[3] < tokens:
-        return None
-    mask = mask[..., :tokens]
-    mask = mask if mask.dtype == torch.bool else mask.float()
-    mask = mask if mask.stride(3) == 1 else mask.contiguous()
-    return mask.expand(B, heads, S, tokens) if mask.shape[0] in (1, B) and mask.shape[1] in (1, heads) else None
-
-
-def implementation_of(module: nn.Module) -> str | None:
-    """The name of the attention function that a module's config asks for."""
-    config = getattr(module, "config", None)
-    if config is None:
-        return None  # its attention is code of its own
-    attributes = config.__dict__  # its own access to attributes takes microseconds
-    key = "_attn_implementation_internal"
-    return attributes[key] if key in attributes else config._attn_implementation
-
-
-def is_one_token(x: Any, kwargs: dict[str, Any]) -> bool:
-    """True if a module is called for one token of each sequence, with a cache and nothing that blocks do not know."""
-    if past_of(kwargs) is None or not are_tokens(x, kwargs):
-        return False
-    return x.shape[1] == 1 and x.shape[0] <= MAX_ROWS
-
-
-def are_tokens(x: Any, kwargs: dict[str, Any]) -> bool:
-    """True if a module is called for tokens x [B, S, K], with nothing that blocks do not know."""
-    if not is_served(x) or x.dim() != 3 or x.dtype not in TOLERANCE or not x.numel():
-        return False
-    return all([name in _TAKEN or value is None or value is False for name, value in kwargs.items()])
-
-
-def past_of(kwargs: dict[str, Any]) -> Any:
-    """The cache of self-attention that a module is given, None without one."""
-    past = kwargs.get(PASTS[0])
-    past = kwargs.get(PASTS[1]) if past is None else past
-    return getattr(past, "self_attention_cache", past)  # of a decoder with an encoder
-
-
-def turned_by(angles: Any) -> int:
-    """The number of channels that cos and sin turn, 0 without them."""
-    return angles[0].shape[-1] if isinstance(angles, tuple) else 0
-
-
-def angle_dtype(angles: Any, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of cos and sin in a block: that of x, `dtype`, or fp32, by which OLMo 2 turns queries and keys."""
-    return torch.float32 if isinstance(angles, tuple) and angles[0].dtype == torch.float32 else dtype
-
-
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """The module's result for one token, None where the host has to compute it."""
     x, kwargs = args[0] if args else kwargs.get("hidden_states"), by_name(module, args, kwargs)
     if module.training or has_own_code(module) or not is_one_token(x, kwargs):
         return None
     angles = kwargs.get("position_embeddings")
-    turned = turned_by(angles)
-    of_angles = angle_dtype(angles, x.dtype)
+    turned, of_angles, angles = turned_by(angles), angle_dtype(angles, x.dtype), in_pairs(angles)
     block = state.block(module, x.dtype, lambda: AttentionBlock(module, x.dtype, turned, of_angles))
     if block is None or block.K != x.shape[2] or block.implementation != implementation_of(module):
         return None
@@ -485,6 +462,3 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
         return None
     y = block(module, x, angles, kwargs.get("attention_mask"), past_of(kwargs))
     return None if y is None else (y, None)
-
-
-_TAKEN = {"hidden_states", *PASTS, "position_embeddings", "attention_mask", *_IGNORED}

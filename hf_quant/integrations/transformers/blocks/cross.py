@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.attention import (
-    POSITIONS,
-    AttentionBlock,
-    implementation_of,
-    is_attention,
-    is_one_token,
-    usable,
-)
+from hf_quant.integrations.transformers.blocks.attention import POSITIONS, AttentionBlock, is_attention
 from hf_quant.integrations.transformers.blocks.base import (
     TOLERANCE,
     Classes,
@@ -31,6 +24,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     random_rows,
     width_of,
 )
+from hf_quant.integrations.transformers.blocks.calls import implementation_of, is_one_token, usable
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
 from hf_quant.integrations.transformers.blocks.trial import Recorded, Trial, probe, records

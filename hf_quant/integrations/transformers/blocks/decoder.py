@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.angles import PLACES, Angles, LearnedPositions, X
-from hf_quant.integrations.transformers.blocks.attention import (
+from hf_quant.integrations.transformers.blocks.angles import (
+    PLACES,
+    Angles,
+    LearnedPositions,
+    X,
     addresses_of,
-    are_tokens,
     by_rows,
     fit,
-    implementation_of,
-    past_of,
-    usable,
+    in_pairs,
 )
 from hf_quant.integrations.transformers.blocks.base import (
     Call,
@@ -42,6 +42,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     twin_of,
     weight_of,
 )
+from hf_quant.integrations.transformers.blocks.calls import are_tokens, implementation_of, past_of, usable
 from hf_quant.integrations.transformers.blocks.inputs import SETTINGS, Inputs, NewTokens, named_inputs
 from hf_quant.integrations.transformers.blocks.layer import LayerBlock, attention_of, is_layer
 from hf_quant.integrations.transformers.blocks.recurrent import RecurrentLayer, States, is_recurrent_layer
@@ -116,7 +117,7 @@ class DecoderBlock:
             _check(call, before, inputs, inputs.seen(place.place[1], window))
             angles = call.kwargs.get("position_embeddings")
             number = None if angles is None else [made.result is angles for made in rotary].index(True)
-            turned = block.attention.sizes.turned
+            turned, angles = block.attention.sizes.turned, in_pairs(angles)
             if turned and (
                 angles is None or not fit(*angles, len(x), turned, block.attention.angle_dtype, x.shape[1])
             ):
@@ -156,7 +157,7 @@ class DecoderBlock:
         x = x if self.scale is None else x * self.scale
         if x.dtype != self.dtype or not is_served(x):
             return None
-        angles = [by_rows(rotary(x, inputs.positions), len(x)) for rotary in self.rotary]
+        angles = [by_rows(in_pairs(rotary(x, inputs.positions)), len(x)) for rotary in self.rotary]
         results = [new_result(x.shape, x.dtype) for _ in parts]
         rows = [x, *results]
         runs = [part.run(inputs, x, y, angles, place) for part, x, y, place in zip(parts, rows, results, places)]
@@ -199,7 +200,9 @@ class _CachedPart:
 
     def places(self, inputs: Inputs) -> list[int] | None:
         """See `kv_cache.Places.next`."""
-        return self.tokens.next(inputs.sizes[1])
+        B, S = inputs.sizes
+        places = self.tokens.next(S)
+        return places if places is not None and self.attention.takes_places(B * S, places) else None
 
     def run(
         self, inputs: Inputs, x: Tensor, y: Tensor, angles: list[Any], places: list[int]

@@ -13,26 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kernels, kv_cache
-from hf_quant.integrations.transformers.blocks.attention import (
-    _IGNORED,
-    _TAKEN,
-    POSITIONS,
-    AttentionBlock,
-    _norms,
-    _width,
-    fit,
-    implementation_of,
-    turned_by,
-)
+from hf_quant.integrations.transformers.blocks.angles import fit, turned_by
+from hf_quant.integrations.transformers.blocks.attention import POSITIONS, AttentionBlock, _norms, _width
 from hf_quant.integrations.transformers.blocks.base import TOLERANCE, State, Unproven, Watch, difference, state_of
-from hf_quant.integrations.transformers.blocks.gpu import (
-    GpuMLP,
-    GpuNorm,
-    block_of,
-    check_place,
-    closest,
-    is_served,
-)
+from hf_quant.integrations.transformers.blocks.calls import IGNORED, TAKEN, implementation_of
+from hf_quant.integrations.transformers.blocks.gpu import GpuMLP, GpuNorm, block_of, check_place, closest, is_served
 from hf_quant.integrations.transformers.blocks.layer import (
     attention_of,
     feed_forward,
@@ -109,7 +94,7 @@ class GpuAttention(AttentionBlock):
     ) -> Tensor:
         """The output [B, S, K] for tokens x [B, S, K]; `kwargs` of the host's call."""
         q, k, v = self.project(x, angles)
-        more = {name: value for name, value in kwargs.items() if name in _IGNORED} if self.passes else {}
+        more = {name: value for name, value in kwargs.items() if name in IGNORED} if self.passes else {}
         y = self.attend(module, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, past, more)
         return self.layers[-1](y.reshape(*x.shape[:2], -1))
 
@@ -139,7 +124,7 @@ def _are_tokens(module: nn.Module, x: Any, kwargs: Mapping[str, Any]) -> bool:
     """True if a module is called for tokens x [B, S, K], with nothing that blocks do not know."""
     if module.training or not is_served(module, x) or x.dim() != 3:
         return False
-    return all([name in _TAKEN or value is None or value is False for name, value in kwargs.items()])
+    return all([name in TAKEN or value is None or value is False for name, value in kwargs.items()])
 
 
 def _attention_of(module: nn.Module, state: State, x: Tensor, angles: Any) -> GpuAttention | None:

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.attention import (
-    AttentionBlock,
-    angle_dtype,
-    are_tokens,
-    fit,
-    implementation_of,
-    is_attention,
-    past_of,
-    turned_by,
-)
+from hf_quant.integrations.transformers.blocks.angles import angle_dtype, fit, in_pairs, turned_by
+from hf_quant.integrations.transformers.blocks.attention import AttentionBlock, is_attention
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
+    QUANTIZED,
     TOLERANCE,
     Classes,
     State,
@@ -31,6 +24,8 @@ from hf_quant.integrations.transformers.blocks.base import (
     by_name,
     difference,
 )
+from hf_quant.integrations.transformers.blocks.calls import are_tokens, implementation_of, past_of
+from hf_quant.integrations.transformers.blocks.latent import LatentAttention, is_latent_attention
 from hf_quant.integrations.transformers.blocks.mixture import MixtureBlock, is_mixture
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp, takes_more
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
@@ -60,6 +55,7 @@ _WAYS |= dict.fromkeys(_PARALLEL, [(True, False), (True, True)])
 _FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 _INLINE = {"fc1", "fc2", "activation_fn"}  # a feed-forward block without a module of its own (OPT)
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
+_FACTORS = ("residual_multiplier", "residual_scale")  # of what is added to x: Granite, MiniCPM3
 _POSITION = 5  # of the trial
 CHUNK = 512  # rows at a time: what lies between two steps stays in the caches
 
@@ -72,7 +68,9 @@ def is_layer(module: nn.Module, linear: Classes) -> bool:
 def has_attention(module: nn.Module, linear: Classes) -> bool:
     """True if a module has the parts of a layer with attention, by their names."""
     name = name_of_attention(module)
-    return has_parts(module, name, linear) and is_attention(module._modules[name], linear)
+    if not has_parts(module, name, linear):
+        return False
+    return is_attention(module._modules[name], linear) or is_latent_attention(module._modules[name], linear)
 
 
 def name_of_attention(module: nn.Module) -> str:
@@ -119,7 +117,7 @@ class Rest:
             raise Unproven("the widths of attention and feed-forward differ")
         self.K, self.names = K, names_of_norms(module, mixer) or ()
         self.norms = [None if name is None else NormBlock(children[name], K, dtype) for name in self.names]
-        self.factor = float(getattr(module, "residual_multiplier", 1.0))  # Granite
+        self.factor = next((float(getattr(module, name)) for name in _FACTORS if hasattr(module, name)), 1.0)
 
     def add_before(self, block: Block) -> int:
         """Add the norm before the attention to a block; returns the buffer of its result."""
@@ -147,10 +145,8 @@ class Rest:
 class LayerBlock:
     """The native block of a layer with attention for x of one dtype, and angles of one."""
 
-    kind_of_attention = AttentionBlock
-
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
-        self.attention = attention = self.kind_of_attention(attention_of(module), dtype, turned, of_angles)
+        self.attention = attention = self.kind_of_attention(module)(attention_of(module), dtype, turned, of_angles)
         self.K = attention.K
         self.rest = rest = Rest(module, name_of_attention(module), self.K, dtype)
         self.watch = Watch.of_all([Watch(module), attention.watch, rest.mlp.watch])
@@ -164,16 +160,27 @@ class LayerBlock:
         self._add_rest(self.block, x, y, 3)
         self.block.finish()
 
+    def kind_of_attention(self, module: nn.Module) -> type[AttentionBlock]:
+        """The class of the block of a layer's attention."""
+        return LatentAttention if is_latent_attention(attention_of(module), QUANTIZED) else AttentionBlock
+
     def ways(self) -> list[tuple[bool, bool]]:
         """The values that `is_parallel` and `residual_last` may have."""
         return _WAYS.get(self.rest.names, [(False, False)])
 
-    def make_last(self, dtype: torch.dtype) -> Block:
-        """The block from x and the result of the attention to the output; the last argument is the gate, if any."""
-        block = Block(dtype, self.K, self.attention.widths[0], self.K, *self.attention.widths[3:])
+    def make_last(self, dtype: torch.dtype, *, of_trial: bool = False) -> Block:
+        """The block from x and the result of the attention to the output; the last argument is the gate, if any.
+
+        `of_trial`: that of an attention function.
+        """
+        attention = self.attention
+        gates = attention.widths[attention.num_states :]
+        width = attention.width_of_trial() if of_trial else attention.widths[0]
+        block = Block(dtype, self.K, width, self.K, *gates)
         reads_same = self.is_parallel and self.rest.norms[2] is None
         x, y = self.rest.add_before(block) if reads_same else 0, block.buffer(self.K)
-        self.attention.add_output(block, 1, y, *range(3, len(self.attention.widths)))
+        add = attention.add_output_of_trial if of_trial else attention.add_output
+        add(block, 1, y, *range(3, 3 + len(gates)))
         self._add_rest(block, x, y, 2)
         return block.finish()
 
@@ -192,7 +199,7 @@ class LayerBlock:
 
     def _prove(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
         """Compare with the host's layer, whose attention function returns a given result. Raises Unproven."""
-        host = type(module)._hf_quant_block_of.forward
+        host = self.attention.host_of(module)
         kind = self.attention.angle_dtype
         probes = [probe(self.K, turned, _POSITION, dtype, tokens, angle_dtype=kind) for tokens in (1, 3)]
         # Beside a large x, what a layer with small weights adds to it is lost in its rounding.
@@ -202,14 +209,15 @@ class LayerBlock:
         error = max(self.attention.error(*pair) for pair in zip(projected, records))
         ways, blocks, errors = self.ways(), [], []
         for self.is_parallel, self.residual_last in ways:
-            blocks.append(self.make_last(dtype))
-            found = zip(probes, projected, records)
-            results = [(trial[0], parts[3:], of.result.contiguous(), of.output) for trial, parts, of in found]
+            blocks.append(self.make_last(dtype, of_trial=True))
+            found, gates = zip(probes, projected, records), slice(self.attention.num_states, None)
+            results = [(trial[0], parts[gates], of.result.contiguous(), of.output) for trial, parts, of in found]
             errors.append(max(error, *(error_of(blocks[-1], *result) for result in results)))
             if not self.is_parallel and self.attention.layout is None and errors[-1] <= TOLERANCE[dtype]:
                 break  # of the others only GPT-NeoX is known
         best = errors.index(min(errors))
-        (self.is_parallel, self.residual_last), self.last = ways[best], blocks[best]
+        self.is_parallel, self.residual_last = ways[best]
+        self.last = self.make_last(dtype)
         if not min(errors) <= TOLERANCE[dtype]:
             name = type(module).__name__
             raise Unproven(f"{name} puts its parts together otherwise: off by {min(errors):.3g} roundings")
@@ -221,22 +229,22 @@ class LayerBlock:
     def in_parts(self, module: nn.Module, x: Tensor, angles: Any, mask: Any, past: Any) -> Tensor:
         """The layer's output for tokens x [B, S, K], whose attention is the host's."""
         B, S, K = x.shape
-        _, _, D, turned = self.attention.sizes
-        widths = self.attention.widths
-        q, k, v, *gate = projected = [x.new_empty(B, S, width // D, D) for width in widths]
+        attention, turned = self.attention, self.attention.sizes.turned
+        widths, states = attention.widths, attention.num_states
+        projected = [x.new_empty(B, S, *shape) for shape in attention.shapes]
         cos, sin = (part.expand(B, S, turned).contiguous() for part in angles) if turned else (None, None)
         for start in range(0, B * S, CHUNK):
             rows = min(CHUNK, B * S - start)
             parts = ((x, K), (cos, turned), (sin, turned), *zip(projected, widths))
             at = [0 if part is None else _address(part, start * width) for part, width in parts]
             self.first(rows, *at, angle_stride=turned)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        attended = self.attention.attend(attention_of(module), q, k, v, mask, past)
+        attended = attention.attended(attention_of(module), projected, mask, past)
         if attended.dtype != x.dtype or not attended.is_contiguous():
             attended = attended.to(x.dtype).contiguous()
         y = torch.empty_like(x)
+        gates = list(zip(projected[states:], widths[states:]))
         for start in range(0, B * S, CHUNK):
-            rows, parts = min(CHUNK, B * S - start), ((x, K), (attended, widths[0]), (y, K), *zip(gate, widths[3:]))
+            rows, parts = min(CHUNK, B * S - start), ((x, K), (attended, widths[0]), (y, K), *gates)
             self.last(rows, *[_address(part, start * width) for part, width in parts])
         return y
 
@@ -258,8 +266,7 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
     if not args or module.training or not are_tokens(args[0], kwargs):
         return None
     x, angles = args[0], kwargs.get("position_embeddings")
-    turned = turned_by(angles)
-    of_angles = angle_dtype(angles, x.dtype)
+    turned, of_angles, angles = turned_by(angles), angle_dtype(angles, x.dtype), in_pairs(angles)
     block = state.block(module, x.dtype, lambda: LayerBlock(module, x.dtype, turned, of_angles))
     if block is None or block.K != x.shape[2]:
         return None
@@ -270,6 +277,8 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
     if turned and not fit(*angles, B, turned, attention.angle_dtype, S):
         return None
     mask, past = kwargs.get("attention_mask"), past_of(kwargs)
+    if not attention.takes(attention_of(module), x, past):
+        return None
     is_short = B * S <= (MAX_ROWS if S == 1 else CHUNK)
     y = attention.with_codes(block.block, x, angles, mask, past) if is_short else None
     return block.in_parts(module, x, angles, mask, past) if y is None else y

@@ -16,17 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.attention import (
-    _NOTHING,
-    POSITIONS,
-    AttentionBlock,
-    Layout,
-    angle_dtype,
-    are_tokens,
-    fit,
-    past_of,
-    turned_by,
-)
+from hf_quant.integrations.transformers.blocks.angles import angle_dtype, fit, turned_by
+from hf_quant.integrations.transformers.blocks.attention import _NOTHING, POSITIONS, AttentionBlock, Layout
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
     TOLERANCE,
@@ -38,12 +29,8 @@ from hf_quant.integrations.transformers.blocks.base import (
     difference,
     random_rows,
 )
-from hf_quant.integrations.transformers.blocks.layer import (
-    LayerBlock,
-    attention_of,
-    error_of,
-    has_attention,
-)
+from hf_quant.integrations.transformers.blocks.calls import are_tokens, past_of
+from hf_quant.integrations.transformers.blocks.layer import LayerBlock, attention_of, error_of, has_attention
 from hf_quant.integrations.transformers.blocks.trial import Trial, has_own_code, output_of, probe
 from hf_quant.kernels.native.blocks import Block
 from hf_quant.kernels.native.places import entries_of
@@ -115,8 +102,6 @@ class OwnLayer(LayerBlock):
         tables: cosines and sines [positions, turned channels], None if angles are given.
     """
 
-    kind_of_attention = OwnAttention
-
     def __init__(
         self, module: nn.Module, dtype: torch.dtype, angles: Any, of_mask: torch.dtype, has_bias: bool
     ) -> None:
@@ -129,6 +114,9 @@ class OwnLayer(LayerBlock):
             turned, self.of_angles = self.table.shape[-1], [dtype, self.table.dtype]
         super().__init__(module, dtype, turned, self.of_angles[0])
         self.watch = Watch.of_all([self.watch, Watch(entries=entries_of(buffers))])
+
+    def kind_of_attention(self, module: nn.Module) -> type[AttentionBlock]:
+        return OwnAttention
 
     def _prove(self, module: nn.Module, dtype: torch.dtype, turned: int) -> None:
         attention = self.attention

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from hf_quant.integrations.transformers.blocks.attention import _TAKEN
 from hf_quant.integrations.transformers.blocks.base import (
     QUANTIZED,
     TOLERANCE,
@@ -25,6 +24,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     is_served,
     random_rows,
 )
+from hf_quant.integrations.transformers.blocks.calls import TAKEN
 from hf_quant.integrations.transformers.blocks.layer import CHUNK, Rest, has_parts
 from hf_quant.integrations.transformers.blocks.mlp import named
 from hf_quant.integrations.transformers.blocks.norm import _eps_of
@@ -383,7 +383,7 @@ def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, 
         return None
     if kwargs.get("attention_mask") is not None:
         return None
-    if not all([name in _TAKEN or name == cache or value is None or value is False for name, value in kwargs.items()]):
+    if not all([name in TAKEN or name == cache or value is None or value is False for name, value in kwargs.items()]):
         return None
     found = state.block(module, x.dtype, lambda: make(x.dtype))
     if found is None or found.K != x.shape[2]:

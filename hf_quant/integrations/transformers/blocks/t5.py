@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_quant.integrations.transformers.blocks.base import (
-    Classes,
-    State,
-    Unproven,
-    Watch,
-    by_name,
-    random_rows,
-)
+from hf_quant.integrations.transformers.blocks.base import Classes, State, Unproven, Watch, by_name, random_rows
 from hf_quant.integrations.transformers.blocks.cross import ENCODER, STATES, CrossLayer, PartOfLayer, run
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
 from hf_quant.integrations.transformers.blocks.norm import is_norm

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.base import Unproven, random_rows
+from hf_quant.integrations.transformers.blocks.calls import PASTS
 
 
-PASTS = ("past_key_values", "layer_past")  # names of the argument with the cache
 Trial = tuple[Tensor, Tensor, Tensor, int]  # x [2, S, K], cos and sin [2, S, turned], position
 
 
@@ -70,8 +70,8 @@ def records(host: Callable[..., Any], module: nn.Module, trial: Trial, **more: A
     seen: list[tuple] = []
 
     def attend(function: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        B, H, S, D = q.shape
-        result = random_rows(B, S, H, D, dtype=q.dtype, seed=77 + len(seen), device=q.device)
+        B, H, S, _ = q.shape
+        result = random_rows(B, S, H, v.shape[-1], dtype=q.dtype, seed=77 + len(seen), device=q.device)
         seen.append((q.clone(), k.clone(), v.clone(), function, options, result))
         return result
 
@@ -94,6 +94,17 @@ def output_of(host: Callable[..., Any], module: nn.Module, trial: Trial, past: A
     positions = torch.arange(position, position + x.shape[1], device=x.device).expand(len(x), -1)
     more |= {"position_ids": positions, "cache_position": positions[0]}
     return host(module, hidden_states=x, **more)
+
+
+def given_complex(host: Callable[..., Any]) -> Callable[..., Any]:
+    """A host's `forward` that is given complex angles in place of cos and sin."""
+
+    @wraps(host)
+    def forward(*args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
+        cos, sin = (part[..., : part.shape[-1] // 2].contiguous() for part in position_embeddings)
+        return host(*args, position_embeddings=torch.complex(cos, sin), **kwargs)
+
+    return forward
 
 
 def record(host: Callable[..., Any], module: nn.Module, trial: Trial) -> Recorded:

@@ -63,11 +63,17 @@ class AttentionTasks {
     split_ = max64(a.T, 1);
     if (blocks_ == 1) split_ = max64(kSplitTokens, ceil_div(ceil_div(a.T, kMaxSplits), kTokens) * kTokens);
     splits_ = max64(ceil_div(a.T, split_), 1);
+    // All heads read one cache of latents: a task for each thread.
+    const int64_t tasks = a.B * a.H_kv * blocks_;
+    if (a.more != nullptr && splits_ == 1 && tasks < a.threads) {
+      block_rows_ = max64(ceil_div(rows_, ceil_div(a.threads, a.B * a.H_kv)), 8);
+      blocks_ = ceil_div(rows_, block_rows_);
+    }
   }
 
   bool run() {
     if (a_.part != WHOLE) return AttentionParts<Panels>(a_).run();
-    const int64_t heads = a_.B * a_.H_kv, partial_rows = blocks_ == 1 ? rows_ : 0;
+    const int64_t heads = a_.B * a_.H_kv, partial_rows = splits_ > 1 ? rows_ : 0;
     const size_t partial = static_cast<size_t>(partial_rows * (a_.D + 2));
     float* partials = nullptr;
     if (splits_ > 1) {
@@ -78,7 +84,7 @@ class AttentionTasks {
     std::atomic<bool> ok{true};
     parallel_for(heads * blocks_ * splits_, is_short ? 1 : a_.threads, [&](int64_t task) {
       const int64_t split = task % splits_, block = task / splits_ % blocks_, head = task / splits_ / blocks_;
-      const int64_t first = block * kQueryRows, rows = min64(kQueryRows, rows_ - first);
+      const int64_t first = block * block_rows_, rows = min64(block_rows_, rows_ - first);
       float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats(rows) * sizeof(float)));
       if (scratch == nullptr) {
         ok = false;
@@ -106,22 +112,31 @@ class AttentionTasks {
   using Dot = typename Panels::Dot;
   static constexpr int PER = Dot::PER;
 
-  // seen | queries [rows, D] | scores of the rows | panel [kTokens, D] | scores of a panel | of what the keys lack [rows]
+  // seen | queries [rows, D] | more of them | scores of the rows | panel [kTokens, D] | scores of a panel | of what the keys
+  // lack [rows]
   size_t scratch_floats(int64_t rows) const {
     const int64_t of_panel = Panels::STEP == kTokens ? 0 : rows * kTokens;
-    return static_cast<size_t>(rows * (a_.D + 2) + rows * a_.D + rows * step(rows) + kTokens * a_.D + of_panel + rows);
+    const int64_t of_rows = 2 * a_.D + more_channels() + step(rows) + 3;
+    return static_cast<size_t>(rows * of_rows + kTokens * panel_channels() + of_panel);
   }
 
-  int64_t step(int64_t rows) const { return Panels::few(a_, rows) ? kFewTokens : Panels::STEP; }
+  int64_t more_channels() const { return a_.more == nullptr ? 0 : a_.more->D; }
+  int64_t panel_channels() const { return max64(a_.D, more_channels()); }
+  int64_t step(int64_t rows) const {
+    return a_.more == nullptr && Panels::few(a_, rows) ? kFewTokens : Panels::STEP;
+  }
 
   // Scores of tokens t..t + count, `tokens` apart.
   void score(int64_t b, int64_t h, int64_t t, int64_t count, const float* queries, int64_t rows, int64_t tokens,
              float* panel, float* of_panel, float* scores) const {
     for (int64_t at = 0; at < count; at += kTokens) {
       float* to = Panels::STEP == kTokens ? scores : of_panel;
-      Panels::keys(a_, b, h, t + at, min64(kTokens, count - at), panel);
       memset(to, 0, static_cast<size_t>(rows * kTokens) * sizeof(float));
-      multiply<Dot>(queries, a_.D, rows, panel, kTokens, a_.D / PER, to);
+      const float* left = queries;
+      for (const Attention* a = &a_; a != nullptr; left += rows * a->D, a = a->more) {
+        Panels::keys(*a, b, h, t + at, min64(kTokens, count - at), panel);
+        multiply<Dot>(left, a->D, rows, panel, kTokens, a->D / PER, to);
+      }
       for (int64_t i = 0; i < rows * kTokens && PER > 1; ++i) to[i] *= a_.scale;
       for (int64_t r = 0; r < rows && to != scores; ++r)
         memcpy(scores + r * tokens + at, to + r * kTokens, kTokens * sizeof(float));
@@ -142,24 +157,35 @@ class AttentionTasks {
   }
 
   // Row r of a head of the keys: position r / repeats_, head r % repeats_ of the queries that share it.
-  const char* query(int64_t head, int64_t r) const {
-    const int64_t at = head / a_.H_kv * a_.q_batch + (head % a_.H_kv * repeats_ + r % repeats_) * a_.q_head +
-                       r / repeats_ * a_.q_position;
-    return static_cast<const char*>(a_.q) + at * element_size(a_.q_dtype);
+  const char* query(const Attention& a, int64_t head, int64_t r) const {
+    const int64_t at = head / a_.H_kv * a.q_batch + (head % a_.H_kv * repeats_ + r % repeats_) * a.q_head +
+                       r / repeats_ * a.q_position;
+    return static_cast<const char*>(a.q) + at * element_size(a_.q_dtype);
   }
 
-  void load_query(const char* from, int64_t head, float* values) const {
-    to_float(from, a_.q_dtype, 0, a_.D, values);
-    if (!a_.rotates && a_.frame == nullptr) return;
-    if (a_.frame != nullptr) {
-      const float* spread = a_.frame + (2 * head + 1) * a_.D;
-      for (int64_t d = 0; d < a_.D; ++d) values[d] *= spread[d];
+  // A row as it meets keys.
+  void load_query(const Attention& a, int64_t head, int64_t r, float* values) const {
+    const char* from = query(a, head, r);
+    if (PER > 1) {  // scores are scaled
+      memcpy(values, from, static_cast<size_t>(a.D) * sizeof(uint16_t));
+      return;
     }
-    if (a_.rotates) rotate(values, a_.D);
+    transform_query(a, from, head, values);
+    for (int64_t d = 0; d < a.D; ++d) values[d] *= a_.scale;
+  }
+
+  void transform_query(const Attention& a, const char* from, int64_t head, float* values) const {
+    to_float(from, a_.q_dtype, 0, a.D, values);
+    if (!a.rotates && a.frame == nullptr) return;
+    if (a.frame != nullptr) {
+      const float* spread = a.frame + (2 * head + 1) * a.D;
+      for (int64_t d = 0; d < a.D; ++d) values[d] *= spread[d];
+    }
+    if (a.rotates) rotate(values, a.D);
     if (a_.q_dtype == F32) return;
     uint16_t rounded[kMaxHeadDim];
-    store_row(values, a_.D, rounded, a_.q_dtype, 0);
-    to_float(rounded, a_.q_dtype, 0, a_.D, values);
+    store_row(values, a.D, rounded, a_.q_dtype, 0);
+    to_float(rounded, a_.q_dtype, 0, a.D, values);
   }
 
   // The score of what the keys lack in their frame, which all tokens have.
@@ -180,23 +206,18 @@ class AttentionTasks {
               float* scratch) const {
     const int64_t b = head / a_.H_kv, h = head % a_.H_kv;
     const int64_t tokens = step(rows);
-    float *queries = scratch, *scores = queries + rows * a_.D, *panel = scores + rows * tokens;
-    float* of_panel = panel + kTokens * a_.D;
+    float *queries = scratch, *more = queries + rows * a_.D, *scores = more + rows * more_channels();
+    float *panel = scores + rows * tokens, *of_panel = panel + kTokens * panel_channels();
     float* lacking_scores = of_panel + (Panels::STEP == kTokens ? 0 : rows * kTokens);
     for (int64_t r = 0; r < rows; ++r) {
-      const char* from = query(head, first + r);
-      if (a_.softcap > 0.0f) lacking_scores[r] = lacking_score(from, head);
-      if (PER > 1) {  // scores are scaled
-        memcpy(queries + r * a_.D, from, static_cast<size_t>(a_.D) * sizeof(uint16_t));
-      } else {
-        load_query(from, head, queries + r * a_.D);
-        for (int64_t d = 0; d < a_.D; ++d) queries[r * a_.D + d] *= a_.scale;
-      }
+      if (a_.softcap > 0.0f) lacking_scores[r] = lacking_score(query(a_, head, first + r), head);
+      load_query(a_, head, first + r, queries + r * a_.D);
+      if (a_.more != nullptr) load_query(*a_.more, head, first + r, more + r * more_channels());
       seen.top[r] = -INFINITY;
       seen.weight[r] = 0.0f;
     }
     memset(seen.out, 0, static_cast<size_t>(rows * a_.D) * sizeof(float));
-    if (tokens != kFewTokens) memset(panel, 0, static_cast<size_t>(kTokens * a_.D) * sizeof(float));  // what it holds counts
+    if (tokens != kFewTokens) memset(panel, 0, static_cast<size_t>(kTokens * panel_channels()) * sizeof(float));  // it counts
     begin = max64(begin, first_seen(first / repeats_) / kTokens * kTokens);
     end = min64(end, end_seen((first + rows - 1) / repeats_));
     for (int64_t t = begin; t < end; t += tokens) {
@@ -219,6 +240,7 @@ class AttentionTasks {
         round_scores(count, scores + r * tokens);
       }
       if (!any) continue;
+      if (t == 0 && a_.first != nullptr && a_.shares) add_first(a_.first + head * a_.D, rows, tokens, scores, seen.out);
       if (tokens == kFewTokens) {
         Panels::add(a_, b, h, t, count, scores, rows, seen.out);
       } else {
@@ -229,6 +251,12 @@ class AttentionTasks {
         }
       }
     }
+  }
+
+  // What the first value lacks, to the sums of all rows.
+  void add_first(const float* lacking, int64_t rows, int64_t tokens, const float* weights, float* out) const {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t d = 0; d < a_.D; ++d) out[r * a_.D + d] += weights[r * tokens] * lacking[d];
   }
 
   // Of D channels, which are a multiple of 16.
@@ -313,11 +341,15 @@ class AttentionTasks {
       const float lse = seen.top[r] + std::log(seen.weight[r]);
       float inverse = seen.weight[r] == 0.0f ? 0.0f : 1.0f / seen.weight[r];
       if (a_.sinks != nullptr) {
-        const float all = a_.softcap > 0.0f ? lse : lse + lacking_score(query(head, first + r), head);
+        const float all = a_.softcap > 0.0f ? lse : lse + lacking_score(query(a_, head, first + r), head);
         inverse /= 1.0f + std::exp(load_as_float(a_.sinks, a_.sinks_dtype, h) - all);
       }
       for (int64_t d = 0; d < a_.D; ++d) out[d] *= inverse;
       if (a_.rotates_values) rotate(out, a_.D);
+      if (a_.shares && a_.frame != nullptr && seen.weight[r] != 0.0f) {
+        const float *mean = a_.frame + 2 * head * a_.D, *spread = mean + a_.D;
+        for (int64_t d = 0; d < a_.D; ++d) out[d] = out[d] * spread[d] + mean[d];
+      }
       store_row(out, a_.D, a_.y, a_.q_dtype, b * a_.y_batch + h * a_.y_head + position * a_.y_position);
       a_.lse[(b * a_.H + h) * a_.S + position] = lse;
     }
@@ -325,7 +357,7 @@ class AttentionTasks {
 
   const Attention& a_;
   const int64_t repeats_, rows_;
-  int64_t blocks_, split_, splits_;
+  int64_t blocks_, block_rows_ = kQueryRows, split_, splits_;
 };
 
 static bool attention(const Attention& a) {

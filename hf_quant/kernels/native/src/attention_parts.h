@@ -14,7 +14,8 @@ namespace HFQ_SET {
 template <class Panels>
 class AttentionParts {
  public:
-  explicit AttentionParts(const Attention& a) : a_(a), width_(a.part == SUMS ? a.T : a.D) {}
+  explicit AttentionParts(const Attention& a) : a_(a), width_(a.part == SUMS ? a.T : a.D),
+        scale_(a.global_scale == nullptr ? a.scale : a.scale * *a.global_scale) {}
 
   bool run() const {
     const int64_t rows = min64(a_.S, kQueryRows), heads = a_.B * a_.H;
@@ -42,8 +43,8 @@ class AttentionParts {
     float *left = scratch, *sums = left + rows * width_, *some = sums + rows * a_.D, *panel = some + rows * kFewTokens;
     for (int64_t r = 0; r < rows; ++r) {
       to_float(a_.q, a_.q_dtype, q + r * a_.q_position, width_, left + r * width_);
-      if (a_.rotates) rotate(left + r * width_, width_);
-      for (int64_t i = 0; i < width_; ++i) left[r * width_ + i] *= a_.scale;
+      if (a_.part == SCORES && a_.block != 0) rotate_blocks(left + r * width_, a_.diagonal, a_.D, a_.block);
+      for (int64_t i = 0; i < width_; ++i) left[r * width_ + i] *= scale_;
     }
     memset(sums, 0, static_cast<size_t>(rows * a_.D) * sizeof(float));
     for (int64_t t = 0; t < a_.T; t += tokens) {
@@ -58,8 +59,10 @@ class AttentionParts {
         add(b, h, t, count, rows, tokens, some, panel, sums);
       }
     }
-    for (int64_t r = 0; r < rows && a_.part == SUMS; ++r)
+    for (int64_t r = 0; r < rows && a_.part == SUMS; ++r) {
+      if (a_.block != 0) rotate_back(sums + r * a_.D, a_.diagonal, a_.D, a_.block);
       store_row(sums + r * a_.D, a_.D, a_.y, a_.q_dtype, y + r * a_.y_position);
+    }
   }
 
   void scores(int64_t b, int64_t h, int64_t t, int64_t count, int64_t rows, int64_t tokens, const float* left,
@@ -79,6 +82,7 @@ class AttentionParts {
 
   const Attention& a_;
   const int64_t width_;  // of rows of q
+  const float scale_;
 };
 
 }  // namespace HFQ_SET

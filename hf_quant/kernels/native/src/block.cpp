@@ -173,6 +173,19 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
       p.threads = call.threads;
       return kernels.small_product(p);
     }
+    case BlockStep::HEADS: {
+      Attention p = step.rows;
+      p.S = call.M;
+      p.q = at[from];
+      p.q_dtype = buffers_[from].dtype;
+      p.q_position = buffers_[from].width;
+      p.q_head = buffers_[from].width / p.H;
+      p.y = at[to];
+      p.y_position = buffers_[to].width;
+      p.y_head = buffers_[to].width / p.H;
+      p.threads = call.threads;
+      return kernels.attention(p);
+    }
     case BlockStep::CONVOLVE: {
       ConvolveRows c = step.convolve;
       c.sequences = call.sequences;
@@ -314,6 +327,23 @@ bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockSte
     p.first = call.first == HELD ? cache.first : nullptr;
     p.k = read_of(cache.k, call);
     p.v = read_of(cache.v, call);
+  }
+  Attention more = p;
+  if (step.is_latent) {
+    p.v = p.k;
+    p.rotates_values = p.rotates;
+    p.shares = true;
+    p.more = &more;
+    more.D = cache.v.D;
+    more.groups = cache.v.groups;
+    more.group_size = more.D / more.groups;
+    more.q = at[step.from[1]];
+    more.q_head = more.D;
+    more.q_position = p.H * more.D;
+    more.q_batch = p.S * more.q_position;
+    more.rotates = cache.v.rotates;
+    more.frame = nullptr;
+    more.k = more.v;
   }
   p.mask = call.mask;
   p.mask_dtype = call.mask_dtype;

@@ -17,7 +17,7 @@ struct BlockBuffer {
 };
 
 struct BlockStep {
-  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH, SMALL, CONVOLVE, DELTA, PICK, SCAN } kind;
+  enum Kind : int { PRODUCT, NORM, TURN, GATE, ADD, APPEND, ATTEND, ROUTE, COMBINE, WEIGH, SMALL, CONVOLVE, DELTA, PICK, SCAN, HEADS } kind;
   int from[3], to;  // buffers; -1: none
   Product product;
   bool routed;  // PRODUCT: of rows that ROUTE has sorted by experts
@@ -35,6 +35,8 @@ struct BlockStep {
   int64_t heads, shared_heads;  // ATTEND: of queries; APPEND and ATTEND: of keys and values
   float scale, softcap;         // ATTEND: of the scores, see Attention; ADD: scale of what is added
   int64_t window;               // ATTEND: as in Attention
+  bool is_latent;               // ATTEND: to latents, the keys of the cache, and to its values, which are more keys
+  Attention rows;               // HEADS
   const void* sinks;
   int sinks_dtype;
 };

@@ -45,7 +45,7 @@ constexpr int64_t kMaxBlock = 1024;  // of a Hadamard transform
 
 // y = softmax(cap(q @ k.T * scale) + mask) @ v, and the logarithm of the sum of its exponentials.
 // SCORES: y [B, H, S, T] = q @ k.T * scale alone; SUMS: y = q [B, H, S, T] * scale @ v alone. Both take codes, of H = H_kv
-// heads, and know nothing of masks and of what keys lack; q of SCORES may be rotated, and is not rounded then.
+// heads, and know nothing of masks and of what keys lack.
 enum AttentionPart : int { WHOLE, SCORES, SUMS };
 
 struct Attention {
@@ -68,6 +68,15 @@ struct Attention {
   float* lse;  // [B, H, S]
 
   Cache k, v;
+  // Latent attention: v is k, and y gets what its values lack in their frame, and as the first one.
+  bool shares;
+  // Its further keys, of D channels of their own, and their queries: what is read of it are D, groups, group_size, q, its
+  // strides, rotates and k. Their scores are added to those of the latents. Null if there are none.
+  const Attention* more;
+  // Of parts, if block is not 0: codes are of rows * diagonal [D], times the Hadamard matrix in each block of columns.
+  const float* diagonal;
+  int64_t block;
+  const float* global_scale;  // of parts: one more factor of all scales, or null
   const void* mask;  // F32 to be added, or INT8 for booleans; null if there is none; strides in elements, of tokens 1
   int mask_dtype;
   int64_t mask_batch, mask_head, mask_position;
@@ -228,6 +237,7 @@ enum TurnedPairs : int {
   NEIGHBORS,  // 2 i and 2 i + 1; at c
   NEIGHBORS_BY_PAIR,  // the same; at i
   HALVES_BY_PAIR,     // c and c + turned / 2; both at c, below turned / 2
+  HALVES_OF_NEIGHBORS,  // 2 i and 2 i + 1, which go to i and i + turned / 2; at c
 };
 
 // x [rows, heads, width] in place: the first `turned` channels of each head become x * cos + pair of x * sin.

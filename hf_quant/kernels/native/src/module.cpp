@@ -137,22 +137,48 @@ void read_cache(Arguments& a, Cache& c) {
   c.scale_group = a.number();
 }
 
+// The queries of an attention, and how the codes lie that they meet.
+void read_queries(Arguments& a, Attention& p) {
+  p.D = a.number();
+  p.groups = a.number();
+  p.group_size = a.number();
+  p.q = a.pointer<const void>();
+  p.q_batch = a.number();
+  p.q_head = a.number();
+  p.q_position = a.number();
+  p.rotates = a.integer() != 0;
+}
+
+void read_layout(Arguments& a, Attention& p) {
+  p.layout = a.integer();
+  p.levels = a.pointer<const float>();
+  p.equally_spaced = a.integer() != 0;
+}
+
+// Rows of codes of each head, which are multiplied from one side: all but rows of x and of the result.
+void read_head_rows(Arguments& a, Attention& p) {
+  p.part = a.integer() != 0 ? SUMS : SCORES;
+  p.B = 1;
+  p.H = p.H_kv = a.number();
+  p.T = a.number();
+  p.D = a.number();
+  p.groups = a.number();
+  p.group_size = a.number();
+  p.diagonal = a.pointer<const float>();
+  p.block = a.number();
+  read_layout(a, p);
+  read_cache(a, p.k);
+  p.v = p.k;
+  p.scale = 1.0f;
+  p.global_scale = a.pointer<const float>();
+}
+
 // Products of each head with rows of codes of its own: SCORES or SUMS of an attention.
 PyObject* head_products(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments a(args, count);
   Attention p{};
-  p.part = a.integer() != 0 ? SUMS : SCORES;
-  p.rotates = a.integer() != 0;
-  p.B = 1;
-  p.H = p.H_kv = a.number();
+  read_head_rows(a, p);
   p.S = a.number();
-  p.T = a.number();
-  p.D = a.number();
-  p.layout = a.integer();
-  p.levels = a.pointer<const float>();
-  p.equally_spaced = a.integer() != 0;
-  p.groups = a.number();
-  p.group_size = a.number();
   p.q = a.pointer<const void>();
   p.q_dtype = a.integer();
   p.q_position = a.number();
@@ -160,9 +186,6 @@ PyObject* head_products(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.y = a.pointer<void>();
   p.y_position = a.number();
   p.y_head = a.number();
-  read_cache(a, p.k);
-  p.v = p.k;
-  p.scale = bits_to_float(static_cast<uint32_t>(a.number()));
   p.threads = a.integer();
   if (!a.finish()) return nullptr;
   bool ok;
@@ -178,18 +201,9 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.H_kv = a.number();
   p.S = a.number();
   p.T = a.number();
-  p.D = a.number();
-  p.layout = a.integer();
-  p.levels = a.pointer<const float>();
-  p.equally_spaced = a.integer() != 0;
-  p.groups = a.number();
-  p.group_size = a.number();
-  p.q = a.pointer<const void>();
   p.q_dtype = a.integer();
-  p.q_batch = a.number();
-  p.q_head = a.number();
-  p.q_position = a.number();
-  p.rotates = a.integer() != 0;
+  read_layout(a, p);
+  read_queries(a, p);
   p.rotates_values = a.integer() != 0;
   p.frame = a.pointer<const float>();
   p.first = a.pointer<const float>();
@@ -213,6 +227,14 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.sinks_dtype = a.integer();
   p.threads = a.integer();
   p.by_bf16 = multiplies_bf16();
+  p.shares = a.integer() != 0;
+  Attention more = p;
+  if (p.shares) {
+    read_queries(a, more);
+    read_cache(a, more.k);
+    more.frame = nullptr;
+    p.more = &more;
+  }
   if (!a.finish()) return nullptr;
   bool ok;
   Py_BEGIN_ALLOW_THREADS ok = active->attention(p);
@@ -522,6 +544,7 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.width = a.number();
       step.column = a.number();
       break;
+    case BlockStep::HEADS: read_head_rows(a, step.rows); break;
     case BlockStep::CONVOLVE:
       step.state = a.integer();
       step.convolve.taps = a.number();
@@ -564,6 +587,7 @@ PyObject* add_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
       step.sinks = a.pointer<const void>();
       step.sinks_dtype = a.integer();
       step.window = a.number();
+      step.is_latent = a.integer() != 0;
   }
   if (!a.finish()) return nullptr;
   block->add(step);
@@ -681,7 +705,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(22); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(23); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 

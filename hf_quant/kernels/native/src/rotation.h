@@ -97,6 +97,12 @@ static void rotate_blocks(float* x, const float* diagonal, int64_t K, int64_t bl
   rotate_each<true>(x, diagonal, K, block);
 }
 
+// The inverse of `rotate_blocks`.
+static void rotate_back(float* x, const float* diagonal, int64_t K, int64_t block) {
+  rotate_each<false>(x, nullptr, K, block);
+  for (int64_t i = 0; i < K; ++i) x[i] *= diagonal[i];
+}
+
 // x [D] times the Hadamard matrix of each block of channels, the largest power of two that divides D.
 static void rotate(float* x, int64_t D) { rotate_each<false>(x, nullptr, D, D & -D); }
 

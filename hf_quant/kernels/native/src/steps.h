@@ -148,7 +148,8 @@ static void norm_rows(const NormRows& n) {
 }
 
 static void turn_rows(const TurnRows& t) {
-  const int64_t half = t.turned / 2, angles = t.pairs == HALVES || t.pairs == NEIGHBORS ? t.turned : half;
+  const bool by_pair = t.pairs == NEIGHBORS_BY_PAIR || t.pairs == HALVES_BY_PAIR;
+  const int64_t half = t.turned / 2, angles = by_pair ? half : t.turned;
   const bool is_small = t.rows * t.heads * t.turned < (1 << 15);
   parallel_for(t.rows, is_small ? 1 : t.threads, [&](int64_t row) {
     float cos[kMaxHeadDim], sin[kMaxHeadDim], own[kMaxHeadDim], pairs[kMaxHeadDim];
@@ -166,7 +167,12 @@ static void turn_rows(const TurnRows& t) {
     for (int64_t h = 0; h < t.heads; ++h) {
       const int64_t first = (row * t.heads + h) * t.width;
       to_float(t.x, t.dtype, first, t.turned, own);
-      if (t.pairs == HALVES || t.pairs == HALVES_BY_PAIR) {
+      if (t.pairs == HALVES_OF_NEIGHBORS) {
+        memcpy(pairs, own, static_cast<size_t>(t.turned) * sizeof(float));
+        for (int64_t c = 0; c < half; ++c) own[c] = pairs[2 * c];
+        for (int64_t c = 0; c < half; ++c) own[c + half] = pairs[2 * c + 1];
+      }
+      if (t.pairs != NEIGHBORS && t.pairs != NEIGHBORS_BY_PAIR) {
         for (int64_t c = 0; c < half; ++c) pairs[c] = -own[c + half];
         for (int64_t c = 0; c < half; ++c) pairs[c + half] = own[c];
       } else {
