@@ -612,6 +612,7 @@ class AttentionCase : RandomCall {
     more.q_position = more.D * p.H + random_.below(3);
     more.q_batch = more.q_position * p.S;
     more.q = fill(more_q, p.B * more.q_batch, p.q_dtype, false, [&] { return random_.between(-1, 1); });
+    more.k = Cache{};
     more_codes = make_cache(more, more.k);
     p.more = &more;
   }
@@ -1308,7 +1309,7 @@ class StepsCase : RandomCall {
     turned = random.one_in(2) ? width : 2 * (1 + random.below(width / 2));
     dtype = random.of<int>({F32, BF16, F16});
     angle_dtype = random.of<int>({F32, dtype});
-    pairs = random.of<int>({HALVES, NEIGHBORS, NEIGHBORS_BY_PAIR});
+    pairs = random.of<int>({HALVES, NEIGHBORS, NEIGHBORS_BY_PAIR, HALVES_OF_NEIGHBORS});
     activation = random.of<int>({SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, QUICK_GELU});
     plus_one = random.one_in(2);
     centers = random.one_in(2);
@@ -1350,8 +1351,11 @@ class StepsCase : RandomCall {
       const int64_t c = i % width, first = i - c, row = i / width / heads, half = turned / 2;
       double value = x->at(i, dtype), size = std::fabs(value);
       if (c < turned) {
-        const int64_t other = pairs == HALVES ? (c < half ? c + half : c - half) : c ^ 1;
-        const bool is_first = pairs == HALVES ? c < half : c % 2 == 0;
+        const bool by_halves = pairs == HALVES || pairs == HALVES_OF_NEIGHBORS;
+        const bool is_first = by_halves ? c < half : c % 2 == 0;
+        const int64_t from = pairs == HALVES_OF_NEIGHBORS ? (is_first ? 2 * c : 2 * (c - half) + 1) : c;
+        const int64_t other = pairs == HALVES ? (is_first ? c + half : c - half) : from ^ 1;
+        value = x->at(first + from, dtype);
         const int64_t at = row * turned + (pairs == NEIGHBORS_BY_PAIR ? c / 2 : c);
         const double own = value * cos->at(at, angle_dtype);
         const double more = x->at(first + other, dtype) * sin->at(at, angle_dtype);

@@ -31,6 +31,7 @@ _SMALL = {
     **{"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
+_INT8_INPUTS = {"weights": "int4", "cpu_activations": "int8"}
 FAMILIES = {
     "deepseek_v2": {},  # angles as complex numbers
     "deepseek_v3": {},
@@ -105,7 +106,7 @@ def test_logits_and_tokens_of_the_host(kind, expanded):
         {"weights": "nf4"},
         {"weights": "int2"},
         {"weights": "fp8"},
-        {"weights": "int4", "kv_cache": "int8", "modules": {"*kv_b_proj": {"weights": "int4", "cpu_activations": "int8"}}},
+        {"weights": "nf4", "kv_cache": "int8", "modules": {"*kv_b_proj": _INT8_INPUTS}},
         {"weights": "int4", "input_transform": {"block_size": 32}},
     ],
     ids=str,
