@@ -21,13 +21,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from hf_quant import machine
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.kv_attention.op import visible
 from hf_quant.kernels.native.attention import attention_of_values
 from hf_quant.kv_cache import _eager
 from hf_quant.kv_cache._attention import attend, mean_scores
-from hf_quant.kv_cache._latents import LatentStates
+from hf_quant.kv_cache._latents import LatentStates, is_fast_in_prompts
 from hf_quant.kv_cache._layers import FirstPrompt
 from hf_quant.kv_cache._states import QuantizedStates
 
@@ -101,12 +100,7 @@ def _on_cpu(
 
 def computes_prompts(implementation: str | None, dtype: torch.dtype) -> bool:
     """True if the native kernel computes the attention inside of prompts for this attention function on this CPU."""
-    return implementation == NAME and not (dtype == torch.bfloat16 and _has_amx())
-
-
-@cache
-def _has_amx() -> bool:
-    return "amx_bf16" in machine.cpu()[1]
+    return implementation == NAME and is_fast_in_prompts(dtype)
 
 
 def _with_sinks(
@@ -173,7 +167,7 @@ def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Calla
         if recorder is not None:
             return recorder(forward, query, key, value, {"dropout": dropout, "scaling": scaling, **kwargs}), None
         if isinstance(key, LatentStates) and isinstance(value, LatentStates):
-            found = _attend_latents(module, query, key, attention_mask, dropout, scaling, kwargs)
+            found = _attend_latents(host, module, query, key, attention_mask, dropout, scaling, kwargs)
             if found is not None:
                 return found, None
             key, value = key.expand_states(), value.expand_states()
@@ -256,14 +250,24 @@ def is_recorded() -> bool:
 
 
 def _attend_latents(
-    module: nn.Module, query: Tensor, key: LatentStates, mask: Any, dropout: float, scale: float | None, kwargs: Any
+    host: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: LatentStates,
+    mask: Any,
+    dropout: float,
+    scale: float | None,
+    kwargs: Any,
 ) -> Tensor | None:
     """Compute the attention [B, S, H, D] without expanding the keys; None if this attention is unsupported."""
     others = {name for name, option in kwargs.items() if option is not None and option is not False} - _KNOWN
     if dropout or others or kwargs.get("sliding_window") or not isinstance(mask, Tensor | None):
         return None
-    mask, is_causal = latent_mask(module, query.shape[2], key.shape[2], mask, kwargs)
-    return key.attend(query, mask, is_causal, query.shape[3] ** -0.5 if scale is None else scale)
+    S, T = query.shape[2], key.shape[2]
+    # The first prompt in a cache of fixed size has no mask: torch's first query is the first token.
+    count = S if mask is None and S > 1 and host is not attention_forward else T
+    mask, is_causal = latent_mask(module, S, T, mask, kwargs)
+    return key.attend(query, mask, is_causal, query.shape[3] ** -0.5 if scale is None else scale, count)
 
 
 def latent_mask(

@@ -1,12 +1,15 @@
 """`LatentStates`: keys or values of latent attention, which are read without being expanded; attention to latents."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hf_quant import machine
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.native import attention as native
 from hf_quant.kv_cache._states import QuantizedStates, parts_of
@@ -18,12 +21,12 @@ class LatentStates(Tensor):
     Attributes:
         expand_states: makes the plain tensor.
         attend: computes the attention of queries [B, H, S, D] to them -> [B, S, H, D of the values], from
-            (q, mask, is_causal, scale); None if it cannot. mask: bool or additive [B|1, H|1, S|1, T]; is_causal: the
-            positions of q are the last ones.
+            (q, mask, is_causal, scale, count); None if it cannot. mask: bool or additive [B|1, H|1, S|1, T]; count:
+            of the first tokens, the others are not seen; is_causal: the positions of q are the last ones of these.
     """
 
     expand_states: Callable[[], Tensor]
-    attend: Callable[[Tensor, Tensor | None, bool, float], Tensor | None]
+    attend: Callable[[Tensor, Tensor | None, bool, float, int], Tensor | None]
 
     @staticmethod
     def __new__(
@@ -31,7 +34,7 @@ class LatentStates(Tensor):
         shape: tuple[int, ...],
         like: Tensor,
         expand_states: Callable[[], Tensor],
-        attend: Callable[[Tensor, Tensor | None, bool, float], Tensor | None],
+        attend: Callable[[Tensor, Tensor | None, bool, float, int], Tensor | None],
     ) -> "LatentStates":
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         self.expand_states, self.attend = expand_states, attend
@@ -76,6 +79,32 @@ def attend_to_latents(
         return None
     parts = _parts(latents), _parts(turned)
     return native.latent_attention(q, q_turned, *parts, mask, spec, is_causal=is_causal, scale=scale)
+
+
+def attend_to_narrow(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
+) -> Tensor | None:
+    """`attend_to_latents` to keys and narrower values of all heads, [B, H, T, D] -> [B, S, H, channels of values].
+
+    None if it is not computed.
+    """
+    if is_fast_in_prompts(q.dtype):
+        return native.attention_of_values(q, k, v, mask, is_causal=is_causal, scale=scale)
+    if is_causal and q.shape[2] != k.shape[2]:
+        return None
+    wide = F.pad(v, (0, k.shape[3] - v.shape[3]))  # torch is fast with equal widths alone
+    y = F.scaled_dot_product_attention(q, k, wide, mask, is_causal=is_causal, scale=scale)
+    return y[..., : v.shape[3]].transpose(1, 2)
+
+
+def is_fast_in_prompts(dtype: torch.dtype) -> bool:
+    """True if torch's attention inside of prompts is not faster than the native one on this CPU."""
+    return not (dtype == torch.bfloat16 and _has_amx())
+
+
+@cache
+def _has_amx() -> bool:
+    return "amx_bf16" in machine.cpu()[1]
 
 
 def _parts(states: Tensor) -> native.Latents:

@@ -4,6 +4,7 @@ import struct
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
@@ -81,17 +82,21 @@ def attention_of_values(
 ) -> Tensor | None:
     """softmax(q @ k.T * scale + mask) @ v in fp32 -> [B, S, H, D] in q's dtype; None if it is not computed here.
 
-    q [B, H, S, D] and k, v [B, H_kv, T, D] of one dtype. mask: bool or floating-point [B|1, H|1, S|1, T]. With
-    `is_causal` position i sees tokens up to T - S + i. softcap: scores become softcap * tanh(score / softcap). sinks
-    [H]: one more score for each head, with no value.
+    q [B, H, S, D] and k, v [B, H_kv, T, D] of one dtype; values, and the result, may have fewer channels. mask: bool
+    or floating-point [B|1, H|1, S|1, T]. With `is_causal` position i sees tokens up to T - S + i. softcap: scores
+    become softcap * tanh(score / softcap). sinks [H]: one more score for each head, with no value.
     """
     (B, H, S, D), (H_kv, T) = q.shape, k.shape[1:3]
-    if attention_unsupported_reason(q.dtype, D, UNIT, None) is not None or D % UNIT or H % H_kv or v.shape != k.shape:
+    if attention_unsupported_reason(q.dtype, D, UNIT, None) is not None or D % UNIT or H % H_kv:
+        return None
+    if v.shape[:3] != k.shape[:3] or v.shape[3] > D:
         return None
     if mask is not None and (mask.dim() != 4 or mask.shape[3] != T):
         return None
     if k.dtype is not q.dtype or v.dtype is not q.dtype or (sinks is not None and sinks.dtype not in DTYPES):
         return None
+    D_v = v.shape[3]
+    v = v if D_v == D else F.pad(v, (0, D - D_v))
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     y = torch.empty(B, S, H, D, dtype=q.dtype, device="cpu")
     lse = torch.empty(B, H, S, dtype=torch.float32, device="cpu")
@@ -106,7 +111,7 @@ def attention_of_values(
         *mask_arguments,
         *(is_causal, 0, *_bits(scale, softcap or 0.0), *sinks_arguments, torch.get_num_threads(), False),
     )
-    return y
+    return y[..., :D_v]
 
 
 class Latents(NamedTuple):

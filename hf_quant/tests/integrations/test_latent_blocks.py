@@ -161,9 +161,11 @@ def test_quantized_caches(cache, expanded):
         assert_close(found, host, rms=2e-4)
 
 
-def test_a_long_prompt_behind_a_cache_and_a_cache_that_begins_again():
-    """Both are the host's, and what follows is the block's again."""
+@pytest.mark.parametrize("attention", ["sdpa", "hf_quant"])
+def test_a_long_prompt_behind_a_cache_and_a_cache_that_begins_again(attention):
+    """Both have keys and values of all tokens, and what follows has none again."""
     model = make("deepseek_v3", dense=2)
+    model.set_attn_implementation(attention)
     cache, ids = QuantizedCache(model.config, {"format": "int8"}), torch.arange(3, 63).unsqueeze(0)
 
     def logits() -> torch.Tensor:

@@ -49,6 +49,12 @@ def are_tokens(x: Any, kwargs: dict[str, Any]) -> bool:
     return all([name in TAKEN or value is None or value is False for name, value in kwargs.items()])
 
 
+def length_of(past: Any, index: int) -> int:
+    """The number of tokens that a layer of a cache holds, 0 without a cache."""
+    length = getattr(past, "get_seq_length", None)
+    return 0 if length is None else length(index)
+
+
 def past_of(kwargs: dict[str, Any]) -> Any:
     """The cache of self-attention that a module is given, None without one."""
     past = kwargs.get(PASTS[0])

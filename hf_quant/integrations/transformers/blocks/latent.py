@@ -36,7 +36,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     weight_of,
     width_of,
 )
-from hf_quant.integrations.transformers.blocks.calls import are_tokens, implementation_of, past_of
+from hf_quant.integrations.transformers.blocks.calls import are_tokens, implementation_of, length_of, past_of
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
 from hf_quant.integrations.transformers.blocks.trial import Recorded
 from hf_quant.kernels.native.blocks import PAIRS, Block
@@ -61,6 +61,11 @@ def is_latent_attention(module: nn.Module, linear: Classes) -> bool:
     return has_sizes and hasattr(module, "expand_kv") and isinstance(getattr(module, _EXPANDING, None), linear)
 
 
+def _are_few(B: int, S: int, before: int) -> bool:
+    """True if S tokens of each of B sequences are few behind those before them: latents need not be expanded."""
+    return B * S <= MAX_ROWS and before >= S
+
+
 class _Latents:
     """The latents of all tokens [B, 1, T, kv_lora_rank], and the part of their keys that is turned [B, 1, T, D]."""
 
@@ -72,9 +77,12 @@ class _Latents:
         """The keys and values that the host makes."""
         return self.block.host.expand_kv(self.block.plain, self.latents, self.turned)
 
-    def attend(self, q: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor | None:
+    def attend(self, q: Tensor, mask: Tensor | None, is_causal: bool, scale: float, count: int) -> Tensor | None:
         """`LatentStates.attend`."""
         (B, H, S, _), block = q.shape, self.block
+        if not _are_few(B, S, count - S):
+            k, v = (x[:, :, :count] for x in self.expanded)
+            return kv_cache.attend_to_narrow(q, k, v, mask, is_causal=is_causal, scale=scale)
         plain, of_turned = q[..., : block.unturned], q[..., block.unturned :]
         absorbed = block.absorbed(plain.transpose(1, 2).flatten(0, 1)).view(B, S, H, -1).transpose(1, 2)
         options = {"is_causal": is_causal, "scale": scale}
@@ -256,18 +264,14 @@ class LatentAttention(AttentionBlock):
         return kv_cache.attend_to_latents(q, q_turned, latents, turned, mask, **options)
 
     def takes(self, module: nn.Module, x: Tensor, past: Any) -> bool:
-        return self._are_few(past, *x.shape[:2])
-
-    def _are_few(self, past: Any, B: int, count: int) -> bool:
-        """True if new tokens of B sequences are few behind those of a cache."""
-        length = getattr(past, "get_seq_length", None)
-        return length is not None and B * count <= MAX_ROWS and length(self.index) >= count
+        return _are_few(*x.shape[:2], length_of(past, self.index))
 
     def takes_places(self, tokens: int, places: Sequence[int]) -> bool:
         return tokens <= MAX_ROWS and all(kind != kv_cache.NEW_TOKENS for kind in places[2::3])
 
     def next_tokens(self, past: Any, B: int, count: int) -> kv_cache.NextTokens | None:
-        return super().next_tokens(past, B, count) if self._are_few(past, B, count) else None
+        is_short = _are_few(B, count, length_of(past, self.index))
+        return super().next_tokens(past, B, count) if is_short else None
 
     def turns(self) -> list[tuple[str, bool] | None]:
         pairs = [pairs for pairs in PAIRS if pairs != "halves_by_pair"]
@@ -311,7 +315,10 @@ class LatentAttention(AttentionBlock):
 
 
 class LatentBlock:
-    """A twin of a host's module that attends to latents, and what it was made from."""
+    """A twin of a host's module that attends to latents, and what it was made from.
+
+    In prompts it expands them, and attends to values that are narrower than keys: torch needs several times as long.
+    """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         kv_cache.register_attention()
@@ -328,18 +335,17 @@ def _block_of(module: nn.Module, dtype: torch.dtype, angles: Any) -> LatentAtten
 
 
 def run_latent_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Any:
-    """The module's result for few tokens behind those of a cache, None where the host has to compute it."""
+    """The module's result for tokens, None where the host has to compute it."""
     x, named = args[0] if args else kwargs.get("hidden_states"), by_name(module, args, kwargs)
-    if module.training or not is_served(x) or x.dim() != 3 or x.dtype not in TOLERANCE:
+    if module.training or not is_served(x) or x.dim() != 3 or x.dtype not in TOLERANCE or kv_cache.is_recorded():
         return None
-    (B, S, _), past = x.shape, past_of(named)
-    if not 0 < B * S <= MAX_ROWS or implementation_of(module) not in _READING:
+    (B, S, _), past, angles = x.shape, past_of(named), named.get("position_embeddings")
+    if not x.numel() or implementation_of(module) not in _READING or kv_cache.wants_weights(module, named):
         return None
-    length = getattr(past, "get_seq_length", None)
-    if length is None or kv_cache.wants_weights(module, named) or length(module.layer_idx) < S:
-        return None
-    angles = named.get("position_embeddings")
-    block = state.block(module, x.dtype, lambda: _block_of(module, x.dtype, angles))
+    if _are_few(B, S, length_of(past, module.layer_idx)):
+        block = state.block(module, x.dtype, lambda: _block_of(module, x.dtype, angles))
+    else:
+        block = state.prompts.block(module, x.dtype, lambda: LatentBlock(module, x.dtype)) if S > 1 else None
     if isinstance(block, LatentBlock):
         return type(block.twin).forward(block.twin, *args, **kwargs)
     if block is None or not are_tokens(x, named) or turned_by(angles) != block.sizes.turned:
