@@ -1472,16 +1472,21 @@ class StepsCase : RandomCall {
     r.product.weight = router->data;
     r.product.weight_dtype = angle_dtype;
     r.product.rounds = r.rounds_weights = rounds;
-    r.chosen = chosen;
     r.by_sigmoid = plus_one;
     r.normalizes = true;
     r.factor = 1.0f;
+    r.groups = 1 + random_.below(4);
+    if (experts % r.groups != 0 || experts / r.groups < 2) r.groups = 1;
+    r.chosen_groups = 1 + random_.below(r.groups);
+    r.summed = 1 + random_.below(2);
+    r.outside = random_.one_in(2) ? -INFINITY : 0.0f;
+    r.chosen = min64(chosen, experts / r.groups * r.chosen_groups);
     const Routing routing = {reinterpret_cast<int32_t*>(ends->data), reinterpret_cast<int32_t*>(places->data),
                              reinterpret_cast<float*>(weights->data)};
     if (!route(kernels, r, N, x->data, dtype, threads, routing, gathered->data)) return wrong(kernels, "memory");
-    if (routing.ends[experts - 1] != N * chosen) return wrong(kernels, "the end of the experts");
+    if (routing.ends[experts - 1] != N * r.chosen) return wrong(kernels, "the end of the experts");
     Memory y = make(N * width * element_size(dtype), false);
-    kernels.combine_rows({N, width, chosen, gathered->data, y->data, dtype, routing.places, routing.weights, false, threads});
+    kernels.combine_rows({N, width, r.chosen, gathered->data, y->data, dtype, routing.places, routing.weights, false, threads});
     for (int64_t i = 0; i < N * width; ++i) {
       const double value = x->at(i, dtype);
       if (!near(y->at(i, dtype), value, 4 * std::fabs(value))) return wrong(kernels, "a mixture of experts");

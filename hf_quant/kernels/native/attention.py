@@ -89,7 +89,7 @@ def attention_of_values(
     (B, H, S, D), (H_kv, T) = q.shape, k.shape[1:3]
     if attention_unsupported_reason(q.dtype, D, UNIT, None) is not None or D % UNIT or H % H_kv:
         return None
-    if v.shape[:3] != k.shape[:3] or v.shape[3] > D:
+    if v.shape[:3] != k.shape[:3] or k.shape[3] != D or v.shape[3] > D:
         return None
     if mask is not None and (mask.dim() != 4 or mask.shape[3] != T):
         return None

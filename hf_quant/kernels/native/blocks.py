@@ -5,8 +5,10 @@ ops of torch would round them. The caller keeps all tensors that the steps read 
 checked that the extension computes them (`products.serves`, `attention.unsupported_reason`).
 """
 
+import math
 import struct
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,24 @@ _SMALL, _CONVOLVE, _DELTA, _PICK, _SCAN, _HEADS = range(10, 16)
 _run, _run_in_turn = getattr(module, "run_block", None), getattr(module, "run_blocks", None)
 _num_threads = torch.get_num_threads
 max_head_dim: Callable[[], int] = getattr(module, "max_head_dim", None)
+
+
+class ExpertGroups(NamedTuple):
+    """The way a router leaves experts out: those of the groups that are not the best are not chosen.
+
+    Attributes:
+        count, chosen: of the groups of consecutive experts, and of the best of them.
+        summed: the score of a group is the sum of so many of the highest scores in it, 1 or 2.
+        outside: the score of experts in other groups.
+    """
+
+    count: int = 1
+    chosen: int = 1
+    summed: int = 1
+    outside: float = -math.inf
+
+
+ALL_EXPERTS = ExpertGroups()
 
 
 class Block:
@@ -133,15 +153,17 @@ class Block:
         factor: float,
         rounds: bool,
         rounds_weights: bool,
+        groups: ExpertGroups = ALL_EXPERTS,
     ) -> None:
         """Choose experts for each row of x by the scores of x @ weight [E, K].T + bias, a softmax or sigmoids.
 
         `to` [M, chosen * K] gets the row once for each expert, sorted by experts. `correction` [E] is added to
         the scores by which experts are chosen, not to what their results are weighted by. Weights are normalized to
-        a sum of 1, and multiplied by a factor. `rounds`, `rounds_weights`: logits and weights to the dtype.
+        a sum of 1, and multiplied by a factor. `rounds`, `rounds_weights`: logits and weights to the dtype. `groups`:
+        of those of some groups only.
         """
         numbers = (*weight.shape, *self._held(weight), *self._held(bias), rounds, chosen, *self._held(correction))
-        numbers += (by_sigmoid, normalizes, _bits(factor), rounds_weights)
+        numbers += (by_sigmoid, normalizes, _bits(factor), rounds_weights, *groups[:3], _bits(groups.outside))
         self._steps.append((None, _ROUTE, x, -1, -1, to, *numbers))
 
     def combine(self, x: int, to: int, *, rounds: bool) -> None:

@@ -44,6 +44,7 @@ SMALL = {
 # In fp32, and with inputs that are not rounded: rounding turns the last bits of a norm into differences one can see.
 CONFIG = {"weights": "int4", "kv_cache": "int8", "modules_to_not_convert": ["lm_head"]}
 MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
+GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
 # {model type: (further fields, modules that have a block)}.
 FAMILIES = {
     "llama": ({}, 12),
@@ -63,6 +64,13 @@ FAMILIES = {
     "mixtral": ({"num_local_experts": 8}, 12),
     "qwen2_moe": (MOE | {"shared_expert_intermediate_size": 96}, 14),  # a shared expert with a gate
     "glm4_moe": (MOE | {"n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}, 13),
+    # Of 8 experts those of one of 4 groups, and of 2 of these.
+    "dots1": (
+        MOE
+        | {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+        | {"n_shared_experts": 1},
+        17,
+    ),
     "glm4": ({"num_key_value_heads": 2}, 16),  # and of these the half
     "granite": ({"embedding_multiplier": 3.7, "residual_multiplier": 0.22}, 12),
     "starcoder2": ({}, 7),  # no gate

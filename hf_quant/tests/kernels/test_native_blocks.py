@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from hf_quant.kernels import native
 from hf_quant.kernels.native.attention import attention_of_values
-from hf_quant.kernels.native.blocks import ACTIVATIONS, PAIRS, Block
+from hf_quant.kernels.native.blocks import ACTIVATIONS, ALL_EXPERTS, PAIRS, Block, ExpertGroups
 from hf_quant.modules import QuantLinear
 from hf_quant.quantize import quantize_
 
@@ -270,10 +270,19 @@ def test_pick():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("experts", "chosen"), [(5, 2), (200, 3), (4, 4)])
+@pytest.mark.parametrize(
+    ("experts", "chosen", "groups"),
+    [
+        (5, 2, ALL_EXPERTS),
+        (200, 3, ALL_EXPERTS),
+        (4, 4, ALL_EXPERTS),
+        (32, 6, ExpertGroups(4, 2, 2)),
+        (24, 6, ExpertGroups(4, 1, 1, 0.0)),
+    ],
+)
 @pytest.mark.parametrize("by_sigmoid", [False, True])
 @pytest.mark.parametrize("normalizes", [False, True])
-def test_routes(dtype, experts, chosen, by_sigmoid, normalizes):
+def test_routes(dtype, experts, chosen, groups, by_sigmoid, normalizes):
     K = 24
     x, weight, bias = (
         rows(M, K, dtype=dtype),
@@ -285,7 +294,11 @@ def test_routes(dtype, experts, chosen, by_sigmoid, normalizes):
     correction = (
         rows(experts, dtype=torch.float32, seed=3)[: experts // 2 + 1].repeat_interleave(2)[:experts].contiguous()
     )
+    if groups.count > 1:  # of equal ones none comes first
+        weight, bias = rows(experts, K, dtype=dtype, seed=4), rows(experts, dtype=dtype, seed=5)
+        correction = rows(experts, dtype=torch.float32, seed=6).abs()
     options = {"chosen": chosen, "correction": correction, "by_sigmoid": by_sigmoid, "normalizes": normalizes}
+    options["groups"] = groups
     block, y = Block(dtype, K, K), torch.empty_like(x)
     places = block.buffer(chosen * K)
     block.route(0, places, weight, bias, factor=1.5, rounds=True, rounds_weights=True, **options)
@@ -295,7 +308,10 @@ def test_routes(dtype, experts, chosen, by_sigmoid, normalizes):
     run(block, x, y)
     logits = F.linear(x.float(), weight.float(), bias.float()).to(dtype).float()
     scores = logits.sigmoid() if by_sigmoid else logits.softmax(-1)
-    found = torch.topk(scores + correction, chosen).indices
+    choice = (scores + correction).view(M, groups.count, -1)
+    best = choice.topk(groups.summed).values.sum(-1).topk(groups.chosen).indices
+    seen = torch.zeros(M, groups.count, 1, dtype=torch.bool).scatter(1, best.unsqueeze(-1), True)
+    found = torch.topk(choice.masked_fill(~seen, groups.outside).view(M, -1), chosen).indices
     weights = scores.gather(-1, found)
     weights = (1.5 * weights / (weights.sum(-1, keepdim=True) if normalizes else 1)).to(dtype)
     expected = sum((x.relu() * weights[:, j, None]).float() for j in range(chosen)).to(dtype)
@@ -367,5 +383,8 @@ def test_attention_of_values_with_sinks_and_capped_scores():
     scores = 5.0 * torch.tanh(q @ k.mT * 0.2 / 5.0)
     scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(1, 4, 9, 1)], -1).softmax(-1)[..., :-1]
     assert_near(y, (scores @ v).transpose(1, 2), 64)
-    assert attention_of_values(q, k, v[..., :16], None, is_causal=False, scale=0.2) is None
+    narrow = attention_of_values(q, k, v[..., :20], None, is_causal=False, scale=0.2, softcap=5.0, sinks=sinks)
+    assert torch.equal(narrow, y[..., :20])
+    assert attention_of_values(q, k[..., :16], v, None, is_causal=False, scale=0.2) is None
+    assert attention_of_values(q, k, torch.cat([v, v], -1), None, is_causal=False, scale=0.2) is None
     assert attention_of_values(q, k.half(), v, None, is_causal=False, scale=0.2) is None

@@ -4,11 +4,13 @@ The trial takes what the host's module hands to its experts: rows, chosen expert
 what the experts return for these, and what the host makes of a given result of the experts.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_quant.integrations.transformers.blocks.base import (
@@ -26,13 +28,15 @@ from hf_quant.integrations.transformers.blocks.base import (
     weight_of,
 )
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, activation_of, is_mlp
-from hf_quant.kernels.native.blocks import Block
+from hf_quant.kernels.native.blocks import ALL_EXPERTS, Block, ExpertGroups
 from hf_quant.modules import QuantLinear
 from hf_quant.modules.experts import QuantExperts, expert_weight_names
 
 
 _ROWS = 8  # of the trial
 _GROUPS = ("n_group", "num_group", "n_groups", "num_expert_group")
+_CHOSEN_GROUPS = ("topk_group", "topk_groups", "num_limited_groups")
+_MANY_ROWS = 48  # of a trial of the choice alone
 _FACTORS = ("routed_scaling_factor", "route_scale", "routed_scale")  # names of what weights are multiplied by
 
 
@@ -80,6 +84,25 @@ class _Routing(NamedTuple):
     factor: float
     rounds: bool
     rounds_weights: bool
+    groups: ExpertGroups
+
+
+def _corrections(own: Tensor | None) -> list[Tensor | None]:
+    """A correction of scores, others, and one that leaves all scores below 0."""
+    if own is None:
+        return [None]
+    others = [random_rows(*own.shape, dtype=own.dtype, seed=seed).to(own.device) for seed in range(4)]
+    return [own, own - own.max() - 2, *others]
+
+
+def _agreement(scores: Tensor, groups: ExpertGroups, chosen: Tensor) -> float:
+    """The share of rows of which the best experts by `scores` [rows, E] are the chosen ones [rows, k]."""
+    rows, k = chosen.shape
+    by_groups = scores.view(rows, groups.count, -1)
+    best = by_groups.topk(groups.summed).values.sum(-1).topk(groups.chosen).indices
+    seen = torch.zeros(rows, groups.count, 1, dtype=torch.bool).scatter(1, best.unsqueeze(-1), True)
+    found = by_groups.masked_fill(~seen, groups.outside).view(rows, -1).topk(k).indices
+    return (found.sort().values == chosen.sort().values).all(-1).float().mean().item()
 
 
 class MixtureBlock:
@@ -94,8 +117,6 @@ class MixtureBlock:
         shared = [child for child in module._modules.values() if child not in (experts, router) and is_mlp(child)]
         if router is None or len(shared) > 1:
             raise Unproven("it has no router, or more than one expert that all rows share")
-        if any(getattr(part, name, None) not in (None, 1) for part in (module, router) for name in _GROUPS):
-            raise Unproven("its router chooses groups of experts first")
         buffers = [part for of in (module, router) for item in of._buffers.items() for part in (of._buffers, *item)]
         self.watch = Watch(module, *module.children(), entries=buffers)
         self.up = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -125,12 +146,13 @@ class MixtureBlock:
         calls = recorder.calls
         if len(calls) != len(results) or any(len(call) != 3 or not torch.equal(call[0], x[0]) for call in calls):
             raise Unproven(f"{type(module).__name__} calls its experts otherwise")
+        groups = self._groups(module, router)
         _, chosen, weights = calls[0]
         if weights.dtype not in (self.dtype, torch.float32):
             raise Unproven("weights of another dtype")
         self._prove_rest(module, x, results, outputs)
         expected, errors = self.experts(x[0], chosen, weights), []
-        ways = list(self._ways(module, router, chosen, weights))
+        ways = list(self._ways(module, router, chosen, weights, groups))
         for way in ways:
             block, y = Block(self.dtype, self.K, self.N), torch.empty_like(expected)
             self._add_experts(block, 0, 1, way)
@@ -141,23 +163,70 @@ class MixtureBlock:
             raise Unproven(f"{name} chooses its experts otherwise: off by {min(errors):.3g} roundings")
         return ways[errors.index(min(errors))]
 
-    def _ways(self, module: nn.Module, router: nn.Module, chosen: Tensor, weights: Tensor) -> Iterator[_Routing]:
+    def _correction(self, module: nn.Module, router: nn.Module) -> Tensor | None:
+        """The parameter or buffer of a router that is added to the scores of experts. Raises Unproven."""
+        own = (router._parameters["weight"], router._parameters.get("bias"))
+        tensors = [*router.parameters(), *router.buffers(), *module._parameters.values(), *module._buffers.values()]
+        found = [t for t in tensors if t is not None and t.numel() == self.experts.num_experts]
+        found = [t for t in found if all(t is not part for part in own)]
+        if found and found[0].dtype not in TOLERANCE:
+            raise Unproven("a correction of another dtype")
+        return found[0] if found else None
+
+    def _groups(self, module: nn.Module, router: nn.Module) -> ExpertGroups:
+        """The groups of experts that a router chooses first, by those it chooses for many rows and other corrections.
+
+        Raises Unproven.
+        """
+        parts, E = (router, module), self.experts.num_experts
+        count, best = (
+            next((value for part in parts for name in names if (value := getattr(part, name, None))), None)
+            for names in (_GROUPS, _CHOSEN_GROUPS)
+        )
+        if count in (None, 1):
+            return ALL_EXPERTS
+        place = next((name for name, child in module._modules.items() if child is router), None)
+        if best is None or place is None or E % count:
+            raise Unproven("its router chooses groups of experts otherwise")
+        x, correction = random_rows(1, _MANY_ROWS, self.K, dtype=self.dtype, seed=3), self._correction(module, router)
+        logits = F.linear(x[0].float(), router.weight.float(), getattr(router, "bias", None))
+        numbers = product((1, 2)[: E // count], (-math.inf, 0.0))
+        groups = [ALL_EXPERTS, *(ExpertGroups(count, best, *more) for more in numbers)]
+        ways, shares = [*product(groups, (True, False))], []
+        for added in _corrections(correction):
+            twin = twin_of(router, router._modules)
+            for held in ("_parameters", "_buffers"):
+                tensors = getattr(router, held).items()
+                twin.__dict__[held] = {n: added if t is not None and t is correction else t for n, t in tensors}
+            recorder = _Recorder([torch.zeros(_MANY_ROWS, self.N, dtype=self.dtype)])
+            children = {n: recorder if child is self.experts else child for n, child in module._modules.items()}
+            type(module)._hf_quant_block_of.forward(twin_of(module, {**children, place: twin}), x)
+            more = 0.0 if added is None else added.float().flatten()
+            scores = [logits.softmax(-1) + more, logits.sigmoid() + more]
+            shares.append([_agreement(scores[by_sigmoid], way, recorder.calls[0][1]) for way, by_sigmoid in ways])
+        least = [min(found) for found in zip(*shares)]
+        fitting = {way for (way, _), share in zip(ways, least) if share == max(least)}
+        if correction is None:  # no score is below 0
+            fitting = {way._replace(outside=-math.inf) for way in fitting}
+        if max(least) < 0.9 or len(fitting) > 1:  # rows with nearly equal scores aside
+            raise Unproven("its router chooses groups of experts otherwise")
+        return fitting.pop()
+
+    def _ways(
+        self, module: nn.Module, router: nn.Module, chosen: Tensor, weights: Tensor, groups: ExpertGroups
+    ) -> Iterator[_Routing]:
         """Ways to route that a router's parameters allow."""
         weight, bias, E = router._parameters["weight"], router._parameters.get("bias"), self.experts.num_experts
         if weight.shape != (E, self.K) or weight.dtype not in TOLERANCE or not weight.is_contiguous():
             raise Unproven("a router of another shape or dtype")
-        tensors = [*router.parameters(), *router.buffers(), *module._parameters.values(), *module._buffers.values()]
-        found = [t for t in tensors if t is not None and t is not weight and t is not bias and t.numel() == E]
-        correction = found[0].detach().flatten() if found else None
-        if correction is not None and correction.dtype not in TOLERANCE:
-            raise Unproven("a correction of another dtype")
+        correction = self._correction(module, router)
+        correction = None if correction is None else correction.detach().flatten()
         factors = {getattr(part, name, None) for part in (router, module) for name in _FACTORS} | {1.0}
         factors = {float(factor) for factor in factors if isinstance(factor, float | int)}
         for by_sigmoid, normalizes, rounds, factor in product((False, True), (True, False), (True, False), factors):
             is_rounded = weights.dtype == self.dtype
-            yield _Routing(
-                *(weight, bias, chosen.shape[-1], correction, by_sigmoid, normalizes, factor, rounds, is_rounded)
-            )
+            numbers = (by_sigmoid, normalizes, factor, rounds, is_rounded)
+            yield _Routing(weight, bias, chosen.shape[-1], correction, *numbers, groups)
 
     def _prove_rest(self, module: nn.Module, x: Tensor, results: list[Tensor], outputs: list[Any]) -> None:
         """Find what becomes of the experts' results: nothing, or a shared expert is added. Raises Unproven."""

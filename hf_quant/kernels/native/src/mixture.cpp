@@ -49,11 +49,28 @@ float rounded(float value, int dtype) {
   return dtype == F16 ? f16_to_float(float_to_f16(value)) : value;
 }
 
-// The experts of a row, and their weights, from its logits, which become scores.
+// The scores of experts of groups that are not chosen become `outside`.
+void choose_groups(const Router& r, Score* scores, Score* groups) {
+  const int64_t size = r.experts / r.groups;
+  for (int64_t g = 0; g < r.groups; ++g) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int64_t e = g * size; e < (g + 1) * size; ++e) {
+      second = std::max(second, std::min(first, scores[e].value));
+      first = std::max(first, scores[e].value);
+    }
+    groups[g] = {r.summed == 2 ? first + second : first, g};
+  }
+  choose(groups, r.groups, r.chosen_groups);
+  for (int64_t g = r.chosen_groups; g < r.groups; ++g)
+    for (int64_t i = 0; i < size; ++i) scores[groups[g].expert * size + i].value = r.outside;
+}
+
+// The experts of a row, and their weights, from its logits, which become scores. `scores`: of experts, then of groups.
 void route_row(const Router& r, int dtype, float* logits, Score* scores, int32_t* experts, float* weights) {
   to_scores(r.experts, r.by_sigmoid, logits);
   for (int64_t e = 0; e < r.experts; ++e)
     scores[e] = {logits[e] + (r.correction == nullptr ? 0.0f : load_as_float(r.correction, r.correction_dtype, e)), e};
+  if (r.groups > 1) choose_groups(r, scores, scores + r.experts);
   choose(scores, r.experts, r.chosen);
   float sum = 0.0f;
   for (int64_t j = 0; j < r.chosen; ++j) {
@@ -93,10 +110,10 @@ bool route(const Kernels& kernels, const Router& r, int64_t M, const void* x, in
            const Routing& routing, void* gathered) {
   const int64_t pairs = M * r.chosen, row = r.product.K * element_size(dtype);
   char* memory = static_cast<char*>(
-      thread_scratch(5, static_cast<size_t>(r.experts * sizeof(Score) + M * r.experts * 4 + pairs * 4)));
+      thread_scratch(5, static_cast<size_t>((r.experts + r.groups) * sizeof(Score) + M * r.experts * 4 + pairs * 4)));
   if (memory == nullptr) return false;
   Score* scores = reinterpret_cast<Score*>(memory);
-  float* logits = reinterpret_cast<float*>(scores + r.experts);
+  float* logits = reinterpret_cast<float*>(scores + r.experts + r.groups);
   int32_t* experts = reinterpret_cast<int32_t*>(logits + M * r.experts);
   if (!multiply(kernels, r.product, M, x, dtype, threads, logits)) return false;
   for (int64_t m = 0; m < M; ++m)

@@ -14,6 +14,10 @@ struct Router {
   bool normalizes;  // the weights of a row to a sum of 1
   float factor;     // of the weights
   bool rounds_weights;
+  // If there is more than one group of experts: of how many the experts are chosen, and by how many of its highest scores,
+  // 1 or 2, a group is. Experts of the other groups have the score `outside`.
+  int64_t groups, chosen_groups, summed;
+  float outside;
 };
 
 // Pairs of row and expert, sorted by experts.

@@ -482,6 +482,10 @@ void read_router(Arguments& a, Router& r) {
   r.normalizes = a.integer() != 0;
   r.factor = bits_to_float(static_cast<uint32_t>(a.number()));
   r.rounds_weights = a.integer() != 0;
+  r.groups = a.number();
+  r.chosen_groups = a.number();
+  r.summed = a.number();
+  r.outside = bits_to_float(static_cast<uint32_t>(a.number()));
 }
 
 // Adds a step to a block: its kind, buffers, and numbers of its own; a product begins with a prepared weight.
