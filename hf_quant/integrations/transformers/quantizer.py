@@ -55,6 +55,7 @@ from hf_quant.integrations.transformers.names import (
     tie_codes,
     tie_weights,
     tied_modules,
+    untie_codes,
 )
 from hf_quant.integrations.transformers.parallel import (
     guard_gathered_state,
@@ -165,6 +166,7 @@ class TransformersQuantizer(HfQuantizer):
         rename = renamer(model)
         names = prepare_from_checkpoint(model, self.quantization_config, keys, rename, tied_modules(model))
         check_names(model, keys, names)
+        untie_codes(model)
         renamed = {key: rename(key) for key in keys}
         self.stored = set(renamed.values())
         parameters = dict(model.named_parameters())
