@@ -7,6 +7,7 @@ other hooks differ between versions; this file uses only hooks that all supporte
 
 import logging
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -377,11 +378,15 @@ def _refuse_dtype(model: nn.Module, host: Callable, dtype: torch.dtype) -> nn.Mo
 
 
 def _check_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype != model.dtype:
-        raise ValueError(
-            f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
-            f"Load it with dtype={dtype}, or dequantize() it first"
-        )
+    if dtype is None or dtype == model.dtype:
+        return
+    error = (
+        f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
+        f"Load it with dtype={dtype}, or dequantize() it first"
+    )
+    if "diffusers" in sys.modules:  # the model may be a text encoder
+        error += f". Of pipelines, from_pipe casts to float32 unless it is given dtype={model.dtype}"
+    raise ValueError(error)
 
 
 _refuse_resize = refuse_resize  # its name in pickles of whole models
