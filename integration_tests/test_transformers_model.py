@@ -292,6 +292,15 @@ def test_dequantize_in_another_dtype(load):
     assert {tensor.dtype for tensor in load().dequantize().parameters()} == {torch.bfloat16}
 
 
+def test_dequantize_keeps_the_dtype_of_each_weight():
+    model = build("llama")
+    model.model.layers[0].float()  # as the trunk of EsmFold, beside a language model in fp16
+    expected = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert set(expected.values()) == {torch.bfloat16, torch.float32}
+    quantize_(model, "int8").dequantize()
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == expected
+
+
 def test_device_moves_are_allowed_and_casts_refused(load):
     model = load()
     codes = model.model.layers[0].mlp.up_proj.qdata

@@ -274,15 +274,16 @@ class TransformersQuantizer(HfQuantizer):
         }
         return {**state, **rows, guard: empty}, {}
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    def dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        # The host's method would take None for config.dtype: some weights of a model may have another one.
         quantized = (module for module in model.modules() if isinstance(module, QuantizedModule))
         if any(p.is_meta for module in quantized for p in module.parameters(recurse=False)):
             raise ValueError(
                 "parts of this model are offloaded and cannot be dequantized there: load it without device_map, and "
                 "dequantize that"
             )
-        # config.dtype, the host's default, is a str after a reload.
         dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        self.remove_quantization_config(model)
         return model
 
 
