@@ -57,6 +57,10 @@ def test_another_pipeline_of_the_same_parts(pipeline_dir):
     assert torch.equal(run_pipeline(again.to("cpu", torch.bfloat16).to(torch.bfloat16)), expected)
     with pytest.raises(ValueError, match="from_pipe casts to float32 unless it is given dtype=torch.bfloat16"):
         diffusers.FluxPipeline.from_pipe(pipe)
+    pipe = load_pipeline(pipeline_dir)
+    quantize_(pipe.text_encoder, "int8")
+    with pytest.raises(ValueError, match="from_pipe casts to float32 unless it is given dtype=torch.bfloat16"):
+        diffusers.FluxPipeline.from_pipe(pipe)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,22 @@ def test_one_of_two_tied_modules_is_quantized(tmp_path):
     _reloads(model, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["llama_tied", "t5"])
+def test_an_exchanged_embedding_beside_a_quantized_head(name, load, tmp_path):
+    model = load(name, QuantizerConfig("int8", modules={"lm_head": "int8"}))
+    old = model.get_input_embeddings()
+    model.set_input_embeddings(nn.Embedding(old.num_embeddings, old.embedding_dim, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="tie lm_head and .*, of which one alone is quantized: quantize both"):
+        model.save_pretrained(tmp_path)
+    for embedding, is_tied in ((model.get_input_embeddings(), False), (old, True)):
+        model.set_input_embeddings(embedding)
+        model.config.tie_word_embeddings = is_tied
+        model.save_pretrained(tmp_path)
+        again = type(model).from_pretrained(tmp_path, dtype="auto")
+        assert torch.equal(outputs(again, name), outputs(model, name))
+        assert isinstance(again.get_input_embeddings(), QuantizedModule) is is_tied
+
+
 @pytest.mark.parametrize("name", ["llava", "t5"])
 def test_a_part_of_a_quantized_model_saves_and_reloads(name, load, tmp_path):
     model = quantize_(build(name), "int8") if name == "llava" else load(name, "int8")
@@ -274,6 +290,15 @@ def test_dequantize_in_another_dtype(load):
         assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
         assert sqnr(outputs(model, name), expected) > 28
     assert {tensor.dtype for tensor in load().dequantize().parameters()} == {torch.bfloat16}
+
+
+def test_dequantize_keeps_the_dtype_of_each_weight():
+    model = build("llama")
+    model.model.layers[0].float()  # as the trunk of EsmFold, beside a language model in fp16
+    expected = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert set(expected.values()) == {torch.bfloat16, torch.float32}
+    quantize_(model, "int8").dequantize()
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == expected
 
 
 def test_device_moves_are_allowed_and_casts_refused(load):

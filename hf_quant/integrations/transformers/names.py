@@ -72,12 +72,13 @@ def _patterns(conversion: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def tied_modules(model: nn.Module) -> dict[str, str]:
-    """Return {module: the module whose weight it shares}, as the host declares it."""
+    """Return {module: the module whose weight or codes it shares}, as the host declares it, or `tie_codes`."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {
-        target.removesuffix(".weight"): source.removesuffix(".weight")
+        target.removesuffix(end): source.removesuffix(end)
         for target, source in tied.items()
-        if target.endswith(".weight") and source.endswith(".weight")
+        for end in (".weight", ".qdata")
+        if target.endswith(end) and source.endswith(end)
     }
 
 
@@ -85,35 +86,46 @@ def tie_codes(model: nn.Module) -> None:
     """Replace the tied weights of quantized modules by their codes in the host's declarations."""
     modules = dict(model.named_modules())
     for target, source in tied_modules(model).items():
-        codes = modules.get(source)
-        if not isinstance(codes, QuantizedModule):
-            continue
-        _replace_tie(model.all_tied_weights_keys, target, source, codes)
-        # `tie_weights()` expands `_tied_weights_keys` of every submodel again; a class attribute, hence the copy.
-        for prefix, owner in modules.items():
-            declared = getattr(owner, "_tied_weights_keys", None)
-            inner = f"{prefix}." if prefix else ""
-            if isinstance(declared, dict) and target.startswith(inner) and source.startswith(inner):
-                declared = dict(declared)
-                if _replace_tie(declared, target.removeprefix(inner), source.removeprefix(inner), codes):
-                    owner._tied_weights_keys = declared
+        if isinstance(codes := modules.get(source), QuantizedModule):
+            _replace_tie(model, target, source, [part for part in STORED_NAMES if part in codes._parameters])
 
 
-def _replace_tie(keys: dict[str, str], target: str, source: str, codes: QuantizedModule) -> bool:
-    """Replace "target.weight": "source.weight" by one entry per packed tensor; return False if it is missing."""
-    if keys.pop(f"{target}.weight", None) is None:
-        return False
-    for part in STORED_NAMES:
-        if part in codes._parameters:
-            keys[f"{target}.{part}"] = f"{source}.{part}"
-    return True
+def untie_codes(model: nn.Module) -> None:
+    """Remove the ties of modules whose codes are their own, beside a 16-bit weight, from the host's declarations."""
+    modules = dict(model.named_modules())
+    for target, source in tied_modules(model).items():
+        if isinstance(modules.get(target), QuantizedModule) and not isinstance(modules.get(source), QuantizedModule):
+            _replace_tie(model, target, source, [])
+
+
+def _replace_tie(model: nn.Module, target: str, source: str, parts: list[str]) -> None:
+    """Replace "target.weight": "source.weight" by one entry for each of the packed tensors `parts`."""
+
+    def replace(keys: dict[str, str], prefix: str) -> bool:
+        if keys.pop(f"{target.removeprefix(prefix)}.weight", None) is None:
+            return False
+        keys |= {f"{target.removeprefix(prefix)}.{part}": f"{source.removeprefix(prefix)}.{part}" for part in parts}
+        return True
+
+    replace(model.all_tied_weights_keys, "")
+    # `tie_weights()` expands `_tied_weights_keys` of every submodel again; a class attribute, hence the copy.
+    for name, owner in model.named_modules():
+        declared = getattr(owner, "_tied_weights_keys", None)
+        inner = f"{name}." if name else ""
+        if isinstance(declared, dict) and target.startswith(inner) and source.startswith(inner):
+            declared = dict(declared)
+            if replace(declared, inner):
+                owner._tied_weights_keys = declared
 
 
 def tie_weights(model: nn.Module) -> None:
-    """Undo `tie_codes` after dequantizing."""
+    """Undo `tie_codes` where the module that shares its codes has none any more: dequantized, or exchanged."""
     for owner in model.modules():
         for declared in (getattr(owner, "all_tied_weights_keys", None), getattr(owner, "_tied_weights_keys", None)):
-            for key in [key for key in declared or () if key.endswith(".qdata")]:
+            tied = [key for key in declared or () if key.endswith(".qdata")]
+            names = owner.named_parameters(remove_duplicate=False) if tied else ()
+            there = {name.replace(".base_layer.", ".") for name, _ in names}  # with an adapter around it
+            for key in (key for key in tied if declared[key] not in there):
                 target, source = key.removesuffix(".qdata"), declared[key].removesuffix(".qdata")
                 for part in STORED_NAMES:
                     declared.pop(f"{target}.{part}", None)

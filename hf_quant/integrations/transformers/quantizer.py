@@ -7,6 +7,7 @@ other hooks differ between versions; this file uses only hooks that all supporte
 
 import logging
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -55,6 +56,7 @@ from hf_quant.integrations.transformers.names import (
     tie_codes,
     tie_weights,
     tied_modules,
+    untie_codes,
 )
 from hf_quant.integrations.transformers.parallel import (
     guard_gathered_state,
@@ -165,6 +167,7 @@ class TransformersQuantizer(HfQuantizer):
         rename = renamer(model)
         names = prepare_from_checkpoint(model, self.quantization_config, keys, rename, tied_modules(model))
         check_names(model, keys, names)
+        untie_codes(model)
         renamed = {key: rename(key) for key in keys}
         self.stored = set(renamed.values())
         parameters = dict(model.named_parameters())
@@ -271,15 +274,16 @@ class TransformersQuantizer(HfQuantizer):
         }
         return {**state, **rows, guard: empty}, {}
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    def dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        # The host's method would take None for config.dtype: some weights of a model may have another one.
         quantized = (module for module in model.modules() if isinstance(module, QuantizedModule))
         if any(p.is_meta for module in quantized for p in module.parameters(recurse=False)):
             raise ValueError(
                 "parts of this model are offloaded and cannot be dequantized there: load it without device_map, and "
                 "dequantize that"
             )
-        # config.dtype, the host's default, is a str after a reload.
         dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        self.remove_quantization_config(model)
         return model
 
 
@@ -375,11 +379,15 @@ def _refuse_dtype(model: nn.Module, host: Callable, dtype: torch.dtype) -> nn.Mo
 
 
 def _check_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype != model.dtype:
-        raise ValueError(
-            f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
-            f"Load it with dtype={dtype}, or dequantize() it first"
-        )
+    if dtype is None or dtype == model.dtype:
+        return
+    error = (
+        f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
+        f"Load it with dtype={dtype}, or dequantize() it first"
+    )
+    if "diffusers" in sys.modules:  # the model may be a text encoder
+        error += f". Of pipelines, from_pipe casts to float32 unless it is given dtype={model.dtype}"
+    raise ValueError(error)
 
 
 _refuse_resize = refuse_resize  # its name in pickles of whole models

@@ -18,7 +18,7 @@ import hf_quant.integrations.transformers.dtypes  # noqa: F401  (wraps a propert
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.leftovers import without_leftovers
 from hf_quant.integrations.methods import stored_schemes
-from hf_quant.integrations.transformers.names import tied_modules
+from hf_quant.integrations.transformers.names import tie_codes, tie_weights, tied_modules
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
 from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantizedModule
@@ -51,6 +51,9 @@ def _recorded(model: Any) -> Iterator[None]:
     """
     schemes = stored_schemes(model)
     quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, TransformersQuantizer):  # an embedding of codes may have been exchanged
+        tie_weights(model)
+        tie_codes(model)
     if not schemes or not isinstance(quantizer, TransformersQuantizer | None):
         if isinstance(quantizer, TransformersQuantizer):
             _without_plan(model, quantizer)
@@ -111,8 +114,11 @@ def _check_tied(model: Any, quantized: Container[str]) -> None:
     """Raise ValueError if one of two modules that loading ties is quantized, and the other is not."""
     if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", True):
         return
+    modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
+    codes = {id(module) for name, module in modules.items() if name in quantized}
     for pair in tied_modules(model).items():
-        if (pair[0] in quantized) != (pair[1] in quantized):
+        held = [modules.get(f"{name}.base_layer", modules.get(name)) for name in pair]  # in an adapter
+        if (id(held[0]) in codes) != (id(held[1]) in codes):
             raise ValueError(
                 f"loading would tie {' and '.join(pair)}, of which one alone is quantized: quantize both, by "
                 "hf_quant.quantize_(model, ...) of the whole model, or set config.tie_word_embeddings to False"

@@ -522,6 +522,19 @@ def test_parts_of_a_model_on_their_own():
     assert type(decoder_itself) is LlamaModel and base.is_fused(decoder_itself.layers[0])
 
 
+def test_modules_that_are_made_of_the_class_of_a_fused_one():
+    model = make(num_hidden_layers=1)
+    layers, expected = model.model.layers, generate(model, prompt())
+    added = type(layers[0])(model.config, 0)  # as for a deeper model
+    added.load_state_dict(dequantize_(copy.deepcopy(layers[0])).state_dict())
+    layers[0] = added.eval()
+    assert not base.is_fused(added) and torch.equal(generate(model, prompt()), expected)
+    assert type(model.model)(model.config).eval()(prompt()).last_hidden_state.isfinite().all()
+    fuse_activations_(quantize_(model, CONFIG))
+    assert base.is_fused(added) and torch.equal(generate(model, prompt()), expected)
+    assert type(unfuse_activations_(model).model) is LlamaModel
+
+
 class Doubled(LlamaModel):
     def forward(self, *args, **kwargs):
         y = super().forward(*args, **kwargs)

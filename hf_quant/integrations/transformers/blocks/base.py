@@ -203,10 +203,11 @@ def block_class(
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_tried = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        found = run(self, self.__dict__[_STATE], *args, **kwargs) if is_tried else None
+        state = self.__dict__.get(_STATE)  # None: a module that a user made of the class of a fused one
+        is_tried = state is not None and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        found = run(self, state, *args, **kwargs) if is_tried else None
         if found is None and is_tried and run_on_gpu is not None:
-            found = run_on_gpu(self, self.__dict__[_STATE], *args, **kwargs)
+            found = run_on_gpu(self, state, *args, **kwargs)
         return host.forward(self, *args, **kwargs) if found is None else found
 
     def reduce(self: nn.Module, protocol: int) -> tuple:
@@ -231,8 +232,9 @@ def fuse_(module: nn.Module, run: Callable[..., Any], run_on_gpu: Callable[..., 
 
 
 def unfuse_(module: nn.Module) -> None:
-    """Undo `fuse_`."""
-    if module.__dict__.pop(_STATE, None) is not None:
+    """Undo `fuse_`, and give a module that was made of such a class the class of the host."""
+    module.__dict__.pop(_STATE, None)
+    if "_hf_quant_block_of" in vars(type(module)):
         module.__class__ = type(module)._hf_quant_block_of
 
 
