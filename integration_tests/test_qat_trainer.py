@@ -278,3 +278,8 @@ def test_refusals(tmp_path):
         DistillTrainer(model, arguments(tmp_path), teacher=model, train_dataset=DATA)
     with pytest.raises(ValueError, match="has an encoder beside its decoder"):
         DistillTrainer(build("t5"), arguments(tmp_path), teacher=build("t5"), train_dataset=DATA)
+    with pytest.raises(ValueError, match="label_smoothing_factor has no effect"):
+        distiller(model, tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="compute_loss_func has no effect"):
+        options = {"teacher": build("llama"), "train_dataset": DATA, "compute_loss_func": lambda *_: None}
+        DistillTrainer(model, arguments(tmp_path), **options)

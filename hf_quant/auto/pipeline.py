@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from hf_quant._wording import first_few
 from hf_quant.auto.allocate import Unit, allocate
-from hf_quant.auto.search import Candidates, check_auto, score_by_gradients
+from hf_quant.auto.search import Candidates, check_auto, rounded_up, score_by_gradients
 from hf_quant.calibration import CallRecorder
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.planning import QuantPlan
@@ -109,9 +109,9 @@ def _budget(config: QuantizerConfig, found: Mapping[str, Candidates], other_byte
     budget = config.budget
     most = budget["bits"] * weights / 8 if "bits" in budget else budget.get("gb", torch.inf) * 1e9 - fixed
     if least > most:
-        needed = f"{(least + fixed) / 1e9:.3f} GB"
+        needed = f"{rounded_up((least + fixed) / 1e9)} GB"
         if "bits" in budget:
-            needed = f"{8 * least / weights:.3f} bits per weight"
+            needed = f"{rounded_up(8 * least / weights)} bits per weight"
         raise ValueError(
             f"the budget is {budget}, and the smallest candidates of the pipeline take {needed}: give as much, or "
             "candidates with fewer bits"

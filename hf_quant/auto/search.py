@@ -224,8 +224,8 @@ class Candidates:
     def _size(self, nbytes: float) -> str:
         """The size of the searched modules, in the unit of the budget."""
         if "gb" in self.config.budget:
-            return f"{(nbytes + self.fixed_bytes) / 1e9:.3f} GB"
-        return f"{8 * nbytes / self.num_weights:.3f} bits per weight"
+            return f"{rounded_up((nbytes + self.fixed_bytes) / 1e9)} GB"
+        return f"{rounded_up(8 * nbytes / self.num_weights)} bits per weight"
 
     def budget_bytes(self, budget: dict[str, float]) -> float:
         """Bytes that the searched modules may take."""
@@ -272,8 +272,8 @@ class Candidates:
         if least > budget["kl"]:
             raise ValueError(
                 f"the budget bounds the predicted loss by {budget['kl']:g}, and the best candidates of "
-                f"{type(self.model).__name__} lose {least:.3g}: give as much, or candidates with more bits, or None "
-                "for 16 bit"
+                f"{type(self.model).__name__} lose {rounded_up(least)}: give as much, or candidates with more bits, "
+                "or None for 16 bit"
             )
         if not self.config.is_for_latency:
             return self.chosen(allocate(self._as_units(losses, nbytes), budget["kl"]))
@@ -456,3 +456,9 @@ def _error(matrix: Tensor, packed: PackedWeight, quant: TensorQuant) -> Tensor:
     K = matrix.shape[1]
     options = {"format": quant.format, "group_size": quant.columns_per_scale(K), "K": K, "dtype": torch.float32}
     return dequantize(*packed, **options) - matrix
+
+
+def rounded_up(size: float) -> str:
+    """A size with three decimals, or as many as show three digits, rounded up: a budget of so much suffices."""
+    decimals = max(3, 2 - math.floor(math.log10(size)))
+    return f"{math.ceil(size * 10**decimals) / 10**decimals:.{decimals}f}"

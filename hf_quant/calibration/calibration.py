@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_quant.algorithms import SOLVERS, Statistics
-from hf_quant.calibration.data import LENGTH, NUM_TOKENS, OWN_LENGTH, Data, of_rows, prepare
+from hf_quant.calibration.data import LENGTH, NUM_TOKENS, OWN_LENGTH, Data, default_length, of_rows, prepare
 from hf_quant.calibration.fp32 import fast_products
 from hf_quant.calibration.gradients import CallRecorder, Sensitivity, sensitivities
-from hf_quant.calibration.observe import KINDS, CacheObserver, Moments, Observer
+from hf_quant.calibration.observe import KINDS, CacheObserver, Moments, Observer, is_encoder_decoder
 from hf_quant.calibration.sample import sample
 from hf_quant.calibration.store import StatisticsFile
 from hf_quant.config import QuantizerConfig, as_config
@@ -88,7 +88,7 @@ class Calibration:
         wanted = ((name, kind or needed(entry)) for name, entry in self.plan.quantized.items() if _observable(entry))
         self._wanted = {name: found for name, found in wanted if found is not None}
         # Engines take the scales of decoders.
-        is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        is_decoder = not is_encoder_decoder(model)
         self._observes_cache = self.config.has_fp8_cache and is_decoder
         if not self._wanted and not self._observes_cache:
             raise ValueError(
@@ -308,8 +308,7 @@ def is_file(calibration: Any) -> bool:
 
 def can_write(model: nn.Module) -> bool:
     """True if the model can write the text that it is calibrated on."""
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return getattr(model, "can_generate", lambda: False)() and not is_encoder_decoder
+    return getattr(model, "can_generate", lambda: False)() and not is_encoder_decoder(model)
 
 
 def check_writer(model: nn.Module) -> None:
@@ -338,15 +337,15 @@ def find_data(model: nn.Module, data: Any, tokenizer: Any = None, *, progress: b
         limits = {**limits, **{name: value for name, value in data.items() if name != "data"}}
         data = data["data"]
     num_tokens, length = limits.get("num_tokens", NUM_TOKENS), limits.get("length")
-    length = (OWN_LENGTH if data is None else LENGTH) if length is None else length
+    if tokenizer is None and (
+        isinstance(data, (str, Path)) or (isinstance(data, (list, tuple)) and data and isinstance(data[0], str))
+    ):
+        tokenizer = next((found for find in TOKENIZERS if (found := find(model)) is not None), None)
+    length = default_length(model, tokenizer, OWN_LENGTH if data is None else LENGTH) if length is None else length
     for name, value in (("num_tokens", num_tokens), ("length", length)):
         if type(value) is not int or value < 2:
             raise ValueError(f"{name} is {value!r}; needs a number of tokens from 2 on")
     if data is not None:
-        if tokenizer is None and (
-            isinstance(data, (str, Path)) or (isinstance(data, (list, tuple)) and data and isinstance(data[0], str))
-        ):
-            tokenizer = next((found for find in TOKENIZERS if (found := find(model)) is not None), None)
         return prepare(data, model, tokenizer, num_tokens, length)
     check_writer(model)
     chosen = {"seed": limits.get("seed", 0), "temperature": limits.get("temperature", 1.0)}
@@ -385,7 +384,7 @@ def calibrate(
         config: what the model will be quantized to: which layers, and whether their inputs are rotated.
         tokenizer: for texts; None: the tokenizer of the model's checkpoint.
         num_tokens: tokens of texts that are used at most, spread over them.
-        length: tokens of a sequence; None: 512, of text that the model writes 256.
+        length: tokens of a sequence; None: 512, of text that the model writes 256, or fewer if it has fewer positions.
         seed: of the text that the model writes.
         progress: True shows a progress bar.
 

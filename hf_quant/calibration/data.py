@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from hf_quant.calibration.observe import is_encoder_decoder
 from hf_quant.evaluate import cut_windows, read_ids
 
 
@@ -78,6 +79,13 @@ def prepare(data: Any, model: nn.Module, tokenizer: Any, num_tokens: int, length
     return Data(partial(_runs, data, num_tokens), {"data": "batches"}, num_runs)
 
 
+def default_length(model: nn.Module, tokenizer: Any, length: int) -> int:
+    """Return `length`, or fewer tokens if the model has fewer positions, or the tokenizer names a smaller limit."""
+    limits = [getattr(_text_config(model), "max_position_embeddings", None)]
+    limits.append(getattr(tokenizer, "model_max_length", None))
+    return min([length, *(limit for limit in limits if isinstance(limit, int) and limit > 1)])  # XLNet's is -1
+
+
 def of_rows(rows: Tensor, model: nn.Module, name: str) -> Data:
     """Token ids [sequences, length]. Raises ValueError if one is not in the vocabulary of the model."""
     if int(rows.min()) < 0:
@@ -85,10 +93,7 @@ def of_rows(rows: Tensor, model: nn.Module, name: str) -> Data:
             f"the calibration data has token {int(rows.min())}, which is none: give ids as the tokenizer makes them, "
             "not labels, and padded sequences as dicts with an attention_mask"
         )
-    config = getattr(model, "config", None)
-    vocabulary = getattr(
-        config.get_text_config() if hasattr(config, "get_text_config") else config, "vocab_size", None
-    )
+    vocabulary = getattr(_text_config(model), "vocab_size", None)
     if vocabulary is not None and int(rows.max()) >= vocabulary:
         raise ValueError(
             f"the calibration data has token {int(rows.max())}, the vocabulary of the model {vocabulary}: give the "
@@ -128,7 +133,7 @@ def _sequences(data: list[Any], model: nn.Module, num_tokens: int, length: int) 
 def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, length: int) -> Data:
     """Texts: for a causal language model one behind the other, else each on its own, padded."""
     name = f"{len(texts)} texts"
-    if _reads_two(model):
+    if is_encoder_decoder(model):
         raise ValueError(_two_sequences(model))
     if getattr(model, "can_generate", lambda: False)():
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -149,8 +154,9 @@ def _texts(texts: list[str], model: nn.Module, tokenizer: Any, num_tokens: int, 
     return Data(partial(_runs, batches, None), record, len(batches))
 
 
-def _reads_two(model: nn.Module) -> bool:
-    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _two_sequences(model: nn.Module) -> str:
@@ -229,7 +235,7 @@ def _run(batch: Any, all_logits: bool, model: nn.Module) -> Any:
         try:
             return model(**given)
         except ValueError as error:  # some, such as BART, make the second sequence of the first
-            if not _reads_two(model) or any(name == "labels" or name.startswith("decoder_") for name in given):
+            if not is_encoder_decoder(model) or any(name == "labels" or name.startswith("decoder_") for name in given):
                 raise
             raise ValueError(_two_sequences(model)) from error
     if isinstance(batch, (list, tuple)):

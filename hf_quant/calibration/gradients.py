@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_quant.calibration.fp32 import fast_products
-from hf_quant.calibration.observe import product_of_experts, replace_forward, rows_of_experts
+from hf_quant.calibration.observe import (
+    mask_of_output,
+    product_of_experts,
+    replace_forward,
+    rows_of_experts,
+)
 from hf_quant.kernels import quantize_rowwise, quantize_static
 from hf_quant.kernels.codes import row_max
 from hf_quant.kernels.rowwise.op import row_scale
@@ -342,7 +347,8 @@ def sensitivities(
             is_kl = False
             if isinstance(logits, Tensor) and logits.dim() > 1 and logits.shape[-1] in _numbers_of_classes(model):
                 is_kl = True
-                gradient, number = _gradient_of_drawn_labels(logits.detach(), kwargs.get("attention_mask"), generator)
+                mask = mask_of_output(model, call.args, kwargs)
+                gradient, number = _gradient_of_drawn_labels(logits.detach(), mask, generator)
                 logits.backward(gradient)
             else:
                 number = 1

@@ -1,8 +1,9 @@
 """`Moments`, the running sums over the inputs of a layer, and the hooks that collect them while a model runs."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +108,48 @@ class Moments:
         return self._statistics
 
 
+class _Masks(NamedTuple):
+    """Attention masks of a call: of its own tokens, and of the encoder whose states it reads."""
+
+    own: Any
+    encoder_states: Any
+    of_encoder: Any
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """True for models of transformers that read two sequences."""
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module by name, those without a name in the call among them."""
+    return {**dict(zip(inspect.signature(module.forward).parameters, args)), **kwargs}
+
+
+def mask_of_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The attention mask of the tokens of a model's output in a call: of two sequences that of the second."""
+    has_two = "decoder_attention_mask" in inspect.signature(module.forward).parameters
+    return named_arguments(module, args, kwargs).get("decoder_attention_mask" if has_two else "attention_mask")
+
+
+def _is_of_tokens(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 2
+
+
+def _tokens_that_are_read(x: Tensor, mask: Any) -> Tensor | None:
+    """True for the tokens of x [B, S, K] or [B * S, K] that the mask [B, S] names; None: it is not the mask of x."""
+    if not _is_of_tokens(mask):
+        return None
+    if mask.shape != x.shape[:-1]:
+        mask = mask.flatten()  # experts, and the MLPs of some models, read the tokens of all sequences in one row
+    return mask.to(x.device).bool() if mask.shape == x.shape[:-1] else None
+
+
 def _unpadded(x: Tensor, mask: Any) -> Tensor:
     """The inputs [any, K] of x [..., K] that the attention mask of a model, if it has one, does not call padding."""
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape == x.shape[:-1]:
-        return x.detach()[mask.to(x.device).bool()]
+    is_read = _tokens_that_are_read(x, mask)
+    if is_read is not None:
+        return x.detach()[is_read]
     return x.detach().flatten(0, -2) if x.dim() > 1 else x.detach().unsqueeze(0)
 
 
@@ -133,7 +172,7 @@ class Observer:
         momentum: float | None = None,
     ) -> None:
         self.model, self.wanted, self.moments, self.momentum = model, wanted, moments, momentum
-        self._mask: Any = None  # the attention mask that the model was called with
+        self._calls: list[_Masks] = []  # of the model, and of the models in it that run
         # The last input, its version, its sums, and the layers that have read it.
         self._last: tuple[Tensor, int, Moments, set[str]] | None = None
         self._undo: list[Callable[[], Any]] = []
@@ -141,7 +180,10 @@ class Observer:
     def attach(self) -> None:
         """Begin to observe."""
         modules = dict(self.model.named_modules())
-        self._undo.append(self.model.register_forward_pre_hook(self._see_mask, with_kwargs=True).remove)
+        for part in modules.values():
+            if part is self.model or hasattr(part, "main_input_name"):  # a model of transformers
+                self._undo.append(part.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                self._undo.append(part.register_forward_hook(self._leave).remove)
         for name in self.wanted:
             module = modules[name]
             if expert_weight_names(module):
@@ -154,10 +196,27 @@ class Observer:
         """Stop observing; the model is as it was."""
         while self._undo:
             self._undo.pop()()
-        self._last = self._mask = None
+        self._last = None
+        self._calls.clear()
 
-    def _see_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._mask = kwargs.get("attention_mask")
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is self.model:
+            self._calls.clear()  # a call that failed has not left
+        mask = mask_of_output(module, args, kwargs)
+        if mask is not None and not _is_of_tokens(mask):  # made of the mask of the model around this one
+            mask = self._calls[-1].own if self._calls else None
+        given = named_arguments(module, args, kwargs)
+        self._calls.append(_Masks(mask, given.get("encoder_hidden_states"), given.get("encoder_attention_mask")))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._calls:
+            self._calls.pop()
+
+    def _mask_of(self, x: Tensor) -> Any:
+        if not self._calls:
+            return None
+        call = self._calls[-1]
+        return call.of_encoder if x is call.encoder_states else call.own
 
     def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input", kwargs.get("x"))
@@ -178,7 +237,7 @@ class Observer:
             moments = moments.clone()
         self.moments[name] = {"weight": [moments]}
         self._last = (x, version, moments, {name})
-        moments.add(_unpadded(x, self._mask))
+        moments.add(_unpadded(x, self._mask_of(x)))
 
     def _watch_experts(self, name: str, module: nn.Module) -> None:
         names = expert_weight_names(module)
@@ -191,6 +250,10 @@ class Observer:
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             project = partial(self._project, name, module)
+            read = _tokens_that_are_read(hidden_states, self._mask_of(hidden_states))
+            if read is not None:
+                route(module, hidden_states[read], top_k_index[read], top_k_weights[read], num_experts, project)
+                project = partial(product_of_experts, module)
             return route(module, hidden_states, top_k_index, top_k_weights, num_experts, project)
 
         self._undo.append(replace_forward(module, forward))

@@ -46,6 +46,9 @@ def find_source(name: str) -> Source:
     for file in ("config.json", "model_index.json"):
         path = find_file(name, file)
         fields = {} if path is None else _read_json(path)
+        config = fields.get("quantization_config")
+        if config is not None and not isinstance(config, dict):
+            raise ValueError(f"{path}: quantization_config is a {type(config).__name__}; needs an object")
         if file == "model_index.json" and fields:
             return Source(name, "pipeline", fields)
         if "_class_name" in fields:

@@ -197,6 +197,9 @@ def read_config(directory: Path, *, hosts: tuple[str, ...] = ("transformers",)) 
     if (directory / _ADAPTERS).is_file():
         raise ValueError(f"{directory} has adapters ({_ADAPTERS}), which would be lost: merge or remove them first")
     fields = Directory(directory).load_json(path.name)
+    config = fields.get("quantization_config")
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"{path}: quantization_config is a {type(config).__name__}; needs an object")
     if "_class_name" in fields and "diffusers" not in hosts:
         name = shorten(repr(fields["_class_name"]).strip("'"))
         raise ValueError(f"{directory} holds a {name} of diffusers; needs a model of transformers")

@@ -124,8 +124,9 @@ class DistillTrainer(Trainer):
         others: as Trainer takes them.
 
     Raises:
-        ValueError: the teacher is the model itself, the model has an encoder beside its decoder, or one of both does
-            something to its logits that is not known; the latter is found in the first step.
+        ValueError: the teacher is the model itself, the model has an encoder beside its decoder, a loss of its own or
+            label smoothing is asked for, or one of both does something to its logits that is not known; the latter is
+            found in the first step.
     """
 
     def __init__(self, *args: Any, teacher: nn.Module, chunk: int = 1024, **options: Any) -> None:
@@ -137,6 +138,9 @@ class DistillTrainer(Trainer):
                 f"a {type(self.model).__name__} has an encoder beside its decoder: DistillTrainer takes language "
                 "models of one sequence; hf_quant.training.distillation_loss serves a loop of your own"
             )
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            given = "compute_loss_func" if self.compute_loss_func is not None else "label_smoothing_factor"
+            raise ValueError(f"{given} has no effect on the loss from a teacher: leave it out, or take Trainer")
         self.teacher, self.chunk = teacher.to(self.args.device).eval(), chunk
         self.model_accepts_loss_kwargs = True  # the number of items is used here, whatever the model takes
         self._loss_shifts_labels = True  # of the labels it counts; Trainer knows it of classes named ...ForCausalLM

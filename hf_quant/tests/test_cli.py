@@ -368,6 +368,9 @@ def test_broken_models(llama_dir, tmp_path, capsys):
     taken = broken(llama_dir, tmp_path / "c", quantization_config={"quant_method": "gptq", "bits": 4})
     assert "quantized already, by gptq" in error_of(capsys, "plan", taken)
     assert "quantized already, by gptq" in error_of(capsys, "quantize", taken, tmp_path / "out")
+    edited = broken(llama_dir, tmp_path / "e", quantization_config="int4")
+    for command in (("plan", edited), ("export", edited, tmp_path / "out"), ("import", edited, tmp_path / "out")):
+        assert "quantization_config is a str; needs an object" in error_of(capsys, *command)
     (taken / "config.json").write_text("[1]")
     assert "needs an object" in error_of(capsys, "plan", taken)
     (taken / "config.json").write_text("{")

@@ -43,7 +43,8 @@ def gather_in_low_bits_(model: nn.Module) -> list[str]:
     if not weights:
         raise ValueError(
             f"no weight of this {type(model).__name__} could be gathered in low bits: call prepare_training_, then "
-            "fully_shard, then this. Weights of recipe 'int8_weights' are gathered as codes in any case"
+            "fully_shard, then this. Weights of recipe 'int8_weights' are gathered as codes in any case; those of "
+            "'sparse24' have no codes, and layers that store their weight transposed (GPT-2's) gather it in 16 bit"
         )
     shared = _SharedScales([pair for pair in weights.values() if _has_one_scale(*pair)])
     for parameter, recipe in weights.values():

@@ -1,6 +1,7 @@
 """Automatic bits: a budget that is kept, a scheme for all that read one tensor, a plan that is stored and printed."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -44,8 +45,10 @@ def test_the_budget_of_gigabytes_counts_the_whole_model_and_the_cache():
     per_token = 2 * 2 * 2 * 32 * 2  # layers, keys and values, heads, channels, bytes
     with_cache = auto_plan(model, auto(gb=((small + large) / 2 + 100 * per_token) / 1e9, context=100), calibration=IDS)
     assert with_cache.schemes == found.schemes
-    with pytest.raises(ValueError, match=rf"smallest candidates of LlamaForCausalLM take {small / 1e9:.3f} GB"):
+    with pytest.raises(ValueError, match="smallest candidates of LlamaForCausalLM take") as error:
         auto_plan(model, auto(gb=small / 2e9), calibration=IDS)
+    needed = float(re.search(r"take ([\d.]+) GB", str(error.value))[1])
+    assert small / 1e9 <= needed < 1.01 * small / 1e9  # so much suffices
     with pytest.raises(ValueError, match="needs weights='auto'"):
         auto_plan(model, QuantizerConfig("int4"), calibration=IDS)
 
@@ -135,7 +138,7 @@ def test_what_cannot_be_searched(tmp_path):
     model = llama()
     with pytest.raises(ValueError, match="see hf_quant.auto_plan"):
         plan(model, auto(bits=4.0))
-    with pytest.raises(ValueError, match="the smallest candidates of LlamaForCausalLM take 2.506 bits per weight"):
+    with pytest.raises(ValueError, match="the smallest candidates of LlamaForCausalLM take 2.507 bits per weight"):
         quantize_(model, auto(bits=2.0), calibration=IDS)
     with pytest.raises(ValueError, match="runs the model backward"):
         quantize_(model, auto(bits=4.0), calibration=tmp_path / "imatrix.safetensors")

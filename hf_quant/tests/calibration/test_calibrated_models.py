@@ -15,6 +15,8 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -136,6 +138,21 @@ def test_an_encoder_reads_padded_texts():
     assert solved < 0.6 * plain
     with pytest.raises(ValueError, match="cannot write its own text"):
         quantize_(base, GPTQ)
+
+
+def test_sequences_are_no_longer_than_the_positions_of_the_model(tmp_path):
+    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    decoder = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=24, bos_token_id=1, eos_token_id=2))
+    encoder = BertModel(BertConfig(**SIZES, num_attention_heads=2, max_position_embeddings=24))
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 8)
+    own, texts = {"data": None, "num_tokens": 48}, ["the quick brown fox jumps over"] * 4
+    for base, data in ((decoder, tmp_path / "text.txt"), (decoder, own), (encoder, texts), (encoder, IDS)):
+        model = quantize_(copy.deepcopy(base), GPTQ, calibration=data, tokenizer=Tokenizer())
+        assert model.config.quantization_config.calibrated_with["length"] == 24
+    narrow = Tokenizer()
+    narrow.model_max_length = 16
+    model = quantize_(encoder, GPTQ, calibration=texts, tokenizer=narrow)
+    assert model.config.quantization_config.calibrated_with["length"] == 16
 
 
 def test_an_encoder_decoder_needs_both_of_its_sequences(tmp_path):

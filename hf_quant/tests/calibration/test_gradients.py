@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 from hf_quant.calibration import gradients, record_calls, sensitivities
 from hf_quant.calibration.gradients import NUM_CALLS, Call, InputRounding
@@ -37,6 +37,22 @@ def kl(model: nn.Module, other: nn.Module) -> float:
     with torch.no_grad():
         p, q = (m(IDS).logits.log_softmax(-1) for m in (model, other))
     return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+def test_the_labels_of_a_decoder_are_those_of_its_own_mask(monkeypatch):
+    sizes = {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    both = {"input_ids": IDS, "decoder_input_ids": IDS, "attention_mask": (torch.arange(40) < 30).expand(3, 40)}
+    draw, counts = gradients._gradient_of_drawn_labels, []
+
+    def drawn(*args):
+        counts.append(draw(*args)[1])
+        return draw(*args)
+
+    monkeypatch.setattr(gradients, "_gradient_of_drawn_labels", drawn)
+    for own in (None, (torch.arange(40) < 10).expand(3, 40)):
+        sensitivities(model, [Call((), {**both, "decoder_attention_mask": own})], {"decoder.block.0.layer.2": None})
+    assert counts == [120, 30]
 
 
 @pytest.mark.parametrize("name", NAMES)

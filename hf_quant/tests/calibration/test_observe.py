@@ -1,11 +1,27 @@
 """Calibration sees the inputs of each layer once, rotated as its product rotates them, without padding."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_quant import Calibration, QuantizerConfig, quantize_
 from hf_quant.calibration.observe import Moments
@@ -124,6 +140,70 @@ def test_padding_is_left_out():
         model(input_ids=IDS, attention_mask=mask)
     x = seen_by(model, name, input_ids=IDS, attention_mask=mask).view(*IDS.shape, -1)
     assert_recorded(calibration.statistics(name)["weight"][0], x[mask.bool()])
+
+
+@pytest.mark.parametrize("host", ["t5", "bart"])
+def test_padding_of_both_sequences_is_left_out(host):
+    sizes = {"vocab_size": 64, "d_model": 64, "decoder_start_token_id": 0}
+    own = {"d_kv": 32, "d_ff": 64, "num_heads": 2, "num_layers": 1}
+    parts = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    if host == "t5":
+        model = T5ForConditionalGeneration(T5Config(**sizes, **own)).eval()
+    else:
+        model = BartForConditionalGeneration(BartConfig(**sizes, **parts)).eval()
+    mask, decoder_mask = torch.ones_like(IDS), torch.ones_like(IDS)
+    mask[:, 30:], decoder_mask[:, 20:] = 0, 0
+    both = {"input_ids": IDS, "decoder_input_ids": IDS, "attention_mask": mask}
+    for more, expected in (({}, IDS), ({"decoder_attention_mask": decoder_mask}, decoder_mask)):
+        with Calibration(model, QuantizerConfig("int4", **PLAIN), kind="amax") as calibration, torch.no_grad():
+            model(**both, **more)
+        for name in calibration.observed:
+            found = calibration.statistics(name)["weight"][0].num_tokens
+            of_encoder = "encoder." in name or re.search(r"(EncDec|encoder_attn).*\.[kv](_proj)?$", name)
+            assert found == (mask.sum() if of_encoder else expected.count_nonzero()), name
+
+
+def test_padding_among_the_tokens_of_one_row_is_left_out():
+    mask = torch.ones_like(IDS)
+    mask[:, 30:] = 0
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_hidden_layers": 1}
+    for cls, config in (
+        HOSTS["mixtral"][1:],
+        HOSTS["gpt_oss"][1:],
+        (OPTForCausalLM, OPTConfig(**sizes, num_attention_heads=2)),
+    ):
+        model = cls(copy.deepcopy(config)).eval()
+        with torch.no_grad():
+            expected = model(input_ids=IDS, attention_mask=mask).logits
+            with Calibration(model, QuantizerConfig("int4", **PLAIN), kind="amax") as calibration:
+                logits = model(input_ids=IDS, attention_mask=mask).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+        for name in calibration.observed:
+            for moments in calibration._moments[name].values():
+                seen = sum(each.num_tokens for each in moments)
+                assert seen == mask.sum() * (1 if len(moments) == 1 else model.config.num_experts_per_tok), name
+
+
+def test_a_mask_is_of_its_own_model_in_a_model_of_two():
+    sizes, vision = {**SIZES, "num_attention_heads": 2}, {"image_size": 32, "patch_size": 16}
+    model = CLIPModel(CLIPConfig(text_config=sizes, vision_config={**sizes, **vision})).eval()
+    ids, mask = IDS[:, :5], (torch.arange(5) < 3).expand(3, 5)  # as many tokens as an image has patches
+    with Calibration(model, QuantizerConfig("int4", **PLAIN), kind="amax") as calibration, torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, pixel_values=torch.randn(3, 3, 32, 32))
+    for name in calibration.observed:
+        if ".layers." in name:
+            found = calibration.statistics(name)["weight"][0].num_tokens
+            assert found == (9 if name.startswith("text") else 15), name
+
+
+def test_a_mask_may_have_its_place_among_the_arguments():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, eos_token_id=1)).eval()
+    mask = torch.ones_like(IDS)
+    mask[:, 30:] = 0
+    with Calibration(model, QuantizerConfig("int4", **PLAIN), kind="amax") as calibration, torch.no_grad():
+        model(IDS, None, mask)
+    assert calibration.statistics("transformer.h.0.mlp.c_fc")["weight"][0].num_tokens == mask.sum()
 
 
 def test_conv1d_of_transformers():
