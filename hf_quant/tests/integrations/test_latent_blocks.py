@@ -24,16 +24,14 @@ _SMALL = {
         "num_key_value_heads": 4,
     },
     **{"intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
-    **{
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    **{"n_group": 1, "topk_group": 1},
     **{"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 _INT8_INPUTS = {"weights": "int4", "cpu_activations": "int8"}
 FAMILIES = {
-    "deepseek_v2": {},  # angles as complex numbers
+    # Angles as complex numbers, groups of experts by their best one.
+    "deepseek_v2": {"n_group": 2, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {},
     "glm4_moe_lite": {"q_lora_rank": None},
     "minicpm3": {},
@@ -195,15 +193,17 @@ def test_what_stays_with_the_host():
         assert len(blocks(other)) < 2
 
 
-def test_a_weight_that_is_written_in_place():
+@pytest.mark.parametrize("options", [{"weights": "W4A16_ASYM", "group_size": 32}, {}], ids=str)
+def test_a_weight_that_is_written_in_place(options):
     """Of zero points the block has values of its own."""
-    model = make("minicpm3", weights="W4A16_ASYM", group_size=32)
+    model = make("minicpm3", **options)
     forced(model)
     with torch.no_grad():
         for layer in model.model.layers:
             weight = layer.self_attn.kv_b_proj
-            weight.zero_point.copy_(weight.zero_point.flip(0))
-            weight.scale.copy_(weight.scale.flip(0))
+            for factors in (weight._parameters.get("zero_point"), weight.scale):
+                if factors is not None:
+                    factors.copy_(factors.flip(0))
     ours = forced(model)
     assert len(blocks(model)) == 2
     unfuse_activations_(model)
