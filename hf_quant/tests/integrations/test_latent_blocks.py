@@ -10,7 +10,7 @@ from hf_quant.integrations.transformers.blocks import base, block_reasons
 from hf_quant.integrations.transformers.blocks.latent import LatentAttention, LatentBlock
 from hf_quant.integrations.transformers.blocks.layer import LayerBlock
 from hf_quant.kernels.native import active
-from hf_quant.kv_cache import LatentStates
+from hf_quant.kv_cache import LatentStates, register_attention
 from hf_quant.testing import assert_close, rms_error
 
 
@@ -163,11 +163,12 @@ def test_quantized_caches(cache, expanded):
 def test_a_long_prompt_behind_a_cache_and_a_cache_that_begins_again(attention):
     """Both have keys and values of all tokens, and what follows has none again."""
     model = make("deepseek_v3", dense=2)
+    register_attention()
     model.set_attn_implementation(attention)
     cache, ids = QuantizedCache(model.config, {"format": "int8"}), torch.arange(3, 63).unsqueeze(0)
 
     def logits() -> torch.Tensor:
-        cache.reset()
+        cache.crop(-cache.get_seq_length())
         parts = ((0, 6), (6, 7), (7, 10), (10, 50), (50, 51), (51, 52))
         with torch.no_grad():
             return torch.cat([model(ids[:, begin:end], past_key_values=cache).logits for begin, end in parts], 1)
