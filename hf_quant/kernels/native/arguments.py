@@ -1,5 +1,6 @@
 """Arguments of the extension: dtypes and layouts as its numbers, tables of levels, and the addresses of a weight."""
 
+import struct
 from functools import cache
 
 import torch
@@ -48,6 +49,11 @@ def layout(spec: CodeSpec) -> int:
     if spec.is_packed:
         return _LAYOUTS[spec.planes]
     return _BYTES_INT if spec.dtype == torch.int8 else _BYTES_FLOAT
+
+
+def bits(*numbers: float) -> tuple[int, ...]:
+    """Arguments of the extension for numbers: the bits of each in fp32."""
+    return struct.unpack(f"{len(numbers)}I", struct.pack(f"{len(numbers)}f", *numbers))
 
 
 def layout_arguments(spec: CodeSpec) -> tuple[int, int, bool]:

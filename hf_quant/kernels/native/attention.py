@@ -1,6 +1,5 @@
 """Caches of keys and values as codes, in C++: attention over a cache, and the append of new tokens."""
 
-import struct
 from typing import NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
-from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, layout, layout_arguments
+from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, bits, layout, layout_arguments
 from hf_quant.kernels.native.extension import active, module, unavailable_reason
 
 
@@ -64,7 +63,7 @@ def attention(
         *_cache_arguments(*keys),
         *_cache_arguments(*values),
         *mask_arguments,
-        *(is_causal, window, *_bits(scale, softcap or 0.0), 0, 0, torch.get_num_threads(), False),
+        *(is_causal, window, *bits(scale, softcap or 0.0), 0, 0, torch.get_num_threads(), False),
     )
     return (y if y is result else result.copy_(y)), lse
 
@@ -109,7 +108,7 @@ def attention_of_values(
         *_cache_arguments(k),
         *_cache_arguments(v),
         *mask_arguments,
-        *(is_causal, 0, *_bits(scale, softcap or 0.0), *sinks_arguments, torch.get_num_threads(), False),
+        *(is_causal, 0, *bits(scale, softcap or 0.0), *sinks_arguments, torch.get_num_threads(), False),
     )
     return y[..., :D_v]
 
@@ -162,13 +161,9 @@ def latent_attention(
         *(latents.rotates, *(0 if part is None else part.data_ptr() for part in lacking)),
         *(y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
         *(*caches[0], *caches[0], *mask_arguments),
-        *(is_causal, 0, *_bits(scale, 0.0), 0, 0, torch.get_num_threads(), True, *queries[1], *caches[1]),
+        *(is_causal, 0, *bits(scale, 0.0), 0, 0, torch.get_num_threads(), True, *queries[1], *caches[1]),
     )
     return y
-
-
-def _bits(*numbers: float) -> tuple[int, ...]:
-    return struct.unpack(f"{len(numbers)}I", struct.pack(f"{len(numbers)}f", *numbers))
 
 
 def _mask_arguments(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:

@@ -6,7 +6,6 @@ checked that the extension computes them (`products.serves`, `attention.unsuppor
 """
 
 import math
-import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
-from hf_quant.kernels.native.arguments import DTYPES, layout_arguments
+from hf_quant.kernels.native.arguments import DTYPES, bits, layout_arguments
 from hf_quant.kernels.native.attention import appended_arguments
 from hf_quant.kernels.native.extension import module
 from hf_quant.kernels.native.heads import HeadRows
@@ -101,7 +100,7 @@ class Block:
         dtype before it is multiplied with it. `centers`: the mean is taken off x first (LayerNorm).
         """
         width = self._widths[x] if weight is None else len(weight)
-        numbers = (width, *self._held(weight), *self._held(bias), _bits(eps), plus_one, rounds_weight, rounds, centers)
+        numbers = (width, *self._held(weight), *self._held(bias), *bits(eps), plus_one, rounds_weight, rounds, centers)
         self._steps.append((None, _NORM, x, -1, -1, to, *numbers))
 
     def turn(
@@ -132,12 +131,12 @@ class Block:
 
         `alpha`, `limit`: of "clamped_pairs", see `Activation` in kernels.h. `rounds`: activation(x) to the dtype.
         """
-        numbers = (ACTIVATIONS.index(activation), width, _bits(alpha), _bits(limit), not rounds)
+        numbers = (ACTIVATIONS.index(activation), width, *bits(alpha), *bits(limit), not rounds)
         self._steps.append((None, _GATE, x, -1 if up is None else up, -1, to, *numbers))
 
     def add(self, x: int | None, more: int, to: int, factor: float = 1.0) -> None:
         """Compute x + more * factor, which is rounded first; without x the product alone."""
-        self._steps.append((None, _ADD, -1 if x is None else x, more, -1, to, _bits(factor)))
+        self._steps.append((None, _ADD, -1 if x is None else x, more, -1, to, *bits(factor)))
 
     def route(
         self,
@@ -163,7 +162,7 @@ class Block:
         of those of some groups only.
         """
         numbers = (*weight.shape, *self._held(weight), *self._held(bias), rounds, chosen, *self._held(correction))
-        numbers += (by_sigmoid, normalizes, _bits(factor), rounds_weights, *groups[:3], _bits(groups.outside))
+        numbers += (by_sigmoid, normalizes, *bits(factor), rounds_weights, *groups[:3], *bits(groups.outside))
         self._steps.append((None, _ROUTE, x, -1, -1, to, *numbers))
 
     def combine(self, x: int, to: int, *, rounds: bool) -> None:
@@ -227,7 +226,7 @@ class Block:
         `heads`: of keys and of values; `dims`: of a key and of a value.
         """
         self._dtypes[state] = torch.float32
-        numbers = (state, *heads, *dims, *self._held(log_decay), *self._held(time_bias), _bits(1e-6))
+        numbers = (state, *heads, *dims, *self._held(log_decay), *self._held(time_bias), *bits(1e-6))
         self._steps.append((None, _DELTA, x, a, b, to, *numbers))
 
     def scan(
@@ -282,7 +281,7 @@ class Block:
         value.
         """
         self.held.append(sinks)
-        numbers = (num_heads, num_key_value_heads, _bits(scale), _bits(softcap or 0.0))
+        numbers = (num_heads, num_key_value_heads, *bits(scale), *bits(softcap or 0.0))
         numbers += (0, 0) if sinks is None else (sinks.data_ptr(), DTYPES[sinks.dtype])
         self._steps.append((None, _ATTEND, q, *new, to, *numbers, window, False))
 
@@ -291,7 +290,7 @@ class Block:
 
         Its keys are the latents, its values the part of keys that is turned.
         """
-        self._steps.append((None, _ATTEND, q, q_turned, -1, to, num_heads, 1, _bits(scale), 0, 0, 0, 0, True))
+        self._steps.append((None, _ATTEND, q, q_turned, -1, to, num_heads, 1, *bits(scale), 0, 0, 0, 0, True))
 
     def _held(self, tensor: Tensor | None) -> tuple[int, int]:
         """(address, dtype) of a tensor that is held, zeros if there is none."""
@@ -362,10 +361,6 @@ def _mask_numbers(mask: Tensor | None) -> tuple[int, int, int, int, int]:
         return 0, 0, 0, 0, 0
     number = DTYPES[torch.int8 if mask.dtype == torch.bool else mask.dtype]
     return (mask.data_ptr(), number, *mask.stride()[:3])
-
-
-def _bits(value: float) -> int:
-    return struct.unpack("I", struct.pack("f", value))[0]
 
 
 def prepare_cache(

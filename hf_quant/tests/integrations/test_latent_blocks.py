@@ -196,7 +196,7 @@ def test_what_stays_with_the_host():
 
 @pytest.mark.parametrize("options", [{"weights": "W4A16_ASYM", "group_size": 32}, {}], ids=str)
 def test_a_weight_that_is_written_in_place(options):
-    """Of zero points the block has values of its own."""
+    """A block keeps values of its own of zero points."""
     model = make("minicpm3", **options)
     forced(model)
     with torch.no_grad():
