@@ -270,8 +270,7 @@ def test_loading_while_offloaded(name, offload_type):
     assert torch.equal(run(model, name), base)
 
 
-@pytest.mark.parametrize("name", ["wan", "unet"])
-@pytest.mark.parametrize(("weights", "is_fused"), [("W8A8", False), ("int4", True)])
+@pytest.mark.parametrize(("name", "weights", "is_fused"), [("wan", "W8A8", False), ("unet", "int4", True)])
 def test_hot_swapping_compiles_nothing_new(name, weights, is_fused):
     pipe = pipeline_of(name, weights)
     model = adapted(name, pipe)

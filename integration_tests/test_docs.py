@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_quant.auto import latency
 from hf_quant.cli import main
 
 
@@ -38,23 +39,28 @@ def needs(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_layers(asset_model_dir, tmp_path_factory) -> Path:
-    """The first two layers of the trained Llama, with its tokenizer and card."""
+def small_llama(asset_model_dir, tmp_path_factory) -> Path:
+    """A random Llama of one narrow layer, with the tokenizer and the card of the trained one."""
     directory = tmp_path_factory.mktemp("llama")
-    AutoModelForCausalLM.from_pretrained(asset_model_dir, num_hidden_layers=2).save_pretrained(directory)
+    config = AutoConfig.from_pretrained(asset_model_dir)
+    config.update({"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64})
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 2})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     for path in (*asset_model_dir.glob("*token*"), asset_model_dir / "README.md"):
         shutil.copy(path, directory)
     return directory
 
 
 @pytest.fixture
-def small_models(tmp_path, asset_model_dir, two_layers, monkeypatch) -> Path:
+def small_models(tmp_path, asset_model_dir, small_llama, monkeypatch) -> Path:
     """A working directory in which the names of the Hub are small models; relative paths of snippets end up here."""
     for name in (LLAMA, FLUX):
         (tmp_path / name).parent.mkdir()
-    os.symlink(two_layers, tmp_path / LLAMA)
+    os.symlink(small_llama, tmp_path / LLAMA)
     (tmp_path / "wiki.txt").write_text((asset_model_dir / "eval.txt").read_text()[:8000])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(latency, "_SECONDS", 0.01)  # the times that it finds are not looked at
     return tmp_path
 
 

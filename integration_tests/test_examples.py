@@ -17,7 +17,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from diffusion.bench import tensor_bytes  # noqa: E402
 from diffusion.models import MODELS, T5_XXL  # noqa: E402
@@ -126,6 +126,15 @@ def test_cogvideox(run_example, tmp_path):
     assert Image.open(out).n_frames == 9 and Image.open(out).size == (48, 32)
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """The first layer of the trained Llama, with its tokenizer."""
+    directory = tmp_path_factory.mktemp("llama")
+    AutoModelForCausalLM.from_pretrained(ASSET, num_hidden_layers=1).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(ASSET).save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
@@ -133,16 +142,16 @@ def text(tmp_path) -> Path:
     return path
 
 
-def test_recover_with_teacher(run_example, text, tmp_path):
+def test_recover_with_teacher(run_example, llama, text, tmp_path):
     out = tmp_path / "out"
-    run_example("recover_with_teacher.py", ASSET, "--text", text, "--steps", 2, "--length", 32, "--out", out)
+    run_example("recover_with_teacher.py", llama, "--text", text, "--steps", 2, "--length", 32, "--out", out)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert {str(m.scheme.weight.format) for m in model.modules() if isinstance(m, QuantizedModule)} == {"int2"}
 
 
-def test_qlora(run_example, text, tmp_path):
+def test_qlora(run_example, llama, text, tmp_path):
     out = tmp_path / "out"
-    found = run_example("qlora.py", ASSET, "--text", text, "--steps", 2, "--length", 32, "--out", out)
+    found = run_example("qlora.py", llama, "--text", text, "--steps", 2, "--length", 32, "--out", out)
     again = PeftModel.from_pretrained(found["base"], out, adapter_name="again")
     layer = next(m for m in again.modules() if "again" in getattr(m, "lora_A", {}))
     assert (

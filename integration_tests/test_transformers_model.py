@@ -456,7 +456,6 @@ def test_generate(name, how, load):
 @pytest.mark.parametrize(
     ("name", "weights", "backend"),
     [
-        ("llama", "int8", "eager"),
         ("llama", "W8A8", "eager"),
         ("mixtral", "int4", "eager"),
         ("llama", "int4", "aot_eager"),

@@ -196,9 +196,9 @@ def test_the_adapter_is_registered_in_every_order_of_imports(stub_install, impor
 @pytest.mark.parametrize(
     "imports",
     [
-        "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained",
         "import hf_quant.integrations.transformers",  # the adapter imports the host
-        'import torch; torch.set_default_device("meta"); import transformers.quantizers.auto',
+        'import torch; torch.set_default_device("meta")\n'
+        "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained",
     ],
 )
 def test_transformers_gets_the_real_classes_and_diffusers_is_not_imported(real_install, imports):

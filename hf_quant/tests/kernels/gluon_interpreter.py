@@ -14,6 +14,7 @@ layouts, registers, and what the hardware cannot do.
 """
 
 import builtins
+import functools
 import importlib.util
 import inspect
 import random
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -363,10 +364,16 @@ _MODULES: dict[str, Any] = {
 _KERNELS = ("hf_quant.kernels.gpu.hopper.", "hf_quant.kernels.weight_only.few_kernel")
 
 
+@functools.cache
+def _code(name: str, edit: tuple[str, str] | None) -> CodeType:
+    source = importlib.util.find_spec(name).loader.get_source(name)
+    return compile(source.replace(*edit) if edit else source, name, "exec")
+
+
 def _module(name: str, known: dict[str, Any], edit: tuple[str, str] | None) -> Any:
     """The module of a kernel with the names of this file in place of Gluon's, its source with edit[1] for edit[0]."""
     if name not in known:
-        known[name], source = ModuleType(name), importlib.util.find_spec(name).loader.get_source(name)
+        known[name] = ModuleType(name)
 
         def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
             if name in known or name.startswith(_KERNELS):
@@ -374,7 +381,7 @@ def _module(name: str, known: dict[str, Any], edit: tuple[str, str] | None) -> A
             return builtins.__import__(name, globals, locals, fromlist, level)
 
         known[name].__builtins__ = {**vars(builtins), "__import__": import_}
-        exec(compile(source.replace(*edit) if edit else source, name, "exec"), known[name].__dict__)
+        exec(_code(name, edit), known[name].__dict__)
     return known[name]
 
 
@@ -387,7 +394,7 @@ def interpreted(seed: int = 0, edit: tuple[str, str] | None = None) -> Iterator[
     known = dict(_MODULES)
     names = [_KERNELS[0] + name for name in ("kernel", "scaled_kernel", "attention_kernel")] + [_KERNELS[1]]
     kernel, scaled, attentive, with_few = (_module(name, known, edit) for name in names)
-    sources = [importlib.util.find_spec(name).loader.get_source(name) for name in known if name.startswith(_KERNELS)]
+    sources = (importlib.util.find_spec(name).loader.get_source(name) for name in known if name.startswith(_KERNELS))
     assert edit is None or any(edit[0] in source for source in sources), "a text that no kernel has"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Jit, "seed", seed)

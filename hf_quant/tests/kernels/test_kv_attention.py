@@ -90,11 +90,12 @@ def test_values_of_codes():
     assert decode_heads(codes, scale, offset, spec, 16).flatten().tolist() == expected
 
 
-# Heads of 80 and 96 channels, one head for all queries, a head each; up to 4 rows of queries meet a head, and more.
+# Heads of 80 and 96 channels, one head for all queries, a head each; up to 4 rows of queries meet a head, and more. A
+# test takes every second one.
 HEADS = [(4, 4, 64), (8, 2, 128), (6, 1, 80), (4, 2, 96), (2, 2, 256), (12, 2, 48)]
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", HEADS[::2], ids=str)
 @pytest.mark.parametrize("format", FORMATS_OF_CACHES)
 def test_it_matches_the_reference(format, heads):
     H, H_kv, D = heads
@@ -143,7 +144,7 @@ def in_frame(B, H_kv, D, seed=0):
     return torch.stack([mean * 10, spread.clamp(-1.3, 1.3).exp()], 2), first
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", HEADS[1::2], ids=str)
 @pytest.mark.parametrize("format", FORMATS_OF_CACHES)
 def test_keys_in_a_frame_and_rotated_values(format, heads):
     H, H_kv, D = heads

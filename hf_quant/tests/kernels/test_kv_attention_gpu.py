@@ -102,16 +102,16 @@ def test_many_queries(format):
 @pytest.mark.parametrize("S", [1, 37])
 def test_masks_windows_lengths(S):
     generator = torch.Generator().manual_seed(3)
-    q, parts = queries(2, 4, S, 64, torch.bfloat16), caches((2, 2, 150, 64), "int4", 1)
+    q, parts = queries(2, 2, S, 64, torch.bfloat16), caches((2, 1, 150, 64), "int4", 1)
     boolean = torch.rand(2, 1, S, 150, generator=generator) > 0.3
-    added = torch.randn(1, 4, 1, 150, generator=generator)
+    added = torch.randn(1, 2, 1, 150, generator=generator)
     added[..., 40:100] = float("-inf")
     windowed = {**CAUSAL, "window": 50, "scale": 0.2}
     for mask, length, options in (
         *((None, length, CAUSAL) for length in (None, 0, 3, 130, 150, 999, -5)),
         *((None, None, PLAIN), (None, None, windowed), (None, 130, windowed)),
         *((boolean, None, CAUSAL), (boolean, 130, windowed)),
-        *((boolean[:1, :, :1].expand(2, 4, S, 150), None, PLAIN), (added, 130, CAUSAL), (added, None, windowed)),
+        *((boolean[:1, :, :1].expand(2, 2, S, 150), None, PLAIN), (added, 130, CAUSAL), (added, None, windowed)),
     ):
         end = None if length is None else torch.tensor([length])
         compare(q, parts, mask, end, format="int4", **options)

@@ -5,6 +5,7 @@ import copy
 import inspect
 import shutil
 import subprocess
+import sysconfig
 import tarfile
 from pathlib import Path
 
@@ -44,12 +45,14 @@ def test_steps_of_quantization_aware_training_are_timed():
     assert found.keys() == {qat.BASE, "int4", "W4A8"} and all(seconds > 0 for seconds in found.values())
 
 
-def test_training_recovers_what_plain_rounding_lost(monkeypatch):
+def test_training_recovers_what_plain_rounding_lost(monkeypatch, tmp_path):
+    AutoModelForCausalLM.from_pretrained(qat.ASSET, num_hidden_layers=2).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(qat.ASSET).save_pretrained(tmp_path)
     texts = [Path(module.__file__).read_text() for module in (argparse, inspect, shutil, subprocess, tarfile)]
     monkeypatch.setattr(qat, "library_text", lambda held_out: texts)  # to read all of it takes 10 s
-    run = qat.Run(steps=20, tokens=256, length=64, learning_rate=1e-3)
+    run = qat.Run(steps=8, tokens=256, length=64, learning_rate=1e-3)
     with fast_products():  # training in bf16 takes minutes on a CPU with AVX2 alone
-        found = qat.recovered(qat.ASSET, "int2:group_size=64", run, tokens=512, window=64, gptq=False, log=False)
+        found = qat.recovered(tmp_path, "int2:group_size=64", run, tokens=512, window=64, gptq=False, log=False)
     assert list(found) == [qat.BASE, "RTN", "PTQ", "QAT"]
     assert found["QAT"].kl < found["PTQ"].kl < found["RTN"].kl
 
@@ -68,9 +71,12 @@ def test_the_teacher_writes_the_text():
     assert len(rows) == 6 and set(rows) <= windows
 
 
-def test_no_file_that_is_judged_on_is_trained_on():
+def test_no_file_that_is_judged_on_is_trained_on(monkeypatch, tmp_path):
+    files = {module.__name__: Path(module.__file__).read_text() for module in (argparse, inspect, shutil)}
+    for name, text in files.items():
+        (tmp_path / "part").mkdir(exist_ok=True)
+        (tmp_path / "part" / f"{name}.py").write_text(text)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     held_out = (qat.ASSET / "eval.txt").read_text()
-    texts = library_text(held_out)
-    assert len(texts) > 500
-    longest = max(texts, key=len)
-    assert longest not in library_text(held_out + longest)
+    assert library_text(held_out) == [files[name] for name in sorted(files)]
+    assert library_text(held_out + files["inspect"]) == [files["argparse"], files["shutil"]]
