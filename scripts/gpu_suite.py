@@ -191,6 +191,13 @@ def models(timer: Timer, options: Options, writer: Writer) -> None:
     measured(timer, options, writer, model_runs(timer.device, tiny=options.dry_run))
 
 
+def latent(timer: Timer, options: Options, writer: Writer) -> None:
+    """A token of a model with latent attention behind a long prompt."""
+    from gpulab.suite_latent import latent_runs
+
+    measured(timer, options, writer, latent_runs(timer.device, tiny=options.dry_run))
+
+
 def diffusion(timer: Timer, options: Options, writer: Writer) -> None:
     """Blocks of Flux.1-dev and CogVideoX-5b, extrapolated to whole models; skipped without diffusers."""
     if not installed("diffusers"):
@@ -230,6 +237,7 @@ SECTIONS = (
     Section("attention", _cells("attention"), 30, 15),
     Section("models", models, 60, 0),
     Section("diffusion", diffusion, 50, 0),
+    Section("latent", latent, 40, 40, by_name=True),
     Section("untried", untried, 180, 90, by_name=True),
 )
 

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
         reads_codes,
         recorded_attention,
     )
-    from hf_quant.kv_cache._latents import LatentStates, attend_to_latents, attend_to_narrow
+    from hf_quant.kv_cache._latents import (
+        LatentStates,
+        attend_to_latents,
+        attend_to_latents_by_products,
+        attend_to_narrow,
+    )
     from hf_quant.kv_cache._layers import QuantizedLayer
     from hf_quant.kv_cache._places import NEW_TOKENS, NextTokens, Places, held_tokens, next_tokens
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
@@ -37,6 +42,7 @@ _HOME = {
     "QuantizedStates": "_states",
     "attend": "_attention",
     "attend_to_latents": "_latents",
+    "attend_to_latents_by_products": "_latents",
     "attend_to_narrow": "_latents",
     "bytes_per_token": "_sizes",
     "check_generates": "_sizes",
@@ -65,6 +71,7 @@ __all__ = [
     "QuantizedStates",
     "attend",
     "attend_to_latents",
+    "attend_to_latents_by_products",
     "attend_to_narrow",
     "bytes_per_token",
     "check_generates",

@@ -81,6 +81,35 @@ def attend_to_latents(
     return native.latent_attention(q, q_turned, *parts, mask, spec, is_causal=is_causal, scale=scale)
 
 
+def attend_to_latents_by_products(
+    q: Tensor,
+    q_turned: Tensor,
+    latents: Tensor,
+    turned: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Tensor | None:
+    """`attend_to_latents` of one token of each sequence by ops of torch, scores in fp32; None for several tokens."""
+    if q.shape[2] != 1:
+        return None
+    latents, turned = (x.dequantize() if isinstance(x, QuantizedStates) else x for x in (latents, turned))
+    latents, turned = (x.squeeze(1).to(q.dtype) for x in (latents, turned))
+    scores = _scores(q.squeeze(2), latents).add_(_scores(q_turned.squeeze(2), turned)).mul_(scale)  # [B, H, T]
+    if mask is not None:
+        mask = mask.squeeze(2)
+        scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
+    return torch.bmm(scores.softmax(-1).to(q.dtype), latents).unsqueeze(1)
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """q [B, H, D] times keys [B, T, D] -> [B, H, T] in fp32."""
+    if q.is_cuda and torch.version.hip is None and q.dtype != torch.float32:
+        return torch.bmm(q, keys.mT, out_dtype=torch.float32)
+    return torch.bmm(q.float(), keys.float().mT)
+
+
 def attend_to_narrow(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
 ) -> Tensor | None:

@@ -173,7 +173,8 @@ def captured_seconds(model: nn.Module) -> tuple[float, dict[str, int]]:
         return seconds, dict(graphs.reasons)
 
 
-def _record(candidate: str, seconds: float, **more: Any) -> dict[str, Any]:
+def timed_record(candidate: str, seconds: float, **more: Any) -> dict[str, Any]:
+    """A record of a token, or of a call, of a whole model."""
     base = {"op": "generate", "name": candidate, "candidate": candidate, "linear": "", "M": 1, "ms": seconds * 1e3}
     return {
         **base,
@@ -194,15 +195,15 @@ def model_runs(device: torch.device, *, tiny: bool) -> Iterator[Callable[[Ceilin
     def eager(_: Ceilings, model: nn.Module = plain, name: str = "bf16") -> dict[str, Any]:
         seconds = generate_seconds(model, EAGER_TOKENS)
         ratio = {"x bf16 eager": found.setdefault("eager", seconds) / seconds}
-        return _record(f"{name} eager", seconds, **ratio)
+        return timed_record(f"{name} eager", seconds, **ratio)
 
     def graph(_: Ceilings) -> dict[str, Any]:
         found["graph"], tokens = decode_seconds(plain)
-        return _record("bf16 graph", found["graph"], tokens=tokens)
+        return timed_record("bf16 graph", found["graph"], tokens=tokens)
 
     def captured(_: Ceilings, model: nn.Module = plain, name: str = "bf16") -> dict[str, Any]:
         seconds, reasons = captured_seconds(model)
-        return _record(f"{name} generate", seconds, reasons=reasons)
+        return timed_record(f"{name} generate", seconds, reasons=reasons)
 
     yield graph
     yield eager
@@ -218,12 +219,12 @@ def model_runs(device: torch.device, *, tiny: bool) -> Iterator[Callable[[Ceilin
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            return _record(f"quantize {name}", seconds)
+            return timed_record(f"quantize {name}", seconds)
 
         def generate(_: Ceilings, model: nn.Module = model, name: str = name) -> dict[str, Any]:
             seconds, tokens = decode_seconds(model)
             ratios = {f"x bf16 {kind}": value / seconds for kind, value in found.items()}
-            return _record(name, seconds, tokens=tokens, **ratios)
+            return timed_record(name, seconds, tokens=tokens, **ratios)
 
         yield quantize
         yield generate

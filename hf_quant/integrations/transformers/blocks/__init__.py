@@ -28,6 +28,7 @@ from hf_quant.integrations.transformers.blocks.gpu import run_mlp as run_mlp_on_
 from hf_quant.integrations.transformers.blocks.gpu import run_norm as run_norm_on_gpu
 from hf_quant.integrations.transformers.blocks.gpu_attention import run_attention as run_attention_on_gpu
 from hf_quant.integrations.transformers.blocks.gpu_attention import run_layer as run_layer_on_gpu
+from hf_quant.integrations.transformers.blocks.gpu_latent import run_latent_attention as run_latent_attention_on_gpu
 from hf_quant.integrations.transformers.blocks.latent import is_latent_attention, run_latent_attention
 from hf_quant.integrations.transformers.blocks.layer import is_layer, run_layer
 from hf_quant.integrations.transformers.blocks.mixture import is_mixture, run_mixture
@@ -64,7 +65,7 @@ _KINDS = (
     (is_only_mlp, run_mlp, run_mlp_on_gpu),
     (is_mixture, run_mixture, None),
     (is_attention, run_attention, run_attention_on_gpu),
-    (is_latent_attention, run_latent_attention, None),
+    (is_latent_attention, run_latent_attention, run_latent_attention_on_gpu),
     (is_delta_net, run_delta_net, None),
     (is_short_convolution, run_short_convolution, None),
     (is_state_space, run_state_space, None),

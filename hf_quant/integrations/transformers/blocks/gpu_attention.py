@@ -14,8 +14,16 @@ from torch import Tensor, nn
 
 from hf_quant import kernels, kv_cache
 from hf_quant.integrations.transformers.blocks.angles import fit, turned_by
-from hf_quant.integrations.transformers.blocks.attention import POSITIONS, AttentionBlock, _norms, _width
-from hf_quant.integrations.transformers.blocks.base import TOLERANCE, State, Unproven, Watch, difference, state_of
+from hf_quant.integrations.transformers.blocks.attention import POSITIONS, AttentionBlock, _norms, _width, is_attention
+from hf_quant.integrations.transformers.blocks.base import (
+    QUANTIZED,
+    TOLERANCE,
+    State,
+    Unproven,
+    Watch,
+    difference,
+    state_of,
+)
 from hf_quant.integrations.transformers.blocks.calls import IGNORED, TAKEN, implementation_of
 from hf_quant.integrations.transformers.blocks.gpu import GpuMLP, GpuNorm, block_of, check_place, closest, is_served
 from hf_quant.integrations.transformers.blocks.layer import (
@@ -152,6 +160,8 @@ class GpuLayer:
         attention, mlp = children[name_of_attention(module)], feed_forward(module)
         if mlp is module or not is_mlp(mlp):
             raise Unproven("its feed-forward block is no plain one")
+        if not is_attention(attention, QUANTIZED):
+            raise Unproven("its attention has other projections")
         found = _attention_of(attention, _state(attention), x, angles)
         mlp_block = block_of(mlp, _state(mlp), x, lambda: GpuMLP(mlp, dtype, device))
         if found is None or mlp_block is None:

@@ -46,7 +46,7 @@ from hf_quant.modules.packed_linear import PackedLinear
 
 _EXPANDING = "kv_b_proj"  # the layer that makes keys and values of latents
 _SIZES = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-_READING = ("sdpa", "hf_quant")  # attention functions that read latents
+READING = ("sdpa", "hf_quant")  # attention functions that read latents
 _JOINED = "kv_a_proj_with_mqa"  # the layer that makes latents, and the part of keys that is turned
 _NORMS = ("kv_a_layernorm", "q_a_layernorm")
 _LAYERS = {_JOINED, _EXPANDING, _NORMS[0]}
@@ -69,7 +69,7 @@ def _are_few(B: int, S: int, before: int) -> bool:
 class _Latents:
     """The latents of all tokens [B, 1, T, kv_lora_rank], and the part of their keys that is turned [B, 1, T, D]."""
 
-    def __init__(self, block: "_Expanding", latents: Tensor, turned: Tensor) -> None:
+    def __init__(self, block: "Expanding", latents: Tensor, turned: Tensor) -> None:
         self.block, self.latents, self.turned = block, latents, turned
 
     @cached_property
@@ -80,14 +80,14 @@ class _Latents:
     def attend(self, q: Tensor, mask: Tensor | None, is_causal: bool, scale: float, count: int) -> Tensor | None:
         """`LatentStates.attend`."""
         (B, H, S, _), block = q.shape, self.block
-        if not _are_few(B, S, count - S):
+        if not block.are_few(B, S, count - S):
             k, v = (x[:, :, :count] for x in self.expanded)
             return kv_cache.attend_to_narrow(q, k, v, mask, is_causal=is_causal, scale=scale)
-        plain, of_turned = q[..., : block.unturned], q[..., block.unturned :]
-        absorbed = block.absorbed(plain.transpose(1, 2).flatten(0, 1)).view(B, S, H, -1).transpose(1, 2)
+        rows, (plain, of_turned) = block.rows(q.dtype), q.tensor_split([block.unturned], -1)
+        absorbed = rows[0].sums(plain.transpose(1, 2).flatten(0, 1)).view(B, S, H, -1).transpose(1, 2)
         options = {"is_causal": is_causal, "scale": scale}
-        y = kv_cache.attend_to_latents(absorbed, of_turned, self.latents, self.turned, mask, **options)
-        return None if y is None else block.made(block.values, y.reshape(B * S, H, -1)).view(B, S, H, -1)
+        y = block.attend(absorbed, of_turned, self.latents, self.turned, mask, **options)
+        return None if y is None else rows[1].scores(y.reshape(B * S, H, -1)).view(B, S, H, -1)
 
 
 class _Exact(nn.Module):
@@ -102,14 +102,19 @@ class _Exact(nn.Module):
         return self.layer(x.float()).to(x.dtype)
 
 
-class _Expanding:
+class Expanding:
     """A replacement of a host's `expand_kv`, whose states are not expanded.
 
     Attributes:
         plain: a twin of the host's module, whose `expand_kv` is the host's.
-        keys, values: the rows of `kv_b_proj` that make keys, and values, of each head.
         unturned: channels of a head of keys that latents make.
+        widths: of a head of keys, and of values.
+        are_few: tells whether S tokens of each of B sequences are few behind those before them.
+        attend: the attention to latents.
     """
+
+    are_few = staticmethod(_are_few)
+    attend = staticmethod(kv_cache.attend_to_latents)
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         layer = module._modules[_EXPANDING]
@@ -117,41 +122,45 @@ class _Expanding:
             raise Unproven(f"{type(layer).__name__} is no quantized linear layer")
         if layer._parameters["bias"] is not None:
             raise Unproven(f"{_EXPANDING} has a bias")
-        weight, _, _ = weight_of(layer, "weight", None, dtype)
         self.heads, self.unturned, turned, of_values, rank = (getattr(module, name) for name in _SIZES)
-        rows, reason = self.unturned + of_values, unsupported_reason(weight)
-        if (weight.N, weight.K) != (self.heads * rows, rank) or reason is not None:
-            raise Unproven(reason or f"{_EXPANDING} is [{weight.N}, {weight.K}]")
-        self.keys = HeadRows(weight, self.heads, 0, self.unturned)
-        self.values = HeadRows(weight, self.heads, self.unturned, of_values)
         self.widths = self.unturned + turned, of_values
+        N, K = layer.matrix_shape("weight")
+        if (N, K) != (self.heads * (self.unturned + of_values), rank):
+            raise Unproven(f"{_EXPANDING} is [{N}, {K}]")
+        self.read(layer, dtype)
         self.plain = twin_of(module, module._modules)
         self.host = type(self.plain)
         self._prove(module, layer, dtype)
 
-    def absorbed(self, q: Tensor) -> Tensor:
-        """Queries [M, H, unturned] times the rows that make keys -> what meets latents, [M, H, kv_lora_rank]."""
-        return self.keys.sums(q)
+    def read(self, layer: Any, dtype: torch.dtype) -> None:
+        """Find the rows of the layer. Raises Unproven."""
+        weight, _, _ = weight_of(layer, "weight", None, dtype)
+        reason = unsupported_reason(weight)
+        if reason is not None:
+            raise Unproven(reason)
+        self.keys = HeadRows(weight, self.heads, 0, self.unturned)
+        self.values = HeadRows(weight, self.heads, self.unturned, self.widths[1])
 
-    def made(self, rows: HeadRows, x: Tensor) -> Tensor:
-        """Keys or values that latents [M, H, kv_lora_rank] make."""
-        return rows.scores(x)
+    def rows(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        """The rows of the layer that make keys, and values, of each head, for inputs of a dtype: as `HeadRows`."""
+        return self.keys, self.values
 
     def _prove(self, module: nn.Module, layer: Any, dtype: torch.dtype) -> None:
         """Compare with the host's `expand_kv` by the weight in fp32. Raises Unproven."""
-        rank = layer.matrix_shape("weight")[1]
+        rank, device = layer.matrix_shape("weight")[1], layer._parameters["qdata"].device
         exact = _Exact(layer)
-        x = random_rows(1, 1, 3, rank, dtype=dtype)
-        turned = random_rows(1, 1, 3, self.widths[0] - self.unturned, dtype=dtype, seed=1)
+        x = random_rows(1, 1, 3, rank, dtype=dtype, device=device)
+        turned = random_rows(1, 1, 3, self.widths[0] - self.unturned, dtype=dtype, seed=1, device=device)
         twin = twin_of(module, {**module._modules, _EXPANDING: exact})
         keys, values = self.host.expand_kv(twin, x.float(), turned.float())
-        rows, shared = x[0, 0].unsqueeze(1).expand(-1, self.heads, -1), turned.expand(-1, self.heads, -1, -1)
-        own = [self.made(part, rows).transpose(0, 1)[None] for part in (self.keys, self.values)]
+        latents, shared = x[0, 0].unsqueeze(1).expand(-1, self.heads, -1), turned.expand(-1, self.heads, -1, -1)
+        rows = self.rows(dtype)
+        own = [part.scores(latents).transpose(0, 1)[None] for part in rows]
         errors = [difference(torch.cat([own[0], shared], -1), keys.to(dtype)), difference(own[1], values.to(dtype))]
-        q = random_rows(3, self.heads, self.unturned, dtype=dtype, seed=2)
+        q = random_rows(3, self.heads, self.unturned, dtype=dtype, seed=2, device=device)
         weight = exact.layer.weight.view(self.heads, -1, rank)[:, : self.unturned]
         absorbed = torch.einsum("mhd,hdk->mhk", q.float(), weight)
-        errors.append(difference(self.absorbed(q), absorbed.to(dtype)))
+        errors.append(difference(rows[0].sums(q), absorbed.to(dtype)))
         if not max(errors) <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} makes other keys and values: off by {max(errors):.3g} roundings")
 
@@ -189,7 +198,7 @@ class LatentAttention(AttentionBlock):
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, angle_dtype: torch.dtype) -> None:
         self.watch = Watch(module)
         queries, output, norms = _children(module)
-        rows = _Expanding(module, dtype)
+        rows = Expanding(module, dtype)
         heads, self.unturned, of_turned, self.of_values, rank = (getattr(module, name) for name in _SIZES)
         self.keys, self.values, self.value_dim = rows.keys, rows.values, of_turned
         self.dtype, self.is_gated, self.is_causal = dtype, False, True
@@ -321,11 +330,14 @@ class LatentBlock:
     In prompts it expands them, and attends to values that are narrower than keys: torch needs several times as long.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, expanding: type[Expanding] = Expanding) -> None:
         kv_cache.register_attention()
         self.watch = Watch(module)
         self.twin = twin_of(module, module._modules)
-        self.twin.__dict__["expand_kv"] = _Expanding(module, dtype)
+        self.twin.__dict__["expand_kv"] = expanding(module, dtype)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.twin).forward(self.twin, *args, **kwargs)
 
 
 def _block_of(module: nn.Module, dtype: torch.dtype, angles: Any) -> LatentAttention | LatentBlock:
@@ -341,14 +353,14 @@ def run_latent_attention(module: nn.Module, state: State, *args: Any, **kwargs: 
     if module.training or not is_served(x) or x.dim() != 3 or x.dtype not in TOLERANCE or kv_cache.is_recorded():
         return None
     (B, S, _), past, angles = x.shape, past_of(named), named.get("position_embeddings")
-    if not x.numel() or implementation_of(module) not in _READING or kv_cache.wants_weights(module, named):
+    if not x.numel() or implementation_of(module) not in READING or kv_cache.wants_weights(module, named):
         return None
     if _are_few(B, S, length_of(past, module.layer_idx)):
         block = state.block(module, x.dtype, lambda: _block_of(module, x.dtype, angles))
     else:
         block = state.prompts.block(module, x.dtype, lambda: LatentBlock(module, x.dtype)) if S > 1 else None
     if isinstance(block, LatentBlock):
-        return type(block.twin).forward(block.twin, *args, **kwargs)
+        return block(*args, **kwargs)
     if block is None or not are_tokens(x, named) or turned_by(angles) != block.sizes.turned:
         return None
     y = block(module, x, in_pairs(angles), named.get("attention_mask"), past)
