@@ -35,8 +35,8 @@ BOUNDS = {
     "int3": (2, 26),
     "int2": (-4, 20),
 }
-FEW = ("int8", "int4", "W4A8")
-# Every format with linear layers, every second one with Conv1D and with experts, three on the other architectures.
+FEW = ("int8", "W4A8")
+# Every format with linear layers, every second one with Conv1D and with experts, two on the other architectures.
 FORMATS = {
     **dict.fromkeys(ARCHITECTURES, FEW),
     "llama": tuple(BOUNDS),
