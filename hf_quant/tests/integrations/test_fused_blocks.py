@@ -137,6 +137,19 @@ def test_tokens_of_the_host(kind):
     assert ((logits - expected).float().norm() / expected.float().norm()) < 0.01
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_moe"])
+def test_parts_of_a_layer_run_its_blocks_without_a_trial(kind):
+    model = make(kind, **FAMILIES[kind][0])
+    decode(model, prompt(), QuantizedCache(model.config, "int8"))
+    parts = [base.state_of(m) for n, m in model.named_modules() if base.is_fused(m) and n.count(".") > 2]
+    assert len(parts) >= 8 and all(state.found and not state.trials for state in parts)
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 3, 128)
+    with torch.no_grad():
+        found = mlp(x)
+    state = base.state_of(mlp)
+    assert not state.trials and torch.equal(found, state.found[torch.float32](x))
+
+
 @pytest.mark.parametrize("cache", ["int8", "fp8", "int4", "int2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("activations", [None, "int8"])

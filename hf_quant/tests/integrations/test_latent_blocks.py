@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from hf_quant import QuantizedCache, dequantize_, quantize_, unfuse_activations_
 from hf_quant.integrations.transformers.blocks import base, block_reasons
 from hf_quant.integrations.transformers.blocks.latent import LatentAttention, LatentBlock
-from hf_quant.integrations.transformers.blocks.layer import LayerBlock
 from hf_quant.kernels.native import active
 from hf_quant.kv_cache import LatentStates, register_attention
 from hf_quant.testing import assert_close, rms_error
@@ -70,9 +69,8 @@ def generate(model: PreTrainedModel, rows: int = 1, **options) -> torch.Tensor:
 
 
 def blocks(model: PreTrainedModel) -> list[LatentAttention | LatentBlock]:
-    """The blocks of latent attention, by themselves or in those of their layers."""
+    """The blocks of latent attention, which may be parts of those of their layers."""
     found = [block for m in model.modules() if base.is_fused(m) for block in base.state_of(m).found.values()]
-    found = [block.attention if isinstance(block, LayerBlock) else block for block in found]
     return [block for block in found if isinstance(block, LatentAttention | LatentBlock)]
 
 

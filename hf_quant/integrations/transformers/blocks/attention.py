@@ -30,6 +30,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     add_product,
+    as_part,
     by_name,
     difference,
     outputs_of,
@@ -98,7 +99,8 @@ class AttentionBlock:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, angle_dtype: torch.dtype) -> None:
         self._read(module, dtype, turned, angle_dtype)
-        self.norms = [NormBlock(norm, _width(norm, self.sizes.D), dtype) for norm in _norms(module)]
+        D = self.sizes.D
+        self.norms = [as_part(norm, dtype, NormBlock(norm, _width(norm, D), dtype)) for norm in _norms(module)]
         self.scale = self._prove(module)
         self.projections = self.projections_of()
         angles = max(turned, 1)

@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -35,6 +35,7 @@ Classes = tuple[type[nn.Module], ...]
 LINEAR: Classes = (nn.Linear, Conv1D)  # layers of a host that blocks multiply with
 QUANTIZED: Classes = (QuantLinear, QuantConv1D)
 MAX_ROWS = 32  # of an input; prompts are arithmetic, and their buffers large
+_B = TypeVar("_B")
 _MOST_WAITS = 12  # trials after which the number of calls until the next one does not double any more
 _STATE = "_hf_quant_block"
 
@@ -246,6 +247,14 @@ def is_fused(module: nn.Module) -> bool:
 def state_of(module: nn.Module) -> State | None:
     """The state of a fused module."""
     return module.__dict__.get(_STATE)
+
+
+def as_part(module: nn.Module, dtype: torch.dtype, block: _B) -> _B:
+    """Return the block of a part of a module for x of one dtype: the part runs it by itself, too, without a trial."""
+    state = state_of(module)
+    if state is not None:
+        state.found[dtype], state.reason = block, None
+    return block
 
 
 def reason_of(module: nn.Module) -> str | None:

@@ -27,6 +27,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     add_product,
+    as_part,
     by_name,
     difference,
     is_served,
@@ -211,7 +212,7 @@ class LatentAttention(AttentionBlock):
         self.sizes = Sizes(heads, 1, rank, turned)
         self._read_shapes([(heads, rank), (heads, of_turned), (1, rank), (1, of_turned)])
         widths = [rank, width_of(queries[-1])]
-        self.norms = [NormBlock(norm, size, dtype) for norm, size in zip(norms, widths)]
+        self.norms = [as_part(norm, dtype, NormBlock(norm, size, dtype)) for norm, size in zip(norms, widths)]
         kv_cache.register_attention()
         self.scale = self._prove(module)
         self.projections = self.projections_of()

@@ -21,6 +21,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     State,
     Unproven,
     Watch,
+    as_part,
     by_name,
     difference,
 )
@@ -113,10 +114,15 @@ class Rest:
         children, rest = module._modules, feed_forward(module)
         is_part = rest is module or takes_more(rest)
         self.mlp = MLPBlock(rest, dtype, is_part=is_part) if is_mlp(rest) else MixtureBlock(rest, dtype)
+        if not is_part:
+            as_part(rest, dtype, self.mlp)
         if self.mlp.K != K or self.mlp.N != K:
             raise Unproven("the widths of attention and feed-forward differ")
         self.K, self.names = K, names_of_norms(module, mixer) or ()
-        self.norms = [None if name is None else NormBlock(children[name], K, dtype) for name in self.names]
+        self.norms = [
+            None if name is None else as_part(children[name], dtype, NormBlock(children[name], K, dtype))
+            for name in self.names
+        ]
         self.factor = next((float(getattr(module, name)) for name in _FACTORS if hasattr(module, name)), 1.0)
 
     def add_before(self, block: Block) -> int:
@@ -146,7 +152,9 @@ class LayerBlock:
     """The native block of a layer with attention for x of one dtype, and angles of one."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
-        self.attention = attention = self.kind_of_attention(module)(attention_of(module), dtype, turned, of_angles)
+        host = attention_of(module)
+        attention = as_part(host, dtype, self.kind_of_attention(module)(host, dtype, turned, of_angles))
+        self.attention = attention
         self.K = attention.K
         self.rest = rest = Rest(module, name_of_attention(module), self.K, dtype)
         self.watch = Watch.of_all([Watch(module), attention.watch, rest.mlp.watch])

@@ -21,6 +21,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     State,
     Unproven,
     Watch,
+    as_part,
     difference,
     is_served,
     random_rows,
@@ -125,7 +126,7 @@ class MixtureBlock:
         is_clamped = hasattr(experts, "alpha") and hasattr(experts, "limit")  # gpt-oss
         self.clamp = {"alpha": float(experts.alpha), "limit": float(experts.limit)} if is_clamped else {}
         self.activation = "clamped_pairs" if is_clamped else activation_of(experts)
-        self.shared = MLPBlock(shared[0], dtype) if shared else None
+        self.shared = as_part(shared[0], dtype, MLPBlock(shared[0], dtype)) if shared else None
         self.shared_gate: Tensor | None = None
         self.routing = self._prove(module, router)
         self.block = Block(dtype, self.K, self.N)
