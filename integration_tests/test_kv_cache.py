@@ -391,6 +391,26 @@ def test_the_cache_of_the_caller_wins(llama, caplog):
     assert model(ids()).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["llama", "llava"])  # "hf_quant" attention in the whole model, and in a part of it
+def test_continuous_batching_has_its_own_cache(kind, caplog):
+    model = hf_quant.quantize_(build(kind, torch.float32), QuantizerConfig(None, kv_cache="int8"))
+    options, prompts = {**GREEDY, "cache_implementation": "dynamic"}, ids(3, 12)
+    expected = [model.generate(row[None], **options)[0, 12:].tolist() for row in prompts]
+    for _ in range(2):
+        caplog.clear()
+        found = model.generate_batch(
+            prompts.tolist(),
+            generation_config=transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(page_size=16, num_blocks=16),
+            warmup=False,
+        )
+        assert [result.generated_tokens for result in found.values()] == expected
+        assert "In place of the int8 cache" in caplog.text and "continuous batching" in caplog.text
+        assert model.config.get_text_config()._attn_implementation == "hf_quant"
+    hf_quant.dequantize_(model)
+    assert "init_continuous_batching" not in model.__dict__
+
+
 def test_a_static_cache_of_the_model_itself_wins(llama, caplog):
     class Own(type(llama)):  # as Mllama, whose layers for images have another length
         def _prepare_static_cache(self, *args, **kwargs):

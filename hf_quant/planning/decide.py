@@ -387,6 +387,6 @@ def _hint(pattern: str, candidates: dict[str, Any]) -> str:
     for other in () if pattern.startswith("re:") or not pattern else (f"*.{pattern}", f"{pattern}.*"):
         if any(matches(other, name) for name in candidates):
             return f"{other!r} would match"
-    close = difflib.get_close_matches(pattern.strip("*."), list(candidates), n=3, cutoff=0.3)
+    close = difflib.get_close_matches(pattern.strip("*."), list(candidates), n=3)
     leaves = sorted({f"*.{name.rpartition('.')[2]}" for name in candidates})
     return f"close to it: {', '.join(close)}" if close else f"the model has {', '.join(leaves)}"

@@ -297,6 +297,8 @@ def test_a_pattern_that_matches_nothing_is_answered_with_close_names():
     model = nn.ModuleDict({"down_proj": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
     with pytest.raises(ValueError, match=r"modules\['lmhead'\] matches no module .*close to it: lm_head"):
         plan(model, QuantizerConfig("int4", modules={"lmhead": "int8"}))
+    with pytest.raises(ValueError, match=r"modules\['\*embed\*'\] .* the model has \*\.down_proj, \*\.lm_head"):
+        plan(model, QuantizerConfig("int4", modules={"*embed*": "int8"}))  # none is close
     with pytest.raises(ValueError, match=r"modules\['mlp'\] matches no module .*'mlp\.\*' would match"):
         plan(nn.ModuleDict({"mlp": model}), QuantizerConfig("int4", modules={"mlp": None}))
 

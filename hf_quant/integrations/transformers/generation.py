@@ -31,6 +31,7 @@ from hf_quant.quantize import stored_config
 logger = logging.getLogger(__name__)
 
 _METHOD = "_prepare_cache_for_generation"
+_BATCHING = "init_continuous_batching"
 _STATIC = ("static", "offloaded_static")
 _GENERAL = "transformers.generation.utils"  # the module of methods that models inherit
 _PLACES = (None, "offloaded", *_STATIC)
@@ -70,6 +71,8 @@ def attach(model: nn.Module) -> None:
         _set_attention(model, "sdpa", "hf_quant")
     if not isinstance(model.__dict__.get(_METHOD), CacheMethod):
         setattr(model, _METHOD, CacheMethod(model, _METHOD))
+        if hasattr(type(model), _BATCHING):
+            setattr(model, _BATCHING, BatchingMethod(model, _BATCHING))
     _detach_parts(model)
     for part in _parts(model):
         if type(part.config.get_text_config(decoder=True)) is type(text) and _METHOD not in part.__dict__:
@@ -108,15 +111,18 @@ def detach(model: nn.Module) -> None:
     _detach_parts(model)
     if isinstance(model.__dict__.get(_METHOD), CacheMethod):
         del model.__dict__[_METHOD]
+        model.__dict__.pop(_BATCHING, None)  # models of older pickles have none
         _set_attention(model, "hf_quant", "sdpa")
 
 
-def _set_attention(model: nn.Module, before: str, after: str) -> None:
-    """Switch the submodel that has the cache from the attention implementation `before` to `after`."""
+def _set_attention(model: nn.Module, before: str, after: str) -> bool:
+    """Switch the submodel that has the cache from attention `before` to `after`; return True if it had the first."""
     text = model.config.get_text_config(decoder=True)
-    if text._attn_implementation == before:
-        name = next((n for n in model.config.sub_configs if getattr(model.config, n, None) is text), None)
-        model.set_attn_implementation(after if name is None else {name: after})
+    if text._attn_implementation != before:
+        return False
+    name = next((n for n in model.config.sub_configs if getattr(model.config, n, None) is text), None)
+    model.set_attn_implementation(after if name is None else {name: after})
+    return True
 
 
 class CacheMethod(ModelMethod):
@@ -206,6 +212,25 @@ class CacheMethod(ModelMethod):
         if not generation_config.return_dict_in_generate and "get_compiled_call" not in model.__dict__:
             self.static, self.lent = last, weakref.ref(generation_config)
         return last
+
+
+class BatchingMethod(ModelMethod):
+    """The method of one model that begins continuous batching, whose cache and attention are its own, in 16 bit."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model()
+        config = kv_cache_of(model)
+        if config is not None:
+            message = "In place of the %s cache of the model's QuantizerConfig, that of continuous batching is used"
+            logger.warning(message, config.format)
+        parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+        before = {"": model.config} | {name: part for name, part in parts.items() if part is not None}
+        before = {name: part._attn_implementation for name, part in before.items()}
+        is_changed = _set_attention(model, "hf_quant", "sdpa")
+        manager = self.call_host(model, *args, **kwargs)
+        if is_changed and hasattr(manager, "_original_attn_impl"):
+            manager._original_attn_impl = before  # set when it stops
+        return manager
 
 
 class PartCacheMethod(CacheMethod):

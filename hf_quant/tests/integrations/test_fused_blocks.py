@@ -254,6 +254,26 @@ def test_hooks_and_replaced_layers_are_noticed():
     assert torch.equal(generate(unfuse_activations_(model), prompt()), changed)
 
 
+class Noisy(nn.Module):
+    """An activation that draws a random number, as the attention of Informer does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) + torch.rand(())
+
+
+def test_trials_draw_none_of_the_random_numbers_of_a_user():
+    mlp, x = make().model.layers[0].mlp, torch.ones(1, 1, 128)
+    mlp.act_fn = Noisy()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = mlp(x), torch.rand(())
+    assert base.state_of(mlp).trials == 1 and block_reasons(mlp)[""]
+    base.unfuse_(mlp)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert torch.equal(mlp(x), found[0]) and torch.rand(()) == found[1]
+
+
 @pytest.mark.parametrize("reads", [True, False])  # memory by torch's C interface, or by the tensors' methods
 def test_memory_of_parameters_is_watched(reads, monkeypatch):
     if not reads:

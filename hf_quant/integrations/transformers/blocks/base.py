@@ -9,7 +9,9 @@ input, and must agree to the rounding of the dtype. It is made again after a par
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -164,7 +166,7 @@ class State:
             return None
         self.trials += 1
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), _random_numbers_kept(module):
                 found = make()
         except Exception as error:  # noqa: BLE001  (a host's own code runs in the trial)
             self.reason, self.waits = str(error) or type(error).__name__, 2 ** min(self.trials, _MOST_WAITS)
@@ -351,6 +353,14 @@ def is_same(a: Any, b: Any) -> bool:
         return False
     steps = all(size == 1 or a.stride(i) == b.stride(i) for i, size in enumerate(a.shape) if i < b.dim())
     return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype) and steps
+
+
+def _random_numbers_kept(module: nn.Module) -> AbstractContextManager[None]:
+    """Keep the random numbers of the CPU and of a module's device as they are: a host may draw some in a trial."""
+    device = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), torch.device("cpu"))
+    if device.type not in ("cuda", "xpu"):
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
