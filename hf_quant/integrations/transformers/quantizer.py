@@ -266,13 +266,7 @@ class TransformersQuantizer(HfQuantizer):
         keep_layout(model, guard)
         guard_gathered_state(model)
         state = model.state_dict() if self.given_state is None else self.given_state
-        # The host would clone tensors that share memory, as in fused projections, on their device.
-        rows = {
-            k: t.cpu()
-            for k, t in state.items()
-            if t.device.type in ("cuda", "xpu") and not is_dtensor(t) and t.untyped_storage().nbytes() > t.nbytes
-        }
-        return {**state, **rows, guard: empty}, {}
+        return {**state, guard: empty}, {}
 
     def dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
         # The host's method would take None for config.dtype: some weights of a model may have another one.
