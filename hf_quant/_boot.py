@@ -35,6 +35,7 @@ _ADAPTERS = {
     "transformers.modeling_utils": "hf_quant.integrations.transformers.saving",
     "diffusers.quantizers.auto": "hf_quant.integrations.diffusers.quantizer",
     "diffusers.models.modeling_utils": "hf_quant.integrations.diffusers.saving",
+    "diffusers.hooks._helpers": "hf_quant.integrations.diffusers.skipping",
     "diffusers.loaders.lora_pipeline": "hf_quant.integrations.diffusers.lora",
     "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers.attention",
     "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers.upload",

@@ -12,6 +12,8 @@ from hf_quant.testing import assert_sqnr
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
+from diffusers.models import MultiControlNetModel  # noqa: E402
+
 from integration_tests.support.tiny_diffusion import assert_same_bytes, make_inputs, make_model, quantized_names  # noqa: E402
 
 
@@ -78,3 +80,18 @@ def test_a_model_made_of_parts_has_the_weights_that_the_codes_stand_for(tmp_path
     assert_same_bytes(model.state_dict(), codes)
     quantize_(made, "int8").save_pretrained(tmp_path)
     assert quantized_names(cls.from_pretrained(tmp_path)) == quantized_names(made) != set()
+
+
+def test_several_controlnets_at_once(tmp_path):
+    several = quantize_(MultiControlNetModel([make_controlnet(seed) for seed in (0, 1)]), "int8")
+    several.save_pretrained(str(tmp_path / "controlnet"))
+    again = MultiControlNetModel.from_pretrained(str(tmp_path / "controlnet"))
+    assert quantized_names(again) == quantized_names(several) != set()
+    assert_same_bytes(again.state_dict(), several.state_dict())
+    assert not quantized_names(dequantize_(several))
+
+
+def make_controlnet(seed: int) -> nn.Module:
+    """A ControlNet of the tiny UNet."""
+    torch.manual_seed(seed)
+    return diffusers.ControlNetModel.from_unet(make_model("unet"), conditioning_embedding_out_channels=(16, 16))

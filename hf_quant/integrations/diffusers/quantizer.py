@@ -334,15 +334,13 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
             setattr(model, name, refuse)
     if config.attention is not None:
         _set_attention(model, config.attention)
-        if hasattr(model, "set_attn_processor"):
-            attach_methods(model, _ATTENTION_WRAPPERS)
+        attach_methods(model, {name: wrap for name, wrap in _ATTENTION_WRAPPERS.items() if hasattr(model, name)})
     attach_methods(model, _WRAPPERS)
 
 
 def forget(model: nn.Module) -> None:
     """Undo `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
-    detach_methods(model, _WRAPPERS)
-    detach_methods(model, _ATTENTION_WRAPPERS)
+    detach_methods(model, {**_WRAPPERS, **_ATTENTION_WRAPPERS})
     for attribute in ("hf_quantizer", "quantization_method", *_REFUSED):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
@@ -421,8 +419,13 @@ def _set_processors(model: nn.Module, host: Callable[..., None], *args: Any, **k
         _set_attention(model, model.hf_quantizer.quantization_config.attention)
 
 
-_ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors}
+def _set_default_processors(model: nn.Module, host: Callable[..., None]) -> None:
+    """Wrap `set_default_attn_processor`, which knows the host's own classes only."""
+    _set_attention(model, None)
+    host()
 
+
+_ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors, "set_default_attn_processor": _set_default_processors}
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
 _WRAPPERS = {
@@ -436,7 +439,8 @@ _WRAPPERS = {
 
 def _is_own(model: nn.Module) -> bool:
     host = sys.modules.get("diffusers.models.modeling_utils")  # None: not imported, so no model of diffusers exists
-    return host is not None and isinstance(model, host.ModelMixin)
+    # Containers such as MultiControlNetModel have no config.
+    return host is not None and isinstance(model, host.ModelMixin) and hasattr(model, "_internal_dict")
 
 
 def _fuse_activations(model: nn.Module, fuses: bool | None) -> None:
