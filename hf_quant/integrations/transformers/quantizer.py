@@ -47,6 +47,7 @@ from hf_quant.integrations.methods import (
     refuse_training,
     refuse_type,
 )
+from hf_quant.integrations.requested import take_requested
 from hf_quant.integrations.transformers import generation
 from hf_quant.integrations.transformers.blocks import block_rules, fuse_blocks_as_configured_, unfuse_blocks_
 from hf_quant.integrations.transformers.names import (
@@ -65,7 +66,6 @@ from hf_quant.integrations.transformers.parallel import (
     refuse_fsdp,
     refuse_parallel,
 )
-from hf_quant.integrations.transformers.requested import refuse_other
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.planning import HOST_RULES, plan, resolved, schemes_from_list
@@ -112,15 +112,9 @@ class TransformersQuantizer(HfQuantizer):
                 "weights_only=False lets a pickle run any code, and quantized checkpoints are loaded from "
                 ".safetensors only: leave it out"
             )
-        # If a user passes a config and the checkpoint has its own, the host puts the former into the latter.
-        requested = self.quantization_config.__dict__.pop("requested", None)
-        if requested is not None:
-            # Nothing in the checkpoint depends on the cache: a user may choose another one.
+        requested = take_requested(self.quantization_config)
+        if requested is not None:  # nothing in the checkpoint depends on the cache: a user may choose another one
             self.quantization_config.kv_cache = requested.kv_cache or self.quantization_config.kv_cache
-            if requested.calibration is not None:
-                raise ValueError("the checkpoint is quantized already and cannot be calibrated: leave calibration out")
-            if not requested.quantizes_no_weights:
-                refuse_other(self.quantization_config, requested)
 
     def update_tp_plan(self, config: Any) -> Any:
         return config  # 5.17 only; the plan is edited once the modules are known
