@@ -38,6 +38,7 @@ _ADAPTERS = {
     "diffusers.hooks._helpers": "hf_quant.integrations.diffusers.skipping",
     "diffusers.loaders.lora_pipeline": "hf_quant.integrations.diffusers.lora",
     "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers.attention",
+    "diffusers.pipelines.free_noise_utils": "hf_quant.integrations.diffusers.free_noise",
     "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers.upload",
     "peft.tuners.tuners_utils": "hf_quant.integrations.peft",
     "peft.peft_model": "hf_quant.integrations.peft",
