@@ -391,10 +391,10 @@ def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs
     if dtype is None:
         return host(*args, **kwargs)
     if dtype != model.dtype:
+        default = f". Of pipelines, from_pipe casts to float32 unless it is given dtype={model.dtype}"
         raise ValueError(
             f"Casting a quantized model to {dtype} would leave its codes as they are and round the rest: load it with "
-            f"dtype={dtype}, or dequantize() it first. Of pipelines, from_pipe casts to float32 unless it is given "
-            f"dtype={model.dtype}"
+            f"dtype={dtype}, or dequantize() it first{default if dtype == torch.float32 else ''}"
         )
     options = {} if memory_format is None else {"memory_format": memory_format}
     return host(device=device, non_blocking=non_blocking, **options)

@@ -373,7 +373,7 @@ def _check_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
         f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
         f"Load it with dtype={dtype}, or dequantize() it first"
     )
-    if "diffusers" in sys.modules:  # the model may be a text encoder
+    if "diffusers" in sys.modules and dtype == torch.float32:  # the model may be a text encoder
         error += f". Of pipelines, from_pipe casts to float32 unless it is given dtype={model.dtype}"
     raise ValueError(error)
 
