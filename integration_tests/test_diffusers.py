@@ -321,6 +321,7 @@ def test_disk_is_for_packed_weights_only(checkpoints, tmp_path):
     [
         (lambda model, path: model.to(torch.float32), "Casting a quantized model"),
         (lambda model, path: model.to(dtype=torch.float32), "Casting a quantized model"),
+        (lambda model, path: model.to(torch.float16), r"or dequantize\(\) it first$"),
         (lambda model, path: model.half(), "not supported for quantized"),
         (lambda model, path: model.type(torch.float32), "would cast its codes"),
         (lambda model, path: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16), "layerwise casting"),

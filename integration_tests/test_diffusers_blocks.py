@@ -13,6 +13,7 @@ from hf_quant.testing import assert_sqnr
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
+from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip  # noqa: E402
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -216,6 +217,27 @@ def test_attention_stays_in_8_bit_when_processors_are_exchanged(name):
 def host_processor(processor: object) -> object:
     """A new processor of the host's class."""
     return getattr(type(processor), "_hf_quant_host", type(processor))()
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_attention_that_a_guider_skips(scores):
+    """The processor as a whole, or the scores of perturbed attention guidance."""
+    plain = make_model("unet")
+    model = quantize_(copy.deepcopy(plain), QuantizerConfig(None, attention="int8"))
+    unperturbed = run(plain, "unet", LARGE)
+    for each in (plain, model):
+        blocks = "down_blocks.0.attentions.0.transformer_blocks"
+        apply_layer_skip(each, LayerSkipConfig([0], blocks, not scores, scores, skip_ff=False))
+    expected = run(plain, "unet", LARGE)
+    assert_sqnr(expected, unperturbed, at_least=0, at_most=10)
+    assert_sqnr(run(model, "unet", LARGE), expected, at_least=25, at_most=90)
+
+
+def test_the_default_processors_of_the_host():
+    model, plain = make_model("unet"), make_model("unet")
+    for each in (quantize_(model, QuantizerConfig(None, attention="int8")), plain):
+        each.set_default_attn_processor()
+    assert torch.equal(run(model, "unet", LARGE), run(plain, "unet", LARGE))
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "sdxl", "wan"])

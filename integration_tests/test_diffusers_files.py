@@ -3,6 +3,7 @@
 What is refused is refused before anything is quantized, or leaves nothing behind.
 """
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,8 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from hf_quant.tests.recording import Calls  # noqa: E402
+from integration_tests.support.tiny_architectures import Size  # noqa: E402
 from integration_tests.support.tiny_diffusion import (  # noqa: E402
     NO_TOKENIZERS,
     assert_same_bytes,
@@ -191,3 +194,19 @@ def test_pickles_of_quantized_models_are_refused(model, tmp_path):
         ValueError, match="diffusion_pytorch_model.bin is no safetensors file but, by its name, a pickle"
     ):
         load(tmp_path, use_safetensors=False)
+
+
+def test_a_config_beside_a_quantized_checkpoint(tmp_path):
+    """What does not change the codes is applied, another quantization is refused."""
+    plain, modules, size = make_model("flux", torch.bfloat16), {"*.to_k": "int4"}, Size(16, 16)
+    quantize_(copy.deepcopy(plain), QuantizerConfig("W8A8", modules=modules)).save_pretrained(tmp_path)
+    config = QuantizerConfig("W8A8", modules=modules, attention="int8", fuse_projections=True, fuse_activations=True)
+    given, expected = load(tmp_path, quantization_config=config), quantize_(plain, config)
+    assert_same_bytes(given.state_dict(), expected.state_dict())
+    assert given.config.quantization_config.attention == "int8"
+    assert "one product with" in repr(given) and repr(given) == repr(expected)
+    with Calls() as calls:
+        assert torch.equal(run(given, "flux", size), run(expected, "flux", size))
+    assert calls.counts["int8_attention"] == 4 and calls.counts["layer_norm_quantize_rowwise"] == 10
+    with pytest.raises(ValueError, match=r"quantized already, by .*weights='W8A8', modules=.* int8 row"):
+        load(tmp_path, quantization_config=QuantizerConfig("int4"))

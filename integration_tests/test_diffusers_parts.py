@@ -12,6 +12,9 @@ from hf_quant.testing import assert_sqnr
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
+from diffusers.models import MultiControlNetModel  # noqa: E402
+from diffusers.pipelines.free_noise_utils import AnimateDiffFreeNoiseMixin  # noqa: E402
+
 from integration_tests.support.tiny_diffusion import assert_same_bytes, make_inputs, make_model, quantized_names  # noqa: E402
 
 
@@ -78,3 +81,58 @@ def test_a_model_made_of_parts_has_the_weights_that_the_codes_stand_for(tmp_path
     assert_same_bytes(model.state_dict(), codes)
     quantize_(made, "int8").save_pretrained(tmp_path)
     assert quantized_names(cls.from_pretrained(tmp_path)) == quantized_names(made) != set()
+
+
+def test_several_controlnets_at_once(tmp_path):
+    several = quantize_(MultiControlNetModel([make_controlnet(seed) for seed in (0, 1)]), "int8")
+    several.save_pretrained(str(tmp_path / "controlnet"))
+    again = MultiControlNetModel.from_pretrained(str(tmp_path / "controlnet"))
+    assert quantized_names(again) == quantized_names(several) != set()
+    assert_same_bytes(again.state_dict(), several.state_dict())
+    assert not quantized_names(dequantize_(several))
+
+
+MOTION = {"block_out_channels": (32, 64), "motion_layers_per_block": 1, "motion_norm_num_groups": 4}
+
+
+class LongVideos(AnimateDiffFreeNoiseMixin):
+    """A pipeline as FreeNoise sees it."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, unet: nn.Module, motion_adapter: nn.Module) -> None:
+        self.unet, self.motion_adapter = unet, motion_adapter
+
+    def run(self) -> Tensor:
+        frames = torch.randn(1, 4, 8, 4, 4, generator=torch.Generator().manual_seed(0))
+        text = make_inputs("unet")["encoder_hidden_states"][:1].expand(8, -1, -1)
+        with torch.no_grad():
+            return self.unet(frames, torch.tensor([300]), text, return_dict=False)[0]
+
+
+def test_motion_modules(tmp_path):
+    torch.manual_seed(0)
+    adapter = diffusers.MotionAdapter(**MOTION, motion_num_attention_heads=4, use_motion_mid_block=True)
+    model = quantize_(diffusers.UNetMotionModel.from_unet2d(make_model("unet"), adapter).eval(), "int8")
+    codes = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    pipe, plain = LongVideos(model, adapter), LongVideos(dequantize_(copy.deepcopy(model)), adapter)
+    short = pipe.run()
+    for each in (pipe, plain):
+        each.enable_free_noise(context_length=4, context_stride=2)
+    assert_same_bytes(model.state_dict(), codes)
+    long = pipe.run()
+    assert not torch.allclose(long, short, atol=1e-3)
+    assert_sqnr(long, plain.run(), at_least=60, at_most=200)
+    pipe.disable_free_noise()
+    assert_same_bytes(model.state_dict(), codes)
+    assert torch.equal(pipe.run(), short)
+    model.save_motion_modules(str(tmp_path))
+    found = diffusers.MotionAdapter.from_pretrained(tmp_path).state_dict()
+    expected = dequantize_(model).state_dict()
+    assert found and all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+
+
+def make_controlnet(seed: int) -> nn.Module:
+    """A ControlNet of the tiny UNet."""
+    torch.manual_seed(seed)
+    return diffusers.ControlNetModel.from_unet(make_model("unet"), conditioning_embedding_out_channels=(16, 16))

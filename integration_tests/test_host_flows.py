@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import modeling
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_quant
@@ -30,7 +31,7 @@ pytest.importorskip("diffusers", reason="diffusers is an optional host")
 from peft.tuners.lora.loraga import preprocess_loraga  # noqa: E402
 from peft.utils import hotswap  # noqa: E402
 
-from integration_tests.support.tiny_diffusion import make_model, run  # noqa: E402
+from integration_tests.support.tiny_diffusion import assert_same_bytes, make_model, run  # noqa: E402
 from integration_tests.test_peft import codes, equal, logits, train, worst  # noqa: E402
 
 
@@ -195,6 +196,21 @@ def test_the_state_of_training_is_saved_and_loaded(scheme, tmp_path):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[4:] == losses[2:4] and losses[0] > losses[1] > losses[2] > losses[3]
+
+
+def test_codes_that_share_a_product_are_saved_of_every_layer(tmp_path):
+    """accelerate saves one of the tensors that it takes for tied."""
+    model, accelerator = quantized(QuantizerConfig("W8A8", fuse_projections=True)), accelerate.Accelerator(cpu=True)
+    expected, state = outputs(model, "llama"), copy.deepcopy(model.state_dict())
+    accelerator.save_model(model, tmp_path / "saved")
+    assert_same_bytes(load_file(tmp_path / "saved/model.safetensors"), state)
+    accelerator.prepare(model)
+    accelerator.save_state(tmp_path / "state")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert_same_bytes(model.state_dict(), state)
+    assert torch.equal(outputs(model, "llama"), expected)
 
 
 # transformers

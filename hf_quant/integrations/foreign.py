@@ -33,7 +33,10 @@ def explain_foreign_(host: Any) -> None:
     def merge_quantization_configs(quantization_config: Any, quantization_config_from_args: Any) -> Any:
         if isinstance(quantization_config_from_args, QuantizerConfig):
             _refuse_method(quantization_config)
-        return merge(quantization_config, quantization_config_from_args)
+        merged = merge(quantization_config, quantization_config_from_args)
+        if isinstance(quantization_config_from_args, QuantizerConfig):  # diffusers passes over what was given
+            vars(merged).update(quantization_config_from_args.get_loading_attributes())
+        return merged
 
     merge_quantization_configs.explains_foreign = True  # pyrefly: ignore[missing-attribute]
     host.merge_quantization_configs = staticmethod(merge_quantization_configs)

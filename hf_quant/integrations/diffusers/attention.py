@@ -14,7 +14,8 @@ import diffusers.models.attention_dispatch as dispatch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from hf_quant.kernels import int8_attention
 
@@ -38,7 +39,8 @@ def int8_sdpa(
     """Compute `torch.nn.functional.scaled_dot_product_attention` with int8 scores (see `hf_quant.kernels`).
 
     query [B, H, S, D], key and value [B, H, T, D]. In 16 bit, by torch itself: attention with a mask, dropout or a
-    gradient, heads of more than 128 values, fewer than 256 keys.
+    gradient, heads of more than 128 values, fewer than 256 keys, and any within a function mode that may replace it
+    (perturbed attention guidance).
     """
     # As torch does: norms return fp32.
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
@@ -52,6 +54,7 @@ def int8_sdpa(
         or key.shape != value.shape
         or query.shape[-1] > MAX_HEAD
         or key.shape[-2] < MIN_KEYS
+        or not all(isinstance(mode, _Int8Attention | DeviceContext) for mode in _get_current_function_mode_stack())
     ):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

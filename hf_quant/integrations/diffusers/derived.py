@@ -2,13 +2,15 @@
 
 Class methods of diffusers (`from_unet`, `from_transformer`, `from_unet2d`) load state dicts of the given model's parts
 into a new one, some with strict=False: codes would be left out, and the new layers would keep their random weights.
-Within such a method the parts of a quantized model yield dequantized weights. No list names these methods: every
-class method `from_...` of a model class is wrapped, unless it is one of `ModelMixin`.
+Within such a method the parts of a quantized model yield dequantized weights, and so they do where a method saves a
+part (`save_motion_modules`). No list names these methods: every class method `from_...`, and every method `save_...`,
+of a model class is wrapped, unless it is one of `ModelMixin`.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import diffusers.models.modeling_utils as modeling_utils
@@ -45,9 +47,12 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 def _wrap_methods(cls: type) -> None:
     for name, method in list(vars(cls).items()):
-        is_maker = name.startswith("from_") and isinstance(method, classmethod)
-        if is_maker and not hasattr(modeling_utils.ModelMixin, name):
+        if hasattr(modeling_utils.ModelMixin, name):
+            continue
+        if name.startswith("from_") and isinstance(method, classmethod):
             wrap_once(cls, name, _of_weights)
+        elif name.startswith("save_") and isinstance(method, FunctionType):
+            wrap_once(cls, name, _saving_weights)
 
 
 def _of_weights(host: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +62,7 @@ def _of_weights(host: Callable[..., Any]) -> Callable[..., Any]:
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, modeling_utils.ModelMixin) and _is_quantized(a)]
         if not given:
             return host(cls, *args, **kwargs)
-        with _weights_in_state_dicts(given):
+        with weights_in_state_dicts(given):
             made = host(cls, *args, **kwargs)
         if isinstance(made, modeling_utils.ModelMixin) and not _is_quantized(made):
             forget(made)  # the config of the given model may have been taken over
@@ -70,12 +75,22 @@ def _of_weights(host: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _saving_weights(host: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that saves a part of a model."""
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with weights_in_state_dicts([self]):
+            return host(self, *args, **kwargs)
+
+    return save
+
+
 def _is_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, QuantizedModule) for module in model.modules())
 
 
 @contextmanager
-def _weights_in_state_dicts(models: list[nn.Module]) -> Iterator[None]:
+def weights_in_state_dicts(models: Iterable[nn.Module]) -> Iterator[None]:
     """Context manager: state dicts of the models, and of their parts, have weights in place of codes."""
 
     def exchange(module: QuantizedModule, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any) -> None:

@@ -23,6 +23,11 @@ from hf_quant import planning, quantize
 from hf_quant._wording import first_few
 from hf_quant.checkpoint import check_packed, stored_weights
 from hf_quant.config import QuantizerConfig, QuantMethod
+from hf_quant.integrations.diffusers.refusals import (  # noqa: F401  (pickles of models look for the functions here)
+    REFUSED,
+    _refuse_layerwise_casting,
+    _refuse_qkv_fusion,
+)
 from hf_quant.integrations.diffusers.rules import is_autoencoder, rules
 from hf_quant.integrations.foreign import explain_foreign_
 from hf_quant.integrations.loading import (
@@ -41,6 +46,7 @@ from hf_quant.integrations.methods import (
     refuse_type,
     stored_schemes,
 )
+from hf_quant.integrations.requested import take_requested
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key
 from hf_quant.planning import resolved
 from hf_quant.quantize import dequantize_, fuse_as_configured_, stored_config
@@ -103,6 +109,9 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
                 f"dtype is {torch_dtype}: that is for the layers that are not quantized, which compute in 16 or 32 "
                 "bits; pass torch.bfloat16, torch.float16 or torch.float32"
             )
+        requested = take_requested(self.quantization_config)
+        if requested is not None:  # nothing in the checkpoint depends on it: a user may choose 8-bit attention
+            self.quantization_config.attention = requested.attention or self.quantization_config.attention
         # The host writes the checkpoint's tensors to disk without a call of `create_quantized_param`.
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             modules = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
@@ -138,6 +147,8 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
     ) -> nn.Module:
         if state_dict is not None:
             self.pre_quantized = False  # `from_single_file` passes True to every quantizer
+        self._fuse_projections = self.quantization_config.fuse_projections
+        self._fuse_activations = self.quantization_config.fuse_activations
         if self.pre_quantized:
             prepare_from_checkpoint(model, self.quantization_config, self._headers, rename=str, tied={})
             self._headers = {}
@@ -151,8 +162,6 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
             )
             self.quantization_config = resolved(self.quantization_config, {})  # `attention` may be left to save
         else:
-            self._fuse_projections = self.quantization_config.fuse_projections
-            self._fuse_activations = self.quantization_config.fuse_activations
             self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
         if not self.pre_quantized and self.quantization_config.kv_cache is not None:  # a pipeline's config may have it
             _logger.warning(
@@ -329,21 +338,19 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
     config = quantizer.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method
     _record(model, config)
-    for name, refuse in _REFUSED.items():
+    for name, refuse in REFUSED.items():
         if hasattr(model, name):
             setattr(model, name, refuse)
     if config.attention is not None:
         _set_attention(model, config.attention)
-        if hasattr(model, "set_attn_processor"):
-            attach_methods(model, _ATTENTION_WRAPPERS)
+        attach_methods(model, {name: wrap for name, wrap in _ATTENTION_WRAPPERS.items() if hasattr(model, name)})
     attach_methods(model, _WRAPPERS)
 
 
 def forget(model: nn.Module) -> None:
     """Undo `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
-    detach_methods(model, _WRAPPERS)
-    detach_methods(model, _ATTENTION_WRAPPERS)
-    for attribute in ("hf_quantizer", "quantization_method", *_REFUSED):
+    detach_methods(model, {**_WRAPPERS, **_ATTENTION_WRAPPERS})
+    for attribute in ("hf_quantizer", "quantization_method", *REFUSED):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
     _fuse_activations(model, False)
@@ -370,25 +377,6 @@ def refresh_plan(model: nn.Module) -> None:
         forget(model)
 
 
-def _refuse_layerwise_casting(*args: Any, **kwargs: Any) -> None:
-    """Raise ValueError; replaces `model.enable_layerwise_casting`."""
-    raise ValueError(
-        "this model is quantized: layerwise casting would leave its codes as they are and round what is kept in 16 "
-        "bit, such as biases. Quantize to fewer bits instead, or dequantize() it first"
-    )
-
-
-def _refuse_qkv_fusion(*args: Any, **kwargs: Any) -> None:
-    """Raise ValueError; replaces `model.fuse_qkv_projections`."""
-    raise ValueError(
-        "this model is quantized: fuse_qkv_projections would compute with 16-bit copies beside the codes. "
-        "hf_quant.fuse_projections_(model), or QuantizerConfig(fuse_projections=True), makes one product of the codes"
-    )
-
-
-_REFUSED = {"enable_layerwise_casting": _refuse_layerwise_casting, "fuse_qkv_projections": _refuse_qkv_fusion}
-
-
 def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
     if not kwargs.get("subfolder"):  # a folder of a repository has no card; the repository has one
         from hf_quant.cards import card_for_upload
@@ -403,10 +391,10 @@ def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs
     if dtype is None:
         return host(*args, **kwargs)
     if dtype != model.dtype:
+        default = f". Of pipelines, from_pipe casts to float32 unless it is given dtype={model.dtype}"
         raise ValueError(
             f"Casting a quantized model to {dtype} would leave its codes as they are and round the rest: load it with "
-            f"dtype={dtype}, or dequantize() it first. Of pipelines, from_pipe casts to float32 unless it is given "
-            f"dtype={model.dtype}"
+            f"dtype={dtype}, or dequantize() it first{default if dtype == torch.float32 else ''}"
         )
     options = {} if memory_format is None else {"memory_format": memory_format}
     return host(device=device, non_blocking=non_blocking, **options)
@@ -421,8 +409,13 @@ def _set_processors(model: nn.Module, host: Callable[..., None], *args: Any, **k
         _set_attention(model, model.hf_quantizer.quantization_config.attention)
 
 
-_ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors}
+def _set_default_processors(model: nn.Module, host: Callable[..., None]) -> None:
+    """Wrap `set_default_attn_processor`, which knows the host's own classes only."""
+    _set_attention(model, None)
+    host()
 
+
+_ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors, "set_default_attn_processor": _set_default_processors}
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
 _WRAPPERS = {
@@ -436,7 +429,8 @@ _WRAPPERS = {
 
 def _is_own(model: nn.Module) -> bool:
     host = sys.modules.get("diffusers.models.modeling_utils")  # None: not imported, so no model of diffusers exists
-    return host is not None and isinstance(model, host.ModelMixin)
+    # Containers such as MultiControlNetModel have no config.
+    return host is not None and isinstance(model, host.ModelMixin) and hasattr(model, "_internal_dict")
 
 
 def _fuse_activations(model: nn.Module, fuses: bool | None) -> None:

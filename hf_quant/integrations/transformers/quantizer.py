@@ -47,6 +47,7 @@ from hf_quant.integrations.methods import (
     refuse_training,
     refuse_type,
 )
+from hf_quant.integrations.requested import take_requested
 from hf_quant.integrations.transformers import generation
 from hf_quant.integrations.transformers.blocks import block_rules, fuse_blocks_as_configured_, unfuse_blocks_
 from hf_quant.integrations.transformers.names import (
@@ -65,7 +66,6 @@ from hf_quant.integrations.transformers.parallel import (
     refuse_fsdp,
     refuse_parallel,
 )
-from hf_quant.integrations.transformers.requested import refuse_other
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.planning import HOST_RULES, plan, resolved, schemes_from_list
@@ -112,15 +112,9 @@ class TransformersQuantizer(HfQuantizer):
                 "weights_only=False lets a pickle run any code, and quantized checkpoints are loaded from "
                 ".safetensors only: leave it out"
             )
-        # If a user passes a config and the checkpoint has its own, the host puts the former into the latter.
-        requested = self.quantization_config.__dict__.pop("requested", None)
-        if requested is not None:
-            # Nothing in the checkpoint depends on the cache: a user may choose another one.
+        requested = take_requested(self.quantization_config)
+        if requested is not None:  # nothing in the checkpoint depends on the cache: a user may choose another one
             self.quantization_config.kv_cache = requested.kv_cache or self.quantization_config.kv_cache
-            if requested.calibration is not None:
-                raise ValueError("the checkpoint is quantized already and cannot be calibrated: leave calibration out")
-            if not requested.quantizes_no_weights:
-                refuse_other(self.quantization_config, requested)
 
     def update_tp_plan(self, config: Any) -> Any:
         return config  # 5.17 only; the plan is edited once the modules are known
@@ -266,13 +260,7 @@ class TransformersQuantizer(HfQuantizer):
         keep_layout(model, guard)
         guard_gathered_state(model)
         state = model.state_dict() if self.given_state is None else self.given_state
-        # The host would clone tensors that share memory, as in fused projections, on their device.
-        rows = {
-            k: t.cpu()
-            for k, t in state.items()
-            if t.device.type in ("cuda", "xpu") and not is_dtensor(t) and t.untyped_storage().nbytes() > t.nbytes
-        }
-        return {**state, **rows, guard: empty}, {}
+        return {**state, guard: empty}, {}
 
     def dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
         # The host's method would take None for config.dtype: some weights of a model may have another one.
@@ -385,7 +373,7 @@ def _check_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
         f"this model is quantized: casting it to {dtype} would leave its codes as they are and round the rest. "
         f"Load it with dtype={dtype}, or dequantize() it first"
     )
-    if "diffusers" in sys.modules:  # the model may be a text encoder
+    if "diffusers" in sys.modules and dtype == torch.float32:  # the model may be a text encoder
         error += f". Of pipelines, from_pipe casts to float32 unless it is given dtype={model.dtype}"
     raise ValueError(error)
 

@@ -132,7 +132,8 @@ def _separate(modules: Sequence[QuantLinear]) -> None:
         if fused is None:
             continue
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+            # Storages of rows of a common tensor are not resizable.
+            if parameter is not None and not parameter.untyped_storage().resizable():
                 if key == "bias":
                     parameter.data = parameter.data.clone()
                 else:

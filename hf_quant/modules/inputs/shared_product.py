@@ -1,6 +1,7 @@
 """`SharedProduct`: layers that read one tensor (query, key and value; gate and up) compute one product.
 
-Storage: the codes of the siblings follow each other in one tensor, and the parameters of each are rows of it.
+Storage: the codes of the siblings follow each other in one tensor, and the parameters of each are rows of it, which
+count as storages of their own: hosts take tensors of one storage for tied ones and save the first of them only.
 Names, bytes, `state_dict`, `weight` and assignments to it are what they were, and no memory is added.
 
 At run time the first sibling that is called multiplies its input with the rows of all and leaves the others their
@@ -124,6 +125,7 @@ class FusedProjections:
                 parameters[key] = torch.cat(tensors)
                 for module, part in zip(modules, parameters[key].split([len(t) for t in tensors])):
                     module._parameters[key] = nn.Parameter(part, requires_grad=False)
+                    module._parameters[key].data = _as_storage(part)  # it still counts the versions of them all
                 if key in _EQUAL:  # in all siblings; a view counts the versions of them all
                     parameters[key] = parameters[key][:1]
             sizes = [m.out_features for m in modules]
@@ -296,8 +298,14 @@ def _common_bias(biases: Sequence[nn.Parameter | None], sizes: Sequence[int]) ->
     for bias, part in zip(biases, common.split(list(sizes))):
         if bias is not None:
             part.copy_(bias)
-            bias.data = part  # an optimizer may hold the parameter: it stays the same object
+            bias.data = _as_storage(part)  # an optimizer may hold the parameter: it stays the same object
     return common
+
+
+def _as_storage(rows: Tensor) -> Tensor:
+    """The same memory as the rows, as a whole storage; it keeps the memory of them all."""
+    start = rows.storage_offset() * rows.element_size()
+    return rows.new_empty(0).set_(rows.untyped_storage()[start : start + rows.nbytes], 0, rows.shape, rows.stride())
 
 
 def _waiting() -> dict[FusedProjections, _Pending]:

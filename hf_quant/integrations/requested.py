@@ -11,7 +11,22 @@ from hf_quant.resolve import SCHEME_FIELDS, fields_of, resolve_scheme
 from hf_quant.scheme import LinearScheme
 
 
-def refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
+def take_requested(config: QuantizerConfig) -> QuantizerConfig | None:
+    """Take the config that a user gave for a quantized checkpoint out of the checkpoint's own, where hosts put it.
+
+    Raises:
+        ValueError: it asks for another quantization.
+    """
+    requested = vars(config).pop("requested", None)
+    if requested is not None:
+        if requested.calibration is not None:
+            raise ValueError("the checkpoint is quantized already and cannot be calibrated: leave calibration out")
+        if not requested.quantizes_no_weights:
+            _refuse_other(config, requested)
+    return requested
+
+
+def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
     """Raise ValueError if a user asks for another quantization than the checkpoint has."""
     stored = schemes_from_list(config.plan)
     rest = {scheme for name, scheme in stored.items() if not any(matches(p, name) for p in config.modules or ())}
