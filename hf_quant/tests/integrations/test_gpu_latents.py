@@ -43,11 +43,12 @@ def test_logits_and_tokens_of_the_host(kind, expanded):  # noqa: F811
 
 @pytest.mark.parametrize("cache", ["int8", {"format": "int4", "sink_tokens": 2, "recent_tokens": 3}], ids=str)
 def test_quantized_caches(cache, expanded):  # noqa: F811
-    model = make("minicpm3")
-    ours = forced(model, QuantizedCache(model.config, cache))
+    model = make("minicpm3", kv_cache=cache)
+    ours, fixed = forced(model, QuantizedCache(model.config, cache)), generate(model, cache_implementation="static")
     assert are_blocks(model) and not expanded
     unfuse_activations_(model)
     assert_close(ours, forced(model, QuantizedCache(model.config, cache)), rms=1e-4)
+    assert torch.equal(generate(model, cache_implementation="static"), fixed)
 
 
 @pytest.mark.parametrize(
