@@ -167,6 +167,17 @@ def check_tracer() -> None:
         )
 
 
+def assume_constant_result(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Mark a function as `torch.compiler.assume_constant_result` does, which imports the compiler: half a second."""
+    fn._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
+    return fn
+
+
+def mark_static_address(x: Tensor) -> None:
+    """Mark a tensor as `torch._dynamo.mark_static_address` does without a guard, without an import of the compiler."""
+    x._dynamo_static_input_type = "unguarded"  # pyrefly: ignore[missing-attribute]
+
+
 def direct(op: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
     """`op` for eager code: calls the implementation for the first argument's device without the dispatcher.
 

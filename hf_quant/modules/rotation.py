@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import hadamard
+from hf_quant.kernels.dispatch import assume_constant_result, mark_static_address
 from hf_quant.scheme import InputTransform
 
 
@@ -39,7 +40,7 @@ def signs(transform: InputTransform, K: int, device: torch.device) -> Tensor:
     return _make(*key) if found is None else found
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _make(block_size: int, K: int, device: torch.device) -> Tensor:
     if K % block_size:
         raise ValueError(
@@ -49,7 +50,7 @@ def _make(block_size: int, K: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         made = torch.tensor(_SIGNS[:block_size], dtype=torch.float32, device=device).repeat(K // block_size, 1)
     if not _num_modes():  # a tensor of a fake or another mode must not leave it
-        torch._dynamo.mark_static_address(made, guard=False)
+        mark_static_address(made)
         _made[block_size, K, device] = made
     return made
 

@@ -193,6 +193,16 @@ def test_the_adapter_is_registered_in_every_order_of_imports(stub_install, impor
     assert_clean(run(f"{code}\nassert 'hf_quant' in found", stub_install))
 
 
+def test_a_plain_model_does_not_import_the_compiler(real_install):
+    code = """
+import torch
+from hf_quant import quantize_
+quantize_(torch.nn.Linear(64, 64), "W8A8")(torch.ones(2, 64))
+assert not {"diffusers", "torch._dynamo"} & set(sys.modules)
+"""
+    assert_clean(run(code, real_install))
+
+
 @pytest.mark.parametrize(
     "imports",
     [

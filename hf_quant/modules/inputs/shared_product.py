@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hf_quant.algorithms import empty_packed
 from hf_quant.formats import FORMATS
-from hf_quant.kernels.dispatch import is_transformed
+from hf_quant.kernels.dispatch import is_transformed, mark_static_address
 from hf_quant.modules._stored import INPUT_SCALE, STORED_NAMES
 from hf_quant.modules.inputs.rule import ALONE, InputRule
 from hf_quant.modules.packed_linear import PackedLinear
@@ -131,7 +131,7 @@ class FusedProjections:
             sizes = [m.out_features for m in modules]
             bias = _common_bias([m._parameters["bias"] for m in modules], sizes)
             for tensor in parameters.values():  # or inductor's CUDA graphs would copy it for every call
-                torch._dynamo.mark_static_address(tensor, guard=False)
+                mark_static_address(tensor)
         rows = [
             tuple(_Row(k, p, p.data_ptr()) for k in (*parameters, "bias") if (p := m._parameters[k]) is not None)
             for m in modules
