@@ -601,25 +601,34 @@ def test_a_captured_model_in_one_expression(llama):
     assert "get_compiled_call" not in model.__dict__
 
 
-def test_left_padding_changes_nothing(asset):
-    """A row gives what it gives alone."""
-    model, prompts = asset
-    config = {"format": "int4", "sink_tokens": 2, "recent_tokens": 8}
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    short = prompts[:1, 30:]
-    alone = model.generate(short, past_key_values=QuantizedCache(model.config, config), **options)[:, 50:]
-    rows = torch.cat([torch.cat([torch.zeros(1, 30, dtype=torch.long), short], 1), prompts[1:2]])
+@pytest.mark.parametrize("config", ["int8", "int4", "int2", {"format": "int2", "sink_tokens": 0, "recent_tokens": 0}], ids=str)
+def test_left_padding_changes_nothing(asset, config):
+    """A row gives what it gives alone, by every attention, also in memory that an unpadded prompt had before."""
+    model, prompts = copy.deepcopy(asset[0]), asset[1]
+    pads, new = 30, 12
+
+    def logits(ids, mask, cache):
+        """Of a prompt, of several tokens at once and of single ones."""
+        positions, start, found = (mask.cumsum(1) - 1).clamp(min=0), 0, []
+        for end in (ids.shape[1] - new, ids.shape[1] - 2, ids.shape[1] - 1, ids.shape[1]):
+            part = {"position_ids": positions[:, start:end], "past_key_values": cache}
+            found.append(model(ids[:, start:end], attention_mask=mask[:, :end], **part).logits)
+            start = end
+        return torch.cat(found, 1)
+
+    short = prompts[:1, pads:]
+    rows = torch.cat([torch.cat([torch.zeros(1, pads, dtype=torch.long), short], 1), prompts[1:2]])
     mask = torch.ones_like(rows)
-    mask[0, :30] = 0
-    cache = QuantizedCache(model.config, config)
-    together = model.generate(rows, attention_mask=mask, past_key_values=cache, **options)[:, 80:]
-    # Sinks and recent tokens are by column, so those of the padded row differ: not the first token, which is exact.
-    assert together[0, 0] == alone[0, 0]
-    exact = KVCacheConfig("int8")
-    alone = model.generate(short, past_key_values=QuantizedCache(model.config, exact), **options)[:, 50:]
-    cache = QuantizedCache(model.config, exact)
-    together = model.generate(rows, attention_mask=mask, past_key_values=cache, **options)[:, 80:]
-    assert torch.equal(together[:1], alone)
+    mask[0, :pads] = 0
+    with torch.no_grad():
+        alone = logits(short, torch.ones_like(short), QuantizedCache(model.config, config))
+        for implementation, length in (("sdpa", None), ("sdpa", 96), ("eager", None), ("hf_quant", None), ("hf_quant", 96)):
+            cache = QuantizedCache(model.config, config, max_cache_len=length)
+            model.set_attn_implementation(implementation)
+            logits(prompts[2:4], torch.ones_like(rows), cache)
+            cache.reset()
+            together = logits(rows, mask, cache)
+            assert sqnr(alone, together[:1, pads:]) > 50, (implementation, length)
 
 
 def peak_while(call):

@@ -200,6 +200,7 @@ def parse_args() -> argparse.Namespace:
     caches.add_argument("--windows", type=int, default=40, help="how many windows are read")
     caches.add_argument("--prefill", type=int, default=96, help="tokens that are read at once")
     caches.add_argument("--step", type=int, default=16, help="tokens that are read at a time behind them")
+    caches.add_argument("--padding", type=int, default=0, help="tokens of padding on the left of each window")
     caches.add_argument("--residual", type=int, default=1, help="tokens that transformers' backends keep in 16 bit")
     caches.add_argument("--stretch-keys", type=float, help="make two pairs of channels of each head so much larger")
     parser.add_argument("--out", type=Path, default=Path("quality"), help="directory of quality.json and quality.png")

@@ -32,6 +32,7 @@ def attend(
     a softcap they are softcap * tanh(score / softcap), mean included.
     """
     options = {"format": keys.kind.format, "scale": scale, "k_frame": keys.frame, "k_first": keys.first}
+    options |= {} if keys.first is None else {"starts": keys.starts}
     options |= {"rotates_keys": keys.kind.rotated, "rotates_values": values.kind.rotated}
     options |= {} if softcap is None else {"softcap": softcap}
     S, sinks = q.shape[2], keys.kind.sinks
@@ -39,21 +40,25 @@ def attend(
     if not (sinks or reads_recents):
         causal = {"is_causal": is_causal, "window": window if is_causal else 0}
         return _kv_attention(q, *parts_of(keys), *parts_of(values), mask, keys.length, **causal, **options)
+    # Behind padding each sequence has its first tokens elsewhere: a mask leaves them out.
+    first = sinks if keys.starts is None else 0
     if keys.span is None:
-        first, last = sinks, None
-        length = keys.length - sinks - (keys.kind.recents if reads_recents else 0)
+        last, length = None, keys.length - first - (keys.kind.recents if reads_recents else 0)
     else:
         start, end, recent = keys.span
-        first, length = max(sinks - start, 0), None
+        first, length = max(first - start, 0), None
         last = max((recent if reads_recents else end) - start, first)
     tokens = slice(first, last)
     codes = [[part if part is None else part[:, :, tokens] for part in parts_of(states)] for states in (keys, values)]
     seen = None if mask is None else mask[..., tokens]
+    if keys.starts is not None and sinks:
+        behind = torch.arange(codes[0][0].shape[2], device=q.device) - keys.starts[:, None]
+        seen = _and(seen, ((behind < 0) | (behind >= sinks))[:, None, None])
     # The codes end before the positions, which the kernel does not know. The window of a cache of fixed size is no
     # shorter than the cache: it holds every token.
     if keys.span is not None and is_causal and window and reads_recents:
         behind = torch.arange(end - S, end, device=q.device).unsqueeze(1) - torch.arange(first, last, device=q.device)
-        seen = _and(seen, behind - start < window)
+        seen = _and(seen, (behind - start < window)[None, None])
     causal = is_causal and not reads_recents
     causal = {"is_causal": causal, "window": window if causal else 0}
     y, lse = _kv_attention(q, *codes[0], *codes[1], seen, length, **causal, **options)
@@ -72,9 +77,9 @@ def mean_scores(q: Tensor, keys: QuantizedStates, scale: float | None) -> Tensor
 
 
 def _and(mask: Tensor | None, seen: Tensor) -> Tensor:
-    """Restrict a mask to the pairs in `seen`, bool [S, T]."""
+    """Restrict a mask to the pairs in `seen`, bool [B or 1, 1, S or 1, T]."""
     if mask is None:
-        return seen[None, None]
+        return seen
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
@@ -92,14 +97,18 @@ def _attend_window(
     """Compute the attention over the tokens in 16 bit -> (y fp32 [B, H, S, D], lse fp32 [B, H, S])."""
     (B, H, S, D), H_kv = q.shape, keys.shape[1]
     count = keys.kind.sinks + (keys.kind.recents if reads_recents else 0)
-    positions = window_positions(keys)[:count]
+    positions = window_positions(keys)[:, None, None, :count]
     end: int | Tensor = keys.length if keys.span is None else keys.span.end
     first = 0 if keys.span is None else keys.span.start
-    seen = (positions >= first).expand(S, -1)
+    seen = positions >= first
     if is_causal:
         behind = (end - S + torch.arange(S, device=q.device)).unsqueeze(1) - positions
         seen = seen & (behind >= 0) & ((behind < window) if window else True)
-    seen = _and(None if mask is None else mask.index_select(-1, (positions - first).clamp(min=0)), seen)
+    if mask is not None:
+        columns = (positions - first).clamp(min=0)
+        rows = max(mask.shape[0], columns.shape[0])
+        columns = columns.expand(rows, *mask.shape[1:3], -1)
+        seen = _and(mask.expand(rows, *mask.shape[1:]).gather(-1, columns), seen)
     k, v = (states.window[:, :, :count].float() for states in (keys, values))
     k = k if softcap is not None else k - keys.frame[:, :, :1]
     scores = q.float().reshape(B, H_kv, H // H_kv * S, D) @ k.mT * (D**-0.5 if scale is None else scale)

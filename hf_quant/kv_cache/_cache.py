@@ -2,6 +2,8 @@
 
 from typing import Any, TypeGuard
 
+import torch
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -16,11 +18,12 @@ from transformers.cache_utils import (
 from hf_quant.kv_cache._config import KVCacheConfig
 from hf_quant.kv_cache._layers import (
     CodeStorage,
+    FirstPrompt,
     QuantizedHybridLayer,
     QuantizedLayer,
     QuantizedSlidingWindowLayer,
-    QuantizedStaticLayer,
 )
+from hf_quant.kv_cache._static import QuantizedStaticLayer
 
 
 class QuantizedCache(DynamicCache):
@@ -73,6 +76,24 @@ class QuantizedCache(DynamicCache):
                 f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}; leave kv_cache out"
             )
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (tokens, offset) for a mask; tokens is a `FirstPrompt` if there are none yet."""
+        tokens, offset = super().get_mask_sizes(query_length, layer_idx)
+        if isinstance(tokens, FirstPrompt):
+            tokens.cache = self
+        return tokens, offset
+
+    def note_padding(self, mask: Tensor | None, count: int) -> None:
+        """Tell empty layers the padding of the tokens that come next: a mask [B, `count` or more], None without any.
+
+        Padding in front of a sequence belongs to no frame, and its first token is the one behind. A sequence of padding
+        alone begins at 0.
+        """
+        starts = () if mask is None else tuple(mask[:, :count].to(torch.uint8).argmax(1).tolist())
+        for layer in self.layers:
+            if is_quantized(layer) and layer.is_empty:
+                layer.note_starts(starts if any(starts) else None)
 
     @property
     def nbytes(self) -> int:

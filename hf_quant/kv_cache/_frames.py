@@ -20,7 +20,7 @@ _hadamard = direct(hadamard)
 _TOKENS = 4096  # that a frame is found from, at most: 4 bytes a value meanwhile
 
 
-def frame_of(keys: Tensor) -> Tensor:
+def frame_of(keys: Tensor, starts: Sequence[int] | None = None) -> Tensor:
     """Compute the frame fp32 [B, H_kv, 2, D] of keys [B, H_kv, S, D]: the mean, and the spread, of each channel.
 
     The first token is left out, as many models make it unlike all others (attention sinks,
@@ -28,9 +28,11 @@ def frame_of(keys: Tensor) -> Tensor:
     The spread is the square root of the standard deviation, in relation to that of all channels, which is half-way
     between equal errors in all channels and errors in proportion to a channel: best on SmolLM2-135M, Gemma 3 270M and
     the small model of the tests together. One more token, of the variance of all channels, keeps few tokens from
-    saying too much. A single token, and a head with NaN or infinity, has the mean 0 and the spread 1. Tokens of
-    padding count like others: they make the frame worse, not the attention wrong.
+    saying too much. A single token, and a head with NaN or infinity, has the mean 0 and the spread 1. `starts`: the
+    first token of each sequence, those before it are padding.
     """
+    if starts is not None:
+        return torch.cat([frame_of(keys[b : b + 1, :, start:]) for b, start in enumerate(starts)])
     tokens = keys[:, :, 1:_TOKENS].to(torch.float32, copy=True)
     count = tokens.shape[2]
     if count == 0:
@@ -55,6 +57,7 @@ def begun(
     parts: Sequence[Tensor | None],
     frame: Tensor,
     first: Tensor | None,
+    starts: Tensor | None,
     *,
     format: str,
     rotates_keys: bool,
@@ -63,7 +66,7 @@ def begun(
     """Write the first states of a cache, their frame and what the first key lacks, in one native call.
 
     False: it does not serve these states, and nothing is written. `parts` as `kv_append` takes them: codes, scales and
-    offsets of keys and of values.
+    offsets of keys and of values. starts: as in `kv_attention`.
     """
     if not (_is_read(keys) and _is_read(values) and frame.is_contiguous()):
         return False
@@ -72,7 +75,7 @@ def begun(
     append(
         *(keys, values, int(start), tuple(parts[:3]), tuple(parts[3:]), CODES[format]),
         **{"rotates_keys": rotates_keys, "rotates_values": rotates_values},
-        **{"k_frame": frame, "begins": True, "first_lacks": first},
+        **{"k_frame": frame, "begins": True, "first_lacks": first, "starts": starts},
     )
     return True
 

@@ -140,6 +140,19 @@ def padding_mask(
     return sdpa_mask(*sizes, **kwargs)
 
 
+def _noting_padding(host: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that creates masks: an empty quantized cache is told the padding of its first prompt."""
+
+    @wraps(host)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        length, padding = kwargs.get("kv_length"), kwargs.get("attention_mask")
+        if isinstance(length, FirstPrompt) and length.cache is not None and isinstance(padding, Tensor):
+            length.cache.note_padding(padding, kwargs["q_length"])
+        return host(*args, **kwargs)
+
+    return create
+
+
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     given = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if given is None else given
@@ -315,6 +328,8 @@ def register() -> None:
     """Register the attention and its masks with transformers, once."""
     AttentionInterface.register(NAME, _reading_codes(attention_forward))
     AttentionMaskInterface.register(NAME, padding_mask)
+    for name, host in AttentionMaskInterface._global_mapping.items():
+        AttentionMaskInterface.register(name, _noting_padding(host))
     for name in _WRAPPED:
         host = AttentionInterface._global_mapping.get(name)
         if host is not None:

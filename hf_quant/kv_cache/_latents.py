@@ -139,7 +139,7 @@ def _has_amx() -> bool:
 def _parts(states: Tensor) -> native.Latents:
     if not isinstance(states, QuantizedStates):
         return native.Latents((states,))
-    return native.Latents(parts_of(states), states.kind.rotated, states.frame, states.first)
+    return native.Latents(parts_of(states), states.kind.rotated, states.frame, states.first, states.starts)
 
 
 def _are_read(states: QuantizedStates) -> bool:

@@ -1,4 +1,4 @@
-"""Cache layers of transformers that store codes: growing, growing within a sliding window, of fixed size.
+"""Cache layers of transformers that store codes: growing, and growing within a sliding window.
 
 A token is quantized once, when it is added. The first states of an empty layer are returned unchanged (by a layer of
 fixed size together with the codes), so that attention inside a prompt is computed in 16 bit. After that a layer
@@ -17,18 +17,17 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
-    StaticLayer,
 )
 
 from hf_quant.kernels import kv_append
 from hf_quant.kernels.codes import CODES
-from hf_quant.kernels.dispatch import direct, is_plain
+from hf_quant.kernels.dispatch import direct
 from hf_quant.kv_cache._config import KVCacheConfig, scale_dtype
 from hf_quant.kv_cache._frames import begun, frame_of, lacking
 from hf_quant.kv_cache._states import Kind, QuantizedStates, Span
 
 
-def _lasting() -> Any:
+def lasting() -> Any:
     """Context for tensors that are written to both inside and outside of `torch.inference_mode`."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
@@ -37,11 +36,23 @@ BLOCK = 256  # tokens; a growing layer grows by at least this many, and by a six
 _kv_append = direct(kv_append)
 
 
+class FirstPrompt(int):
+    """Length of a mask for the first prompt of an empty layer, which returns the prompt's own states in 16 bit.
+
+    Attributes:
+        cache: of the layer. A mask tells it where the sequences begin.
+    """
+
+    cache: Any = None
+
+
 class CodeStorage:
     """Base of the three kinds of layers: the tensors of codes, and the code that writes and reads them."""
 
     config: KVCacheConfig
     is_initialized: bool
+    is_compileable: bool  # its tensors keep their addresses
+    is_empty: Any  # True if no token was added, or all were removed
     _states: Callable[..., tuple[QuantizedStates, QuantizedStates]]  # all keys and all values
 
     def _begin(self, config: KVCacheConfig) -> None:
@@ -50,6 +61,7 @@ class CodeStorage:
 
     def _clear(self) -> None:
         self.is_initialized = False
+        self._noted: tuple[int, ...] | None = None  # starts of the sequences of the first states
         for name in _TENSORS:
             setattr(self, name, None)
 
@@ -67,7 +79,7 @@ class CodeStorage:
         # Columns without tokens have scales of 0, so that integers there may be any.
         new_codes = torch.empty if spec.is_integer else torch.zeros
         first = (*key_states.shape[:2], key_states.shape[-1])
-        with _lasting():
+        with lasting():
             for which, states in (("k", key_states), ("v", value_states)):
                 layout = config.layout(states.shape[-1])
                 shape = (*states.shape[:2], capacity)
@@ -81,9 +93,32 @@ class CodeStorage:
                 self.k_frame.copy_(frame_of(key_states))
             # What sinks are in 16 bit needs no exact first key.
             self.k_first = None if config.sink_tokens else torch.zeros(first, dtype=torch.float32, **options)
+        self._place_starts(key_states)
         kept = (config.sink_tokens, config.recent_tokens)
         self.key_kind = Kind(config.format, key_states.shape[-1], config.rotate_keys, *kept, key_states.dtype)
         self.value_kind = Kind(config.format, value_states.shape[-1], config.rotate_values, *kept, value_states.dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (tokens, offset) for a mask; tokens is a `FirstPrompt` if there are none yet."""
+        tokens, offset = super().get_mask_sizes(query_length)  # pyrefly: ignore[missing-attribute]
+        return FirstPrompt(tokens) if self.is_empty and not torch.compiler.is_compiling() else tokens, offset
+
+    def note_starts(self, starts: tuple[int, ...] | None) -> None:
+        """Take the first column of each sequence in the first states, which come next; None: 0, there is no padding."""
+        self._noted = starts
+
+    def _place_starts(self, states: Tensor) -> None:
+        """Write to `starts` where the sequences of the first states begin; without padding a cache that grows has none."""
+        noted = self._noted
+        if noted is not None and (len(noted) != states.shape[0] or max(noted) >= states.shape[2]):
+            noted = self._noted = None
+        if self.starts is None and (noted is not None or self.is_compileable):
+            with lasting():
+                self.starts = torch.zeros(states.shape[0], dtype=torch.int64, device=self.device)
+        if noted is not None:
+            self.starts.copy_(torch.tensor(noted))
+        elif self.starts is not None:
+            self.starts.zero_()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in _TENSORS:
@@ -93,7 +128,7 @@ class CodeStorage:
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
-            with _lasting():
+            with lasting():
                 for name, tensor in self._tensors():
                     setattr(self, name, function(tensor))
 
@@ -113,6 +148,8 @@ class CodeStorage:
     def _append(self, keys: Tensor, values: Tensor, start: int | Tensor, *, is_first: bool = False) -> None:
         """Write states into the columns from `start` on; the first ones set the frame."""
         is_first = is_first and keys.shape[2] > 0
+        if is_first:
+            self._place_starts(keys)
         values, format = _as(values, keys.dtype), self.config.format
         options = {
             "format": format,
@@ -120,25 +157,38 @@ class CodeStorage:
             "rotates_values": self.config.rotate_values,
         }
         whole = (self.k_codes, self.k_pairs, self.v_codes, self.v_pairs)
-        if is_first and begun(keys, values, start, _parts(*whole), self.k_frame, self.k_first, **options):
+        if is_first and begun(keys, values, start, _parts(*whole), self.k_frame, self.k_first, self.starts, **options):
             return
         if is_first:
-            self.k_frame.copy_(frame_of(keys))
+            self.k_frame.copy_(frame_of(keys, self._noted))
         if isinstance(start, int):
             whole, start = tuple(part[:, :, start : start + keys.shape[2]] for part in whole), None
         parts = _parts(*whole)
         _kv_append(keys, values, start, *parts, k_frame=self.k_frame, **options)
         if is_first and self.k_first is not None:
-            codes = [part if part is None else part[:, :, :1] for part in parts[:3]]
+            key, *codes = (part if part is None else self._at_starts(part) for part in (keys, *parts[:3]))
             kind = {"format": format, "rotated": self.config.rotate_keys}
-            self.k_first.copy_(lacking(keys[:, :, :1], self.k_frame, *codes, **kind))
+            self.k_first.copy_(lacking(key, self.k_frame, *codes, **kind))
+
+    def _at_starts(self, x: Tensor) -> Tensor:
+        """The first token of each sequence of x [B, H, S, ...], which begins with the first states."""
+        if self._noted is None:
+            return x[:, :, :1]
+        return torch.stack([row[:, start : start + 1] for row, start in zip(x, self._noted)])
 
     def _keep(self, keys: Tensor, values: Tensor, start: int | Tensor) -> None:
         """Store the first and the last tokens in 16 bit; the states begin at position `start`."""
         sinks, recents, S = self.config.sink_tokens, self.config.recent_tokens, keys.shape[2]
         trash = sinks + recents
+        is_behind = isinstance(start, int) and start >= sinks + max(self._noted or (0,))
         for window, states in ((self.k_window, keys), (self.v_window, values)):
-            if sinks and not (isinstance(start, int) and start >= sinks):
+            if sinks and not is_behind and self.starts is not None:
+                # Each slot takes the token of its position, if that is among the new ones.
+                slots = self.starts[:, None] + torch.arange(sinks, device=self.device) - start
+                token = slots.clamp(0, S - 1)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+                is_new = ((slots >= 0) & (slots < S))[:, None, :, None]
+                window[:, :, :sinks] = torch.where(is_new, states.gather(2, token), window[:, :, :sinks])
+            elif sinks and not is_behind:
                 positions = start + torch.arange(min(S, sinks), device=self.device)
                 slots = torch.where(positions < sinks, positions, trash)
                 window.index_copy_(2, slots, states[:, :, :sinks])
@@ -154,9 +204,12 @@ class CodeStorage:
         kind, frame, first = (
             (self.value_kind, None, None) if which == "v" else (self.key_kind, self.k_frame, self.k_first)
         )
+        starts = self.starts
         if span is not None and span.start:
-            first = None  # that token has left the window
-        return QuantizedStates(codes, pairs, getattr(self, f"{which}_window"), length, exact, frame, first, kind, span)
+            first = None if starts is None else first  # that token has left the window
+            starts = None if starts is None else starts - span.start
+        window = getattr(self, f"{which}_window")
+        return QuantizedStates(codes, pairs, window, length, exact, frame, first, starts, kind, span)
 
     @property
     def keys(self) -> QuantizedStates | None:
@@ -216,7 +269,7 @@ def _parts(k_codes: Tensor, k_pairs: Tensor, v_codes: Tensor, v_pairs: Tensor) -
     return k_codes, k_pairs.select(4, 0), k_offset, v_codes, v_pairs.select(4, 0), v_offset
 
 
-_TENSORS = ("k_codes", "k_pairs", "k_window", "k_frame", "k_first", "v_codes", "v_pairs", "v_window")
+_TENSORS = ("k_codes", "k_pairs", "k_window", "k_frame", "k_first", "v_codes", "v_pairs", "v_window", "starts")
 
 
 class GrowingStorage(CodeStorage):
@@ -255,7 +308,7 @@ class GrowingStorage(CodeStorage):
             if tensor.shape[2] == capacity:
                 kept = kept.clone()  # overlaps
             else:
-                with _lasting():
+                with lasting():
                     tensor = tensor.new_zeros((*tensor.shape[:2], capacity, *tensor.shape[3:]))
                 setattr(self, name, tensor)
             tensor[:, :, :used] = kept
@@ -283,9 +336,20 @@ class GrowingStorage(CodeStorage):
         self._end += tokens
         self._recent = max(self._recent, self._end - self.config.recent_tokens)
 
+    @property
+    def is_empty(self) -> bool:
+        return self._end == 0
+
+    def note_starts(self, starts: tuple[int, ...] | None) -> None:
+        if starts != self._noted and self.is_initialized:  # native blocks know the addresses of its tensors
+            self._clear()
+        self._noted = starts
+
     def _remove(self, count: int) -> None:
         self._end = max(self._end - count, self._start)
         self._recent = min(self._recent, self._end)  # else the ring would begin behind tokens that come next
+        if self.is_empty:
+            self.note_starts(None)
 
     def reset(self) -> None:
         self._clear()
@@ -297,7 +361,7 @@ def _whole_blocks(tokens: int) -> int:
     return -(-tokens // BLOCK) * BLOCK
 
 
-def _differentiable(
+def differentiable(
     states: tuple[QuantizedStates, ...], new: tuple[Tensor, ...], first: int | Tensor
 ) -> tuple[Tensor, ...]:
     """The states, of which `new` are those from column `first` on; plain tensors if these need a gradient."""
@@ -318,7 +382,7 @@ class QuantizedLayer(GrowingStorage, DynamicLayer):
         """Add states [B, H_kv, S, D]; return all states of the layer, or the given ones if the layer was empty."""
         before, new = self._end, (key_states, value_states)
         self._add(*new)
-        return _differentiable(self._states(), new, before) if before else new
+        return differentiable(self._states(), new, before) if before else new
 
     def get_seq_length(self) -> int:
         return self._end
@@ -383,7 +447,7 @@ class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
         self.cumulative_length = self._end
         if before:
             start = max(self._start, before - self.sliding_window + 1)
-            seen = _differentiable(self._states(start), seen, before - start)
+            seen = differentiable(self._states(start), seen, before - start)
         if not self.record_past:
             self._trim()
         return seen
@@ -414,76 +478,3 @@ class QuantizedSlidingWindowLayer(GrowingStorage, DynamicSlidingWindowLayer):
         start = max(self._start, self._end - self.sliding_window + 1)
         self._first += start - self._start
         self._start = start
-
-
-class FirstPrompt(int):
-    """Length of a static layer's mask for the first prompt, which reads its own states in 16 bit: no empty places."""
-
-
-class QuantizedStaticLayer(CodeStorage, StaticLayer):
-    """Layer with up to `max_cache_len` tokens in memory of fixed address, for compiled code."""
-
-    def __init__(self, config: KVCacheConfig, max_cache_len: int, is_sliding: bool = False) -> None:
-        with _lasting():
-            super().__init__(max_cache_len)
-        self._begin(config)
-        self.is_sliding = is_sliding  # its window is no shorter than the cache: the masks of the model apply it
-        self.is_empty = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._allocate(key_states, value_states, self.max_cache_len)
-        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        with _lasting():
-            self.cumulative_length = self.cumulative_length.to(self.device)
-        if not torch.compiler.is_compiling():
-            for tensor in (*(t for _, t in self._tensors()), self.cumulative_length):
-                torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
-
-    def _states(self, *exact: Tensor) -> tuple[QuantizedStates, QuantizedStates]:
-        parts = (slice(None), self.cumulative_length, None)
-        keys, values = exact or (None, None)
-        return self._get("k", *parts, keys), self._get("v", *parts, values)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states [B, H_kv, S, D]; return all states of the layer, [B, H_kv, max_cache_len, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._check_room(key_states.shape[2])
-        new, start = (key_states, value_states), self.cumulative_length
-        is_first, self.is_empty = self.is_empty, False
-        exact = new if is_first else ()
-        keys, values = self._own(*new)
-        self._append(keys, values, start, is_first=is_first)
-        if self.k_window is not None:
-            self._keep(keys, values, start)
-        self.cumulative_length.add_(key_states.shape[2])
-        states = self._states(*exact)
-        return states if exact else _differentiable(states, new, self.cumulative_length - key_states.shape[2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (tokens, offset) for a mask; tokens is a `FirstPrompt` if there are none yet."""
-        tokens, offset = super().get_mask_sizes(query_length)
-        return FirstPrompt(tokens) if self.is_empty and not torch.compiler.is_compiling() else tokens, offset
-
-    def _check_room(self, count: int) -> None:
-        """Raise ValueError if `count` more tokens do not fit, unless the length is unknown here.
-
-        A length on a GPU, or in code that is compiled or captured, is not read: there the caller checks it, as with
-        the static caches of transformers.
-        """
-        length = self.cumulative_length
-        is_read = length.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(length)
-        if not (self.is_empty or is_read):
-            return
-        used = 0 if self.is_empty else int(length)
-        if used + count > self.max_cache_len:
-            raise ValueError(
-                f"{count} tokens more than the {used} in it do not fit into a cache of max_cache_len="
-                f"{self.max_cache_len}: make it longer, or leave max_cache_len out"
-            )
-
-    def reset(self) -> None:
-        self.is_empty = True
-        if self.is_initialized:
-            self.cumulative_length.zero_()

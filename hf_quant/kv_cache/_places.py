@@ -14,7 +14,7 @@ from hf_quant.kv_cache._layers import GrowingStorage, QuantizedHybridLayer, Quan
 
 
 _SERVED = (QuantizedLayer, QuantizedHybridLayer, QuantizedSlidingWindowLayer)
-_OTHERS, _FIRST, NEW_TOKENS = range(3)  # the first key: not there, in the first column, or new
+NEW_TOKENS = -1  # of a place: there are none before the new ones
 
 
 class NextTokens(NamedTuple):
@@ -85,8 +85,7 @@ def next_tokens(
 def _place(state: dict[str, Any], start: int, count: int) -> tuple[int, int, int]:
     """`NextTokens.place` of new tokens in a layer of this state, which attend to those from position `start` on."""
     end = state["_end"]
-    first = NEW_TOKENS if not end else _FIRST if start == 0 and state["k_first"] is not None else _OTHERS
-    return state["_first"] + start - state["_start"], end + count - start, first
+    return state["_first"] + start - state["_start"], end + count - start, start if end else NEW_TOKENS
 
 
 def held_tokens(
@@ -175,4 +174,5 @@ def _cache(layer: GrowingStorage) -> object:
         for codes, pairs in ((layer.k_codes, layer.k_pairs), (layer.v_codes, layer.v_pairs))
     ]
     rotates = {"rotates_keys": keys.rotated, "rotates_values": values.rotated}
-    return prepare_cache(*parts, spec, (keys.D, values.D), **rotates, k_frame=layer.k_frame, k_first=layer.k_first)
+    lacking = {"k_frame": layer.k_frame, "k_first": layer.k_first, "starts": layer.starts}
+    return prepare_cache(*parts, spec, (keys.D, values.D), **rotates, **lacking)

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hf_quant.kernels.codes import CODES
-from hf_quant.kernels.kv_attention.op import decode_heads, rotate
+from hf_quant.kernels.kv_attention.op import add_first, decode_heads, rotate
 
 
 logger = logging.getLogger(__name__)
 
-_TENSORS = ("codes", "pairs", "window", "length", "exact", "frame", "first")
+_TENSORS = ("codes", "pairs", "window", "length", "exact", "frame", "first", "starts")
 _noted: list[bool] = []
 _BLOCK = 2**21  # values decoded at once: 8 MB in fp32
 
@@ -50,6 +50,7 @@ class QuantizedStates(Tensor):
     exact: Tensor | None  # the first tokens of a cache of fixed size as they came, [B, H_kv, length, D]
     frame: Tensor | None  # of keys: their means and spreads, fp32 [B, H_kv, 2, D]
     first: Tensor | None  # what the codes of the first key lack, fp32 [B, H_kv, D]; None if that token is not there
+    starts: Tensor | None  # the column of each sequence's first token, int64 [B]; None: those before it are no padding
     kind: Kind
     span: Span | None  # None where length is not
 
@@ -63,13 +64,14 @@ class QuantizedStates(Tensor):
         exact: Tensor | None,
         frame: Tensor | None,
         first: Tensor | None,
+        starts: Tensor | None,
         kind: Kind,
         span: Span | None,
     ) -> "QuantizedStates":
         shape = (*codes.shape[:3], kind.D)
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=kind.dtype, device=codes.device)
         self.codes, self.pairs, self.window, self.length, self.exact = codes, pairs, window, length, exact
-        self.frame, self.first, self.kind, self.span = frame, first, kind, span
+        self.frame, self.first, self.starts, self.kind, self.span = frame, first, starts, kind, span
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -101,8 +103,8 @@ class QuantizedStates(Tensor):
         for start in range(0, T, max(step, 1)):
             tokens = slice(start, min(start + max(step, 1), T))
             values = decode_heads(*(p if p is None else p[:, :, tokens] for p in parts_of(self)), spec, kind.D)
-            if self.first is not None and start == 0:
-                values[:, :, :1] += self.first.unsqueeze(2)
+            if self.first is not None:
+                add_first(values, self.first, self.starts, start)
             values = rotate(values) if kind.rotated else values
             if self.frame is not None:
                 values = values * self.frame[:, :, 1:] + self.frame[:, :, :1]
@@ -134,30 +136,40 @@ def parts_of(states: QuantizedStates) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def window_positions(states: QuantizedStates) -> Tensor:
-    """Return the positions of the tokens in `window`, -1 for an empty slot: int64 [sinks + recents]."""
+    """Return the positions of the tokens in `window`, -1 for an empty slot: int64 [B or 1, sinks + recents]."""
     sinks, recents, device, span = states.kind.sinks, states.kind.recents, states.codes.device, states.span
     end: int | Tensor = states.length if span is None else span.end
-    first = torch.arange(sinks, device=device)
+    starts = _starts_of(states)
+    first = torch.arange(sinks, device=device) + starts
     found = [torch.where(first < end, first, -1)]
     if recents:
         last = torch.arange(recents, device=device)
         last = (end - 1) - ((end - 1) - last) % recents
-        least = sinks if span is None else max(sinks, span.recent)
-        found.append(torch.where(last >= least, last, -1))
-    return torch.cat(found)
+        is_held = last >= starts + sinks
+        found.append(torch.where(is_held if span is None else is_held & (last >= span.recent), last, -1))
+    return torch.atleast_2d(torch.cat(found, -1))
+
+
+def _starts_of(states: QuantizedStates) -> int | Tensor:
+    """The first position of each sequence, int64 [B, 1]; 0 for all."""
+    if states.starts is None:
+        return 0
+    return states.starts[:, None] + (0 if states.span is None else states.span.start)
 
 
 def _put_window(out: Tensor, states: QuantizedStates) -> None:
     """Write the tokens of `window` over their columns of `out` [B, H_kv, T, D]."""
-    sinks, recents, T = states.kind.sinks, states.kind.recents, out.shape[2]
+    B, H, T, D = out.shape
+    sinks, recents = states.kind.sinks, states.kind.recents
     first = 0 if states.span is None else states.span.start
     positions = window_positions(states)
     columns = torch.arange(T, device=out.device)
-    some, last = columns[: max(sinks - first, 0)], columns[:recents]
-    for own, slots in ((some, some + first), (last, sinks + (last + first) % max(recents, 1))):
-        held = positions[slots]
+    some, last = columns[:sinks], columns[:recents]
+    of_some = (some + (_starts_of(states) - first)) % max(T, 1)
+    for own, slots in ((of_some, some), (last, sinks + (last + first) % max(recents, 1))):
+        held = positions[:, slots]
         # An empty slot rewrites the old values of a column that no other slot writes.
-        column = torch.where(held >= first, held - first, own)
+        column = torch.where(held >= first, held - first, own)[:, None, :, None].expand(B, H, -1, D)
         values = states.window.index_select(2, slots)
-        values = torch.where((held >= first)[:, None], values, out.index_select(2, column))
-        out.index_copy_(2, column, values)
+        values = torch.where((held >= first)[:, None, :, None], values, out.gather(2, column))
+        out.scatter_(2, column, values)

@@ -71,13 +71,17 @@ def rivals(config: Any, residual: int) -> dict[str, Callable[[], Any]]:
 
 
 @torch.no_grad()
-def read(model: nn.Module, ids: Tensor, cache: Any, prefill: int, step: int) -> Tensor:
+def read(model: nn.Module, ids: Tensor, cache: Any, args: argparse.Namespace) -> Tensor:
     """Logits fp32 [windows, tokens behind the prompt, vocabulary] of ids [windows, tokens], read through the cache."""
-    found = [model(ids[:, :prefill], past_key_values=cache, use_cache=True).logits[:, -1:]]
-    for start in range(prefill, ids.shape[1] - 1, step):
-        part = ids[:, start : min(start + step, ids.shape[1] - 1)]
-        found.append(model(part, past_key_values=cache, use_cache=True).logits)
-    return torch.cat(found, 1).float()
+    ids = F.pad(ids, (args.padding, 0))
+    mask = torch.ones_like(ids)
+    mask[:, : args.padding] = 0
+    positions, found, start = (mask.cumsum(1) - 1).clamp(min=0), [], 0
+    for end in (*range(args.padding + args.prefill, ids.shape[1] - 1, args.step), ids.shape[1] - 1):
+        where = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]} if args.padding else {}
+        found.append(model(ids[:, start:end], past_key_values=cache, use_cache=True, **where).logits)
+        start = end
+    return torch.cat([found[0][:, -1:], *found[1:]], 1).float()
 
 
 def measure(model: nn.Module, ids: Tensor, makes: dict[str, Callable], args: argparse.Namespace) -> dict[str, dict]:
@@ -90,7 +94,7 @@ def measure(model: nn.Module, ids: Tensor, makes: dict[str, Callable], args: arg
         targets = batch[:, args.prefill :]
         count += targets.numel()
         for name, make in makes.items():
-            scores = F.log_softmax(read(model, batch, make(), args.prefill, args.step), -1)
+            scores = F.log_softmax(read(model, batch, make(), args), -1)
             expected = scores if expected is None else expected
             nll = -scores.gather(-1, targets.unsqueeze(-1)).double().sum()
             kl = (expected.exp() * (expected - scores)).double().sum()
@@ -130,6 +134,7 @@ def evaluate(model: nn.Module, ids: Tensor, args: argparse.Namespace) -> int:
         rows.append((name, bits, *figures, verdict))
     title = (
         f"{args.model}: {args.windows} windows of {args.window}, {args.prefill} at once, then {args.step} at a time"
+        + (f"; {args.padding} tokens of padding before each" if args.padding else "")
     )
     print(f"{title}\n{machine()}\n{format_table(rows)}")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -523,6 +523,11 @@ class AttentionCase : RandomCall {
     const bool has_more = p.layout != VALUES;
     if (has_more && random.one_in(3)) p.frame = static_cast<float*>(fill(frame, p.B * p.H_kv * 2 * p.D, F32, false, number));
     if (has_more && random.one_in(3)) p.first = static_cast<float*>(fill(lacking, p.B * p.H_kv * p.D, F32, false, number));
+    if (p.first != nullptr && random.one_in(2)) {
+      for (int64_t b = 0; b < p.B; ++b) starts[b] = random.below(p.T + 2);
+      p.starts = starts;
+      p.past = random.below(3);
+    }
     if (random.one_in(3)) p.softcap = static_cast<float>(random.between(1, 20));
     p.sinks_dtype = random.of<int>({F32, BF16, F16});
     if (random.one_in(3)) p.sinks = fill(sinks, p.H, p.sinks_dtype, false, [&] { return random_.between(-3, 3); });
@@ -578,8 +583,9 @@ class AttentionCase : RandomCall {
         if (h % (p.H / p.H_kv) == 0) {
           keys = values_of(p, p.k, k, b, kv);
           if (p.shares) more_keys = values_of(more, more.k, more_codes, b, kv);
-          for (int64_t d = 0; p.first != nullptr && p.T > 0 && d < p.D; ++d)
-            keys[d] += p.first[(b * p.H_kv + kv) * p.D + d];
+          const int64_t start = (p.starts == nullptr ? 0 : starts[b]) - p.past;
+          for (int64_t d = 0; p.first != nullptr && start >= 0 && start < p.T && d < p.D; ++d)
+            keys[start * p.D + d] += p.first[(b * p.H_kv + kv) * p.D + d];
           values = p.shares ? keys : values_of(p, p.v, v, b, kv);
         }
         for (int64_t s = 0; s < p.S; ++s)
@@ -823,6 +829,7 @@ class AttentionCase : RandomCall {
   }
 
   Attention p{}, more{};
+  int64_t starts[2];
   bool has_parts;
   Memory q, levels, mask, frame, lacking, sinks, summed, more_q, diagonal;
   Tensors k, v, more_codes;
@@ -1034,6 +1041,8 @@ class AppendCase : RandomCall {
           fill(frame, p.B * p.H * 2 * p.k.D, F32, false, [&] { return random_.between(0.3, 2); }));
     if (p.begins && random.one_in(2))
       p.first_lacks = static_cast<float*>(fill(lacks, p.B * p.H * p.k.D, F32, false, [] { return 0; }));
+    for (int64_t& start : starts) start = p.begins && p.S > 0 && random.one_in(2) ? random.below(p.S) : 0;
+    if (starts[0] + starts[1] > 0) p.starts = starts;
   }
 
   // Whether what is written is right, the same as by the first kernels that were asked, and nothing else is.
@@ -1144,16 +1153,17 @@ class AppendCase : RandomCall {
   // Whether the frame of a head is the mean and the spread of its keys but the first one; `row_passes` works with it.
   bool frame_passes(const Kernels& kernels, int64_t b, int64_t h) const {
     const float* found = p.k.frame + (b * p.H + h) * 2 * p.k.D;
-    const double count = static_cast<double>(p.S - 1);
+    const int64_t from = starts[b] + 1;
+    const double count = static_cast<double>(p.S - from);
     std::vector<double> means, variances;
     double whole = 0;
     for (int64_t d = 0; d < p.k.D; ++d) {
       double sum = 0, squares = 0;
       const auto key = [&](int64_t t) { return k->at(b * p.k.x_batch + h * p.k.x_head + t * p.k.x_token + d, p.x_dtype); };
-      for (int64_t t = 1; t < p.S; ++t) sum += key(t);
-      means.push_back(p.S > 1 ? sum / count : 0);
-      for (int64_t t = 1; t < p.S; ++t) squares += std::pow(key(t) - means.back(), 2);
-      variances.push_back(p.S > 1 ? squares / count : 0);
+      for (int64_t t = from; t < p.S; ++t) sum += key(t);
+      means.push_back(p.S > from ? sum / count : 0);
+      for (int64_t t = from; t < p.S; ++t) squares += std::pow(key(t) - means.back(), 2);
+      variances.push_back(p.S > from ? squares / count : 0);
       whole += variances.back() / static_cast<double>(p.k.D);
     }
     for (int64_t d = 0; d < p.k.D; ++d) {
@@ -1204,7 +1214,7 @@ class AppendCase : RandomCall {
       for (int64_t d = g * size; d < (g + 1) * size; ++d) {
         const int own = static_cast<int>(code_of(codes.data(), p.layout, d));
         const double found = std::fabs(value_of(own) - values[d]);
-        if (&heads == &p.k && t == 0 && p.first_lacks != nullptr &&
+        if (&heads == &p.k && t == starts[b] && p.first_lacks != nullptr &&
             !(std::fabs(std::fabs(p.first_lacks[(b * p.H + h) * heads.D + d]) - found) < 1e-5 + 1e-6 * std::fabs(offset)))
           return wrong(kernels, "what the first key's codes lack");
         for (int code = std::max(own - 3, 0); code <= std::min(own + 3, (1 << bits) - 1); ++code) {
@@ -1229,6 +1239,7 @@ class AppendCase : RandomCall {
   }
 
   Append p{};
+  int64_t starts[2];
   int64_t tokens;  // of the caches
   std::vector<uint8_t> first;  // what the first kernels gave
   Memory k, v, frame, lacks;

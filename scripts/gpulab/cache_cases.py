@@ -81,8 +81,9 @@ def cached_case(
 ) -> Case:
     """`kv_attention`, causal, over a full cache; M is the number of queries of a sequence.
 
-    rotates: as a cache has it by default, keys rotated in a frame, the first key exact, and values rotated. masked: a
-    boolean mask, a window, and a cache that is not full, too.
+    rotates: as a cache has it by default, keys rotated in a frame, the first key exact, and values rotated; of small
+    heads it is told where sequences begin, as in caches of fixed size. masked: a boolean mask, a window, and a cache
+    that is not full, too.
     """
     options = {
         "format": format,
@@ -102,6 +103,8 @@ def cached_case(
             length = torch.empty(1, dtype=torch.int64, device=device).fill_(one.T - 5)
         found = (q, *_cached(one, format, device), *_cached(one, format, device), mask, length)
         frame = dict(zip(("k_frame", "k_first"), _frame(one, device))) if rotates else {}
+        if rotates and one.D <= 64:
+            frame["starts"] = torch.zeros(one.batch, dtype=torch.int64, device=device)
         return found, {**options, **frame}
 
     shape = f"{one.batch}x{one.H}/{one.kv_heads}x{one.D}"

@@ -42,11 +42,12 @@ def kv_attention_cpu(
     rotates_values: bool = False,
     k_frame: Tensor | None = None,
     k_first: Tensor | None = None,
+    starts: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
-    op.check_more(q, k_codes, k_frame, k_first, softcap)
+    op.check_more(q, k_codes, k_frame, k_first, starts, softcap)
     spec, D = CODES[format], q.shape[3]
     q = q.detach()
     scale = D**-0.5 if scale is None else scale
@@ -56,7 +57,7 @@ def kv_attention_cpu(
         keys, values = ([part if part is None else part[:, :, :end] for part in parts] for parts in (keys, values))
         mask = None if mask is None else mask[..., :end]
     how = {"is_causal": is_causal, "window": window, "scale": scale}
-    how |= {"rotates_values": rotates_values, "k_first": k_first, "softcap": softcap}
+    how |= {"rotates_values": rotates_values, "k_first": k_first, "starts": starts, "softcap": softcap}
     if native.attention_unsupported_reason(q.dtype, D, D // k_scale.shape[-1], k_scale.dtype) is None:
         return native.attention(q, keys, values, mask, spec, rotates_keys=rotates_keys, k_frame=k_frame, **how)
     shift = None if softcap is None else op.mean_scores(q, k_frame, scale)
@@ -77,6 +78,7 @@ def attend_in_blocks(
     scale: float,
     rotates_values: bool,
     k_first: Tensor | None,
+    starts: Tensor | None,
     softcap: float | None,
     shift: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -102,20 +104,19 @@ def attend_in_blocks(
             visible = here if visible is None else visible & here
             # Nobody has written behind the end: a weight of 0 times NaN is NaN.
             cuts[1][1:] = [part if part is None else part.masked_fill(~here.t(), 0) for part in cuts[1][1:]]
-        lacking = k_first if start == 0 else None
         cut = None if mask is None else mask[..., tokens]
-        part = _attend(q, *cuts, cut, visible, spec, scale, lacking, softcap, shift)
+        part = _attend(q, *cuts, cut, visible, spec, scale, k_first, starts, start, softcap, shift)
         y, lse = op.merge(y, lse, *part)
     return torch.empty_like(q).copy_(op.rotate(y) if rotates_values else y), lse
 
 
-def _attend(q, keys, values, mask, seen, spec, scale, k_first, softcap, shift) -> tuple[Tensor, Tensor]:
-    """Attention over a block of tokens, in fp32; k_first belongs to the first one of the block."""
+def _attend(q, keys, values, mask, seen, spec, scale, k_first, starts, token, softcap, shift) -> tuple[Tensor, Tensor]:
+    """Attention over a block of tokens from `token` on, in fp32."""
     (B, H, S, D), H_kv = q.shape, keys[0].shape[1]
     rows = H // H_kv * S  # that see the same keys
     k, v = op.decode_heads(*keys, spec, D), op.decode_heads(*values, spec, D)
     if k_first is not None:
-        k[:, :, 0] += k_first
+        op.add_first(k, k_first, starts, token)
     scores = ((q.float() * scale).reshape(B, H_kv, rows, D) @ k.transpose(2, 3)).view(B, H, S, k.shape[2])
     if softcap is not None:
         scores = op.capped(scores + shift.unsqueeze(-1), softcap)

@@ -23,8 +23,8 @@ Blocks behind the diagonal are skipped. fp32 takes the other kernel, in tiles of
 heads and the GPU alone: a growing cache compiles nothing anew.
 
 Rotated values: the launch that adds the splits rotates the sums in fp32, and runs for one split, too: 4 bytes a value
-are written and read, .03 ms of a prefill's 1.35 (modelled). What the first key lacks is added to the scores of token
-0, whose block goes with those that are masked.
+are written and read, .03 ms of a prefill's 1.35 (modelled). What the first key lacks is added to the scores of its
+token, whose block, with all before it, goes with those that are masked.
 
 Rotated and framed queries: by a launch before (2 us). In the kernel each of some 400 programs would make the sign
 matrix again: about 800 instructions a thread, a tenth of a split of 2048 tokens.
@@ -377,11 +377,12 @@ def kv_attention_gpu(
     rotates_values: bool = False,
     k_frame: Tensor | None = None,
     k_first: Tensor | None = None,
+    starts: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `kv_attention_reference`."""
     op.check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
-    op.check_more(q, k_codes, k_frame, k_first, softcap)
+    op.check_more(q, k_codes, k_frame, k_first, starts, softcap)
     (B, H, S, D), (kv_heads, T), spec = q.shape, k_codes.shape[1:3], CODES[format]
     scale = D**-0.5 if scale is None else scale
     out, q = torch.empty_like(q), q.detach()
@@ -395,12 +396,12 @@ def kv_attention_gpu(
     if plan is None:
         shift = None if softcap is None else op.mean_scores(q, k_frame, scale)
         how = {"is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "shift": shift}
-        how |= {"rotates_values": rotates_values, "k_first": k_first}
+        how |= {"rotates_values": rotates_values, "k_first": k_first, "starts": starts}
         q = op.query_rows(q, k_frame, rotates=rotates_keys)
         parts = (k_codes, k_scale, k_offset), (v_codes, v_scale, v_offset)
         return attend_in_blocks(q, *parts, mask, length, spec, **how)
     q, shift = _queries(q, k_frame, rotates=rotates_keys, is_capped=softcap is not None)
-    k_first = None if k_first is None else k_first.contiguous()
+    k_first, starts = (part if part is None else part.contiguous() for part in (k_first, starts))
     q = q if q.stride(3) == 1 else q.contiguous()
     y = out if out.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
@@ -414,7 +415,7 @@ def kv_attention_gpu(
     mask, mask_strides, kind = _mask_operand(mask)
     launch(
         *(plan.kernel, (B * kv_heads * plan.tiles, splits), q, keys.codes, keys.scale, keys.offset),
-        *(values.codes, values.scale, values.offset, mask, length, k_first, shift, y, lse, parts, stats),
+        *(values.codes, values.scale, values.offset, mask, length, k_first, starts, shift, y, lse, parts, stats),
         *(scale * math.log2(math.e), 1 / scale, (softcap or 1.0) / scale, S, T, kv_heads, repeats, plan.tiles, window),
         *(k_scale.shape[3], *q.stride()[:3], *keys.code_strides, *keys.scale_strides, *keys.offset_strides),
         *(*values.code_strides, *values.scale_strides, *values.offset_strides, *mask_strides, *y.stride()[:3]),

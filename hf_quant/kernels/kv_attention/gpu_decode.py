@@ -92,6 +92,7 @@ def _decode_step(
     rows_inside,
     window,
     lacking,
+    first_token,
     shift,
     cap,
     G: tl.constexpr,
@@ -128,7 +129,7 @@ def _decode_step(
         scores += q_sum * offset[:, None, :]
     scores = tl.sum(scores, 0)
     if MASKED and FIRST:
-        scores += tl.where(t == 0, 1.0, 0.0)[None, :] * lacking[:, None]
+        scores += tl.where(t == first_token, 1.0, 0.0)[None, :] * lacking[:, None]
     if shift is not None:
         scores = capped(scores, shift, cap)
     if MASKED:
@@ -177,6 +178,7 @@ def _kv_decode_kernel(
     mask,
     length,
     first_key,
+    first_token,
     shift,
     y,
     lse,
@@ -290,6 +292,7 @@ def _kv_decode_kernel(
         rows = tl.load(q_row[:, None] + d[None, :], mask=(row < total_rows)[:, None] & (d < D)[None, :], other=0.0)
         first_key = tl.load(first_key + head.to(tl.int64) * D + d, mask=d < D, other=0.0)
         lacking = tl.sum(rows.to(tl.float32) * first_key[None, :], 1)
+    first_token = 0 if first_token is None else tl.load(first_token + b).to(tl.int32)
     if shift is not None:
         shift += head.to(tl.int64) * repeats * S
         shift = tl.load(shift + row % repeats * S + row // repeats, mask=row < total_rows, other=0.0)
@@ -324,8 +327,9 @@ def _kv_decode_kernel(
     offsets = tl.zeros((G, R, BLOCK_N), tl.float32)
     start, stop, whole, whole_end = token_ranges(split, splits, end, first, last, window, CAUSAL, WINDOWED, BLOCK_N)
     if first_key is not None:
-        whole = tl.where(start == 0, tl.maximum(whole, 1), whole)  # the first block goes with those that are masked
-        whole = tl.minimum(whole, tl.cdiv(stop - start, BLOCK_N))
+        # Its block, and those before it, go with those that are masked.
+        blocks = tl.where(first_token >= start, (first_token - start) // BLOCK_N + 1, 0)
+        whole = tl.minimum(tl.maximum(whole, blocks), tl.cdiv(stop - start, BLOCK_N))
         whole_end = tl.maximum(whole_end, whole)
     WIDTH: tl.constexpr = D // CODES
     if MASK != "none":
@@ -348,6 +352,7 @@ def _kv_decode_kernel(
                     rows_inside,
                     window,
                     lacking,
+                    first_token,
                     shift,
                     cap,
                     G,
@@ -382,6 +387,7 @@ def _kv_decode_kernel(
                 rows_inside,
                 window,
                 lacking,
+                first_token,
                 shift,
                 cap,
                 G,

@@ -16,7 +16,8 @@ gives channels of large keys coarser steps and channels of small keys finer ones
 https://arxiv.org/abs/2211.10438).
 
 The key of the first token, to which many models give most of their attention, is unlike all others: `k_first`, fp32
-[B, H_kv, D], is what its codes lack, in the space of the codes (framed, rotated).
+[B, H_kv, D], is what its codes lack, in the space of the codes (framed, rotated). Behind padding the first token of a
+sequence is a later one: `starts`, int64 [B], says which.
 """
 
 import math
@@ -96,14 +97,21 @@ def check(
 
 
 def check_more(
-    q: Tensor, k_codes: Tensor, k_frame: Tensor | None, k_first: Tensor | None, softcap: float | None
+    q: Tensor,
+    k_codes: Tensor,
+    k_frame: Tensor | None,
+    k_first: Tensor | None,
+    starts: Tensor | None,
+    softcap: float | None,
 ) -> None:
-    """Raise ValueError unless the last three are as `kv_attention_reference` wants them."""
+    """Raise ValueError unless the last four are as `kv_attention_reference` wants them."""
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; must be above 0, or None for scores as they are")
     B, H_kv, D = q.shape[0], k_codes.shape[1], q.shape[3]
     _check_fp32("k_frame", k_frame, (B, H_kv, 2, D))
     _check_fp32("k_first", k_first, (B, H_kv, D))
+    if starts is not None and (starts.shape != (B,) or starts.dtype != torch.int64):
+        raise ValueError(f"starts is {tuple(starts.shape)} {starts.dtype}; needs {(B,)} in int64, or None")
 
 
 def _check_fp32(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -176,6 +184,15 @@ def decode_heads(codes: Tensor, scale: Tensor, offset: Tensor | None, spec: Code
     return (values if offset is None else values + offset.float().unsqueeze(-1)).flatten(-2)
 
 
+def add_first(k: Tensor, first: Tensor, start: Tensor | None, token: int = 0) -> None:
+    """Add `first` [B, H, D] to keys [B, H, T, D] of the tokens from `token` on, in place: to the start [B] of each."""
+    if start is not None:
+        tokens = torch.arange(token, token + k.shape[2], device=k.device)
+        k += torch.where(tokens[:, None] == start[:, None, None, None], first.unsqueeze(2), 0.0)
+    elif token == 0:
+        k[:, :, :1] += first.unsqueeze(2)
+
+
 def visible(S: int, T: int, end: int | Tensor, window: int, device: torch.device) -> Tensor:
     """The tokens of T that each position sees in causal attention, bool [S, T]; positions are the S before `end`."""
     positions = torch.arange(S, device=device).unsqueeze(1) + (end - S)
@@ -203,6 +220,7 @@ def kv_attention_reference(
     rotates_values: bool = False,
     k_frame: Tensor | None = None,
     k_first: Tensor | None = None,
+    starts: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q @ k.T * scale + mask) @ v -> (y [B, H, S, D] in memory as q, lse [B, H, S] fp32).
@@ -216,18 +234,19 @@ def kv_attention_reference(
     tokens there are, in a cache that is as long as it may become; a negative one counts as 0. is_causal: position i
     sees tokens up to length - S + i, with a window only the last ones of them. scale: by default 1 / sqrt(D).
     k_frame: q is multiplied by the spread; see above. rotates_keys: q is rotated then, as `kv_append` rotates keys.
-    Behind both q is rounded to its dtype. k_first is added to the key of token 0. rotates_values: the result is
-    rotated, as `kv_append` rotates values. A position that sees nothing gives zeros and -inf. lse is the log-sum-exp
+    Behind both q is rounded to its dtype. k_first is added to the key of token starts[b], by default 0; one
+    that is not there, such as a negative one, gets nothing. rotates_values: the result is rotated, as `kv_append`
+    rotates values. A position that sees nothing gives zeros and -inf. lse is the log-sum-exp
     of the scores, by which attention over several parts of a cache is put together; q @ mean * scale is not in it.
     softcap: scores become softcap * tanh(score / softcap) before the mask is added; here the softmax does need the
     mean, so that q @ mean * scale is in each score, and in lse.
     """
     check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
-    check_more(q, k_codes, k_frame, k_first, softcap)
+    check_more(q, k_codes, k_frame, k_first, starts, softcap)
     spec, D, repeats = CODES[format], q.shape[3], q.shape[1] // k_codes.shape[1]
     k = decode_heads(k_codes, k_scale, k_offset, spec, D)
     if k_first is not None:
-        k[:, :, :1] += k_first.unsqueeze(2)
+        add_first(k, k_first, starts)
     k = k.repeat_interleave(repeats, 1)
     v = decode_heads(v_codes, v_scale, v_offset, spec, D).repeat_interleave(repeats, 1)
     queries = query_rows(q, k_frame, rotates=rotates_keys).float()
@@ -268,10 +287,11 @@ def _kv_attention_fake(
     rotates_values=False,
     k_frame=None,
     k_first=None,
+    starts=None,
     softcap=None,
 ):
     check(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, mask, length, format, is_causal, window, scale)
-    check_more(q, k_codes, k_frame, k_first, softcap)
+    check_more(q, k_codes, k_frame, k_first, starts, softcap)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

@@ -45,6 +45,7 @@ def attention(
     rotates_values: bool,
     k_frame: Tensor | None,
     k_first: Tensor | None,
+    starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`kv_attention`; keys and values are (codes, scale, offset). The caller has checked that they are supported."""
     B, H, S, D = q.shape
@@ -53,12 +54,12 @@ def attention(
     q = q if q.stride(3) == 1 else q.contiguous()
     y = result if result.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device="cpu")
     keys, values = _rows_of_cache(*keys), _rows_of_cache(*values)  # referred to until the end of the call
-    k_frame, k_first = (part if part is None else part.contiguous() for part in (k_frame, k_first))
+    lacking = [part if part is None else part.contiguous() for part in (k_frame, k_first, starts)]
     mask, mask_arguments = _mask_arguments(mask, (B, H, S, T))
     module.attention(
         *(B, H, H_kv, S, T, DTYPES[q.dtype], *layout_arguments(spec)),
         *(D, groups, D // groups, q.data_ptr(), *q.stride()[:3], rotates_keys, rotates_values),
-        *(0 if part is None else part.data_ptr() for part in (k_frame, k_first)),
+        *(0 if part is None else part.data_ptr() for part in lacking),
         *(y.data_ptr(), *y.stride()[:3], lse.data_ptr()),
         *_cache_arguments(*keys),
         *_cache_arguments(*values),
@@ -104,7 +105,7 @@ def attention_of_values(
     sinks_arguments = (0, 0) if sinks is None else (sinks.data_ptr(), DTYPES[sinks.dtype])
     module.attention(
         *(B, H, H_kv, S, T, DTYPES[q.dtype], *_NO_LAYOUT, D, 1, D, q.data_ptr(), *q.stride()[:3], False),
-        *(False, 0, 0, y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
+        *(False, 0, 0, 0, y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
         *_cache_arguments(k),
         *_cache_arguments(v),
         *mask_arguments,
@@ -119,13 +120,14 @@ class Latents(NamedTuple):
     Attributes:
         parts: the values alone, or (codes, scale, offset) of a cache.
         rotates: those of a cache were rotated.
-        frame, first: of a cache, see `kv_attention`.
+        frame, first, starts: of a cache, see `kv_attention`.
     """
 
     parts: tuple[Tensor, ...] | tuple[Tensor, Tensor, Tensor | None]
     rotates: bool = False
     frame: Tensor | None = None
     first: Tensor | None = None
+    starts: Tensor | None = None
 
 
 def latent_attention(
@@ -155,7 +157,7 @@ def latent_attention(
         queries.append((D, groups, D // groups, x.data_ptr(), *x.stride()[:3], of.rotates))
         caches.append(_cache_arguments(*parts))
         held += [x, *parts]
-    lacking = [part if part is None else part.contiguous() for part in (latents.frame, latents.first)]
+    lacking = [part if part is None else part.contiguous() for part in (latents.frame, latents.first, latents.starts)]
     module.attention(
         *(B, H, 1, S, T, DTYPES[q.dtype], *(_NO_LAYOUT if spec is None else layout_arguments(spec)), *queries[0]),
         *(latents.rotates, *(0 if part is None else part.data_ptr() for part in lacking)),
@@ -221,11 +223,13 @@ def append(
     k_frame: Tensor | None,
     begins: bool = False,
     first_lacks: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """`kv_append`; keys and values are (codes, scale, offset). The caller has checked that they are supported.
 
     begins: the tokens are the first ones of a cache: k_frame is found and written, and what the codes of the first
-    key lack is written to first_lacks [B, H, D], fp32, if it is given. Both are contiguous.
+    key lack is written to first_lacks [B, H, D], fp32, if it is given. Both are contiguous. starts: as in
+    `kv_attention`; what lies before belongs to no frame.
     """
     B, H, S, _ = k.shape
     skipped, end = max(-start, 0), min(S, keys[0].shape[2] - start)
@@ -238,7 +242,7 @@ def append(
     k_frame = None if k_frame is None else k_frame.contiguous()
     module.append(
         *(B, H, end - skipped, start, layout(spec), DTYPES[k.dtype]),
-        *(begins, 0 if first_lacks is None else first_lacks.data_ptr()),
+        *(begins, *(0 if part is None else part.data_ptr() for part in (first_lacks, starts))),
         *appended_arguments(k, rotates_keys, k_frame, *keys),
         *appended_arguments(v, rotates_values, None, *values),
         torch.get_num_threads(),

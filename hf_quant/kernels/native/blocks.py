@@ -325,8 +325,8 @@ class Block:
     ) -> None:
         """Run the steps for new `tokens` of each of so many sequences, with a prepared cache.
 
-        `place`: the cache's first column in use, the number of its tokens with the new ones, and whether that column
-        holds the first token (1), or the new tokens are the first ones (2). mask: bool or fp32 [sequences, 1 or
+        `place`: the cache's first column in use, the number of its tokens with the new ones, and how many tokens lay
+        before that column, or -1 if the new tokens are the first ones. mask: bool or fp32 [sequences, 1 or
         heads, tokens, all tokens]. `is_causal`: no token attends to later ones, or to those outside of the window.
         """
         settings = (sequences * tokens, _num_threads(), angle_stride, sequences, *place, *_mask_numbers(mask))
@@ -373,14 +373,15 @@ def prepare_cache(
     rotates_values: bool,
     k_frame: Tensor | None,
     k_first: Tensor | None,
+    starts: Tensor | None,
 ) -> object:
     """A layer of a cache for `Block.with_cache`: keys and values (codes, scale, offset) for all of its columns.
 
-    It holds addresses only. Tokens of codes, k_frame and k_first are contiguous, offsets lie as scales do.
+    It holds addresses only. Tokens of codes, k_frame, k_first and starts are contiguous, offsets lie as scales do.
     """
     return module.prepare_cache(
         *layout_arguments(spec),
-        0 if k_first is None else k_first.data_ptr(),
+        *(0 if part is None else part.data_ptr() for part in (k_first, starts)),
         *appended_arguments(head_dims[0], rotates_keys, k_frame, *keys),
         *appended_arguments(head_dims[1], rotates_values, None, *values),
     )

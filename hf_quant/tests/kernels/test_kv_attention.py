@@ -158,24 +158,27 @@ def test_keys_in_a_frame_and_rotated_values(format, heads):
             options = {**CAUSAL, "format": format, "window": window, "rotates_keys": rotates}
             options |= {"rotates_values": rotates, "k_frame": k_frame, "k_first": k_first}
             found = assert_matches(q, *parts, None, **options)
-            assert_matches(q, *parts, mask, length=torch.tensor([T // 2]), **options)
+            starts = torch.tensor([T // 3, -1])
+            assert_matches(q, *parts, mask, length=torch.tensor([T // 2]), **options, starts=starts)
             if not window:  # each of the three is needed
                 for name, other in (("rotates_values", False), ("k_frame", None), ("k_first", None)):
                     changed = kv_attention(q, *parts[0], *parts[1], None, None, **{**options, name: other})
                     assert not torch.allclose(changed[0] if name[0] == "r" else changed[1], found[name[0] == "k"])
 
 
-@pytest.mark.parametrize("S", [1, 20])
-def test_the_softmax_does_not_need_the_mean(S):
+@pytest.mark.parametrize("S,starts", [(1, (0, 0)), (1, (64, 7)), (20, (0, 0)), (20, (3, 89))])
+def test_the_softmax_does_not_need_the_mean(S, starts):
     """Attention over keys in a frame, rotated, is that over the keys; the log-sum-exp lacks the score of the mean."""
     q, parts = queries(2, 4, S, 64), [cache((2, 2, 90, 64), "int8", seed=seed) for seed in (1, 2)]
     k_frame, k_first = in_frame(2, 2, 64)
     codes = decode_heads(*parts[0], FORMATS["int8"].spec, 64)
-    codes[:, :, 0] += k_first
+    for b, start in enumerate(starts):
+        codes[b, :, start] += k_first[b]
     keys = rotate(codes) * k_frame[:, :, 1:] + k_frame[:, :, :1]
     values = rotate(decode_heads(*parts[1], FORMATS["int8"].spec, 64))
     expected = F.scaled_dot_product_attention(q.double(), keys.double(), values.double(), enable_gqa=True)
     options = {**PLAIN, "rotates_keys": True, "rotates_values": True, "k_frame": k_frame, "k_first": k_first}
+    options |= {"starts": torch.tensor(starts)} if any(starts) else {}
     y, lse = kv_attention(q, *parts[0], *parts[1], None, None, format="int8", **options)
     assert_close(y, expected, rms=1e-5)
     scores = q.double() @ keys.repeat_interleave(2, 1).mT.double() / 8
@@ -366,5 +369,7 @@ def test_wrong_arguments_are_refused():
             kv_attention(*good, format="int4", **PLAIN, **{name: bad})
     with pytest.raises(ValueError, match="k_first is"):
         kv_attention(*good, format="int4", **PLAIN, k_first=torch.ones(1, 4, 64))
+    with pytest.raises(ValueError, match="starts is"):
+        kv_attention(*good, format="int4", **PLAIN, starts=torch.ones(2))
     with pytest.raises(ValueError, match="words of 32 bits"):
         kv_attention(q[..., :20], *good[1:], format="int4", **PLAIN)

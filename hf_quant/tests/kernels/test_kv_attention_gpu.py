@@ -263,16 +263,18 @@ def test_keys_in_a_frame_and_rotated_values(S, format):
     H = 2 if S == 1 else 1  # of keys
     for D, T, dtype, target in (  # fp32 has no kernel for many queries
         (64, 270 if S == 1 else 90, torch.bfloat16, "sm90"),
-        (80, 50, torch.float16, "gfx942"),
+        (80, 50, torch.float16, "gfx942"),  # two sequences, which begin behind padding
         *([(128, 90, torch.float32, "sm90")] if S == 1 else []),
         (64, 70, torch.bfloat16, "sm75"),
     ):
-        q, parts = queries(1, 2 * H, S, D, dtype) / 4, caches((1, H, T, D), format, 1)  # the spread is up to 4
+        B = 2 if D == 80 else 1
+        q, parts = queries(B, 2 * H, S, D, dtype) / 4, caches((B, H, T, D), format, 1)  # the spread is up to 4
         served = DECODE if S == 1 else PREFILL
         assert target == "sm75" or kernels(q, parts, target=target, format=format, **CAUSAL)[0] == served
-        k_frame, k_first = in_frame(1, H, D)
-        mask = torch.rand(1, 1, 1, T, generator=torch.Generator().manual_seed(3)) > 0.3
+        k_frame, k_first = in_frame(B, H, D)
+        mask = torch.rand(B, 1, 1, T, generator=torch.Generator().manual_seed(3)) > 0.3
         options = {"format": format, "target": target, "k_frame": k_frame, "k_first": k_first}
+        options |= {"starts": torch.tensor([35, -3][:B])} if D != 64 else {}
         options |= {"rms": {torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype)}
         cases = ((PLAIN, False, False), (CAUSAL, True, True), ({**CAUSAL, "window": 30}, True, S == 1))
         for causal, keys, values in cases if target == "sm90" and format in ("int4", "fp8_e4m3") else cases[2:]:

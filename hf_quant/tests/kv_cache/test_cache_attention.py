@@ -13,7 +13,8 @@ from hf_quant import KVCacheConfig, QuantizedCache
 from hf_quant.kernels.kv_attention.op import CACHE_FORMATS, visible
 from hf_quant.kv_cache import _interface, _states, attend, register_attention
 from hf_quant.kv_cache._attention import mean_scores
-from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer, QuantizedStaticLayer
+from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer
+from hf_quant.kv_cache._static import QuantizedStaticLayer
 from hf_quant.testing import assert_close
 
 

@@ -7,7 +7,8 @@ from hf_quant import KVCacheConfig
 from hf_quant.kernels import native
 from hf_quant.kv_cache import _layers, attend
 from hf_quant.kv_cache._frames import frame_of
-from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer, QuantizedStaticLayer
+from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer
+from hf_quant.kv_cache._static import QuantizedStaticLayer
 from hf_quant.testing import assert_close, sqnr
 
 
@@ -148,7 +149,7 @@ def test_one_native_call_begins_a_cache_as_the_parts_do(instructions, format, dt
             own.update(keys, values)
             monkeypatch.setattr(_layers, "begun", lambda *args, **options: False)
             parts.update(keys, values)
-            monkeypatch.setattr(_layers, "frame_of", lambda keys, frame=own.k_frame: frame)
+            monkeypatch.setattr(_layers, "frame_of", lambda *args, frame=own.k_frame: frame)
             other.update(keys, values)
         monkeypatch.undo()
         assert_close(own.k_frame, parts.k_frame, rms=1e-4)
@@ -178,3 +179,37 @@ def test_a_window_that_the_first_token_has_left():
         assert start != 12 or found[0].first is not None
     assert found[0].first is None and found[0].shape[2] == 21
     assert sqnr(keys[:, :, 39:], found[0].dequantize()) > 15
+
+
+def padded(x, pads):
+    """States behind padding: garbage that is larger than they are."""
+    return torch.cat([1e3 * torch.randn(*x.shape[:2], pads, D, generator=torch.Generator().manual_seed(7)), x], 2)
+
+
+@pytest.mark.parametrize("native_begins", [True, False])
+@pytest.mark.parametrize("config", [*CONFIGS, {"format": "int2", "sink_tokens": 4, "recent_tokens": 0}], ids=str)
+@pytest.mark.parametrize("S", [1, 4, 12])
+def test_padding_leaves_no_trace(config, S, native_begins, monkeypatch):
+    """A sequence is stored, and attended to, behind padding as it is alone."""
+    if not native_begins:
+        monkeypatch.setattr(_layers, "begun", lambda *args, **options: False)
+    keys, values = states(40)
+    q = torch.randn(B, 2 * H, S, D, generator=torch.Generator().manual_seed(3)) / 8
+    options = {"is_causal": S > 1, "window": 0, "scale": None}
+    for layer, alone in zip(layers(config), layers(config)):
+        for pads in (1, 9):  # the second time in the memory of the first
+            fill(alone, keys, values, 26, 14 - S, S)
+            layer.note_starts((0, pads))
+            new = [torch.cat([torch.cat([x[:1], x[:1, :, -pads:]], 2), padded(x[1:], pads)]) for x in (keys, values)]
+            found = fill(layer, *new, 26 + pads, 14 - S, S)
+            expected = alone._states()
+            for x, y in zip(found, expected):
+                assert torch.equal(x.dequantize()[1, :, pads : pads + 40], y.dequantize()[1, :, :40])
+            mask = torch.ones(B, 1, 1, found[0].shape[2], dtype=torch.bool)
+            mask[1, ..., :pads] = False
+            y, lse = attend(q, *found, mask, **options)
+            y_alone, lse_alone = attend(q, *expected, None, **options)
+            assert_close(y[1], y_alone[1], rms=1e-5)
+            assert_close(lse[1], lse_alone[1], rms=1e-5)
+            layer.reset()
+            alone.reset()

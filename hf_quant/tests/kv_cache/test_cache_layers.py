@@ -9,7 +9,8 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig
 from hf_quant import KVCacheConfig, QuantizedCache
 from hf_quant.kernels.kv_attention.op import CACHE_FORMATS
 from hf_quant.kv_cache import QuantizedStates
-from hf_quant.kv_cache._layers import BLOCK, QuantizedLayer, QuantizedSlidingWindowLayer, QuantizedStaticLayer
+from hf_quant.kv_cache._layers import BLOCK, QuantizedLayer, QuantizedSlidingWindowLayer
+from hf_quant.kv_cache._static import QuantizedStaticLayer
 from hf_quant.testing import sqnr
 
 

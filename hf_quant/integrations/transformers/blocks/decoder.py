@@ -171,6 +171,8 @@ class DecoderBlock:
 
     def _next(self, inputs: Inputs) -> tuple[list["_CachedPart | _StatePart"], list[list[Any]] | None]:
         """The parts of the layers for new tokens, and their places in the cache; None: left to the host."""
+        if inputs.sizes[1] > 1:
+            inputs.past.note_padding(inputs.padding, inputs.sizes[1])
         key = (inputs.sizes[0], inputs.padding is None)
         found = self.known.get(inputs.past)
         if found is not None and found[0] == key and found[1] == inputs.past.layers:

@@ -165,13 +165,16 @@ static HFQ_UNFUSED void append_group(const AppendedHeads& a, int layout, int64_t
 
 constexpr int64_t kFrameTokens = 4096;  // that a frame is found from, at most
 
+static int64_t start_of(const Append& p, int64_t b) { return p.starts == nullptr ? 0 : p.starts[b]; }
+
 // `frame_of` of a head of new keys; sums are added up token by token.
 static HFQ_UNFUSED void find_frame(const Append& p, int64_t b, int64_t h) {
 #if defined(__clang__)
 #pragma clang fp contract(off)
 #endif
   const AppendedHeads& a = p.k;
-  const int64_t D = a.D, tokens = min64(p.S, kFrameTokens), rows = b * a.x_batch + h * a.x_head;
+  const int64_t D = a.D, start = start_of(p, b), tokens = min64(p.S - start, kFrameTokens);
+  const int64_t rows = b * a.x_batch + h * a.x_head + start * a.x_token;
   const float count = static_cast<float>(tokens - 1);
   float *mean = a.frame + (b * p.H + h) * 2 * D, *spread = mean + D;
   float first[kMaxHeadDim], x[kMaxHeadDim], squares[kMaxHeadDim] = {}, sums[kMaxHeadDim];
@@ -221,7 +224,8 @@ static void append_head(const Append& p, const AppendedHeads& a, int64_t b, int6
   const int64_t scale_at = b * a.scale_batch + h * a.scale_head + token * a.scale_token;
   const int64_t offset_at = b * a.offset_batch + h * a.offset_head + token * a.offset_token;
   const int64_t size = a.D / a.groups;
-  float* lacks = t == 0 && &a == &p.k && p.first_lacks != nullptr ? p.first_lacks + (b * p.H + h) * a.D : nullptr;
+  const bool lacks_key = p.first_lacks != nullptr && &a == &p.k && t == start_of(p, b);
+  float* lacks = lacks_key ? p.first_lacks + (b * p.H + h) * a.D : nullptr;
   for (int64_t g = 0; g < a.groups; ++g)
     append_group(a, p.layout, scale_at + g * a.scale_group, offset_at + g * a.offset_group, values + g * size,
                  codes + g * size, lacks == nullptr ? nullptr : lacks + g * size);

@@ -217,6 +217,7 @@ class AttentionTasks {
       seen.weight[r] = 0.0f;
     }
     memset(seen.out, 0, static_cast<size_t>(rows * a_.D) * sizeof(float));
+    const int64_t start = a_.first == nullptr ? -1 : (a_.starts == nullptr ? 0 : a_.starts[b]) - a_.past;
     if (tokens != kFewTokens) memset(panel, 0, static_cast<size_t>(kTokens * panel_channels()) * sizeof(float));  // it counts
     begin = max64(begin, first_seen(first / repeats_) / kTokens * kTokens);
     end = min64(end, end_seen((first + rows - 1) / repeats_));
@@ -227,9 +228,10 @@ class AttentionTasks {
       } else {
         score(b, h, t, count, queries, rows, tokens, panel, of_panel, scores);
       }
-      if (t == 0 && a_.first != nullptr) {
+      const bool has_start = start >= t && start < t + count;
+      if (has_start) {
         const float* lacking = a_.first + head * a_.D;
-        for (int64_t r = 0; r < rows; ++r) scores[r * tokens] += dot(queries + r * a_.D, lacking);
+        for (int64_t r = 0; r < rows; ++r) scores[r * tokens + start - t] += dot(queries + r * a_.D, lacking);
       }
       bool any = false;
       const int64_t used = tokens == kFewTokens ? tokens : ceil_div(count, kTokens) * kTokens;
@@ -240,7 +242,7 @@ class AttentionTasks {
         round_scores(count, scores + r * tokens);
       }
       if (!any) continue;
-      if (t == 0 && a_.first != nullptr && a_.shares) add_first(a_.first + head * a_.D, rows, tokens, scores, seen.out);
+      if (has_start && a_.shares) add_first(a_.first + head * a_.D, rows, tokens, scores + start - t, seen.out);
       if (tokens == kFewTokens) {
         Panels::add(a_, b, h, t, count, scores, rows, seen.out);
       } else {

@@ -274,8 +274,9 @@ void Block::append(const Kernels& kernels, const BlockCall& call, const BlockSte
   p.H = step.shared_heads;
   p.S = call.M / call.sequences;
   p.start = call.column + call.tokens - p.S;
-  p.begins = call.first == NEW;
+  p.begins = call.past < 0;
   p.first_lacks = p.begins ? call.cache->first : nullptr;
+  p.starts = call.cache->starts;
   p.layout = call.cache->layout;
   p.x_dtype = buffers_[step.from[0]].dtype;
   p.k = call.cache->k;
@@ -308,7 +309,7 @@ bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockSte
   p.q_batch = p.y_batch = p.S * p.q_position;
   p.y = at[step.to];
   p.lse = lse;
-  if (call.first == NEW) {
+  if (call.past < 0) {
     p.layout = VALUES;
     p.groups = 1;
     p.group_size = p.D;
@@ -324,7 +325,9 @@ bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockSte
     p.rotates = cache.k.rotates;
     p.rotates_values = cache.v.rotates;
     p.frame = cache.k.frame;
-    p.first = call.first == HELD ? cache.first : nullptr;
+    p.first = cache.first;
+    p.starts = cache.starts;
+    p.past = call.past;
     p.k = read_of(cache.k, call);
     p.v = read_of(cache.v, call);
   }

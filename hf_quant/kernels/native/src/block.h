@@ -47,11 +47,9 @@ struct BlockCache {
   const float* levels;
   bool equally_spaced;
   AppendedHeads k, v;
-  float* first;  // what is added to the first key, see Attention
+  float* first;  // what is added to the first key, and where that is, see Attention
+  const int64_t* starts;
 };
-
-// The key of the sequence's first token: what `BlockCache.first` is of.
-enum FirstKey : int { NOT_HELD, HELD, NEW };  // NEW: the cache is empty, what it holds of its first tokens is written
 
 class Block;
 
@@ -69,7 +67,7 @@ struct BlockCall {
   bool by_bf16;             // whether products may compute BY_BF16
   const BlockCache* cache;  // null: no step needs one
   int64_t column, tokens;   // of the cache: the first one in use, and how many are with the new ones
-  int first;                // FirstKey: whether column `column` holds the first key
+  int64_t past;             // as in Attention; -1: the cache is empty, what it holds of its first tokens is written
   const void* mask;         // as in Attention, [sequences, H or 1, rows of each or 1, tokens]
   int mask_dtype;
   int64_t mask_batch, mask_head, mask_position;

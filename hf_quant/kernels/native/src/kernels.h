@@ -62,7 +62,9 @@ struct Attention {
   bool rotates;         // q, as the keys were, rounded to its dtype
   bool rotates_values;  // they were: so is y
   const float* frame;   // [B, H_kv, 2, D]: q is multiplied by the second row, keys lack the first; null if there is none
-  const float* first;   // [B, H_kv, D], added to the key of token 0; null if there is none
+  const float* first;   // [B, H_kv, D], added to the key of each sequence's first token; null if there is none
+  const int64_t* starts;  // [B]: the first token of each sequence, those before it are padding; null: 0
+  int64_t past;           // how many tokens have left in front of token 0: starts count them
   void* y;
   int64_t y_batch, y_head, y_position;
   float* lse;  // [B, H, S]
@@ -111,6 +113,7 @@ struct Append {
   int layout, x_dtype;
   bool begins;         // the first tokens of a cache: the frame of its keys is found in them, and written
   float* first_lacks;  // [B, H, D]: what the codes of the first key lack, or null
+  const int64_t* starts;  // [B], of the first tokens of a cache: as in Attention
   AppendedHeads k, v;
   int threads;
 };

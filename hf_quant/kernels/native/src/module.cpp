@@ -207,6 +207,7 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.rotates_values = a.integer() != 0;
   p.frame = a.pointer<const float>();
   p.first = a.pointer<const float>();
+  p.starts = a.pointer<const int64_t>();
   p.y = a.pointer<void>();
   p.y_batch = a.number();
   p.y_head = a.number();
@@ -281,6 +282,7 @@ PyObject* append(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.x_dtype = a.integer();
   p.begins = a.integer() != 0;
   p.first_lacks = a.pointer<float>();
+  p.starts = a.pointer<const int64_t>();
   read_appended(a, p.k);
   read_appended(a, p.v);
   p.threads = a.integer();
@@ -607,6 +609,7 @@ PyObject* prepare_cache(PyObject*, PyObject* const* args, Py_ssize_t count) {
   cache.levels = a.pointer<const float>();
   cache.equally_spaced = a.integer() != 0;
   cache.first = a.pointer<float>();
+  cache.starts = a.pointer<const int64_t>();
   read_appended(a, cache.k);
   read_appended(a, cache.v);
   return a.finish() ? PyCapsule_New(new BlockCache(cache), nullptr, forget_cache) : nullptr;
@@ -633,7 +636,7 @@ void read_mask(Arguments& a, BlockCall& call) {
 void read_place(Arguments& a, BlockCall& call) {
   call.column = a.number();
   call.tokens = a.number();
-  call.first = a.integer();
+  call.past = a.number();
 }
 
 // A block, a cache or None, and the numbers of the call, last the addresses of the block's arguments.
@@ -709,7 +712,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(23); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(24); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
