@@ -601,7 +601,9 @@ def test_a_captured_model_in_one_expression(llama):
     assert "get_compiled_call" not in model.__dict__
 
 
-@pytest.mark.parametrize("config", ["int8", "int4", "int2", {"format": "int2", "sink_tokens": 0, "recent_tokens": 0}], ids=str)
+@pytest.mark.parametrize(
+    "config", ["int8", "int4", "int2", {"format": "int2", "sink_tokens": 0, "recent_tokens": 0}], ids=str
+)
 def test_left_padding_changes_nothing(asset, config):
     """A row gives what it gives alone, by every attention, also in memory that an unpadded prompt had before."""
     model, prompts = copy.deepcopy(asset[0]), asset[1]
@@ -622,7 +624,13 @@ def test_left_padding_changes_nothing(asset, config):
     mask[0, :pads] = 0
     with torch.no_grad():
         alone = logits(short, torch.ones_like(short), QuantizedCache(model.config, config))
-        for implementation, length in (("sdpa", None), ("sdpa", 96), ("eager", None), ("hf_quant", None), ("hf_quant", 96)):
+        for implementation, length in (
+            ("sdpa", None),
+            ("sdpa", 96),
+            ("eager", None),
+            ("hf_quant", None),
+            ("hf_quant", 96),
+        ):
             cache = QuantizedCache(model.config, config, max_cache_len=length)
             model.set_attn_implementation(implementation)
             logits(prompts[2:4], torch.ones_like(rows), cache)

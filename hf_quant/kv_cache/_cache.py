@@ -87,7 +87,7 @@ class QuantizedCache(DynamicCache):
     def note_padding(self, mask: Tensor | None, count: int) -> None:
         """Tell empty layers the padding of the tokens that come next: a mask [B, `count` or more], None without any.
 
-        Padding in front of a sequence belongs to no frame, and its first token is the one behind. A sequence of padding
+        Padding in front of a sequence is in no frame, and its first token is the one behind. A sequence of padding
         alone begins at 0.
         """
         starts = () if mask is None else tuple(mask[:, :count].to(torch.uint8).argmax(1).tolist())

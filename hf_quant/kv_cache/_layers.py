@@ -104,11 +104,11 @@ class CodeStorage:
         return FirstPrompt(tokens) if self.is_empty and not torch.compiler.is_compiling() else tokens, offset
 
     def note_starts(self, starts: tuple[int, ...] | None) -> None:
-        """Take the first column of each sequence in the first states, which come next; None: 0, there is no padding."""
+        """Take the first column of each sequence in the first states, which come next; None: 0, without padding."""
         self._noted = starts
 
     def _place_starts(self, states: Tensor) -> None:
-        """Write to `starts` where the sequences of the first states begin; without padding a cache that grows has none."""
+        """Write to `starts` where the sequences of the first states begin; growing layers have it only behind padding."""
         noted = self._noted
         if noted is not None and (len(noted) != states.shape[0] or max(noted) >= states.shape[2]):
             noted = self._noted = None

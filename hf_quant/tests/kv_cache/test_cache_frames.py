@@ -5,7 +5,7 @@ import torch
 
 from hf_quant import KVCacheConfig
 from hf_quant.kernels import native
-from hf_quant.kv_cache import _layers, attend
+from hf_quant.kv_cache import _layers, attend, next_tokens
 from hf_quant.kv_cache._frames import frame_of
 from hf_quant.kv_cache._layers import QuantizedLayer, QuantizedSlidingWindowLayer
 from hf_quant.kv_cache._static import QuantizedStaticLayer
@@ -197,10 +197,10 @@ def test_padding_leaves_no_trace(config, S, native_begins, monkeypatch):
     q = torch.randn(B, 2 * H, S, D, generator=torch.Generator().manual_seed(3)) / 8
     options = {"is_causal": S > 1, "window": 0, "scale": None}
     for layer, alone in zip(layers(config), layers(config)):
-        for pads in (1, 9):  # the second time in the memory of the first
+        for pads in (1, 9, 0):  # in the memory of the former
             fill(alone, keys, values, 26, 14 - S, S)
-            layer.note_starts((0, pads))
-            new = [torch.cat([torch.cat([x[:1], x[:1, :, -pads:]], 2), padded(x[1:], pads)]) for x in (keys, values)]
+            layer.note_starts((0, pads) if pads else None)
+            new = [torch.cat([torch.cat([x[:1], x[:1, :, :pads]], 2), padded(x[1:], pads)]) for x in (keys, values)]
             found = fill(layer, *new, 26 + pads, 14 - S, S)
             expected = alone._states()
             for x, y in zip(found, expected):
@@ -213,3 +213,59 @@ def test_padding_leaves_no_trace(config, S, native_begins, monkeypatch):
             assert_close(lse[1], lse_alone[1], rms=1e-5)
             layer.reset()
             alone.reset()
+
+
+def test_a_window_that_the_first_token_behind_padding_has_not_left():
+    keys, values = states(60)
+    layer = QuantizedSlidingWindowLayer(KVCacheConfig("int4"), 16)
+    layer.note_starts((0, 9))
+    q, exact = torch.randn(B, H, 1, D, generator=torch.Generator().manual_seed(3)) / 8, []
+    for start, end in ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 30))):
+        found = layer.update(keys[:, :, start:end], values[:, :, start:end])
+        if start:
+            before = end - found[0].shape[2]  # tokens that are gone
+            k, v = (x.dequantize() for x in found)
+            is_exact = torch.isclose(k, keys[:, :, before:end], rtol=0, atol=1e-4).all(-1).all(1)
+            exact.append([(before + row.nonzero().squeeze(1)).tolist() for row in is_exact])
+            expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+            assert_close(attend(q, *found, None, is_causal=False, window=0, scale=None)[0], expected, rms=2e-5)
+    # A single token and the 15 before it: the one with index 24 is the last that sees the tenth.
+    assert exact == [[[0], [9]], *[[[], [9]]] * 5, *[[[], []]] * 5]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_fewer_tokens_behind_padding_than_are_kept_in_16_bit(count):
+    keys, values = states(count + 3)
+    for layer in layers({"format": "int2", "sink_tokens": 4, "recent_tokens": 2})[:2]:
+        layer.note_starts((0, 3))
+        fill(layer, keys, values, 4, *[1] * (count - 1))
+        for x, exact in zip((layer.keys, layer.values), (keys, values)):
+            assert torch.equal(x.dequantize()[1, :, 3 : min(count, 4) + 3], exact[1, :, 3:7])
+            assert torch.equal(x.dequantize()[0, :, :4], exact[0, :, :4])
+
+
+def test_padding_is_forgotten_with_the_tokens():
+    keys, values = states(20)
+    for cut in (lambda layer: layer.crop(-20), lambda layer: layer.reset()):
+        layer, other = (QuantizedLayer(KVCacheConfig("int4")) for _ in range(2))
+        layer.note_starts((0, 7))
+        layer.update(keys, values)
+        assert layer.starts.tolist() == [0, 7]
+        cut(layer)
+        layer.update(keys, values)
+        other.update(keys, values)
+        assert torch.equal(layer.keys.dequantize(), other.keys.dequantize()) and layer.starts is None
+    # Native blocks, which know addresses, ask before the padding is known, and again behind it.
+    layer.reset()
+    before = next_tokens(layer, B, 20, H, D, torch.float32)
+    layer.note_starts((0, 7))
+    after = next_tokens(layer, B, 20, H, D, torch.float32)
+    assert before is None or after.cache is not before.cache
+    layer.update(keys, values)
+    assert layer.starts.tolist() == [0, 7]
+    # What does not fit the first states is no padding of theirs.
+    for starts in ((0, 20), (0,)):
+        layer.reset()
+        layer.note_starts(starts)
+        layer.update(keys, values)
+        assert torch.equal(layer.keys.dequantize(), other.keys.dequantize())
