@@ -108,7 +108,7 @@ class CodeStorage:
         self._noted = starts
 
     def _place_starts(self, states: Tensor) -> None:
-        """Write to `starts` where each sequence begins in its first states; without padding growing layers have none."""
+        """Write to `starts` where the first states of each sequence begin; growing layers have it for padding."""
         noted = self._noted
         if noted is not None and (len(noted) != states.shape[0] or max(noted) >= states.shape[2]):
             noted = self._noted = None
