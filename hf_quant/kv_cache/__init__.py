@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         attend_to_narrow,
     )
     from hf_quant.kv_cache._layers import QuantizedLayer
-    from hf_quant.kv_cache._places import NEW_TOKENS, NextTokens, Places, held_tokens, next_tokens
+    from hf_quant.kv_cache._places import NEW_TOKENS, NextTokens, Places, held_tokens, next_tokens, takes_tokens
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
     from hf_quant.kv_cache._states import QuantizedStates
 
@@ -56,6 +56,7 @@ _HOME = {
     "quantized_layers": "_cache",
     "reads_codes": "_interface",
     "recorded_attention": "_interface",
+    "takes_tokens": "_places",
     "wants_weights": "_eager",
     "register_attention": "_cache",
 }
@@ -86,6 +87,7 @@ __all__ = [
     "reads_codes",
     "recorded_attention",
     "register_attention",
+    "takes_tokens",
     "wants_weights",
 ]
 

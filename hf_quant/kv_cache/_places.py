@@ -1,20 +1,23 @@
 """`next_tokens`: a growing layer of a cache, for a native block that writes tokens into it and attends to all."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_quant.kernels.codes import CODES
 from hf_quant.kernels.native.attention import append_unsupported_reason, attention_unsupported_reason
 from hf_quant.kernels.native.blocks import prepare_cache
+from hf_quant.kv_cache._cache import QuantizedCache
 from hf_quant.kv_cache._config import scale_dtype
 from hf_quant.kv_cache._layers import GrowingStorage, QuantizedHybridLayer, QuantizedLayer, QuantizedSlidingWindowLayer
+from hf_quant.kv_cache._values import NEW_TOKENS, Values
 
 
 _SERVED = (QuantizedLayer, QuantizedHybridLayer, QuantizedSlidingWindowLayer)
-NEW_TOKENS = -1  # of a place: there are none before the new ones
 
 
 class NextTokens(NamedTuple):
@@ -22,13 +25,13 @@ class NextTokens(NamedTuple):
 
     Attributes:
         cache, place: as `Block.with_cache` takes them.
-        layer: of the cache.
+        layer: of the cache, which counts them.
         count: of the new tokens.
     """
 
     cache: object
     place: tuple[int, int, int]
-    layer: GrowingStorage
+    layer: GrowingStorage | Values
     count: int
 
     @property
@@ -60,10 +63,14 @@ def next_tokens(
     """Make room in a layer for new tokens of each of B sequences, with `num_heads` keys and values of D channels.
 
     `value_dim`: channels of values, if these have others. None if this layer takes new tokens only through its
-    `update`: it is of another kind, keeps tokens in 16 bit, its sequences, heads or dtype are others, or it is empty
-    and gets one token.
+    `update`: it is of another kind, keeps some tokens in 16 bit and others not, its sequences, heads or dtype are
+    others, or it is empty and gets one token.
     """
     kind = (B, num_heads, D, dtype, value_dim or D)
+    values = Values.of(layer, B, count, num_heads, (D, kind[-1]), dtype)
+    if values is not None:
+        place = values.next(math.inf, count)
+        return None if place is None else NextTokens(values.cache, place, values, count)
     if count > 1 and type(layer) in _SERVED and not layer.is_initialized:
         state = torch.empty((), dtype=dtype, device="cpu").expand(B, num_heads, count, 1)
         layer.lazy_initialization(state.expand(-1, -1, -1, D), state.expand(-1, -1, -1, kind[-1]))  # shape and dtype
@@ -95,6 +102,10 @@ def held_tokens(
 
     None as from `next_tokens`, and for layers with windows.
     """
+    values = Values.of(layer, B, 0, num_heads, (D, D), dtype) if type(layer) is DynamicLayer else None
+    if values is not None:
+        place = values.next(math.inf, 0)
+        return None if place is None else (values.cache, place)
     prepared = _prepared_of(layer, (B, num_heads, D, dtype, D)) if type(layer) is QuantizedLayer else None
     if prepared is None or prepared.cache is None or not layer._end:
         return None
@@ -111,35 +122,51 @@ def _prepared_of(layer: Any, kind: tuple) -> _Prepared | None:
     return prepared
 
 
+def takes_tokens(past: Any) -> bool:
+    """True if the tokens of a cache are those of its layers: its class has no `update` of its own."""
+    return (isinstance(past, QuantizedCache) or type(past) is DynamicCache) and not past.offloading
+
+
 class Places:
     """The places of the tokens that follow those for which `next_tokens` has found places, in several layers."""
 
     def __init__(self, tokens: Sequence[NextTokens], windows: Sequence[int | None]) -> None:
         """`windows`: how many tokens a single new one may attend to in each layer; None: any number."""
-        layers = [token.layer for token in tokens]
         self.caches = [token.cache for token in tokens]
-        self._counts = [layer._count for layer in layers]
-        self._known = [
-            (layer.__dict__, layer._prepared, layer._start_of_next, most or math.inf)
-            for layer, most in zip(layers, windows)
-        ]
+        self._counts = [token.layer._count for token in tokens]
+        self._nexts = [_next_of(token.layer, most or math.inf) for token, most in zip(tokens, windows)]
 
     def next(self, count: int) -> list[int] | None:
         """The next `NextTokens.place` of each layer, one after the other; None: `next_tokens` has to look again."""
         places: list[int] = []
-        for state, prepared, start_of_next, most in self._known:
-            start, end = start_of_next(), state["_end"]
-            if state["_first"] + end - state["_start"] + count > prepared.capacity:
+        for next_place in self._nexts:
+            place = next_place(count)
+            if place is None:
                 return None
-            if state["k_codes"] is not prepared.codes or (count == 1 and (not end or end - start >= most)):
-                return None
-            places += _place(state, start, count)
+            places += place
         return places
 
     def done(self, count: int) -> None:
         """Count the tokens, once they are written."""
         for add in self._counts:
             add(count)
+
+
+def _next_of(layer: GrowingStorage | Values, most: float) -> Callable[[int], tuple[int, int, int] | None]:
+    """A function that finds the place of so many next tokens, of which a single one may attend to `most`."""
+    if isinstance(layer, Values):
+        return partial(layer.next, most)
+    state, prepared, start_of_next = layer.__dict__, layer._prepared, layer._start_of_next
+
+    def next_place(count: int) -> tuple[int, int, int] | None:
+        start, end = start_of_next(), state["_end"]
+        if state["_first"] + end - state["_start"] + count > prepared.capacity:
+            return None
+        if state["k_codes"] is not prepared.codes or (count == 1 and (not end or end - start >= most)):
+            return None
+        return _place(state, start, count)
+
+    return next_place
 
 
 def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype, value_dim: int) -> bool:

@@ -11,7 +11,7 @@ from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, bits, layout
 from hf_quant.kernels.native.extension import active, module, unavailable_reason
 
 
-_NO_LAYOUT = (6, 0, False)  # of values, which are no codes
+NO_LAYOUT = (6, 0, False)  # of values, which are no codes
 
 
 def attention_unsupported_reason(
@@ -104,7 +104,7 @@ def attention_of_values(
     sinks = None if sinks is None else sinks.contiguous()
     sinks_arguments = (0, 0) if sinks is None else (sinks.data_ptr(), DTYPES[sinks.dtype])
     module.attention(
-        *(B, H, H_kv, S, T, DTYPES[q.dtype], *_NO_LAYOUT, D, 1, D, q.data_ptr(), *q.stride()[:3], False),
+        *(B, H, H_kv, S, T, DTYPES[q.dtype], *NO_LAYOUT, D, 1, D, q.data_ptr(), *q.stride()[:3], False),
         *(False, 0, 0, 0, y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
         *_cache_arguments(k),
         *_cache_arguments(v),
@@ -159,7 +159,7 @@ def latent_attention(
         held += [x, *parts]
     lacking = [part if part is None else part.contiguous() for part in (latents.frame, latents.first, latents.starts)]
     module.attention(
-        *(B, H, 1, S, T, DTYPES[q.dtype], *(_NO_LAYOUT if spec is None else layout_arguments(spec)), *queries[0]),
+        *(B, H, 1, S, T, DTYPES[q.dtype], *(NO_LAYOUT if spec is None else layout_arguments(spec)), *queries[0]),
         *(latents.rotates, *(0 if part is None else part.data_ptr() for part in lacking)),
         *(y.data_ptr(), y.stride(0), y.stride(2), y.stride(1), lse.data_ptr()),
         *(*caches[0], *caches[0], *mask_arguments),
@@ -250,20 +250,21 @@ def append(
 
 
 def appended_arguments(
-    x: Tensor | int, rotates: bool, frame: Tensor | None, codes: Tensor, scale: Tensor, offset: Tensor | None
+    x: Tensor | int, rotates: bool, frame: Tensor | None, codes: Tensor, scale: Tensor | None, offset: Tensor | None
 ) -> tuple[int, ...]:
-    """Arguments of the extension for new keys or values x [B, H, S, D] and their cache; x may be D alone."""
+    """Arguments of the extension for new keys or values x [B, H, S, D] and their cache; x may be D alone.
+
+    A cache without scales has values instead of codes.
+    """
     return (
         x if isinstance(x, int) else x.shape[3],
-        scale.shape[3],
+        1 if scale is None else scale.shape[3],
         rotates,
         0 if frame is None else frame.data_ptr(),
         *((0, 0, 0, 0, 0) if isinstance(x, int) else (x.data_ptr(), *x.stride())),
         codes.element_size(),
         codes.data_ptr(),
         *codes.stride(),
-        DTYPES[scale.dtype],
-        scale.data_ptr(),
-        *scale.stride(),
+        *((0, 0, 0, 0, 0, 0) if scale is None else (DTYPES[scale.dtype], scale.data_ptr(), *scale.stride())),
         *((0, 0, 0, 0, 0) if offset is None else (offset.data_ptr(), *offset.stride())),
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_quant.kernels.codes import CodeSpec
 from hf_quant.kernels.native.arguments import DTYPES, bits, layout_arguments
-from hf_quant.kernels.native.attention import appended_arguments
+from hf_quant.kernels.native.attention import NO_LAYOUT, appended_arguments
 from hf_quant.kernels.native.extension import module
 from hf_quant.kernels.native.heads import HeadRows
 from hf_quant.kernels.native.products import compute_mode, prepare
@@ -364,23 +364,24 @@ def _mask_numbers(mask: Tensor | None) -> tuple[int, int, int, int, int]:
 
 
 def prepare_cache(
-    keys: tuple[Tensor, Tensor, Tensor | None],
-    values: tuple[Tensor, Tensor, Tensor | None],
-    spec: CodeSpec,
+    keys: tuple[Tensor, Tensor | None, Tensor | None],
+    values: tuple[Tensor, Tensor | None, Tensor | None],
+    spec: CodeSpec | None,
     head_dims: tuple[int, int],
     *,
-    rotates_keys: bool,
-    rotates_values: bool,
-    k_frame: Tensor | None,
-    k_first: Tensor | None,
-    starts: Tensor | None,
+    rotates_keys: bool = False,
+    rotates_values: bool = False,
+    k_frame: Tensor | None = None,
+    k_first: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> object:
     """A layer of a cache for `Block.with_cache`: keys and values (codes, scale, offset) for all of its columns.
 
-    It holds addresses only. Tokens of codes, k_frame, k_first and starts are contiguous, offsets lie as scales do.
+    Without a spec they are no codes: ([B, H, T, D], None, None). It holds addresses only. Tokens of codes, k_frame,
+    k_first and starts are contiguous, offsets lie as scales do.
     """
     return module.prepare_cache(
-        *layout_arguments(spec),
+        *(NO_LAYOUT if spec is None else layout_arguments(spec)),
         *(0 if part is None else part.data_ptr() for part in (k_first, starts)),
         *appended_arguments(head_dims[0], rotates_keys, k_frame, *keys),
         *appended_arguments(head_dims[1], rotates_values, None, *values),

@@ -155,6 +155,12 @@ def test_a_model_that_is_gone_leaves_nothing():
         gc.enable()
 
 
+def test_a_cache_in_16_bit():
+    model = make(config="int4")
+    run(model, rows=2, padding=3)
+    assert_captured(model, rows=2, padding=3)
+
+
 def test_a_captured_step_calls_no_module(llama, monkeypatch):
     calls, host = [], nn.Module.__call__
     with capture_generate(llama) as graphs:
@@ -169,7 +175,10 @@ def test_a_captured_step_calls_no_module(llama, monkeypatch):
     ("config", "options", "reason"),
     [
         (None, {}, "LlamaModel has no block"),
-        ("int4", {}, "a layer of the cache takes new tokens another way"),
+        (
+            {**QUANTIZED, "kv_cache": {"format": "int8", "recent_tokens": 4}},
+            *({}, "a layer of the cache takes new tokens another way"),
+        ),
         (QUANTIZED, {"num_beams": 2}, "beam search"),
         (QUANTIZED, {"cache_implementation": "static"}, "the cache has a fixed size"),
         (QUANTIZED, {"use_cache": False}, "use_cache is False"),

@@ -78,13 +78,17 @@ def logits(model: nn.Module, **options) -> torch.Tensor:
     return torch.stack(generate(model, output_logits=True, return_dict_in_generate=True, **options).logits).float()
 
 
-@pytest.mark.parametrize("kv_cache", ["int8", None])
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", None, "static"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_tokens_of_the_host(kind, kv_cache, monkeypatch):
-    model, calls = make(kind, kv_cache), calls_in_parts(monkeypatch)
+    model, calls = make(kind, "int8" if kv_cache else None), calls_in_parts(monkeypatch)
     cases = [{}, {"rows": 3}, {"rows": 2, "padding": 4}]
+    cases = [case | (STATIC if kv_cache == "static" else {}) for case in cases]
     found, beams = [logits(model, **case) for case in cases], generate(model, 2, num_beams=3)
-    assert bool(calls) == (kv_cache is None)
+    assert bool(calls) == (kv_cache == "static")
     assert len(layers(model)) == 2 and layers(model)[0].norms_first == (kind not in ("bart", "marian"))
     assert not any(reason for name, reason in block_reasons(model).items() if "decoder" in name)
     unfuse_activations_(model)
@@ -117,14 +121,16 @@ def test_what_is_left_to_the_host(how, kv_cache):
     assert torch.equal(generate(unfuse_activations_(model), 2), found)
 
 
-@pytest.mark.parametrize("kv_cache", ["int8", None])
+@pytest.mark.parametrize("kv_cache", ["int8", None, "static"])
 @pytest.mark.parametrize(("kind", "feed_forward"), [("t5", "relu"), ("t5", "gated-gelu"), ("mt5", "gated-gelu")])
 def test_layers_of_t5(kind, feed_forward, kv_cache, monkeypatch):
     fields = {"d_ff": 192, "d_kv": 32, "num_heads": 4, "num_layers": 3, "decoder_layers": 3}
-    model, calls = make(kind, kv_cache, feed_forward_proj=feed_forward, **fields), calls_in_parts(monkeypatch)
+    fields |= {"feed_forward_proj": feed_forward}
+    model, calls = make(kind, "int8" if kv_cache else None, **fields), calls_in_parts(monkeypatch)
     cases = [{}, {"rows": 3}, {"rows": 2, "padding": 4}]
+    cases = [case | (STATIC if kv_cache == "static" else {}) for case in cases]
     found, beams = [logits(model, **case) for case in cases], generate(model, 2, num_beams=3)
-    assert bool(calls) == (kv_cache is None)
+    assert bool(calls) == (kv_cache == "static")
     states = [base.state_of(layer) for layer in model.decoder.block]
     assert [len(state.found) for state in states] == [0, 1, 1]  # the first one makes the biases
     assert not any(block_reasons(model).values())

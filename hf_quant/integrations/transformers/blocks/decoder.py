@@ -171,7 +171,7 @@ class DecoderBlock:
 
     def _next(self, inputs: Inputs) -> tuple[list["_CachedPart | _StatePart"], list[list[Any]] | None]:
         """The parts of the layers for new tokens, and their places in the cache; None: left to the host."""
-        if inputs.sizes[1] > 1:
+        if inputs.sizes[1] > 1 and isinstance(inputs.past, kv_cache.QuantizedCache):
             inputs.past.note_padding(inputs.padding, inputs.sizes[1])
         key = (inputs.sizes[0], inputs.padding is None)
         found = self.known.get(inputs.past)

@@ -9,7 +9,7 @@ from hf_quant.integrations.transformers.blocks.angles import POSITIONS, ROTARY, 
 from hf_quant.integrations.transformers.blocks.base import MAX_ROWS
 from hf_quant.integrations.transformers.blocks.layer import CHUNK
 from hf_quant.kernels.kv_attention.op import visible
-from hf_quant.kv_cache import QuantizedCache
+from hf_quant.kv_cache import takes_tokens
 
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids", "past_key_values", "attention_mask")
@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
 
 
 def _inputs_of(kwargs: dict[str, Any], is_whole: bool) -> Inputs | None:
-    """Return the arguments of a decoder, None if they are not few tokens with a cache, which prompts need quantized.
+    """Return the arguments of a decoder, None if they are not few tokens with a cache that blocks know.
 
     `is_whole`: the mask is known to be all ones.
     """
@@ -83,7 +83,7 @@ def _inputs_of(kwargs: dict[str, Any], is_whole: bool) -> Inputs | None:
     if not hasattr(past, "layers") or type(past).__hash__ is None:  # blocks know a cache by its hash
         return None
     B, S = given.shape[:2]
-    if B * S > (MAX_ROWS if S == 1 else CHUNK) or (S > 1 and not isinstance(past, QuantizedCache)):
+    if B * S > (MAX_ROWS if S == 1 else CHUNK) or (S > 1 and not takes_tokens(past)):
         return None
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != len(given):

@@ -218,6 +218,12 @@ static void append_head(const Append& p, const AppendedHeads& a, int64_t b, int6
   float values[kMaxHeadDim];
   uint8_t codes[kMaxHeadDim], packed[kMaxHeadDim / 2];
   const int64_t first = b * a.x_batch + h * a.x_head + t * a.x_token, token = p.start + t;
+  uint8_t* to = a.codes + b * a.code_batch + h * a.code_head + token * a.code_token;
+  if (p.layout == VALUES) {
+    const int64_t size = element_size(p.x_dtype);
+    memcpy(to, static_cast<const char*>(a.x) + first * size, static_cast<size_t>(a.D * size));
+    return;
+  }
   to_float(a.x, p.x_dtype, first, a.D, values);
   if (a.frame != nullptr) place_in_frame(a.frame + (b * p.H + h) * 2 * a.D, a.D, values);
   if (a.rotates) rotate(values, a.D);
@@ -229,7 +235,6 @@ static void append_head(const Append& p, const AppendedHeads& a, int64_t b, int6
   for (int64_t g = 0; g < a.groups; ++g)
     append_group(a, p.layout, scale_at + g * a.scale_group, offset_at + g * a.offset_group, values + g * size,
                  codes + g * size, lacks == nullptr ? nullptr : lacks + g * size);
-  uint8_t* to = a.codes + b * a.code_batch + h * a.code_head + token * a.code_token;
   const int64_t element = p.layout < BYTES_INT ? 4 : 1;
   const int64_t bytes = p.layout == PACKED4 ? a.D / 2 : p.layout == PACKED2 ? a.D / 4 : a.D;
   const bool in_one = a.code_element == element;

@@ -274,7 +274,7 @@ void Block::append(const Kernels& kernels, const BlockCall& call, const BlockSte
   p.H = step.shared_heads;
   p.S = call.M / call.sequences;
   p.start = call.column + call.tokens - p.S;
-  p.begins = call.past < 0;
+  p.begins = call.past < 0 && call.cache->layout != VALUES;
   p.first_lacks = p.begins ? call.cache->first : nullptr;
   p.starts = call.cache->starts;
   p.layout = call.cache->layout;
@@ -309,13 +309,13 @@ bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockSte
   p.q_batch = p.y_batch = p.S * p.q_position;
   p.y = at[step.to];
   p.lse = lse;
+  p.by_bf16 = call.by_bf16;
   if (call.past < 0) {
     p.layout = VALUES;
     p.groups = 1;
     p.group_size = p.D;
     p.k = values_of(at[step.from[1]], p);
     p.v = values_of(at[step.from[2]], p);
-    p.by_bf16 = call.by_bf16;
   } else {
     p.layout = cache.layout;
     p.levels = cache.levels;

@@ -93,6 +93,7 @@ struct Attention {
 };
 
 // New keys, or values, [B, H, S, D] and the cache that takes their codes; a cache as in `Cache`, but with any strides.
+// Of the layout VALUES a cache takes them as they are, and there are no frames, scales and offsets.
 struct AppendedHeads {
   int64_t D, groups;
   bool rotates;
@@ -110,7 +111,7 @@ struct AppendedHeads {
 // Token t becomes token start + t of the caches, all of which are there.
 struct Append {
   int64_t B, H, S, start;
-  int layout, x_dtype;
+  int layout, x_dtype;  // PACKED2, PACKED4, BYTES_INT, BYTES_FLOAT or VALUES
   bool begins;         // the first tokens of a cache: the frame of its keys is found in them, and written
   float* first_lacks;  // [B, H, D]: what the codes of the first key lack, or null
   const int64_t* starts;  // [B], of the first tokens of a cache: as in Attention
