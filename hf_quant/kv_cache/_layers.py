@@ -283,7 +283,7 @@ class GrowingStorage(CodeStorage):
         self._recent = 0  # first position that the ring of the last tokens holds
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._allocate(key_states, value_states, whole_blocks(key_states.shape[2] + BLOCK))
+        self._allocate(key_states, value_states, _whole_blocks(key_states.shape[2] + BLOCK))
         self.is_initialized = True
 
     def _states(self, start: int | None = None) -> tuple[QuantizedStates, QuantizedStates]:
@@ -301,7 +301,7 @@ class GrowingStorage(CodeStorage):
             return
         room = max(BLOCK, used // 16)
         if used + count + room // 2 > capacity:  # else there is room once the tokens of the past are gone
-            capacity = whole_blocks(used + count + room)
+            capacity = _whole_blocks(used + count + room)
         for name in ("k_codes", "k_pairs", "v_codes", "v_pairs"):
             tensor = getattr(self, name)
             kept = tensor[:, :, self._first : self._first + used]
@@ -357,7 +357,7 @@ class GrowingStorage(CodeStorage):
             self.cumulative_length = 0
 
 
-def whole_blocks(tokens: int) -> int:
+def _whole_blocks(tokens: int) -> int:
     return -(-tokens // BLOCK) * BLOCK
 
 

@@ -11,9 +11,9 @@ from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.arguments import UNIT
 from hf_quant.kernels.native.attention import attention_unsupported_reason
 from hf_quant.kernels.native.blocks import prepare_cache
-from hf_quant.kv_cache._layers import BLOCK, whole_blocks
 
 
+_ROOM = 32  # tokens; room is made for at least this many, and for an eighth
 NEW_TOKENS = -1  # of a place: there are none before the new ones
 _ATTRIBUTE = "_hf_quant_values"  # of a layer
 
@@ -32,7 +32,7 @@ class Values:
     def __init__(self, layer: Any, held: tuple[Tensor, ...], count: int) -> None:
         """Copy tokens [B, heads, tokens, channels] of keys and of values, with room for `count` more at least."""
         used = held[0].shape[2]
-        capacity = whole_blocks(used + count + max(BLOCK, used // 16))
+        capacity = used + count + max(_ROOM, used // 8)
         self._layer = weakref.ref(layer)
         self._room = tuple(x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in held)
         for room, x in zip(self._room, held):

@@ -20,7 +20,7 @@ from hf_quant.kernels.kv_attention.op import code_width
 from hf_quant.kernels.native.attention import attention_of_values
 
 
-SDPA, MATMUL = "bf16 SDPA", "bf16, two matmuls"
+SDPA, MATMUL, NATIVE = "bf16 SDPA", "bf16, two matmuls", "bf16, native"
 GROUPS = {"int8": None, "int4": 64, "int2": 32, "fp8_e4m3": None}  # channels that share a scale; None: all of a head
 TARGETS = {"int8": 1.6, "int4": 2.2}  # ratio to SDPA, 8192 tokens
 
@@ -65,6 +65,7 @@ def measure(heads: str, T: int, args: argparse.Namespace) -> dict[str, tuple[flo
     plain = [torch.randn(2, 1, H_kv, T, D).bfloat16() for _ in range(args.copies)]
     sdpa = lambda kv: F.scaled_dot_product_attention(q, *kv, enable_gqa=H != H_kv)  # noqa: E731
     turns = {SDPA: _turn(sdpa, plain), MATMUL: _turn(lambda kv: matmuls(q, *kv), plain)}
+    turns[NATIVE] = _turn(lambda kv: attention_of_values(q, *kv, None, is_causal=False, scale=D**-0.5), plain)
     for format in args.formats:
         caches = [random_cache(H_kv, T, D, format) for _ in range(args.copies)]
         # As a cache reads its codes: in a frame, rotated.

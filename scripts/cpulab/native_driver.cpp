@@ -1028,11 +1028,12 @@ class AppendCase : RandomCall {
     p.S = random.one_in(4) ? random.below(60) : 1 + random.below(3);
     tokens = p.S + random.below(4);
     p.start = random.below(tokens - p.S + 1);
-    p.layout = random.of<int>({PACKED2, PACKED4, PACKED4, BYTES_INT, BYTES_FLOAT});
+    p.layout = random.of<int>({PACKED2, PACKED4, PACKED4, BYTES_INT, BYTES_FLOAT, VALUES});
     p.x_dtype = random.of<int>({F32, BF16, F16});
     p.threads = static_cast<int>(1 + random.below(3));
     make_heads(p.k, k);
     make_heads(p.v, v);
+    if (p.layout == VALUES) return;
     p.k.rotates = random.one_in(2);
     p.v.rotates = random.one_in(3);
     p.begins = random.one_in(3);
@@ -1129,6 +1130,13 @@ class AppendCase : RandomCall {
     heads.x_batch = row * p.S * p.H;
     heads.x = fill(x, p.B * heads.x_batch, p.x_dtype, true,
                    [&] { return random_.between(-1, 1) * random_.between(0, 1); });
+    if (p.layout == VALUES) {
+      heads.groups = 1;
+      heads.code_token = element_size(p.x_dtype) * (heads.D + random_.below(3));
+      heads.code_head = heads.code_token * tokens;
+      heads.code_batch = heads.code_head * p.H;
+      return;
+    }
     heads.code_element = element * random_.of<int64_t>({1, 1, 2});
     heads.code_token = heads.D / unit * heads.code_element + random_.of<int64_t>({0, 0, 3});
     heads.code_head = heads.code_token * tokens;
@@ -1177,10 +1185,17 @@ class AppendCase : RandomCall {
   // Each code is nearer to its value than the next ones are, and scales are as good as those of the range of values.
   bool row_passes(const Kernels& kernels, const AppendedHeads& heads, const Buffer& x, const Result& result, int64_t t,
                   int64_t h, int64_t b) const {
-    const int bits = bits_of(p.layout);
+    const int bits = p.layout == VALUES ? 0 : bits_of(p.layout);
     const int64_t token = p.start + t, size = heads.D / heads.groups;
     const int64_t element = bits == 8 ? 1 : 4;
     const int64_t row = b * heads.code_batch + h * heads.code_head + token * heads.code_token;
+    if (p.layout == VALUES) {
+      const int64_t value = element_size(p.x_dtype), at = b * heads.x_batch + h * heads.x_head + t * heads.x_token;
+      uint8_t* written = result.codes->data + row;
+      const bool equal = memcmp(written, x.data + at * value, static_cast<size_t>(heads.D * value)) == 0;
+      memset(written, kGarbage, static_cast<size_t>(heads.D * value));
+      return equal || wrong(kernels, "other values");
+    }
     const int64_t scales = b * heads.scale_batch + h * heads.scale_head + token * heads.scale_token;
     const int64_t offsets = b * heads.offset_batch + h * heads.offset_head + token * heads.offset_token;
     std::vector<float> values(static_cast<size_t>(heads.D));

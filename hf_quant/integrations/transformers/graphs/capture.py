@@ -226,7 +226,7 @@ def capture_generate(model: nn.Module, *, backend: Backend | None = None, max_ca
 
     On a CPU a captured step calls the native blocks of the layers, of the last norm and of the head, without the code
     of the model; results are those of eager `generate`, to the bit. Parameters, layers, hooks and settings are
-    compared once per generation instead of once per token. It needs quantized weights, a quantized KV cache, and a
+    compared once per generation instead of once per token. It needs quantized weights, a growing KV cache, and a
     model whose decoder has a native block (see `fuse_activations_`).
 
     What cannot be captured runs as before, and `print` of the result says why. Other threads must not change the
