@@ -23,6 +23,7 @@ def quantized_class(host_class: type[nn.Module]) -> "type[QuantizedModule] | Non
     """The quantized counterpart of a module class, None if there is none or it is quantized itself."""
     if hasattr(host_class, "quantized_base"):
         return None
+    host_class = getattr(host_class, "_hf_quant_block_of", host_class)  # of a layer that has a native block
     if host_class not in _CLASSES:
         base = next((_BASES[c] for c in host_class.__mro__ if c in _BASES), None)
         if base is None:

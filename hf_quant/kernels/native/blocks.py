@@ -189,11 +189,15 @@ class Block:
         self._steps.append((None, _HEADS, x, -1, -1, to, *rows.lasting_arguments(sums=sums)))
 
     def small(self, x: int, weight: Tensor, bias: Tensor | None) -> int:
-        """Compute x @ weight [N, K].T + bias [N], rounded to the dtype, in a buffer of fp32 that is returned."""
+        """`plain_product` in a buffer of fp32, which is returned."""
         to = self.buffer(len(weight))
         self._dtypes[to] = torch.float32
-        self._steps.append((None, _SMALL, x, -1, -1, to, *weight.shape, *self._held(weight), *self._held(bias), True))
+        self.plain_product(x, to, weight, bias)
         return to
+
+    def plain_product(self, x: int, to: int, weight: Tensor, bias: Tensor | None) -> None:
+        """Compute x @ weight [N, K].T + bias [N] for few rows, rounded to the dtype; sums are in fp32."""
+        self._steps.append((None, _SMALL, x, -1, -1, to, *weight.shape, *self._held(weight), *self._held(bias), True))
 
     def convolve(
         self, x: int, to: int, state: int, weight: Tensor, bias: Tensor | None, activation: str = "identity"

@@ -35,6 +35,7 @@ from hf_quant.integrations.transformers.blocks.mixture import is_mixture, run_mi
 from hf_quant.integrations.transformers.blocks.mlp import is_only_mlp, run_mlp
 from hf_quant.integrations.transformers.blocks.norm import is_slow_norm, run_norm
 from hf_quant.integrations.transformers.blocks.own_code import is_own_layer, run_own_layer
+from hf_quant.integrations.transformers.blocks.plain_linear import is_plain_linear, run_plain_linear
 from hf_quant.integrations.transformers.blocks.recurrent import (
     is_delta_net,
     is_recurrent_layer,
@@ -70,6 +71,7 @@ _KINDS = (
     (is_short_convolution, run_short_convolution, None),
     (is_state_space, run_state_space, None),
     (is_selective_state, run_selective_state, None),
+    (is_plain_linear, run_plain_linear, None),
     (is_decoder, run_decoder, None),
 )
 

@@ -169,9 +169,14 @@ bool Block::run(const Kernels& kernels, const BlockCall& call, const BlockStep& 
       p.M = call.M;
       p.x = at[from];
       p.dtype = buffers_[from].dtype;
-      p.y = static_cast<float*>(at[to]);
       p.threads = call.threads;
-      return kernels.small_product(p);
+      if (buffers_[to].dtype != F32) {
+        p.y = static_cast<float*>(thread_scratch(5, static_cast<size_t>(p.M * p.N * 4)));
+        p.rounded = at[to];
+      } else {
+        p.y = static_cast<float*>(at[to]);
+      }
+      return p.y != nullptr && kernels.small_product(p);
     }
     case BlockStep::HEADS: {
       Attention p = step.rows;

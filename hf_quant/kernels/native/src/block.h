@@ -25,7 +25,7 @@ struct BlockStep {
   TurnRows turn;
   GateRows gate;
   Router router;             // ROUTE
-  SmallProduct small;        // WEIGH; SMALL, whose result is fp32
+  SmallProduct small;        // WEIGH; SMALL, whose result may be fp32
   ConvolveRows convolve;
   DeltaRows delta;
   ScanRows scan;

@@ -290,6 +290,7 @@ struct SmallProduct {
   const void *weight, *bias;  // no bias: null
   int weight_dtype, bias_dtype;
   float* y;
+  void* rounded;  // [M, N] of `dtype`, which gets y, too, or null
   bool rounds;
   int threads;
 };

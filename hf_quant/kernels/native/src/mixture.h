@@ -1,4 +1,4 @@
-// Products with small weights of 16 or 32 bits, and the sum of what the experts of a mixture return. Values are rounded
+// Products of few rows with weights of 16 or 32 bits, and the sum of what the experts of a mixture return. Values are rounded
 // where the ops of torch round them.
 #pragma once
 
@@ -12,6 +12,7 @@ namespace HFQ_SET {
 
 // Sums of products with up to kDotRows rows of floats, `stride` apart.
 constexpr int64_t kDotRows = 4, kDotLanes = 16;
+constexpr int64_t kDotOutputs = 32;  // of a task, if there are many
 
 static HFQ_LOOP void dot_values(const float* __restrict weight, const float* __restrict x, int64_t stride, int64_t rows,
                                 int64_t count, float* __restrict totals) {
@@ -39,23 +40,27 @@ static bool small_product(const SmallProduct& p) {
   float* x = static_cast<float*>(thread_scratch(4, static_cast<size_t>(p.M * p.K * 4)));
   if (x == nullptr) return false;
   to_float(p.x, p.dtype, 0, p.M * p.K, x);
-  parallel_for(p.N, p.M * p.N * p.K < (1 << 16) ? 1 : p.threads, [&](int64_t n) {
+  const int64_t outputs = p.N < 64 * kDotOutputs ? 1 : kDotOutputs;
+  parallel_for(ceil_div(p.N, outputs), p.M * p.N * p.K < (1 << 16) ? 1 : p.threads, [&](int64_t task) {
     float row[kStepValues], totals[kDotRows];
-    for (int64_t m = 0; m < p.M; ++m) p.y[m * p.N + n] = 0.0f;
-    for (int64_t k = 0; k < p.K; k += kStepValues) {
-      const int64_t count = min64(kStepValues, p.K - k);
-      to_float(p.weight, p.weight_dtype, n * p.K + k, count, row);
-      for (int64_t m = 0; m < p.M; m += kDotRows) {
-        const int64_t rows = min64(kDotRows, p.M - m);
-        for (int64_t r = 0; r < rows; ++r) totals[r] = p.y[(m + r) * p.N + n];
-        dot_values(row, x + m * p.K + k, p.K, rows, count, totals);
-        for (int64_t r = 0; r < rows; ++r) p.y[(m + r) * p.N + n] = totals[r];
+    for (int64_t n = task * outputs; n < min64(p.N, (task + 1) * outputs); ++n) {
+      for (int64_t m = 0; m < p.M; ++m) p.y[m * p.N + n] = 0.0f;
+      for (int64_t k = 0; k < p.K; k += kStepValues) {
+        const int64_t count = min64(kStepValues, p.K - k);
+        to_float(p.weight, p.weight_dtype, n * p.K + k, count, row);
+        for (int64_t m = 0; m < p.M; m += kDotRows) {
+          const int64_t rows = min64(kDotRows, p.M - m);
+          for (int64_t r = 0; r < rows; ++r) totals[r] = p.y[(m + r) * p.N + n];
+          dot_values(row, x + m * p.K + k, p.K, rows, count, totals);
+          for (int64_t r = 0; r < rows; ++r) p.y[(m + r) * p.N + n] = totals[r];
+        }
       }
     }
   });
   if (p.bias != nullptr)
     for (int64_t i = 0; i < p.M * p.N; ++i) p.y[i] += load_as_float(p.bias, p.bias_dtype, i % p.N);
   if (p.rounds) round_values(p.M * p.N, p.dtype, p.y);
+  if (p.rounded != nullptr) store_row(p.y, p.M * p.N, p.rounded, p.dtype, 0);
   return true;
 }
 
