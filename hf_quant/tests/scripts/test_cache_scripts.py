@@ -50,7 +50,7 @@ def test_stretched_keys_leave_the_model_as_it_is(model):
 
 def test_quality_is_that_of_predictions_through_the_cache(model):
     ids = torch.randint(0, 96, (128,), generator=torch.Generator().manual_seed(0))
-    args = argparse.Namespace(window=32, windows=3, prefill=8, step=5)
+    args = argparse.Namespace(window=32, windows=3, prefill=8, step=5, padding=0)
     makes = {"16 bit": lambda: DynamicCache(config=model.config), "same": lambda: DynamicCache(config=model.config)}
     makes["int2"] = lambda: QuantizedCache(model.config, cache_quality.parse_cache("int2:recent_tokens=0"))
     found = cache_quality.measure(model, ids, makes, args)

@@ -50,7 +50,6 @@ _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernor
 _WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")  # names of the width of a head
 POSITIONS = (3, 200_001)  # of the trials
 _NEUTRAL = {"dropout": 0.0, "is_causal": True}
-_BY_TORCH = ("sdpa", "hf_quant")  # attention functions without caps and sinks
 _NOTHING: dict[str, Any] = {}
 
 
@@ -360,7 +359,7 @@ class AttentionBlock:
         if self.index >= len(layers) or not kv_cache.takes_tokens(past):
             return None
         is_causal = self.is_causal and self.options.get("is_causal", True)
-        if count > 1 and not (is_causal and self.implementation in _BY_TORCH and _computes_prompts(self.dtype)):
+        if count > 1 and not (is_causal and kv_cache.computes_prompts(self.implementation, self.dtype)):
             return None
         sizes, window = self.sizes, self.options.get("sliding_window")
         kind = (sizes.shared_heads, sizes.D, self.dtype, self.value_dim)
@@ -432,36 +431,18 @@ class AttentionBlock:
     ) -> Tensor:
         """`attend` to all keys and values, those of new tokens included.
 
-        A native kernel is several times as fast as torch's attention of one query, and as a model's own function.
+        A model's own function has passed a trial of the kernel, which computes it several times as fast.
         """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        y = None if kv_cache.is_recorded() else self._native_attention_to(q, k, v, mask)
-        if y is not None:
-            return y
+        is_ours = isinstance(k, Tensor) and k.is_cpu and is_plain(k)
+        is_ours = is_ours and (q.shape[2] == 1 or kv_cache.computes_prompts("hf_quant", q.dtype))
+        if self.function is not None and is_ours and not kv_cache.is_recorded():
+            y = attention_of_values(q, k, v, mask, is_causal=False, scale=self.scale, **self._more_options())
+            if y is not None:
+                return y
         function = self.function or ALL_ATTENTION_FUNCTIONS[self.implementation]
         return function(module, q, k, v, mask, scaling=self.scale, **self.options, **more)[0]
-
-    def _native_attention_to(self, q: Tensor, k: Any, v: Any, mask: Any) -> Tensor | None:
-        """`attention_to` tensors in 16 bit by the native kernel, None if it does not compute it or is slower."""
-        if not (isinstance(k, Tensor) and k.is_cpu and is_plain(k)):
-            return None
-        S, options, is_causal = q.shape[2], {}, False
-        if S > 1 and not _computes_prompts(q.dtype):
-            return None
-        if self.function is not None:  # it has passed a trial of the kernel; its mask has all that is not seen
-            options = self._more_options()
-        elif self.implementation not in _BY_TORCH:
-            return None
-        elif S > 1 and mask is None:
-            is_causal = self.options.get("is_causal", self.is_causal)
-            if is_causal and k.shape[2] != S:  # torch's first query is the first token then
-                return None
-        return attention_of_values(q, k, v, mask, is_causal=is_causal, scale=self.scale, **options)
-
-
-def _computes_prompts(dtype: torch.dtype) -> bool:
-    return kv_cache.computes_prompts("hf_quant", dtype)
 
 
 def _width(norm: nn.Module, D: int) -> int:
