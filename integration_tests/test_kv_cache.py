@@ -733,6 +733,18 @@ def test_bytes_per_token_where_layers_differ():
     assert bytes_per_token(config, KVCacheConfig("int8")) == per_token + 2 * 2 * last.num_key_value_heads
 
 
+def test_bytes_per_token_of_a_decoder_whose_config_has_an_encoder_too():
+    """BartForCausalLM, and the decoder of Donut: numbers of layers and heads are the decoder's."""
+    layers = {"encoder_layers": 5, "decoder_layers": 2, "encoder_attention_heads": 16, "decoder_attention_heads": 4}
+    alone = transformers.MBartConfig(d_model=64, **layers, is_decoder=True, is_encoder_decoder=False)
+    donut = transformers.VisionEncoderDecoderConfig(
+        encoder=transformers.DonutSwinConfig().to_dict(), decoder=alone.to_dict()
+    )
+    for config in (alone, donut, transformers.MBartConfig(d_model=64, **layers)):
+        assert bytes_per_token(config, None) == 2 * 2 * 2 * 64
+        assert bytes_per_token(config, KVCacheConfig("int4")) == 2 * 2 * 4 * KVCacheConfig("int4").bytes_per_token(16)
+
+
 def test_generations_at_the_same_time(llama):
     """Each has a cache of its own, though the last one is kept."""
     model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int8"))

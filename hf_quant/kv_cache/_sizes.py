@@ -1,5 +1,6 @@
 """Memory per token of a model's cache, and the check that a model has a cache."""
 
+import copy
 from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
@@ -16,10 +17,24 @@ def bytes_per_token(config: Any, kv_cache: KVCacheConfig | None) -> int:
     kv_cache: None for a cache in 16 bit. Layers with a sliding window or linear attention stop growing and are not
     counted, and neither is an encoder. Raises ValueError if the config has no number or size of heads.
     """
-    config = config.get_text_config(decoder=True)
-    layers, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
+    text = _decoder(config)
+    layers = DynamicCache(config=text).layers
     each = text.per_layer_config  # sizes may differ between layers
     return sum(_layer_bytes(each[i], kv_cache) for i, layer in enumerate(layers) if type(layer) in _GROWING)
+
+
+def _decoder(config: Any) -> Any:
+    """Return the config of what generates, with the numbers of layers and heads of its decoder.
+
+    A decoder that is a model of its own (BartForCausalLM, the MBart of Donut) has the config of one with an encoder:
+    its `num_hidden_layers` and `num_attention_heads` are those of the encoder.
+    """
+    text = config.get_text_config(decoder=True)
+    if text.is_encoder_decoder or not hasattr(text, "decoder_layers"):
+        return text
+    text = copy.deepcopy(text)
+    text.is_encoder_decoder = True  # transformers then takes the fields of the decoder
+    return text.get_text_config(decoder=True)
 
 
 def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:

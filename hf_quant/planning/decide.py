@@ -17,6 +17,7 @@ from hf_quant.kv_cache import KVCacheConfig, describe
 from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
 from hf_quant.modules.sparse24 import empty_stored
 from hf_quant.patterns import excludes, matches
+from hf_quant.planning.left import naming
 from hf_quant.planning.records import PRODUCT_KINDS, PlanEntry, QuantPlan
 from hf_quant.resolve import entry_fields, fitted, resolve_scheme
 from hf_quant.scheme import LinearScheme
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 SMALL_MODEL = 1_000_000_000  # parameters: below, 4 bits cost a language model much
 MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
 DEFAULT_KINDS = ("linear", "experts", "parameters", "dequantized", "attention")
+_IF_NAMED = ": only if named in `modules`"  # end of the reason of all other kinds
 _CALIBRATED_KINDS = ("linear", "experts")  # of whose inputs statistics are taken
 # Reasons against a quantized counterpart of modules that hold large matrices.
 _NO_COUNTERPART = {nn.Bilinear: "it multiplies two inputs, where codes of one matrix save nothing in time"}
@@ -78,7 +80,9 @@ def plan(
     if all(entry.scheme is None for entry in entries) and not is_enough:
         reasons = sorted({e.reason for e in entries + unsupported if e.reason is not None})
         because = "; ".join(reasons or ["it has no linear layers"])
-        raise ValueError(f"nothing to quantize in {type(model).__name__}: {because}")
+        unnamed = [e for e in entries if (e.reason or "").endswith(_IF_NAMED)]
+        remedy = f"; to quantize them, name them: {naming(unnamed)}" if unnamed else ""
+        raise ValueError(f"nothing to quantize in {type(model).__name__}: {because}{remedy}")
     entries += unsupported
     planned = {id(p) for name in candidates for p in decider.weights(name).values()}
     planned |= {id(model.get_submodule(e.name)._parameters[n]) for e in entries if e.kind == "other" for n in e.shapes}
@@ -249,7 +253,7 @@ class _Decider:
         if config.weights is None:
             return None, "weights is None"
         if kind not in DEFAULT_KINDS:
-            return None, f"{kind}: only if named in `modules`"
+            return None, f"{kind}{_IF_NAMED}"
         if self.rules.whole is not None:
             return None, self.rules.whole
         own = self.own_exclusion(name)

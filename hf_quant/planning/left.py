@@ -42,6 +42,11 @@ def left_in_16_bit(entries: Iterable["PlanEntry"], num_weights: int) -> str | No
     if named is None:
         advice = "hf_quant cannot quantize these"
     else:
-        pattern = template(max(groups[named], key=lambda e: e.num_weights).name)
-        advice = f"to quantize them, too, name them: modules={{{pattern!r}: 'int8'}}"
+        advice = f"to quantize them, too, name them: {naming(groups[named])}"
     return f"{100 * left // num_weights} % of the weights stay in 16 bit: {kinds}; {advice}"
+
+
+def naming(entries: Iterable["PlanEntry"]) -> str:
+    """Return the argument of `QuantizerConfig` that quantizes the largest of the entries, and those of like names."""
+    pattern = template(max(entries, key=lambda e: e.num_weights).name)
+    return f"modules={{{pattern!r}: 'int8'}}"

@@ -293,6 +293,13 @@ def test_errors(model, config, message):
         plan(model, config)
 
 
+def test_a_model_of_kinds_that_only_names_quantize_is_refused_with_the_names():
+    model = nn.ModuleDict({"stages": nn.ModuleList(nn.Conv2d(64, 64, 3) for _ in range(2)), "head": nn.Linear(8, 8)})
+    with pytest.raises(ValueError, match=r"to quantize them, name them: modules=\{'stages\.\*': 'int8'\}$"):
+        plan(model, "int4")
+    assert len(plan(model, QuantizerConfig("int4", modules={"stages.*": "int8"})).quantized) == 2
+
+
 def test_a_pattern_that_matches_nothing_is_answered_with_close_names():
     model = nn.ModuleDict({"down_proj": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
     with pytest.raises(ValueError, match=r"modules\['lmhead'\] matches no module .*close to it: lm_head"):
