@@ -28,7 +28,7 @@ from hf_quant.integrations.diffusers.refusals import (  # noqa: F401  (pickles o
     _refuse_layerwise_casting,
     _refuse_qkv_fusion,
 )
-from hf_quant.integrations.diffusers.rules import is_autoencoder, rules
+from hf_quant.integrations.diffusers.rules import is_autoencoder, rules_within
 from hf_quant.integrations.foreign import explain_foreign_
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
@@ -484,7 +484,7 @@ def register() -> None:
     explain_foreign_(auto.DiffusersAutoQuantizer)
     if _OBSERVER not in quantize.OBSERVERS:
         quantize.OBSERVERS.append(_OBSERVER)
-        planning.HOST_RULES.append(lambda model: rules(model) if _is_own(model) else None)
+        planning.HOST_RULES.append(lambda model: rules_within(model, _is_own))
 
 
 register()

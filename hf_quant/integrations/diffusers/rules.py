@@ -7,7 +7,7 @@ whole. `_FIRST_BLOCKS` lists exceptions that the structure does not show.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -69,6 +69,24 @@ def rules(model: nn.Module) -> Rules:
         ):
             weight_only[name] = _ONE_VECTOR
     return Rules(keep, weight_only, describe(model), whole=_AUTOENCODER if is_autoencoder(model) else None)
+
+
+def rules_within(model: nn.Module, is_host: Callable[[nn.Module], bool]) -> Rules | None:
+    """Return the rules of a diffusers model, or of those in a container (MultiControlNetModel); None: there is none.
+
+    is_host: True for the models of diffusers. A container has no line on 8-bit attention, as it cannot have that.
+    """
+    if is_host(model):
+        return rules(model)
+    parts = {name: found for name, child in model.named_children() if (found := rules_within(child, is_host))}
+    keep: dict[str, str] = {}
+    weight_only: dict[str, str] = {}
+    for name, found in parts.items():
+        if found.whole is not None:
+            keep |= {f"{name}.{inner}": found.whole for inner, _ in model.get_submodule(name).named_modules()}
+        keep |= {f"{name}.{inner}": why for inner, why in found.keep.items()}
+        weight_only |= {f"{name}.{inner}": why for inner, why in found.weight_only.items()}
+    return Rules(keep, weight_only) if parts else None
 
 
 def is_autoencoder(model: nn.Module) -> bool:
