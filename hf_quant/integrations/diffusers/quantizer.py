@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import diffusers.quantizers.auto as auto
@@ -400,6 +401,11 @@ def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs
     return host(device=device, non_blocking=non_blocking, **options)
 
 
+def _move_to(model: nn.Module, host: Callable[..., nn.Module], dtype: torch.dtype) -> nn.Module:
+    """Wrap `bfloat16` and `double`, as `to` of these dtypes; the host refuses `half` and `float` itself."""
+    return model.to(dtype)
+
+
 def _set_processors(model: nn.Module, host: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Wrap `set_attn_processor`: the new processors, as of an IP adapter, compute in 8 bit as the earlier ones did."""
     from hf_quant.integrations.diffusers.attention import describe
@@ -420,6 +426,8 @@ _ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors, "set_default_attn_
 # card.
 _WRAPPERS = {
     "_upload_folder": _write_card,
+    "bfloat16": partial(_move_to, dtype=torch.bfloat16),
+    "double": partial(_move_to, dtype=torch.float64),
     "num_parameters": count_weights,
     "requires_grad_": refuse_training,
     "to": _move,
