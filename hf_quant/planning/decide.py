@@ -32,6 +32,10 @@ _CALIBRATED_KINDS = ("linear", "experts")  # of whose inputs statistics are take
 _NO_COUNTERPART = {nn.Bilinear: "it multiplies two inputs, where codes of one matrix save nothing in time"}
 
 
+class NothingToQuantize(ValueError):
+    """Raised for a model in which a config quantizes nothing."""
+
+
 class Rules(NamedTuple):
     """Rules of a host for one model: {module name: reason}."""
 
@@ -78,7 +82,7 @@ def plan(
     if all(entry.scheme is None for entry in entries) and not is_enough:
         reasons = sorted({e.reason for e in entries + unsupported if e.reason is not None})
         because = "; ".join(reasons or ["it has no linear layers"])
-        raise ValueError(f"nothing to quantize in {type(model).__name__}: {because}")
+        raise NothingToQuantize(f"nothing to quantize in {type(model).__name__}: {because}")
     entries += unsupported
     planned = {id(p) for name in candidates for p in decider.weights(name).values()}
     planned |= {id(model.get_submodule(e.name)._parameters[n]) for e in entries if e.kind == "other" for n in e.shapes}

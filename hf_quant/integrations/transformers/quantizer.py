@@ -223,6 +223,9 @@ class TransformersQuantizer(HfQuantizer):
         if self.pre_quantized:
             _refuse_missing(model, self.stored)
             self.stored = set()
+        elif not self.quantization_config.plan and not self.quantization_config.has_more_than_weights:
+            self.remove_quantization_config(model)  # a part of a pipeline that has nothing to quantize
+            return model
         for name, parameter in model.named_parameters():
             expected = self.shapes.pop(name, parameter.shape)
             if parameter.shape != expected:  # with any quantizer, older versions load tensors of a wrong shape
