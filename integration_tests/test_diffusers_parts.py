@@ -141,6 +141,16 @@ def test_motion_modules(tmp_path):
     assert found and all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
 
 
+def test_a_container_that_its_host_cannot_save(tmp_path):
+    several = diffusers.FluxMultiControlNetModel([make_model("flux")])  # of any models
+    quantize_(several, "int8")
+    with pytest.raises(AttributeError, match="no attribute 'save_config'"):
+        several.save_pretrained(tmp_path)
+    assert not hasattr(several, "hf_quantizer")
+    several.nets[0].save_pretrained(tmp_path)
+    assert quantized_names(type(several.nets[0]).from_pretrained(tmp_path)) == quantized_names(several.nets[0])
+
+
 def test_a_container_has_the_rules_of_what_it_holds():
     parts = nn.ModuleDict({"unet": make_model("unet"), "vae": make_autoencoder()})
     entries, own = plan(parts, "W8A8").entries, plan(parts["unet"], "W8A8").entries
