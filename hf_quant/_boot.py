@@ -39,6 +39,7 @@ _ADAPTERS = {
     "diffusers.hooks._helpers": "hf_quant.integrations.diffusers.skipping",
     "diffusers.loaders.lora_pipeline": "hf_quant.integrations.diffusers.lora",
     "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers.attention",
+    "diffusers.training_utils": "hf_quant.integrations.diffusers.averages",
     "diffusers.pipelines.free_noise_utils": "hf_quant.integrations.diffusers.free_noise",
     "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers.upload",
     "peft.tuners.tuners_utils": "hf_quant.integrations.peft",
