@@ -125,10 +125,11 @@ def test_parts_with_nothing_to_quantize(tmp_path, caplog):
         adapter=diffusers.T2IAdapter(channels=[4], num_res_blocks=1),
         vocoder=transformers.SpeechT5HifiGan(vocoder),
     ).save_pretrained(tmp_path / "plain")
-    config = {"quant_backend": "hf_quant", "quant_kwargs": {"weights": "int8"}}
+    config = {"quant_backend": "hf_quant", "quant_kwargs": {"weights": "int8", "attention": "int8"}}
     load = partial(WithConvolutions.from_pretrained, dtype=torch.float32)
     pipe = load(tmp_path / "plain", quantization_config=PipelineQuantizationConfig(**config))
     assert quantized_parts(pipe) == {"transformer"}
+    assert "attention is 'int8', but T2IAdapter has none that can be in 8 bit: it stays in 16 bit" in caplog.text
     for name in ("T2IAdapter", "SpeechT5HifiGan"):
         assert re.search(f"nothing to quantize in {name}: conv: only if named .*; it stays in 16 bit", caplog.text)
     pipe.save_pretrained(tmp_path / "quantized")
@@ -138,7 +139,7 @@ def test_parts_with_nothing_to_quantize(tmp_path, caplog):
     again = load(tmp_path / "quantized", quantization_config=PipelineQuantizationConfig(**config))
     assert quantized_parts(again) == {"transformer"}
     named = PipelineQuantizationConfig(**config, components_to_quantize=["adapter"])
-    with pytest.raises(ValueError, match="nothing to quantize in T2IAdapter"):
+    with pytest.raises(ValueError, match="T2IAdapter is no diffusion model whose attention could be in 8 bit"):
         load(tmp_path / "plain", quantization_config=named)
     for part, cls in (("adapter", diffusers.T2IAdapter), ("vocoder", transformers.SpeechT5HifiGan)):
         with pytest.raises(ValueError, match="nothing to quantize"):

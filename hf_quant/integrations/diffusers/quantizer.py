@@ -29,7 +29,7 @@ from hf_quant.integrations.diffusers.refusals import (  # noqa: F401  (pickles o
     _refuse_layerwise_casting,
     _refuse_qkv_fusion,
 )
-from hf_quant.integrations.diffusers.rules import is_autoencoder, rules_within
+from hf_quant.integrations.diffusers.rules import fitting, is_autoencoder, rules_within
 from hf_quant.integrations.foreign import explain_foreign_
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
@@ -161,9 +161,10 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
                 "quantize these.",
                 type(model).__name__,
             )
-            self.quantization_config = resolved(self.quantization_config, {})  # `attention` may be left to save
+            self.quantization_config = resolved(fitting(model, self.quantization_config), {})  # attention may be left
         else:
-            self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
+            config = fitting(model, self.quantization_config)
+            self.quantization_config = prepare_from_config(model, config, dtype=self._dtype)
         if not self.pre_quantized and self.quantization_config.kv_cache is not None:  # a pipeline's config may have it
             _logger.warning(
                 "kv_cache is %r, but only models of transformers have one: not %s",

@@ -6,13 +6,18 @@ one vector per image (modulation, time embeddings) gain nothing from 8-bit input
 whole. `_FIRST_BLOCKS` lists exceptions that the structure does not show.
 """
 
+import copy
+import logging
 import re
 from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from hf_quant.config import QuantizerConfig
 from hf_quant.planning import Rules
 
+
+_logger = logging.getLogger("hf_quant")
 
 # {class: modules that stay in 16 bit}. Other libraries that quantize these models leave the same layers out.
 _FIRST_MODULATION = "modulation of the first block of its kind: its error passes through all others"
@@ -87,6 +92,21 @@ def rules_within(model: nn.Module, is_host: Callable[[nn.Module], bool]) -> Rule
         keep |= {f"{name}.{inner}": why for inner, why in found.keep.items()}
         weight_only |= {f"{name}.{inner}": why for inner, why in found.weight_only.items()}
     return Rules(keep, weight_only) if parts else None
+
+
+def fitting(model: nn.Module, config: QuantizerConfig) -> QuantizerConfig:
+    """Return the config without `attention` where a pipeline gives it to all of its parts, and this one has none."""
+    from hf_quant.integrations.diffusers.attention import describe
+
+    if config.attention is None or not vars(config).get("is_for_all_parts") or describe(model) is not None:
+        return config
+    _logger.warning(
+        "attention is %r, but %s has none that can be in 8 bit: it stays in 16 bit",
+        *(config.attention, type(model).__name__),
+    )
+    changed = copy.copy(config)
+    changed.attention = None
+    return changed
 
 
 def is_autoencoder(model: nn.Module) -> bool:

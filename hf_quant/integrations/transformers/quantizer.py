@@ -5,6 +5,7 @@ The host calls `HfQuantizer` in this order: `_process_model_before_weight_loadin
 other hooks differ between versions; this file uses only hooks that all supported versions have.
 """
 
+import copy
 import logging
 import re
 import sys
@@ -198,8 +199,8 @@ class TransformersQuantizer(HfQuantizer):
         logger.warning(
             "attention is %r, but only diffusion models have it: not %s", config.attention, type(model).__name__
         )
-        changed = QuantizerConfig.from_dict({**config.to_dict(), "attention": None})
-        changed.calibration = config.calibration
+        changed = copy.copy(config)
+        changed.attention = None
         return changed
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
