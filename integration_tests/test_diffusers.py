@@ -323,6 +323,8 @@ def test_disk_is_for_packed_weights_only(checkpoints, tmp_path):
         (lambda model, path: model.to(dtype=torch.float32), "Casting a quantized model"),
         (lambda model, path: model.to(torch.float16), r"or dequantize\(\) it first$"),
         (lambda model, path: model.half(), "not supported for quantized"),
+        (lambda model, path: model.double(), "Casting a quantized model to torch.float64"),
+        (lambda model, path: quantize_(make_model("flux"), "int4").bfloat16(), "Casting .* to torch.bfloat16"),
         (lambda model, path: model.type(torch.float32), "would cast its codes"),
         (lambda model, path: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16), "layerwise casting"),
         (lambda model, path: model.fuse_qkv_projections(), r"hf_quant.fuse_projections_\(model\)"),
@@ -334,6 +336,7 @@ def test_what_a_quantized_model_refuses(checkpoints, tmp_path, action, message):
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
         action(model, tmp_path)
+    assert model.bfloat16() is model
     assert_same_bytes(model.state_dict(), before)
     model.to("cpu")
 

@@ -20,6 +20,7 @@ from hf_quant.modules import QuantizedModule
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
 from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
+from diffusers.training_utils import EMAModel  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from hf_quant.tests.recording import Calls  # noqa: E402
@@ -210,3 +211,25 @@ def test_a_config_beside_a_quantized_checkpoint(tmp_path):
     assert calls.counts["int8_attention"] == 4 and calls.counts["layer_norm_quantize_rowwise"] == 10
     with pytest.raises(ValueError, match=r"quantized already, by .*weights='W8A8', modules=.* int8 row"):
         load(tmp_path, quantization_config=QuantizerConfig("int4"))
+
+
+def test_averages_of_a_quantized_model_are_saved_with_it(tmp_path):
+    model = quantize_(make_model("flux"), "int8")
+    codes, bias = {key: tensor.clone() for key, tensor in model.state_dict().items()}, model.proj_out.bias
+    averages = EMAModel(model.parameters(), model_cls=type(model), model_config=model.config)
+    with torch.no_grad():
+        bias.add_(1)
+    averages.step(model.parameters())
+    with pytest.raises(ValueError, match=r"quantized, .* copy_to\(model.parameters\(\)\), then model.save_pretrained"):
+        averages.save_pretrained(tmp_path)
+    with torch.no_grad():
+        bias.add_(1)
+    averages.copy_to(model.parameters())
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, dtype=torch.float32).state_dict()
+    moved = again.pop("proj_out.bias") - codes.pop("proj_out.bias")
+    assert torch.allclose(moved, torch.ones_like(moved))
+    assert_same_bytes(again, codes)
+    plain = make_model("flux")
+    EMAModel(plain.parameters(), model_cls=type(plain), model_config=plain.config).save_pretrained(tmp_path / "plain")
+    assert_same_bytes(load(tmp_path / "plain", dtype=torch.float32).state_dict(), plain.state_dict())

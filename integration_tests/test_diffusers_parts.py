@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_quant import QuantizerConfig, dequantize_, quantize_
+from hf_quant import QuantizerConfig, dequantize_, plan, quantize_
+from hf_quant.integrations.methods import stored_schemes
 from hf_quant.testing import assert_sqnr
 
 
@@ -15,7 +16,13 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional ho
 from diffusers.models import MultiControlNetModel  # noqa: E402
 from diffusers.pipelines.free_noise_utils import AnimateDiffFreeNoiseMixin  # noqa: E402
 
-from integration_tests.support.tiny_diffusion import assert_same_bytes, make_inputs, make_model, quantized_names  # noqa: E402
+from integration_tests.support.tiny_diffusion import (  # noqa: E402
+    assert_same_bytes,
+    make_autoencoder,
+    make_inputs,
+    make_model,
+    quantized_names,
+)
 
 
 def with_image_adapter(unet: nn.Module) -> nn.Module:
@@ -84,7 +91,9 @@ def test_a_model_made_of_parts_has_the_weights_that_the_codes_stand_for(tmp_path
 
 
 def test_several_controlnets_at_once(tmp_path):
-    several = quantize_(MultiControlNetModel([make_controlnet(seed) for seed in (0, 1)]), "int8")
+    several = quantize_(MultiControlNetModel([make_controlnet(seed) for seed in (0, 1)]), "W8A8")
+    expected = plan(make_controlnet(0), "W8A8").schemes
+    assert all(stored_schemes(net) == expected for net in several.nets)
     several.save_pretrained(str(tmp_path / "controlnet"))
     again = MultiControlNetModel.from_pretrained(str(tmp_path / "controlnet"))
     assert quantized_names(again) == quantized_names(several) != set()
@@ -130,6 +139,26 @@ def test_motion_modules(tmp_path):
     found = diffusers.MotionAdapter.from_pretrained(tmp_path).state_dict()
     expected = dequantize_(model).state_dict()
     assert found and all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+
+
+def test_a_container_that_its_host_cannot_save(tmp_path):
+    several = diffusers.FluxMultiControlNetModel([make_model("flux")])  # of any models
+    quantize_(several, "int8")
+    with pytest.raises(AttributeError, match="no attribute 'save_config'"):
+        several.save_pretrained(tmp_path)
+    assert not hasattr(several, "hf_quantizer")
+    several.nets[0].save_pretrained(tmp_path)
+    assert quantized_names(type(several.nets[0]).from_pretrained(tmp_path)) == quantized_names(several.nets[0])
+
+
+def test_a_container_has_the_rules_of_what_it_holds():
+    parts = nn.ModuleDict({"unet": make_model("unet"), "vae": make_autoencoder()})
+    entries, own = plan(parts, "W8A8").entries, plan(parts["unet"], "W8A8").entries
+    for name, entry in own.items():
+        assert (entries[f"unet.{name}"].scheme, entries[f"unet.{name}"].reason) == (entry.scheme, entry.reason)
+    assert not any(entry.scheme for name, entry in entries.items() if name.startswith("vae."))
+    with pytest.raises(ValueError, match="nothing to quantize in ModuleList: .*autoencoders stay in 16 bit"):
+        plan(nn.ModuleList([parts["vae"]]), "W8A8")
 
 
 def make_controlnet(seed: int) -> nn.Module:

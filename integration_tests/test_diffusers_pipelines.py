@@ -1,10 +1,13 @@
 """Pipelines of diffusers with quantized parts: loading, saving, a new process, errors."""
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hf_quant import QuantizerConfig, quantize_
@@ -19,6 +22,7 @@ from diffusers import FluxPipeline, PipelineQuantizationConfig  # noqa: E402
 from integration_tests.support.tiny_diffusion import (  # noqa: E402
     NO_TOKENIZERS,
     make_flux_pipeline,
+    make_model,
 )
 from integration_tests.support.tiny_diffusion import run_flux_pipeline as run_pipeline  # noqa: E402
 
@@ -103,6 +107,43 @@ def test_quantized_pipeline_saves_and_reloads(pipeline_dir, tmp_path, arguments,
     again = load_pipeline(tmp_path)
     assert quantized_parts(again) == parts
     assert torch.equal(run_pipeline(again), image)
+
+
+class WithConvolutions(diffusers.DiffusionPipeline):
+    """A pipeline with parts of convolutions alone, of both libraries."""
+
+    def __init__(self, transformer: nn.Module, adapter: nn.Module, vocoder: nn.Module) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer, adapter=adapter, vocoder=vocoder)
+
+
+def test_parts_with_nothing_to_quantize(tmp_path, caplog):
+    upsampling = {"upsample_initial_channel": 4, "upsample_rates": [2], "upsample_kernel_sizes": [4]}
+    vocoder = transformers.SpeechT5HifiGanConfig(model_in_dim=4, **upsampling)
+    WithConvolutions(
+        transformer=make_model("flux"),
+        adapter=diffusers.T2IAdapter(channels=[4], num_res_blocks=1),
+        vocoder=transformers.SpeechT5HifiGan(vocoder),
+    ).save_pretrained(tmp_path / "plain")
+    config = {"quant_backend": "hf_quant", "quant_kwargs": {"weights": "int8", "attention": "int8"}}
+    load = partial(WithConvolutions.from_pretrained, dtype=torch.float32)
+    pipe = load(tmp_path / "plain", quantization_config=PipelineQuantizationConfig(**config))
+    assert quantized_parts(pipe) == {"transformer"}
+    assert "attention is 'int8', but T2IAdapter has none that can be in 8 bit: it stays in 16 bit" in caplog.text
+    for name in ("T2IAdapter", "SpeechT5HifiGan"):
+        assert re.search(f"nothing to quantize in {name}: conv: only if named .*; it stays in 16 bit", caplog.text)
+    pipe.save_pretrained(tmp_path / "quantized")
+    for part in ("adapter", "vocoder"):
+        assert not getattr(pipe, part).half().is_quantized
+        assert "quantization_config" not in (tmp_path / "quantized" / part / "config.json").read_text()
+    again = load(tmp_path / "quantized", quantization_config=PipelineQuantizationConfig(**config))
+    assert quantized_parts(again) == {"transformer"}
+    named = PipelineQuantizationConfig(**config, components_to_quantize=["adapter"])
+    with pytest.raises(ValueError, match="T2IAdapter is no diffusion model whose attention could be in 8 bit"):
+        load(tmp_path / "plain", quantization_config=named)
+    for part, cls in (("adapter", diffusers.T2IAdapter), ("vocoder", transformers.SpeechT5HifiGan)):
+        with pytest.raises(ValueError, match="nothing to quantize"):
+            cls.from_pretrained(tmp_path / "plain" / part, quantization_config=QuantizerConfig("int8"))
 
 
 def test_errors_of_pipelines(pipeline_dir):

@@ -36,7 +36,7 @@ from hf_quant.modules import (
     quantized_class,
     register_experts,
 )
-from hf_quant.planning import plan, resolved, schemes_from_list
+from hf_quant.planning import NothingToQuantize, plan, resolved, schemes_from_list
 from hf_quant.quantize import apply_plan, share_codes_
 from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme
@@ -81,10 +81,18 @@ def prepare_from_config(
 ) -> QuantizerConfig:
     """Plan, and turn the modules of a model on the meta device into empty quantized ones that wait for their weights.
 
-    Returns the resolved config.
+    Returns the resolved config. Its plan is empty where a pipeline gives one config to all of its parts, and this part
+    has nothing to quantize.
     """
+    is_for_all_parts = vars(config).pop("is_for_all_parts", False)
     file = _statistics_file(model, config)
-    quant_plan = plan(model, config, dtype=dtype)
+    try:
+        quant_plan = plan(model, config, dtype=dtype)
+    except NothingToQuantize as error:
+        if not is_for_all_parts:
+            raise
+        logger.warning("%s; it stays in 16 bit", error)
+        return resolved(config, {})
     quant_plan.warn(type(model).__name__)
     if file is not None:
         static = [name for name, scheme in quant_plan.schemes.items() if scheme.is_static]

@@ -34,6 +34,10 @@ _CALIBRATED_KINDS = ("linear", "experts")  # of whose inputs statistics are take
 _NO_COUNTERPART = {nn.Bilinear: "it multiplies two inputs, where codes of one matrix save nothing in time"}
 
 
+class NothingToQuantize(ValueError):
+    """Raised for a model in which a config quantizes nothing."""
+
+
 class Rules(NamedTuple):
     """Rules of a host for one model: {module name: reason}."""
 
@@ -82,7 +86,7 @@ def plan(
         because = "; ".join(reasons or ["it has no linear layers"])
         unnamed = [e for e in entries if (e.reason or "").endswith(_IF_NAMED)]
         remedy = f"; to quantize them, name them: {naming(unnamed)}" if unnamed else ""
-        raise ValueError(f"nothing to quantize in {type(model).__name__}: {because}{remedy}")
+        raise NothingToQuantize(f"nothing to quantize in {type(model).__name__}: {because}{remedy}")
     entries += unsupported
     planned = {id(p) for name in candidates for p in decider.weights(name).values()}
     planned |= {id(model.get_submodule(e.name)._parameters[n]) for e in entries if e.kind == "other" for n in e.shapes}

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import diffusers.quantizers.auto as auto
@@ -28,7 +29,7 @@ from hf_quant.integrations.diffusers.refusals import (  # noqa: F401  (pickles o
     _refuse_layerwise_casting,
     _refuse_qkv_fusion,
 )
-from hf_quant.integrations.diffusers.rules import is_autoencoder, rules
+from hf_quant.integrations.diffusers.rules import fitting, is_autoencoder, rules_within
 from hf_quant.integrations.foreign import explain_foreign_
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
@@ -160,9 +161,10 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
                 "quantize these.",
                 type(model).__name__,
             )
-            self.quantization_config = resolved(self.quantization_config, {})  # `attention` may be left to save
+            self.quantization_config = resolved(fitting(model, self.quantization_config), {})  # attention may be left
         else:
-            self.quantization_config = prepare_from_config(model, self.quantization_config, dtype=self._dtype)
+            config = fitting(model, self.quantization_config)
+            self.quantization_config = prepare_from_config(model, config, dtype=self._dtype)
         if not self.pre_quantized and self.quantization_config.kv_cache is not None:  # a pipeline's config may have it
             _logger.warning(
                 "kv_cache is %r, but only models of transformers have one: not %s",
@@ -400,6 +402,11 @@ def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs
     return host(device=device, non_blocking=non_blocking, **options)
 
 
+def _move_to(model: nn.Module, host: Callable[..., nn.Module], dtype: torch.dtype) -> nn.Module:
+    """Wrap `bfloat16` and `double`, as `to` of these dtypes; the host refuses `half` and `float` itself."""
+    return model.to(dtype)
+
+
 def _set_processors(model: nn.Module, host: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Wrap `set_attn_processor`: the new processors, as of an IP adapter, compute in 8 bit as the earlier ones did."""
     from hf_quant.integrations.diffusers.attention import describe
@@ -420,6 +427,8 @@ _ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors, "set_default_attn_
 # card.
 _WRAPPERS = {
     "_upload_folder": _write_card,
+    "bfloat16": partial(_move_to, dtype=torch.bfloat16),
+    "double": partial(_move_to, dtype=torch.float64),
     "num_parameters": count_weights,
     "requires_grad_": refuse_training,
     "to": _move,
@@ -484,7 +493,7 @@ def register() -> None:
     explain_foreign_(auto.DiffusersAutoQuantizer)
     if _OBSERVER not in quantize.OBSERVERS:
         quantize.OBSERVERS.append(_OBSERVER)
-        planning.HOST_RULES.append(lambda model: rules(model) if _is_own(model) else None)
+        planning.HOST_RULES.append(lambda model: rules_within(model, _is_own))
 
 
 register()

@@ -6,13 +6,18 @@ one vector per image (modulation, time embeddings) gain nothing from 8-bit input
 whole. `_FIRST_BLOCKS` lists exceptions that the structure does not show.
 """
 
+import copy
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from hf_quant.config import QuantizerConfig
 from hf_quant.planning import Rules
 
+
+_logger = logging.getLogger("hf_quant")
 
 # {class: modules that stay in 16 bit}. Other libraries that quantize these models leave the same layers out.
 _FIRST_MODULATION = "modulation of the first block of its kind: its error passes through all others"
@@ -69,6 +74,39 @@ def rules(model: nn.Module) -> Rules:
         ):
             weight_only[name] = _ONE_VECTOR
     return Rules(keep, weight_only, describe(model), whole=_AUTOENCODER if is_autoencoder(model) else None)
+
+
+def rules_within(model: nn.Module, is_host: Callable[[nn.Module], bool]) -> Rules | None:
+    """Return the rules of a diffusers model, or of those in a container (MultiControlNetModel); None: there is none.
+
+    is_host: True for the models of diffusers. A container has no line on 8-bit attention, as it cannot have that.
+    """
+    if is_host(model):
+        return rules(model)
+    parts = {name: found for name, child in model.named_children() if (found := rules_within(child, is_host))}
+    keep: dict[str, str] = {}
+    weight_only: dict[str, str] = {}
+    for name, found in parts.items():
+        if found.whole is not None:
+            keep |= {f"{name}.{inner}": found.whole for inner, _ in model.get_submodule(name).named_modules()}
+        keep |= {f"{name}.{inner}": why for inner, why in found.keep.items()}
+        weight_only |= {f"{name}.{inner}": why for inner, why in found.weight_only.items()}
+    return Rules(keep, weight_only) if parts else None
+
+
+def fitting(model: nn.Module, config: QuantizerConfig) -> QuantizerConfig:
+    """Return the config without `attention` where a pipeline gives it to all of its parts, and this one has none."""
+    from hf_quant.integrations.diffusers.attention import describe
+
+    if config.attention is None or not vars(config).get("is_for_all_parts") or describe(model) is not None:
+        return config
+    _logger.warning(
+        "attention is %r, but %s has none that can be in 8 bit: it stays in 16 bit",
+        *(config.attention, type(model).__name__),
+    )
+    changed = copy.copy(config)
+    changed.attention = None
+    return changed
 
 
 def is_autoencoder(model: nn.Module) -> bool:

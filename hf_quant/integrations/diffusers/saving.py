@@ -15,7 +15,7 @@ from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 
 import hf_quant.integrations.diffusers.derived  # noqa: F401  (wraps other methods of the same class)
 from hf_quant.checkpoint import config_of
-from hf_quant.integrations.diffusers.quantizer import DiffusersQuantizer, refresh_plan
+from hf_quant.integrations.diffusers.quantizer import DiffusersQuantizer, _is_own, refresh_plan
 from hf_quant.integrations.leftovers import without_leftovers
 from hf_quant.integrations.methods import stored_schemes
 from hf_quant.integrations.wrapping import wrap_once
@@ -29,6 +29,8 @@ def register() -> None:
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_own(self):  # a container without a config, which some cannot save
+            return host(self, *args, **kwargs)
         schemes = stored_schemes(self)
         quantizer = getattr(self, "hf_quantizer", None)
         if schemes and quantizer is None:

@@ -5,6 +5,7 @@ The host calls `HfQuantizer` in this order: `_process_model_before_weight_loadin
 other hooks differ between versions; this file uses only hooks that all supported versions have.
 """
 
+import copy
 import logging
 import re
 import sys
@@ -198,8 +199,8 @@ class TransformersQuantizer(HfQuantizer):
         logger.warning(
             "attention is %r, but only diffusion models have it: not %s", config.attention, type(model).__name__
         )
-        changed = QuantizerConfig.from_dict({**config.to_dict(), "attention": None})
-        changed.calibration = config.calibration
+        changed = copy.copy(config)
+        changed.attention = None
         return changed
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -223,6 +224,9 @@ class TransformersQuantizer(HfQuantizer):
         if self.pre_quantized:
             _refuse_missing(model, self.stored)
             self.stored = set()
+        elif not self.quantization_config.plan and not self.quantization_config.has_more_than_weights:
+            self.remove_quantization_config(model)  # a part of a pipeline that has nothing to quantize
+            return model
         for name, parameter in model.named_parameters():
             expected = self.shapes.pop(name, parameter.shape)
             if parameter.shape != expected:  # with any quantizer, older versions load tensors of a wrong shape
