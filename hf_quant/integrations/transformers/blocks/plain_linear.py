@@ -26,7 +26,7 @@ from hf_quant.kernels.native.blocks import Block
 
 
 _LEAST = 2**20  # weights
-_MOST_ROWS = 4  # beyond, torch's product is as fast
+_MOST_ROWS = 4  # that a weight meets at once while it is read
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
