@@ -226,8 +226,9 @@ def test_caches_that_are_left_alone(llama):
     assert next_tokens(layer, 2, 1, 2, 32, torch.bfloat16) is None
     layer.keys.requires_grad_()
     assert next_tokens(layer, 2, 1, *sizes) is None
-    # A place that was found while the layer was empty is none any more.
+    # A place that was found while the layer was empty is none of other sequences, and none any more behind tokens.
     layer = DynamicCache(config=llama.config).layers[0]
     before = next_tokens(layer, 2, 5, *sizes)
+    assert next_tokens(layer, 3, 5, *sizes).cache is not before.cache
     layer.update(torch.zeros(2, 2, 7, 32), torch.zeros(2, 2, 7, 32))
     assert before.layer.next(9, 5) is None and next_tokens(layer, 2, 5, *sizes).place == (0, 12, 0)
