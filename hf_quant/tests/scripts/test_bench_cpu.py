@@ -177,7 +177,7 @@ def test_attention(capsys, tmp_path):
     bench_cpu.main(["kv_attention", *shape, "--json", str(path)])
     records = json.loads(path.read_text())["records"]
     seconds = {record["name"]: record["seconds"] for record in records}
-    assert set(seconds) == {cpu_attention.SDPA, cpu_attention.MATMUL, *cpu_attention.GROUPS}
+    assert set(seconds) == {cpu_attention.SDPA, cpu_attention.MATMUL, cpu_attention.NATIVE, *cpu_attention.GROUPS}
     for record in records:
         assert record["ratio_to_sdpa"] == pytest.approx(seconds[cpu_attention.SDPA] / record["seconds"])
     assert "4/2x32 heads, 70 tokens" in capsys.readouterr().out
