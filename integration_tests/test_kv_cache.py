@@ -610,7 +610,7 @@ def test_left_padding_changes_nothing(asset, config):
     pads, new = 30, 12
 
     def logits(ids, mask, cache):
-        """Of a prompt, of several tokens at once and of single ones."""
+        """Read a prompt, several tokens at once and single ones."""
         positions, start, found = (mask.cumsum(1) - 1).clamp(min=0), 0, []
         for end in (ids.shape[1] - new, ids.shape[1] - 2, ids.shape[1] - 1, ids.shape[1]):
             part = {"position_ids": positions[:, start:end], "past_key_values": cache}

@@ -314,16 +314,6 @@ def test_adapters_come_and_go():
     assert not calls and block_reasons(model)["model"] is None
 
 
-@pytest.fixture
-def parts(monkeypatch):
-    """The number of layers of each native call that computes several."""
-    counts, real = [], decoder.Chain.__call__
-    monkeypatch.setattr(
-        decoder.Chain, "__call__", lambda self, *given: (counts.append(len(self._blocks)), real(self, *given))[1]
-    )
-    return counts
-
-
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     ("kind", "fields", "counts"),

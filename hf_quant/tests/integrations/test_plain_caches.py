@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_quant import unfuse_activations_
-from hf_quant.integrations.transformers.blocks import decoder
 from hf_quant.kv_cache import next_tokens
 from hf_quant.testing import assert_close
 from hf_quant.tests.integrations import test_fused_blocks, test_latent_blocks
@@ -19,16 +18,6 @@ from hf_quant.tests.integrations.test_fused_blocks import FAMILIES, generate, ne
 pytestmark = needs_native
 PLAIN = {"weights": "int4", "modules_to_not_convert": ["lm_head"]}
 LATENT = ("minicpm3", "deepseek_v2")
-
-
-@pytest.fixture
-def calls(monkeypatch) -> list[int]:
-    """The number of layers of each native call that computes several."""
-    counts, real = [], decoder.Chain.__call__
-    monkeypatch.setattr(
-        decoder.Chain, "__call__", lambda self, *given: (counts.append(len(self._blocks)), real(self, *given))[1]
-    )
-    return counts
 
 
 def make(kind: str, dtype: torch.dtype = torch.float32, **fields) -> PreTrainedModel:
@@ -65,30 +54,30 @@ def forced(model: PreTrainedModel, mask: Tensor, ends: tuple[int, ...], change=l
         *(("gemma3_text", {"sliding_window": window}) for window in (8, 20, 64)),
     ],
 )
-def test_logits_of_the_host(calls, kind, fields):
-    """Of prompts, of several tokens behind others and of single ones, beyond windows; alone and padded."""
+def test_logits_of_the_host(parts, kind, fields):
+    """Prompts, several tokens behind others and single ones, beyond windows; alone and padded."""
     model, alone, padded = make(kind, **fields), torch.ones(1, 40).long(), torch.ones(3, 40).long()
     padded[0, :11] = padded[2, :1] = 0
     ends, found = (17, 18, 19, 30, *range(31, 41)), []
     for is_fused in (True, False):
         for mask in (alone, padded):
             for _ in range(8 if is_fused else 1):  # a block for each kind of call, after some calls
-                calls.clear()
+                parts.clear()
                 logits = forced(model, mask, ends)
             found.append(logits[mask.bool()])
-            assert (sum(calls) >= 10) == is_fused, calls
+            assert (sum(parts) >= 10) == is_fused, parts
         unfuse_activations_(model)
     for ours, host in zip(found[:2], found[2:]):
         assert_close(ours, host, rms=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtypes(calls, dtype):
+def test_dtypes(parts, dtype):
     model, mask = make("llama", dtype), torch.ones(2, 24).long()
     for _ in range(4):
-        calls.clear()
+        parts.clear()
         ours = forced(model, mask, (12, *range(13, 25)))
-    assert calls
+    assert parts
     unfuse_activations_(model)
     assert_close(ours, forced(model, mask, (12, *range(13, 25))), rms=2e-2 if dtype == torch.bfloat16 else 3e-3)
 
@@ -147,7 +136,7 @@ def _reset(cache, at):
 
 
 def _moved(cache, at):
-    """By a host's own `update`, as in a layer without a block."""
+    """The host's own `update` adds a token, as in a layer without a block."""
     if at == 14:
         layer = cache.layers[0]
         new = layer.keys[:, :, -1:].clone(), layer.values[:, :, -1:].clone()
@@ -165,7 +154,7 @@ def test_caches_that_somebody_changes(llama, change):
 
 
 def test_a_window_that_records_the_past():
-    """As assisted generation asks for; what was taken back never was."""
+    """Assisted generation asks for it; what was taken back never was."""
     model, ids = make("gemma3_text", sliding_window=8), prompt(1, 40)
     results = []
     for is_fused in (True, False):
@@ -203,7 +192,7 @@ def test_beams_and_several_turns(llama):
 
 
 def test_caches_that_are_left_alone(llama):
-    """Those of classes that may do more, that are moved about, and layers that lack something."""
+    """Caches of classes that may do more, and layers that lack something, are not written to."""
 
     class Own(DynamicCache):
         updates = 0
