@@ -182,7 +182,7 @@ KINDS = {
     "values of its own": Kind("DiffLlamaForCausalLM", "DiffLlamaConfig", {**LM, "head_dim": 16}, False),
     # Before 5.18 the model cannot use a static cache, whoever makes it.
     "ALiBi": Kind("BloomForCausalLM", "BloomConfig", {**LM, "n_layer": 2, "n_head": 4}, False, False),
-    "attention of its own": Kind("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 8}, False),
+    "attention of its own": Kind("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 8}, None),
     "linear attention": Kind(
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",

@@ -29,6 +29,7 @@ from hf_quant.calibration.observe import (
 from hf_quant.kernels import quantize_rowwise, quantize_static
 from hf_quant.kernels.codes import row_max
 from hf_quant.kernels.rowwise.op import row_scale
+from hf_quant.kv_cache import CACHES, cache_in
 from hf_quant.modules import expert_weight_names, rotated, route
 from hf_quant.scheme import InputTransform
 
@@ -162,10 +163,10 @@ class CallRecorder:
         self._handle.remove()
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if cache is not None and cache.get_seq_length():
             return
-        for call in _rows(Call(args, {n: v for n, v in kwargs.items() if n != "past_key_values"})):
+        for call in _rows(Call(args, {n: v for n, v in kwargs.items() if n not in CACHES})):
             if self._number % self._stride == 0:
                 self.calls.append(call)
             self._number += 1

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_quant.algorithms import Statistics
+from hf_quant.kv_cache import CACHES, cache_in, cache_name
 from hf_quant.modules import expert_weight_names, rotated, route
 from hf_quant.scheme import InputTransform
 
@@ -335,13 +336,14 @@ class CacheObserver:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._mask = kwargs.get("attention_mask")
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if cache is None:
             cache = PassingCache(config=self.model.config.get_text_config(decoder=True))
         if "update" not in vars(cache):
             vars(cache)["update"] = partial(self._see, cache.update)
             self._undo.append(partial(vars(cache).pop, "update"))
-        return args, {**kwargs, "past_key_values": cache}
+        others = {name: value for name, value in kwargs.items() if name not in CACHES}
+        return args, {**others, cache_name(module.forward): cache}
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._attention = name

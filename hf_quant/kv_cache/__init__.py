@@ -27,11 +27,13 @@ if TYPE_CHECKING:
         attend_to_narrow,
     )
     from hf_quant.kv_cache._layers import QuantizedLayer
+    from hf_quant.kv_cache._names import CACHES, cache_in, cache_name, host_cache_name
     from hf_quant.kv_cache._places import NEW_TOKENS, NextTokens, Places, held_tokens, next_tokens, takes_tokens
     from hf_quant.kv_cache._sizes import bytes_per_token, check_generates, describe
     from hf_quant.kv_cache._states import QuantizedStates
 
 _HOME = {
+    "CACHES": "_names",
     "KVCacheConfig": "_config",
     "LatentStates": "_latents",
     "NEW_TOKENS": "_places",
@@ -45,10 +47,13 @@ _HOME = {
     "attend_to_latents_by_products": "_latents",
     "attend_to_narrow": "_latents",
     "bytes_per_token": "_sizes",
+    "cache_in": "_names",
+    "cache_name": "_names",
     "check_generates": "_sizes",
     "computes_prompts": "_interface",
     "describe": "_sizes",
     "held_tokens": "_places",
+    "host_cache_name": "_names",
     "is_quantized": "_cache",
     "is_recorded": "_interface",
     "latent_mask": "_interface",
@@ -62,6 +67,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CACHES",
     "KVCacheConfig",
     "LatentStates",
     "NEW_TOKENS",
@@ -75,10 +81,13 @@ __all__ = [
     "attend_to_latents_by_products",
     "attend_to_narrow",
     "bytes_per_token",
+    "cache_in",
+    "cache_name",
     "check_generates",
     "computes_prompts",
     "describe",
     "held_tokens",
+    "host_cache_name",
     "is_quantized",
     "is_recorded",
     "latent_mask",

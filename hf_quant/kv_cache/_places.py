@@ -51,6 +51,7 @@ class _Prepared:
         self.kind: tuple | None = None
         self.codes: torch.Tensor | None = None
         self.capacity = 0  # tokens
+        self.recents: int | None = None  # last tokens that are kept in 16 bit; None: the layer keeps none
         self.cache: object = None
 
     def __reduce__(self) -> tuple:
@@ -63,8 +64,8 @@ def next_tokens(
     """Make room in a layer for new tokens of each of B sequences, with `num_heads` keys and values of D channels.
 
     `value_dim`: channels of values, if these have others. None if this layer takes new tokens only through its
-    `update`: it is of another kind, keeps some tokens in 16 bit and others not, its sequences, heads or dtype are
-    others, or it is empty and gets one token.
+    `update`: it is of another kind, its sequences, heads or dtype are others, it is empty and gets one token, or it
+    keeps some tokens in 16 bit and gets several.
     """
     kind = (B, num_heads, D, dtype, value_dim or D)
     values = Values.of(layer, B, count, num_heads, (D, kind[-1]), dtype)
@@ -78,13 +79,13 @@ def next_tokens(
     if prepared is None:
         return None
     state = layer.__dict__
-    if count == 1 and not state["_end"]:
+    if (count == 1 and not state["_end"]) or (value_dim is not None and prepared.recents is not None):
         return None
     if state["_first"] + state["_end"] - state["_start"] + count > prepared.capacity:
         layer._reserve(count)
         if prepared.codes is not state["k_codes"]:
             prepared = _prepare(layer, kind)
-    if prepared.cache is None:
+    if prepared.cache is None or not _are_kept(state, prepared.recents, count):
         return None
     return NextTokens(prepared.cache, _place(state, layer._start_of_next(), count), layer, count)
 
@@ -100,14 +101,14 @@ def held_tokens(
 ) -> tuple[object, tuple[int, int, int]] | None:
     """(cache, place) of all tokens in a layer, as `Block.with_cache` takes them, for a block that adds none.
 
-    None as from `next_tokens`, and for layers with windows.
+    None as from `next_tokens`, and for layers with windows, or with tokens in 16 bit.
     """
     values = Values.of(layer, B, 0, num_heads, (D, D), dtype) if type(layer) is DynamicLayer else None
     if values is not None:
         place = values.next(math.inf, 0)
         return None if place is None else (values.cache, place)
     prepared = _prepared_of(layer, (B, num_heads, D, dtype, D)) if type(layer) is QuantizedLayer else None
-    if prepared is None or prepared.cache is None or not layer._end:
+    if prepared is None or prepared.cache is None or prepared.recents is not None or not layer._end:
         return None
     return prepared.cache, _place(layer.__dict__, layer._start, 0)
 
@@ -164,13 +165,15 @@ def _next_of(layer: GrowingStorage | Values, most: float) -> Callable[[int], tup
             return None
         if state["k_codes"] is not prepared.codes or (count == 1 and (not end or end - start >= most)):
             return None
+        if not _are_kept(state, prepared.recents, count):
+            return None
         return _place(state, start, count)
 
     return next_place
 
 
 def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype, value_dim: int) -> bool:
-    if not layer.is_initialized or layer.k_window is not None:
+    if not layer.is_initialized:
         return False
     if layer.k_codes.shape[:2] != (B, num_heads) or not layer.k_codes.is_cpu:
         return False
@@ -181,7 +184,13 @@ def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype, v
 def _prepare(layer: GrowingStorage, kind: tuple) -> _Prepared:
     found = layer.__dict__["_prepared"] = _Prepared()
     found.kind, found.codes, found.capacity, found.cache = kind, layer.k_codes, layer.k_codes.shape[2], _cache(layer)
+    found.recents = None if layer.k_window is None else layer.config.recent_tokens
     return found
+
+
+def _are_kept(state: dict[str, Any], recents: int | None, count: int) -> bool:
+    """True if new tokens find all the last ones in 16 bit that `recents` promises; always if it promises none."""
+    return recents is None or (count == 1 and state["_recent"] <= max(state["_end"] + 1 - recents, 0))
 
 
 def _cache(layer: GrowingStorage) -> object:
@@ -192,9 +201,9 @@ def _cache(layer: GrowingStorage) -> object:
     for of, D in zip(pairs, (keys.D, values.D)):
         reasons.append(attention_unsupported_reason(keys.dtype, D, D // of.shape[3], numbers))
         reasons.append(append_unsupported_reason(keys.dtype, D, numbers))
-    tensors = (layer.k_codes, layer.v_codes, *pairs, layer.k_frame)
+    tensors = (layer.k_codes, layer.v_codes, *pairs, layer.k_frame, layer.k_window, layer.v_window)
     has_other_groups = keys.D == values.D and pairs[0].shape != pairs[1].shape
-    if any(reasons) or has_other_groups or not all(t.is_contiguous() for t in tensors):
+    if any(reasons) or has_other_groups or not all(t is None or t.is_contiguous() for t in tensors):
         return None
     parts = [
         (codes, pairs[..., 0], pairs[..., 1] if pairs.shape[-1] == 2 else None)
@@ -202,4 +211,5 @@ def _cache(layer: GrowingStorage) -> object:
     ]
     rotates = {"rotates_keys": keys.rotated, "rotates_values": values.rotated}
     lacking = {"k_frame": layer.k_frame, "k_first": layer.k_first, "starts": layer.starts}
-    return prepare_cache(*parts, spec, (keys.D, values.D), **rotates, **lacking)
+    kept = None if layer.k_window is None else (layer.k_window, layer.v_window, keys.sinks)
+    return prepare_cache(*parts, spec, (keys.D, values.D), **rotates, **lacking, kept=kept)

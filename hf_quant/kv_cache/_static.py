@@ -71,6 +71,11 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
                 f"{self.max_cache_len}: make it longer, or leave max_cache_len out"
             )
 
+    @property
+    def is_croppable(self) -> bool:
+        """True if `crop` can take tokens back: not from a ring of the last ones, which has lost those before them."""
+        return not self.config.recent_tokens
+
     def reset(self) -> None:
         self.is_empty = True
         self.note_starts(None)

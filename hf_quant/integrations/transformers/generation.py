@@ -20,7 +20,9 @@ from hf_quant.kv_cache import (
     KVCacheConfig,
     QuantizedCache,
     QuantizedLayer,
+    cache_in,
     check_generates,
+    host_cache_name,
     is_quantized,
     quantized_layers,
     register_attention,
@@ -37,7 +39,7 @@ _GENERAL = "transformers.generation.utils"  # the module of methods that models 
 _PLACES = (None, "offloaded", *_STATIC)
 _AT_ONCE = ("jamba",)  # model types whose states of linear attention would start anew with each part of a prompt
 _IN_PARTS = ("greedy_search", "sample", "beam_search", "beam_sample")  # modes that read the prompt once, at the start
-_TEXT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep")
+_TEXT = ("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep")
 
 
 def kv_cache_of(model: nn.Module) -> KVCacheConfig | None:
@@ -180,7 +182,7 @@ class CacheMethod(ModelMethod):
             is_text = not any(isinstance(v, Tensor) and name not in _TEXT for name, v in model_kwargs.items())
             if is_text and not (is_asked or is_traced):
                 generation_config.prefill_chunk_size = config.prefill_chunk_size
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[host_cache_name()] = cache
         # Under autocast the dtype of keys is not known yet, nor is the device of offloaded weights. For
         # "get_compiled_call" see `_static`.
         device = model.device
@@ -269,14 +271,14 @@ def _is_ours(
 ) -> bool:
     """Return True if this generation gets the quantized cache; else warn where the caller may expect it."""
     place = generation_config.cache_implementation
-    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+    if cache_in(model_kwargs) is not None or generation_config.use_cache is False:
         return False
     if not model._supports_default_dynamic_cache():
         return False
     why = None
     made_by = _module_of(model, _METHOD)  # transformers' general method, T5Gemma's, or another
     if made_by != _GENERAL and "t5gemma" not in made_by:
-        why = f"a {type(model).__name__} makes its own: give generate a QuantizedCache as past_key_values"
+        why = f"a {type(model).__name__} makes its own: give generate a QuantizedCache as {host_cache_name()}"
     elif place not in _PLACES:
         why = f"cache_implementation={place!r} is used: leave it out to get that"
     elif place in _STATIC and _module_of(model, "_prepare_static_cache") != _GENERAL:  # Mllama: layers of images

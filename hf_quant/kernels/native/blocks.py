@@ -378,15 +378,23 @@ def prepare_cache(
     k_frame: Tensor | None = None,
     k_first: Tensor | None = None,
     starts: Tensor | None = None,
+    kept: tuple[Tensor, Tensor, int] | None = None,
 ) -> object:
     """A layer of a cache for `Block.with_cache`: keys and values (codes, scale, offset) for all of its columns.
 
     Without a spec they are no codes: ([B, H, T, D], None, None). It holds addresses only. Tokens of codes, k_frame,
-    k_first and starts are contiguous, offsets lie as scales do.
+    k_first, starts and what is kept are contiguous, offsets lie as scales do.
+
+    kept: keys and values [B, H, sinks + recents + 1, D] of the dtype of new ones, and how many are sinks: `Kept` of
+    kernels.h. Such a cache takes one token of each sequence at a time.
     """
+    k_kept, v_kept, sinks = (None, None, 0) if kept is None else kept
+    recents = 0 if k_kept is None else k_kept.shape[2] - sinks - 1
     return module.prepare_cache(
         *(NO_LAYOUT if spec is None else layout_arguments(spec)),
-        *(0 if part is None else part.data_ptr() for part in (k_first, starts)),
+        *(0 if part is None else part.data_ptr() for part in (k_first, starts, k_kept, v_kept)),
+        sinks,
+        recents,
         *appended_arguments(head_dims[0], rotates_keys, k_frame, *keys),
         *appended_arguments(head_dims[1], rotates_values, None, *values),
     )

@@ -12,7 +12,7 @@ import torch
 from hf_quant.kernels.prepack import clear_prepacked
 
 
-_INTERFACE = 25  # of the functions' arguments; an extension built from other sources must not be called
+_INTERFACE = 26  # of the functions' arguments; an extension built from other sources must not be called
 
 
 def _load():

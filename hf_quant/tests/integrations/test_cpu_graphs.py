@@ -175,10 +175,6 @@ def test_a_captured_step_calls_no_module(llama, monkeypatch):
     ("config", "options", "reason"),
     [
         (None, {}, "LlamaModel has no block"),
-        (
-            {**QUANTIZED, "kv_cache": {"format": "int8", "recent_tokens": 4}},
-            *({}, "a layer of the cache takes new tokens another way"),
-        ),
         (QUANTIZED, {"num_beams": 2}, "beam search"),
         (QUANTIZED, {"cache_implementation": "static"}, "the cache has a fixed size"),
         (QUANTIZED, {"use_cache": False}, "use_cache is False"),

@@ -216,11 +216,14 @@ def test_no_trial_while_a_graph_is_captured(llama, monkeypatch):
 def test_reasons():
     tables = quantize_(plain("gptj", n_positions=64, n_embd=128, n_head=4, n_layer=1, rotary_dim=16), CONFIG)
     other = quantize_(plain(hidden_act="tanh"), CONFIG)
+    attention = tables.transformer.h[0].attn
     with torch.no_grad():
-        tables.transformer.h[0].attn(hidden_states=torch.randn(1, 3, 128), position_ids=torch.arange(3)[None])
+        if "embed_positions" in attention._buffers:  # before transformers 5.24
+            attention(hidden_states=torch.randn(1, 3, 128), position_ids=torch.arange(3)[None])
         other(prompt())
     found = {**block_reasons(tables), **block_reasons(other)}
-    assert "look up its positions in a table" in found["transformer.h.0.attn"]
+    if "embed_positions" in attention._buffers:
+        assert "look up its positions in a table" in found["transformer.h.0.attn"]
     assert "activation function" in found["model.layers.0.mlp"]
     assert "has no block" in found["model.layers.0"] and found["model.layers.0.self_attn"] is None
 

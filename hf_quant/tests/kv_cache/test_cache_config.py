@@ -1,11 +1,14 @@
 """`KVCacheConfig`: what it accepts, what it stores, what a token takes."""
 
 import json
+from functools import wraps
 
 import pytest
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig
+from hf_quant.kv_cache import CACHES, cache_in, cache_name, host_cache_name
 
 
 def test_defaults_depend_on_the_format():
@@ -102,3 +105,17 @@ def test_heads_that_do_not_fill_words():
 def test_a_model_in_place_of_its_config():
     with pytest.raises(ValueError, match="config is a Linear; needs the config of a model .*: give model.config"):
         QuantizedCache(nn.Linear(1, 1), "int8")
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_has_the_name_of_the_hosts_version(name):
+    """transformers 5.24 renamed the arguments; code from elsewhere may have the old names under it, too."""
+    hosts = {
+        "cache": lambda ids, cache=None: None,
+        "past_key_values": lambda ids, past_key_values=None: None,
+        "cache_params": lambda ids, cache_params=None, **kwargs: None,
+    }
+    host = hosts[name]
+    assert cache_name(host) == name and cache_name(wraps(host)(lambda **kwargs: host(**kwargs))) == name
+    assert cache_in({"use_cache": True, name: 1}) == 1 and cache_in(dict.fromkeys(CACHES)) is None
+    assert cache_name(lambda **kwargs: kwargs) == host_cache_name() == cache_name(LlamaForCausalLM.forward)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.integrations.transformers.blocks.base import MAX_ROWS, TOLERANCE, is_served
+from hf_quant.kv_cache import CACHES, cache_in
 
 
-PASTS = ("past_key_values", "layer_past")  # names of the argument with the cache
+PASTS = (*CACHES, "layer_past")  # names of the argument with the cache
 # Of a call: what does not change its result. All else is left to the host.
 IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
 IGNORED |= {"logits_to_keep"}  # GOT-OCR 2.0 hands it on to its layers
@@ -57,6 +58,6 @@ def length_of(past: Any, index: int) -> int:
 
 def past_of(kwargs: dict[str, Any]) -> Any:
     """The cache of self-attention that a module is given, None without one."""
-    past = kwargs.get(PASTS[0])
-    past = kwargs.get(PASTS[1]) if past is None else past
+    past = cache_in(kwargs)
+    past = kwargs.get("layer_past") if past is None else past
     return getattr(past, "self_attention_cache", past)  # of a decoder with an encoder

@@ -189,7 +189,7 @@ class CrossLayer:
 
     def __call__(self, module: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The output for one token x [B, 1, K] of each sequence, which is added to the cache; None: the host's."""
-        past, B = kwargs.get("past_key_values"), len(x)
+        past, B = kv_cache.cache_in(kwargs), len(x)
         crossed, sizes = getattr(past, "cross_attention_cache", None), self.crossing.sizes
         if crossed is None or crossed.offloading or not past.is_updated.get(self.crossing.index):
             return None

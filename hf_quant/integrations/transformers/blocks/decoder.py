@@ -349,9 +349,10 @@ def _places(values: Any, x: Tensor, inputs: Inputs) -> list[Any]:
 def _output_of(output: Any, y: Tensor, past: Any) -> Callable[[Tensor, Any], Any]:
     """A function that makes an output like `output` of (y, past). Raises Unproven if it holds something else."""
     kind, held = type(output), dict(output) if isinstance(output, dict) else {}
-    if not is_same(held.pop("last_hidden_state", None), y) or held.pop("past_key_values", None) is not past or held:
+    name = next((name for name in kv_cache.CACHES if held.get(name) is past), "")
+    if not is_same(held.pop("last_hidden_state", None), y) or held.pop(name, None) is not past or held:
         raise Unproven(f"its {kind.__name__} holds more than the last states and the cache")
-    return lambda y, past: kind(last_hidden_state=y, past_key_values=past)
+    return lambda y, past: kind(**{"last_hidden_state": y, name: past})
 
 
 def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock | RecurrentLayer:

@@ -148,8 +148,7 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
     block = _attention_of(module, state, x, angles)
     if block is None or not block.takes(module, x, angles):
         return None
-    past = kwargs.get("past_key_values")
-    return block.output(module, x, angles, kwargs.get("attention_mask"), past, kwargs), None
+    return block.output(module, x, angles, kwargs.get("attention_mask"), kv_cache.cache_in(kwargs), kwargs), None
 
 
 class GpuLayer:
@@ -220,4 +219,4 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
     block = block_of(module, state, x, lambda: GpuLayer(module, x, angles))
     if block is None or not block.attention.takes(attention_of(module), x, angles):
         return None
-    return block(module, x, angles, kwargs.get("attention_mask"), kwargs.get("past_key_values"), kwargs)
+    return block(module, x, angles, kwargs.get("attention_mask"), kv_cache.cache_in(kwargs), kwargs)

@@ -9,10 +9,10 @@ from hf_quant.integrations.transformers.blocks.angles import POSITIONS, ROTARY, 
 from hf_quant.integrations.transformers.blocks.base import MAX_ROWS
 from hf_quant.integrations.transformers.blocks.layer import CHUNK
 from hf_quant.kernels.kv_attention.op import visible
-from hf_quant.kv_cache import takes_tokens
+from hf_quant.kv_cache import CACHES, cache_in, takes_tokens
 
 
-INPUTS = ("input_ids", "inputs_embeds", "position_ids", "past_key_values", "attention_mask")
+INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", *CACHES)
 SETTINGS = (bool, int, float, str, type(None))
 
 
@@ -72,7 +72,8 @@ def _inputs_of(kwargs: dict[str, Any], is_whole: bool) -> Inputs | None:
 
     `is_whole`: the mask is known to be all ones.
     """
-    ids, x, positions, past, mask = [kwargs.get(name) for name in INPUTS]
+    ids, x, positions, mask = [kwargs.get(name) for name in INPUTS[:4]]
+    past = cache_in(kwargs)
     if isinstance(mask, dict) and all([each is None for each in mask.values()]):
         mask = None  # a multimodal model (Gemma 3) makes the masks of all kinds of layers itself, and needs none
     given = x if ids is None else ids

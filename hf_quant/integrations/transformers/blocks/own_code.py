@@ -57,7 +57,7 @@ class _Past:
         self.k, self.v = (random_rows(B, heads, _BEFORE, D, dtype=dtype, seed=seed) for seed in (8, 9))
         self.k = self.k * factor
 
-    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         self.new = k, v
         self.all = tuple(torch.cat(pair, 2) for pair in ((self.k, k), (self.v, v)))
         return self.all

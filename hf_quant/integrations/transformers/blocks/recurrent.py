@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.base import (
     QUANTIZED,
     TOLERANCE,
@@ -112,7 +113,6 @@ class Mixer:
     """
 
     serves_prompts = False
-    cache = "past_key_values"  # the name of the argument with the states
     shape: tuple[int, ...] | None = None
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -120,12 +120,12 @@ class Mixer:
         self._read(module)
         errors, ways = [], self._ways()
         for self.way in ways:
-            errors.append(_error(self._make(), self, module, {self.cache: None}))
+            errors.append(_error(self._make(), self, module))
         best = min(errors)
         self.way = ways[errors.index(best)]
         self.block = self._make()
         if self.serves_prompts:
-            best = max(best, _error(self.block, self, module, {self.cache: None}, 70))
+            best = max(best, _error(self.block, self, module, tokens=70))
         _check(module, best, dtype)
 
     def _read(self, module: nn.Module) -> None:
@@ -218,8 +218,8 @@ class RecurrentLayer:
         mixer.add_to(block, x, y)
         rest.add_behind(block, y, 3)
         block.finish()
-        kwargs = {"past_key_values": None, "position_embeddings": None}
-        _check(module, max(_error(block, mixer, module, kwargs, tokens) for tokens in (1, 70)), dtype)
+        errors = [_error(block, mixer, module, tokens=tokens, position_embeddings=None) for tokens in (1, 70)]
+        _check(module, max(errors), dtype)
 
     def next_tokens(self, past: Any, B: int, count: int) -> States | None:
         """The states that new tokens of B sequences move on, see `Mixer.next_tokens`."""
@@ -246,10 +246,10 @@ def _move(block: Block, states: States, x: Tensor, y: Tensor) -> None:
             block(rows, x.data_ptr() + offset, *at, y.data_ptr() + offset, sequences=count)
 
 
-def _error(block: Block, mixer: Mixer, module: nn.Module, kwargs: dict[str, None], tokens: int = 1) -> float:
+def _error(block: Block, mixer: Mixer, module: nn.Module, *, tokens: int = 1, **kwargs: None) -> float:
     """The largest `difference` of output and states of a block from those of the host's module.
 
-    One token meets random states, several are the first ones. `kwargs`: of the module; the first one is of the states.
+    One token meets random states, several are the first ones. `kwargs`: further ones of the module.
     """
     dtype = mixer.dtype
     x, given, theirs = random_rows(2, tokens, mixer.K, dtype=dtype), mixer.new_states(2), _States(None, None)
@@ -259,8 +259,8 @@ def _error(block: Block, mixer: Mixer, module: nn.Module, kwargs: dict[str, None
         if recurrent is not None:
             recurrent.copy_(random_rows(*recurrent.shape, dtype=torch.float32, seed=2))
         theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
-    kwargs = {"hidden_states": x, "attention_mask": None, **kwargs, next(iter(kwargs)): theirs}
-    expected = type(module)._hf_quant_block_of.forward(module, **kwargs)
+    host = type(module)._hf_quant_block_of.forward
+    expected = host(module, hidden_states=x, attention_mask=None, **kwargs, **{kv_cache.cache_name(host): theirs})
     y = torch.empty_like(x)
     _move(block, given, x, y)
     errors = [difference(y, expected), difference(given.conv, theirs.conv)]
@@ -276,8 +276,6 @@ def _check(module: nn.Module, error: float, dtype: torch.dtype) -> None:
 
 class DeltaNet(Mixer):
     """The native block of a gated delta net for x of one dtype."""
-
-    cache = "cache_params"
 
     def _read(self, module: nn.Module) -> None:
         self.layers = children = dict(module._modules)
@@ -374,16 +372,16 @@ def is_recurrent_layer(module: nn.Module, linear: Classes) -> bool:
     return found is not None and has_parts(module, found[0], linear)
 
 
-def _run(module: nn.Module, state: State, x: Any, cache: str, kwargs: dict[str, Any], make: Any) -> Tensor | None:
+def _run(module: nn.Module, state: State, x: Any, kwargs: dict[str, Any], make: Any) -> Tensor | None:
     """The output for tokens x [B, S, K], of modules but layers S = 1; None where the host has to compute it."""
-    past = kwargs.get(cache)
+    past = kv_cache.cache_in(kwargs)
     if module.training or past is None or not is_served(x) or x.dtype not in TOLERANCE:
         return None
     if x.dim() != 3 or not x.numel():
         return None
     if kwargs.get("attention_mask") is not None:
         return None
-    if not all([name in TAKEN or name == cache or value is None or value is False for name, value in kwargs.items()]):
+    if not all([name in TAKEN or value is None or value is False for name, value in kwargs.items()]):
         return None
     found = state.block(module, x.dtype, lambda: make(x.dtype))
     if found is None or found.K != x.shape[2]:
@@ -415,11 +413,11 @@ def run_mixer(kind: type[Mixer], module: nn.Module, state: State, args: tuple, k
     x = args[0] if args else kwargs.get("hidden_states")
     if not kind.serves_prompts and isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] > 1:
         return None
-    return _run(module, state, x, kind.cache, kwargs, lambda dtype: kind(module, dtype))
+    return _run(module, state, x, kwargs, lambda dtype: kind(module, dtype))
 
 
 def run_recurrent_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The layer's output, None where the host has to compute it."""
     if len(args) != 1:
         return None
-    return _run(module, state, args[0], "past_key_values", kwargs, lambda dtype: RecurrentLayer(module, dtype))
+    return _run(module, state, args[0], kwargs, lambda dtype: RecurrentLayer(module, dtype))

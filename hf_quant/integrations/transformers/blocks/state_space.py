@@ -43,7 +43,6 @@ def _has(module: nn.Module, others: set[str], layers: tuple[str, ...], parameter
 class _StateMixer(Mixer):
     """Base of both kinds."""
 
-    cache = "cache_params"
     serves_prompts = True
 
     def _read_common(self, module: nn.Module) -> None:

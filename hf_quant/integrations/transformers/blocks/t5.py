@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.base import Classes, State, Unproven, Watch, by_name, random_rows
 from hf_quant.integrations.transformers.blocks.cross import ENCODER, STATES, CrossLayer, PartOfLayer, run
 from hf_quant.integrations.transformers.blocks.mlp import MLPBlock, is_mlp
@@ -73,7 +74,7 @@ class T5Layer(CrossLayer):
     def _arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         shapes = [(1, self.attention.sizes.heads, 1, tokens) for tokens in (1, STATES)]
         biases = [random_rows(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
-        return {**dict(zip(_BIASES, biases)), "past_key_values": None}
+        return {**dict(zip(_BIASES, biases)), kv_cache.host_cache_name(): None}
 
     def _plain(self, name: str, found: list[Recorded], given: dict[str, Any]) -> list[Recorded]:
         output, biases = found[0].output, [given[bias] for bias in _BIASES]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.base import Unproven, random_rows
-from hf_quant.integrations.transformers.blocks.calls import PASTS
 
 
 Trial = tuple[Tensor, Tensor, Tensor, int]  # x [2, S, K], cos and sin [2, S, turned], position
@@ -39,9 +38,12 @@ class Recorded(NamedTuple):
 
 
 class _NoCache:
-    """A cache that returns what it is given; it takes no more arguments than the block gives."""
+    """A cache that returns what it is given; it takes no more arguments than the block gives.
 
-    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    `kwargs`: those of the module, which transformers 5.24 hands on. Blocks know none that a cache reads.
+    """
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         return k, v
 
 
@@ -85,7 +87,7 @@ def output_of(host: Callable[..., Any], module: nn.Module, trial: Trial, past: A
     """The output of a host's `forward` for tokens from a position on, with a cache. `more`: further arguments."""
     x, cos, sin, position = trial
     named = inspect.signature(host).parameters
-    more.setdefault(next((name for name in PASTS if name in named), PASTS[0]), past)
+    more.setdefault("layer_past" if "layer_past" in named else kv_cache.cache_name(host), past)
     more.setdefault("attention_mask", None)
     if cos.shape[-1] > 1:
         more["position_embeddings"] = (cos, sin)

@@ -29,6 +29,7 @@ from hf_quant.integrations.methods import ModelMethod
 from hf_quant.integrations.transformers.graphs.cpu import TokenDecoder, TokenStep
 from hf_quant.integrations.transformers.graphs.decode import Backend, CudaGraphs, Decoder, Memory
 from hf_quant.integrations.transformers.graphs.state import frozen, host_state, tensors_of
+from hf_quant.kv_cache import cache_in, host_cache_name
 
 
 _MODES = ("greedy_search", "sample")
@@ -101,7 +102,7 @@ class DecodeGraphs:
         reason = _unsupported_reason(model, generation_config, generation_mode)
         if reason is None and self.serves_cpus and model.device.type == "cpu":
             result = host(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-            cache = model_kwargs.get("past_key_values")
+            cache = cache_in(model_kwargs)
             if getattr(cache, "is_compileable", True) or not hasattr(cache, "layers"):
                 self.note("the cache has a fixed size")
             else:
@@ -117,7 +118,7 @@ class DecodeGraphs:
                 result = host(generation_config, model_kwargs, generation_mode, batch_size, length)
             finally:
                 generation_config.cache_implementation = given
-            cache = model_kwargs.get("past_key_values")
+            cache = cache_in(model_kwargs)
             reason = _memory_unsupported_reason(cache)
             if reason is None:
                 rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -126,7 +127,7 @@ class DecodeGraphs:
                     memory.lend_to(cache)
                 self._decoders[cache] = Decoder(self, memory, cache)
                 return result
-            model_kwargs.pop("past_key_values", None)  # the host would compile the steps of a static cache
+            model_kwargs.pop(host_cache_name(), None)  # the host would compile the steps of a static cache
             model._previous_max_cache_length = longest
         self.note(reason)
         return host(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -134,7 +135,7 @@ class DecodeGraphs:
     def _valid_auto_compile_criteria(
         self, host: Callable[..., bool], model_kwargs: dict[str, Any], generation_config: Any
     ) -> bool:
-        decoder = self._decoder_of(model_kwargs.get("past_key_values"))
+        decoder = self._decoder_of(cache_in(model_kwargs))
         self._chosen.decoder = decoder  # `get_compiled_call` is called next, without the cache
         return decoder is not None or host(model_kwargs, generation_config)
 
@@ -146,7 +147,7 @@ class DecodeGraphs:
     def _update_model_kwargs_for_generation(
         self, host: Callable[..., Any], outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        decoder = self._decoder_of(model_kwargs.get("past_key_values"))
+        decoder = self._decoder_of(cache_in(model_kwargs))
         is_one = not args and kwargs.get("num_new_tokens", 1) == 1
         if isinstance(decoder, TokenDecoder) and is_one and decoder.moved_on(model_kwargs):
             return model_kwargs
@@ -154,7 +155,7 @@ class DecodeGraphs:
 
     def create_masks_for_generate(self, host: Callable[..., Any], **kwargs: Any) -> Any:
         """Leave the mask of a captured step to the model, which creates it inside the graph."""
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
         decoder = self._decoder_of(cache)
         is_one = kwargs["inputs_embeds"].shape[1] == 1
         if not isinstance(decoder, Decoder) or decoder.windows or decoder.memory.reason or not is_one:
@@ -281,7 +282,7 @@ def _static_unsupported_reason(
     reasons = (
         (backend.unavailable(model.device), backend.unavailable(model.device)),
         (not model._can_compile_fullgraph, f"transformers knows no static cache for {type(model).__name__}"),
-        (model_kwargs.get("past_key_values") is not None, "the cache is the caller's"),
+        (cache_in(model_kwargs) is not None, "the cache is the caller's"),
         (config.cache_implementation not in (None, "static"), f"the cache is {config.cache_implementation!r}"),
         (rope_types.intersection(_DYNAMIC_ROPE), "its rotary embedding reads the length on the host"),
         ("flash" in attention, f"{attention} reads the lengths on the host"),

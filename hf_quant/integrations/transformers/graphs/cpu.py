@@ -32,6 +32,7 @@ from hf_quant.integrations.transformers.blocks.norm import NormBlock
 from hf_quant.integrations.transformers.graphs.state import globals_of
 from hf_quant.kernels.native.blocks import Block
 from hf_quant.kernels.native.places import entries_of
+from hf_quant.kv_cache import CACHES
 
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class TokenStep:
             raise Unproven(f"{name} gives its head something else than the decoder's states")
         held = dict(output) if isinstance(output, dict) else {}
         found = held.pop("logits", None)
-        if found is None or held.pop("past_key_values", None) is not token.inputs.past or held:
+        self.cache = next((name for name in CACHES if held.get(name) is token.inputs.past), "")
+        if found is None or held.pop(self.cache, None) is None or held:
             raise Unproven(f"{name} returns more than logits and the cache")
         self.change = None if found is logits else _change(logits, found, model.config)
         self.kind, self.key, self.globals = type(output), token.key, globals_of(model)
@@ -110,7 +112,7 @@ class TokenStep:
         if y is None:
             return None
         logits = self.end(y) if self.change is None else self.change(self.end(y))
-        return self.kind(logits=logits, past_key_values=token.inputs.past)
+        return self.kind(**{"logits": logits, self.cache: token.inputs.past})
 
 
 def _inside(

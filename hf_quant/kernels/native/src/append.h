@@ -214,6 +214,17 @@ static HFQ_LOOP void place_in_frame(const float* __restrict frame, int64_t D, fl
   for (int64_t d = 0; d < D; ++d) x[d] = (x[d] - frame[d]) * (1.0f / frame[D + d]);
 }
 
+// The one new token, among the first ones of its sequence, and in the ring of the last ones.
+static void keep(const Append& p, const AppendedHeads& a, int64_t b, int64_t h) {
+  const Kept& kept = *p.kept;
+  const int64_t bytes = a.D * element_size(p.x_dtype), number = p.position - start_of(p, b);
+  const char* from = static_cast<const char*>(a.x) + (b * a.x_batch + h * a.x_head) * element_size(p.x_dtype);
+  char* to = (&a == &p.k ? kept.k : kept.v) + (b * p.H + h) * (kept.sinks + kept.recents + 1) * bytes;
+  if (number < kept.sinks) memcpy(to + number * bytes, from, static_cast<size_t>(bytes));
+  if (kept.recents == 0) return;
+  memcpy(to + (kept.sinks + p.position % kept.recents) * bytes, from, static_cast<size_t>(bytes));
+}
+
 static void append_head(const Append& p, const AppendedHeads& a, int64_t b, int64_t h, int64_t t) {
   float values[kMaxHeadDim];
   uint8_t codes[kMaxHeadDim], packed[kMaxHeadDim / 2];
@@ -224,6 +235,7 @@ static void append_head(const Append& p, const AppendedHeads& a, int64_t b, int6
     memcpy(to, static_cast<const char*>(a.x) + first * size, static_cast<size_t>(a.D * size));
     return;
   }
+  if (p.kept != nullptr) keep(p, a, b, h);
   to_float(a.x, p.x_dtype, first, a.D, values);
   if (a.frame != nullptr) place_in_frame(a.frame + (b * p.H + h) * 2 * a.D, a.D, values);
   if (a.rotates) rotate(values, a.D);

@@ -196,6 +196,8 @@ class AttentionTasks {
     return dot(values, a_.frame + 2 * head * a_.D) * a_.scale;
   }
 
+  int64_t start_of(int64_t b) const { return a_.starts == nullptr ? 0 : a_.starts[b]; }
+
   // Tokens begin..end that a position sees.
   int64_t first_seen(int64_t position) const {
     return a_.window == 0 ? 0 : max64(0, a_.T - a_.S + position + 1 - a_.window);
@@ -217,10 +219,11 @@ class AttentionTasks {
       seen.weight[r] = 0.0f;
     }
     memset(seen.out, 0, static_cast<size_t>(rows * a_.D) * sizeof(float));
-    const int64_t start = a_.first == nullptr ? -1 : (a_.starts == nullptr ? 0 : a_.starts[b]) - a_.past;
+    const int64_t start = a_.first == nullptr ? -1 : start_of(b) - a_.past;
     if (tokens != kFewTokens) memset(panel, 0, static_cast<size_t>(kTokens * panel_channels()) * sizeof(float));  // it counts
     begin = max64(begin, first_seen(first / repeats_) / kTokens * kTokens);
     end = min64(end, end_seen((first + rows - 1) / repeats_));
+    if (a_.kept != nullptr) end = min64(end, a_.T - a_.kept->recents);
     for (int64_t t = begin; t < end; t += tokens) {
       const int64_t count = min64(tokens, end - t);
       if (tokens == kFewTokens) {
@@ -274,17 +277,24 @@ class AttentionTasks {
   void mask(int64_t b, int64_t h, int64_t r, int64_t t, int64_t count, int64_t tokens,
             float* __restrict scores) const {
     const int64_t position = r / repeats_;
-    if (a_.mask != nullptr) {
-      const int64_t at = b * a_.mask_batch + (h * repeats_ + r % repeats_) * a_.mask_head + position * a_.mask_position + t;
-      if (a_.mask_dtype == F32) {
-        for (int64_t i = 0; i < count; ++i) scores[i] += load<float>(a_.mask, at + i);
-      } else {
-        for (int64_t i = 0; i < count; ++i) scores[i] = load<uint8_t>(a_.mask, at + i) != 0 ? scores[i] : -INFINITY;
-      }
-    }
+    add_mask(b, h, r, t, count, scores);
     const int64_t from = first_seen(position) - t, to = min64(count, end_seen(position) - t);
     for (int64_t i = 0; i < min64(from, tokens); ++i) scores[i] = -INFINITY;
     for (int64_t i = max64(to, 0); i < tokens; ++i) scores[i] = -INFINITY;
+    if (a_.kept == nullptr) return;
+    const int64_t sink = start_of(b) - a_.past - t;
+    for (int64_t i = max64(sink, 0); i < min64(sink + a_.kept->sinks, count); ++i) scores[i] = -INFINITY;
+  }
+
+  void add_mask(int64_t b, int64_t h, int64_t r, int64_t t, int64_t count, float* __restrict scores) const {
+    if (a_.mask == nullptr) return;
+    const int64_t head = h * repeats_ + r % repeats_;
+    const int64_t at = b * a_.mask_batch + head * a_.mask_head + r / repeats_ * a_.mask_position + t;
+    if (a_.mask_dtype == F32) {
+      for (int64_t i = 0; i < count; ++i) scores[i] += load<float>(a_.mask, at + i);
+    } else {
+      for (int64_t i = 0; i < count; ++i) scores[i] = load<uint8_t>(a_.mask, at + i) != 0 ? scores[i] : -INFINITY;
+    }
   }
 
   // Scores of so many tokens -> exp(score - top), of the new top; whether there is one above -inf.
@@ -323,6 +333,46 @@ class AttentionTasks {
     return true;
   }
 
+  // The sum of all weights, of which those of the tokens are 1 and have the log-sum-exp `lse`, with that of head h's sink.
+  float beside_sink(int64_t head, int64_t r, int64_t h, float lse) const {
+    if (a_.sinks == nullptr) return 1.0f;
+    const float all = a_.softcap > 0.0f ? lse : lse + lacking_score(query(a_, head, r), head);
+    return 1.0f + std::exp(load_as_float(a_.sinks, a_.sinks_dtype, h) - all);
+  }
+
+  // Row r of a head: `out`, with the log-sum-exp `top`, becomes that over the kept tokens, too, whose log-sum-exp is returned.
+  float add_kept(int64_t head, int64_t r, float top, float* __restrict out) const {
+    const Kept& kept = *a_.kept;
+    const int64_t b = head / a_.H_kv, D = a_.D, slots = head * (kept.sinks + kept.recents + 1);
+    float q[kMaxHeadDim], x[kMaxHeadDim];
+    to_float(query(a_, head, r), a_.q_dtype, 0, D, q);
+    const float lacking = a_.softcap > 0.0f ? 0.0f : lacking_score(query(a_, head, r), head);
+    float weight = top == -INFINITY ? 0.0f : 1.0f;
+    const auto add = [&](int64_t position, int64_t slot) {
+      to_float(kept.k, a_.q_dtype, (slots + slot) * D, D, x);
+      float score = dot(q, x) * a_.scale - lacking;
+      if (a_.softcap > 0.0f) cap_scores(1, a_.softcap, 0.0f, &score);
+      add_mask(b, head % a_.H_kv, r, position - a_.past, 1, &score);
+      if (score == -INFINITY) return;
+      if (score > top) {
+        const float shrink = weight == 0.0f ? 0.0f : exp_of_negative(top - score);
+        for (int64_t d = 0; d < D; ++d) out[d] *= shrink;
+        weight *= shrink;
+        top = score;
+      }
+      const float part = exp_of_negative(score - top);
+      to_float(kept.v, a_.q_dtype, (slots + slot) * D, D, x);
+      for (int64_t d = 0; d < D; ++d) out[d] += part * x[d];
+      weight += part;
+    };
+    const int64_t end = a_.past + a_.T, seen = a_.past + first_seen(0), behind = start_of(b) + kept.sinks;
+    for (int64_t p = max64(start_of(b), seen); p < min64(behind, end); ++p) add(p, p - start_of(b));
+    for (int64_t p = max64(max64(behind, seen), end - kept.recents); p < end; ++p) add(p, kept.sinks + p % kept.recents);
+    if (weight == 0.0f) return -INFINITY;
+    for (int64_t d = 0; d < D; ++d) out[d] /= weight;
+    return top + std::log(weight);
+  }
+
   void merge(const Partial& total, const Partial& more) const {
     for (int64_t r = 0; r < rows_; ++r) {
       const float top = more.top[r] > total.top[r] ? more.top[r] : total.top[r];
@@ -340,14 +390,16 @@ class AttentionTasks {
       const int64_t b = head / a_.H_kv, h = head % a_.H_kv * repeats_ + (first + r) % repeats_;
       const int64_t position = (first + r) / repeats_;
       float* out = seen.out + r * a_.D;
-      const float lse = seen.top[r] + std::log(seen.weight[r]);
+      float lse = seen.top[r] + std::log(seen.weight[r]);
       float inverse = seen.weight[r] == 0.0f ? 0.0f : 1.0f / seen.weight[r];
-      if (a_.sinks != nullptr) {
-        const float all = a_.softcap > 0.0f ? lse : lse + lacking_score(query(a_, head, first + r), head);
-        inverse /= 1.0f + std::exp(load_as_float(a_.sinks, a_.sinks_dtype, h) - all);
-      }
+      if (a_.kept == nullptr) inverse /= beside_sink(head, first + r, h, lse);
       for (int64_t d = 0; d < a_.D; ++d) out[d] *= inverse;
       if (a_.rotates_values) rotate(out, a_.D);
+      if (a_.kept != nullptr) {
+        lse = add_kept(head, first + r, lse, out);
+        const float all = beside_sink(head, first + r, h, lse);
+        for (int64_t d = 0; d < a_.D; ++d) out[d] /= all;
+      }
       if (a_.shares && a_.frame != nullptr && seen.weight[r] != 0.0f) {
         const float *mean = a_.frame + 2 * head * a_.D, *spread = mean + a_.D;
         for (int64_t d = 0; d < a_.D; ++d) out[d] = out[d] * spread[d] + mean[d];

@@ -282,6 +282,8 @@ void Block::append(const Kernels& kernels, const BlockCall& call, const BlockSte
   p.begins = call.past < 0 && call.cache->layout != VALUES;
   p.first_lacks = p.begins ? call.cache->first : nullptr;
   p.starts = call.cache->starts;
+  p.kept = call.cache->kept.k == nullptr ? nullptr : &call.cache->kept;
+  p.position = call.past + call.tokens - 1;
   p.layout = call.cache->layout;
   p.x_dtype = buffers_[step.from[0]].dtype;
   p.k = call.cache->k;
@@ -333,6 +335,7 @@ bool Block::attend(const Kernels& kernels, const BlockCall& call, const BlockSte
     p.first = cache.first;
     p.starts = cache.starts;
     p.past = call.past;
+    p.kept = cache.kept.k == nullptr ? nullptr : &cache.kept;
     p.k = read_of(cache.k, call);
     p.v = read_of(cache.v, call);
   }

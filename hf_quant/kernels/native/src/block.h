@@ -49,6 +49,7 @@ struct BlockCache {
   AppendedHeads k, v;
   float* first;  // what is added to the first key, and where that is, see Attention
   const int64_t* starts;
+  Kept kept;     // without keys: there is none
 };
 
 class Block;

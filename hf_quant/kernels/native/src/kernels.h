@@ -40,6 +40,13 @@ struct Cache {
   }
 };
 
+// The tokens of a cache of codes that lie there as they are, too: keys and values [B, H_kv, sinks + recents + 1, D], of the first
+// tokens of each sequence, then a ring of the last ones, in which the token at position p is number p % recents.
+struct Kept {
+  int64_t sinks, recents;
+  char *k, *v;
+};
+
 constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kMaxBlock = 1024;  // of a Hadamard transform
 
@@ -65,6 +72,7 @@ struct Attention {
   const float* first;   // [B, H_kv, D], added to the key of each sequence's first token; null if there is none
   const int64_t* starts;  // [B]: the first token of each sequence, those before it are padding; null: 0
   int64_t past;           // how many tokens have left in front of token 0: starts count them
+  const Kept* kept;       // tokens that are read there, and not as codes; only if S is 1; null: none
   void* y;
   int64_t y_batch, y_head, y_position;
   float* lse;  // [B, H, S]
@@ -115,6 +123,8 @@ struct Append {
   bool begins;         // the first tokens of a cache: the frame of its keys is found in them, and written
   float* first_lacks;  // [B, H, D]: what the codes of the first key lack, or null
   const int64_t* starts;  // [B], of the first tokens of a cache: as in Attention
+  const Kept* kept;       // takes the token as well; only if S is 1; null: there is none
+  int64_t position;       // of the token
   AppendedHeads k, v;
   int threads;
 };

@@ -610,6 +610,10 @@ PyObject* prepare_cache(PyObject*, PyObject* const* args, Py_ssize_t count) {
   cache.equally_spaced = a.integer() != 0;
   cache.first = a.pointer<float>();
   cache.starts = a.pointer<const int64_t>();
+  cache.kept.k = a.pointer<char>();
+  cache.kept.v = a.pointer<char>();
+  cache.kept.sinks = a.number();
+  cache.kept.recents = a.number();
   read_appended(a, cache.k);
   read_appended(a, cache.v);
   return a.finish() ? PyCapsule_New(new BlockCache(cache), nullptr, forget_cache) : nullptr;
@@ -712,7 +716,7 @@ PyObject* run_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To be counted up when the arguments of a function change.
-PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(25); }
+PyObject* interface(PyObject*, PyObject*) { return PyLong_FromLong(26); }
 
 PyObject* max_head_dim(PyObject*, PyObject*) { return PyLong_FromLong(kMaxHeadDim); }
 
