@@ -528,6 +528,7 @@ class AttentionCase : RandomCall {
       p.starts = starts;
       p.past = random.below(3);
     }
+    if (has_more && p.S == 1 && p.first == nullptr && random.one_in(3)) make_kept();
     if (random.one_in(3)) p.softcap = static_cast<float>(random.between(1, 20));
     p.sinks_dtype = random.of<int>({F32, BF16, F16});
     if (random.one_in(3)) p.sinks = fill(sinks, p.H, p.sinks_dtype, false, [&] { return random_.between(-3, 3); });
@@ -551,7 +552,7 @@ class AttentionCase : RandomCall {
     }));
     k = make_cache(p, p.k);
     v = make_cache(p, p.v);
-    if (p.H_kv == 1 && random.one_in(2)) share();
+    if (p.H_kv == 1 && p.kept == nullptr && random.one_in(2)) share();
     if (random.one_in(2)) {
       p.mask_position = random.one_in(2) ? 0 : p.T;
       p.mask_head = random.one_in(2) ? 0 : p.S * p.T;
@@ -573,7 +574,7 @@ class AttentionCase : RandomCall {
     snprintf(line, sizeof line, "%s attention: B=%d H=%d/%d S=%d T=%d D=%d layout=%d group_size=%d window=%d", kernels.name,
              int(p.B), int(p.H), int(p.H_kv), int(p.S), int(p.T), int(p.D), p.layout, int(p.group_size), int(p.window));
     current = std::string(line) + (p.rotates ? " rotates" : "") + (p.rotates_values ? " values" : "") +
-              (p.frame != nullptr ? " frame" : "") + (p.first != nullptr ? " first" : "") +
+              (p.kept != nullptr ? " kept" : "") + (p.frame != nullptr ? " frame" : "") + (p.first != nullptr ? " first" : "") +
               (p.softcap > 0 ? " capped" : "") + (p.by_bf16 ? " by bf16" : "") +
               (p.shares ? " of " + std::to_string(more.D) + " more" : "") + (p.sinks != nullptr ? " sinks" : "");
     if (!kernels.attention(call)) return false;
@@ -587,6 +588,7 @@ class AttentionCase : RandomCall {
           for (int64_t d = 0; p.first != nullptr && start >= 0 && start < p.T && d < p.D; ++d)
             keys[start * p.D + d] += p.first[(b * p.H_kv + kv) * p.D + d];
           values = p.shares ? keys : values_of(p, p.v, v, b, kv);
+          for (int64_t t = 0; t < p.T; ++t) put_kept(b, b * p.H_kv + kv, t);
         }
         for (int64_t s = 0; s < p.S; ++s)
           if (!row_passes(kernels, b, h, s, *y, *lse)) return false;
@@ -599,6 +601,40 @@ class AttentionCase : RandomCall {
   struct Tensors {
     Memory codes, scale, offset;
   };
+
+  void make_kept() {
+    kept.sinks = random_.below(5);
+    kept.recents = random_.one_in(3) ? 0 : random_.below(40);
+    const int64_t numbers = p.B * p.H_kv * (kept.sinks + kept.recents + 1) * p.D;
+    const auto number = [&] { return random_.between(-1, 1); };
+    kept.k = static_cast<char*>(fill(kept_k, numbers, p.q_dtype, false, number));
+    kept.v = static_cast<char*>(fill(kept_v, numbers, p.q_dtype, false, number));
+    p.kept = &kept;
+    if (random_.one_in(2)) return;
+    for (int64_t& start : starts) start = random_.below(p.T + 2);
+    p.starts = starts;
+    p.past = random_.below(3);
+  }
+
+  // The place of token t among those that a head of sequence b keeps, -1 if it is read as codes, -2 if it is not read: padding
+  // so near the end.
+  int64_t slot_of(int64_t b, int64_t t) const {
+    if (p.kept == nullptr) return -1;
+    const int64_t position = p.past + t, number = position - (p.starts == nullptr ? 0 : starts[b]);
+    if (number >= 0 && number < kept.sinks) return number;
+    if (t < p.T - kept.recents) return -1;
+    return number < 0 ? -2 : kept.sinks + position % kept.recents;
+  }
+
+  // The value of a kept token as the codes would have it.
+  void put_kept(int64_t b, int64_t head, int64_t t) {
+    const int64_t slot = slot_of(b, t), first = (head * (kept.sinks + kept.recents + 1) + slot) * p.D;
+    if (slot < 0) return;
+    std::vector<float> row(static_cast<size_t>(p.D));
+    for (int64_t d = 0; d < p.D; ++d) row[d] = static_cast<float>(kept_v->at(first + d, p.q_dtype));
+    if (p.rotates_values) rotate(row);
+    std::copy(row.begin(), row.end(), values.begin() + static_cast<long>(t * p.D));
+  }
 
   // The values are the keys, and there are more of these.
   void share() {
@@ -694,7 +730,12 @@ class AttentionCase : RandomCall {
     for (int64_t t = 0; t <= last; ++t) {
       if (p.window != 0 && t <= last - p.window) continue;
       double score = 0;
-      for (int64_t d = 0; d < p.D; ++d) score += double(row[d]) * keys[t * p.D + d];
+      const int64_t slot = slot_of(b, t), first = (kv * (kept.sinks + kept.recents + 1) + slot) * p.D;
+      if (slot == -2) continue;
+      for (int64_t d = 0; slot >= 0 && d < p.D; ++d)
+        score += q->at(b * p.q_batch + h * p.q_head + d, p.q_dtype) * kept_k->at(first + d, p.q_dtype);
+      if (slot >= 0) score -= missing / p.scale;
+      for (int64_t d = 0; slot < 0 && d < p.D; ++d) score += double(row[d]) * keys[t * p.D + d];
       for (int64_t d = 0; p.shares && d < more.D; ++d) score += double(more_row[d]) * more_keys[t * more.D + d];
       score *= p.scale;
       if (p.softcap > 0) score = p.softcap * std::tanh((score + missing) / p.softcap);
@@ -829,9 +870,10 @@ class AttentionCase : RandomCall {
   }
 
   Attention p{}, more{};
+  Kept kept{};
   int64_t starts[2];
   bool has_parts;
-  Memory q, levels, mask, frame, lacking, sinks, summed, more_q, diagonal;
+  Memory q, levels, mask, frame, lacking, sinks, summed, more_q, diagonal, kept_k, kept_v;
   Tensors k, v, more_codes;
   std::vector<double> keys, values, more_keys;  // of the head that is checked
 };
@@ -1044,6 +1086,12 @@ class AppendCase : RandomCall {
       p.first_lacks = static_cast<float*>(fill(lacks, p.B * p.H * p.k.D, F32, false, [] { return 0; }));
     for (int64_t& start : starts) start = p.begins && p.S > 0 && random.one_in(2) ? random.below(p.S) : 0;
     if (starts[0] + starts[1] > 0) p.starts = starts;
+    if (p.S != 1 || p.begins || random.one_in(2)) return;
+    kept.sinks = random.below(5);
+    kept.recents = random.below(9);
+    for (int64_t& start : starts) start = random.below(4);
+    p.starts = starts;
+    p.position = 4 + random.below(20);
   }
 
   // Whether what is written is right, the same as by the first kernels that were asked, and nothing else is.
@@ -1059,7 +1107,13 @@ class AppendCase : RandomCall {
              kernels.name, int(p.B), int(p.H), int(p.S), int(p.start), p.layout, p.x_dtype, int(p.k.D), int(p.v.D),
              int(p.k.groups), int(p.v.groups), p.k.rotates, p.k.scale_dtype, p.v.scale_dtype, p.begins);
     current = line;
+    const int64_t slots = p.position == 0 ? 0 : p.B * p.H * (kept.sinks + kept.recents + 1) * element_size(p.x_dtype);
+    const Memory kept_k = make(slots * p.k.D, true), kept_v = make(slots * p.v.D, true);
+    kept.k = reinterpret_cast<char*>(kept_k->data);
+    kept.v = reinterpret_cast<char*>(kept_v->data);
+    call.kept = slots == 0 ? nullptr : &kept;
     kernels.append(call);
+    if (slots != 0 && !(kept_passes(p.k, *k, *kept_k) && kept_passes(p.v, *v, *kept_v))) return wrong(kernels, "kept");
     std::vector<uint8_t> bytes;
     keys.add_to(bytes);
     values.add_to(bytes);
@@ -1158,6 +1212,24 @@ class AppendCase : RandomCall {
     return false;
   }
 
+  // Whether the token lies in its places among the kept ones, and nothing else does.
+  bool kept_passes(const AppendedHeads& heads, const Buffer& x, const Buffer& found) const {
+    const int64_t row = heads.D * element_size(p.x_dtype), each = kept.sinks + kept.recents + 1;
+    for (int64_t head = 0; head < p.B * p.H; ++head) {
+      const int64_t b = head / p.H, h = head % p.H, number = p.position - starts[b];
+      const uint8_t* from = x.data + (b * heads.x_batch + h * heads.x_head) * element_size(p.x_dtype);
+      for (int64_t slot = 0; slot < each; ++slot) {
+        const bool is_last = kept.recents > 0 && slot == kept.sinks + p.position % kept.recents;
+        const uint8_t* to = found.data + (head * each + slot) * row;
+        const bool is_there = is_last || (slot < kept.sinks && slot == number);
+        if (is_there ? memcmp(to, from, static_cast<size_t>(row)) != 0
+                     : !std::all_of(to, to + row, [](uint8_t byte) { return byte == kGarbage; }))
+          return false;
+      }
+    }
+    return true;
+  }
+
   // Whether the frame of a head is the mean and the spread of its keys but the first one; `row_passes` works with it.
   bool frame_passes(const Kernels& kernels, int64_t b, int64_t h) const {
     const float* found = p.k.frame + (b * p.H + h) * 2 * p.k.D;
@@ -1254,6 +1326,7 @@ class AppendCase : RandomCall {
   }
 
   Append p{};
+  Kept kept{};
   int64_t starts[2];
   int64_t tokens;  // of the caches
   std::vector<uint8_t> first;  // what the first kernels gave
