@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from transformers.masking_utils import create_causal_mask
-
 
 CACHES = ("cache", "past_key_values", "cache_params")
 
@@ -25,5 +23,7 @@ def cache_name(function: Callable[..., Any]) -> str:
 @cache
 def host_cache_name() -> str:
     """Return the name of the cache in the installed transformers: in `generate`, in masks and most models."""
+    from transformers.masking_utils import create_causal_mask  # imports the compiler
+
     named = inspect.signature(create_causal_mask).parameters
     return next(name for name in CACHES if name in named)
