@@ -125,6 +125,19 @@ def test_taking_tokens_back():
     assert layer.get_seq_length() == 0
 
 
+@pytest.mark.parametrize(("config", "can"), [({"sink_tokens": 4}, True), ({"recent_tokens": 4}, False)])
+def test_a_layer_of_fixed_size_takes_no_tokens_back_from_its_ring(config, can):
+    """transformers asks for that since 5.24, in which assisted decoding takes static caches."""
+    layer, all_tokens = QuantizedStaticLayer(KVCacheConfig("int8", **config), 24), states(9)
+    layer.update(*all_tokens)
+    assert layer.is_croppable == can
+    if can and hasattr(layer, "crop"):
+        layer.crop(-3)
+        again = layer.update(*(part[:, :, 6:] for part in all_tokens))
+        for found, expected in zip(again, all_tokens):
+            assert sqnr(expected, found.dequantize()[:, :, :9]) > 30
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_sequences_are_reordered_repeated_and_selected(config):
     keys, values = states(30)
