@@ -349,12 +349,15 @@ class _Decider:
 def _blocks(model: nn.Module, body: str) -> Iterator[str]:
     """Yield the prefixes of repeated blocks outside of the body: a decoder (of ViT-MAE, ...) is no task head.
 
-    A block is an element of a list with more linear layers than the small networks in the heads of detectors have.
+    A block is an element of a list with more linear layers than the small networks in the heads of detectors have,
+    or with several beside a convolution (ConvNeXt, in the decoder of WavTokenizer).
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not f"{name}.".startswith(body):
             for index, block in enumerate(module):
-                if block is not None and sum(isinstance(m, nn.Linear) for m in block.modules()) > 3:
+                parts = [] if block is None else list(block.modules())
+                linears = sum(isinstance(part, nn.Linear) for part in parts)
+                if linears > 3 or (linears > 1 and any(isinstance(part, nn.Conv1d | nn.Conv2d) for part in parts)):
                     yield f"{name}.{index}."
 
 

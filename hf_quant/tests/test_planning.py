@@ -508,13 +508,19 @@ def test_blocks_of_a_decoder_outside_of_the_body_are_no_task_head():
                 {"layers": nn.ModuleList([block(), block()]), "prediction": nn.Linear(64, 64)}
             )
             self.boxes = nn.ModuleList([nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))])
+            convolved = {
+                "depth": nn.Conv1d(64, 64, 7, groups=64),
+                "up": nn.Linear(64, 128),
+                "down": nn.Linear(128, 64),
+            }
+            self.convnext = nn.ModuleList([nn.ModuleDict(convolved)])
 
     found = plan(Masked(), "int4")
     assert {name for name, e in found.entries.items() if e.reason == "task head"} == {
         "decoder.prediction",
         *(f"boxes.0.{i}" for i in range(3)),
     }
-    assert "decoder.layers.1.o" in found.quantized
+    assert {"decoder.layers.1.o", "convnext.0.up", "convnext.0.down"} <= found.quantized.keys()
 
 
 def test_exclusions_that_a_list_replaces_are_a_warning(caplog):
