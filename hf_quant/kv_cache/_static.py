@@ -73,8 +73,19 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """True if `crop` can take tokens back: not from a ring of the last ones, which has lost those before them."""
+        """True if `crop` can put the layer back as it was: recent tokens in 16 bit take the places of earlier ones."""
         return not self.config.recent_tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens. Raises RuntimeError for other numbers, and for recent tokens."""
+        if tokens_to_remove > 0:
+            raise RuntimeError("a cache of fixed size is cropped by a negative number: how many tokens to remove")
+        if not self.is_croppable:
+            raise RuntimeError(
+                f"a cache of fixed size with recent_tokens={self.config.recent_tokens} cannot be cropped: choose "
+                "recent_tokens=0, or a cache that grows (leave max_cache_len and cache_implementation out)"
+            )
+        self.cumulative_length.add_(tokens_to_remove)
 
     def reset(self) -> None:
         self.is_empty = True

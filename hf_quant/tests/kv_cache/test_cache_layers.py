@@ -125,17 +125,22 @@ def test_taking_tokens_back():
     assert layer.get_seq_length() == 0
 
 
-@pytest.mark.parametrize(("config", "can"), [({"sink_tokens": 4}, True), ({"recent_tokens": 4}, False)])
-def test_a_layer_of_fixed_size_takes_no_tokens_back_from_its_ring(config, can):
-    """transformers asks for that since 5.24, in which assisted decoding takes static caches."""
-    layer, all_tokens = QuantizedStaticLayer(KVCacheConfig("int8", **config), 24), states(9)
-    layer.update(*all_tokens)
-    assert layer.is_croppable == can
-    if can and hasattr(layer, "crop"):
-        layer.crop(-3)
-        again = layer.update(*(part[:, :, 6:] for part in all_tokens))
-        for found, expected in zip(again, all_tokens):
-            assert sqnr(expected, found.dequantize()[:, :, :9]) > 30
+def test_a_layer_of_fixed_size_is_cropped_unless_recent_tokens_took_places_of_others():
+    keys, values = states(30)
+    layer, other = (QuantizedStaticLayer(KVCacheConfig("int4", sink_tokens=2), 40) for _ in range(2))
+    filled(layer, keys, values, [20, 10])
+    assert layer.is_croppable
+    layer.crop(-6)
+    assert layer.get_seq_length() == 24
+    found, expected = filled(layer, keys[:, :, 24:], values[:, :, 24:], [4]), filled(other, keys, values, [20, 8])
+    assert all(torch.equal(a[:, :, :28], b[:, :, :28]) for a, b in zip(found, expected))
+    with pytest.raises(RuntimeError, match="by a negative number"):
+        layer.crop(4)
+    layer = QuantizedStaticLayer(KVCacheConfig("int2"), 40)
+    filled(layer, keys, values, [20, 10])
+    assert not layer.is_croppable
+    with pytest.raises(RuntimeError, match="recent_tokens=32 cannot be cropped"):
+        layer.crop(-6)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
