@@ -69,12 +69,7 @@ class QuantizedCache(DynamicCache):
             )
         register_attention()
         self.kv_cache = KVCacheConfig.of(kv_cache)
-        layers = quantized_layers(config, self.kv_cache, max_cache_len)
-        if not any(is_quantized(layer) for layer in layers):
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-            raise ValueError(
-                f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}; leave kv_cache out"
-            )
+        layers = check_layers(config, quantized_layers(config, self.kv_cache, max_cache_len))
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=max_cache_len is not None)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -121,6 +116,16 @@ def quantized_layers(config: Any, kv_cache: KVCacheConfig, max_cache_len: int | 
         is_sliding = type(layer) is StaticSlidingWindowLayer and layer.max_cache_len == max_cache_len
         if type(layer) is StaticLayer or is_sliding:
             layers[i] = QuantizedStaticLayer(kv_cache, max_cache_len, is_sliding)
+    return layers
+
+
+def check_layers(config: Any, layers: list[Any]) -> list[Any]:
+    """Return the layers of a cache. Raises ValueError if none of them is quantized."""
+    if not any(is_quantized(layer) for layer in layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ValueError(
+            f"no layer of a {type(config).__name__} has a cache that can be quantized: {kinds}; leave kv_cache out"
+        )
     return layers
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
+from hf_quant.kv_cache._cache import check_layers, quantized_layers
 from hf_quant.kv_cache._config import KVCacheConfig
 
 
@@ -52,7 +53,8 @@ def _layer_bytes(text: Any, kv_cache: KVCacheConfig | None) -> int:
 def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
     """Raise ValueError if a model has no cache, or one that cannot be replaced.
 
-    It does not generate, its config has no number of layers, or transformers says that it makes its own (MiniMax).
+    It does not generate, its config has no number of layers, transformers says that it makes its own (MiniMax), or no
+    layer of it can be quantized (those with an indexer).
     """
     config: Any = getattr(model, "config", None)
     can_generate = getattr(model, "can_generate", lambda: False)
@@ -66,6 +68,7 @@ def check_generates(model: Any, kv_cache: KVCacheConfig) -> None:
             f"kv_cache is {kv_cache.format!r}, but a {type(model).__name__} has a cache of its own, which cannot be "
             "quantized: leave it out"
         )
+    check_layers(config, quantized_layers(config, kv_cache, None))
 
 
 def describe(model: Any, kv_cache: KVCacheConfig) -> str:

@@ -58,7 +58,7 @@ def attach(model: nn.Module) -> None:
         detach(model)  # an earlier config may have asked for a cache
         return
     check_generates(model, config)
-    QuantizedCache(model.config, config)  # raises if there is nothing to quantize
+    register_attention()
     if not _asks_for_cache(type(model).generate, type(model), set()):
         logger.warning(
             "kv_cache is %r, but the `generate` of a %s makes its own cache, which stays in 16 bit: leave it out",

@@ -4,10 +4,11 @@ import json
 from functools import wraps
 
 import pytest
+import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig
+from hf_quant import KVCacheConfig, QuantizedCache, QuantizerConfig, plan, quantize_
 from hf_quant.kv_cache import CACHES, cache_in, cache_name, host_cache_name
 
 
@@ -119,3 +120,19 @@ def test_a_cache_has_the_name_of_the_hosts_version(name):
     assert cache_name(host) == name and cache_name(wraps(host)(lambda **kwargs: host(**kwargs))) == name
     assert cache_in({"use_cache": True, name: 1}) == 1 and cache_in(dict.fromkeys(CACHES)) is None
     assert cache_name(lambda **kwargs: kwargs) == host_cache_name() == cache_name(LlamaForCausalLM.forward)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_no_older_name_is_given_to_a_model():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).eval()
+    quantize_(model, QuantizerConfig(None, kv_cache="int8"))
+    found = model.generate(torch.arange(3, 9)[None], max_new_tokens=4, return_dict_in_generate=True)
+    assert isinstance(found[host_cache_name()], QuantizedCache)
+
+
+def test_a_plan_refuses_a_cache_without_layers_to_quantize():
+    """Before any weight is read."""
+    config = MambaConfig(hidden_size=64, num_hidden_layers=1, state_size=16, vocab_size=64)
+    with pytest.raises(ValueError, match="no layer of a MambaConfig has a cache that can be quantized"):
+        plan(MambaForCausalLM(config), QuantizerConfig("int4", kv_cache="int8"))
