@@ -40,6 +40,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from common import vllm_engine
+from common.cache_quality import parse_cache
 from common.checkout import commit
 from common.engine import Engine
 from hf_quant import QuantizerConfig, capture_generate, quantize_
@@ -169,7 +170,8 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
             name = (weights or "bf16") + ("" if cache is None else f", {cache} cache")
             for fuses in (False, None) if args.unfused and weights is not None else (None,):
                 heads = {HEAD: weights} if args.head and weights is not None else None  # by name: it may be tied
-                config = QuantizerConfig(weights, kv_cache=cache, fuse_activations=fuses, modules=heads)
+                kv_cache = None if cache is None else parse_cache(cache)
+                config = QuantizerConfig(weights, kv_cache=kv_cache, fuse_activations=fuses, modules=heads)
                 title = name if fuses is None else f"{name}, unfused"
                 todo[title] = lambda model, config=config: quantize_(model, config)
     if args.rivals is not None:
@@ -296,7 +298,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--context", type=int, help="length of the prompt; measures memory, too")
-    parser.add_argument("--kv-cache", nargs="*", default=(), metavar="FORMAT", help="with quantized caches, too")
+    help = "with quantized caches, too: int4, int4:sink_tokens=4:recent_tokens=32"
+    parser.add_argument("--kv-cache", nargs="*", default=(), metavar="FORMAT", help=help)
     parser.add_argument(
         "--only-both", action="store_true", help="no format without a cache, no cache without a format"
     )
