@@ -545,9 +545,10 @@ class AttentionCase : RandomCall {
     p.y_head = p.D * p.S;
     p.y_batch = p.y_head * p.H;
     int code = 0;
+    divisor = random.one_in(2) ? 1 : 64;  // some kernels know the levels of e4m3
     if (has_more) p.levels = static_cast<float*>(fill(levels, 1 << bits_of(p.layout), F32, false, [&] {
       const int i = code++;
-      if (p.layout == BYTES_FLOAT) return decode(static_cast<uint32_t>(i % 128 == 127 ? i - 1 : i), E4M3) / 64;
+      if (p.layout == BYTES_FLOAT) return decode(static_cast<uint32_t>(i % 128 == 127 ? i - 1 : i), E4M3) / divisor;
       return p.equally_spaced ? double(i - 3) : random_.between(-3, 3);
     }));
     k = make_cache(p, p.k);
@@ -686,7 +687,7 @@ class AttentionCase : RandomCall {
     cache.scale_head = cache.scale_token * p.T;
     cache.scale_batch = cache.scale_head * p.H_kv;
     const int64_t scales = rows == 0 ? 0 : rows * cache.scale_token - cache.scale_group + 1;
-    const double top = p.layout == BYTES_INT ? 128 : 3;
+    const double top = p.layout == BYTES_INT ? 128 : p.layout == BYTES_FLOAT && divisor == 1 ? 192 : 3;
     cache.scale = fill(made.scale, scales, cache.scale_dtype, false, [&] { return random_.between(0.5, 1) / top; });
     if (random_.one_in(2))
       cache.offset = fill(made.offset, scales, cache.scale_dtype, false, [&] { return random_.between(-0.3, 0.3); });
@@ -873,6 +874,7 @@ class AttentionCase : RandomCall {
   Kept kept{};
   int64_t starts[2];
   bool has_parts;
+  int divisor;  // of the levels of e4m3
   Memory q, levels, mask, frame, lacking, sinks, summed, more_q, diagonal, kept_k, kept_v;
   Tensors k, v, more_codes;
   std::vector<double> keys, values, more_keys;  // of the head that is checked

@@ -10,26 +10,41 @@ namespace HFQ_AVX512 {
 
 using HFQ_SET::kTokens;
 
-// Packed codes of BITS bits by a table of levels, or signed bytes.
-template <int BITS>
-struct WordPanels : HFQ_SET::TokenPanels {
-  static constexpr int PER = 32 / BITS;  // codes of a word: in one group, whose size is a multiple of 16
-
-  static bool few(const Attention& a, int64_t rows) { return FewRows<BITS>::fits(a, rows); }
+// Few rows meet codes in registers, more of them the portable panels.
+template <class Few>
+struct FewPanels : HFQ_SET::TokenPanels {
+  static bool few(const Attention& a, int64_t rows) { return Few::fits(a, rows); }
 
   static void scores(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, const float* queries,
                      int64_t rows, float* scores) {
-    FewRows<BITS> few(a, a.k, b, h);
+    Few few(a, a.k, b, h);
     few.load_factors(first, count);
     with_rows(rows, [&](auto n) { few.template scores<n>(first, count, queries, scores); });
   }
 
   static void add(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, const float* weights,
                   int64_t rows, float* out) {
-    FewRows<BITS> few(a, a.v, b, h);
+    Few few(a, a.v, b, h);
     few.load_factors(first, count);
     with_rows(rows, [&](auto n) { few.template add<n>(first, count, weights, out); });
   }
+
+ private:
+  template <class Body>
+  static void with_rows(int64_t rows, Body&& body) {
+    switch (rows) {
+      case 1: return body(std::integral_constant<int, 1>());
+      case 2: return body(std::integral_constant<int, 2>());
+      case 3: return body(std::integral_constant<int, 3>());
+      default: return body(std::integral_constant<int, 4>());
+    }
+  }
+};
+
+// Packed codes of BITS bits by a table of levels, or signed bytes.
+template <int BITS>
+struct WordPanels : FewPanels<FewRows<BITS>> {
+  static constexpr int PER = 32 / BITS;  // codes of a word: in one group, whose size is a multiple of 16
 
   // Words of 16 tokens at a time are transposed: lanes are tokens then.
   static void keys(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t count, float* panel) {
@@ -89,16 +104,6 @@ struct WordPanels : HFQ_SET::TokenPanels {
   }
 
  private:
-  template <class Body>
-  static void with_rows(int64_t rows, Body&& body) {
-    switch (rows) {
-      case 1: return body(std::integral_constant<int, 1>());
-      case 2: return body(std::integral_constant<int, 2>());
-      case 3: return body(std::integral_constant<int, 3>());
-      default: return body(std::integral_constant<int, 4>());
-    }
-  }
-
   HFQ_INLINE __m512 level(__m512i word, int j, __m512 table) {
     if constexpr (BITS == 8) return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(word, 24 - 8 * j), 24));
     return _mm512_permutexvar_ps(_mm512_srli_epi32(word, BITS * j), table);
@@ -176,6 +181,12 @@ struct PairPanels : HFQ_SET::ValuePanels {
   }
 };
 
+static bool is_e4m3(const Attention& a) {
+  bool is_same = true;
+  for (int i = 0; i < 127; ++i) is_same = is_same && a.levels[i] == e4m3_to_float(static_cast<uint8_t>(i));
+  return is_same;
+}
+
 static bool attention(const Attention& a) {
   switch (a.layout) {
     case VALUES:
@@ -186,6 +197,9 @@ static bool attention(const Attention& a) {
     case PACKED2: return HFQ_SET::AttentionTasks<WordPanels<2>>(a).run();
     case PACKED4: return HFQ_SET::AttentionTasks<WordPanels<4>>(a).run();
     case BYTES_INT: return HFQ_SET::AttentionTasks<WordPanels<8>>(a).run();
+    case BYTES_FLOAT:
+      if (a.part == WHOLE && is_e4m3(a)) return HFQ_SET::AttentionTasks<FewPanels<FewRows<8, true>>>(a).run();
+      return HFQ_SET::attention(a);
     default: return HFQ_SET::attention(a);
   }
 }

@@ -20,7 +20,18 @@ HFQ_INLINE __m512 level_table(const Attention& a) {
   return _mm512_load_ps(values);
 }
 
-template <int BITS>
+// 16 codes of e4m3 as fp32, each 256 times too small: fp16 has the same digits at the same distance from the sign, but for one
+// more of the exponent, which counts 8 more for the same number.
+HFQ_INLINE __m512 e4m3_levels(const uint8_t* from) {
+  const __m256i codes = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 8);
+  const __m256i digits = _mm256_set1_epi16(0x7f00);
+  const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(codes, digits), digits);
+  const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(codes, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return _mm512_cvtph_ps(_mm256_mask_mov_epi16(halves, is_nan, digits));
+}
+
+// FLOAT: codes of 8 bits are e4m3, and no integers.
+template <int BITS, bool FLOAT = false>
 struct FewRows {
   static constexpr int PER = 32 / BITS;  // codes of a word
   static constexpr int VECS = BITS == 8 ? 1 : PER, LINE_CODES = 16 * VECS, LINE_BYTES = 2 * BITS * VECS;
@@ -47,6 +58,7 @@ struct FewRows {
     for (int64_t t = 0; t < count; ++t) {
       const int64_t at = scales_ + (first + t) * cache_.scale_token;
       load_groups(cache_.scale, at, scale_ + t * a_.groups);
+      if (FLOAT) scale_[t] *= 256.0f;  // of one group: see `fits`
       load_groups(cache_.offset, at, offset_ + t * a_.groups);
     }
   }
@@ -154,11 +166,13 @@ struct FewRows {
 
   HFQ_METHOD __m512i load_line(int64_t token, int64_t line) const {
     const uint8_t* from = codes_ + token * cache_.code_token + line * LINE_BYTES;
+    if constexpr (FLOAT) return _mm512_castps_si512(e4m3_levels(from));
     if constexpr (BITS == 8) return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     const int64_t words = min64((a_.D - line * LINE_CODES) / PER, 16);
     return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << words) - 1), from);
   }
   HFQ_METHOD __m512 level_of(__m512i words, int j) const {
+    if constexpr (FLOAT) return as_float(words);
     if constexpr (BITS == 8) return _mm512_cvtepi32_ps(words);
     return _mm512_permutexvar_ps(_mm512_srli_epi32(words, BITS * j), table_);
   }
