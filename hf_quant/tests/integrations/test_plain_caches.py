@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_quant import unfuse_activations_
@@ -221,3 +221,26 @@ def test_caches_that_are_left_alone(llama):
     assert next_tokens(layer, 3, 5, *sizes).cache is not before.cache
     layer.update(torch.zeros(2, 2, 7, 32), torch.zeros(2, 2, 7, 32))
     assert before.layer.next(9, 5) is None and next_tokens(layer, 2, 5, *sizes).place == (0, 12, 0)
+
+
+def test_an_embedding_that_keeps_a_state_is_called_once_a_pass():
+    """The host sets such a one for an assistant with another tokenizer: it maps ids from the second call on."""
+
+    class Counting(nn.Module):
+        def __init__(self, table: nn.Embedding) -> None:
+            super().__init__()
+            self.table, self.weight, self.calls = table, table.weight, 0
+
+        def forward(self, ids: Tensor) -> Tensor:
+            self.calls += 1
+            return self.table(ids)
+
+    model, passes = make("llama"), 0
+    model.set_input_embeddings(embed := Counting(model.get_input_embeddings()))
+    for _ in range(4):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            for part in prompt(1, 12).split([5, 3, 1, 1, 1, 1], 1):
+                model(part, past_key_values=cache)
+                passes += 1
+    assert embed.calls == passes

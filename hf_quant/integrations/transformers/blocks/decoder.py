@@ -78,6 +78,8 @@ class DecoderBlock:
         config = module.config.__dict__
         watch = Watch(module, _layers(module), entries=entries_of(config), numbers=[config.__len__, len(config)])
         layers = list(_layers(module) or ())
+        if inputs.ids is not None:
+            _check_embedding(module)
         calls, output = _record(module, kwargs)
         ours = [call for call in calls if call.child in layers]
         others = [call for call in calls if call.child not in layers and not isinstance(call.child, nn.Dropout)]
@@ -273,6 +275,20 @@ def _record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[list[Call], Any]
         elif child is not None:
             children[name] = Recorder(child, child, calls)
     return calls, host.forward(twin_of(module, children), **kwargs)
+
+
+def _check_embedding(module: nn.Module) -> None:
+    """Raise Unproven if ids are embedded by a module of another kind than `nn.Embedding`.
+
+    It may keep a state, as that of an assistant with another tokenizer does: a trial, and a block that leaves a call
+    to the host, call it once more.
+    """
+    try:
+        embed = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+    except NotImplementedError:  # the host does not find it
+        return
+    if embed is not None and not isinstance(embed, nn.Embedding):
+        raise Unproven(f"{type(module).__name__} embeds by {type(embed).__name__}, which may keep a state")
 
 
 def _embedded(calls: list[Call], inputs: Inputs) -> Tensor:
