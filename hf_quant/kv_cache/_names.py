@@ -1,4 +1,7 @@
-"""Names of a cache: `cache` since transformers 5.24, before that `past_key_values`, or `cache_params` of Mamba."""
+"""Names of a cache: `cache` since transformers 5.24, before that `past_key_values`.
+
+Earlier there were `cache_params` of Mamba and `layer_past` of layers of old models (Falcon, BLOOM), too.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -6,7 +9,7 @@ from functools import cache
 from typing import Any
 
 
-CACHES = ("cache", "past_key_values", "cache_params")
+CACHES = ("cache", "past_key_values", "cache_params", "layer_past")
 
 
 def cache_in(values: Mapping[str, Any]) -> Any:

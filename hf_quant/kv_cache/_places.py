@@ -76,18 +76,15 @@ def next_tokens(
         state = torch.empty((), dtype=dtype, device="cpu").expand(B, num_heads, count, 1)
         layer.lazy_initialization(state.expand(-1, -1, -1, D), state.expand(-1, -1, -1, kind[-1]))  # shape and dtype
     prepared = _prepared_of(layer, kind)
-    if prepared is None:
+    if prepared is None or (value_dim is not None and prepared.recents is not None):
         return None
     state = layer.__dict__
-    if (count == 1 and not state["_end"]) or (value_dim is not None and prepared.recents is not None):
-        return None
     if state["_first"] + state["_end"] - state["_start"] + count > prepared.capacity:
         layer._reserve(count)
         if prepared.codes is not state["k_codes"]:
             prepared = _prepare(layer, kind)
-    if prepared.cache is None or not _are_kept(state, prepared.recents, count):
-        return None
-    return NextTokens(prepared.cache, _place(state, layer._start_of_next(), count), layer, count)
+    place = None if prepared.cache is None else _next_place(layer, prepared, math.inf, count)
+    return None if place is None else NextTokens(prepared.cache, place, layer, count)
 
 
 def _place(state: dict[str, Any], start: int, count: int) -> tuple[int, int, int]:
@@ -155,21 +152,22 @@ class Places:
 
 def _next_of(layer: GrowingStorage | Values, most: float) -> Callable[[int], tuple[int, int, int] | None]:
     """A function that finds the place of so many next tokens, of which a single one may attend to `most`."""
-    if isinstance(layer, Values):
-        return partial(layer.next, most)
-    state, prepared, start_of_next = layer.__dict__, layer._prepared, layer._start_of_next
+    is_plain = isinstance(layer, Values)
+    return partial(layer.next, most) if is_plain else partial(_next_place, layer, layer._prepared, most)
 
-    def next_place(count: int) -> tuple[int, int, int] | None:
-        start, end = start_of_next(), state["_end"]
-        if state["_first"] + end - state["_start"] + count > prepared.capacity:
-            return None
-        if state["k_codes"] is not prepared.codes or (count == 1 and (not end or end - start >= most)):
-            return None
-        if not _are_kept(state, prepared.recents, count):
-            return None
-        return _place(state, start, count)
 
-    return next_place
+def _next_place(layer: GrowingStorage, prepared: _Prepared, most: float, count: int) -> tuple[int, int, int] | None:
+    """The place of new tokens, of which a single one may attend to `most`; None: `next_tokens` has to look again."""
+    state, recents = layer.__dict__, prepared.recents
+    start, end = layer._start_of_next(), state["_end"]
+    if state["_first"] + end - state["_start"] + count > prepared.capacity:
+        return None
+    if state["k_codes"] is not prepared.codes or (count == 1 and (not end or end - start >= most)):
+        return None
+    # All the last tokens that are to be read in 16 bit have to be there.
+    if recents is not None and (count > 1 or state["_recent"] > max(end + 1 - recents, 0)):
+        return None
+    return _place(state, start, count)
 
 
 def _is_served(layer: Any, B: int, num_heads: int, D: int, dtype: torch.dtype, value_dim: int) -> bool:
@@ -186,11 +184,6 @@ def _prepare(layer: GrowingStorage, kind: tuple) -> _Prepared:
     found.kind, found.codes, found.capacity, found.cache = kind, layer.k_codes, layer.k_codes.shape[2], _cache(layer)
     found.recents = None if layer.k_window is None else layer.config.recent_tokens
     return found
-
-
-def _are_kept(state: dict[str, Any], recents: int | None, count: int) -> bool:
-    """True if new tokens find all the last ones in 16 bit that `recents` promises; always if it promises none."""
-    return recents is None or (count == 1 and state["_recent"] <= max(state["_end"] + 1 - recents, 0))
 
 
 def _cache(layer: GrowingStorage) -> object:

@@ -316,6 +316,11 @@ class Block:
         """
         _run(self._block, None, M, _num_threads(), angle_stride, sequences or M, *addresses)
 
+    def of_rows(self, x: Tensor, y: Tensor) -> Tensor:
+        """Run a block with the arguments (x, y) for x [..., its width], and return y [..., another width]."""
+        self(x.numel() // x.shape[-1], x.data_ptr(), y.data_ptr())
+        return y
+
     def with_cache(
         self,
         sequences: int,

@@ -36,13 +36,16 @@ def llama() -> PreTrainedModel:
     return model
 
 
-def forced(model: PreTrainedModel, mask: Tensor, ends: tuple[int, ...], change=lambda cache, at: cache) -> Tensor:
+def forced(
+    model: PreTrainedModel, mask: Tensor, ends: tuple[int, ...], change=lambda cache, at: cache, cache=None
+) -> Tensor:
     """Logits of tokens that are given in parts, which end there; `change` of the cache behind each."""
-    cache, found, ids = DynamicCache(config=model.config), [], prompt(*mask.shape)
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    found, ids = [], prompt(*mask.shape)
     with torch.no_grad():
-        for start, end in zip((0, *ends), ends):
+        for end in ends:
             part = {"attention_mask": mask[:, :end], "past_key_values": cache}
-            found.append(model(ids[:, start:end], **part).logits)
+            found.append(model(ids[:, cache.get_seq_length() : end], **part).logits)
             cache = change(cache, end)
     return torch.cat(found, 1)
 

@@ -115,6 +115,7 @@ def test_a_cache_has_the_name_of_the_hosts_version(name):
         "cache": lambda ids, cache=None: None,
         "past_key_values": lambda ids, past_key_values=None: None,
         "cache_params": lambda ids, cache_params=None, **kwargs: None,
+        "layer_past": lambda ids, layer_past=None: None,
     }
     host = hosts[name]
     assert cache_name(host) == name and cache_name(wraps(host)(lambda **kwargs: host(**kwargs))) == name

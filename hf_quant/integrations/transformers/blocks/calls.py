@@ -9,11 +9,10 @@ from hf_quant.integrations.transformers.blocks.base import MAX_ROWS, TOLERANCE, 
 from hf_quant.kv_cache import CACHES, cache_in
 
 
-PASTS = (*CACHES, "layer_past")  # names of the argument with the cache
 # Of a call: what does not change its result. All else is left to the host.
 IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
 IGNORED |= {"logits_to_keep"}  # GOT-OCR 2.0 hands it on to its layers
-TAKEN = {"hidden_states", *PASTS, "position_embeddings", "attention_mask", *IGNORED}
+TAKEN = {"hidden_states", *CACHES, "position_embeddings", "attention_mask", *IGNORED}
 
 
 def usable(mask: Any, B: int, heads: int, S: int, tokens: int) -> Tensor | None:
@@ -59,5 +58,4 @@ def length_of(past: Any, index: int) -> int:
 def past_of(kwargs: dict[str, Any]) -> Any:
     """The cache of self-attention that a module is given, None without one."""
     past = cache_in(kwargs)
-    past = kwargs.get("layer_past") if past is None else past
     return getattr(past, "self_attention_cache", past)  # of a decoder with an encoder

@@ -282,9 +282,7 @@ class MixtureBlock:
         block.add(y, more, to)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = x.new_empty(*x.shape[:-1], self.N)
-        self.block(x.numel() // self.K, x.data_ptr(), y.data_ptr())
-        return y
+        return self.block.of_rows(x, x.new_empty(*x.shape[:-1], self.N))
 
 
 def run_mixture(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

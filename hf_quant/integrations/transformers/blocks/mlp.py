@@ -130,10 +130,7 @@ class MLPBlock:
         add_product(block, gate, to, last)
 
     def __call__(self, x: Tensor) -> Tensor:
-        shape = x.shape
-        y = x.new_empty(*shape[:-1], self.N)
-        self.block(x.numel() // self.K, x.data_ptr(), y.data_ptr())
-        return y
+        return self.block.of_rows(x, x.new_empty(*x.shape[:-1], self.N))
 
 
 def run_mlp(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -81,9 +81,7 @@ class NormBlock:
         block.norm(x, to, self.weight, self.bias, self.eps, **self.options)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
-        self.block(x.numel() // self.width, x.data_ptr(), y.data_ptr())
-        return y
+        return self.block.of_rows(x, torch.empty_like(x))
 
 
 def run_norm(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:

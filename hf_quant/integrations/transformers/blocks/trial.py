@@ -87,7 +87,7 @@ def output_of(host: Callable[..., Any], module: nn.Module, trial: Trial, past: A
     """The output of a host's `forward` for tokens from a position on, with a cache. `more`: further arguments."""
     x, cos, sin, position = trial
     named = inspect.signature(host).parameters
-    more.setdefault("layer_past" if "layer_past" in named else kv_cache.cache_name(host), past)
+    more.setdefault(kv_cache.cache_name(host), past)
     more.setdefault("attention_mask", None)
     if cos.shape[-1] > 1:
         more["position_embeddings"] = (cos, sin)
