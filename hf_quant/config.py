@@ -95,8 +95,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             see `hf_quant.fuse_projections_`; None: on a GPU, for inference. Runtime setting; not stored in the
             checkpoint.
         fuse_activations: False: what lies between the products of a model is computed by the host's own modules. Else,
-            in models of transformers on CPUs, norms, feed-forward blocks, the attention of one new token and whole
-            layers are one native call each, and on GPUs norms, activation functions and rotary embeddings one launch
+            in models of transformers on CPUs, norms, feed-forward blocks, attention and whole layers are one native
+            call each, and on GPUs norms, activation functions and rotary embeddings one launch
             each, see `hf_quant.fuse_activations_`; in diffusion models norms and activation functions are computed
             together with the quantization of their output, with None on GPUs, with True on every device. Runtime
             setting; not stored in the checkpoint.

@@ -14,9 +14,9 @@ def fuse_activations_(model: _Model) -> _Model:
     """Compute what lies between the products of a quantized model in fewer calls, in place, and return the model.
 
     In a diffusion model norms and activation functions are computed together with the quantization after them, on
-    every device. In a language model of transformers norms, feed-forward blocks and the attention of one new token
-    become one native call each on CPUs; on GPUs norms, activation functions and rotary embeddings become one launch
-    each. A block is used if it agrees with the host's module on a random input.
+    every device. In a model of transformers norms, feed-forward blocks and attention become one native call each on
+    CPUs; on GPUs norms, activation functions and rotary embeddings become one launch each. A block is used if it
+    agrees with the host's module on a random input.
 
     Without this function that is so as `QuantizerConfig(fuse_activations=...)` says when a model is quantized; a
     checkpoint does not keep it. Results are the same but for rounding. What needs a gradient, autocast, and modules

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._config import KVCacheConfig
     from hf_quant.kv_cache._eager import wants_weights
     from hf_quant.kv_cache._interface import (
+        NATIVE_SDPA,
         computes_prompts,
         is_recorded,
         latent_mask,
@@ -36,6 +37,7 @@ _HOME = {
     "CACHES": "_names",
     "KVCacheConfig": "_config",
     "LatentStates": "_latents",
+    "NATIVE_SDPA": "_interface",
     "NEW_TOKENS": "_places",
     "NextTokens": "_places",
     "Places": "_places",
@@ -70,6 +72,7 @@ __all__ = [
     "CACHES",
     "KVCacheConfig",
     "LatentStates",
+    "NATIVE_SDPA",
     "NEW_TOKENS",
     "NextTokens",
     "Places",

@@ -87,16 +87,17 @@ def attention_of_values(
     become softcap * tanh(score / softcap). sinks [H]: one more score for each head, with no value.
     """
     (B, H, S, D), (H_kv, T) = q.shape, k.shape[1:3]
-    if attention_unsupported_reason(q.dtype, D, UNIT, None) is not None or D % UNIT or H % H_kv:
+    wide = -(-D // UNIT) * UNIT  # further channels of zeros: SigLIP has 72
+    if attention_unsupported_reason(q.dtype, wide, UNIT, None) is not None or H % H_kv:
         return None
-    if v.shape[:3] != k.shape[:3] or k.shape[3] != D or v.shape[3] > D:
+    if k.shape[0] != B or v.shape[:3] != k.shape[:3] or k.shape[3] != D or v.shape[3] > D:
         return None
     if mask is not None and (mask.dim() != 4 or mask.shape[3] != T):
         return None
     if k.dtype is not q.dtype or v.dtype is not q.dtype or (sinks is not None and sinks.dtype not in DTYPES):
         return None
-    D_v = v.shape[3]
-    v = v if D_v == D else F.pad(v, (0, D - D_v))
+    D, D_v = wide, v.shape[3]
+    q, k, v = (x if x.shape[3] == D else F.pad(x, (0, D - x.shape[3])) for x in (q, k, v))
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     y = torch.empty(B, S, H, D, dtype=q.dtype, device="cpu")
     lse = torch.empty(B, H, S, dtype=torch.float32, device="cpu")

@@ -348,7 +348,7 @@ def test_products_in_a_block_are_those_of_the_layers(config):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("S", "T", "heads", "D"), [(37, 37, (6, 2), 64), (5, 600, (4, 4), 128), (70, 70, (3, 1), 80)])
+@pytest.mark.parametrize(("S", "T", "heads", "D"), [(37, 37, (6, 2), 64), (5, 600, (4, 4), 128), (70, 70, (3, 1), 72)])
 @pytest.mark.parametrize("kind", ["causal", "full", "mask", "added"])
 def test_attention_of_values(dtype, S, T, heads, D, kind):
     q, k, v = (
@@ -366,7 +366,7 @@ def test_attention_of_values(dtype, S, T, heads, D, kind):
     def error(of):
         return ((y.transpose(1, 2).double() - of).norm() / of.norm()).item()
 
-    assert y.shape == (2, S, heads[0], D) and y.is_contiguous()
+    assert y.shape == (2, S, heads[0], D) and (y.is_contiguous() or D % 16)
     assert error(expected) < (1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
     less = F.scaled_dot_product_attention(
         *(x.double() for x in (q, k[:, :, :-16], v[:, :, :-16])),

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_quant import kv_cache
 from hf_quant.config import QuantizerConfig
 from hf_quant.integrations.transformers.blocks.attention import is_attention, run_attention
 from hf_quant.integrations.transformers.blocks.base import (
@@ -77,18 +78,32 @@ _KINDS = (
 
 
 def fuse_blocks_(model: nn.Module) -> int:
-    """Give every module of a quantized model that may have one a native block, and return their number."""
+    """Give every module of a quantized model that may have one a native block, and return the number of these modules.
+
+    Modules of attention are among them whose "sdpa" is a native kernel from now on, those of encoders, too.
+    """
     unfuse_blocks_(model)
     found = list(_candidates(model, QUANTIZED)) if any(isinstance(m, QuantizedModule) for m in model.modules()) else []
     for module, *runs in found:
         fuse_(module, *runs)
-    return len(found)
+    attentions = [module for module in model.modules() if _attends(module)]
+    if attentions:
+        kv_cache.register_attention()
+    for module in attentions:
+        module.__dict__[kv_cache.NATIVE_SDPA] = True
+    return len({*(module for module, *_ in found), *attentions})
+
+
+def _attends(module: nn.Module) -> bool:
+    """True if a module has what attention functions of transformers ask theirs for, and quantized layers."""
+    return "is_causal" in module.__dict__ and any(isinstance(m, QUANTIZED) for m in module._modules.values())
 
 
 def unfuse_blocks_(model: nn.Module) -> None:
     """Undo `fuse_blocks_`."""
     for module in model.modules():
         unfuse_(module)
+        module.__dict__.pop(kv_cache.NATIVE_SDPA, None)
 
 
 def block_reasons(model: nn.Module) -> dict[str, str | None]:
