@@ -15,6 +15,7 @@ namespace hfq {
 namespace HFQ_AVX512 {
 
 constexpr int64_t kChunk = 480;  // rows of x that are packed at once
+constexpr int64_t kLeastFoldedRows = 48;
 // Up to which number of rows of x streaming wins over panels (14336 x 4096, Zen 4).
 template <class C>
 constexpr int64_t max_dot_rows() {
@@ -278,20 +279,25 @@ static bool by_folded(const Product& p) {
   return Folded<D>::serves(p) && Matmul<Folded<D>>(p).run();
 }
 
-// Products by matrix units; false if it is to be computed otherwise.
-static bool matmul_in_tiles(const Product& p) {
+static bool matmul_folded(const Product& p) {
   switch (p.layout) {
-    case PACKED2: return by_folded<Packed2>(p) || matmul_in_blocks(p);
-    case PACKED3: return by_folded<Packed3>(p) || matmul_in_blocks(p);
-    case PACKED4: return by_folded<Packed4>(p) || matmul_in_blocks(p);
-    default: return matmul_in_blocks(p);
+    case PACKED2: return by_folded<Packed2>(p);
+    case PACKED3: return by_folded<Packed3>(p);
+    case PACKED4: return by_folded<Packed4>(p);
+    default: return false;
   }
+}
+
+// Whether so many rows of x read a panel that it takes less time to multiply its levels by their scales before.
+static bool folds(const Product& p) {
+  return by_bf16(p) && p.M >= kLeastFoldedRows * (p.ends == nullptr ? 1 : p.experts);
 }
 #endif
 
 static bool matmul(const Product& p) {
 #if HFQ_VBMI
-  if (in_tiles(p)) return matmul_in_tiles(p);
+  if ((in_tiles(p) || folds(p)) && matmul_folded(p)) return true;
+  if (in_tiles(p)) return matmul_in_blocks(p);
 #endif
   if (matmul_in_fixed_point(p)) return true;
   const FixedProduct fixed = fixed_product(p);
