@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
@@ -346,6 +347,16 @@ def test_a_model_that_makes_its_own_cache_is_named(caplog):
         with caplog.at_level(logging.WARNING, logger="hf_quant"):
             hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
         assert ("a SpeechT5ForTextToSpeech makes its own cache" in caplog.text) == (model is speech)
+
+
+def test_the_method_of_the_host_is_bound_to_another_model():
+    """As Kyutai's speech-to-text does in `generate`, which raised, for the cache of its codec."""
+    model, other = build("llama"), build("llama")
+    hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
+    name = "_prepare_cache_for_generation"
+    setattr(other, name, types.MethodType(getattr(model, name).__func__, other))
+    found = [m.generate(ids(), **GREEDY, return_dict_in_generate=True).past_key_values for m in (model, other)]
+    assert [type(cache) for cache in found] == [QuantizedCache, DynamicCache]
 
 
 def test_a_cache_of_the_caller_has_the_states_of_the_decoder_alone():

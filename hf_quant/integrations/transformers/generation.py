@@ -137,6 +137,10 @@ class CacheMethod(ModelMethod):
         self.lent: weakref.ref | None = None  # to the config that `generate` made: it lives as long as the generation
         self.lock = threading.Lock()
 
+    @property
+    def __func__(self) -> Any:  # Kyutai's speech-to-text binds the host's function to its codec
+        return getattr(type(self.model()), self.name)
+
     def kv_cache(self) -> KVCacheConfig | None:
         return kv_cache_of(self.model())
 
