@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Container, Iterable
 
@@ -187,7 +188,8 @@ def prepare_from_checkpoint(
         for weight in module.weight_names:
             if weight not in done[name]:
                 raise ValueError(f"the checkpoint lacks {name}.{packed_key('qdata', weight)}; is a shard missing?")
-    _check_plan(schemes, model, converted, tied, {stored.module for stored in stored_weights(keys)})
+    held = {rename(key) for key, info in keys.items() if 0 not in info.shape}
+    _check_plan(schemes, model, converted, tied, {stored.module for stored in stored_weights(keys)}, held)
     for target, source in tied.items():
         if source in done and target not in done:
             share_codes_(modules[target], converted[source], name=target)
@@ -200,9 +202,11 @@ class _Schemes:
     def __init__(self, config: QuantizerConfig) -> None:
         self.schemes = schemes_from_list(config.plan)
         self.prefixed: dict[str, list[str]] = {}  # name without its first component -> names
-        for name in self.schemes:
+        self.layers: dict[str, set[LinearScheme]] = {}  # what begins with the list of layers -> schemes of that name
+        for name, scheme in self.schemes.items():
             if "." in name:
                 self.prefixed.setdefault(name.partition(".")[2], []).append(name)
+            self.layers.setdefault(_in_layers(name), set()).add(scheme)
 
     def find(self, *names: str) -> LinearScheme:
         """Return the scheme by the first name that the plan has. Raises ValueError if it has none of them."""
@@ -213,12 +217,22 @@ class _Schemes:
             prefixed = self.prefixed.get(name, ())
             if len(prefixed) == 1:
                 return self.schemes[prefixed[0]]
+        # A part of a model may be named in a third way in the checkpoint: Mllama's decoder.
+        alike = self.layers.get(_in_layers(names[0]), ())
+        if len(alike) == 1:
+            return next(iter(alike))
         raise ValueError(f"the checkpoint has codes for {names[0]}, but its stored plan does not name that module")
 
     def name_of(self, module: str) -> str | None:
         """Return the name that the plan has for a module of the model, or None."""
         known_as = (module, module.partition(".")[2], *self.prefixed.get(module, ()))
         return next((name for name in known_as if name in self.schemes), None)
+
+
+def _in_layers(name: str) -> str:
+    """The end of a name from its first list of layers on: "layers.0.mlp.up_proj"; the whole name if it has none."""
+    found = re.search(r"[^.]+\.\d+\..*", name)
+    return name if found is None else found[0]
 
 
 def _warn_of_another_format(config: QuantizerConfig, schemes: dict[str, LinearScheme]) -> None:
@@ -254,17 +268,22 @@ def _check_plan(
     converted: Container[str | None],
     tied: dict[str, str],
     stored: Container[str],
+    held: Container[str],
 ) -> None:
-    """Raise ValueError if a module that the stored plan names, and this model has, did not get codes."""
+    """Raise ValueError if a module that the stored plan names, and this model has, did not get codes.
+
+    `stored` are the modules with codes in the checkpoint, `held` its tensors, by their names in the model.
+    """
     for name, module in model.named_modules():
         if isinstance(module, QuantizedModule) or tied.get(name) in converted:
             continue
         register_experts(module)
-        if quantized_class(type(module)) is None:
+        quantized = quantized_class(type(module))
+        planned = None if quantized is None else schemes.name_of(name)
+        if quantized is None or planned is None:
             continue
-        planned = schemes.name_of(name)
-        if planned is None:
-            continue
+        if planned != name and all(f"{name}.{weight}" in held for weight in quantized.weight_names_of(module)):
+            continue  # in 16 bit, and of another part than the module of the plan: two encoders have the same layers
         if planned in stored:
             raise ValueError(
                 f"the checkpoint has the codes of {name} as {planned}, where a {type(model).__name__} does not look "
