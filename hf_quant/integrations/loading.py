@@ -190,6 +190,12 @@ def prepare_from_checkpoint(
                 raise ValueError(f"the checkpoint lacks {name}.{packed_key('qdata', weight)}; is a shard missing?")
     held = {rename(key) for key, info in keys.items() if 0 not in info.shape}
     _check_plan(schemes, model, converted, tied, {stored.module for stored in stored_weights(keys)}, held)
+    if not done and held.isdisjoint(model.state_dict()):
+        raise ValueError(
+            f"a {type(model).__name__} looks for weights such as {next(iter(model.state_dict()), None)}, and the "
+            f"checkpoint has none of them, but {shorten(repr(min(held, default='')))}: load it with the class of the "
+            "model that was saved"
+        )
     for target, source in tied.items():
         if source in done and target not in done:
             share_codes_(modules[target], converted[source], name=target)
