@@ -169,7 +169,8 @@ def make_variants(base: nn.Module, args: argparse.Namespace) -> tuple[dict[str, 
                 continue
             name = (weights or "bf16") + ("" if cache is None else f", {cache} cache")
             for fuses in (False, None) if args.unfused and weights is not None else (None,):
-                heads = {HEAD: weights} if args.head and weights is not None else None  # by name: it may be tied
+                # By name: it may be tied.
+                heads = None if args.head is None or weights is None else {HEAD: args.head or weights}
                 kv_cache = None if cache is None else parse_cache(cache)
                 config = QuantizerConfig(weights, kv_cache=kv_cache, fuse_activations=fuses, modules=heads)
                 title = name if fuses is None else f"{name}, unfused"
@@ -285,7 +286,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="468m", help="of the random model (default: 468m)")
     parser.add_argument("--layers", type=int, help="of the random model (default: its shape's)")
     parser.add_argument("--formats", nargs="*", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
-    parser.add_argument("--head", action="store_true", help="quantize the output embedding, too")
+    parser.add_argument(
+        "--head",
+        nargs="?",
+        const="",
+        metavar="FORMAT",
+        help="quantize the output embedding, too (default: as all)",
+    )
     parser.add_argument("--rivals", nargs="*", metavar="NAME", help="measure others, too, where installed (or these)")
     parser.add_argument("--batch", type=int, default=1, help="sequences at a time (default: 1)")
     parser.add_argument("--compile", action="store_true", help="torch.compile, with a static cache")

@@ -116,13 +116,16 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand for prompts."""
     parser.add_argument("--heads", nargs="+", default=["9/3x64", "32/8x128"], metavar="H/H_KVxD")
     parser.add_argument("--tokens", nargs="+", type=int, default=[128, 512, 2048], help="of the prompt")
+    parser.add_argument("--encoder", action="store_true", help="each token sees all others, as in BERT and ViT")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=8)
     parser.set_defaults(run=bench_prompt)
 
 
 def bench_prompt(args: argparse.Namespace) -> None:
-    """The native attention of a causal prompt in bf16 against torch's, for all heads, lengths and thread counts."""
+    """The native attention of a prompt in bf16 against torch's, for all heads, lengths and thread counts."""
+    B, is_causal = args.batch, not args.encoder
     print(f"kernels: {kernels_in_use()}")
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -130,12 +133,12 @@ def bench_prompt(args: argparse.Namespace) -> None:
         for heads in args.heads:
             (H, H_kv), D = map(int, heads.split("x")[0].split("/")), int(heads.split("x")[1])
             for S in args.tokens:
-                q, k, v = (torch.randn(1, S, count, D).bfloat16().transpose(1, 2) for count in (H, H_kv, H_kv))
+                q, k, v = (torch.randn(B, S, count, D).bfloat16().transpose(1, 2) for count in (H, H_kv, H_kv))
                 sdpa = lambda q=q, k=k, v=v: F.scaled_dot_product_attention(  # noqa: E731
-                    q, k, v, is_causal=True, enable_gqa=True
+                    q, k, v, is_causal=is_causal, enable_gqa=True
                 )
                 ours = lambda q=q, k=k, v=v, D=D: attention_of_values(  # noqa: E731
-                    q, k, v, None, is_causal=True, scale=D**-0.5
+                    q, k, v, None, is_causal=is_causal, scale=D**-0.5
                 )
                 found = interleaved({SDPA: Turn(sdpa, 1, 0), "ours": Turn(ours, 1, 0)}, args.rounds)
                 rows[f"{heads}, {S} tokens"] = [

@@ -61,7 +61,7 @@ def test_quality_is_that_of_predictions_through_the_cache(model):
 
 
 def test_generation_is_measured_with_and_without_quantized_caches(model):
-    args = argparse.Namespace(formats=["int8"], kv_cache=["int4"], only_both=False, head=False, rivals=None)
+    args = argparse.Namespace(formats=["int8"], kv_cache=["int4"], only_both=False, head=None, rivals=None)
     args.unfused = False
     args.device, args.prompt_tokens, args.batch = "cpu", 12, 1
     models, _ = bench_generate.make_variants(model, args)
