@@ -122,13 +122,14 @@ def layer_product(
     diagonal = None if transform is None else signs(transform, K, x.device)
     activation = scheme.activation_on(x.device.type)
     if is_eager:
-        weight = (parameters["qdata"], parameters["scale"], *map(parameters.get, _OPTIONAL_PARTS))
+        held = dict(parameters)  # another thread may replace them meanwhile
+        weight = (held["qdata"], held["scale"], *map(held.get, _OPTIONAL_PARTS))
         y = None
         if x.is_cpu:
             found = find_ready(x.dtype, weight, format, activation, diagonal)
             y = None if found is None else found.product(x, weight[0], bias)
             if y is not None and found.is_native and parameters is module._parameters:
-                make_ready(module, x, found.run)
+                make_ready(module, x, held, found.run)
         elif activation is None and diagonal is None:
             y = ready_product_on_gpu(x, bias, weight, format)
         if y is not None:

@@ -5,7 +5,7 @@ layer's parameters, where their data is, and the counts of changes of those whos
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -28,12 +28,13 @@ class ReadyProduct:
 
     __slots__ = ("K", "parameters", "place", "run")
 
-    def __init__(self, K: int, parameters: dict[str, Tensor | None], run: Run) -> None:
-        """Take `run`, which multiplies x [..., K] with these parameters."""
-        tensors = {name: value for name, value in parameters.items() if value is not None}
+    def __init__(self, K: int, parameters: dict[str, Tensor | None], held: dict[str, Tensor | None], run: Run) -> None:
+        """Take `run`, which multiplies x [..., K] with what the parameters of a layer were then, `held`."""
+        tensors = {name: value for name, value in held.items() if value is not None}
         checked = [value for name, value in tensors.items() if name in _CHECKED and not value.is_inference()]
         numbers = [part for value in checked for part in (partial(_version, value), value._version)]
-        entries = entries_of(parameters) + entries_of(prepack.era)
+        entries: list[Any] = [part for name, value in held.items() for part in (parameters, name, value)]
+        entries += entries_of(prepack.era)
         self.K, self.parameters, self.run = K, parameters, run
         self.place: Place | None = place_of(entries, numbers, (), list(tensors.values()))
 
@@ -48,11 +49,11 @@ class ReadyProduct:
         return None
 
 
-def make_ready(module: "QuantizedModule", x: Tensor, run: Run) -> None:
-    """Let further calls of a layer with plain x [..., K] of this dtype go by `run`.
+def make_ready(module: "QuantizedModule", x: Tensor, held: dict[str, Tensor | None], run: Run) -> None:
+    """Let further calls of a layer with plain x [..., K] of this dtype go by `run`, made for the parameters `held`.
 
     Not if a host has hooked its forward to put other parameters in their place at every call (offloading).
     """
     if "forward" not in module.__dict__:
         ready = module.__dict__.setdefault(READY, {})
-        ready[x.dtype] = ReadyProduct(x.shape[-1], module._parameters, run)
+        ready[x.dtype] = ReadyProduct(x.shape[-1], module._parameters, held, run)

@@ -158,3 +158,21 @@ def test_copies_begin_without_and_hooked_layers_have_none(slow_calls):
     for _ in range(3):
         twin(x)
     assert READY not in twin.__dict__
+
+
+def test_parameters_that_another_thread_replaces_while_a_product_is_made(monkeypatch):
+    layer, other, x, find = quantized(), quantized("int4"), values(2, 64), products.find_ready
+    other.weight = torch.flip(other.weight.dequantize(), [0])
+
+    def found(*args) -> ReadyRun | None:
+        run = find(*args)
+        if run is not None:
+            layer.load_state_dict(other.state_dict(), assign=True)
+        return run
+
+    with torch.no_grad():
+        before, expected = layer(x), other(x)
+        monkeypatch.setattr(products, "find_ready", found)
+        assert torch.equal(layer(x), before)  # which found the ready product of the replaced ones
+        monkeypatch.undo()
+        assert torch.equal(layer(x), expected) and torch.equal(layer(x), expected)
