@@ -23,6 +23,7 @@ from hf_quant import (
     unfuse_activations_,
 )
 from hf_quant.integrations.transformers.blocks import base, block_reasons, decoder, fuse_blocks_
+from hf_quant.integrations.transformers.blocks import layer as layer_blocks
 from hf_quant.kernels import native
 from hf_quant.kernels.native import blocks, places
 from hf_quant.kv_cache import Places, next_tokens
@@ -287,6 +288,29 @@ def test_memory_of_parameters_is_watched(reads, monkeypatch):
             for _ in range(3):
                 torch.testing.assert_close(mlp(x), host(mlp, x))
             assert base.state_of(mlp).found and block_reasons(mlp)[""] is None
+
+
+@pytest.mark.parametrize("part", ["input_layernorm.weight", "self_attn.q_proj.qdata", "mlp.down_proj.qdata"])
+def test_parameters_that_another_thread_replaces_during_a_trial(part, monkeypatch):
+    model, make_rest = make(), layer_blocks.Rest.__init__
+    name, _, parameter = part.rpartition(".")
+    module = model.model.layers[0].get_submodule(name)
+    other = nn.Parameter(module._parameters[parameter].flip(0), requires_grad=False)
+
+    def rest(self, *args):
+        make_rest(self, *args)
+        module._parameters[parameter] = other
+
+    monkeypatch.setattr(layer_blocks.Rest, "__init__", rest)
+    ids, host = prompt(), copy.deepcopy(model)
+    host.model.layers[0].load_state_dict({part: other}, strict=False)
+    with torch.no_grad():
+        model(ids)
+        monkeypatch.undo()
+        assert block_reasons(model)["model.layers.0"] is not None
+        assert torch.equal(generate(model, ids), generate(unfuse_activations_(host), ids))
+        found, expected = model(ids).logits, host(ids).logits
+        assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_adapters_come_and_go():

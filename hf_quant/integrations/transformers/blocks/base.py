@@ -166,14 +166,27 @@ class State:
             return None
         self.trials += 1
         try:
+            parts = _Parts(module)
             with torch.inference_mode(False), torch.no_grad(), _random_numbers_kept(module):
                 found = make()
+            if not found.watch.holds() or _Parts(module).places != parts.places:
+                raise Unproven("its parts were replaced during its trial")
         except Exception as error:  # noqa: BLE001  (a host's own code runs in the trial)
             self.reason, self.waits = str(error) or type(error).__name__, 2 ** min(self.trials, _MOST_WAITS)
             logger.debug("%s is computed as by its host: %s", type(module).__name__, self.reason)
             return None
         self.reason, self.found[key], self.waits = None, found, 2 ** min(self.trials, _MOST_WAITS) - 2
         return found
+
+
+class _Parts:
+    """The modules and parameters in a module, held while a block is made of them: another thread may replace some."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        self.held = [*module.modules(), *parameters]
+        # The same as long as no part was replaced, and its data is where it was.
+        self.places = [*map(id, self.held), *(p.data_ptr() for p in parameters if is_plain(p.data))]
 
 
 def is_served(x: Any) -> bool:
@@ -273,14 +286,15 @@ def add_product(
     """
     if not isinstance(layer, QUANTIZED) or not _is_product(layer, block.dtype):
         raise Unproven(f"{type(layer).__name__} is no quantized linear layer")
-    own = layer._parameters["bias"] if has_bias else None
-    weight, bias, integer = weight_of(layer, "weight", own, block.dtype)
+    parameters = dict(layer._parameters)
+    weight, bias, integer = weight_of(layer, "weight", parameters, "bias" if has_bias else None, block.dtype)
     if rows is not None:
         if weight.scale.shape[-2] != weight.N:
             raise Unproven("a part of a weight whose rows share scales")
         parts = [part if part is None else part[rows] for part in weight[:3]]
         weight = weight._replace(**dict(zip(("qdata", "scale", "zero_point"), parts)))
         bias = None if bias is None else bias[rows]
+    block.held.append(parameters)
     block.product(x, to, weight, bias, integer=integer)
 
 
@@ -303,11 +317,14 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def weight_of(
-    layer: QuantizedModule, name: str, bias: Tensor | None, dtype: torch.dtype
+    layer: QuantizedModule, name: str, parameters: dict[str, Tensor | None], bias_name: str | None, dtype: torch.dtype
 ) -> tuple[Weight, Tensor | None, bool]:
-    """A layer's weight, its bias, and whether its products are sums of integers. Raises Unproven."""
-    scheme, K, parameters = layer.scheme, layer.matrix_shape(name)[-1], layer._parameters
-    packed, activation = layer.packed(name), scheme.activation_on("cpu")
+    """A layer's weight, its bias, and whether its products are sums of integers. Raises Unproven.
+
+    `parameters`: those of the layer, read once, as another thread may replace them; held for as long as the weight.
+    """
+    scheme, K, bias = layer.scheme, layer.matrix_shape(name)[-1], parameters[bias_name] if bias_name else None
+    packed, activation = layer.typed(name, parameters), scheme.activation_on("cpu")
     if scheme.sparsity is not None or any(p is not None and not is_plain(p.data) for p in parameters.values()):
         raise Unproven("a sparse or sharded weight")
     if not packed.qdata.is_cpu:

@@ -307,7 +307,7 @@ def rows_of(embed: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     if type(embed).forward is not QuantEmbedding.forward or embed.compute_dtype != dtype:
         return embed
     try:
-        weight, _, _ = weight_of(embed, "weight", None, dtype)
+        weight, _, _ = weight_of(embed, "weight", embed._parameters, None, dtype)
     except Unproven:
         return embed
     if weight.scale.shape[0] != weight.N or weight.input_diagonal is not None:

@@ -135,7 +135,7 @@ class Expanding:
 
     def read(self, layer: Any, dtype: torch.dtype) -> None:
         """Find the rows of the layer. Raises Unproven."""
-        weight, _, _ = weight_of(layer, "weight", None, dtype)
+        weight, _, _ = weight_of(layer, "weight", layer._parameters, None, dtype)
         reason = unsupported_reason(weight)
         if reason is not None:
             raise Unproven(reason)

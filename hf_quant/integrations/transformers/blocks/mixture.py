@@ -269,8 +269,9 @@ class MixtureBlock:
         block.combine(y, to, rounds=routing.rounds_weights)
 
     def _add_product(self, block: Block, x: int, to: int, name: str) -> None:
-        bias = self.experts._parameters[f"{name}_bias"] if getattr(self.experts, "has_bias", False) else None
-        weight, bias, integer = weight_of(self.experts, name, bias, self.dtype)
+        parameters, bias = dict(self.experts._parameters), getattr(self.experts, "has_bias", False)
+        weight, bias, integer = weight_of(self.experts, name, parameters, f"{name}_bias" if bias else None, self.dtype)
+        block.held.append(parameters)
         block.product(x, to, weight, bias, integer=integer, by_experts=True)
 
     def _add_shared(self, block: Block, x: int, y: int, to: int) -> None:
