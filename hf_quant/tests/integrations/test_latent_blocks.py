@@ -1,5 +1,8 @@
 """Blocks of latent attention: the logits and tokens of the host, whose keys and values are not expanded."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -231,3 +234,20 @@ def test_states_that_an_op_reads_are_expanded(expanded):
     assert keys.shape == host[0].shape and values.shape == host[1].shape
     assert torch.equal(keys + 0, host[0]) and torch.equal(values[..., :3], host[1][..., :3])
     assert len(expanded) == 2 and "LatentStates((1, 4, 5, 64)" in repr(keys)
+
+
+def test_a_model_that_is_deleted_is_gone_without_the_garbage_collector():
+    model = make()
+    generate(model)
+    of_prompts = [base.state_of(layer.self_attn).prompts for layer in model.model.layers]
+    assert all(isinstance(block, LatentBlock) for state in of_prompts for block in state.found.values())
+    assert all(state.found for state in of_prompts)
+    del of_prompts
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert not any(parameter() is not None for parameter in parameters)
+    finally:
+        gc.enable()

@@ -357,9 +357,10 @@ def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str,
 
 
 def twin_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
-    """A module of the host's class with the state of `module` and other children."""
+    """A module of the host's class with the state of `module`, but for its blocks, and other children."""
     twin = object.__new__(getattr(type(module), "_hf_quant_block_of", type(module)))
     twin.__dict__.update(module.__dict__)
+    twin.__dict__.pop(_STATE, None)  # a block that holds a twin would hold itself, and the memory of a deleted model
     twin.__dict__["_modules"] = children
     return twin
 
