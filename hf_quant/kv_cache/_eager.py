@@ -20,6 +20,7 @@ _PROVEN = "_hf_quant_attention"  # attribute of a module: {what was tried: wheth
 _OPTIONS = {"softcap", "s_aux", "sliding_window", "is_causal"}
 # What does not change the result.
 IGNORED = {"dropout", "position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
+IGNORED |= {"logits_to_keep", "return_dict"}  # of the model, handed on by GOT-OCR 2.0 and HuBERT
 _WINDOW = 2  # of a trial: the mask has it, and the function must not apply it again
 _TOLERANCE = 5e-3  # of the largest value: products in TF32 pass, other attention is off by some percent at least
 

@@ -222,7 +222,7 @@ def _reading_codes(host: Callable[..., Any], *, is_eager: bool = False) -> Calla
             if found is not None:
                 return found, None
         key, value = (x.noted().dequantize() if isinstance(x, QuantizedStates) else x for x in (key, value))
-        if is_sdpa and NATIVE_SDPA in module.__dict__:
+        if is_sdpa and NATIVE_SDPA in getattr(module, "__dict__", ()):  # some call it without a module
             found = _on_cpu(module, query, key, value, attention_mask, dropout, scaling, kwargs)
             if found is not None:
                 return found, None

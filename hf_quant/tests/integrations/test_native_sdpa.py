@@ -20,6 +20,9 @@ IDS, PADDED = prompt(2, 24), torch.ones(2, 24).long()
 PADDED[0, 15:] = 0
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 SPEECH = torch.randn(1, 8, 48, generator=torch.Generator().manual_seed(0))
+SOUND = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
+HEARER = {**SMALL, "conv_dim": (64,), "conv_kernel": (8,), "conv_stride": (8,), "num_feat_extract_layers": 1}
+HEARER |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 IMAGES = {**SMALL, "image_size": 32, "patch_size": 8}
 SPEAKER = {"vocab_size": 96, "d_model": 128, "num_mel_bins": 8, "max_source_positions": 24, "pad_token_id": 0}
 SPEAKER |= {f"{part}_{field}": n for part in ("encoder", "decoder") for field, n in (("layers", 2), ("ffn_dim", 192))}
@@ -32,6 +35,7 @@ MODELS = {
     "clip_text_model": (SMALL, {"input_ids": IDS}, 2, 2),
     "llama": ({**SMALL, "num_key_value_heads": 2}, {"input_ids": IDS}, 0, 0),  # its blocks call the kernel themselves
     "whisper": (SPEAKER, {"input_features": SPEECH, "decoder_input_ids": IDS[:1]}, 6, 2),
+    "hubert": (HEARER, {"input_values": SOUND}, 2, 0),  # which hands on `return_dict`
     "t5": ({"vocab_size": 96, "d_model": 128, "num_layers": 2}, {"input_ids": IDS, "decoder_input_ids": IDS}, 0, 0),
 }
 
@@ -121,6 +125,8 @@ def test_only_transformers_own_function_is_replaced(calls):
     module.__dict__[NATIVE_SDPA] = True
     assert torch.equal(own(module, q, q, q, None)[0], q.transpose(1, 2)) and calls == []
     host(module, q, q, q, None)
+    assert len(calls) == 1
+    host(None, q, q, q, None)
     assert len(calls) == 1
 
 

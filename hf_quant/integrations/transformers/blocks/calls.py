@@ -11,7 +11,7 @@ from hf_quant.kv_cache import CACHES, cache_in
 
 # Of a call: what does not change its result. All else is left to the host.
 IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
-IGNORED |= {"logits_to_keep"}  # GOT-OCR 2.0 hands it on to its layers
+IGNORED |= {"logits_to_keep", "return_dict"}  # GOT-OCR 2.0 and HuBERT hand them on to their layers
 TAKEN = {"hidden_states", *CACHES, "position_embeddings", "attention_mask", *IGNORED}
 
 

@@ -15,7 +15,7 @@ namespace hfq {
 namespace HFQ_AVX512 {
 
 constexpr int64_t kChunk = 480;  // rows of x that are packed at once
-constexpr int64_t kLeastFoldedRows = 48;
+constexpr int64_t kLeastFoldedRows = 48;  // of x, for each expert, from which on `folds` (4096 x 4096, Zen 4)
 // Up to which number of rows of x streaming wins over panels (14336 x 4096, Zen 4).
 template <class C>
 constexpr int64_t max_dot_rows() {
