@@ -350,7 +350,7 @@ def test_a_model_that_makes_its_own_cache_is_named(caplog):
 
 
 def test_the_method_of_the_host_is_bound_to_another_model():
-    """As Kyutai's speech-to-text does in `generate`, which raised, for the cache of its codec."""
+    """Kyutai's speech-to-text does so in `generate`, for the cache of its codec, which raised."""
     model, other = build("llama"), build("llama")
     hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
     name = "_prepare_cache_for_generation"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hf_quant.kv_cache._attention import attend
     from hf_quant.kv_cache._cache import QuantizedCache, is_quantized, quantized_layers, register_attention
     from hf_quant.kv_cache._config import KVCacheConfig
-    from hf_quant.kv_cache._eager import wants_weights
+    from hf_quant.kv_cache._eager import IGNORED_OPTIONS, wants_weights
     from hf_quant.kv_cache._interface import (
         NATIVE_SDPA,
         computes_prompts,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CACHES": "_names",
+    "IGNORED_OPTIONS": "_eager",
     "KVCacheConfig": "_config",
     "LatentStates": "_latents",
     "NATIVE_SDPA": "_interface",
@@ -70,6 +71,7 @@ _HOME = {
 
 __all__ = [
     "CACHES",
+    "IGNORED_OPTIONS",
     "KVCacheConfig",
     "LatentStates",
     "NATIVE_SDPA",

@@ -18,9 +18,9 @@ from hf_quant.kernels.kv_attention.op import capped
 
 _PROVEN = "_hf_quant_attention"  # attribute of a module: {what was tried: whether it is the kernel's attention}
 _OPTIONS = {"softcap", "s_aux", "sliding_window", "is_causal"}
-# What does not change the result.
-IGNORED = {"dropout", "position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
-IGNORED |= {"logits_to_keep", "return_dict"}  # of the model, handed on by GOT-OCR 2.0 and HuBERT
+# Of a call of attention or of a layer: what does not change the result.
+IGNORED_OPTIONS = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
+IGNORED_OPTIONS |= {"logits_to_keep", "return_dict"}  # of the model, handed on by GOT-OCR 2.0 and HuBERT
 _WINDOW = 2  # of a trial: the mask has it, and the function must not apply it again
 _TOLERANCE = 5e-3  # of the largest value: products in TF32 pass, other attention is off by some percent at least
 
@@ -34,7 +34,7 @@ def is_attention(
     torch compiles, or a CUDA graph is captured), the result of an earlier one counts.
     """
     given = {key: value for key, value in options.items() if value is not None and value is not False}
-    if not _OPTIONS.issuperset(given.keys() - IGNORED):
+    if not _OPTIONS.issuperset(given.keys() - IGNORED_OPTIONS - {"dropout"}):
         return False
     sinks, softcap = given.get("s_aux"), given.get("softcap")
     kind = (name, q.shape[1], q.shape[3], kv_heads, scale, softcap, sinks is None, given.get("sliding_window") is None)

@@ -38,7 +38,7 @@ LARGE_MASK = 2**24  # bytes; smaller masks are created as for "sdpa"
 _local = threading.local()
 _wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}  # {a model's own function: the one that reads codes}
 # Options of "hf_quant" that do not change the attention of plain tensors, besides their mask.
-_KNOWN = {"is_causal", "sliding_window", *_eager.IGNORED}
+_KNOWN = {"is_causal", "sliding_window", *_eager.IGNORED_OPTIONS}
 _WRAPPED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 

@@ -122,7 +122,7 @@ def layer_product(
     diagonal = None if transform is None else signs(transform, K, x.device)
     activation = scheme.activation_on(x.device.type)
     if is_eager:
-        held = dict(parameters)  # another thread may replace them meanwhile
+        held = dict(parameters) if x.is_cpu else parameters  # another thread may replace them meanwhile
         weight = (held["qdata"], held["scale"], *map(held.get, _OPTIONAL_PARTS))
         y = None
         if x.is_cpu:

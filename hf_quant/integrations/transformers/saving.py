@@ -11,16 +11,15 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import transformers.configuration_utils as configuration_utils
 import transformers.modeling_utils as modeling_utils
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 import hf_quant.integrations.transformers.dtypes  # noqa: F401  (wraps a property of the same class)
+import hf_quant.integrations.transformers.parts  # noqa: F401  (wraps the reader of configs)
 from hf_quant.checkpoint import config_of
 from hf_quant.integrations.leftovers import without_leftovers
 from hf_quant.integrations.methods import stored_schemes
 from hf_quant.integrations.transformers.names import tie_codes, tie_weights, tied_modules
-from hf_quant.integrations.transformers.parts import with_quantization
 from hf_quant.integrations.transformers.quantizer import TransformersQuantizer
 from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantizedModule
@@ -32,9 +31,8 @@ _CONFIG = "quantization_config"
 
 
 def register() -> None:
-    """Wrap `save_pretrained`, and the reader of configs. Further calls do nothing."""
+    """Wrap `save_pretrained`. Further calls do nothing."""
     wrap_once(modeling_utils.PreTrainedModel, "save_pretrained", _with_plan)
-    wrap_once(configuration_utils.PreTrainedConfig, "get_config_dict", with_quantization)
 
 
 def _with_plan(host: Callable[..., Any]) -> Callable[..., Any]:

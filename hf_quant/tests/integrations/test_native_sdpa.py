@@ -1,4 +1,4 @@
-""" "sdpa" of transformers in quantized models on CPUs: a native kernel, where it computes that and is faster."""
+"""Attention "sdpa" of quantized models on CPUs: a native kernel, where it computes that and is faster."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_results_are_those_of_torch(calls, kind, dtype):
 
 
 def test_a_prompt_is_one_call(calls, parts):
-    """Of all layers, from the second one on, and with the usual cache."""
+    """All layers are in it, from the second prompt on, and with the usual cache."""
     model = test_plain_caches.make("llama")
     with torch.no_grad():
         for _ in range(4):

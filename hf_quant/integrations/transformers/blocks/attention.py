@@ -36,7 +36,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     outputs_of,
     width_of,
 )
-from hf_quant.integrations.transformers.blocks.calls import IGNORED, implementation_of, is_one_token, past_of, usable
+from hf_quant.integrations.transformers.blocks.calls import implementation_of, is_one_token, past_of, usable
 from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
 from hf_quant.integrations.transformers.blocks.trial import Recorded, Trial, given_complex, has_own_code, probe, record
 from hf_quant.kernels.dispatch import is_plain
@@ -328,7 +328,7 @@ class AttentionBlock:
 
     def _check_options(self, module: nn.Module, options: dict[str, Any]) -> None:
         for name, value in options.items():
-            if name in ("scaling", *IGNORED) or value is None:
+            if name in ("scaling", *kv_cache.IGNORED_OPTIONS) or value is None:
                 continue
             if name == "softcap" or (name == "s_aux" and self._are_sinks(module, value)):
                 self.options[name] = value

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.integrations.transformers.blocks.base import MAX_ROWS, TOLERANCE, is_served
-from hf_quant.kv_cache import CACHES, cache_in
+from hf_quant.kv_cache import CACHES, IGNORED_OPTIONS, cache_in
 
 
-# Of a call: what does not change its result. All else is left to the host.
-IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits"}
-IGNORED |= {"logits_to_keep", "return_dict"}  # GOT-OCR 2.0 and HuBERT hand them on to their layers
-TAKEN = {"hidden_states", *CACHES, "position_embeddings", "attention_mask", *IGNORED}
+# Arguments of a call that blocks know. All else is left to the host.
+TAKEN = {"hidden_states", *CACHES, "position_embeddings", "attention_mask", *IGNORED_OPTIONS}
 
 
 def usable(mask: Any, B: int, heads: int, S: int, tokens: int) -> Tensor | None:

@@ -24,7 +24,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     difference,
     state_of,
 )
-from hf_quant.integrations.transformers.blocks.calls import IGNORED, TAKEN, implementation_of
+from hf_quant.integrations.transformers.blocks.calls import TAKEN, implementation_of
 from hf_quant.integrations.transformers.blocks.gpu import GpuMLP, GpuNorm, block_of, check_place, closest, is_served
 from hf_quant.integrations.transformers.blocks.layer import (
     attention_of,
@@ -102,7 +102,8 @@ class GpuAttention(AttentionBlock):
     ) -> Tensor:
         """The output [B, S, K] for tokens x [B, S, K]; `kwargs` of the host's call."""
         q, k, v = self.project(x, angles)
-        more = {name: value for name, value in kwargs.items() if name in IGNORED} if self.passes else {}
+        ignored = kv_cache.IGNORED_OPTIONS
+        more = {name: value for name, value in kwargs.items() if name in ignored} if self.passes else {}
         y = self.attend(module, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, past, more)
         return self.layers[-1](y.reshape(*x.shape[:2], -1))
 
