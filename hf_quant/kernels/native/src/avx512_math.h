@@ -383,7 +383,9 @@ HFQ_INLINE void reduce_add(const V (&v)[COUNT], float (&out)[COUNT]) {
   }
   const __m512 sums = add_quarters(quads[0], quads[1]);  // those of the first four in lane 0, of the others in lane 2
   const __m256 both = _mm512_castps512_ps256(_mm512_shuffle_f32x4(sums, sums, 0x08));
-  _mm256_mask_storeu_ps(out, static_cast<__mmask8>((1 << COUNT) - 1), both);
+  float all[8];  // what a masked store has written cannot be read at once
+  _mm256_storeu_ps(all, both);
+  memcpy(out, all, sizeof(out));
 }
 
 // 16 results to y, `count` of them.
