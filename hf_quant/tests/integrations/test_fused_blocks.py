@@ -333,6 +333,43 @@ def test_adapters_come_and_go():
     assert not calls and block_reasons(model)["model"] is None
 
 
+class Factor(nn.Module):
+    """A layer of an adapter that changes nothing before it is trained."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.factor = base_layer, nn.Parameter(torch.ones(128))
+
+    def forward(self, x):
+        return self.base_layer(x * self.factor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "part", "name"),
+    [
+        ("qwen3_moe", MOE, "mlp", "gate.factor"),
+        ("doge", {}, "", "input_residual"),  # of ones
+        ("doge", {}, "self_attn", "dt_proj.weight"),  # multiplied by zeros
+    ],
+)
+def test_parameters_that_change_nothing_before_they_are_trained(kind, fields, part, name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **fields)).eval()
+    layer = quantize_(model, "int8").model.layers[0]
+    module = layer.get_submodule(part)
+    if kind == "qwen3_moe":
+        module.gate = Factor(module.gate)
+    with torch.no_grad():
+        model(prompt())
+        assert any("does not read" in (reason or "") for reason in block_reasons(model).values())
+        if kind == "doge":
+            layer.self_attn.A += 1
+        module.get_parameter(name).normal_()
+        found = model(prompt()).logits
+        expected = unfuse_activations_(model)(prompt()).logits
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     ("kind", "fields", "counts"),

@@ -32,6 +32,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     add_product,
     as_part,
     by_name,
+    check_read,
     difference,
     outputs_of,
     width_of,
@@ -102,6 +103,7 @@ class AttentionBlock:
         D = self.sizes.D
         self.norms = [as_part(norm, dtype, NormBlock(norm, _width(norm, D), dtype)) for norm in _norms(module)]
         self.scale = self._prove(module)
+        check_read(module, *self.layers, *_norms(module), self.options.get("s_aux"))
         self.projections = self.projections_of()
         angles = max(turned, 1)
         self.block = Block(dtype, self.K, angles, angles, self.N)

@@ -373,6 +373,17 @@ def is_same(a: Any, b: Any) -> bool:
     return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype) and steps
 
 
+def check_read(module: nn.Module, *read: nn.Module | Tensor | None) -> None:
+    """Raise Unproven if a module has parameters beside those of the parts, and the tensors, that its block reads.
+
+    A trial does not see them while they change nothing, as a new adapter or a factor of 1; training changes them.
+    """
+    parts = [part for part in read if part is not None]
+    known = {id(p) for part in parts for p in ((part,) if isinstance(part, Tensor) else part.parameters())}
+    if any(id(parameter) not in known for parameter in module.parameters()):
+        raise Unproven(f"{type(module).__name__} has parameters that its block does not read")
+
+
 def _random_numbers_kept(module: nn.Module) -> AbstractContextManager[None]:
     """Keep the random numbers of the CPU and of a module's device as they are: a host may draw some in a trial."""
     device = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), torch.device("cpu"))

@@ -29,6 +29,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     add_product,
     as_part,
     by_name,
+    check_read,
     difference,
     is_served,
     outputs_of,
@@ -215,6 +216,7 @@ class LatentAttention(AttentionBlock):
         self.norms = [as_part(norm, dtype, NormBlock(norm, size, dtype)) for norm, size in zip(norms, widths)]
         kv_cache.register_attention()
         self.scale = self._prove(module)
+        check_read(module, *self.layers, self.joined, *norms, module._modules[_EXPANDING])
         self.projections = self.projections_of()
         self.block = Block(dtype, self.K, max(turned, 1), max(turned, 1), self.N)
         self.add_to(self.block, 0, 3)

@@ -23,6 +23,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Watch,
     as_part,
     by_name,
+    check_read,
     difference,
 )
 from hf_quant.integrations.transformers.blocks.calls import are_tokens, implementation_of, past_of
@@ -123,6 +124,7 @@ class Rest:
             None if name is None else as_part(children[name], dtype, NormBlock(children[name], K, dtype))
             for name in self.names
         ]
+        check_read(module, *(child for child in children.values() if child is not None))
         self.factor = next((float(getattr(module, name)) for name in _FACTORS if hasattr(module, name)), 1.0)
 
     def add_before(self, block: Block) -> int:

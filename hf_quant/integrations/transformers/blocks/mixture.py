@@ -22,6 +22,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     as_part,
+    check_read,
     difference,
     is_served,
     random_rows,
@@ -128,7 +129,9 @@ class MixtureBlock:
         self.activation = "clamped_pairs" if is_clamped else activation_of(experts)
         self.shared = as_part(shared[0], dtype, MLPBlock(shared[0], dtype)) if shared else None
         self.shared_gate: Tensor | None = None
-        self.routing = self._prove(module, router)
+        self.routing = routing = self._prove(module, router)
+        of_router = (routing.weight, routing.bias, self._correction(module, router))
+        check_read(module, experts, *shared, *of_router, self.shared_gate)
         self.block = Block(dtype, self.K, self.N)
         self.add_to(self.block, 0, 1)
         self.block.finish()

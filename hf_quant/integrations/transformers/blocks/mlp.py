@@ -16,6 +16,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     add_product,
+    check_read,
     difference,
     is_served,
     outputs_of,
@@ -110,6 +111,7 @@ class MLPBlock:
             return
         probe = random_rows(1, 2, self.K, dtype=dtype)
         error = difference(self(probe), type(module)._hf_quant_block_of.forward(module, probe))
+        check_read(module, *self.layers)
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} computes something else: off by {error:.3g} roundings")
 
