@@ -219,6 +219,17 @@ def host_processor(processor: object) -> object:
     return getattr(type(processor), "_hf_quant_host", type(processor))()
 
 
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_attention_after_it_was_sliced(size):
+    plain, model = make_model("unet"), quantize_(make_model("unet"), QuantizerConfig(None, attention="int8"))
+    y = run(model, "unet", LARGE)
+    for each in (plain, model):
+        each.set_attention_slice(size)
+    assert torch.equal(run(model, "unet", LARGE), run(plain, "unet", LARGE))
+    model.set_attention_slice(None)  # as `pipe.disable_attention_slicing()`
+    assert torch.equal(run(model, "unet", LARGE), y)
+
+
 @pytest.mark.parametrize("scores", [False, True])
 def test_attention_that_a_guider_skips(scores):
     """The processor as a whole, or the scores of perturbed attention guidance."""

@@ -24,6 +24,12 @@ from hf_quant import planning, quantize
 from hf_quant._wording import first_few
 from hf_quant.checkpoint import check_packed, stored_weights
 from hf_quant.config import QuantizerConfig, QuantMethod
+from hf_quant.integrations.diffusers.processors import (  # noqa: F401  (pickles of models look for the functions here)
+    ATTENTION_WRAPPERS,
+    _set_default_processors,
+    _set_processors,
+    set_attention,
+)
 from hf_quant.integrations.diffusers.refusals import (  # noqa: F401  (pickles of models look for the functions here)
     REFUSED,
     _refuse_layerwise_casting,
@@ -344,28 +350,21 @@ def _attach(model: nn.Module, quantizer: DiffusersQuantizer) -> None:
         if hasattr(model, name):
             setattr(model, name, refuse)
     if config.attention is not None:
-        _set_attention(model, config.attention)
-        attach_methods(model, {name: wrap for name, wrap in _ATTENTION_WRAPPERS.items() if hasattr(model, name)})
+        set_attention(model, config.attention)
+        attach_methods(model, {name: wrap for name, wrap in ATTENTION_WRAPPERS.items() if hasattr(model, name)})
     attach_methods(model, _WRAPPERS)
 
 
 def forget(model: nn.Module) -> None:
     """Undo `_attach`: the host's `dequantize` leaves the config behind, and a saved model would not load."""
-    detach_methods(model, {**_WRAPPERS, **_ATTENTION_WRAPPERS})
+    detach_methods(model, {**_WRAPPERS, **ATTENTION_WRAPPERS})
     for attribute in ("hf_quantizer", "quantization_method", *REFUSED):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
     _fuse_activations(model, False)
     if (config := stored_config(model)) is not None and config.attention is not None:
-        _set_attention(model, None)
+        set_attention(model, None)
     _set_config(model, {key: value for key, value in model._internal_dict.items() if key not in _CONFIG_KEYS})
-
-
-def _set_attention(model: nn.Module, attention: str | None) -> None:
-    # Not at the top: see `diffusers_rules.rules`.
-    from hf_quant.integrations.diffusers.attention import set_attention_
-
-    set_attention_(model, attention)
 
 
 def refresh_plan(model: nn.Module) -> None:
@@ -407,22 +406,6 @@ def _move_to(model: nn.Module, host: Callable[..., nn.Module], dtype: torch.dtyp
     return model.to(dtype)
 
 
-def _set_processors(model: nn.Module, host: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Wrap `set_attn_processor`: the new processors, as of an IP adapter, compute in 8 bit as the earlier ones did."""
-    from hf_quant.integrations.diffusers.attention import describe
-
-    host(*args, **kwargs)
-    if model.hf_quantizer.quantization_config.attention is not None and describe(model) is not None:
-        _set_attention(model, model.hf_quantizer.quantization_config.attention)
-
-
-def _set_default_processors(model: nn.Module, host: Callable[..., None]) -> None:
-    """Wrap `set_default_attn_processor`, which knows the host's own classes only."""
-    _set_attention(model, None)
-    host()
-
-
-_ATTENTION_WRAPPERS = {"set_attn_processor": _set_processors, "set_default_attn_processor": _set_default_processors}
 # Both `push_to_hub` and `save_pretrained(push_to_hub=True)` end with `_upload_folder`, after the host has written its
 # card.
 _WRAPPERS = {
@@ -460,7 +443,7 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
     if before is not None:  # only weights or only attention was quantized before: that config still holds
         fuses = before._fuse_activations if fuses is None else fuses
         if before.quantization_config.attention is not None and config.attention is None:
-            _set_attention(model, None)
+            set_attention(model, None)
     quantizer._fuse_activations = fuses
     _fuse_activations(model, fuses)
     _attach(model, quantizer)
