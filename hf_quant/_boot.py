@@ -41,7 +41,7 @@ _ADAPTERS = {
     "diffusers.models.attention_dispatch": "hf_quant.integrations.diffusers.attention",
     "diffusers.training_utils": "hf_quant.integrations.diffusers.averages",
     "diffusers.pipelines.free_noise_utils": "hf_quant.integrations.diffusers.free_noise",
-    "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers.upload",
+    "diffusers.pipelines.pipeline_utils": "hf_quant.integrations.diffusers.pipelines",
     "peft.tuners.tuners_utils": "hf_quant.integrations.peft",
     "peft.peft_model": "hf_quant.integrations.peft",
     "peft.mixed_model": "hf_quant.integrations.peft",

@@ -154,3 +154,14 @@ def test_errors_of_pipelines(pipeline_dir):
     quantize_(pipe.transformer, "int8")
     with pytest.raises(ValueError, match="Casting a quantized model"):
         pipe.to(torch.float32)
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder"])  # the host casts parts in an order that varies
+def test_a_cast_that_one_part_refuses_changes_no_other(pipeline_dir, part):
+    pipe = load_pipeline(pipeline_dir)
+    quantize_(getattr(pipe, part), "int8")
+    casts = ((torch.float32,), {}), ((), {"dtype": torch.float32}), (("cpu", torch.float32), {})
+    for args, kwargs in casts:
+        with pytest.raises(ValueError, match=r"[Cc]asting .*dequantize\(\) it first"):
+            pipe.to(*args, **kwargs)
+    assert {p.dtype for p in pipe.components.values() if isinstance(p, nn.Module)} == {torch.bfloat16}
