@@ -26,7 +26,7 @@ from hf_quant.checkpoint.packed import check_info, check_values, expected_tensor
 from hf_quant.checkpoint.staging import workspace
 from hf_quant.checkpoint.untrusted import one_line, shorten
 from hf_quant.config import QuantizerConfig
-from hf_quant.modules import QuantizedModule, quantized_class, register_experts
+from hf_quant.modules import QuantizedModule, check_model, quantized_class, register_experts
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_names
 from hf_quant.quantize import OBSERVERS, convert_empty_, notify_observers
 from hf_quant.resolve import fields_of
@@ -63,6 +63,7 @@ def save_quantized(module: nn.Module, directory: Path | str, *, max_shard_size: 
     Raises ValueError if nothing in the module is quantized, its state has what safetensors cannot hold, or another
     process is saving into the directory.
     """
+    check_model(module)
     config = config_of(module)
     if any(observer.recognizes(module) for observer in OBSERVERS):
         logger.warning(
@@ -110,6 +111,7 @@ def load_quantized_(module: _Model, directory: Path | str) -> _Model:
     Raises ValueError, with the module unchanged, if the directory is not such a checkpoint, a file is missing,
     truncated or corrupt, or its tensors do not fit the module or the stored schemes.
     """
+    check_model(module)
     directory = Path(directory)
     config, dtypes, tied = _read_config(directory)
     files = scan_files(directory)

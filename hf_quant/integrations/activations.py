@@ -5,6 +5,7 @@ from typing import TypeVar
 from torch import nn
 
 from hf_quant.integrations.diffusers.fused_norms import quantizes_activations, restore_activations_, set_fusion_
+from hf_quant.modules import check_model
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -24,6 +25,7 @@ def fuse_activations_(model: _Model) -> _Model:
 
     Raises ValueError if nothing in the model can be fused.
     """
+    check_model(model)
     if not set_fusion_(model, True) + _fuse_blocks(model):
         reason = (
             "no block that hf_quant knows" if quantizes_activations(model) else "no layer that quantizes its input"
@@ -37,6 +39,7 @@ def unfuse_activations_(model: _Model) -> _Model:
     """Compute everything between the products by itself again, on GPUs, too, and return the model."""
     from hf_quant.integrations.transformers.blocks import unfuse_blocks_
 
+    check_model(model)
     restore_activations_(model)
     unfuse_blocks_(model)
     _remember(model, False)

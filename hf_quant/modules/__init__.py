@@ -4,7 +4,7 @@ from hf_quant.modules import averages as _averages  # noqa: F401 (codes are not 
 from hf_quant.modules import collectives as _collectives  # noqa: F401 (int16 goes between processes)
 from hf_quant.modules._base import QuantizedModule, convert_module_, in_basis, restore_module_
 from hf_quant.modules._classes import runs_its_class, set_class_
-from hf_quant.modules._registry import quantized_class, register_module
+from hf_quant.modules._registry import check_model, quantized_class, register_module
 from hf_quant.modules._stored import INPUT_SCALE, PACKED_NAMES, STORED_NAMES, packed_key, stored_dtype
 from hf_quant.modules.attention import QuantMultiheadAttention
 from hf_quant.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d
@@ -49,6 +49,7 @@ __all__ = [
     "QuantRNN",
     "QuantizedModule",
     "STORED_NAMES",
+    "check_model",
     "convert_module_",
     "expert_weight_names",
     "fuse_projections_",

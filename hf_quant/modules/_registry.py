@@ -41,3 +41,12 @@ def derive_class(
         namespace = {"host_class": host_class, "quantized_base": base, **attributes}
         _CLASSES[host_class] = type(f"Quant{host_class.__name__}", bases, namespace)
     return _CLASSES[host_class]
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError if a model is none: the name of one, a pipeline, ..."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is a {type(model).__name__}; needs a torch.nn.Module: what from_pretrained of a model's class "
+            "returns, or a part of a pipeline, such as pipe.transformer"
+        )

@@ -14,7 +14,7 @@ from hf_quant.algorithms import SOLVERS
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.formats import FORMATS
 from hf_quant.kv_cache import KVCacheConfig, describe
-from hf_quant.modules import QuantizedModule, planned_projections, quantized_class, register_experts
+from hf_quant.modules import QuantizedModule, check_model, planned_projections, quantized_class, register_experts
 from hf_quant.modules.sparse24 import empty_stored
 from hf_quant.patterns import excludes, matches
 from hf_quant.planning.left import naming
@@ -382,15 +382,6 @@ def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None
                 "modules_to_not_convert has %r, which no module that can be quantized matches; %s",
                 *(pattern, _hint(pattern, candidates)),
             )
-
-
-def check_model(model: Any) -> None:
-    """Raise ValueError if a model is none: the name of one, a pipeline, ..."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model is a {type(model).__name__}; needs a torch.nn.Module: what from_pretrained of a model's class "
-            "returns, or a part of a pipeline, such as pipe.transformer"
-        )
 
 
 def _hint(pattern: str, candidates: dict[str, Any]) -> str:

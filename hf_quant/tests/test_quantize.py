@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import hf_quant
 from hf_quant import QuantEmbedding, QuantizerConfig, QuantLinear, dequantize_, quantize, quantize_
 from hf_quant.algorithms import ALGORITHMS
 from hf_quant.modules import QuantizedModule
@@ -66,10 +67,19 @@ def test_a_bare_layer():
     assert dict(layer.named_parameters()).keys() == {"bias", "qdata", "scale", "global_scale"}
 
 
-def test_the_name_of_a_model():
-    for call in (quantize_, dequantize_):
-        with pytest.raises(ValueError, match="model is a str; needs a torch.nn.Module"):
-            call("org/model")
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("quantize_", "dequantize_", "plan", "fuse_projections_", "unfuse_projections_", "fuse_activations_"),
+        *("unfuse_activations_", "save_quantized", "load_quantized_", "prepare_qat_", "convert_qat_"),
+        *("prepare_training_", "finish_training_"),
+    ],
+)
+def test_what_is_no_model(call, tmp_path):
+    config = {"plan": ["int8"], "prepare_training_": ["int8"]}
+    directory = {"save_quantized": [tmp_path], "load_quantized_": [tmp_path]}
+    with pytest.raises(ValueError, match=r"model is a str; needs a torch.nn.Module: .*, such as pipe.transformer"):
+        getattr(hf_quant, call)("org/model", *config.get(call, []), *directory.get(call, []))
 
 
 def test_a_config_a_name_or_fields():

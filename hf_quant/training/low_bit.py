@@ -14,6 +14,7 @@ from hf_quant.coded_weight import CodedWeight
 from hf_quant.config import QuantizerConfig
 from hf_quant.modules import (
     QuantizedModule,
+    check_model,
     convert_module_,
     packed_key,
     route,
@@ -376,6 +377,7 @@ def finish_training_(model: _Model) -> _Model:
     model is then quantized, as after `quantize_` with "int8", with the codes that were trained. Raises ValueError
     if no layer is in low-bit training, or if codes are sharded. The model is then unchanged.
     """
+    check_model(model)
     layers = [module for module in model.modules() if isinstance(module, LowBitModule)]
     if not layers:
         raise ValueError(f"no layer of this {type(model).__name__} trains in low bits: call prepare_training_ first")

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from hf_quant._wording import first_few
 from hf_quant.algorithms import PackedWeight
 from hf_quant.config import QuantizerConfig, as_config
-from hf_quant.modules import QuantizedModule, convert_module_, set_class_
+from hf_quant.modules import QuantizedModule, check_model, convert_module_, set_class_
 from hf_quant.planning import PlanEntry, QuantPlan
 from hf_quant.quantize import (
     check_weight,
@@ -140,6 +140,7 @@ def convert_qat_(model: _Model) -> _Model:
         ValueError: no layer of the model is prepared, an adapter is not merged, a layer is sharded, or a weight
             contains NaN or inf. The model is then unchanged.
     """
+    check_model(model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, QatModule)}
     if not found:
         raise ValueError(f"no layer of this {type(model).__name__} is prepared: prepare_qat_ it, and train it, first")
@@ -204,6 +205,7 @@ def _check_layers(quant_plan: QuantPlan, model: nn.Module) -> None:
 
 
 def _check_unprepared(model: nn.Module) -> None:
+    check_model(model)
     name = next((n for n, m in model.named_modules() if isinstance(m, QatModule)), None)
     if name is not None:
         raise ValueError(f"the model is prepared already ({name or 'it'} is): train it, or convert_qat_ it")

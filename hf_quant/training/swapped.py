@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from hf_quant.modules import QuantizedModule, quantized_class, runs_its_class
+from hf_quant.modules import QuantizedModule, check_model, quantized_class, runs_its_class
 
 
 class LayerInTraining(nn.Module):
@@ -92,7 +92,8 @@ def reason_not_called(model: nn.Module, name: str, *, in_evaluation: bool = True
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError if a part of a model is quantized, or in training already."""
+    """Raise ValueError if a part of a model is quantized, or in training already, or the model is none."""
+    check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, QuantizedModule):
             raise ValueError(f"{name or 'the model'} is quantized: train the 16-bit model, or adapters of this one")

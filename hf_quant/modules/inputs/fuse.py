@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hf_quant.modules._registry import quantized_class
+from hf_quant.modules._registry import check_model, quantized_class
 from hf_quant.modules.inputs.shared_product import (
     FusedProjections,
     SharedProduct,
@@ -54,6 +54,7 @@ def fuse_projections_(model: _Model) -> _Model:
 
     Raises ValueError, with the reasons, if no layers can be fused.
     """
+    check_model(model)
     num_groups, reasons = fuse_where_possible(model)
     if not num_groups:
         why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
@@ -121,6 +122,7 @@ def _leaf(name: str) -> str:
 
 def unfuse_projections_(model: _Model) -> _Model:
     """Inverse of `fuse_projections_`, in place: every layer has tensors of its own again and computes alone."""
+    check_model(model)
     _separate([module for module in model.modules() if isinstance(module, QuantLinear)])
     return model
 
