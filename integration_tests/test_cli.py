@@ -113,6 +113,8 @@ def test_pipeline(tmp_path, capsys):
 
     assert main(["quantize", str(source), str(tmp_path / "no"), "--module", "*.nowhere=int8"]) == 2
     assert "no component has a module that matches '*.nowhere'" in capsys.readouterr().err
+    assert main(["quantize", str(source), str(tmp_path / "no"), "--skip", "transformer.proj_out"]) == 2
+    assert "('proj_out', not 'transformer.proj_out')" in capsys.readouterr().err
     assert main(["calibrate", str(source), "-o", str(tmp_path / "x.safetensors")]) == 2
     assert "calibrate takes one model: give the directory of a component" in capsys.readouterr().err
     assert main(["export", str(out), str(tmp_path / "no")]) == 2

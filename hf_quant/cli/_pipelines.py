@@ -64,7 +64,11 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
         print()
         configs[name] = own
     if unmatched:
-        raise ValueError(f"no component has a module that matches {', '.join(map(repr, sorted(unmatched)))}")
+        raise ValueError(
+            f"no component has a module that matches {', '.join(map(repr, sorted(unmatched)))}: modules have their "
+            "names within the component ('proj_out', not 'transformer.proj_out'). To quantize one component alone, "
+            "give its directory"
+        )
     if not configs:
         raise ValueError(f"nothing to quantize in {source.name}: {'; '.join(refusals) or 'no component is known'}")
     for refusal in refusals:
