@@ -18,6 +18,7 @@ from hf_quant.config import NON_WEIGHT_FIELDS, QuantizerConfig, as_config
 from hf_quant.modules import (
     STORED_NAMES,
     QuantizedModule,
+    check_model,
     convert_module_,
     fuse_where_possible,
     packed_key,
@@ -25,7 +26,7 @@ from hf_quant.modules import (
     share_inputs_,
     unfuse_projections_,
 )
-from hf_quant.planning import QuantPlan, check_model, plan, resolved, schemes_from_list
+from hf_quant.planning import QuantPlan, plan, resolved, schemes_from_list
 from hf_quant.scheme import LinearScheme
 
 

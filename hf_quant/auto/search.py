@@ -30,9 +30,9 @@ from hf_quant.calibration import (
 from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.kernels import dequantize
 from hf_quant.kv_cache import KVCacheConfig, bytes_per_token
-from hf_quant.modules import in_basis, quantized_class
+from hf_quant.modules import check_model, in_basis, quantized_class
 from hf_quant.patterns import matches
-from hf_quant.planning import PlanEntry, QuantPlan, check_model, plan
+from hf_quant.planning import PlanEntry, QuantPlan, plan
 from hf_quant.scheme import InputTransform, TensorQuant
 
 

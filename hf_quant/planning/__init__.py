@@ -1,6 +1,6 @@
 """Planning: decide which module gets which scheme, on which kernel, at what size, and why others stay in 16 bit."""
 
-from hf_quant.planning.decide import HOST_RULES, MIN_WEIGHTS, NothingToQuantize, Rules, check_model, plan
+from hf_quant.planning.decide import HOST_RULES, MIN_WEIGHTS, NothingToQuantize, Rules, plan
 from hf_quant.planning.names import MAX_PARTS, fold_names, unfold_name, unfold_names
 from hf_quant.planning.records import PlanEntry, QuantPlan, resolved, schemes_from_list, schemes_to_list, updated
 from hf_quant.planning.table import PLAN_HEADER, format_table, plan_losses, plan_rows, plan_totals, template
@@ -15,7 +15,6 @@ __all__ = [
     "PlanEntry",
     "QuantPlan",
     "Rules",
-    "check_model",
     "fold_names",
     "format_table",
     "plan",

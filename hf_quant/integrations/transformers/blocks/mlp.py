@@ -109,9 +109,9 @@ class MLPBlock:
         self.block.finish()
         if is_part:
             return
+        check_read(module, *self.layers)
         probe = random_rows(1, 2, self.K, dtype=dtype)
         error = difference(self(probe), type(module)._hf_quant_block_of.forward(module, probe))
-        check_read(module, *self.layers)
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} computes something else: off by {error:.3g} roundings")
 
