@@ -100,7 +100,8 @@ def held_tokens(
 
     None as from `next_tokens`, and for layers with windows, or with tokens in 16 bit.
     """
-    values = Values.of(layer, B, 0, num_heads, (D, D), dtype) if type(layer) is DynamicLayer else None
+    is_plain = isinstance(layer, DynamicLayer) and not layer.is_sliding
+    values = Values.of(layer, B, 0, num_heads, (D, D), dtype) if is_plain else None
     if values is not None:
         place = values.next(math.inf, 0)
         return None if place is None else (values.cache, place)

@@ -18,12 +18,38 @@ NEW_TOKENS = -1  # of a place: there are none before the new ones
 _ATTRIBUTE = "_hf_quant_values"  # of a layer
 
 
+def _show(layer: Any) -> Any:
+    layer.__dict__[_ATTRIBUTE].show(layer)
+    return layer
+
+
+class _Unread:
+    """A layer whose tokens nobody has read since the last ones were written: it makes their views when somebody does.
+
+    To make a view takes longer than to write a token, and a model reads those of its first layer only. A layer is of
+    its own class again as soon as its keys or values are read or replaced, or it is copied.
+    """
+
+    keys = property(lambda self: _show(self).keys, lambda self, new: setattr(_show(self), "keys", new))
+    values = property(lambda self: _show(self).values, lambda self, new: setattr(_show(self), "values", new))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _show(self).__reduce_ex__(protocol)
+
+
+_SERVED = (DynamicLayer, DynamicSlidingWindowLayer)
+_UNREAD = {
+    kind: type(kind.__name__, (kind, _Unread), {"_layer_type": None, "__module__": kind.__module__})
+    for kind in _SERVED
+}
+
+
 class Values:
     """Room behind the tokens of a layer, and the place of its next ones.
 
     The host makes new tensors for each token (`torch.cat`). Here `layer.keys` and `layer.values` are views of larger
-    tensors, and grow in them. A view that somebody holds keeps what it has. Where the layer has other tensors than
-    those views (after beams, `crop` or its own `update`), or no more room, they are copied to new ones.
+    tensors, and grow in them (see `_Unread`). A view that somebody holds keeps what it has. Where the layer has other
+    tensors than those views (after beams, `crop` or its own `update`), or no more room, they are copied to new ones.
 
     Attributes:
         cache: as `Block.with_cache` takes it.
@@ -34,13 +60,14 @@ class Values:
         used = held[0].shape[2]
         capacity = used + count + max(_ROOM, used // 8)
         self._layer = weakref.ref(layer)
+        self._kind = type(layer)
         self._room = tuple(x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in held)
         for room, x in zip(self._room, held):
             room[:, :, :used] = x
         self._start, self._end = 0, used  # columns in use
         self._views = layer.keys, layer.values  # what the layer has
         if used:
-            self._show(layer)
+            self.show(layer)
         keys, values = ((room, None, None) for room in self._room)
         self.cache = prepare_cache(keys, values, None, (keys[0].shape[3], values[0].shape[3]))
 
@@ -53,7 +80,13 @@ class Values:
 
         None if the layer is of another kind, or its tokens are.
         """
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if isinstance(layer, _Unread):
+            found = layer.__dict__[_ATTRIBUTE]
+            shapes = [(room.shape[:2], room.shape[3], room.dtype) for room in found._room]
+            if found._has_room(layer, count) and shapes == [((B, heads), D, dtype) for D in dims]:
+                return found
+            found.show(layer)
+        if type(layer) not in _SERVED:
             return None
         held = (layer.keys, layer.values) if layer.is_initialized else (None, None)
         if held[0] is None or not held[0].numel():
@@ -71,12 +104,16 @@ class Values:
         return found
 
     def _has_room(self, layer: Any, count: int) -> bool:
-        """True if the layer has these views, and there is room for more tokens behind."""
-        is_own = layer.keys is self._views[0] and layer.values is self._views[1] and self._layer() is layer
+        """True if the layer has these tokens, and there is room for more behind."""
+        if isinstance(layer, _Unread):
+            is_own = layer.__dict__[_ATTRIBUTE] is self
+        else:
+            is_own = layer.keys is self._views[0] and layer.values is self._views[1] and self._layer() is layer
         return is_own and self._end + count <= self._room[0].shape[2]
 
-    def _show(self, layer: Any) -> None:
-        """Let the layer have the tokens in use."""
+    def show(self, layer: Any) -> None:
+        """Let the layer have views of the tokens in use."""
+        layer.__class__ = self._kind
         self._views = layer.keys, layer.values = [room[:, :, self._start : self._end] for room in self._room]
 
     def next(self, most: float, count: int) -> tuple[int, int, int] | None:
@@ -94,7 +131,7 @@ class Values:
         return start, used + count, 0 if used else NEW_TOKENS
 
     def _start_of_next(self, layer: Any) -> int:
-        window = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0
+        window = layer.sliding_window if self._kind is DynamicSlidingWindowLayer else 0
         return max(self._start, self._end - window + 1) if window else self._start
 
     def _count(self, tokens: int) -> None:
@@ -103,11 +140,12 @@ class Values:
         if not layer.is_initialized:
             layer.lazy_initialization(*self._room)
         self._end += tokens
-        if type(layer) is DynamicSlidingWindowLayer:
+        if self._kind is DynamicSlidingWindowLayer:
             layer.cumulative_length += tokens
             if not layer.record_past:
                 self._start = self._start_of_next(layer)
-        self._show(layer)
+        if type(layer) is self._kind:
+            layer.__class__ = _UNREAD[self._kind]
 
 
 def _is_served(x: Tensor, dtype: torch.dtype) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from hf_quant import unfuse_activations_
 from hf_quant.kv_cache import next_tokens
@@ -97,6 +98,26 @@ def test_tokens_are_written_in_place_and_views_keep_theirs(llama):
     assert layer.keys.data_ptr() == address and layer.keys.shape[2] == layer.values.shape[2] == 16
     assert held.shape[2] == 11 and torch.equal(held, kept) and torch.equal(layer.keys[:, :, :11], kept)
     assert cache.get_seq_length() == 16
+
+
+@pytest.mark.parametrize("change", ["read", "replaced", "copied", "repeated"])
+def test_views_are_made_for_who_reads_them(llama, change):
+    """Layers are of their own class again once their tokens are read, and have all of them."""
+    cache, ids = DynamicCache(config=llama.config), prompt(1, 20)
+    with torch.no_grad():
+        llama(ids[:, :10], past_key_values=cache)
+        for i in range(10, 14):
+            llama(ids[:, i : i + 1], past_key_values=cache)
+    layer = cache.layers[-1]
+    assert isinstance(layer, DynamicLayer) and type(layer) is not DynamicLayer and "DynamicLayer" in repr(cache)
+    if change == "replaced":
+        layer.keys = layer.keys[:, :, :-1]
+        layer.values = layer.values[:, :, :-1]
+    elif change == "repeated":
+        layer.batch_repeat_interleave(2)
+    other = copy.copy(layer) if change == "copied" else layer
+    assert other.keys.shape == other.values.shape and type(layer) is type(other) is DynamicLayer
+    assert other.keys.shape[::2] == (1 + (change == "repeated"), 14 - (change == "replaced"))
 
 
 def _copied(cache, at):

@@ -74,6 +74,18 @@ class BytePlaces {
 #endif
 };
 
+// Bits FIRST, FIRST + 1, .. of each byte as a number: with GFNI a product of each byte, 8 bits, with a matrix of bits.
+template <int FIRST, int COUNT>
+HFQ_INLINE __m512i bits_of_bytes(__m512i bytes) {
+#if !HFQ_VBMI
+  return _mm512_and_si512(_mm512_srli_epi16(bytes, FIRST), _mm512_set1_epi8((1 << COUNT) - 1));
+#else
+  int64_t matrix = 0;
+  for (int i = 0; i < COUNT; ++i) matrix |= int64_t{1} << (8 * (7 - i) + FIRST + i);
+  return _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(matrix), 0);
+#endif
+}
+
 // Which bytes of a block exist: all but in the last block of a row.
 struct Masks {
   __mmask64 low, high;
@@ -434,7 +446,7 @@ struct Packed4Unsigned {
   HFQ_INLINE void codes(const __m512i* part, __m512i* value) {
     const __m512i mask = _mm512_set1_epi8(15);
     value[0] = _mm512_and_si512(part[0], mask);
-    value[1] = _mm512_and_si512(_mm512_srli_epi16(part[0], 4), mask);
+    value[1] = bits_of_bytes<4, 4>(part[0]);
   }
 };
 

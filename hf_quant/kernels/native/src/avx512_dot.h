@@ -40,6 +40,7 @@ struct DotRows {
   // Independent sums, so that the latency of the dot products (4 to 6 cycles) is hidden.
   static constexpr int CHAINS =
       V == 1 || GROUPING >= WITHIN_BLOCK || (R * MB >= 4 && MB > 1) ? 1 : R * MB >= 2 || V == 2 ? 2 : 4;
+  static constexpr bool HAS_ZEROS = GROUPING == WITHIN_BLOCK_ZEROS;
   using Sums = Sum[R][MB][CHAINS];
 
   const Product& p;
@@ -64,7 +65,7 @@ struct DotRows {
       _mm_prefetch(reinterpret_cast<const char*>(from) + ahead, _MM_HINT_T1);
       __m512i part[D::PARTS];
       decoder.load(from, m, part);
-      if constexpr (GROUPING == WITHIN_BLOCK_ZEROS) {
+      if constexpr (GROUPING == WITHIN_BLOCK_ZEROS && C::LANE_ZEROS) {
         C::levels_lanes(decoder, part, lane_zeros[r], value[r]);
       } else {
         C::levels(decoder, part, table[r], value[r]);
@@ -94,7 +95,7 @@ struct DotRows {
         if (C::INTEGER && zeros != nullptr) lane_zeros[r] = _mm512_set1_epi32(*zero);
       } else {
         table[r] = C::table(decoder, 0);
-        if (zeros != nullptr) lane_zeros[r] = _mm512_permutexvar_epi32(relative, load_zeros(zero, 0, p.groups - g));
+        if (HAS_ZEROS) lane_zeros[r] = _mm512_permutexvar_epi32(relative, load_zeros(zero, 0, p.groups - g));
       }
     }
 #pragma GCC unroll 8
@@ -105,7 +106,8 @@ struct DotRows {
         for (int c = 0; c < CHAINS; ++c) sums[r][i][c] = C::zero();
         if constexpr (C::INTEGER) {
           sums[r][i][0] = _mm512_loadu_si512(lane_sums + i * sum_stride + unit * 16);
-          if (zeros != nullptr) sums[r][i][0] = _mm512_mullo_epi32(sums[r][i][0], lane_zeros[r]);
+          if (GROUPING >= WITHIN_BLOCK ? HAS_ZEROS : zeros != nullptr)
+            sums[r][i][0] = _mm512_mullo_epi32(sums[r][i][0], lane_zeros[r]);
         }
       }
   }
@@ -122,6 +124,25 @@ struct DotRows {
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int i = 0; i < MB; ++i) y[r][i] = _mm512_fmadd_ps(C::to_float(total(sums[r][i])), scale[r], y[r][i]);
+  }
+
+  // The next block, of up to 8 groups of 16 codes.
+  HFQ_METHOD void groups_of_block(Masks m, const int32_t*& lane, const int32_t*& first, __m512 (&y)[R][MB]) {
+    const __m512i relative = _mm512_loadu_si512(lane);
+    const int64_t g = *first;
+    Sums sums;
+    Table table[R];
+    __m512i lane_zeros[R];
+    __m512 scale[R];
+    begin(0, g, relative, table, lane_zeros, sums);
+    block(m, table, lane_zeros, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+      scale[r] = _mm512_permutexvar_ps(relative, _mm512_castps256_ps512(_mm256_loadu_ps(scales + r * room + g)));
+    fold(sums, scale, y);
+    lane += 16;
+    lane_sums += 16;
+    ++first;
   }
 
   // out[r][i] = the dot product of row r with row i of x, scaled.
@@ -172,22 +193,9 @@ struct DotRows {
       for (int r = 0; r < R; ++r) scale[r] = _mm512_set1_ps(scales[r * room + last]);
       fold(sums, scale, y);
     } else {
-      const int32_t* lane = lanes.relative;
-      for (int64_t b = 0; b < blocks; ++b, lane += 16) {
-        relative = _mm512_loadu_si512(lane);
-        const int64_t g = lanes.first[b];
-        begin(b, g, relative, table, lane_zeros, sums);
-        if (b < full) {
-          block(all, table, lane_zeros, sums);
-        } else {
-          block(tail, table, lane_zeros, sums);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-          scale[r] = _mm512_permutexvar_ps(  // a block has up to 8 groups, of 16 codes
-              relative, _mm512_castps256_ps512(_mm256_loadu_ps(scales + r * room + g)));
-        fold(sums, scale, y);
-      }
+      const int32_t *lane = lanes.relative, *first = lanes.first;
+      for (; full > 0; --full) groups_of_block(all, lane, first, y);
+      if (has_tail) groups_of_block(tail, lane, first, y);
     }
     __m512 totals[R * MB];
 #pragma GCC unroll 8
@@ -202,7 +210,9 @@ struct DotRows {
 };
 
 // First of the scales (and zero points) of row n.
-HFQ_INLINE int64_t scale_of_row(const Product& p, int64_t n) { return n / p.scale_rows * p.scale_stride; }
+HFQ_INLINE int64_t scale_of_row(const Product& p, int64_t n) {
+  return (p.scale_rows == 1 ? n : n / p.scale_rows) * p.scale_stride;  // a division takes up to 18 cycles
+}
 
 constexpr int kPanel = 64;  // rows of the weight that a task takes
 
@@ -279,7 +289,7 @@ static int64_t ahead_of_pair(int64_t gap) { return 2 * gap <= 16 * kAhead ? 2 * 
 
 // Sums of rows n, n + distance, .. of the weight with MB rows of x from i0 on, scaled by the groups' scales.
 template <class C, int R, int MB, Grouping GROUPING>
-static void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0, float (&out)[R][MB]) {
+HFQ_INLINE void dot_rows(const DotPanel<C>& a, int64_t n, int64_t distance, int64_t i0, float (&out)[R][MB]) {
   const Product& p = a.p;
   const int64_t x = a.first_x + i0, first = scale_of_row(p, n);
   DotRows<C, R, MB, GROUPING> rows{p,
@@ -355,7 +365,7 @@ static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
     // Bytes need no work that rows could share: one stream of them is a third faster than two (Zen 5).
     const bool shares = vecs<C>() > 1 && a.p.scale_rows == 1;
     int64_t row = n;
-    const bool is_short = 4 * a.p.row_bytes <= kAhead / 4;  // to add up the lanes of four takes as long as those of two
+    const bool is_short = 4 * a.p.row_bytes <= kAhead;  // to add up the lanes of four takes as long as those of two
     if (shares && (is_short || !HFQ_VBMI || !stays_in_l1(a.px.stride + a.px.units * 64))) {
       for (; row + 4 <= end; row += 4) dot_few<C, 4, GROUPING>(a, row, sums[0] + row - n);
     } else if (shares && 2 * a.p.row_bytes <= kAhead) {  // of longer rows, one would read what is prefetched for the other

@@ -9,18 +9,6 @@ namespace HFQ_AVX512 {
 // Decoders: BLOCK codes, BYTES bytes, become VECS vectors of unsigned bytes; byte i of vector j is made of code VECS * i + j,
 // so that a lane of 32 bits has 4 * VECS neighbours, which are of one group. The last decoder makes words.
 
-// Bits FIRST, FIRST + 1, .. of each byte as a number: with GFNI a product of each byte, 8 bits, with a matrix of bits.
-template <int FIRST, int COUNT>
-HFQ_INLINE __m512i bits_of_bytes(__m512i bytes) {
-#if !HFQ_VBMI
-  return _mm512_and_si512(_mm512_srli_epi16(bytes, FIRST), _mm512_set1_epi8((1 << COUNT) - 1));
-#else
-  int64_t matrix = 0;
-  for (int i = 0; i < COUNT; ++i) matrix |= int64_t{1} << (8 * (7 - i) + FIRST + i);
-  return _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(matrix), 0);
-#endif
-}
-
 // 4 bits, as they are.
 struct Fixed4 {
   static constexpr bool WORDS = false;

@@ -32,7 +32,7 @@ class Matmul {
   bool run() {
     const int64_t blocks = ceil_div(p_.K, D::BLOCK);
     const int64_t stride = blocks * vecs<C>() * 64 + 64;
-    const int64_t units = !C::INTEGER ? 0 : grouping() == WITHIN_BLOCK ? blocks : p_.groups;
+    const int64_t units = !C::INTEGER ? 0 : grouping() >= WITHIN_BLOCK ? blocks : p_.groups;
     x_.group_size = p_.group_size;
     x_.groups = p_.groups;
     if constexpr (C::FIXED) {
@@ -89,7 +89,7 @@ class Matmul {
   Grouping grouping() const {
     if (p_.groups == 1) return ONE_GROUP;
     if (p_.group_size % D::BLOCK == 0) return WHOLE_BLOCKS;
-    return C::LANE_ZEROS && p_.zero != nullptr ? WITHIN_BLOCK_ZEROS : WITHIN_BLOCK;
+    return (C::LANE_ZEROS || C::INTEGER) && p_.zero != nullptr ? WITHIN_BLOCK_ZEROS : WITHIN_BLOCK;
   }
 
   bool pack(int64_t first, int64_t count, float* scales) {
@@ -200,7 +200,7 @@ class Matmul {
       case WHOLE_BLOCKS: dot_panel<C, WHOLE_BLOCKS>(panel, n, end); break;
       case WITHIN_BLOCK: dot_panel<C, WITHIN_BLOCK>(panel, n, end); break;
       default:
-        if constexpr (C::LANE_ZEROS) dot_panel<C, WITHIN_BLOCK_ZEROS>(panel, n, end);
+        if constexpr (C::LANE_ZEROS || C::INTEGER) dot_panel<C, WITHIN_BLOCK_ZEROS>(panel, n, end);
     }
   }
 
